@@ -1,0 +1,189 @@
+"""Every collective and transfer of the project. No-op at size 1; counts calls and bytes; waits for each work once.
+
+Bytes are what this rank sends with ring algorithms, for n ranks and a full tensor of B bytes: all-reduce 2 B (n-1)/n,
+all-gather and reduce-scatter B (n-1)/n, broadcast and point-to-point B. The backend may use another algorithm with the
+same result: gloo's reduce-scatter costs twice its all-reduce, so there a reduce-scatter is an all-reduce and a cut.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.context import Axis
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renames the two and warns on the old names; 2.11 has only the old ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """Operations in flight and the tensors that they use; `wait` may be called again and then does nothing.
+
+    A second wait on a gloo point-to-point work never returns, and a tensor freed or a work dropped in flight is a
+    use-after-free or a lost message: so both are held here until the first `wait`.
+    """
+
+    def __init__(self, works: Sequence[dist.Work | None] = (), tensors: Sequence[Tensor] = ()):
+        self._works = [work for work in works if work is not None]
+        self._tensors = list(tensors)
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        self._tensors = []
+
+
+def _is_gloo(axis: Axis) -> bool:
+    return dist.get_backend(axis.group) == "gloo"
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def initialize(
+    backend: str, rank: int, world_size: int, store: dist.Store, timeout_seconds: float = 300.0
+) -> None:
+    """Join the world over `store`."""
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
+    )
+
+
+def shutdown() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_reduce_async(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
+    """Start reducing contiguous `x` in place over `axis`."""
+    if axis.size == 1:
+        return Pending()
+    if not x.is_contiguous():
+        raise ValueError("all_reduce_async needs a contiguous tensor: the result is written in place")
+    axis.traffic.record("all_reduce", 2 * _bytes(x) * (axis.size - 1) // axis.size)
+    return Pending([dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)], [x])
+
+
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """Reduce `x` in place over `axis` and return it; `op` is sum, max or min. Strided tensors are reduced through a copy."""
+    if axis.size == 1:
+        return x
+    if not x.is_contiguous():
+        return x.copy_(all_reduce(x.contiguous(), axis, op))
+    all_reduce_async(x, axis, op).wait()
+    return x
+
+
+def all_gather_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
+    """Start concatenating every rank's `x` (equal shapes) along dimension 0; read the result after `wait`."""
+    if axis.size == 1:
+        return x, Pending()
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    axis.traffic.record("all_gather", _bytes(x) * (axis.size - 1))
+    return out, Pending([_all_gather_single(out, x, group=axis.group, async_op=True)], [out, x])
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """Concatenate every rank's `x` (equal shapes) along dimension 0."""
+    out, pending = all_gather_async(x, axis)
+    pending.wait()
+    return out
+
+
+def reduce_scatter_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
+    """Start summing `x` over `axis`; this rank's slice of dimension 0 is the result, to be read after `wait`.
+
+    `x` may be overwritten. Raises ValueError if dimension 0 does not divide by the axis.
+    """
+    if axis.size == 1:
+        return x, Pending()
+    if x.shape[0] % axis.size:
+        raise ValueError(f"reduce-scatter: dimension 0 of {tuple(x.shape)} does not divide by {axis.name} size {axis.size}")
+    x = x.contiguous()
+    axis.traffic.record("reduce_scatter", _bytes(x) * (axis.size - 1) // axis.size)
+    if _is_gloo(axis):
+        work = dist.all_reduce(x, group=axis.group, async_op=True)
+        return x.chunk(axis.size)[axis.rank], Pending([work], [x])
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    return out, Pending([_reduce_scatter_single(out, x, group=axis.group, async_op=True)], [out, x])
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """Sum a copy of `x` over `axis` and return this rank's slice of dimension 0."""
+    if axis.size == 1:
+        return x
+    out, pending = reduce_scatter_async(x.clone() if _is_gloo(axis) else x, axis)
+    pending.wait()
+    return out.clone() if _is_gloo(axis) else out
+
+
+def reduce_scatter_shard_async(flat: Tensor, axis: Axis) -> Pending:
+    """Start summing the 1-D buffer `flat` over `axis` in place: after `wait` this rank's equal slice holds the sum,
+    the rest of the buffer is undefined."""
+    if axis.size == 1:
+        return Pending()
+    axis.traffic.record("reduce_scatter", _bytes(flat) * (axis.size - 1) // axis.size)
+    if _is_gloo(axis):
+        return Pending([dist.all_reduce(flat, group=axis.group, async_op=True)], [flat])
+    shard = flat.chunk(axis.size)[axis.rank]
+    return Pending([_reduce_scatter_single(shard, flat, group=axis.group, async_op=True)], [flat])
+
+
+def all_gather_shard_async(flat: Tensor, axis: Axis) -> Pending:
+    """Start filling the 1-D buffer `flat` with every rank's equal slice of it, in place."""
+    if axis.size == 1:
+        return Pending()
+    shard = flat.chunk(axis.size)[axis.rank]
+    axis.traffic.record("all_gather", _bytes(shard) * (axis.size - 1))
+    source = shard.clone() if _is_gloo(axis) else shard
+    return Pending([_all_gather_single(flat, source, group=axis.group, async_op=True)], [flat, source])
+
+
+def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """Overwrite contiguous `x` with that of position `source` on `axis`."""
+    if axis.size > 1:
+        if axis.rank == source:
+            axis.traffic.record("broadcast", _bytes(x))
+        dist.broadcast(x, axis.ranks[source], group=axis.group)
+    return x
+
+
+def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> Pending:
+    """Start point-to-point transfers: (tensor, position on `axis`) pairs to send and to receive into.
+
+    The two ends of a link must name its transfers in the same order. Tensors are held until `wait`.
+    """
+    operations = []
+    for x, peer in sends:
+        axis.traffic.record("send", _bytes(x))
+        operations.append(dist.P2POp(dist.isend, x, axis.ranks[peer], axis.group))
+    for x, peer in receives:
+        operations.append(dist.P2POp(dist.irecv, x, axis.ranks[peer], axis.group))
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Pending(works, [x for x, _ in [*sends, *receives]])
+
+
+def barrier(axis: Axis) -> None:
+    if axis.size > 1:
+        dist.barrier(group=axis.group)
+
+
+def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
+    """Every rank's `value` (JSON types), in rank order, on every rank. Nothing is pickled."""
+    if axis.size == 1:
+        return [value]
+    payload = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    lengths = all_gather(torch.tensor([payload.numel()], device=device), axis)
+    padded = payload.new_zeros(int(lengths.max()))
+    padded[: payload.numel()] = payload
+    rows = all_gather(padded, axis).view(axis.size, -1)
+    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths.tolist(), strict=True)]

@@ -1,0 +1,214 @@
+"""Every option of a run: dataclasses with a sentence under each field.
+
+A value comes from the default, then a TOML file (`--config`, whose `base` key names a file to start from), then a flag
+(`--section.key value`); `Resolved` keeps which. `validate` reports every problem at once, before any process group exists.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Hugging Face's `rope_scaling`; the default scales nothing."""
+
+    rope_type: Literal["default", "linear", "llama3"] = "default"
+    """default: none; linear: positions divided by factor; llama3: long wavelengths divided by factor, short ones kept."""
+    factor: float = 1.0
+    """How many times longer than original_max_position_embeddings contexts may be."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_max_position_embeddings / low_freq_factor are divided by factor."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_max_position_embeddings / high_freq_factor are kept."""
+    original_max_position_embeddings: int = 8192
+    """llama3: context length before scaling."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The transformer, in Hugging Face's config.json names."""
+
+    family: Literal["llama", "gpt"] = "llama"
+    """llama: RMSNorm, RoPE, SwiGLU (Llama, Mistral, Qwen). gpt: LayerNorm, learned positions, GELU, biases, dropout (GPT-2)."""
+    hidden_size: int = 256
+    """Width of the residual stream."""
+    num_hidden_layers: int = 4
+    """Number of transformer layers over all pipeline stages."""
+    num_attention_heads: int = 4
+    """Query heads; must divide by parallel.tp."""
+    num_key_value_heads: int = 0
+    """Key and value heads, shared by groups of query heads; 0 means num_attention_heads. May be fewer than parallel.tp."""
+    head_dim: int = 0
+    """Width of a head; 0 means hidden_size / num_attention_heads."""
+    intermediate_size: int = 0
+    """Width of the MLP; 0 means 4 * hidden_size. Must divide by parallel.tp."""
+    vocab_size: int = 0
+    """Token ids; 0 means the tokenizer's. Padded to a multiple of 128 inside, which changes no number."""
+    max_position_embeddings: int = 2048
+    """Longest sequence; for gpt also the rows of the position table."""
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding's wavelengths (llama)."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    """Stretching of rotary wavelengths for long contexts (llama)."""
+    rms_norm_eps: float = 1e-5
+    """Added to the mean square (llama) or the variance (gpt, Hugging Face's layer_norm_epsilon) in norms."""
+    attention_bias: bool = False
+    """Biases on the query, key and value projections (llama; Qwen2 sets it). gpt always has them."""
+    qk_norm: bool = False
+    """RMSNorm over each head's query and key before the rotary embedding (llama; Qwen3 sets it)."""
+    tie_word_embeddings: bool = False
+    """Input embedding and output head are one matrix."""
+    hidden_dropout: float = 0.0
+    """Dropout after embedding, attention and MLP (gpt)."""
+    attention_dropout: float = 0.0
+    """Dropout on attention probabilities (gpt)."""
+    initializer_range: float = 0.02
+    """Standard deviation of initial weights; output projections start at initializer_range / sqrt(2 * num_hidden_layers)."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks and layers are laid out."""
+
+    tp: int = 1
+    """Tensor-parallel ranks: each holds a slice of every matrix. Keep inside a node."""
+    pp: int = 1
+    """Pipeline stages' ranks: each holds a run of layers."""
+    dp: int = 0
+    """Data-parallel replicas; 0 means the world size divided by tp * pp."""
+    vpp: int = 1
+    """Virtual pipeline stages per rank; more than 1 needs schedule interleaved."""
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    """Order of forwards and backwards: 1f1b holds at most pp micro-batches, gpipe all of them, interleaved has the smallest bubble."""
+    sequence_parallel: bool = False
+    """Split activations between matrices over tp along the sequence; train.seq_length must divide by tp."""
+    partition: tuple[int, ...] = ()
+    """Layers of each of the pp * vpp stages in order, such as 3 4 4 2; empty balances by cost, embedding and head counted."""
+    order: str = "tp-cp-dp-pp"
+    """Rank order, fastest axis first (cp is context parallel, of size 1 so far)."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The run: how long, how much at once, in which precision."""
+
+    steps: int = 100
+    """Optimizer steps."""
+    global_batch_size: int = 8
+    """Samples a step over all ranks; a multiple of micro_batch_size * dp."""
+    micro_batch_size: int = 1
+    """Samples that one forward pass holds on one data-parallel rank."""
+    seq_length: int = 128
+    """Tokens of a sample."""
+    seed: int = 1234
+    """Decides initial weights, dropout and sample order; no layout changes them."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: bf16 weights and activations, fp32 gradients, fp32 main weights and moments."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation checkpointing: selective recomputes attention scores, full recomputes layers, in the backward pass."""
+    recompute_every: int = 1
+    """With recompute full: every n-th layer is recomputed, the others keep their activations."""
+    eval_every: int = 0
+    """Steps between evaluations on data.validation; 0 evaluates after the last step only."""
+    eval_samples: int = 64
+    """Validation samples of one evaluation, rounded up to whole global batches."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels on GPUs (slower); on a CPU runs repeat bitwise anyhow."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) and its learning rate."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of cosine, linear and wsd decay."""
+    schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = "cosine"
+    """Shape after warm-up; wsd (warm-up, stable, decay) holds lr and decays linearly over the last decay_steps."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0 to lr."""
+    decay_steps: int = 0
+    """wsd: length of the final decay; 0 means a tenth of train.steps."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices and embeddings; norms and biases are never decayed."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 never clips."""
+    zero_stage: Literal[0, 1] = 1
+    """0: every data-parallel rank holds all optimizer state; 1: each holds its shard (ZeRO-1, arXiv 1910.02054)."""
+    bucket_mb: float = 64.0
+    """Gradients are reduced in buckets of about this many MiB while the backward pass still runs."""
+    overlap_grad_reduce: bool = True
+    """Reduce full buckets during the last backward pass instead of after it; changes no bit."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    train: tuple[str, ...] = ("synthetic",)
+    """One .bin/.idx prefix, or `synthetic`."""
+    validation: tuple[str, ...] = ()
+    """One .bin/.idx prefix, or `synthetic`; empty evaluates nothing."""
+    tokenizer: str = "bytes"
+    """bytes, or spm:FILE for a sentencepiece model."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and resuming, in run_dir/checkpoints."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 saves none but the last."""
+    save_last: bool = True
+    """Save after the last step."""
+    resume: str = "auto"
+    """auto: the newest complete checkpoint of the run folder, if there is one; none; or a checkpoint's folder."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What a run says while it goes on. metrics.jsonl is always written."""
+
+    every: int = 1
+    """Steps between log lines."""
+    tensorboard: bool = True
+    """Write run_dir/tensorboard as well."""
+    peak_tflops: float = 0.0
+    """Peak TFLOP/s of one device, for MFU; 0 leaves MFU out unless the GPU is known."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How ranks start. Under torchrun or Slurm leave nproc at 0: their variables are used."""
+
+    nproc: int = 0
+    """Start this many local ranks; 0 starts none."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda when there is a GPU for each local rank, else cpu."""
+    timeout_seconds: float = 300.0
+    """A collective that takes longer ends the run."""
+    threads: int = 0
+    """CPU threads of each rank; 0 means the machine's cores divided by its ranks, at least 1."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Pretrain a transformer with data, tensor and pipeline parallelism."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    run_dir: str = "runs/default"
+    """Folder of everything that the run writes: config.toml, metrics.jsonl, checkpoints/, tensorboard/."""
+    dry_run: bool = False
+    """Print parameters, memory and batch arithmetic of every rank and stop, without training."""

@@ -1,0 +1,37 @@
+"""One distribution, three import packages: megapar (the framework), megapar_models and megapar_kernels."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megapar",
+    version="0.1.0",
+    description="3D-parallel transformer pretraining that one person can read in an afternoon",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    package_dir={
+        "megapar": "megapar",
+        "megapar_models": "models/megapar_models",
+        "megapar_kernels": "kernels/megapar_kernels",
+    },
+    packages=[
+        *find_packages(".", include=["megapar", "megapar.*"]),
+        "megapar_models",
+        "megapar_kernels",
+    ],
+    package_data={"megapar": ["py.typed"]},
+    install_requires=[
+        "torch>=2.11,<2.14",  # tensors, autograd, SDPA, checkpoint(), the collectives
+        "triton>=3.5; platform_system == 'Linux'",  # the kernels
+        "einops>=0.8",  # shape changes that read as what they mean
+        "numpy>=1.26",  # memory-mapped tokens and counter-based weight initialisation
+        "safetensors>=0.4",  # checkpoints that hold tensors and cannot hold code
+        "sentencepiece>=0.2",  # the tokenizer that the quickstart trains
+        "tyro>=1.0",  # dataclasses to a command line with --help
+        "rich>=13",  # progress and log lines
+        "tensorboard>=2.15",  # loss curves while a run is going
+        "matplotlib>=3.8",  # loss curve and pipeline timeline as PNG
+    ],
+    extras_require={
+        "dev": ["pytest>=8", "hypothesis>=6", "ruff", "mypy", "pre-commit"],
+    },
+)
