@@ -1,6 +1,7 @@
 """One micro-batch of training samples, the only thing that data hands to models and pipeline."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,5 +29,15 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         return MicroBatch(
-            *(x.to(device, non_blocking=True) for x in (self.tokens_bs, self.targets_bs, self.weights_bs, self.sample_ids_b))
+            *(
+                x.to(device, non_blocking=True)
+                for x in (self.tokens_bs, self.targets_bs, self.weights_bs, self.sample_ids_b)
+            )
         )
+
+
+class TensorSpec(NamedTuple):
+    """What one tensor between two pipeline stages looks like; both ends derive it from the micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype

@@ -48,9 +48,7 @@ def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def initialize(
-    backend: str, rank: int, world_size: int, store: dist.Store, timeout_seconds: float = 300.0
-) -> None:
+def initialize(backend: str, rank: int, world_size: int, store: dist.Store, timeout_seconds: float = 300.0) -> None:
     """Join the world over `store`."""
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
@@ -107,7 +105,9 @@ def reduce_scatter_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     if axis.size == 1:
         return x, Pending()
     if x.shape[0] % axis.size:
-        raise ValueError(f"reduce-scatter: dimension 0 of {tuple(x.shape)} does not divide by {axis.name} size {axis.size}")
+        raise ValueError(
+            f"reduce-scatter: dimension 0 of {tuple(x.shape)} does not divide by {axis.name} size {axis.size}"
+        )
     x = x.contiguous()
     axis.traffic.record("reduce_scatter", _bytes(x) * (axis.size - 1) // axis.size)
     if _is_gloo(axis):

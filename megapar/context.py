@@ -22,9 +22,7 @@ def coordinates(rank: int, sizes: Mapping[str, int], order: str = DEFAULT_ORDER)
     return position
 
 
-def rank_groups(
-    sizes: Mapping[str, int], axes: Sequence[str], order: str = DEFAULT_ORDER
-) -> list[tuple[int, ...]]:
+def rank_groups(sizes: Mapping[str, int], axes: Sequence[str], order: str = DEFAULT_ORDER) -> list[tuple[int, ...]]:
     """All groups of ranks that differ only in their position on `axes`, as Megatron's RankGenerator lists them.
 
     Within a group ranks ascend, so the axis that comes first in `order` varies fastest.
@@ -123,7 +121,9 @@ def create(
         raise ValueError(f"order {order!r} must name each of tp, cp, dp and pp once, such as {DEFAULT_ORDER!r}")
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if math.prod(sizes.values()) != world_size:
-        raise ValueError(f"tp({tp}) * cp({cp}) * dp({dp}) * pp({pp}) = {math.prod(sizes.values())}, not {world_size} ranks")
+        raise ValueError(
+            f"tp({tp}) * cp({cp}) * dp({dp}) * pp({pp}) = {math.prod(sizes.values())}, not {world_size} ranks"
+        )
     if world_size == 1:
         return single(device)
     rank = dist.get_rank()

@@ -84,7 +84,10 @@ class ParamSpec:
         for piece, first, last in self.segments():
             if piece.dim in (None, 0):
                 row = math.prod(piece.shape[1:])
-                first, last = first + (piece.own_start - piece.start) * row, first + (piece.own_stop - piece.start) * row
+                first, last = (
+                    first + (piece.own_start - piece.start) * row,
+                    first + (piece.own_stop - piece.start) * row,
+                )
             elif piece.own_start == piece.own_stop:
                 continue
             if last > first:
@@ -108,9 +111,7 @@ def sharded(name: str, shape: Sequence[int], dim: int, bounds: tuple[int, int]) 
     return Piece(name, tuple(shape), dim, *bounds, *bounds)
 
 
-def parameter(
-    spec: ParamSpec, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str
-) -> nn.Parameter:
+def parameter(spec: ParamSpec, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
     """An uninitialised parameter of the local `shape` that carries `spec`."""
     param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device))
     param.spec = spec  # type: ignore[attr-defined]
@@ -121,7 +122,9 @@ def spec_of(param: Tensor, name: str = "parameter") -> ParamSpec:
     """The spec of `param`. Raises TypeError, naming it, if the layer that created it declared none."""
     spec = getattr(param, "spec", None)
     if not isinstance(spec, ParamSpec):
-        raise TypeError(f"{name} of shape {tuple(param.shape)} has no ParamSpec: create it with megapar.params.parameter()")
+        raise TypeError(
+            f"{name} of shape {tuple(param.shape)} has no ParamSpec: create it with megapar.params.parameter()"
+        )
     return spec
 
 
