@@ -32,7 +32,7 @@ class Piece:
 
     This rank holds [start, stop) of dimension `dim` and owns [own_start, own_stop) of that: owned parts are disjoint over
     tp and cover the tensor, so owners count it in norms and save it. Replicated tensors have `dim` None and tp rank 0
-    owns them; a tied copy owns nothing.
+    owns them; a tied copy owns nothing. `shared`: some of the tensor is held by several tp ranks.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Piece:
     stop: int
     own_start: int
     own_stop: int
+    shared: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -103,7 +104,7 @@ def cut(size: int, axis: Axis) -> tuple[int, int]:
 def replicated(name: str, shape: Sequence[int], axis: Axis) -> Piece:
     """A tensor that every rank of `axis` holds whole."""
     rows = shape[0] if axis.first else 0
-    return Piece(name, tuple(shape), None, 0, shape[0], 0, rows)
+    return Piece(name, tuple(shape), None, 0, shape[0], 0, rows, shared=axis.size > 1)
 
 
 def sharded(name: str, shape: Sequence[int], dim: int, bounds: tuple[int, int]) -> Piece:
