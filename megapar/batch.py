@@ -9,7 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Letters: b samples, s positions. `weights_bs` scales each target's loss (0 drops it); a step's divisor is their sum.
+    """Letters: b samples, s positions. `weights_bs` scales each target's loss (0 drops it); a step's divisor is their
+    sum.
 
     `sample_ids_b` are positions in the run's global sample order: they key dropout, so no layout changes a mask.
     """

@@ -48,6 +48,12 @@ def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
+def _check(x: Tensor) -> None:
+    """A raw collective has no gradient: inside a forward pass it must be wrapped (tensor_parallel.regions)."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("a collective on a tensor that needs a gradient would lose it: use tensor_parallel.regions")
+
+
 def initialize(backend: str, rank: int, world_size: int, store: dist.Store, timeout_seconds: float = 300.0) -> None:
     """Join the world over `store`."""
     dist.init_process_group(
@@ -64,6 +70,7 @@ def all_reduce_async(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Start reducing contiguous `x` in place over `axis`."""
     if axis.size == 1:
         return Pending()
+    _check(x)
     if not x.is_contiguous():
         raise ValueError("all_reduce_async needs a contiguous tensor: the result is written in place")
     axis.traffic.record("all_reduce", 2 * _bytes(x) * (axis.size - 1) // axis.size)
@@ -71,9 +78,11 @@ def all_reduce_async(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """Reduce `x` in place over `axis` and return it; `op` is sum, max or min. Strided tensors are reduced through a copy."""
+    """Reduce `x` in place over `axis` and return it; `op` is sum, max or min. Strided tensors are reduced through a
+    copy."""
     if axis.size == 1:
         return x
+    _check(x)
     if not x.is_contiguous():
         return x.copy_(all_reduce(x.contiguous(), axis, op))
     all_reduce_async(x, axis, op).wait()
@@ -84,6 +93,7 @@ def all_gather_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     """Start concatenating every rank's `x` (equal shapes) along dimension 0; read the result after `wait`."""
     if axis.size == 1:
         return x, Pending()
+    _check(x)
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
     axis.traffic.record("all_gather", _bytes(x) * (axis.size - 1))
@@ -104,6 +114,7 @@ def reduce_scatter_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     """
     if axis.size == 1:
         return x, Pending()
+    _check(x)
     if x.shape[0] % axis.size:
         raise ValueError(
             f"reduce-scatter: dimension 0 of {tuple(x.shape)} does not divide by {axis.name} size {axis.size}"
@@ -121,6 +132,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Sum a copy of `x` over `axis` and return this rank's slice of dimension 0."""
     if axis.size == 1:
         return x
+    _check(x)
     out, pending = reduce_scatter_async(x.clone() if _is_gloo(axis) else x, axis)
     pending.wait()
     return out.clone() if _is_gloo(axis) else out

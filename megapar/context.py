@@ -1,7 +1,7 @@
 """The rank grid: which ranks form which tensor, context, data and pipeline group.
 
-`rank_groups` and `coordinates` are pure arithmetic, testable for thousands of ranks without a process. `ParallelContext`
-is what the rest of the code receives: one `Axis` a direction of the grid, with its process group.
+`rank_groups` and `coordinates` are pure arithmetic, testable for thousands of ranks without a process.
+`ParallelContext` is what the rest of the code receives: one `Axis` a direction of the grid, with its process group.
 """
 
 import math

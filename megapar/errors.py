@@ -1,4 +1,5 @@
-"""Errors for people: each class has an exit code, each message is one line saying what, where, why and what would work."""
+"""Errors for people: each class has an exit code, each message is one line saying what, where, why and what would
+work."""
 
 
 class MegaparError(Exception):

@@ -1,7 +1,8 @@
 """What a parameter is, said once by the layer that creates it.
 
-From `ParamSpec` alone follow initialisation, gradient sums, what the gradient norm counts, weight decay, ZeRO ownership and
-the boxes of a checkpoint. A parameter without one is an error. Nothing is decided by isinstance, ndim or a name pattern.
+From `ParamSpec` alone follow initialisation, gradient sums, what the gradient norm counts, weight decay, ZeRO
+ownership and the boxes of a checkpoint. A parameter without one is an error. Nothing is decided by isinstance, ndim
+or a name pattern.
 """
 
 import math
@@ -30,9 +31,9 @@ ZEROS, ONES = Init("zeros"), Init("ones")
 class Piece:
     """One logical, layout-free tensor (a checkpoint's entry) and the part of it that this tp rank holds.
 
-    This rank holds [start, stop) of dimension `dim` and owns [own_start, own_stop) of that: owned parts are disjoint over
-    tp and cover the tensor, so owners count it in norms and save it. Replicated tensors have `dim` None and tp rank 0
-    owns them; a tied copy owns nothing. `shared`: some of the tensor is held by several tp ranks.
+    This rank holds [start, stop) of dimension `dim` and owns [own_start, own_stop) of that: owned parts are disjoint
+    over tp and cover the tensor, so owners count it in norms and save it. Replicated tensors have `dim` None and tp
+    rank 0 owns them; a tied copy owns nothing. `shared`: some of the tensor is held by several tp ranks.
     """
 
     name: str
@@ -97,7 +98,8 @@ class ParamSpec:
 
 
 def cut(size: int, axis: Axis) -> tuple[int, int]:
-    """[start, stop) of this rank when `size` things are dealt evenly in order over `axis`; sizes differ by one at most."""
+    """[start, stop) of this rank when `size` things are dealt evenly in order over `axis`; sizes differ by one at
+    most."""
     return axis.rank * size // axis.size, (axis.rank + 1) * size // axis.size
 
 
@@ -152,6 +154,11 @@ class MainGrad:
             torch.addmm(self.view, grad_2d.t(), x_2d, out_dtype=torch.float32, out=self.view)
         else:
             self.view.addmm_(grad_2d.t().float(), x_2d.float())
+        self._on_added()
+
+    def add_rows(self, ids: Tensor, rows: Tensor) -> None:
+        """Add `rows` [n, in] to the rows numbered `ids` [n]; an id may occur often."""
+        self.view.index_add_(0, ids, rows.float())
         self._on_added()
 
 

@@ -46,5 +46,6 @@ def run_ranks(world: int, body: Callable[..., Any], *args: Any, timeout_seconds:
             process.kill()
         errors = [f"rank {p.name[6:]}:\n{p.read_text()}" for p in sorted(Path(folder).glob("error_*"))]
         dead = [r for r, process in enumerate(ranks) if process.exitcode not in (0, None) and r not in hung]
-        assert not (errors or hung or dead), "\n".join([*errors, f"hung ranks {hung}, failed ranks {dead}"])
+        if errors or hung or dead:
+            raise AssertionError("\n".join([*errors, f"hung ranks {hung}, failed ranks {dead}"]))
         return [torch.load(f"{folder}/result_{r}.pt", weights_only=False) for r in range(world)]

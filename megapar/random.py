@@ -1,0 +1,66 @@
+"""Randomness that no layout changes: every number is a function of what it is for, not of who draws it or when.
+
+Initial weights come from numpy's Philox, one stream for each row of each logical tensor, keyed by (seed, name, row).
+Dropout hashes (seed, use, sample, position, element) with 32-bit integer arithmetic that a GPU kernel can repeat
+exactly.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megapar.params import Piece, spec_of
+
+_MASK = 0xFFFFFFFF
+
+
+def _normal(piece: Piece, seed: int, std: float) -> Tensor:
+    """This rank's part of N(0, std) for the logical tensor `piece`, fp32. Whole rows are drawn and then cut."""
+    key = int.from_bytes(hashlib.blake2b(piece.name.encode(), digest_size=8).digest(), "little")
+    rows = range(piece.start, piece.stop) if piece.dim == 0 else range(piece.shape[0])
+    columns = slice(piece.start, piece.stop) if piece.dim == 1 else slice(None)
+    width = int(np.prod(piece.shape[1:], dtype=np.int64))
+    local = np.empty((len(rows), width if piece.dim != 1 else piece.stop - piece.start), np.float32)
+    for i, row in enumerate(rows):
+        stream = np.random.Generator(np.random.Philox(key=[seed, key], counter=[0, 0, row, 0]))
+        local[i] = stream.standard_normal(width, np.float32)[columns]
+    return torch.from_numpy(local).mul_(std).view(piece.local_shape)
+
+
+@torch.no_grad()
+def initialise(modules: Iterable[nn.Module], seed: int) -> None:
+    """Fill every parameter as its spec says; padding rows become zero."""
+    for param in {id(p): p for module in modules for p in module.parameters()}.values():
+        spec = spec_of(param)
+        param.fill_(1.0 if spec.init.kind == "ones" else 0.0)
+        if spec.init.kind == "normal":
+            for piece, first, last in spec.segments():
+                param.view(-1)[first:last].copy_(_normal(piece, seed, spec.init.std).view(-1))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser, on int64 tensors that hold values below 2^32."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+def row_keys(seed: int, use: int, *coordinates: Tensor) -> Tensor:
+    """One 32-bit key (in int64) for each row of a dropout mask; the coordinates broadcast against each other.
+
+    `use` numbers the places where a model drops out. Coordinates are global: sample id, position, head.
+    """
+    key = _mix(torch.tensor((seed * 0x9E3779B1 + use) & _MASK, device=coordinates[0].device))
+    for x in coordinates:
+        key = _mix(_mix((key + x) & _MASK) ^ (x >> 32))
+    return key
+
+
+def keep_mask(keys: Tensor, columns: int, p: float) -> Tensor:
+    """bool [*keys.shape, columns], False with probability `p`: the mask of rows whose keys are given."""
+    index = torch.arange(columns, device=keys.device) * 0x9E3779B1
+    bits = _mix((keys[..., None] + index) & _MASK)
+    return bits >= int(p * 2**32)

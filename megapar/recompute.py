@@ -1,0 +1,34 @@
+"""Activation checkpointing (Chen et al., arXiv 1604.06174): forget activations, run the forward again in the backward
+pass.
+
+Dropout masks derive from counters, so there is no random state to save and a second forward gives the same bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is recomputed: `selective` core attention (arXiv 2205.05198, section 5), `full` every n-th layer."""
+
+    mode: Literal["none", "selective", "full"] = "none"
+    every: int = 1
+
+    def attention(self) -> bool:
+        return self.mode == "selective"
+
+    def layer(self, number: int) -> bool:
+        """Whether the layer with this global number is recomputed."""
+        return self.mode == "full" and number % self.every == 0
+
+
+def run(recomputes: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """function(*args), its activations kept or recomputed in the backward pass."""
+    if not recomputes:
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,120 @@
+"""Grouped-query attention (Ainslie et al., arXiv 2305.13245) cut over tp by query heads.
+
+Shapes: s sequence, b micro-batch, h hidden, n this rank's heads, d width of a head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from megapar_kernels.attention import causal_attention, causal_attention_dropout
+from megapar_kernels.norms import rms_norm
+from megapar_kernels.rope import rotate
+from torch import Tensor, nn
+
+from megapar import recompute
+from megapar.context import Axis
+from megapar.random import keep_mask, row_keys
+from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear, norm_weight
+from megapar_models.stage import Blueprint, Pass
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The query heads [q_start, q_stop) of a rank and the key/value heads [kv_start, kv_stop) that they read.
+
+    Ranks may share key/value heads (fewer of them than tp, or groups that straddle ranks): the first rank that holds
+    one owns it. `kv_index` is the local key/value head of each local query head, None where they are dealt in equal
+    runs.
+    """
+
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+    kv_own_start: int
+    shared: bool
+    kv_index: tuple[int, ...] | None
+
+
+def _kv_range(rank: int, per_rank: int, group: int) -> tuple[int, int]:
+    return rank * per_rank // group, ((rank + 1) * per_rank - 1) // group + 1
+
+
+def deal_heads(num_heads: int, num_kv_heads: int, tp: Axis) -> Heads:
+    """Heads of this rank. `num_heads` divides by tp and by `num_kv_heads`."""
+    per_rank, group = num_heads // tp.size, num_heads // num_kv_heads
+    ranges = [_kv_range(rank, per_rank, group) for rank in range(tp.size)]
+    start, stop = ranges[tp.rank]
+    previous_stop = ranges[tp.rank - 1][1] if tp.rank else 0
+    index = tuple(q // group - start for q in range(tp.rank * per_rank, (tp.rank + 1) * per_rank))
+    run = per_rank // (stop - start)
+    equal_runs = index == tuple(i // run for i in range(per_rank)) and per_rank % (stop - start) == 0
+    shared = sum(b - a for a, b in ranges) > num_kv_heads
+    return Heads(
+        tp.rank * per_rank,
+        (tp.rank + 1) * per_rank,
+        start,
+        stop,
+        min(stop, max(start, previous_stop)),
+        shared,
+        None if equal_runs else index,
+    )
+
+
+class Attention(nn.Module):
+    """Causal self-attention of one layer: fused q/k/v projection, optional q/k norm and rotation, output projection."""
+
+    def __init__(self, number: int, blueprint: Blueprint, *, qkv_bias: bool, out_bias: bool):
+        super().__init__()
+        self.number, self.blueprint = number, blueprint
+        model, sharding, name = blueprint.model, blueprint.sharding, f"layers.{number}.attention"
+        self.heads = heads = deal_heads(model.num_attention_heads, model.num_key_value_heads, sharding.tp)
+        d, width = model.head_dim, model.num_attention_heads * model.head_dim
+        kv_rows = heads.kv_start * d, heads.kv_stop * d, heads.kv_own_start * d, heads.kv_stop * d
+        columns = [
+            Columns.even(f"{name}.q", width, sharding.tp),
+            Columns(f"{name}.k", model.num_key_value_heads * d, *kv_rows, heads.shared),
+            Columns(f"{name}.v", model.num_key_value_heads * d, *kv_rows, heads.shared),
+        ]
+        self.qkv = ColumnParallelLinear(model.hidden_size, columns, sharding, init=blueprint.init, bias=qkv_bias)
+        self.out = RowParallelLinear(
+            f"{name}.o", width, model.hidden_size, sharding, init=blueprint.output_init, bias=out_bias
+        )
+        self.q_norm = self.k_norm = None
+        if model.qk_norm:
+            # One weight for all heads, of which each rank sees its own: the gradient is a partial sum in any case.
+            self.q_norm = norm_weight(f"{name}.q_norm.weight", d, sharding, partial=True)
+            self.k_norm = norm_weight(f"{name}.k_norm.weight", d, sharding, partial=True)
+
+    def forward(self, x_sbh: Tensor, info: Pass) -> Tensor:
+        """[s or s/tp, b, h] to the same shape."""
+        qkv_sbn = self.qkv(x_sbh)
+        return self.out(recompute.run(self.blueprint.recompute.attention(), self._core, qkv_sbn, info))
+
+    def _core(self, qkv_sbn: Tensor, info: Pass) -> Tensor:
+        model, heads, d = self.blueprint.model, self.heads, self.blueprint.model.head_dim
+        q_heads, kv_heads = heads.q_stop - heads.q_start, heads.kv_stop - heads.kv_start
+        parts = qkv_sbn.split([q_heads * d, kv_heads * d, kv_heads * d], dim=-1)
+        q, k, v = (rearrange(x, "s b (n d) -> s b n d", d=d) for x in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rms_norm(q, self.q_norm, model.rms_norm_eps)
+            k = rms_norm(k, self.k_norm, model.rms_norm_eps)
+        if info.rope is not None:
+            q, k = rotate(q, *info.rope), rotate(k, *info.rope)
+        if heads.kv_index is not None:
+            index = torch.tensor(heads.kv_index, device=k.device)
+            k, v = k.index_select(2, index), v.index_select(2, index)
+        if not (model.attention_dropout and self.training):
+            return causal_attention(q, k, v)
+        run = q_heads // k.shape[2]
+        k, v = k.repeat_interleave(run, 2), v.repeat_interleave(run, 2)
+        return causal_attention_dropout(q, k, v, self._keep(q.shape[0], info), model.attention_dropout)
+
+    def _keep(self, length: int, info: Pass) -> Tensor:
+        """Dropout mask [b, n, s, s], keyed by sample, global head and query position."""
+        device = info.sample_ids_b.device
+        head = torch.arange(self.heads.q_start, self.heads.q_stop, device=device)[None, :, None]
+        position = torch.arange(length, device=device)[None, None, :]
+        keys = row_keys(self.blueprint.seed, 4 * self.number + 1, info.sample_ids_b[:, None, None], head, position)
+        return keep_mask(keys, length, self.blueprint.model.attention_dropout)

@@ -1,0 +1,100 @@
+"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm before each block, GELU, biases everywhere, dropout, tied
+embeddings by option."""
+
+import torch
+from megapar_kernels.activations import gelu
+from megapar_kernels.dropout import dropout_add
+from megapar_kernels.norms import layer_norm
+from torch import Tensor, nn
+
+from megapar.batch import MicroBatch
+from megapar.params import ZEROS, ParamSpec, parameter, replicated
+from megapar.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    Columns,
+    RowParallelLinear,
+    norm_weight,
+    replicated_vector,
+)
+from megapar_models.attention import Attention
+from megapar_models.stage import Blueprint, Pass, Stage, hidden_keep
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, name: str, blueprint: Blueprint):
+        super().__init__()
+        size, sharding = blueprint.model.hidden_size, blueprint.sharding
+        self.eps = blueprint.model.rms_norm_eps
+        self.weight = norm_weight(f"{name}.weight", size, sharding)
+        self.bias = replicated_vector(f"{name}.bias", size, ZEROS, sharding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class GPTMLP(nn.Module):
+    """down(gelu(up x)), up cut by columns, down by rows."""
+
+    def __init__(self, number: int, blueprint: Blueprint):
+        super().__init__()
+        model, sharding, name = blueprint.model, blueprint.sharding, f"layers.{number}.mlp"
+        columns = [Columns.even(f"{name}.up", model.intermediate_size, sharding.tp)]
+        self.up = ColumnParallelLinear(model.hidden_size, columns, sharding, init=blueprint.init, bias=True)
+        self.down = RowParallelLinear(
+            f"{name}.down", model.intermediate_size, model.hidden_size, sharding, init=blueprint.output_init, bias=True
+        )
+
+    def forward(self, x_sbh: Tensor) -> Tensor:
+        return self.down(gelu(self.up(x_sbh)))
+
+
+class GPTLayer(nn.Module):
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x)))."""
+
+    def __init__(self, number: int, blueprint: Blueprint):
+        super().__init__()
+        name = f"layers.{number}"
+        self.number, self.blueprint = number, blueprint
+        self.attention_norm = LayerNorm(f"{name}.attention_norm", blueprint)
+        self.attention = Attention(number, blueprint, qkv_bias=True, out_bias=True)
+        self.mlp_norm = LayerNorm(f"{name}.mlp_norm", blueprint)
+        self.mlp = GPTMLP(number, blueprint)
+
+    def forward(self, x_sbh: Tensor, info: Pass) -> Tensor:
+        x_sbh = self._add(self.attention(self.attention_norm(x_sbh), info), x_sbh, info, 4 * self.number + 2)
+        return self._add(self.mlp(self.mlp_norm(x_sbh)), x_sbh, info, 4 * self.number + 3)
+
+    def _add(self, y_sbh: Tensor, residual_sbh: Tensor, info: Pass, use: int) -> Tensor:
+        p = self.blueprint.model.hidden_dropout if self.training else 0.0
+        keep = hidden_keep(y_sbh, info, use, self.blueprint) if p else None
+        return dropout_add(y_sbh, residual_sbh, keep, p)
+
+
+class GPTStage(Stage):
+    def __init__(
+        self, blueprint: Blueprint, layers: range, *, first: bool, last: bool, tied: nn.Parameter | None = None
+    ):
+        super().__init__(blueprint, layers, first=first, last=last, tied=tied)
+        self.positions = None
+        if first:
+            shape, sharding = (blueprint.model.max_position_embeddings, blueprint.model.hidden_size), blueprint.sharding
+            piece = replicated("positions.weight", shape, sharding.tp)
+            spec = ParamSpec((piece,), blueprint.init, decay=True, tp_sum=sharding.splits_sequence)
+            self.positions = parameter(spec, shape, dtype=sharding.dtype, device=sharding.device)
+
+    def make_layer(self, number: int) -> nn.Module:
+        return GPTLayer(number, self.blueprint)
+
+    def make_norm(self, name: str) -> nn.Module:
+        return LayerNorm(name, self.blueprint)
+
+    def embed(self, batch: MicroBatch, info: Pass) -> Tensor:
+        """Token plus position embeddings, dropped out. With sequence parallel each rank adds its own positions."""
+        assert self.positions is not None
+        x_sbh = super().embed(batch, info)
+        sharding, p = self.blueprint.sharding, self.blueprint.model.hidden_dropout if self.training else 0.0
+        first = sharding.tp.rank * x_sbh.shape[0] if sharding.splits_sequence else 0
+        positions_s1h = self.positions[first : first + x_sbh.shape[0], None]
+        x_sbh = x_sbh + positions_s1h
+        keep = hidden_keep(x_sbh, info, 0, self.blueprint) if p else None
+        return dropout_add(x_sbh, torch.zeros_like(x_sbh), keep, p) if p else x_sbh

@@ -1,0 +1,154 @@
+"""One pipeline stage of a decoder-only transformer: a run of layers, with the embedding on the first stage and the
+norm, head and loss on the last. Layers keep their global numbers, so that names survive any split.
+
+Shapes: s sequence (s/tp between layers with sequence parallel), b micro-batch, h hidden, v vocabulary, d head width.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megapar import recompute
+from megapar.batch import MicroBatch, TensorSpec
+from megapar.config import ModelConfig
+from megapar.params import Init
+from megapar.random import keep_mask, row_keys
+from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megapar.tensor_parallel.layers import (
+    Sharding,
+    VocabParallelEmbedding,
+    column_linear,
+    vocabulary_cut,
+    vocabulary_parameter,
+)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What every module of a model is built from. `tie_stages`: the tied embedding has a copy on the last pipeline
+    rank."""
+
+    model: ModelConfig
+    sharding: Sharding
+    recompute: recompute.Recompute
+    seed: int
+    tie_stages: bool = False
+
+    @property
+    def init(self) -> Init:
+        return Init("normal", self.model.initializer_range)
+
+    @property
+    def output_init(self) -> Init:
+        """For the two projections that write to the residual stream (GPT-2's scaling by depth)."""
+        return Init("normal", self.model.initializer_range / math.sqrt(2 * self.model.num_hidden_layers))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one forward pass tells every layer: the samples in it (keys of dropout) and rotary cos and sin [s, d]."""
+
+    sample_ids_b: Tensor
+    rope: tuple[Tensor, Tensor] | None
+
+
+def hidden_keep(x_sbh: Tensor, info: Pass, use: int, blueprint: Blueprint) -> Tensor:
+    """Dropout mask of hidden states [s or s/tp, b, h], keyed by sample and global position; `use` numbers the place."""
+    length, sharding = x_sbh.shape[0], blueprint.sharding
+    offset = sharding.tp.rank * length if sharding.splits_sequence else 0
+    position = torch.arange(offset, offset + length, device=x_sbh.device)
+    keys = row_keys(blueprint.seed, use, info.sample_ids_b[None, :], position[:, None])
+    return keep_mask(keys, x_sbh.shape[-1], blueprint.model.hidden_dropout)
+
+
+class Stage(nn.Module):
+    """Layers `layers` of the model; the embedding if `first`, norm, head and loss if `last`. Families subclass it.
+
+    `tied` is the input embedding's parameter where first and last stage are on one rank. Without it the last stage of a
+    tied model holds a copy whose gradients are summed with the first stage's.
+    """
+
+    def __init__(
+        self, blueprint: Blueprint, layers: range, *, first: bool, last: bool, tied: nn.Parameter | None = None
+    ):
+        super().__init__()
+        model, sharding = blueprint.model, blueprint.sharding
+        self.blueprint, self.first, self.last = blueprint, first, last
+        self.embedding = self.norm = None
+        if first:
+            self.embedding = VocabParallelEmbedding(
+                "embedding",
+                model.vocab_size,
+                model.hidden_size,
+                sharding,
+                init=blueprint.init,
+                tie=blueprint.tie_stages,
+            )
+        self.layers = nn.ModuleDict({str(number): self.make_layer(number) for number in layers})
+        if last:
+            self.norm = self.make_norm("norm")
+            if model.tie_word_embeddings and self.embedding is not None:
+                tied = self.embedding.weight
+            self.head = tied if tied is not None else self._make_head()
+
+    def make_layer(self, number: int) -> nn.Module:
+        """The layer with this global number: (x_sbh, Pass) to x_sbh."""
+        raise NotImplementedError
+
+    def make_norm(self, name: str) -> nn.Module:
+        raise NotImplementedError
+
+    def make_pass(self, batch: MicroBatch) -> Pass:
+        return Pass(batch.sample_ids_b, None)
+
+    def embed(self, batch: MicroBatch, info: Pass) -> Tensor:
+        """Token embeddings [s or s/tp, b, h]."""
+        assert self.embedding is not None
+        return self.embedding(batch.tokens_bs.t())
+
+    def _make_head(self) -> nn.Parameter:
+        model, tie = self.blueprint.model, self.blueprint.model.tie_word_embeddings
+        return vocabulary_parameter(
+            "embedding.weight" if tie else "head.weight",
+            model.vocab_size,
+            model.hidden_size,
+            self.blueprint.sharding,
+            init=self.blueprint.init,
+            tie=tie,
+            copy=tie,
+        )
+
+    def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
+        """What arrives from the previous stage: nothing on the first, else hidden states."""
+        if self.first:
+            return ()
+        sharding = self.blueprint.sharding
+        length = batch.seq_length // (sharding.tp.size if sharding.splits_sequence else 1)
+        return (TensorSpec((length, batch.size, self.blueprint.model.hidden_size), sharding.dtype),)
+
+    def hidden(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Hidden states after this stage's layers."""
+        info = self.make_pass(batch)
+        x = self.embed(batch, info) if x_sbh is None else x_sbh
+        for number, layer in self.layers.items():
+            x = recompute.run(self.blueprint.recompute.layer(int(number)), layer, x, info)
+        return x
+
+    def logits(self, x_sbh: Tensor) -> Tensor:
+        """[s, b, v]: this tp rank's columns of the vocabulary, padding last."""
+        assert self.norm is not None
+        return column_linear(self.norm(x_sbh), self.head, None, self.blueprint.sharding)
+
+    def loss(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
+        """Sum over targets of weight * cross entropy, an fp32 scalar that is the same on every tp rank."""
+        model, tp = self.blueprint.model, self.blueprint.sharding.tp
+        start, _, _ = vocabulary_cut(model.vocab_size, tp)
+        losses_sb = vocab_parallel_cross_entropy(self.logits(x_sbh), batch.targets_bs.t(), model.vocab_size, start, tp)
+        return (losses_sb * batch.weights_bs.t()).sum()
+
+    def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Hidden states for the next stage, or on the last stage the loss sum."""
+        x = self.hidden(x_sbh, batch)
+        return self.loss(x, batch) if self.last else x
