@@ -54,11 +54,31 @@ def _check(x: Tensor) -> None:
         raise RuntimeError("a collective on a tensor that needs a gradient would lose it: use tensor_parallel.regions")
 
 
-def initialize(backend: str, rank: int, world_size: int, store: dist.Store, timeout_seconds: float = 300.0) -> None:
-    """Join the world over `store`."""
+def initialize(
+    backend: str,
+    rank: int,
+    world_size: int,
+    *,
+    store: dist.Store | None = None,
+    init_method: str | None = None,
+    timeout_seconds: float = 300.0,
+) -> None:
+    """Join the world over `store`, or as `init_method` says (env:// under torchrun)."""
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
+        backend,
+        store=store,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
     )
+
+
+def initialize_fake(rank: int, world_size: int) -> None:
+    """Pretend to be `rank` of any world: collectives do nothing. For dry runs."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def shutdown() -> None:

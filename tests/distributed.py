@@ -17,7 +17,7 @@ from megapar import comm
 def _rank_main(body: Callable[..., Any], rank: int, world: int, folder: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     try:
-        comm.initialize("gloo", rank, world, dist.FileStore(f"{folder}/store", world), timeout_seconds=60)
+        comm.initialize("gloo", rank, world, store=dist.FileStore(f"{folder}/store", world), timeout_seconds=60)
         result = body(*args)
         dist.barrier()
         torch.save(result, f"{folder}/result_{rank}.pt")

@@ -1,0 +1,85 @@
+"""One training step on one screen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megapar import comm
+from megapar.batch import MicroBatch
+from megapar.config import Config
+from megapar.context import ParallelContext
+from megapar.data_parallel.grad_buffer import GradBuffer
+from megapar.optimizer.adamw import AdamW
+from megapar.optimizer.clip import clip_coefficient, grad_norm
+from megapar.optimizer.schedule import learning_rate
+from megapar.pipeline.runtime import PipelineRuntime
+
+
+@dataclass
+class TrainState:
+    """Everything that a step changes or uses. `step` counts optimizer steps done, `consumed_samples` the samples in
+    them."""
+
+    config: Config
+    ctx: ParallelContext
+    pipeline: PipelineRuntime
+    grads: GradBuffer
+    optimizer: AdamW
+    step: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step found, the same on every rank. `grad_norm` is taken before clipping; `tokens` are the target
+    tokens."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: float
+
+    @property
+    def finite(self) -> bool:
+        return torch.isfinite(torch.tensor([self.loss, self.grad_norm])).all().item() is True
+
+
+def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor:
+    """Sum of loss weights over all samples of the step on all ranks, at least 1, fp32: the only divisor, applied
+    once."""
+    tokens = torch.stack([batch.weights_bs.sum() for batch in batches]).sum().to(ctx.device)
+    return comm.all_reduce(tokens, ctx.grad).clamp_(min=1.0)
+
+
+def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext) -> Tensor:
+    """The step's loss over all its tokens, on every rank; only last stages have sums."""
+    total = torch.stack(list(loss_sums)).sum() if loss_sums else torch.zeros((), device=ctx.device)
+    return comm.all_reduce(comm.all_reduce(total, ctx.grad), ctx.pp) / tokens
+
+
+def train_step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
+    """Forward and backward over this rank's micro-batches, then one AdamW update if loss and norm are finite."""
+    ctx, options = state.ctx, state.config.optimizer
+    tokens = count_targets(batches, ctx)
+    state.grads.zero()
+    loss_sums = state.pipeline.step(batches, scale=1.0 / tokens, on_last_backward=state.grads.begin)
+    state.grads.finish()
+    norm = grad_norm(state.grads, ctx)
+    lr = learning_rate(state.step, options, state.config.train.steps)
+    loss = mean_loss(loss_sums, tokens, ctx)
+    result = StepResult(loss.item(), norm.item(), lr, tokens.item())
+    if result.finite:
+        state.optimizer.step(lr, clip_coefficient(norm, options.clip_grad) if options.clip_grad else None)
+        state.step += 1
+        state.consumed_samples += state.config.train.global_batch_size
+    return result
+
+
+@torch.no_grad()
+def evaluate(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, float]:
+    """(loss sum, target tokens) over all ranks of one global batch of validation samples, without dropout."""
+    tokens = count_targets(batches, state.ctx)
+    loss = mean_loss(state.pipeline.evaluate(batches), tokens, state.ctx)
+    return (loss * tokens).item(), tokens.item()
