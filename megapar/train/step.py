@@ -1,5 +1,6 @@
 """One training step on one screen."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.optimizer.adamw import AdamW
-from megapar.optimizer.clip import clip_coefficient, grad_norm
+from megapar.optimizer.clip import clip_coefficient, gradient_norm
 from megapar.optimizer.schedule import learning_rate
 from megapar.pipeline.runtime import PipelineRuntime
 
@@ -43,7 +44,7 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
-        return torch.isfinite(torch.tensor([self.loss, self.grad_norm])).all().item() is True
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor:
@@ -66,7 +67,7 @@ def train_step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
     state.grads.zero()
     loss_sums = state.pipeline.step(batches, scale=1.0 / tokens, on_last_backward=state.grads.begin)
     state.grads.finish()
-    norm = grad_norm(state.grads, ctx)
+    norm = gradient_norm(state.grads)
     lr = learning_rate(state.step, options, state.config.train.steps)
     loss = mean_loss(loss_sums, tokens, ctx)
     result = StepResult(loss.item(), norm.item(), lr, tokens.item())
@@ -77,9 +78,12 @@ def train_step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
     return result
 
 
-@torch.no_grad()
 def evaluate(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, float]:
     """(loss sum, target tokens) over all ranks of one global batch of validation samples, without dropout."""
+    for stage in state.pipeline.stages.values():
+        stage.eval()
     tokens = count_targets(batches, state.ctx)
     loss = mean_loss(state.pipeline.evaluate(batches), tokens, state.ctx)
+    for stage in state.pipeline.stages.values():
+        stage.train()
     return (loss * tokens).item(), tokens.item()

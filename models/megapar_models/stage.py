@@ -93,6 +93,10 @@ class Stage(nn.Module):
                 tied = self.embedding.weight
             self.head = tied if tied is not None else self._make_head()
 
+    def embedding_weight(self) -> nn.Parameter:
+        assert self.embedding is not None
+        return self.embedding.weight
+
     def make_layer(self, number: int) -> nn.Module:
         """The layer with this global number: (x_sbh, Pass) to x_sbh."""
         raise NotImplementedError
