@@ -1,0 +1,133 @@
+"""Between a layout's local parameters and the logical tensors that they are cut from.
+
+Ranks call `held` and return its list; the parent calls `assemble` on all of them. `fill` is the inverse.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megapar.context import ParallelContext
+from megapar.params import Piece, spec_of
+
+
+@dataclass(frozen=True)
+class Held:
+    """One rank's part of a logical tensor. `partial`: the tensor is the sum of the parts that ranks hold of it, else
+    these are equal. Data-parallel ranks are `replica`s of each other."""
+
+    piece: Piece
+    values: Tensor
+    partial: bool
+    replica: int
+
+
+def weights(param: nn.Parameter) -> Tensor:
+    return param.detach()
+
+
+def gradients(param: nn.Parameter) -> Tensor:
+    """What autograd left in .grad."""
+    assert param.grad is not None
+    return param.grad
+
+
+def main_gradients(param: nn.Parameter) -> Tensor:
+    """What lies in the gradient buffer."""
+    return param.main_grad.view  # type: ignore[attr-defined]
+
+
+def unique_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return list({id(param): param for module in modules for param in module.parameters()}.values())
+
+
+def held(
+    modules: Iterable[nn.Module],
+    ctx: ParallelContext,
+    values: Callable[[nn.Parameter], Tensor] = weights,
+    *,
+    unsummed: bool = False,
+) -> list[Held]:
+    """This rank's part of every logical tensor, for `assemble`; `values` picks weights or gradients.
+
+    `unsummed`: the values are gradients before the sums over tp and over tied ends that their specs ask for. Raises
+    AssertionError if a padding row is not zero.
+    """
+    parts = []
+    for param in unique_parameters(modules):
+        spec, flat, last = spec_of(param), values(param).reshape(-1), 0
+        for piece, first, last in spec.segments():
+            partial = unsummed and (spec.tie or (spec.tp_sum and piece.shared))
+            parts.append(Held(piece, flat[first:last].view(piece.local_shape).clone(), partial, ctx.grad.rank))
+        assert not flat[last:].any(), f"{spec.name}: padding is not zero"
+    return parts
+
+
+def assemble(ranks: Sequence[Sequence[Held]]) -> dict[str, Tensor]:
+    """Logical tensors by name, out of what every rank returned from `held`.
+
+    Raises AssertionError unless, in every replica, owned ranges are disjoint and cover the tensor, copies are bitwise
+    equal, and all replicas agree bitwise.
+    """
+    parts: dict[tuple[str, int], list[Held]] = {}
+    for part in (part for rank in ranks for part in rank):
+        parts.setdefault((part.piece.name, part.replica), []).append(part)
+    tensors: dict[str, Tensor] = {}
+    for (name, replica), found in parts.items():
+        tensor = _assemble_one(name, found)
+        if not torch.equal(tensors.setdefault(name, tensor), tensor):
+            raise AssertionError(f"{name}: replica {replica} differs from the first")
+    return tensors
+
+
+def _cut(tensor: Tensor, piece: Piece) -> Tensor:
+    """The view of a logical tensor that the piece's rank holds."""
+    return tensor if piece.dim is None else tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
+
+
+def _assemble_one(name: str, found: Sequence[Held]) -> Tensor:
+    shape, partial = found[0].piece.shape, found[0].partial
+    tensor, owners = found[0].values.new_zeros(shape), torch.zeros(shape, dtype=torch.int)
+    written = torch.zeros(shape, dtype=torch.bool)
+    for part in found:
+        piece = part.piece
+        assert (piece.shape, part.partial) == (shape, partial), f"{name}: ranks disagree on its spec"
+        place, seen = _cut(tensor, piece), _cut(written, piece)
+        if partial:
+            place += part.values
+        else:
+            assert torch.equal(place[seen], part.values[seen]), f"{name}: copies differ"
+            place.copy_(part.values)
+        seen.fill_(True)
+        owners.narrow(piece.dim or 0, piece.own_start, piece.own_stop - piece.own_start).add_(1)
+    assert written.all(), f"{name}: some elements are held by no rank"
+    assert (owners == 1).all(), f"{name}: owned ranges overlap or leave gaps"
+    return tensor
+
+
+@torch.no_grad()
+def fill(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    """Set every local parameter to its part of the logical `tensors`, padding rows to zero."""
+    for param in unique_parameters(modules):
+        param.zero_()
+        for piece, first, last in spec_of(param).segments():
+            param.view(-1)[first:last].copy_(_cut(tensors[piece.name], piece).reshape(-1))
+
+
+def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-5) -> None:
+    """Names are the same, and every tensor differs from its namesake by a norm of at most `rtol` times the latter's.
+
+    Norms below a thousandth of that of all tensors together count as so much: some gradients are zero but for rounding
+    (gpt's key biases, to which a softmax is blind). Raises AssertionError that names every tensor in error.
+    """
+    assert set(actual) == set(expected), sorted(set(actual) ^ set(expected))
+    norms = {name: tensor.double().norm().item() for name, tensor in expected.items()}
+    floor = 1e-3 * math.hypot(*norms.values())
+    errors = {name: (actual[name].double() - tensor.double()).norm().item() for name, tensor in expected.items()}
+    wrong = {
+        name: f"{e:.3g} of {norms[name]:.3g}" for name, e in errors.items() if not e <= rtol * max(norms[name], floor)
+    }
+    assert not wrong, wrong
