@@ -1,0 +1,262 @@
+"""Tokens on disk: Megatron's .bin/.idx pair, read through memory maps and checked whenever it is opened.
+
+`PREFIX.bin` holds the tokens of all sequences, nothing else. `PREFIX.idx` is little endian: a header of 34 bytes
+(magic, version, dtype code, number of sequences S, number of document boundaries D), int32 lengths[S] in tokens, int64
+pointers[S] in bytes, int64 document_indices[D] in sequences, of which the first is 0 and the last S. A document is one
+or more sequences.
+"""
+
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megapar.errors import DataError, StorageError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPE_CODES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
+_TOKEN_DTYPES = {code: np.dtype(f"<{name}") for code, name in _DTYPE_CODES.items() if name[0] != "f"}
+_BLOCK = 1 << 20  # sequences checked at a time, so that opening takes the same memory for any file
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Megatron's rule: 2 bytes a token below 65,500 ids, else 4."""
+    return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
+
+
+def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]:
+    """Byte at which each sequence starts: the exclusive sum of lengths * itemsize, in int64 whatever comes in."""
+    sizes = lengths.astype(np.int64) * itemsize
+    return np.cumsum(sizes) - sizes
+
+
+@contextmanager
+def _storing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _close(file: BinaryIO) -> None:
+    """Close for good: a rename must not reach the disk before the bytes do."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+class IndexedDataset:
+    """A .bin/.idx pair, mapped and not read. Raises DataError if the files are missing or do not fit each other.
+
+    `tokens` is the whole .bin as one flat array; `lengths`, `pointers` and `document_indices` are the index.
+    """
+
+    tokens: NDArray[np.integer]
+    lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    document_indices: NDArray[np.int64]
+
+    def __init__(self, prefix: str | Path):
+        self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        for path in (self.idx_path, self.bin_path):
+            if not path.is_file():
+                raise DataError(f"{path} is not a file: name the part of a .bin/.idx pair before the dot")
+        self.dtype, sequences = self._read_header()
+        index = np.memmap(self.idx_path, np.uint8, "r").view(np.ndarray)
+        pointers, boundaries = _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences
+        self.lengths = index[_HEADER.size : pointers].view("<i4")
+        self.pointers = index[pointers:boundaries].view("<i8")
+        self.document_indices = index[boundaries:].view("<i8")
+        self._check_documents()
+        needed, size = self._check_pointers(), self.bin_path.stat().st_size
+        if size != needed:
+            raise DataError(
+                f"{self.bin_path} has {size} bytes, {self.idx_path} needs {needed}: "
+                "it is truncated or the two are not a pair; preprocess the text again"
+            )
+        self.tokens = np.memmap(self.bin_path, self.dtype, "r").view(np.ndarray) if size else np.empty(0, self.dtype)
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return len(self.document_indices) - 1
+
+    def document(self, i: int) -> NDArray[np.integer]:
+        """The tokens of document `i`, a view into the file."""
+        return self.tokens[self._document_start(i) : self._document_start(i + 1)]
+
+    def locate(self, token: int) -> tuple[int, int]:
+        """(document, offset inside it) of position `token` of the file."""
+        sequence = int(np.searchsorted(self.pointers, token * self.dtype.itemsize, "right")) - 1
+        document = int(np.searchsorted(self.document_indices, sequence, "right")) - 1
+        return document, token - self._document_start(document)
+
+    def _document_start(self, i: int) -> int:
+        sequence = int(self.document_indices[i])
+        if sequence == len(self.pointers):
+            return len(self.tokens)
+        return int(self.pointers[sequence]) // self.dtype.itemsize
+
+    def _read_header(self) -> tuple[np.dtype, int]:
+        """Token dtype and number of sequences, once the header fits the size of the file."""
+        path, size = self.idx_path, self.idx_path.stat().st_size
+        if size < _HEADER.size:
+            raise DataError(f"{path} has {size} bytes, its header alone needs {_HEADER.size}: it is truncated")
+        with path.open("rb") as file:
+            magic, version, code, sequences, documents = _HEADER.unpack(file.read(_HEADER.size))
+        if magic != _MAGIC:
+            raise DataError(f"{path}: offset 0: found {magic!r}, expected {_MAGIC!r}: this is no token index")
+        if version != _VERSION:
+            raise DataError(f"{path}: offset 9: index version {version}, expected {_VERSION}")
+        if code not in _TOKEN_DTYPES:
+            known = ", ".join(f"{code} ({dtype.name})" for code, dtype in _TOKEN_DTYPES.items())
+            raise DataError(f"{path}: offset 17: dtype code {code} is no integer type, expected one of {known}")
+        needed = _HEADER.size + 12 * sequences + 8 * documents
+        if size == needed + sequences:
+            raise DataError(f"{path} has a mode for each sequence: multimodal data is not supported, only text")
+        if size != needed:
+            raise DataError(
+                f"{path} has {size} bytes, its header (offset 18: {sequences} sequences, {documents} document "
+                f"boundaries) needs {needed}: it is truncated or damaged"
+            )
+        return _TOKEN_DTYPES[code], sequences
+
+    def _check_documents(self) -> None:
+        sequences, boundaries = len(self.lengths), self.document_indices
+        offset = _HEADER.size + 12 * sequences
+        if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != sequences:
+            raise DataError(f"{self.idx_path}: offset {offset}: documents must span sequences 0 to {sequences}")
+        for first in range(0, len(boundaries) - 1, _BLOCK):
+            falls = np.diff(boundaries[first : first + _BLOCK + 1]) < 0
+            if falls.any():
+                at = first + int(falls.argmax())
+                raise DataError(
+                    f"{self.idx_path}: offset {offset + 8 * (at + 1)}: document {at} starts at sequence "
+                    f"{boundaries[at]} and ends at {boundaries[at + 1]}: the index is damaged"
+                )
+
+    def _check_pointers(self) -> int:
+        """Compare pointers with the sum of the lengths before them; returns the bytes that the .bin must have."""
+        total, sequences = 0, len(self.lengths)
+        for first in range(0, sequences, _BLOCK):
+            block = slice(first, first + _BLOCK)
+            expected = total + sequence_pointers(self.lengths[block], self.dtype.itemsize)
+            wrong = (self.lengths[block] < 0) | (self.pointers[block] != expected)
+            if wrong.any():
+                at = int(wrong.argmax())
+                bad = first + at
+                raise DataError(
+                    f"{self.idx_path}: offset {_HEADER.size + 4 * sequences + 8 * bad}: sequence {bad} (length "
+                    f"{self.lengths[bad]}) points to byte {self.pointers[bad]}, expected {expected[at]} from the "
+                    "lengths before it: the index is damaged"
+                )
+            total = int(expected[-1]) + int(self.lengths[block][-1]) * self.dtype.itemsize
+        return total
+
+
+class IndexedWriter:
+    """Streams documents into a .bin/.idx pair: `with IndexedWriter(prefix, dtype) as writer: writer.add_document(ids)`.
+
+    Files appear under their names when the block ends without an error, and not at all otherwise. Raises DataError for
+    a token that `dtype` cannot hold and StorageError when the disk does not take the bytes.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype):
+        self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        self.dtype = np.dtype(dtype)
+        self.num_sequences = 0
+        self._lengths: list[NDArray[np.int32]] = []
+        self._document_ends: list[NDArray[np.int64]] = []
+
+    def __enter__(self) -> "IndexedWriter":
+        with _storing(self.bin_path):
+            self.bin_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _partial(self.bin_path).open("wb")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            with _storing(self.bin_path):
+                _close(self._file)
+            if error is None:
+                self._finish()
+        finally:
+            for path in (self.bin_path, self.idx_path):
+                _partial(path).unlink(missing_ok=True)
+
+    def add_document(self, tokens: ArrayLike) -> None:
+        """Append one document of one sequence, 1-D integers."""
+        tokens = np.asarray(tokens)
+        self.add_documents(tokens, [len(tokens)])
+
+    def add_documents(self, tokens: NDArray[np.integer], lengths: Sequence[int] | NDArray[np.integer]) -> None:
+        """Append documents of one sequence each: their tokens one after the other, and their lengths."""
+        counts = np.asarray(lengths, np.int64)
+        if counts.sum() != len(tokens):
+            raise ValueError(f"lengths sum to {counts.sum()}, but there are {len(tokens)} tokens")
+        self._check(tokens, counts)
+        with _storing(self.bin_path):
+            self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._append(counts.astype("<i4"), np.arange(1, len(counts) + 1))
+
+    def extend(self, dataset: IndexedDataset) -> None:
+        """Append all documents of another pair of the same dtype."""
+        if dataset.dtype != self.dtype:
+            raise DataError(
+                f"{dataset.bin_path} holds {dataset.dtype.name} tokens, {self.bin_path} {self.dtype.name}: "
+                "merge files of one tokenizer"
+            )
+        with _storing(self.bin_path), dataset.bin_path.open("rb") as source:
+            shutil.copyfileobj(source, self._file, 1 << 20)
+        self._append(np.array(dataset.lengths), np.array(dataset.document_indices[1:]))
+
+    def _append(self, lengths: NDArray[np.int32], document_ends: NDArray[np.int64]) -> None:
+        self._lengths.append(lengths)
+        self._document_ends.append(self.num_sequences + document_ends)
+        self.num_sequences += len(lengths)
+
+    def _check(self, tokens: NDArray[np.integer], counts: NDArray[np.int64]) -> None:
+        if counts.max(initial=0) > np.iinfo(np.int32).max:
+            raise DataError(f"{self.bin_path}: a document of {counts.max()} tokens; the format holds 2^31 - 1 at most")
+        limits = np.iinfo(self.dtype)
+        for token in (tokens.min(initial=0), tokens.max(initial=0)):
+            if not limits.min <= token <= limits.max:
+                raise DataError(f"{self.bin_path}: token id {token} does not fit the file's type {self.dtype.name}")
+
+    def _finish(self) -> None:
+        lengths = np.concatenate([np.empty(0, "<i4"), *self._lengths]).astype("<i4")
+        document_indices = np.concatenate([np.zeros(1, "<i8"), *self._document_ends]).astype("<i8")
+        code = next(code for code, dtype in _TOKEN_DTYPES.items() if dtype == self.dtype)
+        with _storing(self.idx_path):
+            file = _partial(self.idx_path).open("wb")
+            file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(document_indices)))
+            pointers = sequence_pointers(lengths, self.dtype.itemsize).astype("<i8")
+            for part in (lengths, pointers, document_indices):
+                file.write(part.tobytes())
+            _close(file)
+            # The index goes first and comes last: whoever sees one sees the tokens that it speaks of.
+            self.idx_path.unlink(missing_ok=True)
+            for path in (self.bin_path, self.idx_path):
+                _partial(path).replace(path)
+
+
+def merge(prefixes: Iterable[str | Path], output: str | Path) -> None:
+    """Concatenate .bin/.idx pairs of one dtype, in the order given."""
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    if not datasets:
+        raise DataError(f"{output}: nothing to merge; name at least one .bin/.idx prefix")
+    with IndexedWriter(output, datasets[0].dtype) as writer:
+        for dataset in datasets:
+            writer.extend(dataset)

@@ -1,0 +1,68 @@
+"""The order of samples: a pure function of (seed, position), so that a run's whole data state is one integer.
+
+Position p of a run is a sample of epoch p // n; inside an epoch a keyed permutation shuffles range(n). Nothing is
+stored, so there is no index to build, cache or share. Steps cut positions into global batches, and ranks cut a global
+batch into micro-batches: another dp, micro-batch size or restart moves samples between ranks, never between steps.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+ORDER_VERSION = "feistel-v1"  # names everything below that decides an order; a test freezes its values
+_ROUNDS = 6
+
+
+def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): a bijective hash of 64-bit words."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(index: NDArray[np.int64], n: int, key: Sequence[int]) -> NDArray[np.int64]:
+    """Where the permutation of range(n) named by `key` (non-negative integers) sends each `index` (1-D, below n).
+
+    A Feistel network over pairs (left, right) below ceil(sqrt(n)); results outside range(n) are sent through again
+    until they fall inside (cycle walking, Black and Rogaway 2002). All arithmetic is on uint64 arrays: mixing in
+    Python or signed integers would make it depend on numpy's version.
+    """
+    side = np.uint64(math.isqrt(n - 1) + 1)
+    keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
+
+    def network(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = x // side, x % side
+        for round_key in keys:
+            left, right = right, (left + mix64(right + round_key) % side) % side
+        return left * side + right
+
+    out = network(index.astype(np.uint64))
+    outside = np.flatnonzero(out >= np.uint64(n))
+    while outside.size:
+        out[outside] = network(out[outside])
+        outside = outside[out[outside] >= np.uint64(n)]
+    return out.astype(np.int64)
+
+
+def sample_ids(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDArray[np.int64]:
+    """The sample at each position of the run, in range(num_samples). Each epoch holds every sample once."""
+    epochs, offsets = np.divmod(positions.ravel(), num_samples)
+    ids = np.empty_like(offsets)
+    for epoch in np.unique(epochs):
+        inside = epochs == epoch
+        ids[inside] = permute(offsets[inside], num_samples, (seed, int(epoch)))
+    return ids.reshape(positions.shape)
+
+
+def micro_batch_positions(
+    consumed_samples: int, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> NDArray[np.int64]:
+    """Positions [micro-batches, micro_batch_size] of one dp rank in the step that starts after `consumed_samples`.
+
+    The step is [consumed, consumed + global_batch_size); micro-batch u of it is its u-th slice of
+    dp_size * micro_batch_size positions, of which rank i takes the i-th micro_batch_size.
+    """
+    step = consumed_samples + np.arange(global_batch_size, dtype=np.int64)
+    return step.reshape(-1, dp_size, micro_batch_size)[:, dp_rank]

@@ -1,0 +1,49 @@
+"""Train a sentencepiece BPE tokenizer on documents; use it as `spm:FILE`."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from megapar.data.preprocess import read_documents
+from megapar.data.tokenizer import train_sentencepiece
+from megapar.errors import ConfigError, reported
+
+
+@dataclass
+class Arguments:
+    """Train a lossless BPE tokenizer (byte fallback, nothing normalised); the same text gives the same file."""
+
+    input: tuple[Path, ...]
+    """Files or folders that preprocess_data.py takes."""
+    output: Path
+    """Model file to write."""
+    vocab_size: int = 4096
+    """Ids, those of single bytes and of the end of a document included."""
+    sample_mb: float = 16.0
+    """Megabytes of text to learn from, the first of the input; the input should come shuffled."""
+
+
+def first_megabytes(documents: Iterator[str], megabytes: float) -> Iterator[str]:
+    left = megabytes * 1e6
+    for text in documents:
+        if left <= 0:
+            return
+        left -= len(text.encode())
+        yield text
+
+
+def main() -> None:
+    args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    with reported():
+        if args.sample_mb <= 0:
+            raise ConfigError(f"--sample_mb {args.sample_mb}: give a positive number of megabytes")
+        start = time.perf_counter()
+        train_sentencepiece(first_megabytes(read_documents(args.input), args.sample_mb), args.vocab_size, args.output)
+        print(f"{args.output}: {args.vocab_size:,} ids in {time.perf_counter() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
