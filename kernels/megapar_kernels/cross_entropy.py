@@ -8,32 +8,40 @@ from torch import Tensor
 
 
 def statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(max, sum of exp(z - max), z[target], sum of z) of each row, fp32 [n].
+    """(max, sum of exp(z - max), z[target], sum of (z - max)) of each row, fp32 [n].
 
     `target` is the column, or anything outside [0, columns) where another rank holds it (z[target] is then 0).
-    A slice without columns gives -inf, 0, 0, 0.
+    A slice without columns gives the least fp32 number, 0, 0, 0.
     """
     rows, columns = logits.shape
     if columns == 0:
         zero = logits.new_zeros(rows, dtype=torch.float32)
-        return torch.full_like(zero, -torch.inf), zero, zero, zero
+        return torch.full_like(zero, torch.finfo(torch.float32).min), zero, zero, zero
     z = logits.float()
     maximum = z.amax(-1)
-    exp_sum = (z - maximum[:, None]).exp_().sum(-1)
     mine = (target >= 0) & (target < columns)
     picked = z.gather(-1, torch.where(mine, target, 0)[:, None])[:, 0] * mine
-    return maximum, exp_sum, picked, z.sum(-1)
+    z = z - maximum[:, None]
+    total = z.sum(-1)
+    return maximum, z.exp_().sum(-1), picked, total
 
 
 def gradient(
-    logits: Tensor, target: Tensor, log_sum_exp: Tensor, grad_loss: Tensor, on_target: float, on_all: float
+    logits: Tensor,
+    target: Tensor,
+    maximum: Tensor,
+    exp_sum: Tensor,
+    grad_loss: Tensor,
+    on_target: float,
+    on_all: float,
 ) -> Tensor:
-    """d loss / d logits = grad_loss * (softmax(z) - on_target at the target column - on_all everywhere), in z's
-    dtype."""
-    grad = (logits.float() - log_sum_exp[:, None]).exp_()
+    """d loss / d logits = grad_loss * (softmax(z) - on_target at the target column - on_all everywhere), in z's dtype.
+
+    softmax(z) = exp(z - maximum) / exp_sum, both over the whole vocabulary.
+    """
+    grad = (logits.float() - maximum[:, None]).exp_().mul_((grad_loss / exp_sum)[:, None])
     if on_all:
-        grad -= on_all
-    grad *= grad_loss[:, None]
+        grad -= (on_all * grad_loss)[:, None]
     mine = (target >= 0) & (target < logits.shape[1])
     rows = torch.arange(len(target), device=target.device)[mine]
     grad[rows, target[mine]] -= on_target * grad_loss[mine]

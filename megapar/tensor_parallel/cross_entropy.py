@@ -21,19 +21,20 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         local = target - start
         maximum, exp_sum, picked, total = kernel.statistics(logits, local)
         highest = comm.all_reduce(maximum.clone(), tp, "max")
-        sums = torch.stack((exp_sum * (maximum - highest).exp(), picked, total))
+        shift = maximum - highest
+        sums = torch.stack((exp_sum * shift.exp(), picked, total + logits.shape[-1] * shift))
         exp_sum, picked, total = comm.all_reduce(sums, tp)
-        log_sum_exp = highest + exp_sum.log()
-        ctx.save_for_backward(logits, local, log_sum_exp, target != IGNORE_INDEX)
+        ctx.save_for_backward(logits, local, highest, exp_sum, target != IGNORE_INDEX)
         ctx.on_target, ctx.on_all = 1.0 - smoothing, smoothing / vocab_size
-        loss = log_sum_exp - ctx.on_target * picked - ctx.on_all * total
+        # All logits are taken from the highest one first: log-sum-exp itself would round away the loss of large logits.
+        loss = exp_sum.log() + ctx.on_target * (highest - picked) - ctx.on_all * total
         return loss.masked_fill_(target == IGNORE_INDEX, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        logits, local, log_sum_exp, counts = ctx.saved_tensors
-        grad = kernel.gradient(logits, local, log_sum_exp, grad_loss * counts, ctx.on_target, ctx.on_all)
+        logits, local, highest, exp_sum, counts = ctx.saved_tensors
+        grad = kernel.gradient(logits, local, highest, exp_sum, grad_loss * counts, ctx.on_target, ctx.on_all)
         return grad, None, None, None, None, None
 
 

@@ -56,7 +56,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entry: str, tp: Axis) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.entry, ctx.tp, ctx.has_bias = entry, tp, bias is not None
+        ctx.entry, ctx.tp = entry, tp
+        ctx.main_grad = main_grad_of(weight)  # now: recompute hands the backward pass a copy without attributes
         return F.linear(comm.all_gather(x, tp) if entry == "gather" else x, weight, bias)
 
     @staticmethod
@@ -79,11 +80,10 @@ class _Linear(torch.autograd.Function):
         grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
         if needs_weight:
             x_2d = x.reshape(-1, x.shape[-1])
-            main_grad = main_grad_of(weight)
-            if main_grad is None:
+            if ctx.main_grad is None:
                 grad_weight = grad_2d.t() @ x_2d
             else:
-                main_grad.add_outer(grad_2d, x_2d)
+                ctx.main_grad.add_outer(grad_2d, x_2d)
         grad_bias = grad_2d.sum(0) if needs_bias else None
         reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None
@@ -188,6 +188,7 @@ class _Lookup(torch.autograd.Function):
         outside = (ids < 0) | (ids >= rows)
         local = ids.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside, weight)
+        ctx.main_grad = main_grad_of(weight)
         if rows == 0:
             return weight.new_zeros(*ids.shape, weight.shape[1])
         return F.embedding(local, weight).masked_fill_(outside[..., None], 0)
@@ -198,9 +199,8 @@ class _Lookup(torch.autograd.Function):
         local, outside, weight = ctx.saved_tensors
         ids = local[~outside]
         rows = grad[~outside]
-        main_grad = main_grad_of(weight)
-        if main_grad is not None:
-            main_grad.add_rows(ids, rows)
+        if ctx.main_grad is not None:
+            ctx.main_grad.add_rows(ids, rows)
             return None, None, None
         return None, torch.zeros_like(weight).index_add_(0, ids, rows), None
 
