@@ -1,11 +1,12 @@
-"""Every option of a run: dataclasses with a sentence under each field.
+"""Every option of a run: dataclasses with a sentence under each field, which `--help` prints.
 
-A value comes from the default, then a TOML file (`--config`, whose `base` key names a file to start from), then a flag
-(`--section.key value`); `Resolved` keeps which. `validate` reports every problem at once, before any process group exists.
+config_io.py fills them from TOML files and flags, validate.py says what cannot run. Neither needs torch.
+An option is named by its dotted path, such as `model.hidden_size`, in TOML, in flags and in messages alike.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -13,11 +14,11 @@ class RopeScaling:
     """Hugging Face's `rope_scaling`; the default scales nothing."""
 
     rope_type: Literal["default", "linear", "llama3"] = "default"
-    """default: none; linear: positions divided by factor; llama3: long wavelengths divided by factor, short ones kept."""
+    """default: none; linear: divides positions by factor; llama3: stretches long wavelengths, keeps short ones."""
     factor: float = 1.0
     """How many times longer than original_max_position_embeddings contexts may be."""
     low_freq_factor: float = 1.0
-    """llama3: wavelengths above original_max_position_embeddings / low_freq_factor are divided by factor."""
+    """llama3: wavelengths above original_max_position_embeddings / low_freq_factor are stretched."""
     high_freq_factor: float = 4.0
     """llama3: wavelengths below original_max_position_embeddings / high_freq_factor are kept."""
     original_max_position_embeddings: int = 8192
@@ -29,7 +30,7 @@ class ModelConfig:
     """The transformer, in Hugging Face's config.json names."""
 
     family: Literal["llama", "gpt"] = "llama"
-    """llama: RMSNorm, RoPE, SwiGLU (Llama, Mistral, Qwen). gpt: LayerNorm, learned positions, GELU, biases, dropout (GPT-2)."""
+    """llama (also Mistral, Qwen): RMSNorm, RoPE, SwiGLU. gpt (GPT-2): LayerNorm, learned positions, GELU, biases."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 4
@@ -37,7 +38,7 @@ class ModelConfig:
     num_attention_heads: int = 4
     """Query heads; must divide by parallel.tp."""
     num_key_value_heads: int = 0
-    """Key and value heads, shared by groups of query heads; 0 means num_attention_heads. May be fewer than parallel.tp."""
+    """Key and value heads, each shared by a group of query heads; 0 means num_attention_heads. May be fewer than tp."""
     head_dim: int = 0
     """Width of a head; 0 means hidden_size / num_attention_heads."""
     intermediate_size: int = 0
@@ -63,7 +64,7 @@ class ModelConfig:
     attention_dropout: float = 0.0
     """Dropout on attention probabilities (gpt)."""
     initializer_range: float = 0.02
-    """Standard deviation of initial weights; output projections start at initializer_range / sqrt(2 * num_hidden_layers)."""
+    """Standard deviation of initial weights; output projections start at it divided by sqrt(2 * num_hidden_layers)."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,17 @@ class ParallelConfig:
     tp: int = 1
     """Tensor-parallel ranks: each holds a slice of every matrix. Keep inside a node."""
     pp: int = 1
-    """Pipeline stages' ranks: each holds a run of layers."""
+    """Pipeline-parallel ranks: each holds a run of layers, or vpp of them."""
     dp: int = 0
     """Data-parallel replicas; 0 means the world size divided by tp * pp."""
     vpp: int = 1
-    """Virtual pipeline stages per rank; more than 1 needs schedule interleaved."""
+    """Pipeline stages on each rank; more than 1 needs schedule interleaved (or gpipe)."""
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
-    """Order of forwards and backwards: 1f1b holds at most pp micro-batches, gpipe all of them, interleaved has the smallest bubble."""
+    """Order of forwards and backwards: 1f1b keeps at most pp micro-batches, gpipe all; interleaved idles least."""
     sequence_parallel: bool = False
     """Split activations between matrices over tp along the sequence; train.seq_length must divide by tp."""
     partition: tuple[int, ...] = ()
-    """Layers of each of the pp * vpp stages in order, such as 3 4 4 2; empty balances by cost, embedding and head counted."""
+    """Layers of each of the pp * vpp stages, such as 3 4 4 2; empty balances by cost, embedding and head counted."""
     order: str = "tp-cp-dp-pp"
     """Rank order, fastest axis first (cp is context parallel, of size 1 so far)."""
 
@@ -123,7 +124,7 @@ class OptimizerConfig:
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
-    """Learning rate at the end of cosine, linear and wsd decay."""
+    """Learning rate at the end of cosine, linear and wsd decay; inverse_sqrt does not fall below it."""
     schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = "cosine"
     """Shape after warm-up; wsd (warm-up, stable, decay) holds lr and decays linearly over the last decay_steps."""
     warmup_steps: int = 0
@@ -163,7 +164,7 @@ class CheckpointConfig:
     """Saving and resuming, in run_dir/checkpoints."""
 
     every: int = 0
-    """Steps between checkpoints; 0 saves none but the last."""
+    """Steps between checkpoints; 0 saves none but, with save_last, the last."""
     save_last: bool = True
     """Save after the last step."""
     resume: str = "auto"
@@ -212,3 +213,34 @@ class Config:
     """Folder of everything that the run writes: config.toml, metrics.jsonl, checkpoints/, tensorboard/."""
     dry_run: bool = False
     """Print parameters, memory and batch arithmetic of every rank and stop, without training."""
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Value of every option by its dotted path, in the order of the fields."""
+    values: dict[str, Any] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        values |= flatten(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name: value}
+    return values
+
+
+def option_types(section: Any = Config, prefix: str = "") -> dict[str, Any]:
+    """Type annotation of every option by its dotted path, in the order of the fields."""
+    types: dict[str, Any] = {}
+    for name, annotation in get_type_hints(section).items():
+        is_section = is_dataclass(annotation)
+        types |= option_types(annotation, f"{prefix}{name}.") if is_section else {prefix + name: annotation}
+    return types
+
+
+def unflatten(values: Mapping[str, Any]) -> Config:
+    """The inverse of `flatten`: a Config out of a value for every option."""
+    return _build(Config, values, "")
+
+
+def _build(section: Any, values: Mapping[str, Any], prefix: str) -> Any:
+    arguments = {}
+    for name, annotation in get_type_hints(section).items():
+        is_section = is_dataclass(annotation)
+        arguments[name] = _build(annotation, values, f"{prefix}{name}.") if is_section else values[prefix + name]
+    return section(**arguments)

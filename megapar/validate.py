@@ -1,0 +1,354 @@
+"""What cannot run, said before anything runs: pure checks of a Config against the number of ranks.
+
+No process group, file or device is touched, so every rank comes to the same verdict alone. All problems are reported at
+once, a line each: the options with their values, why they do not fit, and what would.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from megapar.config import Config, RopeScaling, flatten
+from megapar.errors import ConfigError
+
+_BELOW_ONE = {"model.hidden_dropout", "model.attention_dropout", "optimizer.betas"}
+# An option may be 0 if that is its default, or if it stands here.
+_MAY_BE_ZERO = {path for path, default in flatten(Config()).items() if default == 0} | {
+    "parallel.partition",
+    "train.seed",
+    "optimizer.lr",
+    "optimizer.betas",
+    "optimizer.weight_decay",
+    "optimizer.clip_grad",
+    "optimizer.zero_stage",
+}
+_ROPE_SCALING = tuple(f"model.rope_scaling.{name}" for name in flatten(RopeScaling()))
+_UNUSED_BY_FAMILY = {
+    "llama": ("model.hidden_dropout", "model.attention_dropout"),
+    "gpt": ("model.attention_bias", "model.qk_norm", "model.rope_theta", *_ROPE_SCALING),
+}
+_UNUSED_BY_ROPE_TYPE = {"default": _ROPE_SCALING[1:], "linear": _ROPE_SCALING[2:], "llama3": ()}
+# Of the model's options, those that the weights of a checkpoint do not decide.
+_FREE_OF_WEIGHTS = {
+    "model.max_position_embeddings",
+    "model.rope_theta",
+    "model.rms_norm_eps",
+    "model.hidden_dropout",
+    "model.attention_dropout",
+    "model.initializer_range",
+    *_ROPE_SCALING,
+}
+
+
+def validate(config: Config, world_size: int, *, cuda_devices: int | None = None) -> Config:
+    """The config with its zeros that mean "derived" filled in, for `world_size` ranks.
+
+    `cuda_devices` is the number of GPUs that this machine has; None leaves it unchecked, for a plan of another machine.
+    `model.vocab_size` 0 stays: see `with_vocabulary`. Raises ConfigError with a line for each problem.
+    """
+    sizes = list(_sizes(config))
+    problems = [*sizes, *_amounts(config), *_launch(config, world_size, cuda_devices)]
+    if not sizes:  # arithmetic with sizes below their least value would report nonsense
+        grid = list(_grid(config, world_size))  # while it does not fit, dp is unknown and no batch can be judged
+        derived = _derive(config, world_size)
+        checks = (_family, _layout, _pipeline, _train, _optimizer, _data)
+        problems += [*grid, *_heads(config), *chain.from_iterable(check(derived) for check in checks)]
+        problems += [] if grid else _batch(derived)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return derived
+
+
+def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
+    """The config with the tokenizer's size for `model.vocab_size` 0. Raises ConfigError if a given size is smaller."""
+    if config.model.vocab_size == 0:
+        return replace(config, model=replace(config.model, vocab_size=tokenizer_size))
+    if config.model.vocab_size < tokenizer_size:
+        text = f"the tokenizer has {tokenizer_size} ids; use 0 for its size, or at least {tokenizer_size}"
+        raise ConfigError(_problem(config, "model.vocab_size data.tokenizer", text))
+    return config
+
+
+def warnings(config: Config) -> list[str]:
+    """Lines about a validated config that runs, but not well."""
+    parallel, m = config.parallel, num_microbatches(config)
+    too_few, ragged = m < parallel.pp, parallel.vpp > 1 and m % parallel.pp > 0
+    if parallel.pp == 1 or not (too_few or ragged):
+        return []
+    better = 4 * parallel.pp if too_few else -(-m // parallel.pp) * parallel.pp
+    batch = better * config.train.micro_batch_size * parallel.dp
+    why = "are fewer than the pipeline's ranks" if too_few else "do not fill the interleaved schedule's last round"
+    text = (
+        f"{m} micro-batches a step {why}, which idle about {_bubble(config, m):.0%} of the time; "
+        f"train.global_batch_size={batch} would make it {_bubble(config, better):.0%}"
+    )
+    return [_problem(config, "parallel.pp parallel.vpp train.global_batch_size", text)]
+
+
+def num_microbatches(config: Config) -> int:
+    """Forward passes that each data-parallel replica makes in one step."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp)
+
+
+def check_resume(saved: Config, config: Config, where: str) -> list[str]:
+    """Lines "option: saved -> new" for what changed since the checkpoint `where` was saved; both configs are validated.
+
+    Raises ConfigError with a line for each changed option that decides which weights there are.
+    """
+    old, new = flatten(saved), flatten(config)
+    changed = [path for path in new if old[path] != new[path]]
+    fixed = {path for path in changed if path.startswith("model.")} - _FREE_OF_WEIGHTS
+    if saved.model.family == "gpt":
+        fixed.add("model.max_position_embeddings")  # the rows of its position table
+    refused = [
+        f"{path}={_shown(new[path])}: the checkpoint {where} was trained with {_shown(old[path])}; "
+        f"set --{path} {_shown(old[path])}, or --checkpoint.resume none to start anew"
+        for path in changed
+        if path in fixed
+    ]
+    if refused:
+        raise ConfigError("\n".join(refused))
+    return [f"{path}: {_shown(old[path])} -> {_shown(new[path])}" for path in changed]
+
+
+# Ranges of single values
+
+
+def _sizes(config: Config) -> Iterator[str]:
+    for path, value in flatten(config).items():
+        items = value if isinstance(value, tuple) else (value,)
+        least = 0 if path in _MAY_BE_ZERO else 1
+        if any(isinstance(item, int) and not isinstance(item, bool) and item < least for item in items):
+            yield _problem(config, path, f"must be at least {least}")
+
+
+def _amounts(config: Config) -> Iterator[str]:
+    for path, value in flatten(config).items():
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, str) and not (item and item.isprintable()):
+                yield _problem(config, path, "must be printable text, not empty")
+            elif isinstance(item, float) and (text := _amount_problem(path, item)):
+                yield _problem(config, path, text)
+                break
+
+
+def _amount_problem(path: str, value: float) -> str:
+    if not math.isfinite(value):
+        return "must be a finite number"
+    if path in _BELOW_ONE:
+        return "" if 0 <= value < 1 else "must be at least 0 and below 1"
+    if path in _MAY_BE_ZERO:
+        return "" if value >= 0 else "must be at least 0"
+    return "" if value > 0 else "must be above 0"
+
+
+# What fits together. Each check yields a line for each problem of a config with derived values.
+
+
+def _derive(config: Config, world_size: int) -> Config:
+    model, parallel = config.model, config.parallel
+    model = replace(
+        model,
+        num_key_value_heads=model.num_key_value_heads or model.num_attention_heads,
+        head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
+        intermediate_size=model.intermediate_size or 4 * model.hidden_size,
+    )
+    parallel = replace(parallel, dp=parallel.dp or world_size // (parallel.tp * parallel.pp))
+    return replace(config, model=model, parallel=parallel)
+
+
+def _grid(config: Config, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
+    tp, pp, dp = parallel.tp, parallel.pp, parallel.dp
+    if world_size % (tp * pp):
+        text = (
+            f"tp({tp})*pp({pp})={tp * pp} does not divide world size {world_size}; tp*pp may be "
+            f"{_listed(_divisors(world_size))}, or start {_around(world_size, tp * pp)} ranks (launch.nproc, torchrun)"
+        )
+        yield _problem(config, "parallel.tp parallel.pp", text)
+    elif dp not in (0, world_size // (tp * pp)):
+        text = f"tp({tp})*pp({pp})*dp({dp})={tp * pp * dp} is not world size {world_size}; "
+        yield _problem(config, "parallel.dp", f"{text}dp {world_size // (tp * pp)} fits, as does 0, which means it")
+
+
+def _heads(config: Config) -> Iterator[str]:
+    """Checks of a config as given: whether its head_dim is derived decides what to say."""
+    model, tp = config.model, config.parallel.tp
+    heads, kv_heads, hidden = model.num_attention_heads, model.num_key_value_heads, model.hidden_size
+    width = "model.head_dim" if model.head_dim else "model.hidden_size model.num_attention_heads"
+    if not model.head_dim and hidden % heads:
+        text = f"the width must divide by the heads; use hidden_size {_around(hidden, heads)}, or set model.head_dim"
+        yield _problem(config, width, text)
+    elif model.family == "llama" and (model.head_dim or hidden // heads) % 2:
+        text = "rotary embeddings turn pairs, so a head's width must be even"
+        yield _problem(config, width, f"{text}; {model.head_dim or hidden // heads} is odd")
+    if kv_heads and heads % kv_heads:
+        text = f"query heads must divide by key/value heads; use {_listed(_divisors(heads))}"
+        yield _problem(config, "model.num_attention_heads model.num_key_value_heads", text)
+    if heads % tp:
+        text = f"heads must divide by tp; tp may be {_listed(_divisors(heads))}"
+        yield _problem(config, "model.num_attention_heads parallel.tp", text)
+
+
+def _family(config: Config) -> Iterator[str]:
+    defaults, values = flatten(Config()), flatten(config)
+    model = config.model
+    for path in _UNUSED_BY_FAMILY[model.family]:
+        if values[path] != defaults[path]:
+            yield _problem(
+                config, path, f"family {model.family} has no such thing; leave it at {_shown(defaults[path])}"
+            )
+    if model.family == "gpt":
+        return
+    scaling = model.rope_scaling
+    for path in _UNUSED_BY_ROPE_TYPE[scaling.rope_type]:
+        if values[path] != defaults[path]:
+            text = f"rope_type {scaling.rope_type} does not use it; set model.rope_scaling.rope_type, or leave it out"
+            yield _problem(config, path, text)
+    if scaling.rope_type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+        options = "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor"
+        yield _problem(config, options, "low must be below high; Llama 3.1 uses 1 and 4")
+
+
+def _layout(config: Config) -> Iterator[str]:
+    tp, width, length = config.parallel.tp, config.model.intermediate_size, config.train.seq_length
+    if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
+        yield _problem(config, "parallel.order", "must name tp, cp, dp and pp once each, such as tp-cp-dp-pp")
+    if width % tp:
+        text = f"the MLP's width must divide by tp; use {_around(width, tp)}"
+        yield _problem(config, "model.intermediate_size parallel.tp", text)
+    if config.parallel.sequence_parallel and length % tp:
+        text = f"sequence_parallel cuts the sequence over tp; use {_around(length, tp)}, or switch it off"
+        yield _problem(config, "train.seq_length parallel.tp parallel.sequence_parallel", text)
+    if length > config.model.max_position_embeddings:
+        text = f"sequences longer than the model's positions; use at most {config.model.max_position_embeddings}"
+        yield _problem(config, "train.seq_length model.max_position_embeddings", text)
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    parallel, layers = config.parallel, config.model.num_hidden_layers
+    stages, partition = parallel.pp * parallel.vpp, parallel.partition
+    if parallel.vpp > 1 and parallel.schedule == "1f1b":
+        text = "1f1b runs one stage on each rank; set parallel.schedule interleaved (or gpipe), or parallel.vpp 1"
+        yield _problem(config, "parallel.vpp parallel.schedule", text)
+    if layers < stages - 2:
+        most = (layers + 2) // parallel.pp
+        works = f"parallel.vpp may be up to {most}" if most else f"parallel.pp may be up to {layers + 2}"
+        text = f"{stages} stages, of which all but the first and last need a layer; {works}"
+        yield _problem(config, "model.num_hidden_layers parallel.pp parallel.vpp", text)
+    elif partition and not _is_partition(partition, layers, stages):
+        text = (
+            f"{len(partition)} numbers of sum {sum(partition)}, for {layers} layers on {stages} stages, of which all "
+            f"but the first and last need one; {_shown(_even(layers, stages))} fits, or leave it out"
+        )
+        yield _problem(config, "parallel.partition parallel.pp parallel.vpp model.num_hidden_layers", text)
+
+
+def _is_partition(partition: tuple[int, ...], layers: int, stages: int) -> bool:
+    return len(partition) == stages and sum(partition) == layers and all(partition[1:-1])
+
+
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers dealt evenly, the stages after the first served first: an end stage may stay empty, a middle one not."""
+    return tuple(layers // stages + (0 < stage <= layers % stages) for stage in range(stages))
+
+
+def _batch(config: Config) -> Iterator[str]:
+    batch, step = config.train.global_batch_size, config.train.micro_batch_size * config.parallel.dp
+    if batch % step:
+        text = f"must be a multiple of micro_batch_size * dp = {step}; use {_around(batch, step)}"
+        yield _problem(config, "train.global_batch_size train.micro_batch_size parallel.dp", text)
+
+
+def _train(config: Config) -> Iterator[str]:
+    train, defaults = config.train, Config().train
+    if train.recompute_every > 1 and train.recompute != "full":
+        text = "only recompute full has an every; set train.recompute full, or train.recompute_every 1"
+        yield _problem(config, "train.recompute_every train.recompute", text)
+    if not config.data.validation:
+        for name in ("eval_every", "eval_samples"):
+            if getattr(train, name) != getattr(defaults, name):
+                text = f"nothing to evaluate; set data.validation, or leave {name} at {getattr(defaults, name)}"
+                yield _problem(config, f"train.{name} data.validation", text)
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.schedule != "wsd" and optimizer.decay_steps:
+        text = "only schedule wsd has a decay of its own; set optimizer.schedule wsd, or leave decay_steps at 0"
+        yield _problem(config, "optimizer.decay_steps optimizer.schedule", text)
+    if optimizer.warmup_steps > steps:
+        text = f"the warm-up would not end within the run; use at most {steps}"
+        yield _problem(config, "optimizer.warmup_steps train.steps", text)
+    elif optimizer.schedule == "wsd" and optimizer.warmup_steps + optimizer.decay_steps > steps:
+        text = f"warm-up and decay together are longer than the run; decay may be {steps - optimizer.warmup_steps}"
+        yield _problem(config, "optimizer.warmup_steps optimizer.decay_steps train.steps", text)
+    if optimizer.schedule == "constant" and optimizer.min_lr:
+        text = "a constant rate has no end; choose cosine, linear, inverse_sqrt or wsd, or leave it at 0"
+        yield _problem(config, "optimizer.min_lr optimizer.schedule", text)
+    elif optimizer.min_lr > optimizer.lr >= 0:
+        text = f"the rate must not end above its peak; use at most {_shown(optimizer.lr)}"
+        yield _problem(config, "optimizer.min_lr optimizer.lr", text)
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    if len(data.train) != 1:
+        yield _problem(config, "data.train", f"{len(data.train)} entries; give one .bin/.idx prefix, or synthetic")
+    if len(data.validation) > 1:
+        text = f"{len(data.validation)} entries; give one .bin/.idx prefix or synthetic, or none"
+        yield _problem(config, "data.validation", text)
+    kind, _, file = data.tokenizer.partition(":")
+    if data.tokenizer != "bytes" and not (kind == "spm" and file):
+        yield _problem(config, "data.tokenizer", "must be bytes, or spm:FILE with a sentencepiece model")
+
+
+def _launch(config: Config, world_size: int, cuda_devices: int | None) -> Iterator[str]:
+    launch = config.launch
+    if launch.nproc not in (0, world_size):
+        text = f"{world_size} ranks are running already; leave it at 0 under torchrun and Slurm"
+        yield _problem(config, "launch.nproc", text)
+    if launch.device == "cuda" and cuda_devices is not None:
+        if cuda_devices == 0:
+            yield _problem(config, "launch.device", "there is no GPU here; --launch.device cpu runs over gloo")
+        elif launch.nproc > cuda_devices:
+            text = f"{cuda_devices} GPUs for {launch.nproc} ranks; use at most {cuda_devices}, or --launch.device cpu"
+            yield _problem(config, "launch.nproc launch.device", text)
+
+
+# Words
+
+
+def _problem(config: Config, options: str, text: str) -> str:
+    values = flatten(config)
+    return f"{', '.join(f'{path}={_shown(values[path])}' for path in options.split())}: {text}"
+
+
+def _shown(value: Any) -> str:
+    """A value as a flag takes it, but for booleans and empty ones."""
+    if isinstance(value, tuple):
+        return " ".join(map(_shown, value)) or "(empty)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if value == "" or not str(value).isprintable() else str(value)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + " or " * (len(numbers) > 1) + str(numbers[-1])
+
+
+def _around(n: int, step: int) -> str:
+    """The multiples of `step` next to `n`, 0 left out."""
+    return _listed([multiple for multiple in (n // step * step, -(-n // step) * step) if multiple])
+
+
+def _bubble(config: Config, microbatches: int) -> float:
+    """Idle share of a balanced pipeline, (p - 1) / (v m + p - 1) (Narayanan et al., arXiv 2104.04473, section 2.2)."""
+    idle = config.parallel.pp - 1
+    return idle / (config.parallel.vpp * microbatches + idle)

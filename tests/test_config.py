@@ -1,0 +1,563 @@
+"""Options: where each value comes from, what a wrong one is told, and that every shipped config is sound."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megapar.config
+from megapar.config import (
+    Config,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RopeScaling,
+    TrainConfig,
+    flatten,
+    option_types,
+    unflatten,
+)
+from megapar.config_io import Resolved, load, to_toml
+from megapar.errors import ConfigError
+from megapar.validate import check_resume, num_microbatches, validate, warnings, with_vocabulary
+
+CONFIGS = Path(__file__).parents[1] / "pretrain_scripts" / "configs"
+WORLD_SIZES = {"tiny": 1, "quickstart": 8, "gpt_125m": 1, "llama_7b": 8, "llama_70b": 64}
+
+
+def problems(config: Config, world_size: int = 1, **arguments) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        validate(config, world_size, **arguments)
+    return str(caught.value).split("\n")
+
+
+def refusal(config: Config, world_size: int = 1, **arguments) -> str:
+    lines = problems(config, world_size, **arguments)
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def load_refusal(argv: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(argv)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write(folder: Path, name: str, text: str | bytes) -> str:
+    path = folder / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return str(path)
+
+
+# Rows C1 to C14: what cannot run, and what is said about it
+
+
+def test_c1_heads_that_do_not_divide_by_tp_are_refused_with_the_tps_that_do():
+    config = Config(ModelConfig(hidden_size=96, num_attention_heads=12), ParallelConfig(tp=8))
+    message = refusal(config, 8)
+    assert message == (
+        "model.num_attention_heads=12, parallel.tp=8: heads must divide by tp; tp may be 1, 2, 3, 4, 6 or 12"
+    )
+    assert ConfigError.exit_code == 2
+
+
+def test_c2_kv_heads_may_be_fewer_than_tp_but_must_divide_the_heads():
+    model = ModelConfig(hidden_size=96, num_attention_heads=12, num_key_value_heads=2)
+    assert validate(Config(model, ParallelConfig(tp=4)), 4).model.num_key_value_heads == 2
+    message = refusal(Config(replace(model, num_key_value_heads=5)))
+    assert "model.num_key_value_heads=5" in message
+    assert "use 1, 2, 3, 4, 6 or 12" in message
+
+
+def test_c3_layers_need_not_divide_by_pp():
+    validate(Config(ModelConfig(num_hidden_layers=13), ParallelConfig(pp=4)), 4)
+    validate(Config(ModelConfig(num_hidden_layers=13), ParallelConfig(pp=4, partition=(3, 4, 4, 2))), 4)
+
+
+@pytest.mark.parametrize("partition", [(3, 4, 4), (3, 4, 4, 1), (6, 0, 6, 1)])
+def test_c3_a_partition_that_does_not_fit_is_refused_with_one_that_does(partition):
+    config = Config(ModelConfig(num_hidden_layers=13), ParallelConfig(pp=4, partition=partition))
+    message = refusal(config, 4)
+    assert f"parallel.partition={' '.join(map(str, partition))}" in message
+    assert "model.num_hidden_layers=13" in message
+    fits = tuple(map(int, re.search(r"need one; ([\d ]+) fits", message)[1].split()))
+    validate(replace(config, parallel=replace(config.parallel, partition=fits)), 4)
+
+
+def test_c4_too_few_layers_for_the_stages_names_all_three_options():
+    parallel = ParallelConfig(pp=4, vpp=3, schedule="interleaved")
+    message = refusal(Config(ModelConfig(num_hidden_layers=8), parallel), 4)
+    assert message.startswith("model.num_hidden_layers=8, parallel.pp=4, parallel.vpp=3: 12 stages")
+    assert message.endswith("parallel.vpp may be up to 2")
+    validate(Config(ModelConfig(num_hidden_layers=8), replace(parallel, vpp=2)), 4)
+    validate(Config(ModelConfig(num_hidden_layers=10), parallel), 4)  # the first and last stage may be empty
+
+
+def test_c4_vpp_needs_a_schedule_that_holds_several_stages_on_a_rank():
+    assert "parallel.schedule=1f1b" in refusal(Config(parallel=ParallelConfig(pp=2, vpp=2)), 2)
+    for schedule in ("interleaved", "gpipe"):
+        validate(Config(parallel=ParallelConfig(pp=2, vpp=2, schedule=schedule)), 2)
+    validate(Config(parallel=ParallelConfig(pp=2, schedule="interleaved")), 2)
+
+
+def test_c5_a_grid_that_is_not_the_world_is_refused():
+    message = refusal(Config(parallel=ParallelConfig(tp=2, pp=2)), 6)
+    assert "tp(2)*pp(2)=4 does not divide world size 6" in message
+    assert "tp*pp may be 1, 2, 3 or 6" in message
+    assert "4 or 8 ranks" in message
+    message = refusal(Config(parallel=ParallelConfig(tp=2, pp=2, dp=3)), 8)
+    assert "tp(2)*pp(2)*dp(3)=12 is not world size 8; dp 2 fits" in message
+
+
+def test_c5_validation_needs_no_torch_and_so_precedes_every_process_group():
+    code = """
+import sys
+from megapar.config_io import load
+from megapar.errors import ConfigError
+from megapar.validate import validate
+try:
+    validate(load(["--parallel.tp", "2"]).config, 3)
+except ConfigError as error:
+    print(error)
+sys.exit("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "does not divide world size 3" in done.stdout
+
+
+def test_c6_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
+    train = TrainConfig(global_batch_size=10, micro_batch_size=2)
+    message = refusal(Config(train=train), 2)
+    assert message.startswith("train.global_batch_size=10, train.micro_batch_size=2, parallel.dp=2: ")
+    assert message.endswith("use 8 or 12")
+    for works in (8, 12):
+        validate(Config(train=replace(train, global_batch_size=works)), 2)
+    assert refusal(Config(train=replace(train, global_batch_size=1)), 2).endswith("use 4")
+
+
+def test_c7_few_or_ragged_micro_batches_run_with_a_warning_that_names_the_bubble():
+    config = validate(Config(parallel=ParallelConfig(pp=4), train=TrainConfig(global_batch_size=2)), 4)
+    assert num_microbatches(config) == 2
+    (line,) = warnings(config)
+    assert "2 micro-batches" in line
+    assert "about 60%" in line  # 3 / (2 + 3)
+    assert "train.global_batch_size=16 would make it 16%" in line  # 3 / (16 + 3)
+    model, parallel = ModelConfig(num_hidden_layers=8), ParallelConfig(pp=4, vpp=2, schedule="interleaved")
+    (line,) = warnings(validate(Config(model, parallel, TrainConfig(global_batch_size=6)), 4))
+    assert "about 20%" in line  # 3 / (2 * 6 + 3)
+    assert "train.global_batch_size=8 would make it 16%" in line  # 3 / (2 * 8 + 3)
+    assert warnings(validate(Config(model, parallel, TrainConfig(global_batch_size=8)), 4)) == []
+    assert warnings(validate(Config(train=TrainConfig(global_batch_size=1)), 1)) == []
+
+
+def test_c8_an_unknown_key_or_flag_is_refused_with_what_was_meant(tmp_path):
+    file = write(tmp_path, "c.toml", "# a comment\n[train]\nsteps = 5\n\n[modle]\nhidden = 3\n")
+    assert load_refusal(["--config", file]) == (
+        f"{file}:6: modle.hidden: no such option; did you mean model.hidden_size?"
+    )
+    assert load_refusal(["--modle.hidden", "3"]) == "--modle.hidden: no such flag; did you mean model.hidden_size?"
+    assert load_refusal(["--lr=3"]) == "--lr: no such flag; did you mean optimizer.lr?"
+    assert load_refusal(["--quux.wibble", "3"]) == "--quux.wibble: no such flag"
+    assert load_refusal(["train.steps", "3"]).startswith("'train.steps' follows no flag")
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "expected"),
+    [
+        ('lr = "3e-4x"', "--optimizer.lr 3e-4x", "a number"),
+        ("warmup_steps = 1.5", "--optimizer.warmup_steps 1.5", "a whole number"),
+        ("warmup_steps = true", "--optimizer.warmup_steps true", "a whole number"),
+        ("betas = [0.9]", "--optimizer.betas 0.9", "2 numbers"),
+        ("betas = 0.9", "--optimizer.betas 0.9 0.9 0.9", "2 numbers"),
+        ('schedule = "cos"', "--optimizer.schedule cos", "one of cosine, linear, constant, inverse_sqrt, wsd"),
+        ("zero_stage = true", "--optimizer.zero_stage 2", "one of 0, 1"),
+        ("overlap_grad_reduce = 1", "--optimizer.overlap_grad_reduce 1", "true or false"),
+    ],
+)
+def test_c9_a_value_of_the_wrong_type_is_refused_with_its_place_and_the_type(tmp_path, capsys, line, flags, expected):
+    file = write(tmp_path, "c.toml", f"[optimizer]\n\n{line}\n")
+    assert load_refusal(["--config", file]) == f"{file}:3: optimizer.{line}: expected {expected}"
+    from_flag = load_refusal(["--train.steps", "5", *flags.split()])
+    assert from_flag.startswith(f"{flags}: expected ")
+    assert expected in from_flag or "--optimizer.no_overlap_grad_reduce is no" in from_flag
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (OptimizerConfig(lr=-1.0), "optimizer.lr=-1.0: must be at least 0"),
+        (OptimizerConfig(lr=float("nan")), "optimizer.lr=nan: must be a finite number"),
+        (OptimizerConfig(betas=(0.9, 1.0)), "optimizer.betas=0.9 1.0: must be at least 0 and below 1"),
+        (OptimizerConfig(eps=0.0), "optimizer.eps=0.0: must be above 0"),
+        (OptimizerConfig(warmup_steps=101), "optimizer.warmup_steps=101, train.steps=100: "),
+        (OptimizerConfig(min_lr=1.0), "optimizer.min_lr=1.0, optimizer.lr=0.0003: "),
+        (OptimizerConfig(decay_steps=5), "optimizer.decay_steps=5, optimizer.schedule=cosine: "),
+        (OptimizerConfig(schedule="constant", min_lr=1e-5), "optimizer.min_lr=1e-05, optimizer.schedule=constant: "),
+        (OptimizerConfig(schedule="wsd", warmup_steps=60, decay_steps=50), "decay may be 40"),
+    ],
+)
+def test_c9_a_value_out_of_range_is_refused_with_the_range(optimizer, said):
+    assert said in refusal(Config(optimizer=optimizer))
+
+
+def test_c10_the_mlp_must_divide_by_tp_and_the_vocabulary_need_not():
+    model = ModelConfig(intermediate_size=129, vocab_size=50257)
+    message = refusal(Config(model, ParallelConfig(tp=2)), 2)
+    assert message.startswith("model.intermediate_size=129, parallel.tp=2: ")
+    assert message.endswith("use 128 or 130")
+    assert validate(Config(replace(model, intermediate_size=128), ParallelConfig(tp=2)), 2).model.vocab_size == 50257
+
+
+def test_c11_sequence_parallel_needs_sequences_that_divide_by_tp():
+    config = Config(parallel=ParallelConfig(tp=4, sequence_parallel=True), train=TrainConfig(seq_length=126))
+    message = refusal(config, 4)
+    assert "train.seq_length=126, parallel.tp=4" in message
+    assert "use 124 or 128" in message
+    validate(replace(config, parallel=ParallelConfig(tp=4)), 4)
+    validate(replace(config, parallel=ParallelConfig(sequence_parallel=True)), 1)
+
+
+def test_c12_resuming_with_other_weights_is_refused_and_other_changes_are_listed():
+    saved = validate(Config(), 2)
+    now = validate(Config(parallel=ParallelConfig(tp=2), optimizer=OptimizerConfig(lr=1e-4)), 2)
+    assert check_resume(saved, saved, "step_00000010") == []
+    assert check_resume(saved, now, "step_00000010") == [
+        "parallel.tp: 1 -> 2",
+        "parallel.dp: 2 -> 1",
+        "optimizer.lr: 0.0003 -> 0.0001",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        check_resume(saved, replace(now, model=replace(saved.model, hidden_size=128)), "runs/a/step_00000010")
+    assert str(caught.value).startswith(
+        "model.hidden_size=128: the checkpoint runs/a/step_00000010 was trained with 256; set --model.hidden_size 256"
+    )
+
+
+def test_c12_positions_are_weights_for_gpt_alone():
+    for family, fixed in (("gpt", True), ("llama", False)):
+        saved = Config(ModelConfig(family=family))
+        longer = Config(ModelConfig(family=family, max_position_embeddings=4096))
+        if fixed:
+            with pytest.raises(ConfigError, match="was trained with 2048"):
+                check_resume(saved, longer, "x")
+        else:
+            assert check_resume(saved, longer, "x") == ["model.max_position_embeddings: 2048 -> 4096"]
+
+
+def test_c13_cuda_without_gpus_is_refused_with_what_runs_on_a_cpu():
+    config = Config(launch=LaunchConfig(device="cuda"))
+    assert refusal(config, cuda_devices=0) == (
+        "launch.device=cuda: there is no GPU here; --launch.device cpu runs over gloo"
+    )
+    validate(config, 1, cuda_devices=1)
+    validate(config, 1)  # a plan of another machine
+    config = Config(launch=LaunchConfig(device="cuda", nproc=8))
+    assert "2 GPUs for 8 ranks; use at most 2" in refusal(config, 8, cuda_devices=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[train]\nsteps = 1\nsteps = 2\n", ":3: not valid TOML: "),
+        ("[train]\nsteps = 1\n[train]\nseed = 2\n", ":3: not valid TOML: "),
+        ("[train]\nsteps = \t\n", ":2: not valid TOML: "),
+        ("x = [\n\n", ":3: not valid TOML: "),
+        (b"[data]\ntrain = ['\xff']\n", ":2: not valid TOML: byte 0xff is not UTF-8"),
+        ("", ":1: sets nothing"),
+        ("# nothing but a comment\n", ":1: sets nothing"),
+        ("[train]\n\nseed = 99999999999999999999\n", ":3: train.seed = 99999999999999999999: expected a whole number"),
+        ("train = 3\n", ":1: train: is a section"),
+        ("\nbase = 3\n", ":2: base = 3: expected the path"),
+        ("\nbase = 'none.toml'\n", ":2: base = 'none.toml': no such file"),
+    ],
+)
+def test_c14_a_file_that_is_not_a_config_is_refused_with_the_line(tmp_path, text, said):
+    file = write(tmp_path, "c.toml", text)
+    assert load_refusal(["--config", file]).startswith(file + said)
+
+
+def test_c14_a_folder_or_a_missing_file_is_refused(tmp_path):
+    assert load_refusal(["--config", str(tmp_path)]).startswith(f"{tmp_path}: is a folder")
+    assert load_refusal(["--config", str(tmp_path / "no.toml")]).startswith(f"{tmp_path}/no.toml: no such file")
+    assert load_refusal(["--config"]) == "--config: expected one TOML file"
+    assert "given twice" in load_refusal(["--config", "a.toml", "--config=b.toml"])
+
+
+# Validation as a whole
+
+
+def test_all_problems_are_reported_at_once():
+    config = Config(
+        ModelConfig(hidden_size=96, num_attention_heads=12),
+        ParallelConfig(tp=8, order="tp-dp"),
+        TrainConfig(global_batch_size=3, micro_batch_size=2),
+        OptimizerConfig(lr=-1.0, bucket_mb=0.0),
+    )
+    said = problems(config, 8)
+    named = ["optimizer.lr", "optimizer.bucket_mb", "model.num_attention_heads", "parallel.order"]
+    assert [line.split("=")[0] for line in said] == [*named, "train.global_batch_size"]
+    sizes = Config(ModelConfig(num_attention_heads=0), ParallelConfig(tp=-1, partition=(1, -1)))
+    assert problems(sizes) == [
+        "model.num_attention_heads=0: must be at least 1",
+        "parallel.tp=-1: must be at least 1",
+        "parallel.partition=1 -1: must be at least 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (ModelConfig(family="gpt", qk_norm=True), "model.qk_norm=true: family gpt"),
+        (ModelConfig(family="gpt", attention_bias=True), "model.attention_bias=true: family gpt"),
+        (ModelConfig(family="gpt", rope_theta=5e5), "model.rope_theta=500000.0: family gpt"),
+        (ModelConfig(family="gpt", rope_scaling=RopeScaling("linear")), "model.rope_scaling.rope_type=linear: family"),
+        (ModelConfig(hidden_dropout=0.1), "model.hidden_dropout=0.1: family llama"),
+        (ModelConfig(attention_dropout=0.1), "model.attention_dropout=0.1: family llama"),
+        (ModelConfig(rope_scaling=RopeScaling(factor=8.0)), "model.rope_scaling.factor=8.0: rope_type default"),
+        (ModelConfig(rope_scaling=RopeScaling("linear", low_freq_factor=2.0)), "rope_type linear does not use it"),
+        (ModelConfig(rope_scaling=RopeScaling("llama3", 8.0, 4.0, 4.0)), "low must be below high"),
+        (ModelConfig(head_dim=5), "model.head_dim=5: rotary"),
+        (ModelConfig(hidden_size=100, num_attention_heads=12), "use hidden_size 96 or 108, or set model.head_dim"),
+        (ModelConfig(hidden_size=60, num_attention_heads=12), "must be even; 5 is odd"),
+        (ModelConfig(max_position_embeddings=100), "train.seq_length=128, model.max_position_embeddings=100: "),
+    ],
+)
+def test_a_model_option_is_obeyed_or_refused(model, said):
+    assert said in refusal(Config(model))
+
+
+def test_gpt_takes_dropout_and_odd_heads():
+    validate(Config(ModelConfig("gpt", hidden_size=60, num_attention_heads=12, hidden_dropout=0.1)), 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Config(train=TrainConfig(recompute_every=2)), "train.recompute_every=2, train.recompute=none: "),
+        (Config(train=TrainConfig(eval_every=10)), "train.eval_every=10, data.validation=(empty): "),
+        (Config(train=TrainConfig(eval_samples=10)), "train.eval_samples=10, data.validation=(empty): "),
+        (Config(data=DataConfig(train=("a", "b"))), "data.train=a b: 2 entries"),
+        (Config(data=DataConfig(train=())), "data.train=(empty): 0 entries"),
+        (Config(data=DataConfig(validation=("a", "b"))), "data.validation=a b: 2 entries"),
+        (Config(data=DataConfig(tokenizer="spm:")), "data.tokenizer=spm:: must be bytes, or spm:FILE"),
+        (Config(data=DataConfig(tokenizer="hf:x.json")), "data.tokenizer=hf:x.json: must be bytes, or spm:FILE"),
+        (Config(parallel=ParallelConfig(order="tp-cp-dp-dp")), "parallel.order=tp-cp-dp-dp: must name"),
+        (Config(run_dir=""), "run_dir='': must be printable text, not empty"),
+        (Config(run_dir="a\nb"), "run_dir='a\\nb': must be printable text, not empty"),
+        (Config(launch=LaunchConfig(nproc=8)), "launch.nproc=8: 1 ranks are running already"),
+    ],
+)
+def test_an_option_that_could_not_be_obeyed_is_refused(config, said):
+    assert refusal(config).startswith(said)
+
+
+def test_zeros_that_mean_derived_are_filled_in():
+    config = validate(Config(ModelConfig(hidden_size=96, num_attention_heads=6), ParallelConfig(tp=2)), 8)
+    model = config.model
+    assert (model.num_key_value_heads, model.head_dim, model.intermediate_size) == (6, 16, 384)
+    assert config.parallel.dp == 4
+    assert validate(config, 8) == config
+    assert with_vocabulary(config, 300).model.vocab_size == 300
+    padded = Config(ModelConfig(vocab_size=512))
+    assert with_vocabulary(padded, 300) == padded
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=512, data\.tokenizer=bytes: .* at least 513"):
+        with_vocabulary(padded, 513)
+
+
+# Loading and writing
+
+
+def test_flags_win_over_files_over_bases_over_defaults_and_each_value_knows_its_source(tmp_path):
+    base = write(tmp_path, "base.toml", "[train]\nsteps = 1\nseed = 2\n[model]\nhidden_size = 64\n")
+    (tmp_path / "sub").mkdir()
+    file = write(tmp_path / "sub", "c.toml", "base = '../base.toml'\n[train]\nseed = 3\nmicro_batch_size = 4\n")
+    resolved = load(["--config", file, "--train.micro-batch-size=5", "--train.steps", "6", "--train.steps", "7"])
+    config, sources = resolved.config, resolved.sources
+    assert (config.train.steps, config.train.seed, config.train.micro_batch_size) == (7, 3, 5)
+    assert config.model.hidden_size == 64
+    assert sources["train.steps"] == sources["train.micro_batch_size"] == "flag"
+    assert sources["train.seed"] == file
+    assert sources["model.hidden_size"] == base
+    assert sources["run_dir"] == "default"
+    assert list(sources) == list(flatten(Config()))
+
+
+def test_bases_that_lead_in_a_circle_are_refused(tmp_path):
+    first = write(tmp_path, "a.toml", "base = 'b.toml'\n")
+    second = write(tmp_path, "b.toml", "base = 'a.toml'\n")
+    assert load_refusal(["--config", first]) == f"{second}: base leads back to itself: {first} -> {second} -> {first}"
+
+
+def test_flags_take_lists_booleans_and_either_spelling():
+    flags = "--data.train A B --parallel.partition 3 4 4 2 --optimizer.betas 0.8 0.9 --model.qk-norm --dry_run"
+    resolved = load([*flags.split(), "--checkpoint.no-save_last", "--model.rope_scaling.factor", "8"])
+    config = resolved.config
+    assert config.data.train == ("A", "B")
+    assert config.parallel.partition == (3, 4, 4, 2)
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert (config.model.qk_norm, config.dry_run, config.checkpoint.save_last) == (True, True, False)
+    assert config.model.rope_scaling.factor == 8.0
+    flagged = [path for path, source in resolved.sources.items() if source == "flag"]
+    assert flagged == [
+        *("model.rope_scaling.factor", "model.qk_norm", "parallel.partition", "optimizer.betas", "data.train"),
+        *("checkpoint.save_last", "dry_run"),
+    ]
+
+
+def test_a_resolved_config_shows_sources_and_derived_values(tmp_path):
+    file = write(tmp_path, "c.toml", "[train]\nseed = 3\n")
+    resolved = load(["--config", file, "--parallel.tp", "2"])
+    lines = to_toml(resolved, validate(resolved.config, 8)).split("\n")
+    assert 'run_dir = "runs/default"  # default' in lines
+    assert f"seed = 3  # {file}" in lines
+    assert "tp = 2  # flag" in lines
+    assert "dp = 0  # default, here 4" in lines
+    assert "head_dim = 0  # default, here 64" in lines
+    assert "sequence_parallel = false  # default" in lines
+
+
+floats = st.floats(allow_nan=False, allow_infinity=False)
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+configs = st.builds(
+    Config,
+    model=st.builds(
+        ModelConfig,
+        family=st.sampled_from(["llama", "gpt"]),
+        hidden_size=st.integers(-(2**63), 2**63 - 1),
+        rope_theta=floats,
+        qk_norm=st.booleans(),
+        rope_scaling=st.builds(RopeScaling, factor=floats),
+    ),
+    parallel=st.builds(ParallelConfig, partition=st.lists(st.integers(0, 99)).map(tuple)),
+    optimizer=st.builds(OptimizerConfig, betas=st.tuples(floats, floats), zero_stage=st.sampled_from([0, 1])),
+    data=st.builds(DataConfig, train=st.lists(texts).map(tuple), tokenizer=texts),
+    run_dir=texts,
+    dry_run=st.booleans(),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(config=configs)
+def test_a_written_config_loads_as_the_same(tmp_path_factory, config):
+    resolved = Resolved(config, dict.fromkeys(flatten(config), "default"))
+    file = write(tmp_path_factory.mktemp("toml"), "config.toml", to_toml(resolved))
+    loaded = load(["--config", file])
+    assert loaded.config == config
+    assert repr(loaded.config) == repr(config)  # -0.0 equals 0.0 and 1 equals True
+    assert set(loaded.sources.values()) == {file}
+
+
+# The surface: options, help and shipped files
+
+OPTIONS = """
+model: family hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size
+    vocab_size max_position_embeddings rope_theta rms_norm_eps attention_bias qk_norm tie_word_embeddings
+    hidden_dropout attention_dropout initializer_range
+model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings
+parallel: tp pp dp vpp schedule sequence_parallel partition order
+train: steps global_batch_size micro_batch_size seq_length seed precision recompute recompute_every eval_every
+    eval_samples deterministic
+optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage bucket_mb
+    overlap_grad_reduce
+data: train validation tokenizer
+checkpoint: every save_last resume
+log: every tensorboard peak_tflops
+launch: nproc device timeout_seconds threads
+top: run_dir dry_run
+"""
+
+
+def frozen_options() -> list[str]:
+    paths = []
+    for word in OPTIONS.split():
+        if word.endswith(":"):
+            section = "" if word == "top:" else word[:-1] + "."
+        else:
+            paths.append(section + word)
+    return paths
+
+
+def test_the_set_of_options_is_this_and_below_a_hundred():
+    """An option is added or renamed here too, on purpose."""
+    assert sorted(option_types()) == sorted(frozen_options())
+    assert len(option_types()) + len(["config"]) < 100
+
+
+def sentences() -> dict[str, str]:
+    """The string under each field of megapar/config.py; sections of Config are described by their class."""
+    sections = {f.name for f in fields(Config) if is_dataclass(f.type)}
+    found = {}
+    for node in ast.parse(Path(megapar.config.__file__).read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(statement, ast.AnnAssign) and statement.target.id not in sections:
+                    text = following.value.value if isinstance(following, ast.Expr) else ""
+                    found[f"{node.name}.{statement.target.id}"] = text
+    return found
+
+
+def test_every_option_has_a_sentence_and_help_shows_it_with_its_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as exited:
+        load(["--optimizer.lr", "0.125", "--help", "--config", str(CONFIGS / "tiny.toml")])
+    assert exited.value.code == 0
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    for path, annotation in option_types().items():
+        section, dot, key = path.rpartition(".")
+        switch = f"--{path}, --{section}{dot}no_{key} "
+        assert (switch if annotation is bool else f"--{path} ") in shown
+    for name, sentence in sentences().items():
+        assert sentence.endswith("."), name
+        assert " ".join(sentence.split()) in shown, name
+    assert "(default: 66)" in shown  # the file's hidden_size
+
+
+def test_options_flatten_and_back():
+    config = load(["--model.rope_scaling.factor", "3", "--data.train", "a"]).config
+    assert unflatten(flatten(config)) == config
+    assert list(flatten(config)) == list(option_types())
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
+def test_shipped_configs_run_at_their_world_size_without_a_warning(name):
+    config = load(["--config", str(CONFIGS / f"{name}.toml")]).config
+    parallel = config.parallel
+    assert WORLD_SIZES[name] == parallel.tp * parallel.pp * (parallel.dp or 1)
+    assert warnings(validate(config, WORLD_SIZES[name])) == []
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_models_are_sound_and_only_models(path):
+    assert set(tomllib.loads(path.read_text())) == {"model"}
+    validate(load(["--config", str(path)]).config, 1)
+
+
+def test_tiny_runs_in_the_layouts_that_it_promises():
+    config = load(["--config", str(CONFIGS / "tiny.toml")]).config
+    for tp in (1, 2, 3, 6):
+        for pp in range(1, 7):
+            for dp in (1, 2, 3, 4, 6, 8):
+                parallel = ParallelConfig(tp=tp, pp=pp, dp=dp, sequence_parallel=True)
+                validate(replace(config, parallel=parallel), tp * pp * dp)
+
+
+def test_the_quickstart_is_what_the_readme_promises():
+    config = validate(load(["--config", str(CONFIGS / "quickstart.toml")]).config, 8)
+    parallel, train = config.parallel, config.train
+    assert (parallel.dp, parallel.tp, parallel.pp, parallel.schedule) == (2, 2, 2, "1f1b")
+    assert parallel.sequence_parallel
+    assert (train.recompute, config.optimizer.zero_stage) == ("selective", 1)
+    assert num_microbatches(config) >= 4
+    assert config.model.num_key_value_heads < config.model.num_attention_heads
