@@ -1,0 +1,147 @@
+"""What a checkpoint holds, whether it is whole, and how it differs from another. Needs neither GPU nor layout."""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from megapar.checkpoint.format import Manifest, read_manifest
+from megapar.checkpoint.load import Reader, flatten
+from megapar.errors import CheckpointError, MegaparError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Show a checkpoint's tensors, step and layout.
+
+    Exit code 0: whole, and equal to --compare if given; 4: incomplete, damaged, or different.
+    """
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint's folder, such as runs/default/checkpoints/step_00000100."""
+    verify: Literal["size", "crc"] = "size"
+    """size: manifest, file sizes, and that every tensor is covered once; crc: also every stored byte."""
+    compare: Path | None = None
+    """Another checkpoint, of any layout: list what differs, bit by bit."""
+    json: Path | None = None
+    """Write the report to this file as well."""
+
+
+def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """The report without verification, as JSON types."""
+    tensors = {
+        name: {"shape": list(entry.shape), "dtype": entry.dtype, "chunks": len(entry.chunks)}
+        for name, entry in manifest.tensors.items()
+    }
+    weights = [entry for name, entry in manifest.tensors.items() if name.startswith("main.")]
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "consumed_samples": manifest.consumed_samples,
+        "parameters": sum(math.prod(entry.shape) for entry in weights),
+        "files": len(manifest.files),
+        "bytes": sum(manifest.files.values()),
+        "layout": manifest.layout,
+        "model_config": manifest.model_config,
+        "trainer": manifest.trainer,
+        "data": manifest.data,
+        "tensors": tensors,
+    }
+
+
+def verify_chunks(path: Path, manifest: Manifest, console: Console) -> None:
+    """Read every chunk. Raises CheckpointError at the first that is damaged."""
+    chunks = [(name, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks]
+    with Reader(path, manifest) as reader:
+        for name, chunk in track(chunks, "verifying", console=console, transient=True):
+            reader.chunk(name, chunk)
+
+
+def compare(path: Path, ours: Manifest, other: Path, console: Console) -> list[str]:
+    """A line for each difference in step, options and tensors; layouts may differ freely."""
+    theirs = read_manifest(other)
+    lines = []
+    for section in ("step", "consumed_samples", "model_config", "trainer", "data"):
+        left, right = (flatten({section: getattr(manifest, section)}) for manifest in (ours, theirs))
+        for key in sorted(left.keys() | right.keys()):
+            if left.get(key) != right.get(key):
+                lines.append(f"{key}: {left.get(key, 'not stated')} | {right.get(key, 'not stated')}")
+    names = sorted(ours.tensors.keys() | theirs.tensors.keys())
+    with Reader(path, ours) as mine, Reader(other, theirs) as others:
+        for name in track(names, "comparing", console=console, transient=True):
+            line = _tensor_difference(name, mine, others)
+            if line:
+                lines.append(f"{name}: {line}")
+    return lines
+
+
+def _tensor_difference(name: str, mine: Reader, others: Reader) -> str | None:
+    left, right = mine.manifest.tensors.get(name), others.manifest.tensors.get(name)
+    if left is None or right is None:
+        return f"only in {(mine if left else others).path}"
+    if (left.shape, left.dtype) != (right.shape, right.dtype):
+        return f"{left.dtype} {list(left.shape)} | {right.dtype} {list(right.shape)}"
+    a, b = mine.tensor(name), others.tensor(name)
+    if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return None
+    changed = int((a != b).sum())
+    largest = float((a.double() - b.double()).abs().max())
+    return f"{changed:,} of {a.numel():,} elements differ, by at most {largest:.3g}"
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print the report: one row for each logical tensor, with the states that are kept of it."""
+    table = Table("tensor", "shape", "dtype", "states", "chunks")
+    by_name: dict[str, list[str]] = {}
+    for full in report["tensors"]:
+        state, name = full.split(".", 1)
+        by_name.setdefault(name, []).append(state)
+    for name, states in by_name.items():
+        entries = [report["tensors"][f"{state}.{name}"] for state in states]
+        shape = " x ".join(map(str, entries[0]["shape"]))
+        table.add_row(name, shape, entries[0]["dtype"], ", ".join(states), str(sum(e["chunks"] for e in entries)))
+    console.print(table)
+    layout = ", ".join(f"{key} {value}" for key, value in report["layout"].items())
+    console.print(f"{report['path']}: step {report['step']}, {report['consumed_samples']:,} samples consumed")
+    console.print(f"{report['parameters']:,} parameters; {report['bytes']:,} bytes in {report['files']} files")
+    console.print(f"written by {layout or 'an unstated layout'}; verified by {report['verified']}")
+    if "compared" in report:
+        console.print(f"compared with {report['compared']}: {len(report['differences'])} differences")
+        for line in report["differences"]:
+            console.print(f"  {line}", highlight=False, markup=False)
+
+
+def inspect(options: Options) -> int:
+    """The exit code. Raises CheckpointError if the checkpoint is not whole."""
+    console = Console()
+    manifest = read_manifest(options.path)
+    report = {**describe(options.path, manifest), "verified": options.verify}
+    if options.verify == "crc":
+        verify_chunks(options.path, manifest, console)
+    if options.compare:
+        report["compared"] = str(options.compare)
+        report["differences"] = compare(options.path, manifest, options.compare, console)
+    show(report, console)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+    return CheckpointError.exit_code if report.get("differences") else 0
+
+
+def main() -> int:
+    try:
+        return inspect(tyro.cli(Options))
+    except MegaparError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
