@@ -1,0 +1,142 @@
+"""The model families in one process: against plain PyTorch, published sizes and counted FLOPs."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megapar_models.build import build_stages, flops_per_token, parameter_count
+from torch.utils.flop_counter import FlopCounterMode
+
+from megapar import context
+from megapar.config import Config, ModelConfig, RopeScaling
+from megapar.data_parallel.grad_buffer import GradBuffer
+from megapar.validate import validate
+from tests import layouts, reference_models, tiny_models
+
+PRESETS = Path(__file__).parents[1] / "pretrain_scripts/configs/models"
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-3m": 3_148_224,  # our own: 6 * (192 * 320 + 192 * 192 + 3 * 192 * 512 + 2 * 192) + 192 + 4096 * 192
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "mistral-7b": 7_248_023_552,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+}
+# Wavelengths of head_dim 12 and theta 1e4 are 6, 29, 135, ... positions: kept, blended and stretched ones.
+LLAMA3 = RopeScaling("llama3", factor=8.0, original_max_position_embeddings=32)
+MODELS = {
+    "llama": tiny_models.model("llama"),
+    "tied": tiny_models.model("llama", tie_word_embeddings=True),
+    "grouped": tiny_models.model("llama", num_key_value_heads=2, head_dim=10),
+    "one key/value head": tiny_models.model("llama", num_key_value_heads=1, attention_bias=True),
+    "q/k norm and biases": tiny_models.model("llama", num_key_value_heads=2, qk_norm=True, attention_bias=True),
+    "linear rope": tiny_models.model("llama", rope_scaling=RopeScaling("linear", factor=4.0)),
+    "llama3 rope": tiny_models.model("llama", rope_scaling=LLAMA3),
+    "rope base": tiny_models.model("llama", rope_theta=500.0),
+    "gpt": tiny_models.model("gpt"),
+    "gpt tied": tiny_models.model("gpt", tie_word_embeddings=True),
+}
+
+
+def preset(name: str, **changes: Any) -> ModelConfig:
+    """A preset as a run would see it, with derived values filled in."""
+    fields = tomllib.loads((PRESETS / f"{name}.toml").read_text())["model"]
+    fields["rope_scaling"] = RopeScaling(**fields.get("rope_scaling", {}))
+    return validate(Config(model=replace(ModelConfig(**fields), **changes)), 1).model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_equal_plain_pytorch(name: str) -> None:
+    config = tiny_models.config(MODELS[name])
+    stage, ctx = tiny_models.build(config, context.single()), context.single()
+    batches = [tiny_models.batch(config.model, seed) for seed in (0, 1)]
+    losses = [stage(None, batch) for batch in batches]
+    (sum(losses) / 100).backward()
+    loss, expected = reference_models.loss_and_gradients(
+        config.model, tiny_models.random_tensors(config.model), batches, scale=1 / 100
+    )
+    assert sum(losses).item() / 100 == pytest.approx(loss, rel=1e-6)
+    layouts.assert_close(layouts.assemble([layouts.held([stage], ctx, layouts.gradients, unsummed=True)]), expected)
+
+
+@pytest.mark.parametrize("name", ["grouped", "q/k norm and biases", "gpt tied"])
+def test_bf16_gradients_equal_plain_pytorch_to_bf16_rounding(name: str) -> None:
+    """The reference runs in fp64 on the same bf16 weights. One rounding to bf16 errs by up to 2^-9, some tens of them lie
+    between the loss and the farthest weight, of both signs: 2^-4 holds also for key biases, whose terms nearly cancel."""
+    config, ctx = tiny_models.config(MODELS[name], precision="bf16"), context.single()
+    stage, batch = tiny_models.build(config, ctx), tiny_models.batch(config.model)
+    buffer = GradBuffer([stage], ctx, zero_stage=0, bucket_mb=1.0, overlap=True)
+    stage(None, batch).backward()
+    rounded = {n: t.bfloat16() for n, t in tiny_models.random_tensors(config.model).items()}
+    _, expected = reference_models.loss_and_gradients(config.model, rounded, [batch])
+    found = layouts.assemble([layouts.held([stage], ctx, layouts.main_gradients)])
+    if config.model.family == "gpt":  # softmax does not see what all its scores share: gradients zero but for rounding
+        for key_bias in [n for n in expected if n.endswith(".k.bias")]:
+            del found[key_bias], expected[key_bias]
+    assert buffer.grads.dtype == torch.float32
+    layouts.assert_close(found, expected, rtol=2**-4)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_number_of_parameters(name: str) -> None:
+    assert parameter_count(preset(name)) == PUBLISHED[name]
+
+
+def test_every_preset_has_a_published_number() -> None:
+    assert {path.stem for path in PRESETS.glob("*.toml")} == set(PUBLISHED)
+    assert parameter_count(preset("mistral-7b", vocab_size=32000)) == 7_241_732_096  # v0.1 and its vocabulary
+
+
+@pytest.mark.parametrize("name", ["grouped", "q/k norm and biases", "gpt tied"])
+def test_flops_per_token_are_those_of_the_plain_model(name: str) -> None:
+    """The plain model computes all s^2 scores; causal attention needs, and flops_per_token counts, half of them."""
+    model = tiny_models.config(MODELS[name]).model
+    batch = tiny_models.batch(model)
+    with FlopCounterMode(display=False) as counter:
+        reference_models.loss_and_gradients(model, tiny_models.random_tensors(model), [batch])
+    width = model.num_attention_heads * model.head_dim
+    not_needed = 6 * tiny_models.LENGTH * width * model.num_hidden_layers
+    per_token = flops_per_token(model, tiny_models.LENGTH)
+    assert counter.get_total_flops() == batch.tokens_bs.numel() * (per_token + not_needed)
+
+
+def test_flops_per_token_of_llama_7b_by_hand() -> None:
+    matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096
+    assert flops_per_token(preset("llama2-7b"), 4096) == 6 * matrices + 32 * (12 * 4096 * 4096) // 2
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_tied_embedding_on_one_rank_is_one_parameter(vpp: int) -> None:
+    """Row 32: one object with one place in the buffers, whose gradient sums both uses, and counted once."""
+    config = tiny_models.config(MODELS["gpt tied"])
+    config = replace(config, parallel=replace(config.parallel, vpp=vpp))
+    stages = build_stages(config, context.single())
+    layouts.fill(stages.values(), tiny_models.random_tensors(config.model))
+    assert stages[vpp - 1].head is stages[0].embedding_weight()
+    buffer = GradBuffer(list(stages.values()), context.single(), zero_stage=1, bucket_mb=1.0, overlap=True)
+    assert [slot.name for slot in buffer.slots].count("embedding.weight") == 1
+    assert sum(p.numel() for p in layouts.unique_parameters(stages.values())) == (
+        parameter_count(config.model) + (256 - 131) * 48
+    )
+    batch, x = tiny_models.batch(config.model), None
+    for stage in stages.values():
+        x = stage(x, batch)
+    x.backward()
+    buffer.finish()
+    _, expected = reference_models.loss_and_gradients(config.model, tiny_models.random_tensors(config.model), [batch])
+    found = layouts.held(stages.values(), context.single(), layouts.main_gradients)
+    layouts.assert_close(layouts.assemble([found]), expected)
+    norm = sum(t.double().pow(2).sum() for t in expected.values()).sqrt()
+    owned = torch.cat([buffer.grads[start:stop] for start, stop in buffer.owned()])
+    assert owned.double().norm().item() == pytest.approx(norm.item(), rel=1e-6)

@@ -1,0 +1,63 @@
+"""Models of a few thousand weights, their batches and random weights, for tests that compare gradients."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from megapar_models.build import build_stages, logical_tensors
+from megapar_models.stage import Stage
+from torch import Tensor
+
+from megapar.batch import MicroBatch
+from megapar.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapar.context import ParallelContext
+from megapar.validate import validate
+from tests import layouts
+
+LENGTH = 48  # beyond what rope_scaling calls the original context in some tests
+
+
+def model(family: Literal["llama", "gpt"], **changes: Any) -> ModelConfig:
+    """Two layers whose sizes are no powers of two; an eps that matters, a vocabulary that divides nothing."""
+    base = ModelConfig(
+        family=family,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=88,
+        vocab_size=131,
+        max_position_embeddings=LENGTH + 2,
+        rms_norm_eps=1e-3,
+    )
+    return replace(base, **changes)
+
+
+def config(model: ModelConfig, tp: int = 1, sequence_parallel: bool = False, **train: Any) -> Config:
+    """Validated, for `tp` ranks; `train` are TrainConfig's fields."""
+    parallel = ParallelConfig(tp=tp, sequence_parallel=sequence_parallel)
+    return validate(Config(model=model, parallel=parallel, train=TrainConfig(seq_length=LENGTH, **train)), tp)
+
+
+def batch(model: ModelConfig, seed: int = 0, samples: int = 2, length: int = LENGTH) -> MicroBatch:
+    """Random tokens; every target has its own weight, a few are -100 or weigh nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens_bs = torch.randint(model.vocab_size, (samples, length + 1), generator=generator)
+    targets_bs, weights_bs = tokens_bs[:, 1:].clone(), 0.1 + torch.rand(samples, length, generator=generator)
+    targets_bs[0, 3:5] = -100
+    weights_bs[-1, 7] = 0.0
+    return MicroBatch(tokens_bs[:, :-1], targets_bs, weights_bs, torch.arange(samples) + 1000 * seed)
+
+
+def random_tensors(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Every logical tensor, N(0, 0.1); norms' weights around 1. Nothing is zero, so no gradient hides."""
+    generator = torch.Generator().manual_seed(seed)
+    pieces = logical_tensors(model)
+    tensors = {name: torch.randn(piece.shape, generator=generator) * 0.1 for name, piece in pieces.items()}
+    return {name: tensor + name.endswith("norm.weight") for name, tensor in tensors.items()}
+
+
+def build(config: Config, ctx: ParallelContext, seed: int = 0) -> Stage:
+    """The whole model in one stage, with `random_tensors` as weights."""
+    (stage,) = build_stages(config, ctx).values()
+    layouts.fill([stage], random_tensors(config.model, seed))
+    return stage
