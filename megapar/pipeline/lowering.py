@@ -1,0 +1,133 @@
+"""Turns a schedule into a plan: inserts the transfers between ranks and refuses an order that cannot run.
+
+A plan is one rank's list of actions and `Transfers`. Why it cannot deadlock: the orders are timed with nominal costs,
+and each message gets the time at which its producer ends. Messages that touch a rank at the same time are one
+`Transfers`, and every rank holds its `Transfers` in order of time. So both ends of a link name its messages in the same
+order, and what is posted at a time depends on nothing later, even where a backend runs a rank's batches one after the
+other (NCCL).
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megapar.pipeline.schedules import Action
+
+Plan = list["Action | Transfers"]
+
+# Nominal durations. They decide only how early a receive is posted, never whether a plan is valid. Transfers that take
+# no time would tie with actions, and a tie puts a receive into the batch of a send, after the action that it could have
+# overlapped: with transfers of 0.3 forwards and forwards alone that costs 23%.
+COST = {"F": 4, "B": 8}
+TRANSFER_COST = 1
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message: the tensors that `consumer` takes from another rank. `peer` is the other end's place on axis pp."""
+
+    consumer: Action
+    peer: int
+
+
+@dataclass
+class Transfers:
+    """Messages that one rank posts together, as one batch. An action waits for the batch that brings its input.
+
+    A rank has at most one batch with sends in flight: before it posts the next it waits for that one, so that what was
+    sent is freed. With random delays of 30% on each action, holding any number in flight gains less than 1%.
+    """
+
+    sends: list[Transfer] = field(default_factory=list)
+    receives: list[Transfer] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        sends = [f"{transfer.consumer}->{transfer.peer}" for transfer in self.sends]
+        receives = [f"{transfer.consumer}<-{transfer.peer}" for transfer in self.receives]
+        return f"({' '.join(sends + receives)})"
+
+
+def producer(action: Action, num_stages: int) -> Action | None:
+    """The action of the neighbouring stage whose result `action` takes; None where the pipeline begins."""
+    return _beside(action, -1 if action.kind == "F" else 1, num_stages)
+
+
+def consumer(action: Action, num_stages: int) -> Action | None:
+    """The action of the neighbouring stage that takes the result of `action`; None where the pipeline ends."""
+    return _beside(action, 1 if action.kind == "F" else -1, num_stages)
+
+
+def _beside(action: Action, step: int, num_stages: int) -> Action | None:
+    stage = action.stage + step
+    return action._replace(stage=stage) if 0 <= stage < num_stages else None
+
+
+def lower(orders: Sequence[Sequence[Action]], num_stages: int) -> list[Plan]:
+    """Each rank's plan. Where a stage lives is read off the orders: an action's rank is the one whose order holds it.
+
+    Raises ValueError for an action that stands twice, and if the orders cannot run to their end, saying what each stuck
+    rank waits for.
+    """
+    rank_of = {action: rank for rank, order in enumerate(orders) for action in order}
+    ends = _end_times(orders, rank_of, num_stages)
+    batches: list[dict[int, Transfers]] = [{} for _ in orders]
+    for action, rank in rank_of.items():
+        source = producer(action, num_stages)
+        if source is not None and rank_of[source] != rank:
+            time, peer = ends[source], rank_of[source]
+            batches[peer].setdefault(time, Transfers()).sends.append(Transfer(action, rank))
+            batches[rank].setdefault(time, Transfers()).receives.append(Transfer(action, peer))
+    return [_weave(order, ends, batch) for order, batch in zip(orders, batches, strict=True)]
+
+
+def _end_times(orders: Sequence[Sequence[Action]], rank_of: Mapping[Action, int], num_stages: int) -> dict[Action, int]:
+    """When each action ends if only the order of its rank and its inputs hold it back."""
+    twice = [str(action) for action, count in Counter(a for order in orders for a in order).items() if count > 1]
+    if twice:
+        raise ValueError(f"schedule holds more than once: {', '.join(twice)}")
+    ends: dict[Action, int] = {}
+    position, clock = [0] * len(orders), [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            while position[rank] < len(order) and not _missing(order[position[rank]], ends, num_stages):
+                action = order[position[rank]]
+                source = producer(action, num_stages)
+                if source is not None:
+                    clock[rank] = max(clock[rank], ends[source] + (rank_of[source] != rank) * TRANSFER_COST)
+                clock[rank] += COST[action.kind]
+                ends[action] = clock[rank]
+                position[rank] += 1
+                moved = True
+    stuck = [
+        f"rank {rank} waits at {order[at]} for {_missing(order[at], ends, num_stages)}"
+        for rank, (order, at) in enumerate(zip(orders, position, strict=True))
+        if at < len(order)
+    ]
+    if stuck:
+        raise ValueError(f"schedule cannot run: {'; '.join(stuck)}")
+    return ends
+
+
+def _missing(action: Action, ends: Mapping[Action, int], num_stages: int) -> str:
+    """What `action` still waits for; empty if nothing."""
+    forward = action._replace(kind="F")
+    if action.kind == "B" and forward not in ends:
+        return f"its forward {forward}"
+    source = producer(action, num_stages)
+    if source is None or source in ends:
+        return ""
+    return f"the {'activation' if action.kind == 'F' else 'gradient'} of {source}"
+
+
+def _weave(order: Sequence[Action], ends: Mapping[Action, int], batches: Mapping[int, Transfers]) -> Plan:
+    """Place a rank's batches, each under its time: one with a send right after the action that made it, one of receives
+    alone before the action during which they arrive."""
+    plan: Plan = []
+    times = sorted(batches, reverse=True)
+    for action in order:
+        while times and (times[-1] < ends[action] or (times[-1] == ends[action] and not batches[times[-1]].sends)):
+            plan.append(batches[times.pop()])
+        plan.append(action)
+    return plan + [batches[time] for time in reversed(times)]

@@ -1,0 +1,88 @@
+"""Which layers each pipeline stage holds."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from megapar.errors import ConfigError
+
+
+def partition(layer_costs: Sequence[float], first_cost: float, last_cost: float, num_stages: int) -> list[range]:
+    """Contiguous layers of each stage, such that the most expensive stage is as cheap as possible.
+
+    `first_cost` (embedding) counts on the first stage, `last_cost` (final norm and head) on the last; any unit. Of
+    equally good cuts the most even one is taken (least sum of squared stage costs), and of those the one with fewer
+    layers in front, where 1F1B holds more micro-batches. The first and the last stage may hold no layer, the others
+    hold at least one. Raises ConfigError if there are too few layers for that.
+    """
+    _check_enough(len(layer_costs), num_stages)
+    # Integers, so that sums which ought to be equal are equal.
+    unit = (sum(layer_costs) + first_cost + last_cost) / 2**40 or 1.0
+    before = [0, *accumulate(round(cost / unit) for cost in layer_costs)]
+    first, last = round(first_cost / unit), round(last_cost / unit)
+
+    def stage_cost(stage: int, start: int, stop: int) -> int:
+        return before[stop] - before[start] + first * (stage == 0) + last * (stage == num_stages - 1)
+
+    def squares(cost: int, rest: float) -> float:
+        return cost**2 + rest if cost <= largest else math.inf
+
+    largest, _ = _best_cuts(len(layer_costs), num_stages, stage_cost, max)
+    _, cuts = _best_cuts(len(layer_costs), num_stages, stage_cost, squares)
+    return [range(start, stop) for start, stop in pairwise((0, *cuts))]
+
+
+def explicit(sizes: Sequence[int], num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each stage when `parallel.partition` gives their number. Raises ConfigError if it does not fit."""
+    shown = " ".join(map(str, sizes))
+    if len(sizes) != num_stages:
+        raise ConfigError(
+            f"parallel.partition ({shown}) has {len(sizes)} entries, but parallel.pp * parallel.vpp is {num_stages} "
+            f"stages: give {num_stages} numbers"
+        )
+    if sum(sizes) != num_layers:
+        raise ConfigError(
+            f"parallel.partition ({shown}) adds up to {sum(sizes)}, but model.num_hidden_layers is {num_layers}"
+        )
+    if min(sizes) < 0 or 0 in sizes[1:-1]:
+        raise ConfigError(
+            f"parallel.partition ({shown}) leaves a stage between the first and the last without a layer: give each of "
+            "those at least 1"
+        )
+    return [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+def _check_enough(num_layers: int, num_stages: int) -> None:
+    if num_layers < num_stages - 2:
+        raise ConfigError(
+            f"model.num_hidden_layers {num_layers} is too few for parallel.pp * parallel.vpp = {num_stages} stages: "
+            f"each but the first and the last needs a layer, so use at most {num_layers + 2} stages or at least "
+            f"{num_stages - 2} layers"
+        )
+
+
+def _best_cuts(
+    num_layers: int,
+    num_stages: int,
+    stage_cost: Callable[[int, int, int], int],
+    combine: Callable[[int, float], float],
+) -> tuple[float, tuple[int, ...]]:
+    """The least value of combine(cost of stage 0, combine(cost of stage 1, ...)) and where each stage stops.
+
+    Exact: dynamic programming from the last stage back, O(stages * layers^2). Of equal values the smallest stops win.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {num_layers: (0, ())}  # of the stages behind, by their first layer
+    for stage in reversed(range(num_stages)):
+        at_least = 1 if 0 < stage < num_stages - 1 else 0
+        here = {}
+        for start in range(num_layers + 1) if stage else (0,):
+            options = [
+                (combine(stage_cost(stage, start, stop), value), stop)
+                for stop, (value, _) in best.items()
+                if stop >= start + at_least
+            ]
+            if options:
+                value, stop = min(options)
+                here[start] = value, (stop, *best[stop][1])
+        best = here
+    return best[0]

@@ -1,0 +1,205 @@
+"""Executes one rank's plan over its stages. Knows no schedule by name, no model and no optimizer."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megapar.batch import MicroBatch, TensorSpec
+from megapar.comm import Pending, exchange
+from megapar.context import ParallelContext
+from megapar.pipeline.lowering import Plan, Transfers, consumer, lower
+from megapar.pipeline.schedules import Action, Event, make
+
+
+class Stage(Protocol):
+    """The nn.Module of one pipeline stage. Each micro-batch may have its own shapes; a link may carry several tensors.
+
+    Floating-point tensors on a link get a gradient (zeros if the taker did not use them), others are only passed on.
+    """
+
+    def __call__(self, x: Any, batch: MicroBatch) -> Tensor | tuple[Tensor, ...]:
+        """`x` is what the stage before returned, None on the first. The last returns its loss sum, an fp32 scalar."""
+
+    def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
+        """Shapes and dtypes of the tensors in `x`."""
+
+
+class PipelineRuntime:
+    """The stages of this rank and the order in which micro-batches go through them.
+
+    `stages` maps stage numbers to modules: stage s belongs to rank s % pp, and there are pp * vpp of them. A pipeline
+    of one rank is no special case: it has no transfers, and with one stage it is gradient accumulation.
+    Raises ValueError if `stages` are not this rank's, ConfigError if `schedule` cannot hold vpp stages on a rank.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], ctx: ParallelContext, schedule: str, vpp: int):
+        self.stages, self.axis, self.device = dict(stages), ctx.pp, ctx.device
+        self.schedule, self.vpp, self.num_stages = schedule, vpp, ctx.pp.size * vpp
+        self._plans: dict[tuple[int, bool], Plan] = {}
+        make(schedule, self.axis.size, vpp, 1)
+        mine = list(range(self.axis.rank, self.num_stages, self.axis.size))
+        if sorted(self.stages) != mine:
+            raise ValueError(f"pp rank {self.axis.rank} needs stages {mine}, but was given {sorted(self.stages)}")
+
+    def step(
+        self,
+        batches: Sequence[MicroBatch],
+        scale: Tensor | float = 1.0,
+        on_last_backward: Callable[[], None] = lambda: None,
+        trace: list[Event] | None = None,
+    ) -> list[Tensor]:
+        """Forward and backward of every micro-batch; parameters accumulate the gradient of scale * (sum of the losses).
+
+        Returns the losses (detached, without `scale`) in the order of `batches` on the last stage's rank, [] elsewhere.
+        `on_last_backward()` runs once, right before the last backward of the plan. By then all other stages of this
+        rank have their final gradients; those of that last one become final while it runs.
+        `trace` collects an Event for each action, in seconds of this machine's monotonic clock; it starts when its
+        inputs have arrived. On an accelerator tracing waits for each action, which slows the step.
+        """
+        plan = self._plan(len(batches), backward=True)
+        last = max(i for i, item in enumerate(plan) if isinstance(item, Action) and item.kind == "B")
+        run = _Pass(self, batches, torch.as_tensor(scale, dtype=torch.float32, device=self.device), trace)
+        run.execute(plan[:last])
+        on_last_backward()
+        run.execute(plan[last:])
+        return run.finish()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The losses as `step` returns them, from forwards alone. Modules stay in their mode, train or eval."""
+        run = _Pass(self, batches, torch.zeros((), device=self.device), None)
+        run.execute(self._plan(len(batches), backward=False))
+        return run.finish()
+
+    def _plan(self, num_microbatches: int, backward: bool) -> Plan:
+        key = num_microbatches, backward
+        if key not in self._plans:
+            orders = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
+            kept = [[action for action in order if backward or action.kind == "F"] for order in orders]
+            self._plans[key] = lower(kept, self.num_stages)[self.axis.rank]
+        return self._plans[key]
+
+
+@dataclass
+class _Saved:
+    """What a stage's backward needs of its forward: inputs, whose .grad it fills, and the way into the graph.
+
+    The outputs themselves are not here: once sent they live only as long as the graph wants them. Setting their `.data`
+    to something small would do as well for memory, but is a use-after-free while a send is under way.
+    """
+
+    inputs: tuple[Tensor, ...]
+    edges: list[GradientEdge | None]  # one for each floating-point output; None if it needs no gradient
+    specs: tuple[TensorSpec, ...]  # of the same outputs: what their gradients look like
+
+
+class _Pass:
+    """One run over a plan: what has arrived, what is to be sent, and what waits for its backward."""
+
+    def __init__(
+        self, runtime: PipelineRuntime, batches: Sequence[MicroBatch], scale: Tensor, trace: list[Event] | None
+    ):
+        self._runtime, self._batches, self._scale, self._trace = runtime, batches, scale, trace
+        self._arrived: dict[Action, tuple[tuple[Tensor, ...], Pending]] = {}
+        self._departing: dict[Action, tuple[Tensor, ...]] = {}
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._sending = Pending()
+
+    def execute(self, plan: Plan) -> None:
+        for item in plan:
+            if isinstance(item, Transfers):
+                self._post(item)
+                continue
+            received, pending = self._arrived.pop(item, ((), Pending()))
+            pending.wait()
+            compute = self._forward if item.kind == "F" else self._backward
+            if self._trace is None:
+                compute(item, received)
+            else:
+                start = _clock(self._runtime.device)
+                compute(item, received)
+                self._trace.append(Event(self._runtime.axis.rank, item, start, _clock(self._runtime.device)))
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the last sends; the losses in micro-batch order."""
+        self._sending.wait()
+        return [self._losses[m] for m in sorted(self._losses)]
+
+    def _post(self, transfers: Transfers) -> None:
+        if transfers.sends:
+            self._sending.wait()
+        sends = [(x, send.peer) for send in transfers.sends for x in self._departing.pop(send.consumer)]
+        buffers = [self._buffers(receive.consumer) for receive in transfers.receives]
+        receives = [(x, r.peer) for r, tensors in zip(transfers.receives, buffers, strict=True) for x in tensors]
+        pending = exchange(sends, receives, self._runtime.axis)
+        for receive, tensors in zip(transfers.receives, buffers, strict=True):
+            self._arrived[receive.consumer] = tensors, pending
+        if transfers.sends:
+            self._sending = pending
+
+    def _buffers(self, action: Action) -> tuple[Tensor, ...]:
+        """Memory for what `action` receives."""
+        if action.kind == "F":
+            specs = self._runtime.stages[action.stage].boundary(self._batches[action.microbatch])
+        else:
+            specs = self._saved[action.stage, action.microbatch].specs
+        return tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._runtime.device) for spec in specs)
+
+    def _hand_over(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
+        """Give the result of `action` to the action that takes it, on this rank or, by a later `_post`, on another."""
+        target = consumer(action, self._runtime.num_stages)
+        if target is None:
+            return
+        if target.stage in self._runtime.stages:
+            self._arrived[target] = tensors, Pending()
+        else:
+            self._departing[target] = tuple(x.contiguous() for x in tensors)
+
+    def _forward(self, action: Action, received: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            received = tuple(x.requires_grad_(x.is_floating_point()) for x in received)
+        x = received if len(received) > 1 else received[0] if received else None
+        result = self._runtime.stages[action.stage](x, self._batches[action.microbatch])
+        outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+        if torch.is_grad_enabled():
+            floating = [y for y in outputs if y.is_floating_point()]
+            specs = tuple(TensorSpec(tuple(y.shape), y.dtype) for y in floating)
+            self._saved[action.stage, action.microbatch] = _Saved(received, [_edge(y) for y in floating], specs)
+        if action.stage == self._runtime.num_stages - 1:
+            self._losses[action.microbatch] = outputs[0].detach()
+        self._hand_over(action, tuple(y.detach() for y in outputs))
+
+    def _backward(self, action: Action, received: tuple[Tensor, ...]) -> None:
+        saved = self._saved.pop((action.stage, action.microbatch))
+        gradients = (self._scale,) if action.stage == self._runtime.num_stages - 1 else received
+        roots = [(edge, grad) for edge, grad in zip(saved.edges, gradients, strict=True) if edge is not None]
+        if roots:
+            torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+        self._hand_over(action, tuple(_gradient(x) for x in saved.inputs if x.requires_grad))
+
+
+def _edge(y: Tensor) -> GradientEdge | None:
+    """Where backward enters the graph of `y`, without keeping its data; None if it needs no gradient.
+
+    The edge is that of a view: the node of an autograd.Function written in Python does not keep the graph behind it
+    alive, the node of a view does.
+    """
+    return get_gradient_edge(y.view_as(y)) if y.requires_grad else None
+
+
+def _gradient(x: Tensor) -> Tensor:
+    """The gradient of a stage's input; zeros if the stage did not use it."""
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def _clock(device: torch.device) -> float:
+    """Seconds, once the current stream is done. The streams of transfers are not waited for."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+    return time.perf_counter()

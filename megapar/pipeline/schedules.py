@@ -1,0 +1,111 @@
+"""Pipeline schedules as data: a list of actions for each pipeline rank, to print, compare and test without a process.
+
+A schedule says only in which order each rank computes. `lowering` inserts the transfers, `runtime` executes the result.
+Stage s sits on rank s % pp, so with vpp stages a rank, chunk c of rank r is stage c * pp + r.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from megapar.errors import ConfigError
+
+Kind = Literal["F", "B"]
+
+
+class Action(NamedTuple):
+    """Forward ("F") or backward ("B") of one micro-batch through one stage; prints as 3F7 (stage 3, micro-batch 7)."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class Event(NamedTuple):
+    """An action that ran, or would run, on a pipeline rank, from start to end (seconds, or a simulation's unit)."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+def make(name: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
+    """Each pipeline rank's actions in order, for schedule `name` (see SCHEDULES) over pp * vpp stages.
+
+    Any number of micro-batches from 1 works. Raises ConfigError for an unknown name, sizes below 1, or a schedule that
+    cannot hold vpp stages on a rank.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(f"parallel.schedule {name!r} is unknown; there are {', '.join(SCHEDULES)}")
+    for flag, value in (("parallel.pp", pp), ("parallel.vpp", vpp), ("the number of micro-batches", num_microbatches)):
+        if value < 1:
+            raise ConfigError(f"{flag} is {value}, but a pipeline needs at least 1")
+    if name == "1f1b" and vpp > 1:
+        raise ConfigError(f"parallel.vpp {vpp} needs parallel.schedule interleaved: 1f1b runs one stage on each rank")
+    return SCHEDULES[name](pp, vpp, num_microbatches)
+
+
+def show(orders: Sequence[Iterable[object]]) -> str:
+    """The orders (or lowered plans) as text, a line for each rank."""
+    return "\n".join(f"rank {rank}: {' '.join(map(str, order))}" for rank, order in enumerate(orders))
+
+
+def gpipe(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
+    """All forwards, then all backwards (Huang et al., arXiv 1811.06965). Every micro-batch is in flight at once."""
+    microbatches = range(num_microbatches)
+    orders = []
+    for rank in range(pp):
+        stages = range(rank, pp * vpp, pp)
+        forwards = [Action("F", s, m) for s in stages for m in microbatches]
+        backwards = [Action("B", s, m) for s in reversed(stages) for m in microbatches]
+        orders.append(forwards + backwards)
+    return orders
+
+
+def one_f_one_b(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
+    """PipeDream-flush (Narayanan et al., arXiv 2006.09503): rank r holds at most pp - r micro-batches."""
+    orders = []
+    for rank in range(pp):
+        forwards = [Action("F", rank, m) for m in range(num_microbatches)]
+        backwards = [Action("B", rank, m) for m in range(num_microbatches)]
+        orders.append(_warm_up_alternate_drain(forwards, backwards, warmup=pp - rank - 1))
+    return orders
+
+
+def interleaved(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
+    """Megatron-LM's looped 1F1B (arXiv 2104.04473): groups of pp micro-batches walk through the chunks of every rank.
+
+    A number that pp does not divide is scheduled as the next multiple without the micro-batches that do not exist: a
+    valid order stays valid when one micro-batch's actions are left out.
+    """
+    if vpp == 1:
+        return one_f_one_b(pp, vpp, num_microbatches)
+    orders = []
+    for rank in range(pp):
+        forwards, backwards = [], []
+        for group in range(0, num_microbatches, pp):
+            for chunk in range(vpp):
+                for m in range(group, group + pp):
+                    forwards.append(Action("F", chunk * pp + rank, m))
+                    backwards.append(Action("B", (vpp - 1 - chunk) * pp + rank, m))
+        order = _warm_up_alternate_drain(forwards, backwards, warmup=2 * (pp - rank - 1) + (vpp - 1) * pp)
+        orders.append([action for action in order if action.microbatch < num_microbatches])
+    return orders
+
+
+def _warm_up_alternate_drain(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    order = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        order += [forward, backward]
+    return order + backwards[len(forwards[warmup:]) :]
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], list[list[Action]]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+}
