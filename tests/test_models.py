@@ -72,8 +72,8 @@ def test_loss_and_gradients_equal_plain_pytorch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["grouped", "q/k norm and biases", "gpt tied"])
 def test_bf16_gradients_equal_plain_pytorch_to_bf16_rounding(name: str) -> None:
-    """The reference runs in fp64 on the same bf16 weights. One rounding to bf16 errs by up to 2^-9, some tens of them lie
-    between the loss and the farthest weight, of both signs: 2^-4 holds also for key biases, whose terms nearly cancel."""
+    """The reference runs in fp64 on the same bf16 weights. A rounding to bf16 errs by up to 2^-9; some tens of them, of
+    both signs, lie between loss and farthest weight: 2^-4 holds also for key biases, whose terms nearly cancel."""
     config, ctx = tiny_models.config(MODELS[name], precision="bf16"), context.single()
     stage, batch = tiny_models.build(config, ctx), tiny_models.batch(config.model)
     buffer = GradBuffer([stage], ctx, zero_stage=0, bucket_mb=1.0, overlap=True)
