@@ -1,0 +1,254 @@
+"""The grid: every layout trains as one process does. Loss, every gradient and every weight after two steps, in fp32."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from megapar_models.build import build_stages
+from torch import Tensor
+
+from megapar import comm, context
+from megapar.batch import MicroBatch
+from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.context import ParallelContext
+from megapar.data.order import micro_batch_positions
+from megapar.random import initialise
+from megapar.train.step import TrainState, train_step
+from megapar.train.trainer import assemble
+from megapar.validate import validate
+from tests import layouts
+from tests.distributed import run_ranks
+
+STEPS, SAMPLES, LENGTH = 2, 12, 24
+
+LLAMA = ModelConfig(
+    family="llama",
+    hidden_size=48,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=10,
+    intermediate_size=76,
+    vocab_size=131,
+    attention_bias=True,
+    qk_norm=True,
+    initializer_range=0.1,
+)
+GPT = ModelConfig(
+    family="gpt",
+    hidden_size=48,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    intermediate_size=76,
+    vocab_size=131,
+    max_position_embeddings=32,
+    tie_word_embeddings=True,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    initializer_range=0.1,
+)
+ONE_KV_HEAD = replace(LLAMA, num_key_value_heads=1, tie_word_embeddings=True)
+STRADDLING = replace(LLAMA, num_attention_heads=12, num_key_value_heads=3, head_dim=4, qk_norm=False)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model and how it is laid out; the rest of the configuration is the same for all."""
+
+    model: ModelConfig
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int = 1
+    schedule: str = "1f1b"
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    every: int = 1
+    zero_stage: int = 1
+    micro_batch_size: int = 1
+    partition: tuple[int, ...] = ()
+    order: str = "tp-cp-dp-pp"
+    overlap: bool = True
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def config(self, precision: str = "fp32") -> Config:
+        parallel = ParallelConfig(
+            tp=self.tp,
+            pp=self.pp,
+            dp=self.dp,
+            vpp=self.vpp,
+            schedule=self.schedule,
+            sequence_parallel=self.sequence_parallel,
+            partition=self.partition,
+            order=self.order,
+        )
+        train = TrainConfig(
+            steps=10,
+            global_batch_size=SAMPLES,
+            micro_batch_size=self.micro_batch_size,
+            seq_length=LENGTH,
+            precision=precision,
+            recompute=self.recompute,
+            recompute_every=self.every,
+        )
+        # Buckets of about 16 KiB: several of them, so that reduction really overlaps the backward pass.
+        # A first update of AdamW is about g / (|g| + eps): an eps above the rounding of gradients keeps it well-conditioned.
+        optimizer = OptimizerConfig(
+            lr=5e-2,
+            eps=1e-2,
+            zero_stage=self.zero_stage,
+            clip_grad=0.5,
+            bucket_mb=1 / 64,
+            overlap_grad_reduce=self.overlap,
+        )
+        return validate(Config(model=self.model, parallel=parallel, train=train, optimizer=optimizer), self.world)
+
+
+def micro_batches(config: Config, ctx: ParallelContext, step: int) -> list[MicroBatch]:
+    """Random tokens, a distinct weight for each of them, and one sample that is masked whole."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(config.model.vocab_size, (SAMPLES, LENGTH + 1), generator=generator)
+    weights = 0.1 + torch.rand(SAMPLES, LENGTH, generator=generator)
+    weights[3] = 0.0
+    ids = torch.arange(SAMPLES) + step * SAMPLES
+    positions = micro_batch_positions(0, SAMPLES, config.train.micro_batch_size, ctx.dp.rank, ctx.dp.size)
+    rows = [torch.from_numpy(row) for row in positions]
+    return [MicroBatch(tokens[r, :-1], tokens[r, 1:], weights[r], ids[r]) for r in rows]
+
+
+def make_state(config: Config) -> TrainState:
+    parallel = config.parallel
+    ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order)
+    stages = build_stages(config, ctx)
+    initialise(stages.values(), config.train.seed)
+    return assemble(config, ctx, stages)
+
+
+def held_gradients(state: TrainState) -> list[layouts.Held]:
+    """Reduced gradients; with ZeRO-1 every rank holds only its shards of them, so they are gathered first."""
+    if state.grads.sharded:
+        for bucket in state.grads.buckets:
+            comm.all_gather_shard_async(state.grads.grads[bucket.start : bucket.stop], state.ctx.grad).wait()
+    return layouts.held(state.pipeline.stages.values(), state.ctx, layouts.main_gradients)
+
+
+def train_two_steps(config: Config) -> dict[str, Any]:
+    """What one rank has to show: initial weights, and loss, norm, gradients and weights of each step."""
+    state = make_state(config)
+    stages = state.pipeline.stages.values()
+    shown: dict[str, Any] = {"initial": layouts.held(stages, state.ctx), "steps": []}
+    for step in range(STEPS):
+        result = train_step(state, micro_batches(config, state.ctx, step))
+        shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), layouts.held(stages, state.ctx)))
+    return shown
+
+
+def on_ranks(layouts_of_one_world: list[Layout]) -> list[dict[str, Any]]:
+    return [train_two_steps(layout.config()) for layout in layouts_of_one_world]
+
+
+@cache
+def reference(model: ModelConfig) -> dict[str, Any]:
+    """One process, one micro-batch, nothing recomputed, no ZeRO."""
+    return train_two_steps(Layout(model, micro_batch_size=SAMPLES, zero_stage=0).config())
+
+
+def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return set(actual) == set(expected) and all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
+    expected = reference(layout.model)
+    initial = layouts.assemble([rank["initial"] for rank in ranks])
+    assert bitwise(initial, layouts.assemble([expected["initial"]])), "initial weights depend on the layout"
+    for step in range(STEPS):
+        loss, norm, gradients, weights = expected["steps"][step]
+        for rank in ranks:
+            assert rank["steps"][step][0] == pytest.approx(loss, rel=1e-5)
+            assert rank["steps"][step][1] == pytest.approx(norm, rel=1e-5)
+        found = [rank["steps"][step] for rank in ranks]
+        layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]))
+        layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]))
+
+
+WORLD_2 = [
+    Layout(LLAMA, tp=2),
+    Layout(LLAMA, tp=2, sequence_parallel=True, recompute="full", every=2),
+    Layout(LLAMA, dp=2, zero_stage=0, micro_batch_size=2),
+    Layout(LLAMA, dp=2, zero_stage=1, micro_batch_size=3, overlap=False),
+    Layout(LLAMA, pp=2, partition=(1, 4)),
+    Layout(LLAMA, pp=2, vpp=2, schedule="interleaved", micro_batch_size=4),
+    Layout(LLAMA, pp=2, micro_batch_size=SAMPLES),
+    Layout(GPT, pp=2, schedule="gpipe", recompute="selective"),
+    Layout(GPT, tp=2, sequence_parallel=True, recompute="selective"),
+    Layout(ONE_KV_HEAD, tp=2, sequence_parallel=True),
+    Layout(ONE_KV_HEAD, dp=2),
+]
+WORLD_4 = [
+    Layout(LLAMA, tp=4, sequence_parallel=True),
+    Layout(ONE_KV_HEAD, tp=4),
+    Layout(STRADDLING, tp=4, sequence_parallel=True),
+    Layout(LLAMA, dp=2, tp=2, recompute="full", micro_batch_size=2),
+    Layout(GPT, dp=2, pp=2, recompute="full"),
+    Layout(ONE_KV_HEAD, dp=2, pp=2, zero_stage=0, order="pp-dp-cp-tp"),
+    Layout(GPT, tp=2, pp=2, vpp=2, schedule="interleaved", sequence_parallel=True, micro_batch_size=4),
+    Layout(LLAMA, pp=4, micro_batch_size=4),
+    Layout(LLAMA, dp=4, micro_batch_size=3),
+]
+WORLD_8 = [
+    Layout(LLAMA, dp=2, tp=2, pp=2, sequence_parallel=True, recompute="selective"),
+    Layout(GPT, dp=2, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),
+    Layout(ONE_KV_HEAD, tp=4, pp=2, vpp=3, schedule="interleaved", sequence_parallel=True, micro_batch_size=4),
+    Layout(STRADDLING, dp=2, tp=4, zero_stage=0),
+    Layout(LLAMA, dp=2, pp=4, schedule="gpipe", micro_batch_size=2),
+]
+
+
+@pytest.mark.parametrize("grid", [WORLD_2, WORLD_4, WORLD_8], ids=["2 ranks", "4 ranks", "8 ranks"])
+def test_layout_changes_nothing(grid: list[Layout]) -> None:
+    """Rows 1, 2, 4, 5, 7, 8, 10, 11, 15, 21, 24, 25, 29, 33 and 34."""
+    ranks = run_ranks(grid[0].world, on_ranks, grid)
+    for number, layout in enumerate(grid):
+        try:
+            check(layout, [rank[number] for rank in ranks])
+        except AssertionError as error:
+            raise AssertionError(f"{layout}: {error}") from error
+
+
+@st.composite
+def random_layouts(draw: st.DrawFn) -> Layout:
+    tp, pp, dp = draw(st.sampled_from([(1, 2, 2), (2, 2, 1), (2, 1, 2), (4, 1, 1), (1, 4, 1), (1, 1, 3), (2, 3, 1)]))
+    vpp = draw(st.integers(1, 2 if pp < 4 else 1))
+    return Layout(
+        draw(st.sampled_from([LLAMA, GPT, ONE_KV_HEAD, STRADDLING])),
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        vpp=vpp,
+        schedule="interleaved" if vpp > 1 else draw(st.sampled_from(["1f1b", "gpipe"])),
+        sequence_parallel=draw(st.booleans()),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        zero_stage=draw(st.sampled_from([0, 1])),
+        micro_batch_size=draw(st.sampled_from([1, 2, 4])),
+        order=draw(st.sampled_from(["tp-cp-dp-pp", "pp-tp-cp-dp", "dp-pp-tp-cp"])),
+    )
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(layout=random_layouts())
+def test_random_layouts_change_nothing(layout: Layout) -> None:
+    check(layout, [rank[0] for rank in run_ranks(layout.world, on_ranks, [layout])])
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(layout=random_layouts())
+def test_many_random_layouts_change_nothing(layout: Layout) -> None:
+    check(layout, [rank[0] for rank in run_ranks(layout.world, on_ranks, [layout])])
