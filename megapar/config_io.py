@@ -184,7 +184,7 @@ def _read(file: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{file}:{line}: not valid TOML: {error}") from None
     if not table:
         raise ConfigError(
-            f"{file}:1: sets nothing; a config holds sections of options, such as [train] and steps = 100"
+            f"{file}:1: sets nothing; a config holds sections of options, such as [train] with steps = 100"
         )
     return text, table
 
@@ -196,15 +196,14 @@ def _typed(file: str, text: str, table: Mapping[str, Any]) -> dict[str, Any]:
     problems = []
     for path, raw in _paths(table):
         where = f"{file}:{_line(text, path)}: {path}"
-        if path not in types:
-            is_section = any(known.startswith(path + ".") for known in types)
-            hint = f"is a section, not an option: write [{path}]" if is_section else "no such option"
-            problems.append(f"{where}: {hint}{'' if is_section else _suggestion(path, list(types))}")
-            continue
-        value = _convert(raw, types[path])
-        if value is None:
+        if any(known.startswith(path + ".") for known in types):
+            problems.append(f"{where}: is a section, not an option: write [{path}]")
+        elif path not in types:
+            problems.append(f"{where}: no such option{_suggestion(path, list(types))}")
+        elif (value := _convert(raw, types[path])) is None:
             problems.append(f"{where} = {json.dumps(raw, default=str)}: expected {_expected(types[path])}")
-        options[path] = value
+        else:
+            options[path] = value
     if problems:
         raise ConfigError("\n".join(problems))
     return options
@@ -226,7 +225,7 @@ def _sections() -> set[str]:
 def _line(text: str, path: str) -> int:
     """Number of the line that sets `path` (or opens its table); the first line if it is written in an unusual way."""
     table, nearest = "", 1
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if header := re.match(r"\s*\[+\s*([\w.-]+)\s*\]", line):
             table = header[1] + "."
             if path == header[1] or path.startswith(table):

@@ -4,8 +4,9 @@ No process group, file or device is touched, so every rank comes to the same ver
 once, a line each: the options with their values, why they do not fit, and what would.
 """
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -30,7 +31,7 @@ _UNUSED_BY_FAMILY = {
     "gpt": ("model.attention_bias", "model.qk_norm", "model.rope_theta", *_ROPE_SCALING),
 }
 _UNUSED_BY_ROPE_TYPE = {"default": _ROPE_SCALING[1:], "linear": _ROPE_SCALING[2:], "llama3": ()}
-# Of the model's options, those that the weights of a checkpoint do not decide.
+# Of the model's options, those that any weights go with; gpt's position table makes one exception.
 _FREE_OF_WEIGHTS = {
     "model.max_position_embeddings",
     "model.rope_theta",
@@ -92,25 +93,17 @@ def num_microbatches(config: Config) -> int:
     return config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp)
 
 
-def check_resume(saved: Config, config: Config, where: str) -> list[str]:
-    """Lines "option: saved -> new" for what changed since the checkpoint `where` was saved; both configs are validated.
+def weight_options(config: Config) -> dict[str, Any]:
+    """The model's options that decide which weights there are, by name: no run with others can go on from them."""
+    free = _FREE_OF_WEIGHTS - ({"model.max_position_embeddings"} if config.model.family == "gpt" else set())
+    options = {path: value for path, value in flatten(config).items() if path.startswith("model.") and path not in free}
+    return {path.removeprefix("model."): value for path, value in options.items()}
 
-    Raises ConfigError with a line for each changed option that decides which weights there are.
-    """
-    old, new = flatten(saved), flatten(config)
-    changed = [path for path in new if old[path] != new[path]]
-    fixed = {path for path in changed if path.startswith("model.")} - _FREE_OF_WEIGHTS
-    if saved.model.family == "gpt":
-        fixed.add("model.max_position_embeddings")  # the rows of its position table
-    refused = [
-        f"{path}={_shown(new[path])}: the checkpoint {where} was trained with {_shown(old[path])}; "
-        f"set --{path} {_shown(old[path])}, or --checkpoint.resume none to start anew"
-        for path in changed
-        if path in fixed
-    ]
-    if refused:
-        raise ConfigError("\n".join(refused))
-    return [f"{path}: {_shown(old[path])} -> {_shown(new[path])}" for path in changed]
+
+def changes(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Lines "option: saved -> now" for a run that goes on. `saved` is a flattened config that may have been JSON."""
+    now = json.loads(json.dumps(flatten(config)))
+    return [f"{path}: {saved[path]} -> {now[path]}" for path in now if path in saved and saved[path] != now[path]]
 
 
 # Ranges of single values
