@@ -1,0 +1,254 @@
+"""Initial weights, dropout masks and recomputation: no layout changes a bit of them."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megapar_models import gpt
+from megapar_models.attention import Attention
+from megapar_models.build import build_stages
+from torch import Tensor
+
+from megapar import context
+from megapar.batch import MicroBatch
+from megapar.config import Config, ModelConfig
+from megapar.data_parallel.grad_buffer import GradBuffer
+from megapar.random import initialise, keep_mask, row_keys
+from tests import layouts, tiny_models
+from tests.distributed import run_ranks
+
+# Three key/value heads on four ranks: groups of query heads straddle ranks.
+STRADDLING = tiny_models.model(
+    "llama", num_attention_heads=12, num_key_value_heads=3, attention_bias=True, qk_norm=True
+)
+TIED_GPT = tiny_models.model("gpt", tie_word_embeddings=True)
+DROPPING = replace(TIED_GPT, hidden_dropout=0.5, attention_dropout=0.5)
+
+
+# Initial weights
+
+
+def initial(model: ModelConfig, tp: int, seed: int = 7) -> list[layouts.Held]:
+    ctx = context.create(tp=tp)
+    stages = build_stages(tiny_models.config(model, tp), ctx).values()
+    initialise(stages, seed)
+    return layouts.held(stages, ctx)
+
+
+def initial_of_both(tp: int) -> list[list[layouts.Held]]:
+    return [initial(model, tp) for model in (STRADDLING, TIED_GPT)]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_initial_weights_are_bitwise_the_same_for_every_tp(tp: int) -> None:
+    """Row 21. `held` also asserts that padding rows are zero."""
+    ranks = run_ranks(tp, initial_of_both, tp)
+    for number, model in enumerate((STRADDLING, TIED_GPT)):
+        parts = [rank[number] for rank in ranks]
+        found, expected = layouts.assemble(parts), layouts.assemble([initial(model, 1)])
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        for copies in zip(*parts, strict=True):
+            split = [part.values for part in copies if part.piece.dim is not None and not part.piece.shared]
+            for a, b in combinations(split, 2):
+                same = a.shape == b.shape and torch.equal(a, b)
+                assert not same or not a.any(), f"{copies[0].piece.name}: two ranks hold the same numbers"
+
+
+@pytest.mark.parametrize("model", [STRADDLING, TIED_GPT], ids=["llama", "gpt"])
+def test_initial_weights_follow_the_law_of_their_kind(model: ModelConfig) -> None:
+    """Projections into the residual stream are smaller by sqrt(2 layers), norms are one, biases zero (row 21)."""
+    model = replace(model, initializer_range=0.3, hidden_size=96, num_hidden_layers=3)
+    for name, tensor in layouts.assemble([initial(model, 1)]).items():
+        if name.endswith("bias"):
+            assert not tensor.any(), name
+        elif name.endswith("norm.weight"):
+            assert (tensor == 1).all(), name
+        else:
+            std = 0.3 / math.sqrt(6) if name.endswith(("o.weight", "down.weight")) else 0.3
+            n = tensor.numel()
+            assert abs(tensor.mean()) < 5 * std / math.sqrt(n), name
+            assert tensor.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * n)), name
+            assert (tensor.abs() < std).double().mean().item() == pytest.approx(0.6827, abs=5 * 0.47 / math.sqrt(n)), (
+                name
+            )
+
+
+def test_no_two_rows_start_alike() -> None:
+    """Neither within a tensor, nor in two tensors, nor under two seeds."""
+    tensors = [layouts.assemble([initial(TIED_GPT, 1, seed)]) for seed in (7, 8)]
+    rows = [
+        row[:48] for seed in tensors for tensor in seed.values() if tensor.dim() == 2 for row in tensor if row.any()
+    ]
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows)
+
+
+# Dropout masks
+
+
+def mixed(x: int) -> int:
+    """MurmurHash3's finaliser in Python's unbounded integers."""
+    x = ((x ^ x >> 16) * 0x85EBCA6B) % 2**32
+    x = ((x ^ x >> 13) * 0xC2B2AE35) % 2**32
+    return x ^ x >> 16
+
+
+def test_masks_are_what_32_bit_arithmetic_gives() -> None:
+    """A kernel may compute them in uint32; sample ids have 64 bits."""
+    seed, use, p = 123456789, 11, 0.3
+    samples, positions = [0, 5, 2**32 - 1, 2**40 + 3], [0, 1, 131071]
+    keys = row_keys(seed, use, torch.tensor(samples)[:, None], torch.tensor(positions))
+    mask = keep_mask(keys, 37, p)
+    for i, sample in enumerate(samples):
+        for j, position in enumerate(positions):
+            key = mixed((seed * 0x9E3779B1 + use) % 2**32)
+            for x in (sample, position):
+                key = mixed(mixed((key + x) % 2**32) ^ x >> 32)
+            expected = [mixed((key + c * 0x9E3779B1) % 2**32) >= int(p * 2**32) for c in range(37)]
+            assert mask[i, j].tolist() == expected
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_mask_rate_and_independence(p: float) -> None:
+    """Rows that differ in any one coordinate, neighbouring rows and neighbouring columns agree as often as chance."""
+
+    def mask(seed: int = 1, use: int = 3, sample: int = 0, head: int = 2) -> Tensor:
+        keys = row_keys(seed, use, torch.tensor([[sample]]), torch.tensor([[head]]), torch.arange(256)[None])
+        return keep_mask(keys[0], 256, p)
+
+    base, n = mask(), 256 * 256
+    assert base.double().mean().item() == pytest.approx(1 - p, abs=5 * math.sqrt(p * (1 - p) / n))
+    chance = p * p + (1 - p) * (1 - p)
+    others = [
+        mask(seed=2),
+        mask(use=4),
+        mask(sample=1),
+        mask(sample=2**32),
+        mask(head=3),
+        base.roll(1, 0),
+        base.roll(1, 1),
+    ]
+    for other in others:
+        agreement = (base == other).double().mean().item()
+        assert agreement == pytest.approx(chance, abs=6 * math.sqrt(chance * (1 - chance) / n))
+
+
+@contextmanager
+def recorded_masks() -> Iterator[dict[str, Tensor]]:
+    """The masks of a forward pass by the place that uses them."""
+    masks: dict[str, Tensor] = {}
+    hidden_keep, attention_keep = gpt.hidden_keep, Attention._keep
+
+    def record_hidden(x: Tensor, info: Any, use: int, blueprint: Any) -> Tensor:
+        masks[f"hidden {use}"] = hidden_keep(x, info, use, blueprint)
+        return masks[f"hidden {use}"]
+
+    def record_attention(self: Attention, length: int, info: Any) -> Tensor:
+        masks[f"attention {self.number}"] = attention_keep(self, length, info)
+        return masks[f"attention {self.number}"]
+
+    with mock.patch.object(gpt, "hidden_keep", record_hidden), mock.patch.object(Attention, "_keep", record_attention):
+        yield masks
+
+
+def masks_of(config: Config, batch: MicroBatch) -> dict[str, Tensor]:
+    stage = tiny_models.build(config, context.create(tp=config.parallel.tp))
+    with recorded_masks() as masks, torch.no_grad():
+        stage(None, batch)
+    return masks
+
+
+def masks_with_and_without_sequence_parallel(tp: int) -> list[dict[str, Tensor]]:
+    batch = tiny_models.batch(DROPPING)
+    return [masks_of(tiny_models.config(DROPPING, tp, sp), batch) for sp in (False, True)]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_dropout_masks_are_bitwise_the_same_for_every_tp(tp: int) -> None:
+    """Row 19: of heads each rank has its own, of hidden states the whole, or its slice (sequence parallel)."""
+    ranks = run_ranks(tp, masks_with_and_without_sequence_parallel, tp)
+    expected = masks_of(tiny_models.config(DROPPING), tiny_models.batch(DROPPING))
+    assert len(expected) == 1 + 3 * DROPPING.num_hidden_layers
+    for sequence_parallel in (False, True):
+        for name, mask in expected.items():
+            parts = [rank[sequence_parallel][name] for rank in ranks]
+            if name.startswith("attention"):
+                assert torch.equal(torch.cat(parts, dim=1), mask), name
+            elif sequence_parallel:
+                assert torch.equal(torch.cat(parts, dim=0), mask), name
+            else:
+                assert all(torch.equal(part, mask) for part in parts), name
+
+
+def test_dropout_masks_differ_by_sample_layer_and_use_but_not_by_micro_batch() -> None:
+    """Row 19."""
+    config = tiny_models.config(DROPPING)
+    batch = tiny_models.batch(DROPPING, samples=3)
+    masks = masks_of(config, batch)
+    by_sample = {
+        (name, sample): mask[:, sample] if name.startswith("hidden") else mask[sample]
+        for name, mask in masks.items()
+        for sample in range(3)
+    }
+    for (a, mask_a), (b, mask_b) in combinations(by_sample.items(), 2):
+        if mask_a.shape == mask_b.shape:
+            assert (mask_a == mask_b).double().mean().item() == pytest.approx(0.5, abs=0.06), (a, b)
+    last = MicroBatch(*(x[2:] for x in (batch.tokens_bs, batch.targets_bs, batch.weights_bs, batch.sample_ids_b)))
+    for name, mask in masks_of(config, last).items():
+        assert torch.equal(mask.squeeze(1 if name.startswith("hidden") else 0), by_sample[name, 2])
+
+
+def test_evaluation_drops_nothing() -> None:
+    batch = tiny_models.batch(DROPPING)
+    stage = tiny_models.build(tiny_models.config(DROPPING), context.single())
+    plain = tiny_models.build(tiny_models.config(TIED_GPT), context.single())
+    assert not torch.equal(stage(None, batch), plain(None, batch))
+    assert torch.equal(stage.eval()(None, batch), plain(None, batch))
+
+
+# Recomputation
+
+RECOMPUTES = [("none", 1), ("selective", 1), ("full", 1), ("full", 2)]
+
+
+def recompute_everywhere(tp: int, precision: str) -> list[tuple[list[Tensor], Tensor, int, int]]:
+    """For each of RECOMPUTES: losses of two micro-batches, the flat gradient, and how often a layer and how often a
+    core of attention ran."""
+    model = replace(TIED_GPT, num_hidden_layers=4, hidden_dropout=0.1, attention_dropout=0.1)
+    ctx, results = context.create(tp=tp), []
+    for mode, every in RECOMPUTES:
+        config = tiny_models.config(model, tp, tp > 1, precision=precision, recompute=mode, recompute_every=every)
+        stage = tiny_models.build(config, ctx)
+        buffer = GradBuffer([stage], ctx, zero_stage=0, bucket_mb=1.0, overlap=True)
+        layer, core = gpt.GPTLayer.forward, Attention._core
+        with (
+            mock.patch.object(gpt.GPTLayer, "forward", autospec=True, side_effect=layer) as layers,
+            mock.patch.object(Attention, "_core", autospec=True, side_effect=core) as cores,
+        ):
+            losses = [stage(None, tiny_models.batch(model, seed)) for seed in (0, 1)]
+            for loss in losses:
+                loss.backward()
+            buffer.finish()
+        results.append(([x.detach() for x in losses], buffer.grads, layers.call_count, cores.call_count))
+    return results
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recomputation_changes_no_bit(precision: str) -> None:
+    """Row 22, on one rank and on two with sequence parallelism: masks are drawn again as they were, and weight
+    gradients are added to the same fp32 buffer in the same order."""
+    one_rank = recompute_everywhere(1, precision)
+    for results in [one_rank, *run_ranks(2, recompute_everywhere, 2, precision)]:
+        losses, gradients, *_ = results[0]
+        assert gradients.any()
+        for other_losses, other_gradients, *_ in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(losses, other_losses, strict=True))
+            assert torch.equal(gradients, other_gradients)
+        # Four layers and two micro-batches: 8 runs, and as many again of what is recomputed.
+        assert [(layers, cores) for *_, layers, cores in results] == [(8, 8), (8, 16), (16, 16), (12, 12)]
