@@ -1,0 +1,404 @@
+"""What megapar is measured against: the same Llama written in plain PyTorch, trained by torch's own parallelisms.
+
+Each peer is the strongest plain use of its library that we know: fused AdamW, one all-reduce for the gradient norm, no
+gradient sum before the last micro-batch. All compute the same step: the loss is the sum over targets divided by the
+number of targets of the global batch, gradients are clipped by their global norm, matrices decay.
+Module names are the logical names of megapar's parameters, so one dict of tensors loads everywhere.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from megapar.config import Config, ModelConfig, OptimizerConfig
+
+Weights = Mapping[str, Tensor]
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        return F.rms_norm(x_bsh, self.weight.shape, self.weight, self.eps)
+
+
+def rotate(x_bsnd: Tensor, cos_s1d: Tensor, sin_s1d: Tensor) -> Tensor:
+    """Hugging Face's rotary embedding; the sign of rotate_half is already in `sin_s1d`."""
+    return x_bsnd * cos_s1d + x_bsnd.roll(x_bsnd.shape[-1] // 2, -1) * sin_s1d
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; holds a tp slice of the heads once its projections are column parallel."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        hidden = model.hidden_size
+        self.head_dim = model.head_dim or hidden // model.num_attention_heads
+        kv_heads = model.num_key_value_heads or model.num_attention_heads
+        self.q = nn.Linear(hidden, model.num_attention_heads * self.head_dim, bias=False)
+        self.k = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
+        self.o = nn.Linear(model.num_attention_heads * self.head_dim, hidden, bias=False)
+
+    def forward(self, x_bsh: Tensor, cos_s1d: Tensor, sin_s1d: Tensor) -> Tensor:
+        q, k, v = (linear(x_bsh).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v))
+        q, k = rotate(q, cos_s1d, sin_s1d), rotate(k, cos_s1d, sin_s1d)
+        q, k, v = (x_bsnd.transpose(1, 2) for x_bsnd in (q, k, v))
+        y_bnsd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self.o(y_bnsd.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.gate = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
+        self.up = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
+        self.down = nn.Linear(model.intermediate_size, model.hidden_size, bias=False)
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_bsh)) * self.up(x_bsh))
+
+
+class Layer(nn.Module):
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.attention_norm = Norm(model.hidden_size, model.rms_norm_eps)
+        self.attention = Attention(model)
+        self.mlp_norm = Norm(model.hidden_size, model.rms_norm_eps)
+        self.mlp = MLP(model)
+
+    def forward(self, x_bsh: Tensor, cos_s1d: Tensor, sin_s1d: Tensor) -> Tensor:
+        x_bsh = x_bsh + self.attention(self.attention_norm(x_bsh), cos_s1d, sin_s1d)
+        return x_bsh + self.mlp(self.mlp_norm(x_bsh))
+
+
+class Llama(nn.Module):
+    """The layers `layers` of a Llama, with the embedding before the first and norm and head after the last."""
+
+    def __init__(self, model: ModelConfig, seq_length: int, layers: range):
+        super().__init__()
+        first, last = layers.start == 0, layers.stop == model.num_hidden_layers
+        self.embedding = nn.Embedding(model.vocab_size, model.hidden_size) if first else None
+        self.layers = nn.ModuleDict({str(i): Layer(model) for i in layers})
+        self.norm = Norm(model.hidden_size, model.rms_norm_eps) if last else None
+        self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if last else None
+        head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
+        wavelengths = model.rope_theta ** (torch.arange(0, head_dim, 2) / head_dim)
+        angles = torch.arange(seq_length)[:, None, None] / wavelengths
+        # Plain attributes, for DDP sends buffers around before each forward.
+        self.cos = torch.cat([angles.cos(), angles.cos()], -1)
+        self.sin = torch.cat([-angles.sin(), angles.sin()], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [b, s] to logits [b, s, v]; between stages hidden states [b, s, h]."""
+        x = x if self.embedding is None else self.embedding(x)
+        for layer in self.layers.values():
+            x = layer(x, self.cos, self.sin)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def build(config: Config, weights: Weights, device: torch.device, layers: range | None = None) -> Llama:
+    """The model, or some layers of it, holding copies of the logical tensors `weights`."""
+    chosen = range(config.model.num_hidden_layers) if layers is None else layers
+    with torch.device("meta"):
+        names = list(Llama(config.model, 1, chosen).state_dict())
+    with device:
+        model = Llama(config.model, config.train.seq_length, chosen)
+    model.load_state_dict({name: weights[name] for name in names})
+    return model
+
+
+def loss_sum(logits: Tensor, targets_bs: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets_bs.flatten(), reduction="sum")
+
+
+def local(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def is_split(param: Tensor) -> bool:
+    return isinstance(param, DTensor) and any(isinstance(placement, Shard) for placement in param.placements)
+
+
+def make_optimizer(params: Iterable[Tensor], options: OptimizerConfig) -> torch.optim.AdamW:
+    """Fused AdamW. Its kernels refuse lists that mix DTensor and Tensor, so each has its own groups."""
+    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    for param in params:
+        groups.setdefault((param.ndim > 1, isinstance(param, DTensor)), []).append(param)
+    return torch.optim.AdamW(
+        [{"params": g, "weight_decay": options.weight_decay * decays} for (decays, _), g in groups.items()],
+        lr=options.lr,
+        betas=options.betas,
+        eps=options.eps,
+        fused=True,
+    )
+
+
+def clip(split: Sequence[Tensor], whole: Sequence[Tensor], max_norm: float, group: dist.ProcessGroup | None) -> float:
+    """Scale gradients to a global norm of at most `max_norm`; the norm before that. One all-reduce of one number.
+
+    Every rank's gradients of `split` parameters count; those of `whole` ones, which all ranks hold, count once.
+    """
+    grads_split, grads_whole = ([local(p.grad) for p in params if p.grad is not None] for params in (split, whole))
+    squared = torch.zeros((), device=next(iter([*split, *whole])).device)
+    if grads_split:
+        squared += nn.utils.get_total_norm(grads_split).square()
+    if group is not None and grads_split:
+        dist.all_reduce(squared, group=group)
+    if grads_whole:
+        squared += nn.utils.get_total_norm(grads_whole).square()
+    norm = squared.sqrt()
+    torch._foreach_mul_([*grads_split, *grads_whole], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm.item()
+
+
+class Result(NamedTuple):
+    """What a step reports, the same on every rank: loss per target and gradient norm before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+class Peer(ABC):
+    """One way to train. `step` trains on a global batch."""
+
+    name: str
+
+    def __init__(self, config: Config, device: torch.device):
+        self.config = config
+        self.device = device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+
+    @abstractmethod
+    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result: ...
+
+    def micro_batches(self, tokens_bs: Tensor, targets_bs: Tensor, dp: int = 1) -> list[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches when the batch is dealt over `dp` ranks."""
+        place = self.rank % dp
+        mine = (x.chunk(dp)[place].split(self.config.train.micro_batch_size) for x in (tokens_bs, targets_bs))
+        return list(zip(*mine, strict=True))
+
+
+class Plain(Peer):
+    """PyTorch in one process."""
+
+    name = "PyTorch"
+
+    def __init__(self, config: Config, weights: Weights, device: torch.device):
+        super().__init__(config, device)
+        self.model: nn.Module = self.parallelize(build(config, weights, device))
+        params = list(self.model.parameters())
+        self.split = [p for p in params if is_split(p)]
+        self.whole = [p for p in params if not is_split(p)]
+        self.optimizer = make_optimizer(params, config.optimizer)
+
+    def parallelize(self, model: Llama) -> nn.Module:
+        return model
+
+    def accumulate(self, batch: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+        """Forward and backward of all micro-batches; this rank's sum of losses."""
+        total = torch.zeros((), device=self.device)
+        for tokens_bs, targets_bs in batch:
+            loss = loss_sum(self.model(tokens_bs), targets_bs)
+            (loss * scale).backward()
+            total += local(loss.detach())
+        return total
+
+    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
+        self.optimizer.zero_grad()
+        total = self.accumulate(self.micro_batches(tokens_bs, targets_bs), 1 / targets_bs.numel())
+        norm = self.update()
+        return Result(total.item() / targets_bs.numel(), norm)
+
+    def update(self) -> float:
+        """Clip, step, and return the gradient norm."""
+        group = dist.group.WORLD if self.world > 1 else None
+        norm = clip(self.split, self.whole, self.config.optimizer.clip_grad, group)
+        self.optimizer.step()
+        return norm
+
+
+class DDP(Plain):
+    """DistributedDataParallel; gradients are summed with the last micro-batch only."""
+
+    name = "DDP"
+
+    def parallelize(self, model: Llama) -> nn.Module:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def accumulate(self, batch: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+        model = cast(DistributedDataParallel, self.model)
+        with model.no_sync():
+            total = super().accumulate(batch[:-1], scale)
+        return total + super().accumulate(batch[-1:], scale)
+
+    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
+        self.optimizer.zero_grad()
+        # Gradients are averaged over ranks, so the sum that is wanted needs the world size.
+        total = self.accumulate(self.micro_batches(tokens_bs, targets_bs, self.world), self.world / targets_bs.numel())
+        norm = self.update()
+        dist.all_reduce(total)
+        return Result(total.item() / targets_bs.numel(), norm)
+
+
+class FSDP2(DDP):
+    """fully_shard on every layer; between micro-batches weights stay gathered and gradients stay local."""
+
+    name = "FSDP2"
+    reshard_after_forward = False
+
+    def parallelize(self, model: Llama) -> nn.Module:
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+        return model
+
+    def accumulate(self, batch: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+        model = cast(FSDPModule, self.model)
+        total = torch.zeros((), device=self.device)
+        for i, micro in enumerate(batch):
+            last = i == len(batch) - 1
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last or self.reshard_after_forward)
+            total += Plain.accumulate(self, [micro], scale)
+        return total
+
+
+class FSDP2Reshard(FSDP2):
+    """FSDP2 as ZeRO-3: weights are freed after each use."""
+
+    name = "FSDP2 reshard"
+    reshard_after_forward = True
+
+
+class TensorParallel(Plain):
+    """DTensor tensor parallel by parallelize_module, the loss on gathered logits."""
+
+    name = "DTensor TP"
+    sequence_parallel = False
+    loss_parallel = False
+
+    def parallelize(self, model: Llama) -> nn.Module:
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        hidden = Shard(1) if self.sequence_parallel else Replicate()
+        plan: dict[str, ParallelStyle] = {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden),
+            "head": ColwiseParallel(
+                input_layouts=hidden,
+                output_layouts=Shard(-1) if self.loss_parallel else Replicate(),
+                use_local_output=not self.loss_parallel,
+            ),
+        }
+        for name in (f"layers.{i}" for i in model.layers):
+            plan |= self.layer_plan(name, hidden)
+        if self.sequence_parallel:
+            plan |= {name: SequenceParallel() for name, module in model.named_modules() if isinstance(module, Norm)}
+        return parallelize_module(model, mesh, plan)
+
+    def layer_plan(self, layer: str, hidden: Placement) -> dict[str, ParallelStyle]:
+        """A norm's output becomes one DTensor for all its readers: its gradient is summed once, not three times."""
+        plan: dict[str, ParallelStyle] = {
+            f"{layer}.attention": PrepareModuleInput(
+                input_layouts=(hidden, None, None), desired_input_layouts=(Replicate(), None, None)
+            ),
+            f"{layer}.mlp": PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),)),
+        }
+        plan |= {f"{layer}.{x}": ColwiseParallel() for x in ("attention.q", "attention.k", "attention.v")}
+        plan |= {f"{layer}.{x}": ColwiseParallel() for x in ("mlp.gate", "mlp.up")}
+        plan |= {f"{layer}.{x}": RowwiseParallel(output_layouts=hidden) for x in ("attention.o", "mlp.down")}
+        return plan
+
+    def accumulate(self, batch: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+        with loss_parallel() if self.loss_parallel else contextlib.nullcontext():
+            return super().accumulate(batch, scale)
+
+    def update(self) -> float:
+        """Give gradients their parameters' placements first: the embedding's is whole on each rank, those of norms
+        under sequence parallel are partial sums, which one all-reduce completes."""
+        sharded = [p for p in self.model.parameters() if isinstance(p, DTensor)]
+        partial = [p for p in sharded if cast(DTensor, p.grad).placements[0].is_partial()]
+        flat = torch.cat([local(p.grad).flatten() for p in partial]) if partial else torch.zeros(0)
+        if partial:
+            dist.all_reduce(flat)
+        for param, piece in zip(partial, flat.split([p.numel() for p in partial]), strict=True):
+            param.grad = DTensor.from_local(piece.view(param.shape), param.device_mesh, [Replicate()], run_check=False)
+        for param in sharded:
+            param.grad = cast(DTensor, param.grad).redistribute(placements=param.placements)
+        return super().update()
+
+
+class TensorParallelLoss(TensorParallel):
+    """DTensor tensor parallel with the loss on sharded logits."""
+
+    name = "DTensor TP, loss parallel"
+    loss_parallel = True
+
+
+class SequenceTensorParallel(TensorParallel):
+    name = "DTensor TP+SP"
+    sequence_parallel = True
+
+
+class SequenceTensorParallelLoss(TensorParallelLoss):
+    name = "DTensor TP+SP, loss parallel"
+    sequence_parallel = True
+
+
+class Pipeline1F1B(Peer):
+    """torch.distributed.pipelining; stages hold the layers that `parallel.partition` says."""
+
+    name = "pipelining 1F1B"
+
+    def __init__(self, config: Config, weights: Weights, device: torch.device):
+        super().__init__(config, device)
+        first = sum(config.parallel.partition[: self.rank])
+        model = build(config, weights, device, range(first, first + config.parallel.partition[self.rank]))
+        self.params = list(model.parameters())
+        self.optimizer = make_optimizer(self.params, config.optimizer)
+        self.scale = 1 / (config.train.global_batch_size * config.train.seq_length)
+        self.last = self.rank == self.world - 1
+        self.schedule = Schedule1F1B(
+            PipelineStage(model, self.rank, self.world, device),
+            n_microbatches=config.train.global_batch_size // config.train.micro_batch_size,
+            loss_fn=lambda logits, targets_bs: loss_sum(logits, targets_bs) * self.scale,
+            scale_grads=False,
+        )
+
+    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
+        self.optimizer.zero_grad()
+        losses: list[Tensor] = []
+        self.schedule.step(
+            *([tokens_bs] if self.rank == 0 else []), target=targets_bs, losses=losses, return_outputs=False
+        )
+        norm = clip(self.params, [], self.config.optimizer.clip_grad, dist.group.WORLD)
+        self.optimizer.step()
+        total = torch.stack(losses).sum().detach() if self.last else torch.zeros((), device=self.device)
+        dist.all_reduce(total)
+        return Result(total.item(), norm)

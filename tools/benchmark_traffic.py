@@ -1,0 +1,80 @@
+"""Bytes that a rank of megapar sends in a training step, from the configuration alone.
+
+For an untied Llama in fp32 whose key/value heads divide by tp and whose weights are multiples of 128 elements, so that
+buckets have no padding. Ring algorithms among n ranks: an all-reduce of B bytes sends 2 B (n-1)/n, a gather to B bytes
+or a reduce-scatter of B bytes B (n-1)/n.
+"""
+
+from megapar.config import Config
+
+
+def local_parameters(config: Config, pp_rank: int) -> int:
+    """Weights of one rank: its stage's layers, matrices cut over tp and norms whole."""
+    model, parallel = config.model, config.parallel
+    first, last = pp_rank == 0, pp_rank == parallel.pp - 1
+    attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim * model.hidden_size
+    mlp = 3 * model.intermediate_size * model.hidden_size
+    vocabulary = model.vocab_size * model.hidden_size * (first + last)
+    layers = parallel.partition[pp_rank]
+    return (layers * (attention + mlp) + vocabulary) // parallel.tp + (2 * layers + last) * model.hidden_size
+
+
+def expected_traffic(config: Config, pp_rank: int) -> dict[str, int]:
+    """Bytes by axis; axes that send nothing are left out."""
+    everything = {
+        "tp": tensor_parallel(config, pp_rank),
+        "pp": pipeline_parallel(config, pp_rank),
+        "grad": data_parallel(config, pp_rank),
+    }
+    return {axis: sent for axis, sent in everything.items() if sent}
+
+
+def micro_batches(config: Config) -> int:
+    return config.train.global_batch_size // config.train.micro_batch_size // config.parallel.dp
+
+
+def hidden_bytes(config: Config) -> int:
+    """Hidden states [s, b, h] of one micro-batch."""
+    return 4 * config.train.seq_length * config.train.micro_batch_size * config.model.hidden_size
+
+
+def tensor_parallel(config: Config, pp_rank: int) -> int:
+    """A layer and micro-batch: forward the outputs of attention and MLP are summed, backward the gradients of their
+    inputs: 4 all-reduces of the hidden states. With sequence parallel each is a reduce-scatter and a gather, each half
+    an all-reduce, and both inputs are gathered once more for the weight gradients: 10 halves.
+
+    A micro-batch: the embedding's output and the head's input gradient are summed, 2 all-reduces; with sequence
+    parallel 2 halves and, the head's input being gathered twice, 3. The loss takes a maximum and three sums of fp32
+    numbers per token.
+
+    A step: the squared gradient norm (fp64), and with sequence parallel the gradients of norm weights.
+    """
+    model, parallel, train = config.model, config.parallel, config.train
+    first, last, layers = pp_rank == 0, pp_rank == parallel.pp - 1, parallel.partition[pp_rank]
+    sequence = parallel.sequence_parallel
+    halves = layers * (10 if sequence else 8) + first * 2 + last * (3 if sequence else 2)
+    loss = last * _all_reduce(4 * 4 * train.seq_length * train.micro_batch_size, parallel.tp)
+    norms = sequence * _all_reduce(4 * (2 * layers + last) * model.hidden_size, parallel.tp)
+    one_micro_batch = halves * _all_reduce(hidden_bytes(config), parallel.tp) // 2 + loss
+    return micro_batches(config) * one_micro_batch + norms + _all_reduce(8, parallel.tp)
+
+
+def pipeline_parallel(config: Config, pp_rank: int) -> int:
+    """A micro-batch: hidden states to the next stage, their gradients to the one before, slices of them with sequence
+    parallel. A step: the squared gradient norm (fp64) and the loss (fp32)."""
+    parallel = config.parallel
+    neighbours = (pp_rank > 0) + (pp_rank < parallel.pp - 1)
+    message = hidden_bytes(config) // (parallel.tp if parallel.sequence_parallel else 1)
+    return micro_batches(config) * neighbours * message + _all_reduce(8, parallel.pp) + _all_reduce(4, parallel.pp)
+
+
+def data_parallel(config: Config, pp_rank: int) -> int:
+    """A step: gradients are all-reduced, or (zero_stage 1) reduce-scattered and the new weights gathered, which sends
+    as much in fp32; then also the squared gradient norm (fp64). The number of targets and the loss (fp32)."""
+    dp, sharded = config.parallel.dp, config.optimizer.zero_stage == 1
+    gradients = _all_reduce(4 * local_parameters(config, pp_rank), dp)
+    return gradients + sharded * _all_reduce(8, dp) + 2 * _all_reduce(4, dp)
+
+
+def _all_reduce(nbytes: int, ranks: int) -> int:
+    return 2 * nbytes * (ranks - 1) // ranks
