@@ -1,10 +1,10 @@
-"""One micro-batch of training samples, the only thing that data hands to models and pipeline."""
+"""What data, models and pipeline hand each other: a micro-batch of samples, and a pipeline stage that takes it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -42,3 +42,12 @@ class TensorSpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class PipelineStage(nn.Module):
+    """A run of a model's layers: `forward(x, batch)` of what the stage before returned (None on the first) gives hidden
+    states, or on the last stage the loss sum, an fp32 scalar."""
+
+    def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
+        """Shapes and dtypes of the tensors in `x`; empty on the first stage."""
+        raise NotImplementedError

@@ -3,7 +3,6 @@ knows "cuda"."""
 
 import os
 import resource
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -110,7 +109,3 @@ def describe(device: torch.device) -> str:
     """The hardware in words, for logs and benchmark files."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     return f"{name}, torch {torch.__version__}"
-
-
-def host() -> str:
-    return socket.gethostname()

@@ -1,19 +1,27 @@
 """Errors for people: each class has an exit code, each message is one line saying what, where, why and what would
 work."""
 
+import json
+import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class MegaparError(Exception):
-    """Base of every error that a user can cause or mend; printed without a traceback."""
+    """Base of every error that a user can cause or mend; printed without a traceback.
+
+    `everywhere`: all ranks raise it with the same words, so that rank 0 alone prints it.
+    """
 
     exit_code = 70
+    everywhere = False
 
 
 class ConfigError(MegaparError):
     exit_code = 2
+    everywhere = True
 
 
 class DataError(MegaparError):
@@ -26,6 +34,7 @@ class CheckpointError(MegaparError):
 
 class NumericError(MegaparError):
     exit_code = 5
+    everywhere = True
 
 
 class CommunicationError(MegaparError):
@@ -37,10 +46,19 @@ class StorageError(MegaparError):
 
 
 @contextmanager
-def reported() -> Iterator[None]:
-    """Around a program's main: a MegaparError becomes one line on stderr and its exit code, other errors stay bugs."""
+def reported(rank: int = 0, run_dir: str | None = None) -> Iterator[None]:
+    """Around a program's main: a MegaparError becomes one line on stderr, error.json in `run_dir`, and its exit code.
+
+    Errors that all ranks raise are told by rank 0 alone. Everything else is a bug and keeps its traceback.
+    """
     try:
         yield
     except MegaparError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        if rank == 0 or not error.everywhere:
+            where = f"rank {rank}: " if rank else ""
+            print(f"{type(error).__name__}: {where}{error}", file=sys.stderr, flush=True)
+            if run_dir and os.path.isdir(run_dir):
+                facts = {"class": type(error).__name__, "message": str(error), "rank": rank}
+                with open(os.path.join(run_dir, "error.json"), "w") as file:
+                    json.dump(facts | {"exit_code": error.exit_code, "host": socket.gethostname()}, file)
         sys.exit(error.exit_code)

@@ -19,11 +19,14 @@ def together(action: Callable[[], T], ctx: ParallelContext, kind: type[MegaparEr
     try:
         value = action()
     except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait for ever
-        failure, problem = error, str(error) if isinstance(error, MegaparError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, MegaparError) else f"{type(error).__name__}: {error}"
+        failure, problem = error, " ".join(line.strip() for line in text.splitlines())
     problems = comm.gather_json(problem, ctx.world, ctx.device)
     failed = [rank for rank, text in enumerate(problems) if text is not None]
     if failed:
         others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
         where = f" (rank {failed[0]}{others})" if ctx.world.size > 1 else ""
-        raise kind(f"{doing}{where}: {problems[failed[0]]}") from failure
+        shared = kind(f"{doing}{where}: {problems[failed[0]]}")
+        shared.everywhere = True
+        raise shared from failure
     return value

@@ -70,6 +70,11 @@ class AdamW:
         self._step_count = 0
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of moments and, for a bf16 model, main weights on this rank."""
+        return sum(shard.exp_avg.nbytes * (2 if self._aliased else 3) for shard in self._shards)
+
+    @property
     def step_count(self) -> int:
         """Updates so far; assign when a checkpoint is loaded."""
         return self._step_count

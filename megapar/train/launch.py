@@ -3,6 +3,7 @@
 import logging
 import signal
 import sys
+import uuid
 from collections.abc import Callable
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -23,6 +24,7 @@ def start_local_ranks(main: Callable[[], None], nproc: int) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

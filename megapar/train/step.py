@@ -1,19 +1,19 @@
 """One training step on one screen."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megapar import comm
-from megapar.batch import MicroBatch
+from megapar.batch import MicroBatch, PipelineStage
 from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.optimizer.adamw import AdamW
-from megapar.optimizer.clip import clip_coefficient, gradient_norm
+from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.optimizer.schedule import learning_rate
 from megapar.pipeline.runtime import PipelineRuntime
 
@@ -25,6 +25,7 @@ class TrainState:
 
     config: Config
     ctx: ParallelContext
+    stages: Mapping[int, PipelineStage]
     pipeline: PipelineRuntime
     grads: GradBuffer
     optimizer: AdamW
@@ -67,7 +68,7 @@ def train_step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
     state.grads.zero()
     loss_sums = state.pipeline.step(batches, scale=1.0 / tokens, on_last_backward=state.grads.begin)
     state.grads.finish()
-    norm = gradient_norm(state.grads)
+    norm = grad_norm(state.grads, ctx)
     lr = learning_rate(state.step, options, state.config.train.steps)
     loss = mean_loss(loss_sums, tokens, ctx)
     result = StepResult(loss.item(), norm.item(), lr, tokens.item())
@@ -80,10 +81,10 @@ def train_step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
 
 def evaluate(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, float]:
     """(loss sum, target tokens) over all ranks of one global batch of validation samples, without dropout."""
-    for stage in state.pipeline.stages.values():
+    for stage in state.stages.values():
         stage.eval()
     tokens = count_targets(batches, state.ctx)
     loss = mean_loss(state.pipeline.evaluate(batches), tokens, state.ctx)
-    for stage in state.pipeline.stages.values():
+    for stage in state.stages.values():
         stage.train()
     return (loss * tokens).item(), tokens.item()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megapar import recompute
-from megapar.batch import MicroBatch, TensorSpec
+from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.config import ModelConfig
 from megapar.params import Init
 from megapar.random import keep_mask, row_keys
@@ -63,7 +63,7 @@ def hidden_keep(x_sbh: Tensor, info: Pass, use: int, blueprint: Blueprint) -> Te
     return keep_mask(keys, x_sbh.shape[-1], blueprint.model.hidden_dropout)
 
 
-class Stage(nn.Module):
+class Stage(PipelineStage):
     """Layers `layers` of the model; the embedding if `first`, norm, head and loss if `last`. Families subclass it.
 
     `tied` is the input embedding's parameter where first and last stage are on one rank. Without it the last stage of a

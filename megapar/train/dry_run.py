@@ -1,0 +1,138 @@
+"""The whole layout without training: every kind of rank is built on the meta device over torch's fake process group."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from megapar import comm, context
+from megapar.batch import MicroBatch, PipelineStage
+from megapar.config import Config
+from megapar.context import ParallelContext
+from megapar.params import spec_of
+from megapar.pipeline.schedules import make
+from megapar.train.trainer import assemble
+from megapar.validate import num_microbatches
+
+META = torch.device("meta")
+Build = Callable[[Config, ParallelContext], Mapping[int, PipelineStage]]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's memory in bytes. `activations`: most that its forwards keep for backwards at one time, in the order of
+    its schedule; kernels' workspaces and the caching allocator come on top."""
+
+    rank: int
+    pp: int
+    tp: int
+    stages: str
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def report(config: Config, build: Build) -> Iterator[RankReport]:
+    """One report for each tensor and pipeline coordinate; data-parallel replicas need the same."""
+    parallel = config.parallel
+    sizes = {"tp": parallel.tp, "cp": 1, "dp": parallel.dp, "pp": parallel.pp}
+    world = parallel.tp * parallel.pp * parallel.dp
+    for rank in range(world):
+        position = context.coordinates(rank, sizes, parallel.order)
+        if position["dp"] == 0:
+            yield _report_rank(config, build, rank, world, position)
+
+
+def _report_rank(config: Config, build: Build, rank: int, world: int, position: Mapping[str, int]) -> RankReport:
+    parallel = config.parallel
+    if world > 1:
+        comm.initialize_fake(rank, world)
+    try:
+        ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, device=META)
+        stages = build(config, ctx)
+        state = assemble(config, ctx, stages)
+        kept = {number: _kept_bytes(stage, config) for number, stage in stages.items()}
+    finally:
+        comm.shutdown()
+    params = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
+    return RankReport(
+        rank,
+        position["pp"],
+        position["tp"],
+        " ".join(f"{n}: {_layers(stage)}" for n, stage in stages.items()),
+        sum(torch.Size(piece.local_shape).numel() for p in params for piece in spec_of(p).pieces),
+        state.grads.params.nbytes,
+        state.grads.grads.nbytes,
+        state.optimizer.nbytes,
+        _peak(config, position["pp"], kept),
+    )
+
+
+def _layers(stage: PipelineStage) -> str:
+    numbers = list(stage.layers) if isinstance(stage.layers, nn.ModuleDict) else []
+    return f"layers {numbers[0]}-{numbers[-1]}" if numbers else "no layer"
+
+
+def _kept_bytes(stage: PipelineStage, config: Config) -> int:
+    """Bytes that autograd keeps of one micro-batch's forward through `stage`, parameters not counted."""
+    shape = config.train.micro_batch_size, config.train.seq_length
+    tokens = torch.zeros(shape, dtype=torch.int64, device=META)
+    batch = MicroBatch(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
+    specs = stage.boundary(batch)
+    inputs = [torch.empty(s.shape, dtype=s.dtype, device=META, requires_grad=True) for s in specs]
+    known = {p.untyped_storage()._cdata for p in stage.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in known:
+            kept[storage._cdata] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        stage(inputs[0] if inputs else None, batch)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def _peak(config: Config, pp_rank: int, kept: Mapping[int, int]) -> int:
+    parallel = config.parallel
+    order = make(parallel.schedule, parallel.pp, parallel.vpp, num_microbatches(config))[pp_rank]
+    live = peak = 0
+    for action in order:
+        live += kept[action.stage] if action.kind == "F" else -kept[action.stage]
+        peak = max(peak, live)
+    return peak
+
+
+def show(config: Config, build: Build, parameters: int, flops_per_token: int, console: Console) -> None:
+    """Print parameters, batch arithmetic and the memory of every kind of rank."""
+    parallel, train = config.parallel, config.train
+    world = parallel.tp * parallel.pp * parallel.dp
+    tokens = train.global_batch_size * train.seq_length
+    vocabulary = config.model.vocab_size
+    console.print(
+        f"{parameters:,} parameters; {world} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, "
+        f"{parallel.vpp} stage(s) a rank, {parallel.schedule}\n"
+        f"a step: {train.global_batch_size} samples x {train.seq_length} tokens = {tokens:,} tokens, "
+        f"{num_microbatches(config)} micro-batches of {train.micro_batch_size} a replica, "
+        f"{flops_per_token * tokens / 1e15:,.3g} PFLOP; {train.steps:,} steps = {train.steps * tokens:,} tokens\n"
+        f"vocabulary {vocabulary:,} -> {-(-vocabulary // 128) * 128:,} rows, padded to a multiple of 128",
+        highlight=False,
+    )
+    table = Table("rank", "pp", "tp", "stages", "parameters", title="memory in GiB, each kind of rank")
+    for name in ("weights", "gradients", "optimizer", "activations", "total"):
+        table.add_column(name, justify="right")
+    for r in report(config, build):
+        sizes = (r.weights, r.gradients, r.optimizer, r.activations, r.total)
+        row = [str(r.rank), str(r.pp), str(r.tp), r.stages, f"{r.parameters:,}"]
+        table.add_row(*row, *(f"{n / 2**30:,.3f}" for n in sizes))
+    console.print(table)

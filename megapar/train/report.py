@@ -1,0 +1,32 @@
+"""What a run says before its first step, and the resolved configuration that it keeps."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megapar import comm, device
+from megapar.config import Config
+from megapar.context import ParallelContext
+from megapar.validate import num_microbatches, warnings
+
+
+def greet(config: Config, ctx: ParallelContext, parameters: int, notes: Sequence[str], config_toml: str) -> None:
+    """Make the run folder, write config.toml, print what is about to run and, from `notes`, what was resumed."""
+    if ctx.world.first:
+        run_dir = Path(config.run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.toml").write_text(config_toml)
+        parallel, train = config.parallel, config.train
+        print(f"{config.model.family}, {parameters:,} parameters, {train.precision}; {device.describe(ctx.device)}")
+        print(
+            f"{ctx.world.size} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}; {parallel.schedule}, "
+            f"{num_microbatches(config)} micro-batches of {train.micro_batch_size} a step; "
+            f"recompute {train.recompute}; ZeRO stage {config.optimizer.zero_stage}"
+        )
+        print(
+            f"{train.steps:,} steps of {train.global_batch_size * train.seq_length:,} tokens; data "
+            f"{' '.join(config.data.train)}; run folder {run_dir}",
+            flush=True,
+        )
+        for line in [*warnings(config), *notes]:
+            print(line, flush=True)
+    comm.barrier(ctx.world)

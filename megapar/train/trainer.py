@@ -1,0 +1,129 @@
+"""Puts the engines together around a model and runs the steps."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapar import device
+from megapar.batch import MicroBatch, PipelineStage
+from megapar.checkpoint.agreement import together
+from megapar.config import Config
+from megapar.context import ParallelContext
+from megapar.data.loader import Loader, open_dataset
+from megapar.data_parallel.grad_buffer import GradBuffer
+from megapar.errors import DataError, NumericError
+from megapar.optimizer.adamw import AdamW
+from megapar.pipeline.runtime import PipelineRuntime
+from megapar.random import initialise
+from megapar.train import checkpoints
+from megapar.train.metrics import Meter, Reporter
+from megapar.train.step import TrainState, evaluate, train_step
+
+
+def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineStage]) -> TrainState:
+    """Runtime, gradient buffer and optimizer around this rank's `stages` (global number to module), at step 0.
+
+    The optimizer's main weights start from the stages' weights: initialise those before.
+    """
+    options = config.optimizer
+    grads = GradBuffer(
+        list(stages.values()),
+        ctx,
+        zero_stage=options.zero_stage,
+        bucket_mb=options.bucket_mb,
+        overlap=options.overlap_grad_reduce,
+    )
+    pipeline = PipelineRuntime(stages, ctx, config.parallel.schedule, config.parallel.vpp)
+    optimizer = AdamW(grads, options)
+    return TrainState(config, ctx, stages, pipeline, grads, optimizer)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run needs besides its state. `flops_per_token` is that of forward and backward, for MFU."""
+
+    state: TrainState
+    train_data: Loader
+    validation_data: Loader | None
+    run_dir: Path
+    flops_per_token: int
+
+
+def start(config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineStage]) -> tuple[TrainState, list[str]]:
+    """A state at step 0, or where `checkpoint.resume` says, and lines that tell what was resumed."""
+    initialise(stages.values(), config.train.seed)
+    state = assemble(config, ctx, stages)
+    notes = checkpoints.resume(state, Path(config.run_dir))
+    return state, notes
+
+
+def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Loader, Loader | None]:
+    """Training and validation data of this rank. A collective: raises DataError on every rank if it fails on one."""
+
+    def loader(sources: Sequence[str], data_seed: int, order_seed: int | None) -> Loader:
+        size = {"seq_length": config.train.seq_length, "vocab_size": config.model.vocab_size}
+        return Loader(
+            open_dataset(sources, seed=data_seed, **size),
+            seed=order_seed,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+            dp_rank=ctx.dp.rank,
+            dp_size=ctx.dp.size,
+        )
+
+    def open_both() -> tuple[Loader, Loader | None]:
+        seed, validation = config.train.seed, config.data.validation
+        held_out = loader(validation, seed + 1, None) if validation else None
+        return loader(config.data.train, seed, seed), held_out
+
+    return together(open_both, ctx, DataError, "data not opened")
+
+
+def train(run: Run) -> None:
+    """Train to `train.steps`, reporting, evaluating and saving on the way.
+
+    Raises NumericError at the first step whose loss or gradient norm is not finite, before its update.
+    """
+    state, options = run.state, run.state.config
+    steps, ctx = options.train.steps, state.ctx
+    meter = Meter(ctx, run.flops_per_token, options.log.peak_tflops or device.peak_tflops(ctx.device))
+    reporter = Reporter(run.run_dir, options.log, steps, state.step, speaks=ctx.world.first)
+    try:
+        while state.step < steps:
+            meter.start()
+            result = train_step(state, _on_device(run.train_data.next_step(), ctx))
+            reporter.step(meter.stop(result, state.step + (not result.finite), state.consumed_samples))
+            if not result.finite:
+                raise NumericError(
+                    f"step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; the weights are "
+                    f"those of step {state.step}. A lower optimizer.lr or a longer optimizer.warmup_steps often helps"
+                )
+            last = state.step == steps
+            if run.validation_data and (last or _due(state.step, options.train.eval_every)):
+                validation_loss = mean_validation_loss(state, run.validation_data)
+                reporter.write({"step": state.step, "validation_loss": validation_loss})
+                reporter.say(f"step {state.step}/{steps} | validation loss {validation_loss:.4f}")
+            if _due(state.step, options.checkpoint.every) or (last and options.checkpoint.save_last):
+                path = checkpoints.write(state, run.run_dir)
+                reporter.say(f"step {state.step}/{steps} | saved {path}")
+    finally:
+        reporter.close()
+
+
+def mean_validation_loss(state: TrainState, data: Loader) -> float:
+    """Mean loss in nats per target token over the first `train.eval_samples` validation samples, always the same
+    ones."""
+    data.consumed_samples = 0
+    loss_sum = tokens = 0.0
+    while data.consumed_samples < state.config.train.eval_samples:
+        batch_loss, batch_tokens = evaluate(state, _on_device(data.next_step(), state.ctx))
+        loss_sum, tokens = loss_sum + batch_loss, tokens + batch_tokens
+    return loss_sum / tokens
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _on_device(batches: list[MicroBatch], ctx: ParallelContext) -> list[MicroBatch]:
+    return [batch.to(ctx.device) for batch in batches]

@@ -1,0 +1,64 @@
+"""Pretrain a transformer: python pretrain_scripts/pretrain.py --config C.toml [--section.key value ...].
+
+Runs under torchrun or Slurm, or starts its own local ranks with --launch.nproc N.
+"""
+
+import sys
+from pathlib import Path
+
+from megapar_models.build import build_stages, flops_per_token, parameter_count
+from rich.console import Console
+
+from megapar import device
+from megapar.config import Config
+from megapar.config_io import Resolved, load, to_toml
+from megapar.data.tokenizer import load_tokenizer
+from megapar.errors import reported
+from megapar.train import dry_run
+from megapar.train.launch import join, start_local_ranks
+from megapar.train.report import greet
+from megapar.train.trainer import Run, open_loaders, start, train
+from megapar.validate import validate, with_vocabulary
+
+
+def check(resolved: Resolved, world_size: int, cuda_devices: int | None) -> Config:
+    """The configuration that `world_size` ranks can run, derived values filled in."""
+    config = validate(resolved.config, world_size, cuda_devices=cuda_devices)
+    if config.model.vocab_size and config.data.train == ("synthetic",):
+        return config
+    return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
+
+
+def run(resolved: Resolved, config: Config, env: device.Environment) -> None:
+    """One rank's training."""
+    ctx = join(config, env)
+    with reported(ctx.world.rank, config.run_dir):
+        train_data, validation_data = open_loaders(config, ctx)
+        state, notes = start(config, ctx, build_stages(config, ctx))
+        train_data.consumed_samples = state.consumed_samples
+        greet(config, ctx, parameter_count(config.model), notes, to_toml(resolved, config))
+        flops = flops_per_token(config.model, config.train.seq_length)
+        train(Run(state, train_data, validation_data, Path(config.run_dir), flops))
+
+
+def main() -> int:
+    env = device.environment()
+    with reported(env.rank):
+        resolved = load(sys.argv[1:])
+        parallel, launch = resolved.config.parallel, resolved.config.launch
+        if resolved.config.dry_run:
+            world = parallel.tp * parallel.pp * max(parallel.dp, 1)
+            config = check(resolved, world, None)
+            flops = flops_per_token(config.model, config.train.seq_length)
+            dry_run.show(config, build_stages, parameter_count(config.model), flops, Console(soft_wrap=True))
+            return 0
+        world = env.world_size if env.launched else max(launch.nproc, 1)
+        config = check(resolved, world, device.cuda_devices())
+        if world > 1 and not env.launched:
+            return start_local_ranks(lambda: run(resolved, config, device.environment()), world)
+        run(resolved, config, env)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
