@@ -51,3 +51,7 @@ class PipelineStage(nn.Module):
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
         """Shapes and dtypes of the tensors in `x`; empty on the first stage."""
         raise NotImplementedError
+
+    def title(self) -> str:
+        """What the stage holds, for people."""
+        return type(self).__name__

@@ -24,8 +24,8 @@ from megapar.validate import validate, with_vocabulary
 def check(resolved: Resolved, world_size: int, cuda_devices: int | None) -> Config:
     """The configuration that `world_size` ranks can run, derived values filled in."""
     config = validate(resolved.config, world_size, cuda_devices=cuda_devices)
-    if config.model.vocab_size and config.data.train == ("synthetic",):
-        return config
+    if config.model.vocab_size and (config.dry_run or config.data.train == ("synthetic",)):
+        return config  # whatever the tokenizer, no text will be read
     return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
 
 
@@ -47,10 +47,10 @@ def main() -> int:
         resolved = load(sys.argv[1:])
         parallel, launch = resolved.config.parallel, resolved.config.launch
         if resolved.config.dry_run:
-            world = parallel.tp * parallel.pp * max(parallel.dp, 1)
+            world = launch.nproc or parallel.tp * parallel.pp * max(parallel.dp, 1)
             config = check(resolved, world, None)
             flops = flops_per_token(config.model, config.train.seq_length)
-            dry_run.show(config, build_stages, parameter_count(config.model), flops, Console(soft_wrap=True))
+            dry_run.show(config, build_stages, parameter_count(config.model), flops, Console(width=140))
             return 0
         world = env.world_size if env.launched else max(launch.nproc, 1)
         config = check(resolved, world, device.cuda_devices())

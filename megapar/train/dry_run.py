@@ -1,6 +1,6 @@
 """The whole layout without training: every kind of rank is built on the meta device over torch's fake process group."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +26,7 @@ class RankReport:
     """One rank's memory in bytes. `activations`: most that its forwards keep for backwards at one time, in the order of
     its schedule; kernels' workspaces and the caching allocator come on top."""
 
-    rank: int
     pp: int
-    tp: int
     stages: str
     parameters: int
     weights: int
@@ -41,15 +39,17 @@ class RankReport:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def report(config: Config, build: Build) -> Iterator[RankReport]:
-    """One report for each tensor and pipeline coordinate; data-parallel replicas need the same."""
+def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
+    """The ranks that need the same, by what they need. Data-parallel replicas do, so only the first is built."""
     parallel = config.parallel
     sizes = {"tp": parallel.tp, "cp": 1, "dp": parallel.dp, "pp": parallel.pp}
     world = parallel.tp * parallel.pp * parallel.dp
+    kinds: dict[RankReport, list[int]] = {}
     for rank in range(world):
         position = context.coordinates(rank, sizes, parallel.order)
         if position["dp"] == 0:
-            yield _report_rank(config, build, rank, world, position)
+            kinds.setdefault(_report_rank(config, build, rank, world, position), []).append(rank)
+    return kinds
 
 
 def _report_rank(config: Config, build: Build, rank: int, world: int, position: Mapping[str, int]) -> RankReport:
@@ -65,21 +65,14 @@ def _report_rank(config: Config, build: Build, rank: int, world: int, position: 
         comm.shutdown()
     params = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
     return RankReport(
-        rank,
         position["pp"],
-        position["tp"],
-        " ".join(f"{n}: {_layers(stage)}" for n, stage in stages.items()),
+        "; ".join(stage.title() for stage in stages.values()),
         sum(torch.Size(piece.local_shape).numel() for p in params for piece in spec_of(p).pieces),
         state.grads.params.nbytes,
         state.grads.grads.nbytes,
         state.optimizer.nbytes,
         _peak(config, position["pp"], kept),
     )
-
-
-def _layers(stage: PipelineStage) -> str:
-    numbers = list(stage.layers) if isinstance(stage.layers, nn.ModuleDict) else []
-    return f"layers {numbers[0]}-{numbers[-1]}" if numbers else "no layer"
 
 
 def _kept_bytes(stage: PipelineStage, config: Config) -> int:
@@ -128,11 +121,11 @@ def show(config: Config, build: Build, parameters: int, flops_per_token: int, co
         f"vocabulary {vocabulary:,} -> {-(-vocabulary // 128) * 128:,} rows, padded to a multiple of 128",
         highlight=False,
     )
-    table = Table("rank", "pp", "tp", "stages", "parameters", title="memory in GiB, each kind of rank")
-    for name in ("weights", "gradients", "optimizer", "activations", "total"):
-        table.add_column(name, justify="right")
-    for r in report(config, build):
+    table = Table("ranks of replica 0", "pp", "stages", title="GiB on each rank")
+    for name in ("parameters", "weights", "gradients", "optimizer", "activations", "total"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r, ranks in report(config, build).items():
         sizes = (r.weights, r.gradients, r.optimizer, r.activations, r.total)
-        row = [str(r.rank), str(r.pp), str(r.tp), r.stages, f"{r.parameters:,}"]
+        row = [" ".join(map(str, ranks)), str(r.pp), r.stages, f"{r.parameters:,}"]
         table.add_row(*row, *(f"{n / 2**30:,.3f}" for n in sizes))
     console.print(table)

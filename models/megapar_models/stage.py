@@ -124,6 +124,11 @@ class Stage(PipelineStage):
             copy=tie,
         )
 
+    def title(self) -> str:
+        numbers = list(self.layers)
+        layers = [f"layers {numbers[0]}-{numbers[-1]}"] if numbers else []
+        return ", ".join([*(["embedding"] if self.first else []), *layers, *(["head"] if self.last else [])])
+
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
         """What arrives from the previous stage: nothing on the first, else hidden states."""
         if self.first:
