@@ -115,16 +115,19 @@ class _Pass:
         for item in plan:
             if isinstance(item, Transfers):
                 self._post(item)
-                continue
-            received, pending = self._arrived.pop(item, ((), Pending()))
-            pending.wait()
-            compute = self._forward if item.kind == "F" else self._backward
-            if self._trace is None:
-                compute(item, received)
             else:
-                start = _clock(self._runtime.device)
-                compute(item, received)
-                self._trace.append(Event(self._runtime.axis.rank, item, start, _clock(self._runtime.device)))
+                self._compute(item)
+
+    def _compute(self, action: Action) -> None:
+        received, pending = self._arrived.pop(action, ((), Pending()))
+        pending.wait()
+        run = self._forward if action.kind == "F" else self._backward
+        if self._trace is None:
+            run(action, received)
+        else:
+            start = _clock(self._runtime.device)
+            run(action, received)
+            self._trace.append(Event(self._runtime.axis.rank, action, start, _clock(self._runtime.device)))
 
     def finish(self) -> list[Tensor]:
         """Wait for the last sends; the losses in micro-batch order."""

@@ -128,10 +128,10 @@ def _peak_live(plan: Plan) -> int:
     return peak
 
 
-# Forwards and backwards; the chunks of a rank from dark to light. Text is white on the first, black on the rest.
-_COLORS = {"F": ("#1f5fa8", "#5b95d6", "#9cc3ee", "#cfe2f8"), "B": ("#2e7d32", "#66ad69", "#a3d1a5", "#d3ebd4")}
+# Forwards and backwards, the chunks of a rank from dark to light. Text is white on the first two, black on the rest.
+_COLORS = {"F": ("#174a86", "#3b7cc4", "#78ade3", "#b0d1f3"), "B": ("#22692a", "#479a4b", "#7cc07f", "#b3ddb5")}
 _NAMES = {"F": "forward", "B": "backward"}
-_IDLE = "#ececec"
+_IDLE = "#f0f0f0"
 
 
 def draw(events: Sequence[Event], path: str | Path, title: str, unit: str = "s") -> None:
@@ -157,7 +157,7 @@ def draw(events: Sequence[Event], path: str | Path, title: str, unit: str = "s")
     axes.set_xlabel(f"time [{unit}]")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    figure.legend(handles=_legend(events, ranks), loc="outside lower right", ncols=9, frameon=False)
+    figure.legend(handles=_legend(events, ranks), loc="outside lower right", ncols=5, frameon=False)
     figure.savefig(path, dpi=120)
 
 
@@ -166,11 +166,11 @@ def _draw_rank(axes: Axes, rank: int, events: Sequence[Event], ranks: int, origi
     boxes = [(event.start - origin, event.end - event.start) for event in events]
     colors = [_color(event.action, ranks) for event in events]
     axes.broken_barh(boxes, (rank - 0.4, 0.8), facecolors=colors, edgecolors="white", linewidth=0.6)
+    widest = max((len(str(event.action.microbatch)) for event in events), default=0)
     for event, (left, width) in zip(events, boxes, strict=True):
-        label = str(event.action.microbatch)
-        if width / span > 0.006 * len(label):
-            color = "white" if event.action.stage < ranks else "black"
-            axes.text(left + width / 2, rank, label, ha="center", va="center", fontsize=8, color=color)
+        if width / span > 0.006 * widest:  # what the text of the widest number takes of the picture
+            label, color = str(event.action.microbatch), "white" if event.action.stage < 2 * ranks else "black"
+            axes.text(left + width / 2, rank, label, ha="center", va="center", fontsize=9, color=color)
 
 
 def _color(action: Action, ranks: int) -> str:
