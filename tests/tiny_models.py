@@ -1,6 +1,7 @@
 """Models of a few thousand weights, their batches and random weights, for tests that compare gradients."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,11 @@ def batch(model: ModelConfig, seed: int = 0, samples: int = 2, length: int = LEN
     targets_bs[0, 3:5] = -100
     weights_bs[-1, 7] = 0.0
     return MicroBatch(tokens_bs[:, :-1], targets_bs, weights_bs, torch.arange(samples) + 1000 * seed)
+
+
+def joined(batches: Sequence[MicroBatch]) -> MicroBatch:
+    """One micro-batch of all samples."""
+    return MicroBatch(*(torch.cat([getattr(batch, f.name) for batch in batches]) for f in fields(MicroBatch)))
 
 
 def random_tensors(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
