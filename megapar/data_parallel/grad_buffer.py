@@ -227,9 +227,9 @@ class GradBuffer:
 def _move_grad(param: Tensor) -> None:
     main_grad = main_grad_of(param)
     assert main_grad is not None
-    assert param.grad is not None
-    main_grad.add(param.grad)
-    param.grad = None
+    if param.grad is not None:  # None where the layer has added its gradient itself
+        main_grad.add(param.grad)
+        param.grad = None
 
 
 def _collect(modules: Sequence[nn.Module]) -> list[Declared]:
