@@ -179,6 +179,8 @@ class LogConfig:
     """Steps between log lines."""
     tensorboard: bool = True
     """Write run_dir/tensorboard as well."""
+    timeline: bool = False
+    """Time the last step's forwards and backwards into run_dir/timeline.json, which tools/plot.py draws."""
     peak_tflops: float = 0.0
     """Peak TFLOP/s of one device, for MFU; 0 leaves MFU out unless the GPU is known."""
 

@@ -474,7 +474,7 @@ optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay cl
     overlap_grad_reduce
 data: train validation tokenizer
 checkpoint: every save_last resume
-log: every tensorboard peak_tflops
+log: every tensorboard timeline peak_tflops
 launch: nproc device timeout_seconds threads
 top: run_dir dry_run
 """

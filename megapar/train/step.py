@@ -16,6 +16,7 @@ from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.optimizer.schedule import learning_rate
 from megapar.pipeline.runtime import PipelineRuntime
+from megapar.pipeline.schedules import Event
 
 
 @dataclass
@@ -61,12 +62,15 @@ def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext)
     return comm.all_reduce(comm.all_reduce(total, ctx.grad), ctx.pp) / tokens
 
 
-def train_step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
-    """Forward and backward over this rank's micro-batches, then one AdamW update if loss and norm are finite."""
+def train_step(state: TrainState, batches: Sequence[MicroBatch], trace: list[Event] | None = None) -> StepResult:
+    """Forward and backward over this rank's micro-batches, then one AdamW update if loss and norm are finite.
+
+    `trace` collects when each forward and backward ran.
+    """
     ctx, options = state.ctx, state.config.optimizer
     tokens = count_targets(batches, ctx)
     state.grads.zero()
-    loss_sums = state.pipeline.step(batches, scale=1.0 / tokens, on_last_backward=state.grads.begin)
+    loss_sums = state.pipeline.step(batches, 1.0 / tokens, state.grads.begin, trace)
     state.grads.finish()
     norm = grad_norm(state.grads, ctx)
     lr = learning_rate(state.step, options, state.config.train.steps)

@@ -1,10 +1,11 @@
 """Puts the engines together around a model and runs the steps."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapar import device
+from megapar import comm, device
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.checkpoint.agreement import together
 from megapar.config import Config
@@ -14,6 +15,7 @@ from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.errors import DataError, NumericError
 from megapar.optimizer.adamw import AdamW
 from megapar.pipeline.runtime import PipelineRuntime
+from megapar.pipeline.schedules import Event
 from megapar.random import initialise
 from megapar.train import checkpoints
 from megapar.train.metrics import Meter, Reporter
@@ -90,8 +92,9 @@ def train(run: Run) -> None:
     reporter = Reporter(run.run_dir, options.log, steps, state.step, speaks=ctx.world.first)
     try:
         while state.step < steps:
+            trace: list[Event] | None = [] if options.log.timeline and state.step == steps - 1 else None
             meter.start()
-            result = train_step(state, _on_device(run.train_data.next_step(), ctx))
+            result = train_step(state, _on_device(run.train_data.next_step(), ctx), trace)
             reporter.step(meter.stop(result, state.step + (not result.finite), state.consumed_samples))
             if not result.finite:
                 raise NumericError(
@@ -99,6 +102,8 @@ def train(run: Run) -> None:
                     f"those of step {state.step}. A lower optimizer.lr or a longer optimizer.warmup_steps often helps"
                 )
             last = state.step == steps
+            if trace is not None:
+                write_timeline(trace, ctx, run.run_dir)
             if run.validation_data and (last or _due(state.step, options.train.eval_every)):
                 validation_loss = mean_validation_loss(state, run.validation_data)
                 reporter.write({"step": state.step, "validation_loss": validation_loss})
@@ -108,6 +113,13 @@ def train(run: Run) -> None:
                 reporter.say(f"step {state.step}/{steps} | saved {path}")
     finally:
         reporter.close()
+
+
+def write_timeline(trace: Sequence[Event], ctx: ParallelContext, run_dir: Path) -> None:
+    """Gather the events of the first replica's pipeline into run_dir/timeline.json. Clocks of other machines differ."""
+    rows = comm.gather_json([[e.rank, *e.action, e.start, e.end] for e in trace], ctx.pp, ctx.device)
+    if ctx.world.first:
+        (run_dir / "timeline.json").write_text(json.dumps([event for row in rows for event in row]))
 
 
 def mean_validation_loss(state: TrainState, data: Loader) -> float:

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# From nothing to a trained model: packages, corpus, tokenizer, tokens, a small Llama over dp x tp x pp, held-out loss
+# beside the entropies of the same tokens, a sample of text, and pictures. Everything stays in this folder.
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+
+data=data/quickstart
+run=runs/quickstart-$(date +%Y%m%d-%H%M%S)
+tokenizer=spm:$data/tokenizer.model
+
+if [ ! -f $data/validation.idx ]; then
+    echo "== corpus: the Python standard library's own sources"
+    python tools/build_corpus.py --output $data
+    echo "== tokenizer: sentencepiece BPE"
+    python tools/train_tokenizer.py --input $data/train.jsonl --output $data/tokenizer.model --vocab_size 4096 --sample_mb 4
+    echo "== tokens"
+    for part in train validation; do
+        python tools/preprocess_data.py --input $data/$part.jsonl --output $data/$part --tokenizer $tokenizer \
+            --workers "$(nproc)" --append_eod
+    done
+fi
+
+# On GPUs the largest of these layouts that they allow, over NCCL; without GPUs 8 ranks on the CPU, over gloo.
+gpus=$(python -c 'from megapar.device import cuda_devices; print(cuda_devices())')
+case $gpus in
+    1) layout="--launch.nproc 1 --parallel.dp 1 --parallel.tp 1 --parallel.pp 1" ;;
+    2 | 3) layout="--launch.nproc 2 --parallel.dp 1 --parallel.tp 2 --parallel.pp 1" ;;
+    4 | 5 | 6 | 7) layout="--launch.nproc 4 --parallel.dp 1 --parallel.tp 2 --parallel.pp 2" ;;
+    *) layout="--launch.nproc 8 --parallel.dp 2 --parallel.tp 2 --parallel.pp 2" ;;
+esac
+echo "== pretraining: $layout"
+python pretrain_scripts/pretrain.py --config pretrain_scripts/configs/quickstart.toml --run_dir $run $layout
+
+echo "== what the loss means: entropies of the same held-out tokens, counted in the training tokens"
+python tools/entropy.py --train $data/train --validation $data/validation --tokenizer $tokenizer \
+    --validation_tokens 32769 --json $run/entropies.json
+python tools/summarize.py $run --entropies $run/entropies.json --unigram_margin 1.0
+
+checkpoint=$(ls -d $run/checkpoints/step_* | tail -n 1)
+echo "== a sample"
+python tools/generate.py --checkpoint "$checkpoint" --prompt "def read(self, " --tokens 120
+echo "== pictures"
+python tools/plot.py $run --entropies $run/entropies.json
+echo "== everything lies in $run: config.toml, metrics.jsonl, tensorboard/, checkpoints/, loss.png, timeline.png"

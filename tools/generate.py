@@ -1,0 +1,86 @@
+"""Continue a text with a trained model: one process, whatever layout trained it."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import tyro
+from megapar_models.build import build_stages
+from megapar_models.stage import Stage
+
+from megapar import context
+from megapar.batch import MicroBatch
+from megapar.checkpoint.format import read_manifest
+from megapar.checkpoint.load import load_weights, weight_slices
+from megapar.config import Config, ParallelConfig, unflatten
+from megapar.data.tokenizer import load_tokenizer
+from megapar.errors import reported
+from megapar.validate import validate, weight_options
+
+
+@dataclass
+class Arguments:
+    """Sample text from a checkpoint."""
+
+    checkpoint: Path
+    """Folder of one checkpoint, such as RUN_DIR/checkpoints/step_00000300."""
+    prompt: str
+    """Text to continue."""
+    tokens: int = 200
+    """Tokens to add; generation stops earlier at the end of the document."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the likeliest token."""
+    seed: int = 0
+    """Of the sampling."""
+
+
+def load_model(checkpoint: Path) -> tuple[Config, Stage]:
+    """The whole model in one stage, in evaluation mode. Raises CheckpointError if the checkpoint is damaged."""
+    saved = {path: _tuples(value) for path, value in read_manifest(checkpoint).trainer["config"].items()}
+    config = validate(replace(unflatten(saved), parallel=ParallelConfig()), world_size=1)
+    ctx = context.create()
+    stage = build_stages(config, ctx)[0]
+    load_weights(checkpoint, slices=weight_slices(stage.parameters()), ctx=ctx, model_config=weight_options(config))
+    return config, stage.eval()
+
+
+def _tuples(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@torch.no_grad()
+def next_logits(stage: Stage, ids: list[int], vocab_size: int) -> torch.Tensor:
+    """Logits [vocab_size], fp32, of what follows `ids`."""
+    tokens_bs = torch.tensor([ids])
+    zero = torch.zeros(1, dtype=torch.int64)
+    batch = MicroBatch(tokens_bs, tokens_bs, torch.zeros(tokens_bs.shape), zero)
+    return stage.logits(stage.hidden(None, batch)[-1:])[0, 0, :vocab_size].float()
+
+
+def generate(config: Config, stage: Stage, prompt: list[int], eod: int, args: Arguments) -> list[int]:
+    """`prompt` and what follows; the model sees the last `max_position_embeddings` tokens."""
+    generator = torch.Generator().manual_seed(args.seed)
+    ids = list(prompt)
+    for _ in range(args.tokens):
+        logits = next_logits(stage, ids[-config.model.max_position_embeddings :], config.model.vocab_size)
+        if args.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            token = int(torch.multinomial((logits / args.temperature).softmax(0), 1, generator=generator))
+        if token == eod:
+            break
+        ids.append(token)
+    return ids
+
+
+def main() -> None:
+    args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    with reported():
+        config, stage = load_model(args.checkpoint)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        prompt = tokenizer.encode(args.prompt) or [tokenizer.eod]
+        print(tokenizer.decode(generate(config, stage, prompt, tokenizer.eod, args)))
+
+
+if __name__ == "__main__":
+    main()
