@@ -1,0 +1,216 @@
+"""AdamW on flat shards, the gradient norm and clipping."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megapar import context
+from megapar.config import OptimizerConfig
+from megapar.data_parallel.grad_buffer import GradBuffer
+from megapar.optimizer.adamw import AdamW
+from megapar.optimizer.clip import clip_coefficient, grad_norm
+from megapar.params import ZEROS, ParamSpec, parameter, replicated
+from tests.distributed import run_ranks
+from tests.toy import DECAYED, Toy
+
+OPTIONS = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+# Decay is what the spec says: a matrix without and a vector with it are among them.
+SHAPES = {"matrix": (9, 13), "vector": (70,), "table": (5, 31), "one": (1,)}
+DECAY = {"matrix": True, "vector": True, "table": False, "one": False}
+
+
+def make(dtype: torch.dtype, bucket_mb: float = 64.0) -> tuple[nn.Module, GradBuffer, AdamW]:
+    ctx = context.single()
+    module = nn.Module()
+    for name, shape in SHAPES.items():
+        spec = ParamSpec((replicated(name, shape, ctx.tp),), ZEROS, decay=DECAY[name])
+        param = parameter(spec, shape, dtype=dtype, device="cpu")
+        param.data.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))))
+        module.register_parameter(name, param)
+    buffer = GradBuffer([module], ctx, zero_stage=1, bucket_mb=bucket_mb, overlap=True)
+    return module, buffer, AdamW(buffer, OPTIONS)
+
+
+def random_gradients(step: int) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    for name, shape in SHAPES.items():
+        yield (
+            name,
+            torch.randn(shape, generator=generator) * 10.0 ** float(torch.randint(-4, 1, (), generator=generator)),
+        )
+
+
+def set_gradients(module: nn.Module, buffer: GradBuffer, step: int) -> None:
+    buffer.zero()
+    for name, grad in random_gradients(step):
+        getattr(module, name).main_grad.add(grad)
+    buffer.finish()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_20_steps_equal_torch_adamw_with_decay_as_declared(dtype: torch.dtype) -> None:
+    """Moments, weights and padding; bf16 parameters are the rounded fp32 main weights (rows 34, 41)."""
+    module, buffer, adamw = make(dtype)
+    reference = {name: nn.Parameter(p.detach().float().clone()) for name, p in module.named_parameters()}
+    groups = [
+        {"params": [reference[name]], "weight_decay": OPTIONS.weight_decay if DECAY[name] else 0.0} for name in SHAPES
+    ]
+    theirs = torch.optim.AdamW(groups, lr=OPTIONS.lr, betas=OPTIONS.betas, eps=OPTIONS.eps)
+    for step in range(20):
+        coefficient = 1.0 / (1 + step % 3)
+        lr = OPTIONS.lr * (1 + step)
+        set_gradients(module, buffer, step)
+        adamw.step(lr, torch.tensor(coefficient) if step % 3 else None)
+        for group in theirs.param_groups:
+            group["lr"] = lr
+        for name, grad in random_gradients(step):
+            reference[name].grad = grad * coefficient
+        theirs.step()
+    assert adamw.step_count == 20
+    for s in adamw.slices():
+        state = theirs.state[reference[s.spec.name]]
+        assert (s.start, s.stop) == (0, s.param.numel())
+        for ours, want in [
+            (s.main, reference[s.spec.name]),
+            (s.exp_avg, state["exp_avg"]),
+            (s.exp_avg_sq, state["exp_avg_sq"]),
+        ]:
+            want = want.detach().flatten()
+            assert (ours - want).norm() <= 2e-6 * want.norm(), s.spec.name
+        assert torch.equal(s.param.flatten(), s.main.to(dtype))
+    for slot in buffer.slots:
+        assert not buffer.params[slot.stop : slot.end].any(), "padding moved"
+
+
+def test_bucket_size_changes_no_bit() -> None:
+    """Parameters and moments lie elsewhere in the buffers; each element's update is the same (row 36)."""
+    results = []
+    for bucket_mb in (64.0, 1e-6, 5e-4):
+        module, buffer, adamw = make(torch.float32, bucket_mb)
+        for step in range(20):
+            set_gradients(module, buffer, step)
+            adamw.step(0.01, clip_coefficient(grad_norm(buffer, buffer.ctx), 1.0))
+        results.append({s.spec.name: torch.stack([s.main, s.exp_avg, s.exp_avg_sq]) for s in adamw.slices()})
+    for result in results[1:]:
+        assert all(torch.equal(result[name], results[0][name]) for name in SHAPES)
+
+
+def test_fp32_main_weights_are_the_parameters_and_bf16_ones_keep_small_updates() -> None:
+    module, buffer, adamw = make(torch.float32)
+    assert all(s.main.data_ptr() == s.param.data_ptr() for s in adamw.slices())
+    module, buffer, adamw = make(torch.bfloat16)
+    before = {s.spec.name: s.main.clone() for s in adamw.slices()}
+    set_gradients(module, buffer, 0)
+    adamw.step(1e-7)
+    assert all((s.main != before[s.spec.name]).any() for s in adamw.slices())
+
+
+def test_weights_loaded_without_optimizer_state_are_what_training_goes_on_from() -> None:
+    """(row 40)"""
+    module, buffer, adamw = make(torch.bfloat16)
+    set_gradients(module, buffer, 0)
+    adamw.step(0.01)
+    loaded = {name: torch.full(shape, 2.0 + i, dtype=torch.bfloat16) for i, (name, shape) in enumerate(SHAPES.items())}
+    for name, param in module.named_parameters():
+        param.data.copy_(loaded[name])
+    adamw.refresh_main_from_params()
+    set_gradients(module, buffer, 1)
+    adamw.step(0.0)
+    assert all(torch.equal(param, loaded[name]) for name, param in module.named_parameters())
+    set_gradients(module, buffer, 2)
+    adamw.step(0.1)
+    for name, param in module.named_parameters():
+        moved = (param - loaded[name]).abs().max()
+        assert 0 < moved < 0.5, name
+
+
+def test_main_weights_loaded_from_a_checkpoint_reach_the_parameters() -> None:
+    module, _, adamw = make(torch.bfloat16)
+    for s in adamw.slices():
+        s.main.fill_(1 / 3)
+    adamw.refresh_params_from_main()
+    third = torch.tensor(1 / 3).bfloat16()
+    assert all(param.eq(third).all() for param in module.parameters())
+
+
+def test_a_loaded_step_count_decides_the_bias_correction() -> None:
+    """State and step count of one optimizer, put into another, give the same next step, bitwise."""
+    module, buffer, adamw = make(torch.float32)
+    for step in range(3):
+        set_gradients(module, buffer, step)
+        adamw.step(0.01)
+    other_module, other_buffer, other = make(torch.float32)
+    for mine, theirs in zip(adamw.slices(), other.slices(), strict=True):
+        for name in ("main", "exp_avg", "exp_avg_sq"):
+            getattr(theirs, name).copy_(getattr(mine, name))
+    other.step_count = adamw.step_count
+    for a, b, c in [(module, buffer, adamw), (other_module, other_buffer, other)]:
+        set_gradients(a, b, 3)
+        c.step(0.01)
+    assert other.step_count == 4
+    assert torch.equal(other_buffer.params, buffer.params)
+
+
+def test_the_gradients_are_left_clipped() -> None:
+    module, buffer, adamw = make(torch.float32)
+    set_gradients(module, buffer, 0)
+    norm = grad_norm(buffer, buffer.ctx)
+    adamw.step(0.01, clip_coefficient(norm, norm.item() / 4))
+    assert grad_norm(buffer, buffer.ctx).item() == pytest.approx(norm.item() / 4, rel=1e-4)
+
+
+def test_the_norm_of_many_elements_is_exact() -> None:
+    """4 million: a plain fp32 sum of squares errs by 1e-4 here (row 33)."""
+    module = nn.Module()
+    ctx = context.single()
+    spec = ParamSpec((replicated("w", (2**22,), ctx.tp),), ZEROS, decay=True)
+    module.w = parameter(spec, (2**22,), dtype=torch.float32, device="cpu")
+    buffer = GradBuffer([module], ctx, zero_stage=0, bucket_mb=64.0, overlap=True)
+    buffer.grads.normal_(generator=torch.Generator().manual_seed(0))
+    norm = grad_norm(buffer, ctx)
+    assert norm.dtype == torch.float32
+    assert norm.shape == ()
+    assert norm.item() == pytest.approx(buffer.grads.double().norm().item(), rel=1e-7)
+
+
+def test_clip_coefficient() -> None:
+    assert clip_coefficient(torch.tensor(4.0), 1.0).item() == pytest.approx(1.0 / 4.000001)
+    assert clip_coefficient(torch.tensor(0.5), 1.0).item() == 1.0
+    assert clip_coefficient(torch.tensor(0.0), 1.0).item() == 1.0
+    assert clip_coefficient(torch.tensor(torch.inf), 1.0).item() == 0.0
+    assert clip_coefficient(torch.tensor(torch.nan), 1.0).isnan()
+
+
+def changed_by_decay_alone() -> list[dict[str, bool]]:
+    """For tp 2 and dp 2, ZeRO 0 and 1: which tensors a step without gradients changes."""
+    found = []
+    for tp, dp in ((2, 1), (1, 2)):
+        ctx = context.create(tp=tp, dp=dp)
+        for zero_stage in (0, 1):
+            toy = Toy(ctx)
+            before = {name: param.detach().clone() for name, param in toy.named_parameters()}
+            buffer = GradBuffer([toy], ctx, zero_stage=zero_stage, bucket_mb=1e-4, overlap=True)
+            adamw = AdamW(buffer, OPTIONS)
+            buffer.finish()
+            adamw.step(0.5)
+            for name, param in toy.named_parameters():
+                want = before[name] * 0.95
+                assert torch.equal(param, before[name]) or (param - want).norm() <= 1e-6 * want.norm()
+            found.append(
+                {
+                    piece.name: not torch.equal(param, before[name])
+                    for name, param in toy.named_parameters()
+                    for piece in param.spec.pieces
+                }
+            )
+    return found
+
+
+def test_the_same_tensors_decay_in_every_layout() -> None:
+    """(row 41)"""
+    for rank in run_ranks(2, changed_by_decay_alone):
+        for changed in rank:
+            assert {name for name, decayed in changed.items() if decayed} == DECAYED
+            assert {"norm", "bias", "scale"} <= set(changed)
