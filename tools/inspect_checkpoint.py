@@ -110,13 +110,12 @@ def show(report: dict[str, Any], console: Console) -> None:
         table.add_row(name, shape, entries[0]["dtype"], ", ".join(states), str(sum(e["chunks"] for e in entries)))
     console.print(table)
     layout = ", ".join(f"{key} {value}" for key, value in report["layout"].items())
-    console.print(f"{report['path']}: step {report['step']}, {report['consumed_samples']:,} samples consumed")
-    console.print(f"{report['parameters']:,} parameters; {report['bytes']:,} bytes in {report['files']} files")
-    console.print(f"written by {layout or 'an unstated layout'}; verified by {report['verified']}")
+    print(f"{report['path']}: step {report['step']}, {report['consumed_samples']:,} samples consumed")
+    print(f"{report['parameters']:,} parameters; {report['bytes']:,} bytes in {report['files']} files")
+    print(f"written by {layout or 'an unstated layout'}; verified by {report['verified']}")
     if "compared" in report:
-        console.print(f"compared with {report['compared']}: {len(report['differences'])} differences")
-        for line in report["differences"]:
-            console.print(f"  {line}", highlight=False, markup=False)
+        print(f"compared with {report['compared']}: {len(report['differences'])} differences")
+        print("".join(f"  {line}\n" for line in report["differences"]), end="")
 
 
 def inspect(options: Options) -> int:

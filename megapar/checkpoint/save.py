@@ -30,7 +30,7 @@ from megapar.checkpoint.format import (
     sync_folder,
     write_manifest,
 )
-from megapar.context import ParallelContext
+from megapar.context import Axis, ParallelContext
 from megapar.errors import StorageError
 from megapar.params import Piece
 
@@ -60,8 +60,7 @@ def save(
     Raises StorageError on every rank if any rank fails; `root` is then as it was before.
     """
     doing = f"checkpoint of step {step} not saved"
-    held = list(slices)
-    mine = held[ctx.grad.rank :: ctx.grad.size] if replicated else held
+    mine = share(slices, ctx.grad, replicated)
     needed = sum(comm.gather_json(_stored_bytes(mine), ctx.world, ctx.device))
     name = together(lambda: _prepare(root, step, needed) if ctx.world.first else None, ctx, StorageError, doing)
     temporary = root / comm.gather_json(name, ctx.world, ctx.device)[0]
@@ -82,6 +81,11 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     return root / folder_name(step)
+
+
+def share(slices: Iterable[StateSlice], grad: Axis, replicated: bool) -> list[StateSlice]:
+    """The slices that this rank writes: all, or every n-th of those that all n ranks of `grad` hold."""
+    return list(slices)[grad.rank :: grad.size] if replicated else list(slices)
 
 
 def owned_boxes(item: StateSlice) -> Iterator[tuple[Piece, Box]]:

@@ -1,0 +1,365 @@
+"""Saving and loading over real ranks: bitwise resume, other layouts, failures that all ranks share, and kill -9."""
+
+import multiprocessing
+import random
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megapar_models.build import build_stages
+from torch import Tensor
+
+from megapar import context
+from megapar.batch import MicroBatch
+from megapar.checkpoint.format import STATE, checkpoint_folders, find_complete, read_manifest
+from megapar.checkpoint.load import Reader, choose, load, load_weights, weight_slices
+from megapar.checkpoint.save import save
+from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.context import ParallelContext
+from megapar.errors import CheckpointError, MegaparError, StorageError
+from megapar.params import ZEROS, ParamSpec, sharded
+from megapar.random import initialise
+from megapar.train.step import TrainState, train_step
+from megapar.train.trainer import assemble
+from megapar.validate import validate
+from tests.distributed import run_ranks
+from tests.test_checkpoint_format import load_toy, save_toy, toy_slices
+
+SAMPLES, LENGTH = 4, 8
+MODEL = ModelConfig(
+    hidden_size=12,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=4,
+    intermediate_size=20,
+    vocab_size=131,
+    tie_word_embeddings=True,
+)
+MODEL_CONFIG = {"hidden_size": 12, "num_hidden_layers": 3}
+
+
+def make_config(precision: str = "fp32", zero_stage: int = 1, **parallel: Any) -> Config:
+    config = Config(
+        model=MODEL,
+        parallel=ParallelConfig(**parallel),
+        train=TrainConfig(global_batch_size=SAMPLES, seq_length=LENGTH, precision=precision),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=1e-2, zero_stage=zero_stage, bucket_mb=1 / 1024),  # type: ignore[arg-type]
+    )
+    return validate(config, config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1))
+
+
+def make_state(config: Config, seed: int = 1) -> TrainState:
+    parallel = config.parallel
+    ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp)
+    stages = build_stages(config, ctx)
+    initialise(stages.values(), seed)
+    return assemble(config, ctx, stages)
+
+
+def step(state: TrainState) -> None:
+    """Train on samples that the step number decides."""
+    ctx = state.ctx
+    tokens = torch.randint(131, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(state.step))
+    batches = []
+    for sample in range(ctx.dp.rank, SAMPLES, ctx.dp.size):
+        row = tokens[sample : sample + 1]
+        ids = torch.tensor([state.consumed_samples + sample])
+        batches.append(MicroBatch(row[:, :-1], row[:, 1:], torch.rand(1, LENGTH), ids))
+    train_step(state, batches)
+
+
+def save_state(state: TrainState, root: Path) -> Path:
+    return save(
+        root,
+        slices=state.optimizer.slices(),
+        ctx=state.ctx,
+        replicated=not state.grads.sharded,
+        step=state.step,
+        consumed_samples=state.consumed_samples,
+        layout={"tp": state.ctx.tp.size, "pp": state.ctx.pp.size, "dp": state.ctx.dp.size},
+        model_config=MODEL_CONFIG,
+        trainer={"adam_step": state.optimizer.step_count},
+        data={},
+    )
+
+
+def load_state(state: TrainState, path: Path) -> None:
+    """Resume as a trainer does."""
+    manifest = load(path, slices=state.optimizer.slices(), ctx=state.ctx, model_config=MODEL_CONFIG)
+    state.optimizer.refresh_params_from_main()
+    state.optimizer.step_count = manifest.trainer["adam_step"]
+    state.step, state.consumed_samples = manifest.step, manifest.consumed_samples
+
+
+def contents(state: TrainState) -> list[Tensor]:
+    """All that a step reads of this rank's past."""
+    kept = [getattr(item, name).clone() for item in state.optimizer.slices() for name in STATE]
+    return [*kept, state.grads.params.clone(), torch.tensor([state.step, state.optimizer.step_count])]
+
+
+def resume_twice(root: str, configs: list[Config]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    found = []
+    for number, config in enumerate(configs):
+        torch.manual_seed(number)
+        straight = make_state(config)
+        for _ in range(2):
+            step(straight)
+        path = save_state(straight, Path(root) / str(number))
+        torch.manual_seed(99)
+        step(straight)
+        resumed = make_state(config, seed=2)
+        assert choose("auto", path.parent, resumed.ctx) == path
+        load_state(resumed, path)
+        torch.manual_seed(99)
+        step(resumed)
+        found.append((contents(straight), contents(resumed)))
+    return found
+
+
+CONFIGS = [
+    make_config(tp=2, pp=2, dp=1),
+    make_config(tp=2, dp=2, sequence_parallel=True),
+    make_config(dp=2, pp=2, precision="bf16"),
+    make_config(dp=4, zero_stage=0),
+    make_config(tp=4, dp=1, precision="bf16"),
+]
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(tmp_path: Path) -> None:
+    """Row 43: weights, main weights, moments and their dtypes after the next step, in every kind of layout."""
+    for rank in run_ranks(4, resume_twice, str(tmp_path), CONFIGS):
+        for config, (straight, resumed) in zip(CONFIGS, rank, strict=True):
+            assert len(straight) == len(resumed)
+            for expected, actual in zip(straight, resumed, strict=True):
+                assert actual.dtype == expected.dtype
+                assert torch.equal(actual, expected), config.parallel
+
+
+def save_load_save(root: str, configs: list[Config]) -> None:
+    path = None
+    for number, config in enumerate(configs):
+        state = make_state(config)
+        if path is None:
+            step(state)
+        else:
+            load_state(state, path)
+        path = save_state(state, Path(root) / str(number))
+
+
+def test_a_checkpoint_wanders_through_layouts_unchanged(tmp_path: Path) -> None:
+    """Row 45, over real ranks: what each layout loaded and saved again is what the first one saved."""
+    run_ranks(4, save_load_save, str(tmp_path), CONFIGS)
+    paths = [tmp_path / str(number) / "step_00000001" for number in range(len(CONFIGS))]
+    with Reader(paths[0], read_manifest(paths[0])) as first:
+        for path in paths[1:]:
+            with Reader(path, read_manifest(path)) as later:
+                assert later.manifest.tensors.keys() == first.manifest.tensors.keys()
+                assert later.manifest.trainer == first.manifest.trainer
+                for name in first.manifest.tensors:
+                    assert torch.equal(first.tensor(name), later.tensor(name)), name
+
+
+def cut_slices(ctx: ParallelContext) -> list[Any]:
+    """One tensor cut over all ranks."""
+    rows = (3 * ctx.world.rank, 3 * ctx.world.rank + 3)
+    spec = ParamSpec((sharded("p", (3 * ctx.world.size, 50), 0, rows),), ZEROS, decay=True)
+    state = {name: torch.full((150,), float(ctx.world.rank)) for name in STATE}
+    return [SimpleNamespace(spec=spec, start=0, stop=150, **state)]
+
+
+@contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """Writing beyond `size` bytes fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def outcome(action: Any) -> tuple[str, int, str]:
+    try:
+        action()
+    except MegaparError as error:
+        return type(error).__name__, error.exit_code, str(error)
+    return "", 0, ""
+
+
+def fail_in_turn(root: str) -> list[tuple[str, int, str]]:
+    """Save once, then let each kind of trouble befall one rank or all."""
+    ctx = context.create(tp=1, dp=4, pp=1)
+    folder, mine, rank = Path(root), cut_slices(ctx), ctx.world.rank
+    facts = {"consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
+
+    def attempt(slices: list[Any], where: Path = folder) -> None:
+        save(where, slices=slices, ctx=ctx, replicated=False, step=2, **facts)  # type: ignore[arg-type]
+
+    save(folder, slices=mine, ctx=ctx, replicated=False, step=1, **facts)  # type: ignore[arg-type]
+    outcomes = []
+    with files_limited_to(500 if rank == 2 else resource.RLIM_INFINITY):
+        outcomes.append(outcome(lambda: attempt(mine)))
+    outcomes.append(outcome(lambda: attempt([] if rank == 1 else mine)))
+    outcomes.append(outcome(lambda: attempt([*mine, *cut_slices(ctx)] if rank == 3 else mine)))
+    large = ParamSpec((sharded("p", (10**15,), 0, (0, 10**15)),), ZEROS, decay=True)
+    huge = SimpleNamespace(**{**vars(mine[0]), "spec": large, "stop": 10**15})
+    outcomes.append(outcome(lambda: attempt([huge] if rank == 3 else mine)))
+    outcomes.append(outcome(lambda: attempt(mine, folder / "step_00000001" / "manifest.json")))
+    return outcomes
+
+
+def test_a_failed_save_is_reported_on_every_rank_and_leaves_what_was_there(tmp_path: Path) -> None:
+    """Row K7 of the fault list: one rank cannot write, elements missing or twice, too little space, a path that is a
+    file."""
+    ranks = run_ranks(4, fail_in_turn, str(tmp_path))
+    said = ["(rank 2): ", "(rank 0): ", "(rank 0): ", "(rank 0): ", "(rank 0): "]
+    why = ["rank_00002.safetensors", "cover 450 of 600", "overlap", "free some space", "manifest.json"]
+    for outcomes in ranks:
+        assert outcomes == ranks[0]
+        for (kind, code, message), who, reason in zip(outcomes, said, why, strict=True):
+            assert (kind, code) == ("StorageError", StorageError.exit_code)
+            assert who in message
+            assert reason in message
+            assert "\n" not in message
+    assert "bytes needed" in ranks[0][0][2]
+    assert "12,000,0" in ranks[0][3][2]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
+    assert [p.name for p in find_complete(tmp_path)] == ["step_00000001"]
+
+
+def load_wrongly(root: str) -> list[tuple[str, int, str]]:
+    ctx = context.create(tp=1, dp=4, pp=1)
+    folder, mine = Path(root), cut_slices(ctx)
+    facts = {"consumed_samples": 0, "layout": {}, "model_config": {"layers": 3}, "trainer": {}, "data": {}}
+    path = save(folder, slices=mine, ctx=ctx, replicated=False, step=1, **facts)  # type: ignore[arg-type]
+    outcomes = [outcome(lambda: load(path, slices=mine, ctx=ctx, model_config={"layers": 4}))]
+    other = SimpleNamespace(**{**vars(mine[0]), "spec": ParamSpec((sharded("q", (12,), 0, (0, 12)),), ZEROS, True)})
+    unknown = [other] if ctx.world.rank == 3 else []
+    outcomes.append(outcome(lambda: load(path, slices=[*mine, *unknown], ctx=ctx, model_config={"layers": 3})))
+    if ctx.world.rank == 1:
+        shard = path / "rank_00001.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+    outcomes.append(outcome(lambda: load(path, slices=mine, ctx=ctx, model_config={"layers": 3})))
+    outcomes.append(outcome(lambda: choose("auto", folder / "step_00000001" / "none", ctx)))
+    return outcomes
+
+
+def test_a_load_fails_on_every_rank_alike(tmp_path: Path) -> None:
+    """One rank's missing tensor or damaged chunk is everyone's error, in the same words (rows 45, K3, K9, K10)."""
+    ranks = run_ranks(4, load_wrongly, str(tmp_path))
+    for outcomes in ranks:
+        assert outcomes == ranks[0]
+        assert [code for _, code, _ in outcomes] == [4, 4, 4, 0]
+    assert "model.layers: 3 | 4" in ranks[0][0][2]
+    assert "main.q: missing | [12]" in ranks[0][1][2]
+    assert "(rank 1): " in ranks[0][2][2]
+    assert "rank_00001.safetensors: chunk " in ranks[0][2][2]
+
+
+def write_for_ever(root: Path, first: int, done: Connection) -> None:
+    number = first
+    while True:
+        save_toy(root, number)
+        done.send(number)
+        number += 1
+
+
+def test_kill_9_loses_no_complete_checkpoint(tmp_path: Path) -> None:
+    """Row 47: after each kill all folders are complete, none reported as saved is gone, the newest loads bitwise."""
+    torch.set_num_threads(1)
+    fork, chance = multiprocessing.get_context("fork"), random.Random(0)
+    saved = killed_inside = 0
+    for _ in range(10):
+        receive, send = fork.Pipe(duplex=False)
+        writer = fork.Process(target=write_for_ever, args=(tmp_path, saved + 1, send))
+        writer.start()
+        assert receive.poll(30)
+        time.sleep(chance.random() * 0.05)
+        writer.kill()
+        writer.join()
+        while receive.poll():
+            saved = receive.recv()
+        killed_inside += len(list(tmp_path.glob(".tmp-*")))
+        complete = list(find_complete(tmp_path))
+        assert complete == checkpoint_folders(tmp_path)
+        newest = int(complete[0].name.removeprefix("step_"))
+        assert newest in (saved, saved + 1)
+        target = toy_slices(0)
+        load_toy(complete[0], target)
+        for loaded, expected in zip(target, toy_slices(newest), strict=True):
+            assert all(torch.equal(getattr(loaded, name), getattr(expected, name)) for name in STATE)
+        saved = newest
+    assert killed_inside, "no kill fell into a save: the test proves nothing"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("into", ["optimizer", "parameters"])
+def test_weights_alone_are_where_training_goes_on_from(tmp_path: Path, precision: str, into: str) -> None:
+    """Row 40: a step of learning rate 0 changes no bit, a later step moves from the loaded weights."""
+    config = make_config(precision=precision)
+    source = make_state(config, seed=1)
+    step(source)
+    path = save_state(source, tmp_path)
+    state = make_state(config, seed=2)
+    if into == "optimizer":
+        load_weights(path, slices=state.optimizer.slices(), ctx=state.ctx, model_config=MODEL_CONFIG)
+        state.optimizer.refresh_params_from_main()
+    else:
+        params = [param for stage in state.pipeline.stages.values() for param in stage.parameters()]
+        load_weights(path, slices=weight_slices(params), ctx=state.ctx, model_config=MODEL_CONFIG)
+        state.optimizer.refresh_main_from_params()
+    loaded = state.grads.params.clone()
+    assert torch.equal(loaded, source.grads.params)
+    assert all(not item.exp_avg.any() and not item.exp_avg_sq.any() for item in state.optimizer.slices())
+    state.grads.grads.uniform_(-1, 1)
+    state.optimizer.step(lr=0.0)
+    assert torch.equal(state.grads.params, loaded)
+    state.optimizer.step(lr=1e-2)
+    moved = (state.grads.params - loaded).abs()
+    assert 0 < moved.max() < 0.05
+
+
+def test_a_checkpoint_asked_for_by_name_must_be_complete(tmp_path: Path) -> None:
+    """Row K4: never another one in its place."""
+    save_toy(tmp_path, 1)
+    path = save_toy(tmp_path, 2)
+    (path / "manifest.json").unlink()
+    chosen = choose(str(path), tmp_path, context.single())
+    assert chosen == path
+    with pytest.raises(CheckpointError, match=r"step_00000002: incomplete"):
+        load_toy(chosen, toy_slices(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_state_on_a_gpu_is_saved_and_loaded_bitwise(tmp_path: Path) -> None:
+    """Boxes that are cut within rows, so that copies into the device's memory are strided."""
+    device = torch.device("cuda", 0)
+    ctx, piece = context.single(device), sharded("p", (6, 5), 1, (0, 5))
+
+    def cut(bounds: list[int], values: Tensor) -> list[Any]:
+        spec = ParamSpec((piece,), ZEROS, decay=True)
+        flats = [values.flatten()[a:b].clone() for a, b in pairwise(bounds)]
+        return [
+            SimpleNamespace(spec=spec, start=a, stop=b, **{name: flat.clone() for name in STATE})
+            for (a, b), flat in zip(pairwise(bounds), flats, strict=True)
+        ]
+
+    values = torch.randn(6, 5, device=device)
+    facts = {"step": 1, "consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
+    path = save(tmp_path, slices=cut([0, 13, 30], values), ctx=ctx, replicated=False, **facts)  # type: ignore[arg-type]
+    target = cut([0, 3, 11, 22, 30], torch.zeros_like(values))
+    load(path, slices=target, ctx=ctx, model_config={})
+    for name in STATE:
+        loaded = torch.cat([getattr(item, name) for item in target]).view(6, 5)
+        assert loaded.device == device
+        assert torch.equal(loaded, values)

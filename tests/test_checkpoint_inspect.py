@@ -1,0 +1,92 @@
+"""The inspection tool: what it says of a checkpoint, and its exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapar import context
+from megapar.checkpoint.format import STATE
+from megapar.checkpoint.save import save
+from tests.test_checkpoint_format import MODEL, edit_bytes, flip_bit, save_toy, toy_slices
+from tools.inspect_checkpoint import Options, inspect
+
+TOOL = Path(__file__).parents[1] / "tools" / "inspect_checkpoint.py"
+
+
+def test_the_report_says_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, report = save_toy(tmp_path, 3), tmp_path / "report.json"
+    assert inspect(Options(path, verify="crc", json=report)) == 0
+    found = json.loads(report.read_text())
+    assert (found["step"], found["consumed_samples"], found["parameters"], found["verified"]) == (3, 24, 37, "crc")
+    assert found["bytes"] == (path / "rank_00000.safetensors").stat().st_size
+    assert found["model_config"] == MODEL
+    assert found["tensors"].keys() == {f"{state}.p{number}" for state in STATE for number in range(2)}
+    assert found["tensors"]["exp_avg.p0"] == {"shape": [6, 5], "dtype": "float32", "chunks": 1}
+    printed = capsys.readouterr().out
+    assert "6 x 5" in printed
+    assert "exp_avg, exp_avg_sq, main" in printed
+    assert "step 3, 24 samples" in printed
+
+
+def test_two_checkpoints_are_compared_bit_by_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same state counts as equal whatever layout wrote it; a sign of zero and a NaN are told apart."""
+    first, again = save_toy(tmp_path / "a", 3), save_toy(tmp_path / "b", 3)
+    assert inspect(Options(first, compare=again)) == 0
+    slices = toy_slices(3)
+    slices[0].main[7] += 0.5
+    slices[1].exp_avg[2] = torch.nan
+    facts = {"consumed_samples": 32, "layout": {"dp": 2}, "trainer": {"lr": 0.1, "loss_scale": 1 / 3}}
+    other = save(
+        tmp_path / "c",
+        slices=slices,
+        ctx=context.single(),
+        replicated=False,
+        step=3,
+        model_config={**MODEL, "rope": {"factor": 2.0}},
+        data={"seed": 5},
+        **facts,  # type: ignore[arg-type]
+    )
+    report = tmp_path / "report.json"
+    assert inspect(Options(first, compare=other, json=report)) == 4
+    assert json.loads(report.read_text())["differences"] == [
+        "consumed_samples: 24 | 32",
+        "model_config.rope.factor: 1.0 | 2.0",
+        "exp_avg.p1: 1 of 7 elements differ, by at most nan",
+        "main.p0: 1 of 30 elements differ, by at most 0.5",
+    ]
+    slices = toy_slices(3)
+    slices[0].main[0] = 0.0
+    save_zero = [tmp_path / "d", tmp_path / "e"]
+    for folder, zero in zip(save_zero, (0.0, -0.0), strict=True):
+        slices[0].main[0] = zero
+        save(
+            folder,
+            slices=slices,
+            ctx=context.single(),
+            replicated=False,
+            step=3,
+            consumed_samples=0,
+            layout={},
+            model_config={},
+            trainer={},
+            data={},
+        )
+    capsys.readouterr()
+    assert inspect(Options(save_zero[0] / "step_00000003", compare=save_zero[1] / "step_00000003")) == 4
+    assert "main.p0" in capsys.readouterr().out
+
+
+def test_damage_ends_with_one_line_and_exit_code_4(tmp_path: Path) -> None:
+    """Sizes alone do not show a flipped bit; the CRC does."""
+    path = save_toy(tmp_path, 3)
+    edit_bytes(path, flip_bit)
+    assert inspect(Options(path)) == 0
+    run = subprocess.run([sys.executable, TOOL, path, "--verify", "crc"], capture_output=True, text=True)
+    assert run.returncode == 4
+    assert len(run.stderr.splitlines()) == 1
+    assert f"{path}/rank_00000.safetensors: chunk " in run.stderr
+    assert "CRC-32" in run.stderr

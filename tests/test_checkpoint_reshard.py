@@ -1,0 +1,253 @@
+"""Any layout's checkpoint loads into any other, bit for bit: all ranks of both are made here, one after the other."""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from megapar_models.build import build_stages, logical_tensors
+from torch import Tensor
+
+from megapar.checkpoint.format import STATE, read_manifest
+from megapar.checkpoint.load import differences, fill, load_weights, weight_slices
+from megapar.checkpoint.save import publish, share, write_part
+from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.context import Axis, ParallelContext, coordinates, single
+from megapar.data_parallel.grad_buffer import GradBuffer
+from megapar.errors import CheckpointError
+from megapar.optimizer.adamw import AdamW, ShardSlice
+from megapar.params import ParamSpec
+from megapar.validate import validate
+
+LLAMA = ModelConfig(
+    family="llama",
+    hidden_size=12,
+    num_hidden_layers=4,
+    num_attention_heads=12,
+    num_key_value_heads=3,
+    head_dim=2,
+    intermediate_size=20,
+    vocab_size=131,
+    attention_bias=True,
+    qk_norm=True,
+)
+ONE_KV_HEAD = replace(LLAMA, num_key_value_heads=1, tie_word_embeddings=True)
+GPT = ModelConfig(
+    family="gpt",
+    hidden_size=12,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=3,
+    intermediate_size=20,
+    vocab_size=131,
+    max_position_embeddings=9,
+    tie_word_embeddings=True,
+)
+FACTS = {"step": 3, "consumed_samples": 24, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int = 1
+    zero_stage: int = 1
+    bucket_mb: float = 1.0
+    precision: str = "fp32"
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def config(self, model: ModelConfig) -> Config:
+        schedule = "interleaved" if self.vpp > 1 else "1f1b"
+        parallel = ParallelConfig(tp=self.tp, pp=self.pp, dp=self.dp, vpp=self.vpp, schedule=schedule)
+        train = TrainConfig(global_batch_size=60, seq_length=8, precision=self.precision)  # type: ignore[arg-type]
+        optimizer = OptimizerConfig(zero_stage=self.zero_stage, bucket_mb=self.bucket_mb)  # type: ignore[arg-type]
+        return validate(Config(model=model, parallel=parallel, train=train, optimizer=optimizer), self.world)
+
+    def context(self, rank: int) -> ParallelContext:
+        """Where `rank` stands, without process groups: enough to build its part of the model."""
+        sizes = {"tp": self.tp, "cp": 1, "dp": self.dp, "pp": self.pp}
+        at = coordinates(rank, sizes)
+        axes = {name: Axis(name, size, at[name]) for name, size in sizes.items()}
+        grad, world = Axis("grad", self.dp, at["dp"]), Axis("world", self.world, rank)
+        return ParallelContext(**axes, grad=grad, ends=Axis("ends"), world=world, device=torch.device("cpu"))
+
+
+@cache
+def rank_slices(model: ModelConfig, layout: Layout, rank: int) -> list[ShardSlice]:
+    """What this rank's optimizer holds. Every user overwrites all of it."""
+    ctx = layout.context(rank)
+    stages = build_stages(layout.config(model), ctx)
+    options = layout.config(model).optimizer
+    buffer = GradBuffer(
+        list(stages.values()), ctx, zero_stage=options.zero_stage, bucket_mb=options.bucket_mb, overlap=False
+    )
+    return list(AdamW(buffer, options).slices())
+
+
+@cache
+def whole(model: ModelConfig) -> Mapping[str, Tensor]:
+    """The state of every logical tensor, each element random."""
+    tensors = {}
+    for name, piece in logical_tensors(model).items():
+        for state in STATE:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{state}.{name}".encode()))
+            tensors[f"{state}.{name}"] = torch.randn(piece.shape, generator=generator)
+    return tensors
+
+
+def held(tensors: Mapping[str, Tensor], spec: ParamSpec, numel: int, state: str) -> Tensor:
+    """What a local parameter of `numel` elements should hold: its cut of each tensor, then zeros."""
+    parts = []
+    for piece in spec.pieces:
+        tensor = tensors[f"{state}.{piece.name}"]
+        narrow = tensor if piece.dim is None else tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
+        parts.append(narrow.flatten())
+    flat = torch.cat(parts)
+    return torch.cat([flat, flat.new_zeros(numel - flat.numel())])
+
+
+def expected(model: ModelConfig, slices: list[ShardSlice]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, this slice's view, what it should hold) of all state."""
+    for item in slices:
+        for state in STATE:
+            values = held(whole(model), item.spec, item.param.numel(), state)[item.start : item.stop]
+            yield f"{state}.{item.spec.name}", getattr(item, state), values
+
+
+def save_simulated(model: ModelConfig, layout: Layout, root: Path) -> Path:
+    temporary = root / ".tmp-step_00000003-test"
+    temporary.mkdir(parents=True)
+    parts = []
+    for rank in range(layout.world):
+        slices = rank_slices(model, layout, rank)
+        for _, view, values in expected(model, slices):
+            view.copy_(values)
+        mine = share(slices, layout.context(rank).grad, layout.zero_stage == 0)
+        parts.append(write_part(temporary, rank, mine))
+    publish(temporary, root, FACTS, parts)
+    return root / "step_00000003"
+
+
+def check_load(model: ModelConfig, path: Path, layout: Layout) -> None:
+    manifest = read_manifest(path)
+    names = set()
+    for rank in range(layout.world):
+        slices = rank_slices(model, layout, rank)
+        for _, view, _ in expected(model, slices):
+            view.fill_(torch.nan)
+        fill(path, manifest, slices, STATE)
+        for name, view, values in expected(model, slices):
+            assert torch.equal(view, values), f"{layout} rank {rank}: {name}"
+            names.add(name)
+    assert {name for fused in names for name in logical_names(fused)} == manifest.tensors.keys()
+
+
+def logical_names(fused: str) -> list[str]:
+    state, names = fused.split(".", 1)
+    return [f"{state}.{name}" for name in names.split("+")]
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(dp=3, zero_stage=0),
+    Layout(dp=5, bucket_mb=1 / 1024),
+    Layout(tp=2, dp=2),
+    Layout(tp=4, pp=2, vpp=2),
+    Layout(tp=4, dp=2, bucket_mb=1 / 512, precision="bf16"),
+    Layout(tp=2, pp=3, dp=2),
+    Layout(pp=4, dp=2, zero_stage=0, precision="bf16"),
+]
+
+
+def test_every_layout_loads_every_other(tmp_path: Path) -> None:
+    """Rows 42 and 45: shared rows of k and v, fused pieces, padded vocabulary, tied copies, shards cut anywhere."""
+    for number, source in enumerate(LAYOUTS):
+        path = save_simulated(LLAMA, source, tmp_path / str(number))
+        for target in LAYOUTS:
+            check_load(LLAMA, path, target)
+
+
+def test_tied_embeddings_and_one_kv_head_in_every_layout(tmp_path: Path) -> None:
+    """Each layout saves for the next one."""
+    for model in (ONE_KV_HEAD, GPT):
+        for source, target in pairwise([*LAYOUTS, LAYOUTS[0]]):
+            check_load(model, save_simulated(model, source, tmp_path / model.family / str(hash(source))), target)
+
+
+def test_all_layouts_store_the_same_tensors(tmp_path: Path) -> None:
+    """Every tensor once, in its true shape, however often ranks hold it; 12 bytes an element in all."""
+    names = {f"{state}.{name}": piece.shape for name, piece in logical_tensors(GPT).items() for state in STATE}
+    for number, layout in enumerate(LAYOUTS):
+        manifest = read_manifest(save_simulated(GPT, layout, tmp_path / str(number)))
+        assert {name: entry.shape for name, entry in manifest.tensors.items()} == names
+        assert {entry.dtype for entry in manifest.tensors.values()} == {"float32"}
+        assert not differences(manifest, names, STATE, {})
+        elements = sum(torch.Size(chunk.size).numel() for e in manifest.tensors.values() for chunk in e.chunks)
+        assert elements == sum(torch.Size(shape).numel() for shape in names.values())
+
+
+@st.composite
+def random_layouts(draw: st.DrawFn) -> Layout:
+    tp, pp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]))
+    return Layout(
+        tp=tp,
+        pp=pp,
+        dp=draw(st.sampled_from([1, 2, 3, 4, 5])),
+        vpp=draw(st.integers(1, 2)) if pp == 2 else 1,
+        zero_stage=draw(st.integers(0, 1)),
+        bucket_mb=draw(st.sampled_from([1e-4, 1e-3, 1.0])),
+        precision=draw(st.sampled_from(["fp32", "bf16"])),
+    )
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(random_layouts(), random_layouts(), st.sampled_from([LLAMA, ONE_KV_HEAD, GPT]))
+def test_random_layouts_load_each_other(source: Layout, target: Layout, model: ModelConfig) -> None:
+    """Row 45."""
+    with TemporaryDirectory() as folder:
+        check_load(model, save_simulated(model, source, Path(folder) / "root"), target)
+
+
+def test_weights_alone_fill_a_model_without_an_optimizer(tmp_path: Path) -> None:
+    """Each parameter becomes the main weight, rounded once to the model's dtype, and nothing else is needed."""
+    path = save_simulated(LLAMA, Layout(tp=2, pp=2, dp=2), tmp_path)
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        layout = Layout(precision=precision)
+        stages = build_stages(layout.config(LLAMA), single())
+        params = [param for stage in stages.values() for param in stage.parameters()]
+        load_weights(path, slices=weight_slices(params), ctx=single(), model_config={})
+        for slice_ in weight_slices(params):
+            values = held(whole(LLAMA), slice_.spec, slice_.stop, "main")
+            assert slice_.main.dtype == dtype
+            assert torch.equal(slice_.main, values.to(dtype)), slice_.spec.name
+
+
+def test_a_rank_reads_no_file_that_holds_nothing_of_its_own(tmp_path: Path) -> None:
+    """Files of the other pipeline stage may hold anything: nobody looks."""
+    layout = Layout(tp=2, pp=2, dp=2)
+    path = save_simulated(LLAMA, layout, tmp_path)
+    for rank in range(layout.world):
+        if layout.context(rank).pp.first:
+            shard = path / f"rank_{rank:05d}.safetensors"
+            shard.write_bytes(bytes(shard.stat().st_size))
+    manifest = read_manifest(path)
+    for rank in range(layout.world):
+        slices = rank_slices(LLAMA, layout, rank)
+        if layout.context(rank).pp.first:
+            with pytest.raises(CheckpointError, match="not readable as safetensors"):
+                fill(path, manifest, slices, STATE)
+        else:
+            fill(path, manifest, slices, STATE)
+            assert all(torch.equal(view, values) for _, view, values in expected(LLAMA, slices))
