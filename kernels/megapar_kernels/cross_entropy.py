@@ -42,7 +42,8 @@ def gradient(
     grad = (logits.float() - maximum[:, None]).exp_().mul_((grad_loss / exp_sum)[:, None])
     if on_all:
         grad -= (on_all * grad_loss)[:, None]
-    mine = (target >= 0) & (target < logits.shape[1])
-    rows = torch.arange(len(target), device=target.device)[mine]
-    grad[rows, target[mine]] -= on_target * grad_loss[mine]
+    if logits.shape[1]:  # no indexing by a mask, for which a GPU would have to wait
+        mine = (target >= 0) & (target < logits.shape[1])
+        column = torch.where(mine, target, 0)[:, None]
+        grad.scatter_(1, column, grad.gather(1, column) - torch.where(mine, on_target * grad_loss, 0.0)[:, None])
     return grad.to(logits.dtype)

@@ -1,7 +1,6 @@
 """GPT-2 (Radford et al., 2019): learned positions, LayerNorm before each block, GELU, biases everywhere, dropout, tied
 embeddings by option."""
 
-import torch
 from megapar_kernels.activations import gelu
 from megapar_kernels.dropout import dropout_add
 from megapar_kernels.norms import layer_norm
@@ -96,5 +95,4 @@ class GPTStage(Stage):
         first = sharding.tp.rank * x_sbh.shape[0] if sharding.splits_sequence else 0
         positions_s1h = self.positions[first : first + x_sbh.shape[0], None]
         x_sbh = x_sbh + positions_s1h
-        keep = hidden_keep(x_sbh, info, 0, self.blueprint) if p else None
-        return dropout_add(x_sbh, torch.zeros_like(x_sbh), keep, p) if p else x_sbh
+        return x_sbh * hidden_keep(x_sbh, info, 0, self.blueprint) / (1.0 - p) if p else x_sbh
