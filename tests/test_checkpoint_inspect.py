@@ -39,7 +39,11 @@ def test_two_checkpoints_are_compared_bit_by_bit(tmp_path: Path, capsys: pytest.
     slices = toy_slices(3)
     slices[0].main[7] += 0.5
     slices[1].exp_avg[2] = torch.nan
-    facts = {"consumed_samples": 32, "layout": {"dp": 2}, "trainer": {"lr": 0.1, "loss_scale": 1 / 3}}
+    facts = {
+        "consumed_samples": 32,
+        "layout": {"dp": 2},
+        "trainer": {"lr": 0.2, "loss_scale": 1 / 3, "config": {"tp": 2}},
+    }
     other = save(
         tmp_path / "c",
         slices=slices,
@@ -55,6 +59,7 @@ def test_two_checkpoints_are_compared_bit_by_bit(tmp_path: Path, capsys: pytest.
     assert json.loads(report.read_text())["differences"] == [
         "consumed_samples: 24 | 32",
         "model_config.rope.factor: 1.0 | 2.0",
+        "trainer.lr: 0.1 | 0.2",
         "exp_avg.p1: 1 of 7 elements differ, by at most nan",
         "main.p0: 1 of 30 elements differ, by at most 0.5",
     ]

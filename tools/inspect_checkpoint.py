@@ -66,14 +66,14 @@ def verify_chunks(path: Path, manifest: Manifest, console: Console) -> None:
 
 
 def compare(path: Path, ours: Manifest, other: Path, console: Console) -> list[str]:
-    """A line for each difference in step, options and tensors; layouts may differ freely."""
+    """A line for each difference in position, model, data and tensors; layouts and options may differ freely."""
     theirs = read_manifest(other)
-    lines = []
-    for section in ("step", "consumed_samples", "model_config", "trainer", "data"):
-        left, right = (flatten({section: getattr(manifest, section)}) for manifest in (ours, theirs))
-        for key in sorted(left.keys() | right.keys()):
-            if left.get(key) != right.get(key):
-                lines.append(f"{key}: {left.get(key, 'not stated')} | {right.get(key, 'not stated')}")
+    left, right = _position(ours), _position(theirs)
+    lines = [
+        f"{key}: {left.get(key, 'not stated')} | {right.get(key, 'not stated')}"
+        for key in sorted(left.keys() | right.keys())
+        if left.get(key) != right.get(key)
+    ]
     names = sorted(ours.tensors.keys() | theirs.tensors.keys())
     with Reader(path, ours) as mine, Reader(other, theirs) as others:
         for name in track(names, "comparing", console=console, transient=True):
@@ -81,6 +81,14 @@ def compare(path: Path, ours: Manifest, other: Path, console: Console) -> list[s
             if line:
                 lines.append(f"{name}: {line}")
     return lines
+
+
+def _position(manifest: Manifest) -> dict[str, Any]:
+    """What two checkpoints of the same training share besides tensors. Of the trainer's entries its own state; nested
+    ones are the run's options."""
+    trainer = {key: value for key, value in manifest.trainer.items() if not isinstance(value, dict)}
+    sections = ("step", "consumed_samples", "model_config", "data")
+    return flatten({section: getattr(manifest, section) for section in sections} | {"trainer": trainer})
 
 
 def _tensor_difference(name: str, mine: Reader, others: Reader) -> str | None:
