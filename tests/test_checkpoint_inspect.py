@@ -52,7 +52,9 @@ def test_two_checkpoints_are_compared_bit_by_bit(tmp_path: Path, capsys: pytest.
         step=3,
         model_config={**MODEL, "rope": {"factor": 2.0}},
         data={"seed": 5},
-        **facts,  # type: ignore[arg-type]
+        consumed_samples=32,
+        layout={"dp": 2},
+        trainer=trainer,
     )
     report = tmp_path / "report.json"
     assert inspect(Options(first, compare=other, json=report)) == 4

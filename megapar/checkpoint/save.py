@@ -52,12 +52,11 @@ def save(
 ) -> Path:
     """Write `root`/step_<step>, complete or not at all, and return it. A collective over `ctx.world`.
 
-    `slices` are what this rank holds of the optimizer's state, true also while it waits: nothing may change them
-    meanwhile. `replicated` says that all ranks of `ctx.grad` hold the same slices in the same order (ZeRO stage 0);
-    each then writes its share of them. The mappings hold JSON types. A complete checkpoint of the same step is
-    replaced once this one is complete.
+    `slices` are all that this rank holds of the optimizer's state. `replicated` says that all ranks of `ctx.grad` hold
+    the same slices in the same order (ZeRO stage 0); each then writes its share of them. The mappings hold JSON types.
+    A checkpoint of the same step is replaced once this one is whole.
 
-    Raises StorageError on every rank if any rank fails; `root` is then as it was before.
+    Raises StorageError on every rank if any rank fails; what was complete in `root` is untouched.
     """
     doing = f"checkpoint of step {step} not saved"
     mine = share(slices, ctx.grad, replicated)
