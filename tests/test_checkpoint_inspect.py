@@ -39,11 +39,7 @@ def test_two_checkpoints_are_compared_bit_by_bit(tmp_path: Path, capsys: pytest.
     slices = toy_slices(3)
     slices[0].main[7] += 0.5
     slices[1].exp_avg[2] = torch.nan
-    facts = {
-        "consumed_samples": 32,
-        "layout": {"dp": 2},
-        "trainer": {"lr": 0.2, "loss_scale": 1 / 3, "config": {"tp": 2}},
-    }
+    trainer = {"lr": 0.2, "loss_scale": 1 / 3, "config": {"tp": 2}}
     other = save(
         tmp_path / "c",
         slices=slices,
