@@ -1,4 +1,8 @@
-"""Runs a function on several real ranks: gloo processes forked here, or NCCL ranks with MEGAPAR_TEST_DEVICE=cuda."""
+"""Runs a function on several real ranks: forked processes, over gloo on the CPU.
+
+With MEGAPAR_TEST_DEVICE=cuda (tests/run.sh --gpus) ranks have a GPU each and use NCCL; a test whose world is larger
+than the machine's number of GPUs then says so and counts as skipped.
+"""
 
 import multiprocessing
 import os
@@ -8,16 +12,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from megapar import comm
+from megapar import comm, device
+
+ON_GPUS = os.environ.get("MEGAPAR_TEST_DEVICE") == "cuda"
+
+
+def rank_device(rank: int) -> torch.device:
+    """Where a test's tensors live on this rank."""
+    return torch.device("cuda", rank) if ON_GPUS else torch.device("cpu")
 
 
 def _rank_main(body: Callable[..., Any], rank: int, world: int, folder: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     try:
-        comm.initialize("gloo", rank, world, store=dist.FileStore(f"{folder}/store", world), timeout_seconds=60)
+        if ON_GPUS:
+            torch.cuda.set_device(rank)
+        backend = device.backend(rank_device(rank))
+        comm.initialize(backend, rank, world, store=dist.FileStore(f"{folder}/store", world), timeout_seconds=60)
         result = body(*args)
         dist.barrier()
         torch.save(result, f"{folder}/result_{rank}.pt")
@@ -29,10 +44,12 @@ def _rank_main(body: Callable[..., Any], rank: int, world: int, folder: str, arg
 
 
 def run_ranks(world: int, body: Callable[..., Any], *args: Any, timeout_seconds: float = 120) -> list[Any]:
-    """`body(*args)` on `world` forked gloo ranks; returns what each rank returned (anything torch.save takes).
+    """`body(*args)` on `world` forked ranks; returns what each rank returned (anything torch.save takes), on the CPU.
 
     Raises AssertionError with every failing rank's traceback, also when a rank dies or outlasts the time.
     """
+    if ON_GPUS and world > torch.cuda.device_count():
+        pytest.skip(f"not run: needs {world} GPUs, this machine has {torch.cuda.device_count()}")
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -48,4 +65,4 @@ def run_ranks(world: int, body: Callable[..., Any], *args: Any, timeout_seconds:
         dead = [r for r, process in enumerate(ranks) if process.exitcode not in (0, None) and r not in hung]
         if errors or hung or dead:
             raise AssertionError("\n".join([*errors, f"hung ranks {hung}, failed ranks {dead}"]))
-        return [torch.load(f"{folder}/result_{r}.pt", weights_only=False) for r in range(world)]
+        return [torch.load(f"{folder}/result_{r}.pt", weights_only=False, map_location="cpu") for r in range(world)]

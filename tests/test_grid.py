@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megapar_models.build import build_stages
@@ -21,7 +22,7 @@ from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
 from megapar.validate import validate
 from tests import layouts
-from tests.distributed import run_ranks
+from tests.distributed import rank_device, run_ranks
 
 STEPS, SAMPLES, LENGTH = 2, 12, 24
 
@@ -99,7 +100,8 @@ class Layout:
             recompute_every=self.every,
         )
         # Buckets of about 16 KiB: several of them, so that reduction really overlaps the backward pass.
-        # A first update of AdamW is about g / (|g| + eps): an eps above the rounding of gradients keeps it well-conditioned.
+        # A first update of AdamW is about g / (|g| + eps): an eps above the rounding of gradients keeps it
+        # well-conditioned.
         optimizer = OptimizerConfig(
             lr=5e-2,
             eps=1e-2,
@@ -120,12 +122,16 @@ def micro_batches(config: Config, ctx: ParallelContext, step: int) -> list[Micro
     ids = torch.arange(SAMPLES) + step * SAMPLES
     positions = micro_batch_positions(0, SAMPLES, config.train.micro_batch_size, ctx.dp.rank, ctx.dp.size)
     rows = [torch.from_numpy(row) for row in positions]
-    return [MicroBatch(tokens[r, :-1], tokens[r, 1:], weights[r], ids[r]) for r in rows]
+    return [MicroBatch(tokens[r, :-1], tokens[r, 1:], weights[r], ids[r]).to(ctx.device) for r in rows]
 
 
 def make_state(config: Config) -> TrainState:
     parallel = config.parallel
-    ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    where = (
+        rank_device(rank) if config.parallel.tp * config.parallel.pp * config.parallel.dp > 1 else torch.device("cpu")
+    )
+    ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, device=where)
     stages = build_stages(config, ctx)
     initialise(stages.values(), config.train.seed)
     return assemble(config, ctx, stages)
@@ -211,6 +217,7 @@ WORLD_8 = [
 ]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("grid", [WORLD_2, WORLD_4, WORLD_8], ids=["2 ranks", "4 ranks", "8 ranks"])
 def test_layout_changes_nothing(grid: list[Layout]) -> None:
     """Rows 1, 2, 4, 5, 7, 8, 10, 11, 15, 21, 24, 25, 29, 33 and 34."""
