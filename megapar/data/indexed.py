@@ -124,7 +124,7 @@ class IndexedDataset:
             known = ", ".join(f"{code} ({dtype.name})" for code, dtype in _TOKEN_DTYPES.items())
             raise DataError(f"{path}: offset 17: dtype code {code} is no integer type, expected one of {known}")
         needed = _HEADER.size + 12 * sequences + 8 * documents
-        if size == needed + sequences:
+        if sequences and size == needed + sequences:
             raise DataError(f"{path} has a mode for each sequence: multimodal data is not supported, only text")
         if size != needed:
             raise DataError(

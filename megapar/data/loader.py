@@ -82,7 +82,6 @@ class SyntheticDataset:
         keys = mix64(mix64(np.array([self.seed], np.uint64)) + ids.astype(np.uint64))
         bits = mix64(keys[:, None] + columns.astype(np.uint64))
         jumps = bits < np.uint64(self.jump_probability * 2**64)
-        jumps[:, 0] = True
         last_jump = np.maximum.accumulate(np.where(jumps, columns, 0), axis=1)
         landed = np.take_along_axis(mix64(bits), last_jump, axis=1) % np.uint64(len(self.cycle))
         return self.cycle[(landed.astype(np.int64) + columns - last_jump) % len(self.cycle)]

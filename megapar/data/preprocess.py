@@ -151,8 +151,7 @@ def _json_lines(span: Span) -> Iterator[str]:
         if span.start:
             file.seek(span.start - 1)
             file.readline()
-        while (offset := file.tell()) < span.stop:
-            line = file.readline()
+        while (offset := file.tell()) < span.stop and (line := file.readline()):
             if not line.strip():
                 continue
             try:
