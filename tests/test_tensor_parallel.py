@@ -147,6 +147,8 @@ def test_regions(tp: int) -> None:
 
 # Layers
 
+IDS = torch.arange(8 * 2).view(8, 2) * 26 % 131  # 0 to 130: some for every rank that holds any
+
 
 def make_layers(sharding: Sharding) -> tuple[nn.Module, nn.Module, nn.Module]:
     init = Init("normal", 0.1)
@@ -172,8 +174,7 @@ def examine_layers(ctx: ParallelContext, sequence_parallel: bool) -> dict[str, A
     wide = draw(8, 2, 8, seed=2).chunk(size, -1)[tp.rank].contiguous()
     x = draw(8, 2, 6, seed=1)[rows].clone().requires_grad_()
     x_row = wide.clone().requires_grad_()
-    ids = torch.arange(8 * 2).view(8, 2) * 9 % 131  # some ids on every rank that has any
-    outputs = column(x), row(x_row), embedding(ids)
+    outputs = column(x), row(x_row), embedding(IDS)
     a_columns, b_columns = (draw(8, 2, n, seed=n).chunk(size, -1)[tp.rank] for n in (8, 12))
     weights = torch.cat((a_columns, b_columns), -1), draw(8, 2, 6, seed=4)[rows], draw(8, 2, 6, seed=6)[rows]
     for y, weight in zip(outputs, weights, strict=True):
@@ -202,7 +203,7 @@ def plain_layers() -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
         x @ t["a.weight"].t() + t["a.bias"],
         x @ t["b.weight"].t() + t["b.bias"],
         x_row @ t["c.weight"].t() + t["c.bias"],
-        t["e.weight"][torch.arange(8 * 2).view(8, 2) * 9 % 131],
+        t["e.weight"][IDS],
     ]
     for y, weight in zip(
         outputs, [draw(8, 2, n, seed=seed) for n, seed in ((8, 8), (12, 12), (6, 4), (6, 6))], strict=True
