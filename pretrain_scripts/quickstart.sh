@@ -33,8 +33,7 @@ python pretrain_scripts/pretrain.py --config pretrain_scripts/configs/quickstart
 
 echo "== what the loss means: entropies of the same held-out tokens, counted in the training tokens"
 python tools/entropy.py --train $data/train --validation $data/validation --tokenizer $tokenizer \
-    --validation_tokens 32769 --json $run/entropies.json
-python tools/summarize.py $run --entropies $run/entropies.json --unigram_margin 1.0
+    --validation_tokens 32769 --run_dir $run --json $run/entropies.json
 
 checkpoint=$(ls -d $run/checkpoints/step_* | tail -n 1)
 echo "== a sample"

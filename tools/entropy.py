@@ -9,7 +9,7 @@ import tyro
 from megapar.data.entropy import cross_entropies
 from megapar.data.indexed import IndexedDataset
 from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import ConfigError, reported
+from megapar.errors import ConfigError, DataError, reported
 
 
 @dataclass
@@ -24,8 +24,20 @@ class Arguments:
     """The tokenizer that made both: bytes, or spm:FILE."""
     validation_tokens: int = 0
     """Score this many tokens from the start: N samples of S tokens are N * S + 1. 0 scores all."""
+    run_dir: Path | None = None
+    """Also tell how far below them the last held-out loss of this run lies."""
     json: Path | None = None
     """Also write the numbers to this file."""
+
+
+def last_held_out_loss(run_dir: Path) -> float:
+    """The newest validation loss in the run's metrics. Raises DataError if it has none."""
+    metrics = run_dir / "metrics.jsonl"
+    lines = [json.loads(text) for text in metrics.read_text().splitlines()] if metrics.is_file() else []
+    losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    if not losses:
+        raise DataError(f"{metrics} has no validation_loss: train with data.validation")
+    return losses[-1]
 
 
 def main() -> None:
@@ -38,6 +50,12 @@ def main() -> None:
         entropies = cross_entropies(IndexedDataset(args.train).tokens, held_out, vocab_size)
         targets = len(held_out) - 1
         print(f"unigram {entropies.unigram:.4f}, bigram {entropies.bigram:.4f} nats per token ({targets:,} targets)")
+        if args.run_dir:
+            loss = last_held_out_loss(args.run_dir)
+            print(
+                f"held-out loss {loss:.4f} nats per token: {entropies.unigram - loss:+.4f} below unigram, "
+                f"{entropies.bigram - loss:+.4f} below bigram"
+            )
         if args.json:
             args.json.write_text(json.dumps({**asdict(entropies), "targets": targets}) + "\n")
 
