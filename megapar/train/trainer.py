@@ -123,14 +123,13 @@ def write_timeline(trace: Sequence[Event], ctx: ParallelContext, run_dir: Path) 
 
 
 def mean_validation_loss(state: TrainState, data: Loader) -> float:
-    """Mean loss in nats per target token over the first `train.eval_samples` validation samples, always the same
-    ones."""
+    """Mean loss in nats per target token over the first `train.eval_samples` validation samples, always the same ones,
+    in whole global batches and none of them twice."""
+    size = data.global_batch_size
+    batches = min(-(-state.config.train.eval_samples // size), len(data.dataset) // size)
     data.consumed_samples = 0
-    loss_sum = tokens = 0.0
-    while data.consumed_samples < state.config.train.eval_samples:
-        batch_loss, batch_tokens = evaluate(state, _on_device(data.next_step(), state.ctx))
-        loss_sum, tokens = loss_sum + batch_loss, tokens + batch_tokens
-    return loss_sum / tokens
+    sums = [evaluate(state, _on_device(data.next_step(), state.ctx)) for _ in range(batches)]
+    return sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
 
 
 def _due(step: int, every: int) -> bool:
