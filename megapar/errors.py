@@ -20,28 +20,40 @@ class MegaparError(Exception):
 
 
 class ConfigError(MegaparError):
+    """Options that cannot run, or are not understood."""
+
     exit_code = 2
     everywhere = True
 
 
 class DataError(MegaparError):
+    """Tokens, documents or files of data that are missing or damaged."""
+
     exit_code = 3
 
 
 class CheckpointError(MegaparError):
+    """A checkpoint that is incomplete, damaged or of another model."""
+
     exit_code = 4
 
 
 class NumericError(MegaparError):
+    """A loss or gradient that is not finite."""
+
     exit_code = 5
     everywhere = True
 
 
 class CommunicationError(MegaparError):
+    """A rank that was lost, or a collective that outlasted its time."""
+
     exit_code = 6
 
 
 class StorageError(MegaparError):
+    """Files that cannot be written."""
+
     exit_code = 7
 
 

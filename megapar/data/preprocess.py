@@ -49,6 +49,8 @@ class Chunk:
 
 @dataclass
 class Summary:
+    """What has been tokenised so far: `num_bytes` of input, `empty` documents that were left out."""
+
     documents: int = 0
     tokens: int = 0
     num_bytes: int = 0

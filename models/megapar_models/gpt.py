@@ -20,6 +20,8 @@ from megapar_models.stage import Blueprint, Pass, Stage, hidden_keep
 
 
 class LayerNorm(nn.Module):
+    """Over the hidden dimension, with weight and bias."""
+
     def __init__(self, name: str, blueprint: Blueprint):
         super().__init__()
         size, sharding = blueprint.model.hidden_size, blueprint.sharding
@@ -70,6 +72,8 @@ class GPTLayer(nn.Module):
 
 
 class GPTStage(Stage):
+    """A run of GPT-2 layers; the first stage also holds the position table, learned and added to the embedding."""
+
     def __init__(
         self, blueprint: Blueprint, layers: range, *, first: bool, last: bool, tied: nn.Parameter | None = None
     ):

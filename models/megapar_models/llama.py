@@ -37,6 +37,8 @@ def rope_tables(model: ModelConfig, length: int, device: torch.device) -> tuple[
 
 
 class RMSNorm(nn.Module):
+    """Over the hidden dimension, with weight."""
+
     def __init__(self, name: str, blueprint: Blueprint):
         super().__init__()
         self.eps = blueprint.model.rms_norm_eps
@@ -80,6 +82,8 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaStage(Stage):
+    """A run of Llama layers, which share one pass's rotary tables."""
+
     def make_layer(self, number: int) -> nn.Module:
         return LlamaLayer(number, self.blueprint)
 
