@@ -21,7 +21,6 @@ setup(
     package_data={"megapar": ["py.typed"]},
     install_requires=[
         "torch>=2.11,<2.14",  # tensors, autograd, SDPA, checkpoint(), the collectives
-        "triton>=3.5; platform_system == 'Linux'",  # the kernels
         "einops>=0.8",  # shape changes that read as what they mean
         "numpy>=1.26",  # memory-mapped tokens and counter-based weight initialisation
         "safetensors>=0.4",  # checkpoints that hold tensors and cannot hold code
