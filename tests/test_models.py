@@ -78,14 +78,17 @@ def test_bf16_gradients_equal_plain_pytorch_to_bf16_rounding(name: str) -> None:
     stage, batch = tiny_models.build(config, ctx), tiny_models.batch(config.model)
     buffer = GradBuffer([stage], ctx, zero_stage=0, bucket_mb=1.0, overlap=True)
     stage(None, batch).backward()
+    buffer.finish()
     rounded = {n: t.bfloat16() for n, t in tiny_models.random_tensors(config.model).items()}
     _, expected = reference_models.loss_and_gradients(config.model, rounded, [batch])
     found = layouts.assemble([layouts.held([stage], ctx, layouts.main_gradients)])
     if config.model.family == "gpt":  # softmax does not see what all its scores share: gradients zero but for rounding
         for key_bias in [n for n in expected if n.endswith(".k.bias")]:
             del found[key_bias], expected[key_bias]
-    assert buffer.grads.dtype == torch.float32
     layouts.assert_close(found, expected, rtol=2**-4)
+    for projection in [n for n in found if n.startswith("layers.") and found[n].dim() == 2]:
+        exact = found[projection]
+        assert not torch.equal(exact, exact.bfloat16().float()), f"{projection}: rounded to bf16 before it was added"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
