@@ -21,7 +21,7 @@ from megapar.config import Config, ModelConfig
 from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.random import initialise, keep_mask, row_keys
 from tests import layouts, tiny_models
-from tests.distributed import run_ranks
+from tests.distributed import ON_GPUS, rank_device, run_ranks
 
 # Three key/value heads on four ranks: groups of query heads straddle ranks.
 STRADDLING = tiny_models.model(
@@ -112,6 +112,21 @@ def test_masks_are_what_32_bit_arithmetic_gives() -> None:
                 key = mixed(mixed((key + x) % 2**32) ^ x >> 32)
             expected = [mixed((key + c * 0x9E3779B1) % 2**32) >= int(p * 2**32) for c in range(37)]
             assert mask[i, j].tolist() == expected
+
+
+def mask_on(device: torch.device) -> Tensor:
+    samples = torch.tensor([[0], [2**32 - 1], [2**40 + 3]], device=device)
+    return keep_mask(row_keys(3, 5, samples, torch.arange(512, device=device)), 1024, 0.1)
+
+
+def mask_on_rank() -> Tensor:
+    return mask_on(rank_device(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPUS, reason="not run: needs a GPU, see tests/run.sh --gpus")
+def test_masks_on_a_gpu_are_those_on_a_cpu() -> None:
+    assert torch.equal(run_ranks(1, mask_on_rank)[0], mask_on(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megapar_models.attention import deal_heads
 from torch import Tensor, nn
@@ -32,11 +33,18 @@ from megapar.tensor_parallel.regions import (
     scatter_sum,
 )
 from tests import layouts, reference_models, tiny_models
-from tests.distributed import run_ranks
+from tests.distributed import rank_device, run_ranks
+
+CPU = torch.device("cpu")
 
 
-def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64, device: torch.device = CPU) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).to(device)
+
+
+def tensor_ranks(size: int) -> ParallelContext:
+    """Of all ranks; on this rank's GPU where the test runs on GPUs."""
+    return context.create(tp=size, device=rank_device(dist.get_rank()))
 
 
 # Regions
@@ -61,14 +69,14 @@ REGIONS = {
 }
 
 
-def derivative_errors(region: Region, tp: Axis) -> Iterator[float]:
+def derivative_errors(region: Region, ctx: ParallelContext) -> Iterator[float]:
     """Relative error of the derivative along three random directions, against central differences of the loss."""
-    mine = 0 if region.same_input else tp.rank
-    x = draw(8, 2, 3, seed=mine)
+    tp, mine = ctx.tp, 0 if region.same_input else ctx.tp.rank
+    x = draw(8, 2, 3, seed=mine, device=ctx.device)
 
     def loss_of_rank(x: Tensor) -> Tensor:
-        y = region.function(x, tp)
-        return (y.sin() * draw(*y.shape, seed=100 + (0 if region.same_output else tp.rank))).sum()
+        y, seed = region.function(x, tp), 100 + (0 if region.same_output else tp.rank)
+        return (y.sin() * draw(*y.shape, seed=seed, device=y.device)).sum()
 
     def loss(x: Tensor) -> Tensor:
         total = loss_of_rank(x).detach()
@@ -78,7 +86,7 @@ def derivative_errors(region: Region, tp: Axis) -> Iterator[float]:
     loss_of_rank(leaf).backward()
     assert leaf.grad is not None
     for seed in (10, 20, 30):
-        direction = draw(*x.shape, seed=seed + mine)
+        direction = draw(*x.shape, seed=seed + mine, device=ctx.device)
         expected = (loss(x + 1e-5 * direction) - loss(x - 1e-5 * direction)) / 2e-5
         found = (leaf.grad * direction).sum()
         if not region.same_input:
@@ -101,7 +109,7 @@ def forward_and_backward(function: Callable[[Tensor], Tensor], x: Tensor, grad: 
 
 def strided_equals_contiguous(function: Callable[[Tensor], Tensor], x: Tensor, rtol: float) -> bool:
     """For strided inputs, strided gradients and gradients that are one broadcast number; inputs are left alone."""
-    grad = draw(*function(x).shape, seed=5, dtype=x.dtype)
+    grad = draw(*function(x).shape, seed=5, dtype=x.dtype, device=x.device)
     plain = forward_and_backward(function, x.clone(), grad)
     given = strided(x), strided(grad)
     turned = forward_and_backward(function, *given)
@@ -111,13 +119,13 @@ def strided_equals_contiguous(function: Callable[[Tensor], Tensor], x: Tensor, r
     return all(torch.allclose(a, b, rtol=rtol, atol=rtol) for a, b in pairs)
 
 
-def raw_collectives_refused(tp: Axis) -> list[bool]:
+def raw_collectives_refused(ctx: ParallelContext) -> list[bool]:
     operations: list[Callable[..., Any]] = [comm.all_reduce, comm.all_reduce_async, comm.reduce_scatter]
     operations += [comm.all_gather, comm.all_gather_async, comm.reduce_scatter_async]
     refused = []
     for operation in operations:
         try:
-            operation(torch.ones(8, requires_grad=True) * 2, tp)
+            operation(torch.ones(8, device=ctx.device, requires_grad=True) * 2, ctx.tp)
             refused.append(False)
         except RuntimeError as error:
             refused.append("tensor_parallel.regions" in str(error))
@@ -125,15 +133,17 @@ def raw_collectives_refused(tp: Axis) -> list[bool]:
 
 
 def examine_regions(size: int) -> dict[str, Any]:
-    tp = context.create(tp=size).tp
-    found: dict[str, Any] = {name: list(derivative_errors(region, tp)) for name, region in REGIONS.items()}
+    ctx = tensor_ranks(size)
+    tp = ctx.tp
+    found: dict[str, Any] = {name: list(derivative_errors(region, ctx)) for name, region in REGIONS.items()}
     for name, region in REGIONS.items():
-        x = draw(8, 2, 3, seed=0 if region.same_input else tp.rank)
+        x = draw(8, 2, 3, seed=0 if region.same_input else tp.rank, device=ctx.device)
         found[f"strided {name}"] = strided_equals_contiguous(lambda x, r=region: r.function(x, tp), x, rtol=0)
-    found["raw"] = raw_collectives_refused(tp)
+    found["raw"] = raw_collectives_refused(ctx)
     return found
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("tp", [2, 4])
 def test_regions(tp: int) -> None:
     """Derivatives against finite differences of losses that differ by rank, collectives without a gradient refused
@@ -171,12 +181,16 @@ def examine_layers(ctx: ParallelContext, sequence_parallel: bool) -> dict[str, A
     column, row, embedding = layers
     layouts.fill(layers, tensors_of_layers())
     rows = slice(8 * tp.rank // size, 8 * (tp.rank + 1) // size) if sequence_parallel else slice(0, 8)
-    wide = draw(8, 2, 8, seed=2).chunk(size, -1)[tp.rank].contiguous()
-    x = draw(8, 2, 6, seed=1)[rows].clone().requires_grad_()
+    wide = draw(8, 2, 8, seed=2, device=ctx.device).chunk(size, -1)[tp.rank].contiguous()
+    x = draw(8, 2, 6, seed=1, device=ctx.device)[rows].clone().requires_grad_()
     x_row = wide.clone().requires_grad_()
-    outputs = column(x), row(x_row), embedding(IDS)
-    a_columns, b_columns = (draw(8, 2, n, seed=n).chunk(size, -1)[tp.rank] for n in (8, 12))
-    weights = torch.cat((a_columns, b_columns), -1), draw(8, 2, 6, seed=4)[rows], draw(8, 2, 6, seed=6)[rows]
+    outputs = column(x), row(x_row), embedding(IDS.to(ctx.device))
+    a_columns, b_columns = (draw(8, 2, n, seed=n, device=ctx.device).chunk(size, -1)[tp.rank] for n in (8, 12))
+    weights = (
+        torch.cat((a_columns, b_columns), -1),
+        draw(8, 2, 6, seed=4, device=ctx.device)[rows],
+        draw(8, 2, 6, seed=6, device=ctx.device)[rows],
+    )
     for y, weight in zip(outputs, weights, strict=True):
         (y * weight).sum().backward()
     (frozen,) = torch.autograd.grad((column(x.detach()) * weights[0]).sum(), column.weight)
@@ -191,7 +205,7 @@ def examine_layers(ctx: ParallelContext, sequence_parallel: bool) -> dict[str, A
 
 
 def examine_layers_with_and_without_sequence_parallel(size: int) -> list[dict[str, Any]]:
-    ctx = context.create(tp=size)
+    ctx = tensor_ranks(size)
     return [examine_layers(ctx, sequence_parallel) for sequence_parallel in (False, True)]
 
 
@@ -213,6 +227,7 @@ def plain_layers() -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     return [y.detach() for y in outputs], [v.grad for v in (x, x_row) if v.grad is not None], gradients
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_layers_equal_plain_linear_and_embedding(tp: int) -> None:
     """In fp64, with and without sequence parallelism; row biases count once. Strided tensors are as good as contiguous
@@ -284,10 +299,11 @@ def logits_and_targets(scale: float) -> tuple[Tensor, Tensor, Tensor]:
 
 def cross_entropy_on_ranks(size: int) -> list[tuple[Tensor, Tensor]]:
     """(losses, gradient of this rank's columns) for each scale and smoothing."""
-    tp, results = context.create(tp=size).tp, []
+    ctx, results = tensor_ranks(size), []
+    tp = ctx.tp
     for scale in (1.0, 1e4):
         for smoothing in (0.0, 0.1):
-            logits, targets, weights = logits_and_targets(scale)
+            logits, targets, weights = (x.to(ctx.device) for x in logits_and_targets(scale))
             start, _, rows = vocabulary_cut(VOCAB, tp)
             first = tp.rank * rows
             local = logits[..., first : first + rows].clone().requires_grad_()
@@ -298,6 +314,7 @@ def cross_entropy_on_ranks(size: int) -> list[tuple[Tensor, Tensor]]:
     return results
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_cross_entropy_equals_torch(tp: int) -> None:
     """Rows 14 and 15; at tp 4 the last rank has nothing but padding."""
