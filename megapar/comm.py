@@ -6,7 +6,8 @@ same result: gloo's reduce-scatter costs twice its all-reduce, so there a reduce
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapar.context import Axis
+from megapar.errors import CommunicationError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renames the two and warns on the old names; 2.11 has only the old ones.
@@ -22,11 +24,23 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+@contextmanager
+def _as_communication_errors() -> Iterator[None]:
+    """Backends report a peer that is gone or too late as RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"another rank ended, or a transfer took longer than launch.timeout_seconds ({str(error).splitlines()[0]})"
+        ) from error
+
+
 class Pending:
     """Operations in flight and the tensors that they use; `wait` may be called again and then does nothing.
 
     A second wait on a gloo point-to-point work never returns, and a tensor freed or a work dropped in flight is a
-    use-after-free or a lost message: so both are held here until the first `wait`.
+    use-after-free or a lost message: so both are held here until the first `wait`, which raises CommunicationError if
+    a peer is gone or too late.
     """
 
     def __init__(self, works: Sequence[dist.Work | None] = (), tensors: Sequence[Tensor] = ()):
@@ -35,8 +49,9 @@ class Pending:
 
     def wait(self) -> None:
         works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        with _as_communication_errors():
+            for work in works:
+                work.wait()
         self._tensors = []
 
 
@@ -185,7 +200,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     if axis.size > 1:
         if axis.rank == source:
             axis.traffic.record("broadcast", _bytes(x))
-        dist.broadcast(x, axis.ranks[source], group=axis.group)
+        Pending([dist.broadcast(x, axis.ranks[source], group=axis.group, async_op=True)], [x]).wait()
     return x
 
 
@@ -200,13 +215,14 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
         operations.append(dist.P2POp(dist.isend, x, axis.ranks[peer], axis.group))
     for x, peer in receives:
         operations.append(dist.P2POp(dist.irecv, x, axis.ranks[peer], axis.group))
-    works = dist.batch_isend_irecv(operations) if operations else []
+    with _as_communication_errors():
+        works = dist.batch_isend_irecv(operations) if operations else []
     return Pending(works, [x for x, _ in [*sends, *receives]])
 
 
 def barrier(axis: Axis) -> None:
     if axis.size > 1:
-        dist.barrier(group=axis.group)
+        Pending([dist.barrier(group=axis.group, async_op=True)]).wait()
 
 
 def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:

@@ -7,6 +7,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -111,8 +112,10 @@ def create(
     cp: int = 1,
     order: str = DEFAULT_ORDER,
     device: torch.device | None = None,
+    timeout_seconds: float = 300.0,
 ) -> ParallelContext:
     """Make the process groups. A collective: every rank of an initialised world calls it with the same arguments.
+    Collectives that take longer than `timeout_seconds` raise; torch's groups do not inherit it from the world's.
 
     Raises ValueError if the sizes do not multiply to the world size or `order` does not name each axis once.
     """
@@ -132,7 +135,7 @@ def create(
     def axis(name: str, groups: list[tuple[int, ...]]) -> Axis:
         for ranks in groups:
             if len(ranks) > 1 and ranks not in made:
-                made[ranks] = dist.new_group(list(ranks))
+                made[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
         mine = next((ranks for ranks in groups if rank in ranks), (rank,))
         return Axis(name, len(mine), mine.index(rank), mine, made[mine] if len(mine) > 1 else None)
 

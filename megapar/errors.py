@@ -5,6 +5,8 @@ import json
 import os
 import socket
 import sys
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +19,7 @@ class MegaparError(Exception):
 
     exit_code = 70
     everywhere = False
+    patience_seconds = 0.0
 
 
 class ConfigError(MegaparError):
@@ -46,9 +49,14 @@ class NumericError(MegaparError):
 
 
 class CommunicationError(MegaparError):
-    """A rank that was lost, or a collective that outlasted its time."""
+    """A rank that was lost, or a collective that outlasted its time.
+
+    Mostly the echo of another rank's end, so it waits before it is told: a launcher that sees that rank first ends this
+    one meanwhile, and the cause alone is told.
+    """
 
     exit_code = 6
+    patience_seconds = 1.0
 
 
 class StorageError(MegaparError):
@@ -61,16 +69,26 @@ class StorageError(MegaparError):
 def reported(rank: int = 0, run_dir: str | None = None) -> Iterator[None]:
     """Around a program's main: a MegaparError becomes one line on stderr, error.json in `run_dir`, and its exit code.
 
-    Errors that all ranks raise are told by rank 0 alone. Everything else is a bug and keeps its traceback.
+    Errors that all ranks raise are told by rank 0 alone. Everything else is a bug: its traceback is printed here, as
+    torch's launcher swallows those of ranks that it forked, and the code is 70.
     """
     try:
         yield
     except MegaparError as error:
+        time.sleep(error.patience_seconds)
         if rank == 0 or not error.everywhere:
             where = f"rank {rank}: " if rank else ""
             print(f"{type(error).__name__}: {where}{error}", file=sys.stderr, flush=True)
-            if run_dir and os.path.isdir(run_dir):
-                facts = {"class": type(error).__name__, "message": str(error), "rank": rank}
-                with open(os.path.join(run_dir, "error.json"), "w") as file:
-                    json.dump(facts | {"exit_code": error.exit_code, "host": socket.gethostname()}, file)
+            _record(error, error.exit_code, rank, run_dir)
         sys.exit(error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        _record(error, MegaparError.exit_code, rank, run_dir)
+        sys.exit(MegaparError.exit_code)
+
+
+def _record(error: Exception, exit_code: int, rank: int, run_dir: str | None) -> None:
+    if run_dir and os.path.isdir(run_dir):
+        facts = {"class": type(error).__name__, "message": str(error), "rank": rank}
+        with open(os.path.join(run_dir, "error.json"), "w") as file:
+            json.dump(facts | {"exit_code": exit_code, "host": socket.gethostname()}, file)

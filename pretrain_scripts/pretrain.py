@@ -31,8 +31,8 @@ def check(resolved: Resolved, world_size: int, cuda_devices: int | None) -> Conf
 
 def run(resolved: Resolved, config: Config, env: device.Environment) -> None:
     """One rank's training."""
-    ctx = join(config, env)
-    with reported(ctx.world.rank, config.run_dir):
+    with reported(env.rank, config.run_dir):
+        ctx = join(config, env)
         train_data, validation_data = open_loaders(config, ctx)
         state, notes = start(config, ctx, build_stages(config, ctx))
         train_data.consumed_samples = state.consumed_samples

@@ -19,7 +19,14 @@ def start_local_ranks(main: Callable[[], None], nproc: int) -> int:
 
     Forking shares the imported torch, so eight ranks start in a second. It must happen before CUDA is used.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    def one_rank() -> None:
+        # Forked ranks inherit the launcher's handler, which raises; a rank that is told to end has nothing to say.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        main()
+
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -32,7 +39,7 @@ def start_local_ranks(main: Callable[[], None], nproc: int) -> int:
         start_method="fork",
     )
     try:
-        elastic_launch(launch, main)()
+        elastic_launch(launch, one_rank)()
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
@@ -61,4 +68,11 @@ def join(config: Config, env: device.Environment) -> ParallelContext:
             timeout_seconds=config.launch.timeout_seconds,
         )
     parallel = config.parallel
-    return context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, device=where)
+    return context.create(
+        tp=parallel.tp,
+        dp=parallel.dp,
+        pp=parallel.pp,
+        order=parallel.order,
+        device=where,
+        timeout_seconds=config.launch.timeout_seconds,
+    )
