@@ -28,7 +28,6 @@ from megapar.params import (
     parameter,
     replicated,
     sharded,
-    spec_of,
 )
 from megapar.tensor_parallel.regions import reduce_from_tp, scatter_sum
 
@@ -197,8 +196,8 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         local, outside, weight = ctx.saved_tensors
-        ids = local[~outside]
-        rows = grad[~outside]
+        # Zeros are added to row 0 where ids are outside: to leave them out, a GPU would have to wait for their number.
+        ids, rows = local.reshape(-1), grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1])
         if ctx.main_grad is not None:
             ctx.main_grad.add_rows(ids, rows)
             return None, None, None
@@ -249,9 +248,3 @@ class VocabParallelEmbedding(nn.Module):
         partial = _Lookup.apply(ids_sb - self.start, self.weight, self.stop - self.start)
         tp = self.sharding.tp
         return scatter_sum(partial, tp) if self.sharding.sequence_parallel else reduce_from_tp(partial, tp)
-
-
-def check_specs(module: nn.Module) -> None:
-    """Raise TypeError naming the first parameter that no layer declared."""
-    for name, param in module.named_parameters():
-        spec_of(param, name)
