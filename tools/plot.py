@@ -20,7 +20,7 @@ from megapar.pipeline.timeline import draw
 class Arguments:
     """Write loss.png, and timeline.png if there is a timeline.json, into a run folder."""
 
-    run_dir: Path
+    run_dir: tyro.conf.Positional[Path]
     """Folder of a training run."""
     entropies: Path | None = None
     """File that tools/entropy.py --json wrote: its unigram and bigram entropies become lines."""
