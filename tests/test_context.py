@@ -1,0 +1,174 @@
+"""The rank grid: arithmetic for thousands of ranks, and the groups that `create` makes in torch's fake world."""
+
+import math
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapar import comm, context
+from megapar.context import Axis, coordinates, rank_groups
+
+AXES = ("tp", "cp", "dp", "pp")
+
+# Order, sizes of (tp, cp, dp, pp), and the groups of some axes. The first is the example in the documentation of
+# Megatron's initialize_model_parallel.
+GOLDEN = [
+    (
+        "tp-cp-dp-pp",
+        (2, 1, 2, 4),
+        {
+            "tp": "0,1 2,3 4,5 6,7 8,9 10,11 12,13 14,15",
+            "dp": "0,2 1,3 4,6 5,7 8,10 9,11 12,14 13,15",
+            "pp": "0,4,8,12 1,5,9,13 2,6,10,14 3,7,11,15",
+            "tp pp": "0,1,4,5,8,9,12,13 2,3,6,7,10,11,14,15",
+            "tp dp": "0,1,2,3 4,5,6,7 8,9,10,11 12,13,14,15",
+        },
+    ),
+    ("tp-cp-dp-pp", (2, 1, 2, 2), {"tp": "0,1 2,3 4,5 6,7", "dp": "0,2 1,3 4,6 5,7", "pp": "0,4 1,5 2,6 3,7"}),
+    ("tp-cp-dp-pp", (2, 1, 1, 4), {"tp": "0,1 2,3 4,5 6,7", "dp": "0 1 2 3 4 5 6 7", "pp": "0,2,4,6 1,3,5,7"}),
+    ("tp-cp-dp-pp", (4, 1, 2, 1), {"tp": "0,1,2,3 4,5,6,7", "dp": "0,4 1,5 2,6 3,7"}),
+    ("tp-cp-pp-dp", (2, 1, 2, 2), {"tp": "0,1 2,3 4,5 6,7", "dp": "0,4 1,5 2,6 3,7", "pp": "0,2 1,3 4,6 5,7"}),
+    (
+        "tp-cp-dp-pp",
+        (2, 2, 2, 1),
+        {"tp": "0,1 2,3 4,5 6,7", "cp": "0,2 1,3 4,6 5,7", "dp": "0,4 1,5 2,6 3,7", "dp cp": "0,2,4,6 1,3,5,7"},
+    ),
+    (
+        "dp-pp-cp-tp",
+        (2, 1, 2, 2),
+        {"tp": "0,4 1,5 2,6 3,7", "dp": "0,1 2,3 4,5 6,7", "pp": "0,2 1,3 4,6 5,7"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("order", "sizes", "groups"), GOLDEN)
+def test_groups_of_8_and_16_ranks_are_megatrons(order: str, sizes: tuple[int, ...], groups: dict[str, str]) -> None:
+    for axes, listed in groups.items():
+        expected = {tuple(map(int, group.split(","))) for group in listed.split()}
+        found = rank_groups(dict(zip(AXES, sizes, strict=True)), axes.split(), order)
+        assert (set(found), len(found)) == (expected, len(expected)), axes
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[dict[str, int], str]:
+    sizes = {}
+    for name in draw(st.permutations(AXES)):
+        sizes[name] = draw(st.integers(1, min(32, 8192 // math.prod(sizes.values()))))
+    return sizes, "-".join(draw(st.permutations(AXES)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(grid=grids())
+def test_groups_partition_any_world(grid: tuple[dict[str, int], str]) -> None:
+    """Against numpy's idea of the same grid: an array of ranks whose last dimension is the first axis of the order."""
+    sizes, order = grid
+    names = order.split("-")[::-1]
+    world = math.prod(sizes.values())
+    ranks = np.arange(world).reshape([sizes[name] for name in names])
+    for chosen in [*([axis] for axis in AXES), ["dp", "cp"], ["tp", "pp"], []]:
+        rest = [i for i, name in enumerate(names) if name not in chosen]
+        inside = [i for i, name in enumerate(names) if name in chosen]
+        size = math.prod(sizes[name] for name in chosen)
+        expected = ranks.transpose(*rest, *inside).reshape(-1, size)
+        assert sorted(rank_groups(sizes, chosen, order)) == sorted(map(tuple, expected.tolist()))
+    fastest = rank_groups(sizes, [names[-1]], order)
+    assert all(group == tuple(range(group[0], group[0] + len(group))) for group in fastest)
+    for rank in {0, world // 3, world - 1}:
+        assert ranks[tuple(coordinates(rank, sizes, order)[name] for name in names)] == rank
+
+
+@pytest.fixture
+def fake_world() -> Iterator[None]:
+    yield
+    comm.shutdown()
+
+
+def check_axes(ctx: context.ParallelContext, rank: int, sizes: dict[str, int], order: str) -> None:
+    """Every axis of the context against the pure arithmetic."""
+    wanted = {name: rank_groups(sizes, [name], order) for name in AXES}
+    wanted["grad"] = rank_groups(sizes, ["dp", "cp"], order)
+    wanted["ends"] = [(line[0], line[-1]) if sizes["pp"] > 1 else line for line in wanted["pp"]]
+    wanted["world"] = [tuple(range(math.prod(sizes.values())))]
+    for name, groups in wanted.items():
+        axis: Axis = getattr(ctx, name)
+        ranks = next((group for group in groups if rank in group), (rank,))
+        assert (axis.name, axis.size, axis.ranks, axis.ranks[axis.rank]) == (name, len(ranks), ranks, rank)
+        assert (axis.first, axis.last) == (rank == ranks[0], rank == ranks[-1])
+        assert (axis.group is None) == (axis.size == 1)
+        if axis.group is not None:
+            assert tuple(dist.get_process_group_ranks(axis.group)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "chosen"),
+    [
+        ((4, 2, 2, 4), "tp-cp-dp-pp", range(64)),
+        ((2, 1, 16, 2), "dp-tp-pp-cp", range(0, 64, 7)),
+        ((8, 1, 1, 8), "tp-cp-dp-pp", (0, 9, 63)),
+        ((64, 1, 1, 1), "tp-cp-dp-pp", (0, 63)),
+        ((8, 2, 8, 8), "tp-cp-dp-pp", (0, 517, 1023)),
+        ((1, 1, 1024, 1), "tp-cp-dp-pp", (1000,)),
+    ],
+)
+def test_create_makes_each_group_once_and_as_computed(
+    sizes: tuple[int, ...],
+    order: str,
+    chosen: range | tuple[int, ...],
+    fake_world: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks make the same groups in the same order (else they would wait for each other), none twice."""
+    by_axis, world = dict(zip(AXES, sizes, strict=True)), math.prod(sizes)
+    real, histories = dist.new_group, []
+    for rank in chosen:
+        made: list[tuple[int, ...]] = []
+
+        def spy(ranks: list[int], made: list[tuple[int, ...]] = made, **options: object) -> dist.ProcessGroup:
+            made.append(tuple(ranks))
+            return real(ranks, **options)
+
+        monkeypatch.setattr(dist, "new_group", spy)
+        comm.initialize_fake(rank, world)
+        check_axes(context.create(**by_axis, order=order), rank, by_axis, order)
+        comm.shutdown()
+        histories.append(made)
+    assert all(history == histories[0] for history in histories)
+    assert len(set(histories[0])) == len(histories[0])
+    axes = (["tp"], ["cp"], ["dp"], ["pp"], ["dp", "cp"])
+    needed = {group for names in axes for group in rank_groups(by_axis, names, order)}
+    needed |= {(line[0], line[-1]) for line in rank_groups(by_axis, ["pp"], order)}
+    assert set(histories[0]) == {group for group in needed if 1 < len(set(group)) < world}
+
+
+def test_one_process_needs_no_groups() -> None:
+    ctx = context.create()
+    assert all((axis.size, axis.rank, axis.group) == (1, 0, None) for axis in ctx.axes)
+    assert ctx.traffic() == {}
+
+
+def test_sizes_and_orders_that_do_not_fit_are_refused(fake_world: None) -> None:
+    comm.initialize_fake(0, 8)
+    with pytest.raises(ValueError, match=r"tp\(3\).*= 6, not 8 ranks"):
+        context.create(tp=3, dp=2)
+    for order in ("tp-dp-pp", "tp-cp-dp-pp-pp", "tp-cp-dp-ep"):
+        with pytest.raises(ValueError, match="must name each of tp, cp, dp and pp once"):
+            context.create(tp=8, order=order)
+
+
+def test_ends_of_a_line_are_its_first_and_last_stage(fake_world: None) -> None:
+    """Ranks between have no partner: tied embeddings are no concern of theirs."""
+    found = []
+    for dp, pp in product(range(2), range(4)):
+        comm.initialize_fake(2 * pp + dp, 8)
+        ends = context.create(dp=2, pp=4).ends
+        comm.shutdown()
+        found.append((ends.ranks, ends.size))
+    assert found == [
+        ((0, 6), 2), ((2,), 1), ((4,), 1), ((0, 6), 2),
+        ((1, 7), 2), ((3,), 1), ((5,), 1), ((1, 7), 2),
+    ]  # fmt: skip
