@@ -207,8 +207,10 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> Pending:
     """Start point-to-point transfers: (tensor, position on `axis`) pairs to send and to receive into.
 
-    The two ends of a link must name its transfers in the same order. Tensors are held until `wait`.
+    The two ends of a link must name its transfers in the same order. Tensors are contiguous and held until `wait`.
     """
+    if not all(x.is_contiguous() for x, _ in [*sends, *receives]):
+        raise ValueError("exchange needs contiguous tensors: they are sent and received in place")
     operations = []
     for x, peer in sends:
         axis.traffic.record("send", _bytes(x))

@@ -1,0 +1,296 @@
+"""Every collective and transfer on real ranks: values, shapes, strides, and the bytes that are counted."""
+
+import gc
+import importlib.util
+import time
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar import comm, context
+from megapar.comm import Pending
+from megapar.context import Axis, Traffic
+from megapar.errors import CommunicationError
+from tests.distributed import ON_GPUS, rank_device, run_ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+SHAPES = ((12,), (12, 5), (24, 2, 3))  # dimension 0 divides by 2, 3 and 4
+
+
+def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Whole numbers so small that their sums are exact in bf16, distinct by rank and place."""
+    place = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    return ((7 * place + 5 * rank + place * rank) % 23 - 11).to(dtype).to(rank_device(dist.get_rank()))
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values at every other address, the last dimension outermost."""
+    memory = x.new_empty((*reversed(x.shape), 2))[..., 0]
+    y = memory.permute(*reversed(range(x.dim())))
+    return y.copy_(x)
+
+
+def check_all_reduce(axis: Axis, all_x: list[Tensor], variant: str) -> None:
+    for op, expected in (
+        ("sum", torch.stack(all_x).sum(0)),
+        ("max", torch.stack(all_x).amax(0)),
+        ("min", torch.stack(all_x).amin(0)),
+    ):
+        x = all_x[axis.rank].clone() if variant == "contiguous" else strided(all_x[axis.rank])
+        result = comm.all_reduce(x, axis, op)
+        assert result is x, "the argument itself holds the result"
+        assert torch.equal(x, expected.to(x.dtype)), op
+        if variant == "contiguous":
+            x = all_x[axis.rank].clone()
+            comm.all_reduce_async(x, axis, op).wait()
+            assert torch.equal(x, expected.to(x.dtype)), op
+
+
+def check_gathers_and_scatters(axis: Axis, all_x: list[Tensor], variant: str) -> None:
+    x = all_x[axis.rank].clone() if variant == "contiguous" else strided(all_x[axis.rank])
+    kept = x.clone()
+    whole, total = torch.cat(all_x), torch.stack(all_x).sum(0).to(x.dtype)
+    assert torch.equal(comm.all_gather(x, axis), whole)
+    out, pending = comm.all_gather_async(x, axis)
+    pending.wait()
+    assert torch.equal(out, whole)
+    assert torch.equal(comm.reduce_scatter(x, axis), total.chunk(axis.size)[axis.rank])
+    assert torch.equal(x, kept), "inputs are left alone"
+    out, pending = comm.reduce_scatter_async(x, axis)
+    pending.wait()
+    assert torch.equal(out, total.chunk(axis.size)[axis.rank])
+
+
+def check_shards(axis: Axis, dtype: torch.dtype) -> None:
+    flats = [numbers(rank, (12 * axis.size,), dtype) for rank in range(axis.size)]
+    flat = flats[axis.rank].clone()
+    comm.reduce_scatter_shard_async(flat, axis).wait()
+    mine = flat.chunk(axis.size)[axis.rank]
+    assert torch.equal(mine, torch.stack(flats).sum(0).to(dtype).chunk(axis.size)[axis.rank])
+    flat = torch.full_like(flat, -1)
+    flat.chunk(axis.size)[axis.rank].copy_(flats[axis.rank].chunk(axis.size)[axis.rank])
+    comm.all_gather_shard_async(flat, axis).wait()
+    assert torch.equal(flat, torch.cat([f.chunk(axis.size)[i] for i, f in enumerate(flats)]))
+
+
+def check_exchange(axis: Axis) -> None:
+    """Both ways around the ring at once, two tensors a link, of different dtypes and sizes."""
+    before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
+
+    def message(rank: int, way: int) -> list[Tensor]:
+        return [numbers(rank, (way, 3), torch.bfloat16), numbers(10 + rank, (5 * way,), torch.int64)]
+
+    forth = [torch.full_like(x, -1) for x in message(before, 1)]
+    back = [torch.full_like(x, -1) for x in message(after, 2)]
+    sends = [(x, after) for x in message(axis.rank, 1)] + [(x, before) for x in message(axis.rank, 2)]
+    receives = [(x, before) for x in forth] + [(x, after) for x in back]
+    pending = comm.exchange(sends, receives, axis)
+    pending.wait()
+    for found, expected in zip(forth + back, message(before, 1) + message(after, 2), strict=True):
+        assert torch.equal(found, expected)
+    pending.wait()  # a second wait on the works themselves would never return
+
+
+def every_function(sizes: dict[str, int]) -> None:
+    ctx = context.create(**sizes, device=rank_device(dist.get_rank()))
+    for name in sizes:
+        axis = getattr(ctx, name)
+        for dtype in DTYPES:
+            for shape in SHAPES:
+                all_x = [numbers(rank, shape, dtype) for rank in range(axis.size)]
+                for variant in ("contiguous", "strided"):
+                    check_all_reduce(axis, all_x, variant)
+                    check_gathers_and_scatters(axis, all_x, variant)
+            check_shards(axis, dtype)
+            for source in range(axis.size):
+                x = numbers(axis.rank, (4, 3), dtype)
+                assert torch.equal(comm.broadcast(x, axis, source), numbers(source, (4, 3), dtype))
+        check_exchange(axis)
+        values = [{"rank": r, "text": "ä" * 40 * r, "list": [None, True, 1.5, 2**40] * r} for r in range(axis.size)]
+        assert comm.gather_json(values[axis.rank], axis, ctx.device) == values
+        comm.barrier(axis)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 3}, {"tp": 2, "dp": 2}, {"pp": 4}], ids=str)
+def test_every_function_gives_the_expected_values(sizes: dict[str, int]) -> None:
+    """fp32, bf16 and int64; 1, 2 and 3 dimensions; tensors that are not contiguous (row 12)."""
+    run_ranks(torch.Size(sizes.values()).numel(), every_function, sizes)
+
+
+def test_one_rank_communicates_nothing_and_copies_nothing() -> None:
+    axis, x = Axis("tp"), torch.arange(6.0)
+    assert comm.all_reduce(x, axis) is x
+    assert comm.all_gather(x, axis) is x
+    assert comm.reduce_scatter(x, axis) is x
+    assert comm.broadcast(x, axis) is x
+    for pending in (
+        comm.all_reduce_async(x, axis),
+        comm.all_gather_async(x, axis)[1],
+        comm.reduce_scatter_async(x, axis)[1],
+        comm.reduce_scatter_shard_async(x, axis),
+        comm.all_gather_shard_async(x, axis),
+        comm.exchange([], [], axis),
+    ):
+        pending.wait()
+    assert comm.gather_json("x", axis, x.device) == ["x"]
+    comm.barrier(axis)
+    assert torch.equal(x, torch.arange(6.0))
+    assert axis.traffic == Traffic()
+
+
+def counted_bytes() -> None:
+    """Each rank against the formulas of comm's docstring, for B bytes and n ranks; all counts are exact."""
+    ctx = context.create(dp=4, device=rank_device(dist.get_rank()))
+    axis, n = ctx.dp, 4
+    expected = Traffic()
+    for dtype, elements in ((torch.float32, 36), (torch.bfloat16, 20), (torch.int64, 4)):
+        x = numbers(0, (elements,), dtype)
+        whole = x.numel() * x.element_size()
+        calls: list[tuple[str, int, Any]] = [
+            ("all_reduce", 2 * whole * (n - 1) // n, lambda x=x: comm.all_reduce(x.clone(), axis)),
+            ("all_gather", n * whole * (n - 1) // n, lambda x=x: comm.all_gather(x, axis)),
+            ("reduce_scatter", whole * (n - 1) // n, lambda x=x: comm.reduce_scatter(x, axis)),
+            ("reduce_scatter", whole * (n - 1) // n, lambda x=x: comm.reduce_scatter_shard_async(x, axis).wait()),
+            ("all_gather", whole * (n - 1) // n, lambda x=x: comm.all_gather_shard_async(x, axis).wait()),
+            ("broadcast", whole if axis.rank == 2 else 0, lambda x=x: comm.broadcast(x, axis, 2)),
+        ]
+        for operation, sent, run in calls:
+            run()
+            if operation != "broadcast" or sent:
+                expected.record(operation, sent)
+    x = numbers(0, (3, 7), torch.bfloat16)
+    if axis.rank < 2:
+        comm.exchange(
+            [(x, 1 - axis.rank), (x, 1 - axis.rank)], [(x.clone(), 1 - axis.rank) for _ in range(2)], axis
+        ).wait()
+        expected.record("send", 42)
+        expected.record("send", 42)
+    assert axis.traffic == expected, (axis.traffic, expected)
+    assert ctx.traffic() == {"dp": sum(expected.sent.values())}
+
+
+def test_counted_bytes_are_those_of_ring_algorithms() -> None:
+    run_ranks(4, counted_bytes)
+
+
+def a_late_receive() -> None:
+    """Rank 0 sends, forgets its tensors and dirties the freed memory before rank 1 so much as posts its receives."""
+    axis = context.create(pp=2, device=rank_device(dist.get_rank())).pp
+    count, size = 20, 1 << 14
+    if axis.first:
+        sent = [comm.exchange([(numbers(i, (size,), torch.float32), 1)], [], axis) for i in range(count)]
+        gc.collect()
+        dirt = [torch.full((size,), -1.0) for _ in range(2 * count)]
+        time.sleep(0.5)
+        for pending in sent:
+            pending.wait()
+        assert len(dirt) == 2 * count
+    else:
+        time.sleep(0.3)
+        for i in range(count):
+            x = torch.empty(size, device=rank_device(1))
+            comm.exchange([], [(x, 0)], axis).wait()
+            assert torch.equal(x, numbers(i, (size,), torch.float32)), f"message {i} is damaged"
+
+
+def test_a_message_outlives_its_tensor_and_waits_for_a_late_receive() -> None:
+    run_ranks(2, a_late_receive)
+
+
+def refusals() -> None:
+    axis = context.create(dp=2, device=rank_device(dist.get_rank())).dp
+    x = numbers(0, (4, 3), torch.float32)
+    with pytest.raises(ValueError, match="contiguous"):
+        comm.all_reduce_async(x.t(), axis)
+    with pytest.raises(ValueError, match="contiguous"):
+        comm.exchange([], [(x.t(), 1 - axis.rank)], axis)
+    with pytest.raises(ValueError, match=r"dimension 0 of \(5,\) does not divide by dp size 2"):
+        comm.reduce_scatter(numbers(0, (5,), torch.float32), axis)
+    learns = x.clone().requires_grad_()
+    functions = (
+        comm.all_reduce,
+        comm.all_reduce_async,
+        comm.all_gather,
+        comm.all_gather_async,
+        comm.reduce_scatter,
+        comm.reduce_scatter_async,
+    )
+    for function in functions:
+        with pytest.raises(RuntimeError, match=r"tensor_parallel\.regions"):
+            function(learns * 1, axis)
+    assert axis.traffic == Traffic(), "what is refused is not counted"
+    with torch.no_grad():
+        for function in functions[::2]:
+            function(learns.clone(), axis)
+
+
+def test_what_would_lose_a_gradient_or_a_result_is_refused() -> None:
+    """Row 13: a raw collective in a forward pass that autograd records raises."""
+    run_ranks(2, refusals)
+
+
+def names_of_one_torch(missing: tuple[str, ...]) -> None:
+    for name in missing:
+        delattr(dist, name)
+    old = private_copy()
+    assert not {name for name in missing if hasattr(dist, name)}
+    axis = context.create(dp=2, device=rank_device(dist.get_rank())).dp
+    all_x = [numbers(rank, (4, 3), torch.float32) for rank in range(2)]
+    assert torch.equal(old.all_gather(all_x[axis.rank], axis), torch.cat(all_x))
+    assert torch.equal(old.reduce_scatter(all_x[axis.rank], axis), sum(all_x).chunk(2)[axis.rank])
+
+
+def private_copy() -> ModuleType:
+    """comm, loaded once more, with the names that torch has now."""
+    assert comm.__file__ is not None
+    spec = importlib.util.spec_from_file_location("comm_again", comm.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("suffixes", [("single", "single"), ("into_tensor", "tensor")], ids=["2.11", "after 2.13"])
+def test_one_set_of_names_is_enough(suffixes: tuple[str, str]) -> None:
+    """torch 2.11 has only the old names of two collectives, 2.13 both, a later one perhaps only the new."""
+    missing = f"all_gather_{suffixes[0]}", f"reduce_scatter_{suffixes[1]}"
+    other = {"single": "into_tensor", "into_tensor": "single"}[suffixes[0]]
+    if not all(hasattr(dist, name) for name in (*missing, f"all_gather_{other}")):
+        pytest.skip(f"torch {torch.__version__} has one set of names")
+    run_ranks(2, names_of_one_torch, missing)
+
+
+def one_rank_is_late() -> None:
+    ctx = context.create(tp=2, dp=2, device=rank_device(dist.get_rank()), timeout_seconds=1)
+    if ctx.tp.first:
+        start = time.monotonic()
+        with pytest.raises(CommunicationError, match=r"launch\.timeout_seconds"):
+            comm.all_reduce(torch.ones(4), ctx.tp)
+        assert time.monotonic() - start < 20
+    else:
+        time.sleep(3)
+
+
+@pytest.mark.skipif(ON_GPUS, reason="NCCL ends the process of a collective that is late")
+def test_a_late_rank_is_an_error_on_every_group_of_the_grid() -> None:
+    """torch gives new groups its own default, half an hour, whatever the world's timeout is."""
+    run_ranks(4, one_rank_is_late)
+
+
+def test_pending_waits_once() -> None:
+    class Work:
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+
+    works = [Work(), Work(), Work()]
+    pending = Pending([works[0], None, *works[1:]])  # type: ignore[list-item]
+    for _ in range(3):
+        pending.wait()
+    assert [work.waits for work in works] == [1, 1, 1]
