@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # checkpoint() imports it when first used: once here rather than in every forked rank
 import torch.distributed as dist
 
 from megapar import comm, device
