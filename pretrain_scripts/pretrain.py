@@ -4,6 +4,7 @@ Runs under torchrun or Slurm, or starts its own local ranks with --launch.nproc 
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from megapar_models.build import build_stages, flops_per_token, parameter_count
@@ -55,7 +56,7 @@ def main() -> int:
         world = env.world_size if env.launched else max(launch.nproc, 1)
         config = check(resolved, world, device.cuda_devices())
         if world > 1 and not env.launched:
-            return start_local_ranks(lambda: run(resolved, config, device.environment()), world)
+            return start_local_ranks(partial(run, resolved, config), world)
         run(resolved, config, env)
     return 0
 

@@ -1,52 +1,40 @@
-"""Starts ranks on this machine through torch's elastic launcher, and joins the world that a launcher made."""
+"""Starts ranks on this machine, and joins the world that they, torchrun or Slurm make up."""
 
 import logging
-import signal
 import sys
-import uuid
+import tempfile
 from collections.abc import Callable
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing import ProcessExitedException, start_processes
 
 from megapar import comm, context, device
 from megapar.config import Config
 from megapar.context import ParallelContext
 
 
-def start_local_ranks(main: Callable[[], None], nproc: int) -> int:
+def _rank_main(rank: int, nproc: int, folder: str, main: Callable[[device.Environment], None]) -> None:
+    main(device.Environment(rank, nproc, rank, nproc, f"file://{folder}/store"))
+
+
+def start_local_ranks(main: Callable[[device.Environment], None], nproc: int) -> int:
     """Run `main` on `nproc` forked ranks of this machine; returns the exit code of the first that failed, or 0.
 
-    Forking shares the imported torch, so eight ranks start in a second. It must happen before CUDA is used.
+    Forking shares the imported torch, so eight ranks start in a second. It must happen before CUDA is used and while
+    this process has one thread: hence torch.multiprocessing and a file for the ranks to meet at, not torchrun's agent,
+    which serves a store and so forks among threads, and whose ranks now and then hung before their first collective.
     """
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-    def one_rank() -> None:
-        # Forked ranks inherit the launcher's handler, which raises; a rank that is told to end has nothing to say.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        main()
-
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="fork",
-    )
-    try:
-        elastic_launch(launch, one_rank)()
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
-            print(f"CommunicationError: rank {rank} (process {failure.pid}) was ended by {name}", file=sys.stderr)
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            start_processes(_rank_main, (nproc, folder, main), nproc, start_method="fork")
+        except ProcessExitedException as failure:
+            if failure.signal_name is None:
+                return failure.exit_code
+            rank, pid = failure.error_index, failure.error_pid
+            print(
+                f"CommunicationError: rank {rank} (process {pid}) was ended by {failure.signal_name}", file=sys.stderr
+            )
             return 6
-        return failure.exitcode
     return 0
 
 
