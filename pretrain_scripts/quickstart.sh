@@ -37,7 +37,7 @@ python tools/entropy.py --train $data/train --validation $data/validation --toke
 
 checkpoint=$(ls -d $run/checkpoints/step_* | tail -n 1)
 echo "== a sample"
-python tools/generate.py --checkpoint "$checkpoint" --prompt "def read(self, " --tokens 120
+python tools/generate.py "$checkpoint" --prompt "def read(self, " --tokens 120
 echo "== pictures"
 python tools/plot.py $run --entropies $run/entropies.json
 echo "== everything lies in $run: config.toml, metrics.jsonl, tensorboard/, checkpoints/, loss.png, timeline.png"

@@ -12,7 +12,7 @@ from megapar import context
 from megapar.batch import MicroBatch
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import load_weights, weight_slices
-from megapar.config import Config, ParallelConfig, unflatten
+from megapar.config import Config, LaunchConfig, ParallelConfig, unflatten
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import reported
 from megapar.validate import validate, weight_options
@@ -22,7 +22,7 @@ from megapar.validate import validate, weight_options
 class Arguments:
     """Sample text from a checkpoint."""
 
-    checkpoint: Path
+    checkpoint: tyro.conf.Positional[Path]
     """Folder of one checkpoint, such as RUN_DIR/checkpoints/step_00000300."""
     prompt: str
     """Text to continue."""
@@ -37,7 +37,7 @@ class Arguments:
 def load_model(checkpoint: Path) -> tuple[Config, Stage]:
     """The whole model in one stage, in evaluation mode. Raises CheckpointError if the checkpoint is damaged."""
     saved = {path: _tuples(value) for path, value in read_manifest(checkpoint).trainer["config"].items()}
-    config = validate(replace(unflatten(saved), parallel=ParallelConfig()), world_size=1)
+    config = validate(replace(unflatten(saved), parallel=ParallelConfig(), launch=LaunchConfig()), world_size=1)
     ctx = context.create()
     stage = build_stages(config, ctx)[0]
     load_weights(checkpoint, slices=weight_slices(stage.parameters()), ctx=ctx, model_config=weight_options(config))
