@@ -66,9 +66,9 @@ from megapar.validate import validate
 
 LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2"]
 WARMUP = 1  # steps: DTensor fills its caches, megapar learns when buckets are full, pipelining asks for shapes
-# Relative. Losses differ by fp32 sums in another order, through a few updates; norms by torch's fp32 sum of a million
-# squares, which errs by 1e-4 on a CPU.
-TOLERANCES = {"loss": 1e-5, "grad_norm": 1e-3}
+# Relative, loose for the norm's sake: torch sums squares in fp32, which errs by 6e-4 in a matrix of 2 million elements on
+# a CPU, and by as much changes the update after clipping.
+TOLERANCES = {"loss": 1e-4, "grad_norm": 1e-2}
 
 
 class BenchmarkError(MegaparError):
