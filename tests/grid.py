@@ -1,0 +1,139 @@
+"""The models, layouts and batches of tests that train in many layouts."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from megapar_models.build import build_stages
+
+from megapar import comm, context
+from megapar.batch import MicroBatch
+from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.context import ParallelContext
+from megapar.data.order import micro_batch_positions
+from megapar.random import initialise
+from megapar.train.step import TrainState
+from megapar.train.trainer import assemble
+from megapar.validate import validate
+from tests import layouts
+from tests.distributed import rank_device
+
+SAMPLES, LENGTH = 12, 24
+
+LLAMA = ModelConfig(
+    family="llama",
+    hidden_size=48,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=10,
+    intermediate_size=76,
+    vocab_size=131,
+    attention_bias=True,
+    qk_norm=True,
+    initializer_range=0.1,
+)
+GPT = ModelConfig(
+    family="gpt",
+    hidden_size=48,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    intermediate_size=76,
+    vocab_size=131,
+    max_position_embeddings=32,
+    tie_word_embeddings=True,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    initializer_range=0.1,
+)
+ONE_KV_HEAD = replace(LLAMA, num_key_value_heads=1, tie_word_embeddings=True)
+STRADDLING = replace(LLAMA, num_attention_heads=12, num_key_value_heads=3, head_dim=4, qk_norm=False)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model and how it is laid out; the rest of the configuration is the same for all."""
+
+    model: ModelConfig
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int = 1
+    schedule: str = "1f1b"
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    every: int = 1
+    zero_stage: int = 1
+    micro_batch_size: int = 1
+    partition: tuple[int, ...] = ()
+    order: str = "tp-cp-dp-pp"
+    overlap: bool = True
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def config(self, precision: str = "fp32") -> Config:
+        parallel = ParallelConfig(
+            tp=self.tp,
+            pp=self.pp,
+            dp=self.dp,
+            vpp=self.vpp,
+            schedule=self.schedule,
+            sequence_parallel=self.sequence_parallel,
+            partition=self.partition,
+            order=self.order,
+        )
+        train = TrainConfig(
+            steps=10,
+            global_batch_size=SAMPLES,
+            micro_batch_size=self.micro_batch_size,
+            seq_length=LENGTH,
+            precision=precision,
+            recompute=self.recompute,
+            recompute_every=self.every,
+        )
+        # Buckets of about 16 KiB: several of them, so that reduction really overlaps the backward pass.
+        # A first update of AdamW is about g / (|g| + eps): an eps above the rounding of gradients keeps it
+        # well-conditioned.
+        optimizer = OptimizerConfig(
+            lr=5e-2,
+            eps=1e-2,
+            zero_stage=self.zero_stage,
+            clip_grad=0.5,
+            bucket_mb=1 / 64,
+            overlap_grad_reduce=self.overlap,
+        )
+        return validate(Config(model=self.model, parallel=parallel, train=train, optimizer=optimizer), self.world)
+
+
+def micro_batches(config: Config, ctx: ParallelContext, step: int) -> list[MicroBatch]:
+    """Random tokens, a distinct weight for each of them, and one sample that is masked whole."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(config.model.vocab_size, (SAMPLES, LENGTH + 1), generator=generator)
+    weights = 0.1 + torch.rand(SAMPLES, LENGTH, generator=generator)
+    weights[3] = 0.0
+    ids = torch.arange(SAMPLES) + step * SAMPLES
+    positions = micro_batch_positions(0, SAMPLES, config.train.micro_batch_size, ctx.dp.rank, ctx.dp.size)
+    rows = [torch.from_numpy(row) for row in positions]
+    return [MicroBatch(tokens[r, :-1], tokens[r, 1:], weights[r], ids[r]).to(ctx.device) for r in rows]
+
+
+def make_state(config: Config) -> TrainState:
+    parallel = config.parallel
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    where = (
+        rank_device(rank) if config.parallel.tp * config.parallel.pp * config.parallel.dp > 1 else torch.device("cpu")
+    )
+    ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, device=where)
+    stages = build_stages(config, ctx)
+    initialise(stages.values(), config.train.seed)
+    return assemble(config, ctx, stages)
+
+
+def held_gradients(state: TrainState) -> list[layouts.Held]:
+    """Reduced gradients; with ZeRO-1 every rank holds only its shards of them, so they are gathered first."""
+    if state.grads.sharded:
+        for bucket in state.grads.buckets:
+            comm.all_gather_shard_async(state.grads.grads[bucket.start : bucket.stop], state.ctx.grad).wait()
+    return layouts.held(state.pipeline.stages.values(), state.ctx, layouts.main_gradients)
