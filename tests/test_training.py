@@ -1,0 +1,461 @@
+"""Training as a whole: it repeats and resumes bitwise, copies never drift, bf16 errs as it must, and what is not finite
+stops before it does harm."""
+
+import io
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megapar_models.build import build_stages
+from torch import Tensor
+
+from megapar import context
+from megapar.batch import MicroBatch
+from megapar.checkpoint.format import folder_name, read_manifest
+from megapar.checkpoint.load import Reader
+from megapar.config import CheckpointConfig, Config, LogConfig
+from megapar.errors import NumericError
+from megapar.train import checkpoints
+from megapar.train.step import TrainState, count_targets, mean_loss, train_step
+from megapar.train.trainer import Run, open_loaders, start, train
+from tests import layouts
+from tests.distributed import rank_device, run_ranks
+from tests.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, SAMPLES, Layout, held_gradients, make_state, micro_batches
+
+Bits = dict[str, Tensor]
+
+
+def bits(state: TrainState) -> Bits:
+    """All that this rank carries from step to step: weights as the model has them, main weights and moments."""
+    found = {"weights": state.grads.params.clone()}
+    for place, item in enumerate(state.optimizer.slices()):
+        for name in ("main", "exp_avg", "exp_avg_sq"):
+            found[f"{name} of {item.spec.name} ({place})"] = getattr(item, name).clone()
+    return found
+
+
+def assert_bitwise(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+    """Same names, dtypes and bytes; a NaN equals itself."""
+    assert set(found) == set(expected), what
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, f"{what}: {name}"
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), f"{what}: {name} differs"
+
+
+# The same run again
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: Layout
+    precision: str = "fp32"
+
+
+def trained_bits(cases: Sequence[Case]) -> list[tuple[list[float], Bits]]:
+    """Losses and state of three steps of each case: overlap begins with the second."""
+    shown = []
+    for case in cases:
+        state = make_state(case.layout.config(case.precision))
+        losses = [train_step(state, micro_batches(state.config, state.ctx, step)).loss for step in range(3)]
+        shown.append((losses, bits(state)))
+    return shown
+
+
+def test_repetition_overlap_and_recompute_change_no_bit() -> None:
+    """Two launches of dp 2 x tp 2 x pp 2 with dropout, and in the first also every way to overlap and to recompute
+    (rows 22 and 35 at the level of training)."""
+    dropout = Layout(GPT, dp=2, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2)
+    llama = Layout(LLAMA, dp=2, tp=2, pp=2, micro_batch_size=3)
+    base = [Case(dropout), Case(dropout, "bf16"), Case(llama)]
+    variants = [
+        (0, Case(replace(dropout, overlap=False))),
+        (0, Case(replace(dropout, recompute="selective"))),
+        (0, Case(replace(dropout, recompute="full"))),
+        (1, Case(replace(dropout, overlap=False), "bf16")),
+        (1, Case(replace(dropout, recompute="full", every=2), "bf16")),
+        (2, Case(replace(llama, recompute="full", overlap=False))),
+    ]
+    first = run_ranks(8, trained_bits, base + [case for _, case in variants])
+    second = run_ranks(8, trained_bits, base)
+    for rank, (shown, again) in enumerate(zip(first, second, strict=True)):
+        pairs = [(i, base[i], result) for i, result in enumerate(again)]
+        pairs += [(i, case, shown[len(base) + n]) for n, (i, case) in enumerate(variants)]
+        for i, case, (losses, state) in pairs:
+            assert losses == shown[i][0], f"rank {rank}: {case}"
+            assert_bitwise(state, shown[i][1], f"rank {rank}: {case}")
+        assert len(set(shown[0][0])) == 3, "the steps do something"
+
+
+# Resuming
+
+
+RESUMED = [
+    Case(Layout(GPT, dp=2, micro_batch_size=2)),
+    Case(Layout(GPT, dp=2, zero_stage=0, micro_batch_size=3), "bf16"),
+    Case(Layout(LLAMA, dp=2, micro_batch_size=3), "bf16"),
+    Case(Layout(LLAMA, tp=2, sequence_parallel=True, micro_batch_size=6)),
+    Case(Layout(GPT, tp=2, sequence_parallel=True, micro_batch_size=6), "bf16"),
+    Case(Layout(ONE_KV_HEAD, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3)),
+    Case(Layout(GPT, pp=2, vpp=2, schedule="interleaved", zero_stage=0, micro_batch_size=4), "bf16"),
+]
+SAVED, LAST = 3, 6
+
+
+def run_config(case: Case, run_dir: Path) -> Config:
+    return replace(
+        case.layout.config(case.precision),
+        train=replace(case.layout.config(case.precision).train, steps=LAST),
+        checkpoint=CheckpointConfig(every=SAVED),
+        log=LogConfig(tensorboard=False),
+        run_dir=str(run_dir),
+    )
+
+
+def started(config: Config) -> TrainState:
+    parallel = config.parallel
+    where = rank_device(dist.get_rank())
+    ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, device=where)
+    return start(config, ctx, build_stages(config, ctx))[0]
+
+
+def train_as_the_program_does(state: TrainState) -> list[Tensor]:
+    """To the last step, on the run's own data; the samples that this rank was given, micro-batch by micro-batch."""
+    data, _ = open_loaders(state.config, state.ctx)
+    data.consumed_samples = state.consumed_samples
+    given: list[Tensor] = []
+    read = data.next_step
+
+    def next_step() -> list[MicroBatch]:
+        batches = read()
+        given.extend(torch.cat([b.sample_ids_b[:, None], b.tokens_bs], 1) for b in batches)
+        return batches
+
+    data.next_step = next_step  # type: ignore[method-assign]
+    train(Run(state, data, None, Path(state.config.run_dir), flops_per_token=1))
+    return given
+
+
+def run_all(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[list[Tensor], Bits, int]]:
+    """Each case to its end, from where its folder's checkpoint says."""
+    shown = []
+    for case, folder in zip(cases, folders, strict=True):
+        state = started(run_config(case, folder))
+        given = train_as_the_program_does(state)
+        shown.append((given, bits(state), state.optimizer.step_count))
+    return shown
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what the clock, memory and traffic add to them."""
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = ("step", "loss", "grad_norm", "lr", "tokens", "consumed_samples")
+    return [{key: line[key] for key in kept} for line in lines]
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    """Every logical tensor of a checkpoint."""
+    manifest = read_manifest(path)
+    with Reader(path, manifest) as reader:
+        return {name: reader.tensor(name) for name in manifest.tensors}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Any]]:
+    """The folders of runs of LAST steps that saved after SAVED of them, and what each rank showed of each."""
+    folders = [tmp_path_factory.mktemp("run") for _ in RESUMED]
+    return folders, run_ranks(2, run_all, RESUMED, folders)
+
+
+def copy_of_the_checkpoint(folder: Path, target: Path) -> Path:
+    """`target`, a run folder that was left after the step SAVED."""
+    name = folder_name(SAVED)
+    shutil.copytree(folder / checkpoints.FOLDER / name, target / checkpoints.FOLDER / name)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()[: SAVED + 1]  # one more than was saved
+    (target / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return target
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(finished: tuple[list[Path], list[Any]], tmp_path: Path) -> None:
+    """Weights, main weights, moments, counts, losses, norms, learning rates, samples and the curve (rows 43 and 44)."""
+    folders, whole = finished
+    resumed = [copy_of_the_checkpoint(folder, tmp_path / str(i)) for i, folder in enumerate(folders)]
+    for rank, (shown, expected) in enumerate(zip(run_ranks(2, run_all, RESUMED, resumed), whole, strict=True)):
+        for case, mine, theirs in zip(RESUMED, shown, expected, strict=True):
+            what = f"rank {rank}: {case}"
+            assert_bitwise(mine[1], theirs[1], what)
+            assert mine[2] == theirs[2] == LAST, what
+            assert len(theirs[0]) == 2 * len(mine[0]) > 0, what
+            assert all(map(torch.equal, mine[0], theirs[0][len(mine[0]) :])), f"{what}: other samples"
+    for case, folder, uninterrupted in zip(RESUMED, resumed, folders, strict=True):
+        assert metrics(folder) == metrics(uninterrupted), case
+        assert [line["step"] for line in metrics(folder)] == list(range(1, LAST + 1)), case
+        assert_bitwise(
+            stored(folder / checkpoints.FOLDER / folder_name(LAST)),
+            stored(uninterrupted / checkpoints.FOLDER / folder_name(LAST)),
+            str(case),
+        )
+
+
+def go_on_elsewhere(cases: Sequence[Case], folders: Sequence[Path]) -> list[float]:
+    """Resume, save at once what was loaded, and make one step; its losses."""
+    losses = []
+    for case, folder in zip(cases, folders, strict=True):
+        state = started(run_config(case, folder))
+        assert state.step == SAVED
+        checkpoints.write(state, folder / "again")
+        data, _ = open_loaders(state.config, state.ctx)
+        data.consumed_samples = state.consumed_samples
+        losses.append(train_step(state, [batch.to(state.ctx.device) for batch in data.next_step()]).loss)
+    return losses
+
+
+def test_a_run_resumes_in_another_layout(finished: tuple[list[Path], list[Any]], tmp_path: Path) -> None:
+    """The state is bitwise the saved one, the next loss the same to 1e-6 in fp32 (row 45)."""
+    folders, _ = finished
+    moves = [
+        (0, Layout(GPT, tp=2, pp=2, sequence_parallel=True, micro_batch_size=6)),
+        (0, Layout(GPT, dp=4, zero_stage=0, micro_batch_size=3)),
+        (2, Layout(LLAMA, tp=2, pp=2, zero_stage=0, micro_batch_size=3)),
+        (3, Layout(LLAMA, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3)),
+        (5, Layout(ONE_KV_HEAD, tp=4, sequence_parallel=True, micro_batch_size=6)),
+    ]
+    cases = [Case(layout, RESUMED[number].precision) for number, layout in moves]
+    copies = [copy_of_the_checkpoint(folders[number], tmp_path / str(i)) for i, (number, _) in enumerate(moves)]
+    losses = run_ranks(4, go_on_elsewhere, cases, copies)
+    for i, (number, layout) in enumerate(moves):
+        name = folder_name(SAVED)
+        saved = stored(folders[number] / checkpoints.FOLDER / name)
+        assert_bitwise(stored(copies[i] / "again" / checkpoints.FOLDER / name), saved, str(layout))
+        uninterrupted = metrics(folders[number])[SAVED]["loss"]
+        # bf16 rounds logits to 2^-9 of themselves; their mean over all tokens is far better.
+        tolerance = 1e-6 if cases[i].precision == "fp32" else 2**-9
+        for rank in losses:
+            assert rank[i] == pytest.approx(uninterrupted, rel=tolerance), layout
+
+
+# Copies of a parameter
+
+
+def held_weights(state: TrainState) -> list[layouts.Held]:
+    return layouts.held(state.stages.values(), state.ctx)
+
+
+def run_long(case: Case, steps: int, every: int, folder: Path) -> tuple[list[list[layouts.Held]], Bits]:
+    """The weights of this rank at every `every`-th of `steps`, right after a save and a resume, and `every` later."""
+    config = replace(case.layout.config(case.precision), run_dir=str(folder))
+    config = replace(config, train=replace(config.train, steps=steps + every))
+    state, shown = make_state(config), []
+    for step in range(steps + every):
+        if step == steps:
+            checkpoints.write(state, folder)
+            state = make_state(config)
+            checkpoints.resume(state, folder)
+            assert state.step == steps
+            shown.append(held_weights(state))
+        train_step(state, micro_batches(config, state.ctx, step))
+        if (step + 1) % every == 0:
+            shown.append(held_weights(state))
+    return shown, bits(state)
+
+
+def run_all_long(cases: Sequence[Case], steps: int, every: int, folders: Sequence[Path]) -> list[Any]:
+    return [run_long(case, steps, every, folder) for case, folder in zip(cases, folders, strict=True)]
+
+
+def assert_copies_agree(cases: Sequence[Case], ranks: Sequence[Any]) -> None:
+    """`assemble` compares every copy of every element bitwise, over tp, tied ends and replicas."""
+    for number, case in enumerate(cases):
+        moments = zip(*(rank[number][0] for rank in ranks), strict=True)
+        weights = [layouts.assemble(parts) for parts in moments]
+        assert not torch.equal(weights[0]["norm.weight"], weights[-1]["norm.weight"]), f"{case}: nothing was trained"
+
+
+def test_replicated_parameters_never_drift(tmp_path: Path) -> None:
+    """Row 9: norms, row biases, positions, shared key/value rows and q/k norms after 50 bf16 steps on two tensor ranks,
+    every 10th step, then saved, resumed and trained on."""
+    gpt, llama = replace(GPT, num_hidden_layers=2), replace(ONE_KV_HEAD, num_hidden_layers=2)
+    cases = [
+        Case(Layout(gpt, tp=2, sequence_parallel=True, micro_batch_size=SAMPLES), "bf16"),
+        Case(Layout(llama, tp=2, micro_batch_size=SAMPLES), "bf16"),
+        Case(Layout(llama, tp=2, sequence_parallel=True, micro_batch_size=SAMPLES), "bf16"),
+    ]
+    folders = [tmp_path / str(i) for i in range(len(cases))]
+    assert_copies_agree(cases, run_ranks(2, run_all_long, cases, 50, 10, folders))
+
+
+def test_tied_copies_never_drift(tmp_path: Path) -> None:
+    """Row 31: the embedding of the first and of the last stage after 100 bf16 steps, sizes odd so that buckets and
+    shards are padded, overlap on and off, which changes no bit."""
+    odd = replace(GPT, hidden_size=36, num_hidden_layers=2, intermediate_size=74, vocab_size=133)
+    layout = Layout(odd, dp=2, pp=2, micro_batch_size=6)
+    cases = [Case(layout, "bf16"), Case(replace(layout, overlap=False), "bf16")]
+    folders = [tmp_path / str(i) for i in range(len(cases))]
+    ranks = run_ranks(4, run_all_long, cases, 100, 25, folders)
+    assert_copies_agree(cases, ranks)
+    for rank in ranks:
+        assert_bitwise(rank[1][1], rank[0][1], "overlap off")
+
+
+# Gradients of one batch
+
+
+def gradients(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, list[layouts.Held]]:
+    """Loss and reduced gradients of a step, without its update."""
+    tokens = count_targets(batches, state.ctx)
+    state.grads.zero()
+    losses = state.pipeline.step(batches, 1.0 / tokens, state.grads.begin)
+    state.grads.finish()
+    return mean_loss(losses, tokens, state.ctx).item(), held_gradients(state)
+
+
+def only_one_counts(cases: Sequence[Case], chosen: Sequence[int]) -> list[list[list[layouts.Held]]]:
+    """Gradients of a batch of 12 equal samples of which only number i counts, for each i of `chosen`."""
+    shown = []
+    for case in cases:
+        state = make_state(case.layout.config())
+        found = []
+        for i in chosen:
+            batches = []
+            for batch in micro_batches(state.config, state.ctx, 0):
+                mine = batch.sample_ids_b == i
+                tokens = (torch.arange(LENGTH, device=state.ctx.device) * 7 % 131).expand_as(batch.tokens_bs)
+                weights = mine[:, None] * torch.linspace(0.5, 1.5, LENGTH, device=state.ctx.device)
+                batches.append(MicroBatch(tokens, tokens.roll(-1, 1), weights, torch.zeros_like(batch.sample_ids_b)))
+            found.append(gradients(state, batches)[1])
+        shown.append(found)
+    return shown
+
+
+def test_each_micro_batch_has_the_same_weight() -> None:
+    """Row 3: whichever of a step's micro-batches holds the only samples that count, the gradient is the same; also
+    where that leaves a data-parallel rank without any (row 4)."""
+    cases = [
+        Case(Layout(LLAMA, pp=2)),
+        Case(Layout(LLAMA, pp=2, vpp=2, schedule="interleaved")),
+        Case(Layout(LLAMA, pp=2, schedule="gpipe")),
+        Case(Layout(LLAMA, dp=2)),
+    ]
+    ranks = run_ranks(2, only_one_counts, cases, (0, 5, 11))
+    for number, case in enumerate(cases):
+        found = [layouts.assemble(parts) for parts in zip(*(rank[number] for rank in ranks), strict=True)]
+        assert all(grad.any() for grad in found[0].values()), case
+        for other in found[1:]:
+            layouts.assert_close(other, found[0], rtol=1e-6)
+
+
+# bf16
+
+
+ROUNDINGS = {"llama": 14, "gpt": 19}
+"""bf16 results of one layer's forward pass on the way from its input to its output. llama: norm, q/k/v, q/k norm,
+rotation, probabilities, attention, output projection, sum; norm, gate/up, silu, product, down projection, sum. gpt:
+norm, q/k/v, scores, probabilities, attention, output projection, its bias, two of dropout, sum; norm, up, gelu, down,
+its bias, two of dropout, sum, and one to spare for the sum over tensor ranks."""
+
+
+def rounding_unit(config: Config) -> float:
+    """Expected relative error of a gradient, as if all roundings on the longest path lay in a row.
+
+    Rounding to bf16's 8 significant bits errs by at most 2^-8 of a number, 2^-9 in the root mean square (a uniform
+    error of half a unit in the last place: 2^-7 / sqrt(12), times 0.74 for numbers spread evenly in the logarithm).
+    Independent errors add up in squares: sqrt(n) 2^-9 after n of them. The backward pass rounds as often as the forward
+    pass did, and embedding, final norm, logits and their gradient make four more in each direction.
+    """
+    model = config.model
+    return math.sqrt(2 * (ROUNDINGS[model.family] * model.num_hidden_layers + 4)) * 2**-9
+
+
+def errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Norm of each difference relative to the expected norm, or to 1% of that of all gradients where that is more: sums
+    that cancel (gpt's key biases, to which a softmax is blind) keep the errors of their terms."""
+    floor = 1e-2 * math.hypot(*(tensor.double().norm().item() for tensor in expected.values()))
+    return {
+        name: (found[name].double() - tensor.double()).norm().item() / max(tensor.double().norm().item(), floor)
+        for name, tensor in expected.items()
+    }
+
+
+def bf16_and_fp32_gradients(cases: Sequence[Case], starts: Sequence[Mapping[str, Tensor]]) -> list[Any]:
+    """Loss and gradients at given weights."""
+    shown = []
+    for case, weights in zip(cases, starts, strict=True):
+        state = make_state(case.layout.config(case.precision))
+        layouts.fill(state.stages.values(), weights)
+        shown.append(gradients(state, micro_batches(state.config, state.ctx, 0)))
+    return shown
+
+
+def test_bf16_gradients_err_as_derived() -> None:
+    """Every gradient in bf16, in one process and in layouts (tied ends too: row 30), against fp32 from the same
+    bf16 weights, and layouts against one process: half of the parameters are within `rounding_unit`, all within three.
+    In fact the medians are 0.3 to 0.7 and the largest 1.6 units, so that an error of three times as much fails."""
+    by_model = {
+        GPT: [Layout(GPT, dp=2, pp=2), Layout(GPT, tp=2, pp=2, sequence_parallel=True, micro_batch_size=6)],
+        LLAMA: [Layout(LLAMA, dp=2, tp=2, micro_batch_size=3), Layout(LLAMA, tp=4, sequence_parallel=True)],
+        ONE_KV_HEAD: [Layout(ONE_KV_HEAD, tp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3)],
+    }
+    cases, starts, singles = [], [], []
+    for model, in_layouts in by_model.items():
+        alone = Layout(model, micro_batch_size=SAMPLES)
+        initial = make_state(alone.config("bf16"))
+        weights = layouts.assemble([held_weights(initial)])
+        single = bf16_and_fp32_gradients([Case(alone, "bf16"), Case(alone)], [weights, weights])
+        for layout in in_layouts:
+            cases.append(Case(layout, "bf16"))
+            starts.append(weights)
+            singles.append(single)
+    ranks = run_ranks(4, bf16_and_fp32_gradients, cases, starts)
+    for number, (case, (bf16, fp32)) in enumerate(zip(cases, singles, strict=True)):
+        unit = rounding_unit(case.layout.config())
+        exact, alone = layouts.assemble([fp32[1]]), layouts.assemble([bf16[1]])
+        found = layouts.assemble([rank[number][1] for rank in ranks])
+        for loss in (bf16[0], *(rank[number][0] for rank in ranks)):
+            assert loss == pytest.approx(fp32[0], rel=2**-9), case
+        for what, a, b in (("alone", alone, exact), ("layout", found, exact), ("layout to alone", found, alone)):
+            ratios = {name: error / unit for name, error in errors(a, b).items()}
+            assert median(ratios.values()) < 1, f"{case}, {what}: {ratios}"
+            assert max(ratios.values()) < 3, f"{case}, {what}: {ratios}"
+
+
+# What is not finite
+
+
+def poisoned(folder: Path) -> dict[str, Any]:
+    """One step, then a NaN in a weight of the last stage, then what `train` does."""
+    config = run_config(Case(Layout(LLAMA, pp=2, micro_batch_size=3), "fp32"), folder)
+    state = started(config)
+    train_step(state, micro_batches(config, state.ctx, 0))
+    if state.ctx.pp.last:
+        next(iter(state.optimizer.slices())).main[0] = math.nan
+    before, said = bits(state), io.StringIO()
+    with redirect_stdout(said), pytest.raises(NumericError) as caught:
+        train_as_the_program_does(state)
+    assert_bitwise(bits(state), before, "after the error")
+    return {
+        "message": str(caught.value),
+        "code": caught.value.exit_code,
+        "log": said.getvalue(),
+        "position": (state.step, state.consumed_samples, state.optimizer.step_count),
+    }
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update(tmp_path: Path) -> None:
+    ranks = run_ranks(2, poisoned, tmp_path)
+    for rank in ranks:
+        assert rank["message"].startswith("step 2: loss nan, gradient norm nan; the weights are those of step 1")
+        assert (rank["code"], rank["position"]) == (5, (1, SAMPLES, 1))
+    assert "step 2/6 | loss nan" in ranks[0]["log"]
+    assert ranks[1]["log"] == ""
+    (line,) = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert line["step"] == 2
+    assert math.isnan(line["loss"])
+    assert not (tmp_path / checkpoints.FOLDER).exists(), "nothing is saved"
