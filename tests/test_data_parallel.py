@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,12 @@ from tests.distributed import run_ranks
 from tests.toy import Reference, Toy, local
 
 TINY, ALL = 1e-4, 64.0  # MiB: a bucket of about 26 elements, that is a parameter each; one bucket a group
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _import_compiler_once() -> None:
+    """torch.optim's constructor takes a second to import torch's compiler: once here, not in every forked rank."""
+    torch.optim.AdamW([torch.zeros(1)])
 
 
 @dataclass(frozen=True)
