@@ -42,6 +42,12 @@ def test_wsd_decays_over_a_tenth_of_the_run_by_default() -> None:
     assert [learning_rate(step, config, 30) for step in (26, 27, 28, 29)] == pytest.approx([1.0, 0.7, 0.4, 0.1])
 
 
+def test_wsd_decays_after_a_long_warm_up_only() -> None:
+    """A tenth would be the last 4 steps, two of them warm-up."""
+    config = replace(BASE, schedule="wsd", warmup_steps=38)
+    assert [learning_rate(step, config, 40) for step in (37, 38, 39)] == pytest.approx([1.0, 0.55, 0.1])
+
+
 def test_without_warm_up_inverse_sqrt_starts_at_the_peak() -> None:
     config = replace(BASE, schedule="inverse_sqrt", warmup_steps=0)
     assert learning_rate(0, config, 10) == 1.0

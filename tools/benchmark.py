@@ -66,8 +66,8 @@ from megapar.validate import validate
 
 LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2"]
 WARMUP = 1  # steps: DTensor fills its caches, megapar learns when buckets are full, pipelining asks for shapes
-# Relative, loose for the norm's sake: torch sums squares in fp32, which errs by 6e-4 in a matrix of 2 million elements on
-# a CPU, and by as much changes the update after clipping.
+# Relative, loose for the norm's sake: torch sums squares in fp32, which errs by 6e-4 in a matrix of 2 million elements
+# on a CPU, and by as much changes the update after clipping.
 TOLERANCES = {"loss": 1e-4, "grad_norm": 1e-2}
 
 
@@ -449,7 +449,7 @@ def main(options: Options) -> None:
                 progress.update(task, description=f"hidden {hidden}, {name}", refresh=True)
                 runs.append(run_layout(options, hidden, name, [Result(*r) for r in reference]))
                 progress.update(task, advance=1, refresh=True)
-    console = Console()
+    console = Console(width=130)  # narrower, numbers would be cut
     console.print(speed_table(runs))
     console.print(traffic_table(runs))
     facts = {**provenance(options), "options": {k: str(v) for k, v in asdict(options).items()}}
