@@ -1,12 +1,15 @@
 """Every collective and transfer of the project. No-op at size 1; counts calls and bytes; waits for each work once.
 
 Bytes are what this rank sends with ring algorithms, for n ranks and a full tensor of B bytes: all-reduce 2 B (n-1)/n,
-all-gather and reduce-scatter B (n-1)/n, broadcast and point-to-point B. The backend may use another algorithm with the
-same result: gloo's reduce-scatter costs twice its all-reduce, so there a reduce-scatter is an all-reduce and a cut.
+all-gather and reduce-scatter B (n-1)/n, point-to-point B.
+
+Over gloo, whose own algorithms take up to eight times as long, ranks send each other their slices directly and add up
+what arrives in the order of ranks: a sum then rounds alike wherever its element lies. So do all-reduces of little data,
+each rank with all of it; large ones are gloo's.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,6 +22,8 @@ from megapar.context import Axis
 from megapar.errors import CommunicationError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_FOLDS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_SMALL = 1 << 20  # bytes that an all-reduce by direct exchange may receive
 # torch 2.13 renames the two and warns on the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -46,13 +51,23 @@ class Pending:
     def __init__(self, works: Sequence[dist.Work | None] = (), tensors: Sequence[Tensor] = ()):
         self._works = [work for work in works if work is not None]
         self._tensors = list(tensors)
+        self._then: Callable[[], None] | None = None
 
     def wait(self) -> None:
+        """Wait for the works, then run `then`, once."""
         works, self._works = self._works, []
         with _as_communication_errors():
             for work in works:
                 work.wait()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
         self._tensors = []
+
+    def followed_by(self, then: Callable[[], None]) -> "Pending":
+        """Itself, with `then` to run after the works, once."""
+        self._then = then
+        return self
 
 
 def _is_gloo(axis: Axis) -> bool:
@@ -67,6 +82,43 @@ def _check(x: Tensor) -> None:
     """A raw collective has no gradient: inside a forward pass it must be wrapped (tensor_parallel.regions)."""
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("a collective on a tensor that needs a gradient would lose it: use tensor_parallel.regions")
+
+
+def _transfer(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> Pending:
+    """Start point-to-point transfers between positions on `axis`, uncounted."""
+    operations = [dist.P2POp(dist.isend, x, axis.ranks[peer], axis.group) for x, peer in sends]
+    operations += [dist.P2POp(dist.irecv, x, axis.ranks[peer], axis.group) for x, peer in receives]
+    with _as_communication_errors():
+        works = dist.batch_isend_irecv(operations) if operations else []
+    return Pending(works, [x for x, _ in [*sends, *receives]])
+
+
+def _peers(axis: Axis) -> list[int]:
+    return [position for position in range(axis.size) if position != axis.rank]
+
+
+def _exchange_and_fold(outgoing: Sequence[Tensor], axis: Axis, op: str = "sum") -> Pending:
+    """Start sending `outgoing[i]` to position i; after `wait` this rank's own item is what all have sent it and it,
+    folded in the order of ranks."""
+    own = outgoing[axis.rank]
+    arriving = {peer: torch.empty_like(own) for peer in _peers(axis)}
+    sends, receives = [(outgoing[peer], peer) for peer in arriving], [(x, peer) for peer, x in arriving.items()]
+
+    def fold() -> None:
+        parts = [arriving.get(position, own) for position in range(axis.size)]
+        into = own if axis.rank < 2 else parts[0]  # a + b is b + a
+        for part in (part for part in parts if part is not into):
+            _FOLDS[op](into, part, out=into)
+        if into is not own:
+            own.copy_(into)
+
+    return _transfer(sends, receives, axis).followed_by(fold)
+
+
+def _exchange_and_keep(slices: Sequence[Tensor], axis: Axis) -> Pending:
+    """Start sending this rank's slice to all others and receiving theirs."""
+    own = slices[axis.rank]
+    return _transfer([(own, peer) for peer in _peers(axis)], [(slices[peer], peer) for peer in _peers(axis)], axis)
 
 
 def initialize(
@@ -109,6 +161,8 @@ def all_reduce_async(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if not x.is_contiguous():
         raise ValueError("all_reduce_async needs a contiguous tensor: the result is written in place")
     axis.traffic.record("all_reduce", 2 * _bytes(x) * (axis.size - 1) // axis.size)
+    if _is_gloo(axis) and _bytes(x) * (axis.size - 1) <= _SMALL:
+        return _exchange_and_fold([x] * axis.size, axis, op)
     return Pending([dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)], [x])
 
 
@@ -132,6 +186,10 @@ def all_gather_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
     axis.traffic.record("all_gather", _bytes(x) * (axis.size - 1))
+    if _is_gloo(axis):
+        slices = out.chunk(axis.size)
+        slices[axis.rank].copy_(x)
+        return out, _exchange_and_keep(slices, axis)
     return out, Pending([_all_gather_single(out, x, group=axis.group, async_op=True)], [out, x])
 
 
@@ -145,7 +203,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     """Start summing `x` over `axis`; this rank's slice of dimension 0 is the result, to be read after `wait`.
 
-    `x` may be overwritten. Raises ValueError if dimension 0 does not divide by the axis.
+    Raises ValueError if dimension 0 does not divide by the axis.
     """
     if axis.size == 1:
         return x, Pending()
@@ -157,20 +215,18 @@ def reduce_scatter_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     x = x.contiguous()
     axis.traffic.record("reduce_scatter", _bytes(x) * (axis.size - 1) // axis.size)
     if _is_gloo(axis):
-        work = dist.all_reduce(x, group=axis.group, async_op=True)
-        return x.chunk(axis.size)[axis.rank], Pending([work], [x])
+        slices = list(x.chunk(axis.size))
+        slices[axis.rank] = slices[axis.rank].clone()
+        return slices[axis.rank], _exchange_and_fold(slices, axis)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     return out, Pending([_reduce_scatter_single(out, x, group=axis.group, async_op=True)], [out, x])
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Sum a copy of `x` over `axis` and return this rank's slice of dimension 0."""
-    if axis.size == 1:
-        return x
-    _check(x)
-    out, pending = reduce_scatter_async(x.clone() if _is_gloo(axis) else x, axis)
+    """Sum `x` over `axis` and return this rank's slice of dimension 0."""
+    out, pending = reduce_scatter_async(x, axis)
     pending.wait()
-    return out.clone() if _is_gloo(axis) else out
+    return out
 
 
 def reduce_scatter_shard_async(flat: Tensor, axis: Axis) -> Pending:
@@ -180,7 +236,7 @@ def reduce_scatter_shard_async(flat: Tensor, axis: Axis) -> Pending:
         return Pending()
     axis.traffic.record("reduce_scatter", _bytes(flat) * (axis.size - 1) // axis.size)
     if _is_gloo(axis):
-        return Pending([dist.all_reduce(flat, group=axis.group, async_op=True)], [flat])
+        return _exchange_and_fold(flat.chunk(axis.size), axis)
     shard = flat.chunk(axis.size)[axis.rank]
     return Pending([_reduce_scatter_single(shard, flat, group=axis.group, async_op=True)], [flat])
 
@@ -191,17 +247,9 @@ def all_gather_shard_async(flat: Tensor, axis: Axis) -> Pending:
         return Pending()
     shard = flat.chunk(axis.size)[axis.rank]
     axis.traffic.record("all_gather", _bytes(shard) * (axis.size - 1))
-    source = shard.clone() if _is_gloo(axis) else shard
-    return Pending([_all_gather_single(flat, source, group=axis.group, async_op=True)], [flat, source])
-
-
-def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Overwrite contiguous `x` with that of position `source` on `axis`."""
-    if axis.size > 1:
-        if axis.rank == source:
-            axis.traffic.record("broadcast", _bytes(x))
-        Pending([dist.broadcast(x, axis.ranks[source], group=axis.group, async_op=True)], [x]).wait()
-    return x
+    if _is_gloo(axis):
+        return _exchange_and_keep(flat.chunk(axis.size), axis)
+    return Pending([_all_gather_single(flat, shard, group=axis.group, async_op=True)], [flat])
 
 
 def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> Pending:
@@ -211,15 +259,9 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     """
     if not all(x.is_contiguous() for x, _ in [*sends, *receives]):
         raise ValueError("exchange needs contiguous tensors: they are sent and received in place")
-    operations = []
-    for x, peer in sends:
+    for x, _ in sends:
         axis.traffic.record("send", _bytes(x))
-        operations.append(dist.P2POp(dist.isend, x, axis.ranks[peer], axis.group))
-    for x, peer in receives:
-        operations.append(dist.P2POp(dist.irecv, x, axis.ranks[peer], axis.group))
-    with _as_communication_errors():
-        works = dist.batch_isend_irecv(operations) if operations else []
-    return Pending(works, [x for x, _ in [*sends, *receives]])
+    return _transfer(sends, receives, axis)
 
 
 def barrier(axis: Axis) -> None:
