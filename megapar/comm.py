@@ -22,7 +22,7 @@ from megapar.context import Axis
 from megapar.errors import CommunicationError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_FOLDS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _SMALL = 1 << 20  # bytes that an all-reduce by direct exchange may receive
 # torch 2.13 renames the two and warns on the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,0 +1,193 @@
+"""What a dry run predicts: on small models the bytes that real ranks hold, to the byte; for every shipped configuration
+and preset numbers that add up."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from megapar_models.build import build_stages, parameter_count
+from torch import Tensor
+
+from megapar.config import Config, ParallelConfig, TrainConfig
+from megapar.config_io import load
+from megapar.pipeline.runtime import PipelineRuntime
+from megapar.train.dry_run import RankReport, report
+from megapar.train.step import TrainState
+from megapar.validate import validate
+from tests.distributed import ON_GPUS, run_ranks
+from tests.grid import GPT, LLAMA, ONE_KV_HEAD, Layout, make_state, micro_batches
+
+SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
+CONFIGS = sorted(SCRIPTS.glob("configs/*.toml"))
+PRESETS = sorted(SCRIPTS.glob("configs/models/*.toml"))
+
+
+class Kept:
+    """Follows the bytes of distinct storages that autograd keeps for backward passes, parameters not counted."""
+
+    def __init__(self, parameters: Tensor):
+        self.parameters = parameters.untyped_storage().data_ptr()
+        self.users: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def pack(self, x: Tensor) -> "KeptTensor | Tensor":
+        return x if x.untyped_storage().data_ptr() == self.parameters else KeptTensor(self, x)
+
+    def add(self, x: Tensor, users: int) -> None:
+        place = x.untyped_storage().data_ptr()
+        before, after = self.users.get(place, 0), self.users.get(place, 0) + users
+        self.users[place] = after
+        self.now += x.untyped_storage().nbytes() * ((after > 0) - (before > 0))
+        self.peak = max(self.peak, self.now)
+
+
+class KeptTensor:
+    def __init__(self, kept: Kept, x: Tensor):
+        self.kept, self.x = kept, x
+        kept.add(x, 1)
+
+    def __del__(self) -> None:
+        self.kept.add(self.x, -1)
+
+
+def held_bytes(state: TrainState) -> tuple[int, int, int, int]:
+    """Weights, gradients, optimizer state and most activations of a real step on this rank."""
+    weights = state.grads.params.untyped_storage()
+    places = {weights.data_ptr(): 0}
+    for item in state.optimizer.slices():
+        for x in (item.main, item.exp_avg, item.exp_avg_sq):
+            places.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
+    kept = Kept(state.grads.params)
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda held: held if isinstance(held, Tensor) else held.x):
+        run_forwards_and_backwards(state.pipeline, state)
+    assert kept.now == 0, "all that was kept is released"
+    return weights.nbytes(), state.grads.grads.untyped_storage().nbytes(), sum(places.values()), kept.peak
+
+
+def run_forwards_and_backwards(pipeline: PipelineRuntime, state: TrainState) -> None:
+    state.grads.zero()
+    pipeline.step(micro_batches(state.config, state.ctx, 0), 1.0, state.grads.begin)
+    state.grads.finish()
+
+
+def on_ranks(configs: Sequence[Config]) -> list[tuple[int, int, int, int]]:
+    return [held_bytes(make_state(config)) for config in configs]
+
+
+def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
+    """The same numbers by rank, of the first replica's ranks."""
+    kinds = report(config, build_stages).items()
+    return {rank: (r.weights, r.gradients, r.optimizer, r.activations) for r, ranks in kinds for rank in ranks}
+
+
+@pytest.mark.skipif(ON_GPUS, reason="GPUs have kernels of their own, which keep less")
+def test_predicted_bytes_are_those_of_real_ranks() -> None:
+    """Weights, gradients, optimizer state; and activations at their peak, in the order of the schedule."""
+    fp32 = [
+        Layout(LLAMA, tp=2, pp=2, sequence_parallel=True),
+        Layout(ONE_KV_HEAD, pp=2, dp=2, vpp=2, schedule="interleaved"),
+        Layout(GPT, tp=2, dp=2, recompute="selective", micro_batch_size=3),
+        Layout(GPT, pp=4, schedule="gpipe", zero_stage=0, micro_batch_size=2),
+        Layout(LLAMA, dp=4, zero_stage=1),
+        Layout(LLAMA, tp=4),
+    ]
+    bf16 = [
+        Layout(LLAMA, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),
+        Layout(LLAMA, dp=2, tp=2, recompute="selective"),
+        Layout(ONE_KV_HEAD, pp=4),
+    ]
+    configs = [layout.config() for layout in fp32] + [layout.config("bf16") for layout in bf16]
+    ranks = run_ranks(4, on_ranks, configs)
+    for number, config in enumerate(configs):
+        expected = predicted(config)
+        assert len(expected) == 4 // config.parallel.dp
+        for rank, numbers in expected.items():
+            assert ranks[rank][number] == numbers, (config.parallel, rank)
+
+
+@pytest.mark.skipif(ON_GPUS, reason="it is a CPU whose LayerNorm differs")
+def test_a_cpu_keeps_layer_norm_statistics_in_bf16() -> None:
+    """The one difference: mean and inverse deviation of each position, fp32 elsewhere, are bf16 on a CPU."""
+    config = Layout(GPT, micro_batch_size=2).config("bf16")
+    (expected,) = predicted(config).values()
+    statistics = (2 * GPT.num_hidden_layers + 1) * 2 * config.train.seq_length * config.train.micro_batch_size
+    assert held_bytes(make_state(config)) == (*expected[:3], expected[3] - 2 * statistics)
+
+
+def test_full_recompute_keeps_the_inputs_of_layers() -> None:
+    """[s, b, h] a layer, fp32; embedding, head, loss and one layer at a time keep the rest."""
+    one, two, seven = (
+        next(iter(predicted(Layout(replace(LLAMA, num_hidden_layers=n), recompute="full").config()).values()))[3]
+        for n in (1, 2, 7)
+    )
+    layer = 24 * 1 * LLAMA.hidden_size * 4
+    assert (two - one, seven - one) == (layer, 6 * layer)
+
+
+@pytest.fixture(scope="module")
+def pretrain() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pretrain", SCRIPTS / "pretrain.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_dry_runs(
+    path: Path,
+    pretrain: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["pretrain.py", "--config", str(path), "--dry_run", "--run_dir", str(tmp_path / "run")]
+    )
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert pretrain.main() == 0
+    shown = capsys.readouterr().out
+    config = load(["--config", str(path)]).config
+    parallel = config.parallel
+    world = parallel.tp * parallel.pp * max(parallel.dp, 1)
+    assert f"{parameter_count(validate(config, world).model):,} parameters; {world} ranks" in shown
+    assert "GiB on each rank" in shown
+    assert not (tmp_path / "run").exists(), "a dry run writes nothing"
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_adds_up(path: Path) -> None:
+    """Over tp x pp every parameter is held once, replicated ones on each tensor rank; bf16 weights of 2 bytes, fp32
+    gradients of 4, main weights and moments of 12 cut over dp 2; little padding."""
+    model = load(["--config", str(path)]).config.model
+    tp, pp, dp = (2 if model.num_attention_heads % 2 == 0 else 5), 4, 2
+    config = Config(
+        model=model,
+        parallel=ParallelConfig(tp=tp, pp=pp, dp=dp, sequence_parallel=True),
+        train=TrainConfig(global_batch_size=16, seq_length=1020, precision="bf16", recompute="selective"),
+    )
+    kinds = report(validate(config, tp * pp * dp), build_stages)
+    assert sorted(rank for ranks in kinds.values() for rank in ranks) == [
+        rank for rank in range(tp * pp * dp) if rank // tp % dp == 0
+    ]
+    count = parameter_count(validate(config, tp * pp * dp).model)
+    copies = model.vocab_size * model.hidden_size * model.tie_word_embeddings
+    held = sum(kind.parameters * len(ranks) for kind, ranks in kinds.items())
+    vectors = tp * 20 * (model.num_hidden_layers + 1) * model.hidden_size + tp * model.max_position_embeddings * 0
+    positions = (tp - 1) * model.max_position_embeddings * model.hidden_size * (model.family == "gpt")
+    assert count + copies + positions <= held <= count + copies + positions + vectors
+    for kind in kinds:
+        check_memory(kind, dp)
+
+
+def check_memory(kind: RankReport, dp: int) -> None:
+    elements = kind.weights // 2
+    assert (kind.gradients, kind.optimizer) == (4 * elements, 12 * elements // dp)
+    assert kind.parameters <= elements <= 1.02 * kind.parameters + 100_000
+    assert kind.activations > 0
+    assert kind.total == kind.weights + kind.gradients + kind.optimizer + kind.activations

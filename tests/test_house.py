@@ -1,0 +1,397 @@
+"""The rules of the house, as CONTRIBUTING.md states them: who may import whom, what stands in one place only, sizes,
+declared dependencies, and documents that tell the truth."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megapar.config import option_types
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("megapar", "models", "kernels", "tools", "pretrain_scripts")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+LIBRARY = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("megapar", "models", "kernels")]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/faults.md")]
+
+# Who may import whom. A module is in the room of the longest name here that it starts with; each room may import itself
+# and the rooms behind it. `main` are the programs that a person starts: they alone name a model family.
+KERNELS, MODELS = "megapar_kernels", "megapar_models"
+PROGRAMS = ("tools", "pretrain_scripts", "kernels", "tests")  # kernels/ holds benchmarks beside the package
+FOUNDATION = {
+    f"megapar.{name}": "foundation"
+    for name in (
+        *("config", "config_io", "validate", "device", "context", "comm", "params"),
+        *("random", "recompute", "precision", "batch", "errors"),
+    )
+}
+ENGINES = {f"megapar.{name}" for name in ("pipeline", "data_parallel", "optimizer", "data", "checkpoint")}
+MAY_IMPORT: dict[str, set[str]] = {
+    KERNELS: set(),
+    "foundation": {KERNELS},
+    "megapar.tensor_parallel": {"foundation", KERNELS},
+    "megapar.pipeline": {"foundation"},
+    "megapar.data_parallel": {"foundation"},
+    "megapar.optimizer": {"foundation", "megapar.data_parallel"},  # AdamW and the norm work on the flat buffers
+    "megapar.data": {"foundation"},
+    "megapar.checkpoint": {"foundation"},
+    MODELS: {"foundation", "megapar.tensor_parallel", KERNELS},
+    "megapar.train": {"foundation", *ENGINES},
+    "main": {"foundation", "megapar.tensor_parallel", *ENGINES, "megapar.train", MODELS, KERNELS},
+}
+# Single modules that reach further: which layers a stage holds is arithmetic of the pipeline, costs are the model's.
+ALSO = {("megapar_models.build", "megapar.pipeline.partition")}
+
+ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm.py", "megapar/context.py"}
+# The launcher starts ranks through torch's own; the benchmark's contenders are PyTorch's own ways to train.
+DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {}
+PYTORCH_CONTENDERS = {"tools/benchmark.py", "tools/benchmark_peers.py"}
+
+# Distributions whose import is not their name.
+IMPORTED_AS = {"tensorboard": "torch.utils.tensorboard"}
+
+# [x] keeps this file from matching itself.
+FORBIDDEN = re.compile(
+    r"/wor[k]/|/opt/de[v]|/roo[t]/|/hom[e]/|/User[s]/|\.\./share[d]/|localhost:80[0-9]|<<<<<[<]|>>>>>[>]"
+)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def module_name(path: Path) -> str:
+    """megapar.data.loader, megapar_models.gpt, tools.plot: as an import, or for a program as its path, spells it."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if len(parts) > 2 and parts[1] in (MODELS, KERNELS):
+        parts = parts[1:]
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names of all that a file imports, at its top or inside functions: `from a import b` is a.b."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{relative(path)}:{node.lineno}: imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str:
+    """a.b.c of an attribute expression, "" of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (value := dotted(node.value)):
+        return f"{value}.{node.attr}"
+    return ""
+
+
+def names_used(path: Path) -> set[str]:
+    """Everything that a file imports or reaches through attributes, as dotted names."""
+    return {*imports(path), *(name for node in ast.walk(tree(path)) if (name := dotted(node)))}
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def room(module: str) -> str:
+    """Raises KeyError for a module of megapar that no room holds: a new room needs a line in MAY_IMPORT."""
+    if module.partition(".")[0] in PROGRAMS:
+        return "main"
+    found = [name for name in (*FOUNDATION, *MAY_IMPORT) if within(module, name)]
+    if not found:
+        raise KeyError(f"{module} is in no room of MAY_IMPORT")
+    return FOUNDATION.get(found[0], found[0])
+
+
+def ours(name: str) -> bool:
+    return within(name, "megapar", MODELS, KERNELS, *PROGRAMS)
+
+
+# Who may import whom
+
+
+def test_each_room_imports_only_the_rooms_below_it() -> None:
+    wrong, used = [], set()
+    for path in SOURCES:
+        module = module_name(path)
+        for name in filter(ours, imports(path)):
+            if (module, name.rpartition(".")[0]) in ALSO:
+                used.add((module, name.rpartition(".")[0]))
+            elif room(name) != room(module) and room(name) not in MAY_IMPORT[room(module)]:
+                wrong.append(f"{relative(path)}: {room(module)} may not import {name}")
+    assert not wrong, "\n".join(wrong)
+    assert used == ALSO, f"exceptions that nobody needs: {ALSO - used}"
+
+
+def test_options_are_read_and_judged_without_torch() -> None:
+    """So that --help and a refusal take no time, and a plan needs no accelerator."""
+    waiting, seen = ["megapar.config_io", "megapar.validate"], set()
+    while waiting:
+        module = waiting.pop()
+        seen.add(module)
+        for name in imports(ROOT / f"{module.replace('.', '/')}.py"):
+            assert not within(name, "torch"), f"{module} imports {name}"
+            target = name if (ROOT / f"{name.replace('.', '/')}.py").is_file() else name.rpartition(".")[0]
+            if ours(name) and target not in seen:
+                waiting.append(target)
+    assert "megapar.config" in seen
+
+
+def test_only_comm_and_context_know_torch_distributed() -> None:
+    wrong = []
+    for path in SOURCES:
+        allowed = DISTRIBUTED_SUBMODULES.get(relative(path), ())
+        found = sorted(name for name in names_used(path) if within(name, "torch.distributed"))
+        if relative(path) not in ONLY_CALLERS_OF_DISTRIBUTED | PYTORCH_CONTENDERS:
+            wrong += [f"{relative(path)}: {name}" for name in found if not within(name, *allowed)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_device_knows_the_environment_and_cuda() -> None:
+    environment = [
+        (path, name) for path in SOURCES for name in names_used(path) if re.match(r"os\.(environ|getenv)", name)
+    ]
+    cuda = [(path, name) for path in LIBRARY for name in names_used(path) if within(name, "torch.cuda")]
+    wrong = [f"{relative(path)}: {name}" for path, name in environment + cuda if relative(path) != "megapar/device.py"]
+    assert not wrong, "\n".join(wrong)
+    assert environment
+    assert cuda
+
+
+# What a reader must never meet
+
+
+def test_no_global_state_and_no_swallowed_errors() -> None:
+    wrong = []
+    for path in SOURCES:
+        for node in ast.walk(tree(path)):
+            where = f"{relative(path)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Global):
+                wrong.append(f"{where}: global {', '.join(node.names)}")
+            if isinstance(node, ast.ExceptHandler) and node.type is None:
+                wrong.append(f"{where}: bare except")
+            if isinstance(node, ast.ExceptHandler) and all(isinstance(line, ast.Pass) for line in node.body):
+                wrong.append(f"{where}: an error is swallowed")
+        caches = {"functools.cache", "functools.lru_cache"} & names_used(path)
+        wrong += [f"{relative(path)}: {name} is a cache of the module" for name in caches]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_functions_files_and_project_stay_small() -> None:
+    wrong, total = [], 0
+    for path in SOURCES:
+        lines = path.read_text().count("\n")
+        total += lines
+        wrong += [f"{relative(path)}: {lines} lines"] * (lines > 600)
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                wrong += [f"{relative(path)}:{node.lineno}: {node.name} has {length} lines"] * (length > 60)
+    assert not wrong, "\n".join(wrong)
+    assert total < 10_000, f"{total} lines of Python without tests"
+    assert (ROOT / "pretrain_scripts/pretrain.py").read_text().count("\n") < 80
+
+
+def test_there_are_fewer_than_100_options() -> None:
+    assert len(option_types()) < 100
+
+
+def test_modules_classes_and_functions_say_what_they_are() -> None:
+    """Every module with code; in the three packages every public class and public function of more than three lines.
+
+    A class's docstring speaks for its methods.
+    """
+    wrong = [relative(path) for path in SOURCES if tree(path).body and not ast.get_docstring(tree(path))]
+    for path in LIBRARY:
+        for node in tree(path).body:
+            is_class = isinstance(node, ast.ClassDef)
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            if (is_class or (node.end_lineno or 0) - node.lineno >= 3) and not ast.get_docstring(node):
+                wrong.append(f"{relative(path)}:{node.lineno}: {node.name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def project_files() -> list[Path]:
+    """What git tracks or would track; skips the test outside a git checkout."""
+    git = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(git, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+
+
+def test_no_file_speaks_of_a_machine() -> None:
+    wrong = []
+    for path in project_files():
+        for number, line in enumerate(path.read_bytes().decode(errors="replace").splitlines(), 1):
+            if found := FORBIDDEN.search(line):
+                wrong.append(f"{relative(path)}:{number}: {found[0]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_ruff_and_mypy_are_clean() -> None:
+    """The hooks of .pre-commit-config.yaml over the whole tree."""
+    wrong = []
+    for tool in ("ruff check --quiet .", "ruff format --check --quiet .", "mypy"):
+        run = subprocess.run(
+            [sys.executable, "-m", *tool.split()], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if run.returncode:
+            wrong.append(f"{tool}:\n{run.stdout}{run.stderr}")
+        assert tool.split(" --")[0].removesuffix(" .") in (ROOT / ".pre-commit-config.yaml").read_text()
+    assert not wrong, "\n".join(wrong)
+
+
+# Dependencies
+
+
+@cache
+def requirements() -> tuple[list[str], list[str]]:
+    """install_requires and the dev extra of setup.py."""
+    call = next(
+        node
+        for node in ast.walk(tree(ROOT / "setup.py"))
+        if isinstance(node, ast.Call) and dotted(node.func) == "setup"
+    )
+    values = {keyword.arg: keyword.value for keyword in call.keywords}
+    return ast.literal_eval(values["install_requires"]), ast.literal_eval(values["extras_require"])["dev"]
+
+
+def normal(requirement: str) -> str:
+    """The distribution that a requirement names, as PyPI normalises it."""
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert found, requirement
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
+
+
+def third_party(paths: Iterable[Path]) -> set[str]:
+    """Dotted names that files import from neither Python nor this project."""
+    siblings = {path.stem for path in SOURCES if within(module_name(path), *PROGRAMS)}
+    known = sys.stdlib_module_names | siblings
+    return {n for path in paths for n in imports(path) if not (ours(n) or n.partition(".")[0] in known)}
+
+
+def test_every_dependency_is_imported_and_every_import_declared() -> None:
+    run_time, dev = ({normal(line) for line in lines} for lines in requirements())
+    imported = third_party(SOURCES)
+    unused = {name for name in run_time if not any(within(i, IMPORTED_AS.get(name, name)) for i in imported)}
+    assert not unused, f"setup.py: install_requires names what no file imports: {unused}"
+    undeclared = {name for name in imported if normal(name.partition(".")[0]) not in run_time}
+    assert not undeclared, f"setup.py: install_requires lacks {undeclared}"
+    undeclared = {name for name in third_party(TESTS) if normal(name.partition(".")[0]) not in run_time | dev}
+    assert not undeclared, f"setup.py: neither install_requires nor dev has {undeclared}"
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
+
+
+def test_constraints_pin_every_dependency_and_a_torch_that_setup_allows() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pinned = {normal(name): pin for name, pin in pins.items()}
+    run_time, dev = requirements()
+    missing = {normal(line) for line in (*run_time, *dev)} - set(pinned)
+    assert not missing, f"constraints.txt pins no {missing}"
+    torch = next(line for line in run_time if normal(line) == "torch")
+    low, high = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", torch).groups()  # type: ignore[union-attr]
+    assert version(low) <= version(pinned["torch"]) < version(high)
+    scripts = (ROOT / "pretrain_scripts/setup.sh").read_text()
+    assert set(re.findall(r"torch==([\d.]+)", scripts)) <= {pinned["torch"]}
+
+
+# Documents
+
+
+def test_links_of_the_documents_lead_somewhere() -> None:
+    wrong = []
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
+            if "://" not in target and not (document.parent / target).exists():
+                wrong.append(f"{document.name}: {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def rows(text: str) -> set[str]:
+    """Row numbers in text such as "3, 4 and K1-K4"."""
+    found = set()
+    for kind, first, last in re.findall(r"([KCDS]?)(\d+)(?:-[KCDS]?(\d+))?", text):
+        found |= {f"{kind}{number}" for number in range(int(first), int(last or first) + 1)}
+    return found
+
+
+def test_each_fault_is_guarded_by_a_test_that_cites_it() -> None:
+    listed = set()
+    for line in (ROOT / "docs/faults.md").read_text().splitlines():
+        if cell := re.match(r"\| ([KCDS]?\d[^|]*) \|", line):
+            listed |= rows(cell[1])
+    cited = set()
+    for path in set(TESTS) - {Path(__file__)}:
+        text = " ".join(path.read_text().split())
+        for found in re.findall(
+            r"\b[Rr]ows? ((?:[KCDS]?\d+(?:, and |, | and |-)?)+)|\b([KCDS]\d+(?:-[KCDS]\d+)?)\b", text
+        ):
+            cited |= rows(" ".join(found))
+        cited |= {name.upper() for name in re.findall(r"def test_([kcds]\d+)_", text)}
+    assert len(listed) > 70
+    assert listed == cited, f"no test cites {sorted(listed - cited)}; not in the list: {sorted(cited - listed)}"
+
+
+def fenced_commands(document: Path) -> list[str]:
+    """Lines of the document's ```bash blocks, continued lines joined."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+    lines = re.sub(r"\\\n\s*", "", "".join(blocks)).splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def assert_part_of_the_suite(command: str) -> None:
+    """`python -m pytest FILE ...` names files, or tests in them, that `tests/run.sh` runs."""
+    for word in shlex.split(command)[3:]:
+        file, _, test = word.partition("::")
+        assert (ROOT / file) in TESTS, command
+        names = {node.name for node in ast.walk(tree(ROOT / file)) if isinstance(node, ast.FunctionDef)}
+        assert not test or test in names, command
+
+
+def test_readme_commands(tmp_path: Path) -> None:
+    """The two scripts and parts of the suite are there; all other commands are run, in order, in an empty folder."""
+    for name in ("pretrain_scripts", "tools", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    commands = fenced_commands(ROOT / "README.md")
+    assert len(commands) > 10
+    for command in commands:
+        if command.startswith("python -m pytest "):
+            assert_part_of_the_suite(command)
+        elif command in ("bash pretrain_scripts/quickstart.sh", "bash tests/run.sh"):
+            subprocess.run(["bash", "-n", command.split()[1]], cwd=ROOT, check=True)
+        else:
+            run = subprocess.run(
+                ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            )
+            assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
+    promised = re.findall(r"^step (\d)/5 \| loss ([\d.]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [int(step) for step, _ in promised] == [1, 2, 3, 4, 5]
+    for folder in ("one", "eight"):
+        lines = (tmp_path / "runs" / folder / "metrics.jsonl").read_text().splitlines()
+        losses = [json.loads(line)["loss"] for line in lines]
+        assert losses == pytest.approx([float(loss) for _, loss in promised], abs=1e-3)

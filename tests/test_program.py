@@ -1,0 +1,181 @@
+"""pretrain.py and the launch scripts as a person starts them: processes of their own, exit codes, what stands on stderr
+and in the run folder."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapar.config_io import load
+
+SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
+TINY = ("--config", str(SCRIPTS / "configs/tiny.toml"), "--launch.device", "cpu")
+FIELDS = [
+    *("step", "loss", "grad_norm", "lr", "tokens", "consumed_samples", "step_seconds", "tokens_per_second"),
+    *("tflops_per_device", "mfu", "peak_memory_bytes", "comm_bytes"),
+]
+
+
+def start(*flags: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """The tiny run in folder `cwd`."""
+    command = [sys.executable, str(SCRIPTS / "pretrain.py"), *TINY, "--run_dir", "run", *flags]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, **pipes)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def slurm(rank: int, world: int, port: int) -> dict[str, str]:
+    variables = {"NTASKS": world, "PROCID": rank, "LOCALID": rank, "NTASKS_PER_NODE": world}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {f"SLURM_{name}": str(value) for name, value in variables.items()} | address
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of five steps in one process, evaluated."""
+    folder = tmp_path_factory.mktemp("alone")
+    code, _, err = finish(start("--data.validation", "synthetic", cwd=folder))
+    assert code == 0, err
+    return folder
+
+
+def test_a_run_folder_has_what_was_promised(alone: Path) -> None:
+    lines = metrics(alone)
+    assert [list(line) for line in lines] == [FIELDS] * 5 + [["step", "validation_loss"]]
+    assert [(line["step"], line["consumed_samples"], line["tokens"]) for line in lines[:5]] == [
+        (step, 24 * step, 24 * 30) for step in (1, 2, 3, 4, 5)
+    ]
+    assert lines[0]["mfu"] is None
+    asked = load([*TINY, "--run_dir", "run", "--data.validation", "synthetic"]).config
+    assert load(["--config", str(alone / "run/config.toml")]).config == asked
+    assert sorted(path.name for path in (alone / "run").iterdir()) == [
+        *("checkpoints", "config.toml", "metrics.jsonl", "tensorboard")
+    ]
+
+
+def test_slurm_ranks_train_as_one_process_does_and_go_on_as_two_others(alone: Path, tmp_path: Path) -> None:
+    """dp 2 under Slurm's variables; then the third to fifth step as tp 2, from the checkpoint after the second."""
+    port = free_port()
+    flags = ("--parallel.dp", "2", "--checkpoint.every", "2", "--data.validation", "synthetic")
+    ranks = [start(*flags, cwd=tmp_path, env=slurm(rank, 2, port)) for rank in (0, 1)]
+    ended = [finish(rank) for rank in ranks]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert ended[1][1:] == ("", ""), "only the first rank speaks"
+    expected = [line["loss"] for line in metrics(alone)[:5]]
+    assert [line["loss"] for line in metrics(tmp_path)[:5]] == pytest.approx(expected, rel=1e-5)
+    assert metrics(tmp_path)[0]["comm_bytes"]["grad"] > 0
+    moved = ("--launch.nproc", "2", "--parallel.tp", "2", "--checkpoint.resume", "run/checkpoints/step_00000002")
+    code, out, err = finish(start(*moved, cwd=tmp_path))
+    assert code == 0, err
+    assert "resumed step 2 from run/checkpoints/step_00000002" in out
+    assert "changed since: " in out
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5], "the curve of the steps done again is replaced"
+    assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-5)
+
+
+REFUSED = [
+    (("--parallel.tp", "4", "--model.intermediate_size", "160"), 4, "model.num_attention_heads"),  # C1
+    (("--parallel.tp", "2", "--parallel.pp", "3"), 2, "world size"),  # C5
+    (("--modle.hidden_size", "4"), 2, "model.hidden_size"),  # C8
+    (("--optimizer.lr", "3e-4x"), 2, "optimizer.lr"),  # C9
+]
+
+
+@pytest.mark.parametrize(("flags", "world", "names"), REFUSED, ids=["C1", "C5", "C8", "C9"])
+def test_options_that_cannot_run_end_every_rank_before_any_collective(
+    flags: tuple[str, ...], world: int, names: str, tmp_path: Path
+) -> None:
+    """Each rank alone, its peers never started: a collective would wait for them. Only the first rank speaks."""
+    port = free_port()
+    first, last = (start(*flags, cwd=tmp_path, env=slurm(rank, world, port)) for rank in (0, world - 1))
+    code, out, err = finish(first)
+    assert (code, out) == (2, "")
+    assert err.startswith("ConfigError: ")
+    assert err.count("\n") == 1
+    assert names in err
+    assert finish(last) == (2, "", "")
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def test_data_that_is_not_there_ends_all_ranks_with_one_line(tmp_path: Path) -> None:
+    code, out, err = finish(
+        start("--data.train", "nowhere/tokens", "--model.vocab_size", "0", "--launch.nproc", "2", cwd=tmp_path)
+    )
+    assert (code, out) == (3, "")
+    lines = err.splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("DataError: ")
+    assert "nowhere/tokens" in lines[0]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_one_line_and_error_json(tmp_path: Path) -> None:
+    code, out, err = finish(start("--optimizer.lr", "1e38", "--optimizer.warmup_steps", "0", cwd=tmp_path))
+    assert code == 5
+    assert err.startswith("NumericError: step 2: loss ")
+    assert err.count("\n") == 1
+    assert "loss nan" in out or "loss inf" in out
+    error = json.loads((tmp_path / "run/error.json").read_text())
+    assert (error["class"], error["exit_code"], error["rank"]) == ("NumericError", 5, 0)
+    assert error["message"] in err
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through Linux's /proc")
+def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    """Row 47's other half: the run does not hang, and goes on from its newest checkpoint when it is started again."""
+    flags = ("--launch.nproc", "4", "--parallel.tp", "2", "--parallel.pp", "2")
+    long = start(*flags, "--train.steps", "100000", "--checkpoint.every", "2", cwd=tmp_path)
+    checkpoint = tmp_path / "run/checkpoints/step_00000002"
+    for _ in range(600):
+        if checkpoint.exists() or long.poll() is not None:
+            break
+        time.sleep(0.1)
+    os.kill(children(long.pid)[3], signal.SIGKILL)
+    code, _, err = finish(long)
+    assert code == 6, err
+    assert "rank 3 (process " in err
+    assert "SIGKILL" in err
+    assert "Traceback" not in err
+    done = max(int(path.name.removeprefix("step_")) for path in (tmp_path / "run/checkpoints").glob("step_*[0-9]"))
+    code, out, err = finish(start(*flags, "--train.steps", str(done + 1), cwd=tmp_path))
+    assert code == 0, err
+    assert f"resumed step {done} from" in out
+
+
+@pytest.mark.parametrize(
+    "script", sorted(SCRIPTS.glob("l*.sh")) + sorted(SCRIPTS.glob("gpt*.sh")), ids=lambda p: p.stem
+)
+def test_every_launch_script_dry_runs(script: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", str(script), "--dry_run"]
+    environment = {**os.environ, "PATH": path, "SLURM_NTASKS": "1"}
+    run = subprocess.run(command, cwd=SCRIPTS.parent, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert " parameters; " in run.stdout
+    assert "GiB on each rank" in run.stdout
