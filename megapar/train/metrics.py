@@ -55,14 +55,15 @@ class Meter:
         }
 
 
-def log_line(line: dict[str, Any], steps: int, eta_seconds: float) -> str:
-    """One step for people; nan and inf stand there as such."""
+def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str:
+    """One step for people; nan and inf stand there as such. The first step has no `eta_seconds`: it is slower."""
     mfu = f" | mfu {line['mfu']:.1%}" if line["mfu"] is not None else ""
-    minutes, seconds = divmod(int(eta_seconds), 60)
+    minutes, seconds = divmod(int(eta_seconds or 0), 60)
+    eta = "" if eta_seconds is None else f" | eta {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
     return (
         f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f} | "
         f"grad norm {line['grad_norm']:.3f} | lr {line['lr']:.2e} | {line['tokens_per_second']:,.0f} tokens/s{mfu} | "
-        f"{line['peak_memory_bytes'] / 2**20:,.0f} MiB | eta {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+        f"{line['peak_memory_bytes'] / 2**20:,.0f} MiB{eta}"
     )
 
 
@@ -71,7 +72,7 @@ class Reporter:
 
     def __init__(self, run_dir: Path, options: LogConfig, steps: int, first_step: int, *, speaks: bool):
         self._options, self._steps, self._speaks = options, steps, speaks
-        self._first_step, self._began = first_step, time.monotonic()
+        self._first_step, self._second = first_step, 0.0  # when the second step began
         self._tensorboard = None
         self._progress: Progress | None = None
         if not speaks:
@@ -108,7 +109,9 @@ class Reporter:
         if not self._speaks:
             return
         done, step = line["step"] - self._first_step, line["step"]
-        eta = (time.monotonic() - self._began) / max(done, 1) * (self._steps - step)
+        eta = (time.monotonic() - self._second) / (done - 1) * (self._steps - step) if done > 1 else None
+        if done == 1:
+            self._second = time.monotonic()
         if self._progress:
             self._progress.update(self._task, completed=step)
         finite = abs(line["loss"]) + abs(line["grad_norm"]) < float("inf")
