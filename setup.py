@@ -21,6 +21,7 @@ setup(
     package_data={"megapar": ["py.typed"]},
     install_requires=[
         "torch>=2.11,<2.14",  # tensors, autograd, SDPA, checkpoint(), the collectives
+        "triton>=3.6; sys_platform == 'linux'",  # fused kernels; torch's own ops serve where there is none
         "einops>=0.8",  # shape changes that read as what they mean
         "numpy>=1.26",  # memory-mapped tokens and counter-based weight initialisation
         "safetensors>=0.4",  # checkpoints that hold tensors and cannot hold code

@@ -1,0 +1,117 @@
+"""Compiles every kernel in every shipped configuration for sm_80, sm_90 and sm_100, without a GPU, and tells what the
+binaries take: python tests/kernel_table.py [--only OP] [--json FILE].
+
+A process of its own: Triton's interpreter and compiler cannot share one. Pointers and the sizes named in `aligned` are
+declared divisible by 16, as the JIT finds them to be at launch.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
+ARCHITECTURES = (80, 90, 100)
+REGISTERS, MOST_WARPS = 65536, 64  # of one SM
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A kernel and one of the configurations that its launcher chooses."""
+
+    op: str
+    variant: str
+    kernel: Any
+    types: Mapping[str, str]  # of run-time arguments: *bf16, *fp32, i32, fp32 ...; all others are constants
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int = 3
+    aligned: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.variant}"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one compiled kernel. Warps are those that fit on an SM by registers; loads are counted in the machine code."""
+
+    registers: int
+    stack: int
+    spills: int
+    shared: int
+    warps_per_sm: int
+    wide_loads: int
+    narrow_loads: int
+    wide_stores: int
+
+
+def shipped() -> Iterator[Shipped]:
+    """All kernels: one block an op."""
+    yield from ()
+
+
+def compile_one(item: Shipped, architecture: int) -> Resources:
+    names = item.kernel.arg_names
+    pointers = [name for name in names if item.types.get(name, "").startswith("*")]
+    divisible = {*pointers, *item.aligned}
+    source = ASTSource(
+        fn=item.kernel,
+        signature={name: item.types.get(name, "constexpr") for name in names},
+        constexprs=dict(item.constants),
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in divisible},
+    )
+    options = {"num_warps": item.num_warps, "num_stages": item.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
+        code = _tool("nvdisasm", "-c", file.name)
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", usage)}
+    in_use = (found["REG"] + 7) // 8 * 8 * 32
+    return Resources(
+        registers=found["REG"],
+        stack=found["STACK"],
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        shared=compiled.metadata.shared,
+        warps_per_sm=min(MOST_WARPS, REGISTERS // in_use // item.num_warps * item.num_warps),
+        wide_loads=len(re.findall(r"LDG\.E\.(?:128|ENL2)", code)),
+        narrow_loads=len(re.findall(r"LDG\.E(?!\.(?:128|ENL2))", code)),
+        wide_stores=len(re.findall(r"STG\.E\.(?:128|ENL2)", code)),
+    )
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([str(BINARIES / name), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="kernels whose name starts with this")
+    parser.add_argument("--json", type=Path, help="write the table to this file")
+    options = parser.parse_args()
+    table: dict[str, dict[str, dict[str, int]]] = {}
+    for item in (item for item in shipped() if item.name.startswith(options.only)):
+        table[item.name] = {f"sm_{a}": asdict(compile_one(item, a)) for a in ARCHITECTURES}
+        for architecture, numbers in table[item.name].items():
+            print(
+                f"{item.name:<40} {architecture:<7}", *(f"{key} {value}" for key, value in numbers.items()), flush=True
+            )
+    if options.json:
+        options.json.write_text(json.dumps({"triton": triton.__version__, "kernels": table}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Repairs of Triton's interpreter (3.9) for tests: bf16 rounds to nearest even; bf16 arithmetic, reductions and dots
+are right; lanes that a masked load leaves undefined hold NaN or a huge number, as if they were a GPU's leftovers.
+
+As it comes, the interpreter truncates to bf16 and computes on the bit patterns; masked lanes read as zero.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def _to_bits(values: np.ndarray) -> np.ndarray:
+    """fp32 to the bits of bf16, rounded to nearest even."""
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    bits = values.view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded).astype(np.uint16)
+
+
+def _from_bits(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def repair() -> None:
+    """Patch the interpreter of this process. After TRITON_INTERPRET=1 and the import of triton, before any launch."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+
+    def is_bf16(x: Any) -> bool:
+        return x.dtype.scalar == tl.bfloat16
+
+    def widen(x: Any) -> Any:
+        return handle(_from_bits(x.data), tl.float32) if is_bf16(x) else x
+
+    def narrow(values: np.ndarray) -> Any:
+        return handle(_to_bits(values), tl.bfloat16)
+
+    _repair_arithmetic(builder, tl, is_bf16, widen, narrow)
+    _repair_reductions(interpreter, tl, widen, narrow)
+    _show_masked_lanes(builder, interpreter, tl, handle)
+
+
+def _repair_arithmetic(builder: Any, tl: Any, is_bf16: Callable, widen: Callable, narrow: Callable) -> None:
+    cast, binary, unary, dot = builder.cast_impl, builder.binary_op, builder.unary_op, builder.create_dot
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        if is_bf16(source) and target.scalar != tl.bfloat16:
+            wide = widen(source)
+            return wide if target.scalar == tl.float32 else cast(self, wide, target)
+        if target.scalar == tl.bfloat16 and not is_bf16(source):
+            wide = source if source.dtype.scalar == tl.float32 else cast(self, source, tl.float32)
+            return narrow(wide.data.reshape(source.data.shape))
+        return cast(self, source, target)
+
+    def binary_op(self: Any, left: Any, right: Any, operation: Callable) -> Any:
+        if not is_bf16(left):
+            return binary(self, left, right, operation)
+        result = operation(widen(left).data, widen(right).data)
+        return type(left)(result, tl.bfloat16) if result.dtype == np.bool_ else narrow(result)
+
+    def unary_op(self: Any, x: Any, operation: Callable) -> Any:
+        return narrow(operation(widen(x).data)) if is_bf16(x) else unary(self, x, operation)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widen(a), widen(b), *rest)
+
+    builder.cast_impl, builder.binary_op = cast_impl, binary_op
+    builder.unary_op, builder.create_dot = unary_op, create_dot
+
+
+def _repair_reductions(interpreter: Any, tl: Any, widen: Callable, narrow: Callable) -> None:
+    def tensor(handle: Any, kind: Any, shape: Any) -> Any:
+        return tl.core.tensor(handle, tl.block_type(kind, list(shape)) if shape else kind)
+
+    def repaired(apply: Callable) -> Callable:
+        def apply_impl(self: Any, argument: Any) -> Any:
+            inputs = argument if isinstance(argument, tuple) else (argument,)
+            narrowed = [x.dtype.scalar == tl.bfloat16 for x in inputs]
+            if not any(narrowed):
+                return apply(self, argument)
+            wide = [
+                tensor(widen(x.handle), tl.float32, x.shape) if n else x for x, n in zip(inputs, narrowed, strict=True)
+            ]
+            results = apply(self, tuple(wide))
+            results = results if isinstance(results, tuple | list) else (results,)
+            return tuple(
+                tensor(narrow(y.handle.data), tl.bfloat16, y.shape) if n and y.dtype.scalar == tl.float32 else y
+                for y, n in zip(results, narrowed, strict=True)
+            )
+
+        return apply_impl
+
+    for operation in (interpreter.ReduceOps, interpreter.ScanOps):
+        operation.apply_impl = repaired(operation.apply_impl)
+
+
+def _show_masked_lanes(builder: Any, interpreter: Any, tl: Any, handle: Any) -> None:
+    load = builder.create_masked_load
+
+    def create_masked_load(self: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+        kind = pointers.get_element_ty()
+        if other is None and kind.primitive_bitwidth > 8:
+            dtype = interpreter._get_np_dtype(kind)
+            leftover = (
+                np.uint16(0x7FC0) if kind == tl.bfloat16 else np.nan if kind.is_floating() else np.iinfo(dtype).max // 2
+            )
+            other = handle(np.full(pointers.data.shape, leftover, dtype=dtype), kind)
+        return load(self, pointers, mask, other, *rest, **named)
+
+    builder.create_masked_load = create_masked_load
