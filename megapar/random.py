@@ -10,9 +10,12 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from megapar_kernels.dropout import keep_mask, mix
 from torch import Tensor, nn
 
 from megapar.params import Piece, spec_of
+
+__all__ = ["initialise", "keep_mask", "row_keys"]
 
 _MASK = 0xFFFFFFFF
 
@@ -41,26 +44,12 @@ def initialise(modules: Iterable[nn.Module], seed: int) -> None:
                 param.view(-1)[first:last].copy_(_normal(piece, seed, spec.init.std).view(-1))
 
 
-def _mix(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser, on int64 tensors that hold values below 2^32."""
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
-    return x ^ (x >> 16)
-
-
 def row_keys(seed: int, use: int, *coordinates: Tensor) -> Tensor:
     """One 32-bit key (in int64) for each row of a dropout mask; the coordinates broadcast against each other.
 
     `use` numbers the places where a model drops out. Coordinates are global: sample id, position, head.
     """
-    key = _mix(torch.tensor((seed * 0x9E3779B1 + use) & _MASK, device=coordinates[0].device))
+    key = mix(torch.tensor((seed * 0x9E3779B1 + use) & _MASK, device=coordinates[0].device))
     for x in coordinates:
-        key = _mix(_mix((key + x) & _MASK) ^ (x >> 32))
+        key = mix(mix((key + x) & _MASK) ^ (x >> 32))
     return key
-
-
-def keep_mask(keys: Tensor, columns: int, p: float) -> Tensor:
-    """bool [*keys.shape, columns], False with probability `p`: the mask of rows whose keys are given."""
-    index = torch.arange(columns, device=keys.device) * 0x9E3779B1
-    bits = _mix((keys[..., None] + index) & _MASK)
-    return bits >= int(p * 2**32)

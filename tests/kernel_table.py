@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from megapar_kernels import dropout
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -60,6 +61,26 @@ class Resources:
 def shipped() -> Iterator[Shipped]:
     """All kernels: one block an op."""
     yield from ()
+    yield from _dropout()
+
+
+def _dropout() -> Iterator[Shipped]:
+    for columns in (256, 4096):
+        rows, block, warps = dropout.config(columns)
+        constants = {"THRESHOLD": int(0.1 * 2**32), "ROWS": rows, "BLOCK": block}
+        types = {
+            "x_ptr": "*bf16",
+            "keys_ptr": "*i64",
+            "y_ptr": "*bf16",
+            "rows": "i32",
+            "columns": "i32",
+            "scale": "fp32",
+        }
+        kernel, aligned = dropout._dropout_add_kernel, ("rows", "columns")
+        forward = {**types, "residual_ptr": "*bf16"}
+        yield Shipped("dropout", f"forward {columns}", kernel, forward, constants, warps, aligned=aligned)
+        backward = {**constants, "residual_ptr": None}
+        yield Shipped("dropout", f"backward {columns}", kernel, types, backward, warps, aligned=aligned)
 
 
 def compile_one(item: Shipped, architecture: int) -> Resources:

@@ -158,17 +158,18 @@ def test_mask_rate_and_independence(p: float) -> None:
 def recorded_masks() -> Iterator[dict[str, Tensor]]:
     """The masks of a forward pass by the place that uses them."""
     masks: dict[str, Tensor] = {}
-    hidden_keep, attention_keep = gpt.hidden_keep, Attention._keep
+    hidden_keys, attention_keep = gpt.hidden_keys, Attention._keep
 
     def record_hidden(x: Tensor, info: Any, use: int, blueprint: Any) -> Tensor:
-        masks[f"hidden {use}"] = hidden_keep(x, info, use, blueprint)
-        return masks[f"hidden {use}"]
+        keys = hidden_keys(x, info, use, blueprint)
+        masks[f"hidden {use}"] = keep_mask(keys, x.shape[-1], blueprint.model.hidden_dropout)
+        return keys
 
     def record_attention(self: Attention, length: int, info: Any) -> Tensor:
         masks[f"attention {self.number}"] = attention_keep(self, length, info)
         return masks[f"attention {self.number}"]
 
-    with mock.patch.object(gpt, "hidden_keep", record_hidden), mock.patch.object(Attention, "_keep", record_attention):
+    with mock.patch.object(gpt, "hidden_keys", record_hidden), mock.patch.object(Attention, "_keep", record_attention):
         yield masks
 
 

@@ -2,7 +2,7 @@
 embeddings by option."""
 
 from megapar_kernels.activations import gelu
-from megapar_kernels.dropout import dropout_add
+from megapar_kernels.dropout import dropout_add, keep_mask
 from megapar_kernels.norms import layer_norm
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from megapar.tensor_parallel.layers import (
     replicated_vector,
 )
 from megapar_models.attention import Attention
-from megapar_models.stage import Blueprint, Pass, Stage, hidden_keep
+from megapar_models.stage import Blueprint, Pass, Stage, hidden_keys
 
 
 class LayerNorm(nn.Module):
@@ -67,8 +67,8 @@ class GPTLayer(nn.Module):
 
     def _add(self, y_sbh: Tensor, residual_sbh: Tensor, info: Pass, use: int) -> Tensor:
         p = self.blueprint.model.hidden_dropout if self.training else 0.0
-        keep = hidden_keep(y_sbh, info, use, self.blueprint) if p else None
-        return dropout_add(y_sbh, residual_sbh, keep, p)
+        keys = hidden_keys(y_sbh, info, use, self.blueprint) if p else None
+        return dropout_add(y_sbh, residual_sbh, keys, p)
 
 
 class GPTStage(Stage):
@@ -99,4 +99,6 @@ class GPTStage(Stage):
         first = sharding.tp.rank * x_sbh.shape[0] if sharding.splits_sequence else 0
         positions_s1h = self.positions[first : first + x_sbh.shape[0], None]
         x_sbh = x_sbh + positions_s1h
-        return x_sbh * hidden_keep(x_sbh, info, 0, self.blueprint) / (1.0 - p) if p else x_sbh
+        if not p:
+            return x_sbh
+        return x_sbh * keep_mask(hidden_keys(x_sbh, info, 0, self.blueprint), x_sbh.shape[-1], p) / (1.0 - p)

@@ -14,7 +14,7 @@ from megapar import recompute
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.config import ModelConfig
 from megapar.params import Init
-from megapar.random import keep_mask, row_keys
+from megapar.random import row_keys
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.layers import (
     Sharding,
@@ -54,13 +54,13 @@ class Pass:
     rope: tuple[Tensor, Tensor] | None
 
 
-def hidden_keep(x_sbh: Tensor, info: Pass, use: int, blueprint: Blueprint) -> Tensor:
-    """Dropout mask of hidden states [s or s/tp, b, h], keyed by sample and global position; `use` numbers the place."""
+def hidden_keys(x_sbh: Tensor, info: Pass, use: int, blueprint: Blueprint) -> Tensor:
+    """Keys [s or s/tp, b] of the dropout mask of hidden states, by sample and global position; `use` numbers the
+    place."""
     length, sharding = x_sbh.shape[0], blueprint.sharding
     offset = sharding.tp.rank * length if sharding.splits_sequence else 0
     position = torch.arange(offset, offset + length, device=x_sbh.device)
-    keys = row_keys(blueprint.seed, use, info.sample_ids_b[None, :], position[:, None])
-    return keep_mask(keys, x_sbh.shape[-1], blueprint.model.hidden_dropout)
+    return row_keys(blueprint.seed, use, info.sample_ids_b[None, :], position[:, None])
 
 
 class Stage(PipelineStage):
