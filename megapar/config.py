@@ -103,8 +103,8 @@ class TrainConfig:
     """Tokens of a sample."""
     seed: int = 1234
     """Decides initial weights, dropout and sample order; no layout changes them."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: bf16 weights and activations, fp32 gradients, fp32 main weights and moments."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """bf16, fp16: weights and activations; gradients, main weights and moments stay fp32. fp16 scales the loss."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing: selective recomputes attention scores, full recomputes layers, in the backward pass."""
     recompute_every: int = 1

@@ -24,6 +24,7 @@ from megapar.checkpoint.format import folder_name, read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config import CheckpointConfig, Config, LogConfig
 from megapar.errors import NumericError
+from megapar.precision import LossScale, Precision
 from megapar.train import checkpoints
 from megapar.train.step import TrainState, count_targets, mean_loss, train_step
 from megapar.train.trainer import Run, open_loaders, start, train
@@ -310,10 +311,11 @@ def test_tied_copies_never_drift(tmp_path: Path) -> None:
 
 def gradients(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, list[layouts.Held]]:
     """Loss and reduced gradients of a step, without its update."""
-    tokens = count_targets(batches, state.ctx)
+    tokens, scale = count_targets(batches, state.ctx), 1024.0 if state.loss_scale.dynamic else 1.0
     state.grads.zero()
-    losses = state.pipeline.step(batches, 1.0 / tokens, state.grads.begin)
+    losses = state.pipeline.step(batches, scale / tokens, state.grads.begin)
     state.grads.finish()
+    state.grads.grads.div_(scale)
     return mean_loss(losses, tokens, state.ctx).item(), held_gradients(state)
 
 
@@ -352,7 +354,7 @@ def test_each_micro_batch_has_the_same_weight() -> None:
             layouts.assert_close(other, found[0], rtol=1e-6)
 
 
-# bf16
+# bf16 and fp16
 
 
 ROUNDINGS = {"llama": 14, "gpt": 19}
@@ -363,12 +365,13 @@ its bias, two of dropout, sum, and one to spare for the sum over tensor ranks.""
 
 
 def rounding_unit(config: Config) -> float:
-    """Expected relative error of a gradient, as if all roundings on the longest path lay in a row.
+    """Expected relative error of a gradient in bf16, as if all roundings on the longest path lay in a row.
 
     Rounding to bf16's 8 significant bits errs by at most 2^-8 of a number, 2^-9 in the root mean square (a uniform
     error of half a unit in the last place: 2^-7 / sqrt(12), times 0.74 for numbers spread evenly in the logarithm).
     Independent errors add up in squares: sqrt(n) 2^-9 after n of them. The backward pass rounds as often as the forward
-    pass did, and embedding, final norm, logits and their gradient make four more in each direction.
+    pass did, and embedding, final norm, logits and their gradient make four more in each direction. fp16 has three more
+    bits: an eighth of that.
     """
     model = config.model
     return math.sqrt(2 * (ROUNDINGS[model.family] * model.num_hidden_layers + 4)) * 2**-9
@@ -384,7 +387,7 @@ def errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[
     }
 
 
-def bf16_and_fp32_gradients(cases: Sequence[Case], starts: Sequence[Mapping[str, Tensor]]) -> list[Any]:
+def half_and_fp32_gradients(cases: Sequence[Case], starts: Sequence[Mapping[str, Tensor]]) -> list[Any]:
     """Loss and gradients at given weights."""
     shown = []
     for case, weights in zip(cases, starts, strict=True):
@@ -394,10 +397,11 @@ def bf16_and_fp32_gradients(cases: Sequence[Case], starts: Sequence[Mapping[str,
     return shown
 
 
-def test_bf16_gradients_err_as_derived() -> None:
-    """Every gradient in bf16, in one process and in layouts (tied ends too: row 30), against fp32 from the same
-    bf16 weights, and layouts against one process: half of the parameters are within `rounding_unit`, all within three.
-    In fact the medians are 0.3 to 0.7 and the largest 1.6 units, so that an error of three times as much fails."""
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_gradients_err_as_derived(precision: Precision) -> None:
+    """Every gradient in one process and in layouts (tied ends too: row 30), against fp32 from the same rounded weights,
+    and layouts against one process: half of the parameters are within `rounding_unit`, all within three. In bf16 the
+    medians are 0.3 to 0.7 and the largest 1.6 units, so that an error of three times as much fails."""
     by_model = {
         GPT: [Layout(GPT, dp=2, pp=2), Layout(GPT, tp=2, pp=2, sequence_parallel=True, micro_batch_size=6)],
         LLAMA: [Layout(LLAMA, dp=2, tp=2, micro_batch_size=3), Layout(LLAMA, tp=4, sequence_parallel=True)],
@@ -406,19 +410,19 @@ def test_bf16_gradients_err_as_derived() -> None:
     cases, starts, singles = [], [], []
     for model, in_layouts in by_model.items():
         alone = Layout(model, micro_batch_size=SAMPLES)
-        initial = make_state(alone.config("bf16"))
+        initial = make_state(alone.config(precision))
         weights = layouts.assemble([held_weights(initial)])
-        single = bf16_and_fp32_gradients([Case(alone, "bf16"), Case(alone)], [weights, weights])
+        single = half_and_fp32_gradients([Case(alone, precision), Case(alone)], [weights, weights])
         for layout in in_layouts:
-            cases.append(Case(layout, "bf16"))
+            cases.append(Case(layout, precision))
             starts.append(weights)
             singles.append(single)
-    ranks = run_ranks(4, bf16_and_fp32_gradients, cases, starts)
-    for number, (case, (bf16, fp32)) in enumerate(zip(cases, singles, strict=True)):
-        unit = rounding_unit(case.layout.config())
-        exact, alone = layouts.assemble([fp32[1]]), layouts.assemble([bf16[1]])
+    ranks = run_ranks(4, half_and_fp32_gradients, cases, starts)
+    for number, (case, (half, fp32)) in enumerate(zip(cases, singles, strict=True)):
+        unit = rounding_unit(case.layout.config()) * (1 if precision == "bf16" else 2**-3)
+        exact, alone = layouts.assemble([fp32[1]]), layouts.assemble([half[1]])
         found = layouts.assemble([rank[number][1] for rank in ranks])
-        for loss in (bf16[0], *(rank[number][0] for rank in ranks)):
+        for loss in (half[0], *(rank[number][0] for rank in ranks)):
             assert loss == pytest.approx(fp32[0], rel=2**-9), case
         for what, a, b in (("alone", alone, exact), ("layout", found, exact), ("layout to alone", found, alone)):
             ratios = {name: error / unit for name, error in errors(a, b).items()}
@@ -451,7 +455,8 @@ def poisoned(folder: Path) -> dict[str, Any]:
 def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update(tmp_path: Path) -> None:
     ranks = run_ranks(2, poisoned, tmp_path)
     for rank in ranks:
-        assert rank["message"].startswith("step 2: loss nan, gradient norm nan; the weights are those of step 1")
+        assert rank["message"].startswith("step 2: loss nan, gradient norm nan (not finite: embedding.weight, ")
+        assert "; the weights are those of step 1. " in rank["message"]
         assert (rank["code"], rank["position"]) == (5, (1, SAMPLES, 1))
     assert "step 2/6 | loss nan" in ranks[0]["log"]
     assert ranks[1]["log"] == ""
@@ -459,3 +464,61 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update(tmp_path: 
     assert line["step"] == 2
     assert math.isnan(line["loss"])
     assert not (tmp_path / checkpoints.FOLDER).exists(), "nothing is saved"
+
+
+# fp16
+
+
+def overflowing(folder: Path) -> list[Any]:
+    """Three steps of which the second starts from a loss scale that overflows; then what a resumed state knows."""
+    config = run_config(Case(Layout(LLAMA, pp=2, dp=2, micro_batch_size=3), "fp16"), folder)
+    state = started(config)
+    shown: list[Any] = []
+    for step in range(3):
+        if step == 1:
+            state.loss_scale.scale = 2.0**40
+        before = bits(state)
+        result = train_step(state, micro_batches(config, state.ctx, step))
+        if step == 1:
+            assert_bitwise(bits(state), before, "an overflow changes nothing")
+        position = (state.step, state.consumed_samples, state.optimizer.step_count)
+        shown.append((result.overflowed, result.finite, state.loss_scale.scale, position, state.grads.not_finite()))
+        if step == 1:
+            state.loss_scale.scale = 2.0**10
+    checkpoints.write(state, folder)
+    again = started(config)
+    checkpoints.resume(again, folder)
+    return [*shown, again.loss_scale]
+
+
+def test_an_overflow_in_fp16_costs_one_update_and_halves_the_loss_scale(tmp_path: Path) -> None:
+    for first, second, third, resumed in run_ranks(4, overflowing, tmp_path):
+        assert first == (False, True, 2.0**16, (1, SAMPLES, 1), [])
+        assert second[:4] == (True, False, 2.0**39, (2, 2 * SAMPLES, 1))
+        assert third == (False, True, 2.0**10, (3, 3 * SAMPLES, 2), [])
+        assert (resumed.scale, resumed.good_steps, resumed.dynamic) == (2.0**10, 1, True)
+
+
+def test_the_loss_scale_doubles_after_many_good_steps_and_never_falls_below_one() -> None:
+    scale = LossScale.of("fp16")
+    for _ in range(LossScale.WINDOW):
+        scale.update(True)
+    assert scale.scale == 2.0**17
+    for _ in range(40):
+        scale.update(False)
+    assert (scale.scale, scale.good_steps) == (1.0, 0)
+    plain = LossScale.of("bf16")
+    plain.update(False)
+    assert plain == LossScale()
+
+
+def test_the_loss_scale_changes_no_update() -> None:
+    """Row 2, in fp32 where a power of two rounds nothing: norm, clipping and update, bitwise."""
+    shown = []
+    for scale in (1.0, 2.0**12):
+        state = make_state(Layout(GPT, micro_batch_size=3).config())
+        state.loss_scale = LossScale(scale)
+        result = train_step(state, micro_batches(state.config, state.ctx, 0))
+        shown.append((result.loss, result.grad_norm, bits(state)))
+    assert shown[0][:2] == shown[1][:2]
+    assert_bitwise(shown[1][2], shown[0][2], "loss scale")

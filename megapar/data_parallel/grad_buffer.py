@@ -47,7 +47,7 @@ class GradBuffer:
 
     `modules` are this rank's stages in order. Each distinct parameter gets `main_grad`, its place in `grads`: layers
     add to it, and gradients that autograd leaves in `.grad` are moved there. Buckets hold about `bucket_mb` MiB of
-    gradient. Raises TypeError if a parameter has no ParamSpec or parameters are not all fp32 or all bf16.
+    gradient. Raises TypeError if a parameter has no ParamSpec or parameters are not all fp32, all bf16 or all fp16.
     """
 
     def __init__(
@@ -150,6 +150,15 @@ class GradBuffer:
         ]
         return intersect(merge(counted), self.shards())
 
+    def not_finite(self) -> list[str]:
+        """Parameters with an infinite or NaN gradient in this rank's shards, after finish()."""
+        names = []
+        for slot in self.slots:
+            parts = intersect([(slot.start, slot.stop)], self.shards())
+            if not all(torch.isfinite(self.grads[start:stop]).all() for start, stop in parts):
+                names.append(slot.name)
+        return names
+
     def _shard(self, index: int) -> Range:
         axis = self.ctx.grad
         return self.buckets[index].shard(axis.rank, axis.size) if self.sharded else self.buckets[index][:2]
@@ -239,10 +248,11 @@ def _collect(modules: Sequence[nn.Module]) -> list[Declared]:
 
 
 def _common_dtype(params: Sequence[Declared]) -> torch.dtype:
-    """fp32 or bf16; fp32 if there is no parameter. Raises TypeError, naming parameters, for others and mixtures."""
+    """fp32, bf16 or fp16; fp32 if there is no parameter. Raises TypeError, naming parameters, for others and for
+    mixtures."""
     dtype = params[0][0].dtype if params else torch.float32
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise TypeError(f"{params[0][1].name} is {dtype}: parameters must be all torch.float32 or all torch.bfloat16")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"{params[0][1].name} is {dtype}: parameters must be all torch.float32, bfloat16 or float16")
     for param, spec in params:
         if param.dtype != dtype:
             raise TypeError(

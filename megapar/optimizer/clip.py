@@ -28,5 +28,6 @@ def grad_norm(buffer: GradBuffer, ctx: ParallelContext) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are multiplied by so that their norm is at most `max_norm`: 0-d, at most 1, NaN if the norm is."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    """What gradients are multiplied by so that their norm is at most `max_norm`, 0 meaning any: 0-d, at most 1, NaN if
+    the norm is."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)

@@ -1,11 +1,13 @@
 """A training state to and from the checkpoints of its run folder."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from megapar.checkpoint.load import choose, load
 from megapar.checkpoint.save import save
 from megapar.config import flatten
 from megapar.data.order import ORDER_VERSION
+from megapar.precision import LossScale
 from megapar.train.step import TrainState
 from megapar.validate import changes, weight_options
 
@@ -24,7 +26,11 @@ def write(state: TrainState, run_dir: Path) -> Path:
         consumed_samples=state.consumed_samples,
         layout={"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "vpp": parallel.vpp},
         model_config=weight_options(config),
-        trainer={"updates": state.optimizer.step_count, "config": flatten(config)},
+        trainer={
+            "updates": state.optimizer.step_count,
+            "loss_scale": asdict(state.loss_scale) if state.loss_scale.dynamic else None,
+            "config": flatten(config),
+        },
         data={"train": list(config.data.train), "tokenizer": config.data.tokenizer, "order": ORDER_VERSION},
     )
 
@@ -41,6 +47,8 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
     manifest = load(path, slices=state.optimizer.slices(), ctx=state.ctx, model_config=weight_options(state.config))
     state.optimizer.step_count = manifest.trainer["updates"]
     state.optimizer.refresh_params_from_main()
+    if state.loss_scale.dynamic and manifest.trainer["loss_scale"]:
+        state.loss_scale = LossScale(**manifest.trainer["loss_scale"])
     state.step, state.consumed_samples = manifest.step, manifest.consumed_samples
     different = changes(manifest.trainer["config"], state.config)
     return [f"resumed step {state.step} from {path}", *(f"changed since: {line}" for line in different)]

@@ -52,6 +52,7 @@ class Meter:
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "peak_memory_bytes": device.peak_memory_bytes(self.ctx.device),
             "comm_bytes": sent,
+            **({"loss_scale": result.loss_scale.scale} if result.loss_scale.dynamic else {}),
         }
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.optimizer.schedule import learning_rate
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event
+from megapar.precision import LossScale
 
 
 @dataclass
 class TrainState:
-    """Everything that a step changes or uses. `step` counts optimizer steps done, `consumed_samples` the samples in
-    them."""
+    """Everything that a step changes or uses. `step` counts steps done (also those whose update an fp16 overflow cost),
+    `consumed_samples` the samples in them."""
 
     config: Config
     ctx: ParallelContext
@@ -30,6 +31,7 @@ class TrainState:
     pipeline: PipelineRuntime
     grads: GradBuffer
     optimizer: AdamW
+    loss_scale: LossScale
     step: int = 0
     consumed_samples: int = 0
 
@@ -43,10 +45,17 @@ class StepResult:
     grad_norm: float
     lr: float
     tokens: float
+    loss_scale: LossScale  # that the step used
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def overflowed(self) -> bool:
+        """A gradient left fp16's range though the loss did not: a smaller loss scale mends it."""
+        scale = self.loss_scale
+        return math.isfinite(self.loss) and not self.finite and scale.dynamic and scale.scale > 1.0
 
 
 def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor:
@@ -67,17 +76,19 @@ def train_step(state: TrainState, batches: Sequence[MicroBatch], trace: list[Eve
 
     `trace` collects when each forward and backward ran.
     """
-    ctx, options = state.ctx, state.config.optimizer
+    ctx, options, scale = state.ctx, state.config.optimizer, state.loss_scale.scale
     tokens = count_targets(batches, ctx)
     state.grads.zero()
-    loss_sums = state.pipeline.step(batches, 1.0 / tokens, state.grads.begin, trace)
+    loss_sums = state.pipeline.step(batches, scale / tokens, state.grads.begin, trace)
     state.grads.finish()
-    norm = grad_norm(state.grads, ctx)
+    norm = grad_norm(state.grads, ctx) / scale
     lr = learning_rate(state.step, options, state.config.train.steps)
     loss = mean_loss(loss_sums, tokens, ctx)
-    result = StepResult(loss.item(), norm.item(), lr, tokens.item())
+    result = StepResult(loss.item(), norm.item(), lr, tokens.item(), replace(state.loss_scale))
     if result.finite:
-        state.optimizer.step(lr, clip_coefficient(norm, options.clip_grad) if options.clip_grad else None)
+        state.optimizer.step(lr, clip_coefficient(norm, options.clip_grad) / scale)
+    if result.finite or result.overflowed:
+        state.loss_scale.update(result.finite)
         state.step += 1
         state.consumed_samples += state.config.train.global_batch_size
     return result

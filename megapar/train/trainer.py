@@ -16,6 +16,7 @@ from megapar.errors import DataError, NumericError
 from megapar.optimizer.adamw import AdamW
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event
+from megapar.precision import LossScale
 from megapar.random import initialise
 from megapar.train import checkpoints
 from megapar.train.metrics import Meter, Reporter
@@ -37,7 +38,7 @@ def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, Pipeline
     )
     pipeline = PipelineRuntime(stages, ctx, config.parallel.schedule, config.parallel.vpp)
     optimizer = AdamW(grads, options)
-    return TrainState(config, ctx, stages, pipeline, grads, optimizer)
+    return TrainState(config, ctx, stages, pipeline, grads, optimizer, LossScale.of(config.train.precision))
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Loader, Loader |
 def train(run: Run) -> None:
     """Train to `train.steps`, reporting, evaluating and saving on the way.
 
-    Raises NumericError at the first step whose loss or gradient norm is not finite, before its update.
+    Raises NumericError at the first step whose loss or gradient norm is not finite, before its update; an fp16 overflow
+    costs a step's update alone, unless the loss scale is 1 already.
     """
     state, options = run.state, run.state.config
     steps, ctx = options.train.steps, state.ctx
@@ -95,11 +97,21 @@ def train(run: Run) -> None:
             trace: list[Event] | None = [] if options.log.timeline and state.step == steps - 1 else None
             meter.start()
             result = train_step(state, _on_device(run.train_data.next_step(), ctx), trace)
-            reporter.step(meter.stop(result, state.step + (not result.finite), state.consumed_samples))
+            failed = not result.finite and not result.overflowed
+            reporter.step(meter.stop(result, state.step + failed, state.consumed_samples))
             if not result.finite:
+                where = comm.gather_json(state.grads.not_finite(), ctx.world, ctx.device)
+                names = ", ".join(sorted({name for rank in where for name in rank})[:3]) or "none"
+            if result.overflowed:
+                reporter.say(
+                    f"step {state.step}: no update, gradients overflowed fp16 (first of them: {names}); "
+                    f"loss scale {result.loss_scale.scale:,.0f} -> {state.loss_scale.scale:,.0f}"
+                )
+            if failed:
                 raise NumericError(
-                    f"step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; the weights are "
-                    f"those of step {state.step}. A lower optimizer.lr or a longer optimizer.warmup_steps often helps"
+                    f"step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} (not finite: {names})"
+                    f"; the weights are those of step {state.step}. A lower optimizer.lr or a longer "
+                    "optimizer.warmup_steps often helps"
                 )
             last = state.step == steps
             if trace is not None:
