@@ -452,7 +452,7 @@ def main(options: Options) -> None:
     console = Console(width=130)  # narrower, numbers would be cut
     console.print(speed_table(runs))
     console.print(traffic_table(runs))
-    facts = {**provenance(options), "options": {k: str(v) for k, v in asdict(options).items()}}
+    facts = {**provenance(options), "options": {k: str(v) for k, v in asdict(options).items() if k != "json"}}
     console.print(" | ".join(f"{key} {value}" for key, value in facts.items() if key != "options"))
     if options.json:
         options.json.write_text(json.dumps(facts | {"runs": runs}, indent=1) + "\n")
