@@ -1,15 +1,175 @@
-"""Activations of the MLP."""
+"""Activations of the MLP, gated or with a bias, in one pass each: forward 6 bytes an element of a gated bf16 output
+(4 ungated), backward 10 (6). Backward keeps the input alone and writes a gradient of its own.
 
+Gated: Shazeer, arXiv 2002.05202. GELU: Hendrycks and Gimpel, arXiv 1606.08415. ReLU squared: So et al., arXiv
+2109.08668.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megapar_kernels.launch import Implementation, fused, next_power_of_2, tl, triton
+
+__all__ = ["bias_gelu", "geglu", "gelu", "reglu_squared", "relu_squared", "swiglu"]
+
+Activation = Literal["silu", "gelu", "relu_squared"]
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2 f] = gate then up (Shazeer, arXiv 2002.05202)."""
+TORCH: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": partial(F.gelu, approximate="tanh"),
+    "relu_squared": lambda x: F.relu(x).square(),
+}
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The activation of fp32 x, and its derivative."""
+    if ACTIVATION == "silu":
+        sigmoid = tl.sigmoid(x)
+        value = x * sigmoid
+        slope = sigmoid + value * tl.sigmoid(-x)
+    elif ACTIVATION == "gelu":
+        # 0.5 (1 + tanh(t)) = sigmoid(2 t), for t = sqrt(2 / pi) (x + 0.044715 x^3); 1 - sigmoid would cancel
+        square = x * x
+        twice = 1.5957691216057308 * x * (1.0 + 0.044715 * square)
+        sigmoid = tl.sigmoid(twice)
+        value = x * sigmoid
+        slope = sigmoid + value * tl.sigmoid(-twice) * 1.5957691216057308 * (1.0 + 0.134145 * square)
+    else:
+        positive = tl.where(x < 0.0, 0.0, x)  # unlike tl.maximum it lets NaN through
+        value = positive * positive
+        slope = 2.0 * positive
+    return value, slope
+
+
+@triton.jit
+def _tile(rows, columns, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows [ROW_BLOCK, 1] and columns [1, COLUMN_BLOCK] of this program, and which of the tile exist."""
+    row = tl.program_id(0).to(tl.int64) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[:, None]
+    column = tl.program_id(1).to(tl.int64) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)[None, :]
+    return row, column, (row < rows) & (column < columns)
+
+
+@triton.jit
+def _activation_forward_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, bias_ptr, y_ptr, rows, columns,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, column, inside = _tile(rows, columns, ROW_BLOCK, COLUMN_BLOCK)
+    source = x_ptr + row * (2 * columns if GATED else columns) + column
+    x = tl.load(source, inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)
+    y, _ = _activate(x, ACTIVATION)
+    if GATED:
+        y *= tl.load(source + columns, inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _activation_backward_kernel(  # type: ignore[no-untyped-def]
+    grad_y_ptr, x_ptr, bias_ptr, grad_x_ptr, rows, columns,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, column, inside = _tile(rows, columns, ROW_BLOCK, COLUMN_BLOCK)
+    offset = row * (2 * columns if GATED else columns) + column
+    x = tl.load(x_ptr + offset, inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)
+    value, slope = _activate(x, ACTIVATION)
+    grad = tl.load(grad_y_ptr + row * columns + column, inside, other=0.0).to(tl.float32)
+    kind = grad_x_ptr.dtype.element_ty
+    if GATED:
+        up = tl.load(x_ptr + offset + columns, inside, other=0.0).to(tl.float32)
+        tl.store(grad_x_ptr + offset + columns, (grad * value).to(kind), inside)
+        grad *= up
+    tl.store(grad_x_ptr + offset, (grad * slope).to(kind), inside)
+
+
+def config(columns: int) -> tuple[int, int, int]:
+    """Rows and columns of a program's tile, and its warps: 16 elements a thread."""
+    column_block = min(next_power_of_2(columns), 1024)
+    return 2048 // column_block, column_block, 4
+
+
+def _launch(kernel: Any, *tensors: Tensor | None, rows: int, columns: int, activation: Activation, gated: bool) -> None:
+    row_block, column_block, warps = config(columns)
+    grid = triton.cdiv(rows, row_block), triton.cdiv(columns, column_block)
+    if rows * columns:
+        kernel[grid](*tensors, rows, columns, activation, gated, row_block, column_block, num_warps=warps)
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: Activation, gated: bool) -> Tensor:
+        x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+        columns = x.shape[-1] // 2 if gated else x.shape[-1]
+        y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
+        rows = x.shape[:-1].numel()
+        ctx.settings = {"rows": rows, "columns": columns, "activation": activation, "gated": gated}
+        ctx.save_for_backward(x, bias)
+        _launch(_activation_forward_kernel, x, bias, y, **ctx.settings)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, bias = ctx.saved_tensors
+        grad_x = torch.empty_like(x)
+        _launch(_activation_backward_kernel, grad_y.contiguous(), x, bias, grad_x, **ctx.settings)
+        if bias is None or not ctx.needs_input_grad[1]:
+            return grad_x, None, None, None
+        # grad_x is rounded once before the sum, as torch's own is; the sum is fp32 and its order is fixed.
+        return grad_x, grad_x.view(-1, bias.numel()).sum(0, dtype=torch.float32).to(bias.dtype), None, None
+
+
+def _gated(gate_up: Tensor, activation: Activation, how: Implementation) -> Tensor:
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate and up: the last dimension of {tuple(gate_up.shape)} is odd; it holds both, 2 f wide")
+    if fused(how, gate_up):
+        return _Activation.apply(gate_up, None, activation, True)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return TORCH[activation](gate) * up
 
 
-def gelu(x: Tensor) -> Tensor:
-    """GELU in GPT-2's tanh form (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
-    return F.gelu(x, approximate="tanh")
+def _plain(x: Tensor, activation: Activation, how: Implementation) -> Tensor:
+    return _Activation.apply(x, None, activation, False) if fused(how, x) else TORCH[activation](x)
+
+
+def swiglu(gate_up: Tensor, how: Implementation = "torch") -> Tensor:
+    """silu(gate) * up of [..., 2 f] = gate then up."""
+    return _gated(gate_up, "silu", how)
+
+
+def geglu(gate_up: Tensor, how: Implementation = "torch") -> Tensor:
+    """gelu(gate) * up of [..., 2 f] = gate then up, GELU in its tanh form."""
+    return _gated(gate_up, "gelu", how)
+
+
+def reglu_squared(gate_up: Tensor, how: Implementation = "torch") -> Tensor:
+    """relu(gate)^2 * up of [..., 2 f] = gate then up."""
+    return _gated(gate_up, "relu_squared", how)
+
+
+def relu_squared(x: Tensor, how: Implementation = "torch") -> Tensor:
+    """relu(x)^2."""
+    return _plain(x, "relu_squared", how)
+
+
+def gelu(x: Tensor, how: Implementation = "torch") -> Tensor:
+    """GELU in GPT-2's tanh form."""
+    return _plain(x, "gelu", how)
+
+
+def bias_gelu(x: Tensor, bias: Tensor, how: Implementation = "torch") -> Tensor:
+    """gelu(x + bias) of [..., f] and [f], in x's dtype; the bias's gradient is summed in fp32, in a fixed order."""
+    if bias.shape != x.shape[-1:]:
+        raise ValueError(f"bias {tuple(bias.shape)} does not fit x {tuple(x.shape)}: it must be [{x.shape[-1]}]")
+    return _Activation.apply(x, bias, "gelu", False) if fused(how, x) else TORCH["gelu"](x + bias).to(x.dtype)

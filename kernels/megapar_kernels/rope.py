@@ -1,12 +1,162 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864) in Hugging Face's half layout: pairs are (i, i + d/2)."""
+"""Rotary position embedding (Su et al., arXiv 2104.09864) of queries and keys, both in one pass: 4 bytes a bf16
+element, forward and backward each.
+
+Pair i of a head of width d turns by its position's angle i. In Hugging Face's half layout that pair is (i, i + d/2), in
+the interleaved one (2i, 2i + 1). The tables cos and sin [s, d] repeat over both halves and serve both layouts.
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megapar_kernels.launch import Implementation, fused, next_power_of_2, tl, triton
+
+__all__ = ["rotate", "rotate_qk"]
 
 
-def rotate(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
-    """Rotate each pair of each head (n heads of width d) by its position's angle; cos and sin repeat over both
-    halves. Computed in the tables' dtype, returned in x's."""
+def _reference(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        cos, sin = (t[:, None, None, : t.shape[1] // 2] for t in (cos_sd, sin_sd))
+        x = x_sbnd.to(torch.promote_types(x_sbnd.dtype, cos.dtype))
+        first, second = x[..., 0::2], x[..., 1::2]
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turned.flatten(-2).to(x_sbnd.dtype)
     first, second = x_sbnd.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x_sbnd * cos_sd[:, None, None, :] + turned * sin_sd[:, None, None, :]).to(x_sbnd.dtype)
+
+
+@triton.jit
+def _rotate_heads(  # type: ignore[no-untyped-def]
+    x_ptr, y_ptr, cos, sin, heads, head_block, stride_n,
+    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Rotate a block of heads of one token, whose first head is at x_ptr; y is [heads, WIDTH], contiguous."""
+    head = head_block * NUM_HEADS + tl.arange(0, NUM_HEADS)[:, None]
+    kind = y_ptr.dtype.element_ty
+    if INTERLEAVED:
+        element = tl.arange(0, 2 * NUM_PAIRS)[None, :]
+        inside = (head < heads) & (element < WIDTH)
+        x = tl.load(x_ptr + head * stride_n + element, inside, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, [NUM_HEADS, NUM_PAIRS, 2]))
+        y = tl.join(first * cos - second * sin, second * cos + first * sin)
+        tl.store(y_ptr + head * WIDTH + element, tl.reshape(y, [NUM_HEADS, 2 * NUM_PAIRS]).to(kind), inside)
+    else:
+        half: tl.constexpr = WIDTH // 2
+        pair = tl.arange(0, NUM_PAIRS)[None, :]
+        inside = (head < heads) & (pair < half)
+        x_ptr += head * stride_n + pair
+        y_ptr += head * WIDTH + pair
+        first = tl.load(x_ptr, inside, other=0.0).to(tl.float32)
+        second = tl.load(x_ptr + half, inside, other=0.0).to(tl.float32)
+        tl.store(y_ptr, (first * cos - second * sin).to(kind), inside)
+        tl.store(y_ptr + half, (second * cos + first * sin).to(kind), inside)
+
+
+@triton.jit
+def _rotate_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_heads, k_heads,
+    q_stride_s, q_stride_b, q_stride_n, k_stride_s, k_stride_b, k_stride_n,
+    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Program (position, sample, block of heads): the blocks of q come first, then those of k."""
+    s = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(2).to(tl.int64)
+    token = s * tl.num_programs(1) + b
+    pair = tl.arange(0, NUM_PAIRS)[None, :]
+    angle = s * WIDTH + pair
+    cos = tl.load(cos_ptr + angle, pair < WIDTH // 2, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, pair < WIDTH // 2, other=0.0).to(tl.float32)
+    if INVERSE:
+        sin = -sin
+    q_blocks = tl.cdiv(q_heads, NUM_HEADS)
+    if block < q_blocks:
+        source = q_ptr + s * q_stride_s + b * q_stride_b
+        target = q_out_ptr + token * q_heads * WIDTH
+        _rotate_heads(source, target, cos, sin, q_heads, block, q_stride_n, WIDTH, INTERLEAVED, NUM_HEADS, NUM_PAIRS)
+    else:
+        source = k_ptr + s * k_stride_s + b * k_stride_b
+        target = k_out_ptr + token * k_heads * WIDTH
+        block -= q_blocks
+        _rotate_heads(source, target, cos, sin, k_heads, block, k_stride_n, WIDTH, INTERLEAVED, NUM_HEADS, NUM_PAIRS)
+
+
+def config(heads: int, width: int) -> tuple[int, int, int]:
+    """Heads and pairs of a program's tile, and its warps: 8 pairs a thread. `heads` is the larger of q's and k's."""
+    num_pairs = next_power_of_2(width // 2)
+    num_heads = min(next_power_of_2(heads), max(1, 1024 // num_pairs))
+    return num_heads, num_pairs, 4
+
+
+def _launch(
+    q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    s, b, q_heads, width = q.shape
+    k_heads = k.shape[2]
+    num_heads, num_pairs, warps = config(max(q_heads, k_heads), width)
+    grid = s, b, triton.cdiv(q_heads, num_heads) + triton.cdiv(k_heads, num_heads)
+    if q_out.numel() + k_out.numel():
+        _rotate_kernel[grid](
+            *(q, k, cos_sd, sin_sd, q_out, k_out),
+            *(q_heads, k_heads),
+            *(q.stride()[:3] + k.stride()[:3]),
+            *(width, interleaved, inverse, num_heads, num_pairs),
+            num_warps=warps,
+        )
+    return q_out, k_out
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        cos_sd, sin_sd = cos_sd.contiguous(), sin_sd.contiguous()
+        ctx.save_for_backward(cos_sd, sin_sd)
+        ctx.interleaved = interleaved
+        return _launch(q, k, cos_sd, sin_sd, interleaved, inverse=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        cos_sd, sin_sd = ctx.saved_tensors
+        return *_launch(grad_q, grad_k, cos_sd, sin_sd, ctx.interleaved, inverse=True), None, None, None
+
+
+def rotate_qk(
+    q_sbnd: Tensor,
+    k_sbnd: Tensor,
+    cos_sd: Tensor,
+    sin_sd: Tensor,
+    *,
+    interleaved: bool = False,
+    how: Implementation = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Rotated copies of queries and keys (their numbers of heads may differ; any strides), each in its own dtype.
+
+    The tables [s, d] are constants and must repeat over both halves; `-sin` gives the inverse. Raises ValueError for an
+    odd d or tables of another shape.
+    """
+    s, b, _, d = q_sbnd.shape
+    if d % 2 or k_sbnd.shape[:2] != (s, b) or k_sbnd.shape[3] != d or not cos_sd.shape == sin_sd.shape == (s, d):
+        raise ValueError(
+            f"cannot rotate q {tuple(q_sbnd.shape)} and k {tuple(k_sbnd.shape)} by cos {tuple(cos_sd.shape)} and sin "
+            f"{tuple(sin_sd.shape)}: they must be [s, b, n, d] and [s, d] with the same s, b and d, and d even"
+        )
+    if fused(how, q_sbnd):
+        return _Rotate.apply(q_sbnd, k_sbnd, cos_sd, sin_sd, interleaved)
+    return _reference(q_sbnd, cos_sd, sin_sd, interleaved), _reference(k_sbnd, cos_sd, sin_sd, interleaved)
+
+
+def rotate(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, how: Implementation = "torch") -> Tensor:
+    """Rotate each pair of each head (n heads of width d, half layout) by its position's angle. Computed in the tables'
+    dtype, returned in x's."""
+    if fused(how, x_sbnd):
+        return rotate_qk(x_sbnd, x_sbnd.detach()[:, :, :0], cos_sd, sin_sd, how=how)[0]
+    return _reference(x_sbnd, cos_sd, sin_sd, interleaved=False)

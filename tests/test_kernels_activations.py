@@ -1,0 +1,186 @@
+"""Activations: their values against the formulas, their kernels against torch's in fp64."""
+
+import math
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+from megapar_kernels.activations import bias_gelu, geglu, gelu, reglu_squared, relu_squared, swiglu
+from torch import Tensor
+
+from tests.kernel_checks import DEVICE, Guarded, compare, needs_triton, relative_error
+
+Op = Callable[..., Tensor]
+GATED, PLAIN = (swiglu, geglu, reglu_squared), (relu_squared, gelu, bias_gelu)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def inputs(op: Op, *shape: int) -> list[Tensor]:
+    """The op's arguments in fp64 for an output of this shape; they require gradients."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(*shape[:-1], 2 * shape[-1] if op in GATED else shape[-1])]
+    sizes += [(shape[-1],)] if op is bias_gelu else []
+    return [2 * torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_() for size in sizes]
+
+
+def formula(op: Op, x: Tensor, *bias: Tensor) -> Tensor:
+    """What the op means, written out."""
+
+    def tanh_gelu(x: Tensor) -> Tensor:
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    f = x.shape[-1] // 2
+    if op is swiglu:
+        return x[..., :f] / (1 + torch.exp(-x[..., :f])) * x[..., f:]
+    if op is geglu:
+        return tanh_gelu(x[..., :f]) * x[..., f:]
+    if op is reglu_squared:
+        return x[..., :f].clamp(min=0) ** 2 * x[..., f:]
+    return x.clamp(min=0) ** 2 if op is relu_squared else tanh_gelu(x + sum(bias))
+
+
+@pytest.mark.parametrize("op", GATED + PLAIN)
+def test_references_are_the_formulas(op: Op) -> None:
+    arguments = inputs(op, 3, 5)
+    ours, theirs = op(*arguments), formula(op, *arguments)
+    assert relative_error(ours, theirs) < 1e-14
+    upstream = torch.randn_like(ours)
+    for mine, other in zip(*(torch.autograd.grad(y, arguments, upstream) for y in (ours, theirs)), strict=True):
+        assert relative_error(mine, other) < 1e-14
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", GATED + PLAIN)
+def test_kernels_equal_torch(op: Op, dtype: torch.dtype) -> None:
+    for shape in [(1, 1), (3, 7), (2, 5, 127), (4, 129), (3, 1000), (129,), (2, 4096)]:
+        compare(op, inputs(op, *shape), dtype)
+
+
+@needs_triton
+@pytest.mark.parametrize("op", [geglu, bias_gelu])
+def test_many_short_rows_share_programs(op: Op) -> None:
+    for rows, columns in [(4097, 7), (513, 24), (4096, 1)]:
+        compare(op, inputs(op, rows, columns), torch.bfloat16)
+
+
+@needs_triton
+@pytest.mark.parametrize("op", GATED + PLAIN)
+def test_strided_inputs_and_gradients(op: Op) -> None:
+    compare(op, inputs(op, 3, 5, 70), torch.bfloat16, layout="strided")
+
+    def transposed(*arguments: Tensor, how: str) -> Tensor:
+        """Its upstream gradient is strided."""
+        return op(*arguments, how=how).transpose(0, 1)
+
+    compare(transposed, inputs(op, 3, 5, 70), torch.float32)
+
+
+@needs_triton
+@pytest.mark.parametrize("op", GATED + PLAIN)
+def test_kernels_write_their_outputs_alone(op: Op) -> None:
+    """Guard bands around all that the kernels write, and inputs that stay as they were."""
+    arguments = [x.detach().float().to(DEVICE).requires_grad_() for x in inputs(op, 5, 131)]
+    before, guards = [x.detach().clone() for x in arguments], []
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def guarded(x: Tensor) -> Tensor:
+        guards.append(Guarded(x.fill_(float("nan"))))
+        return guards[-1].tensor
+
+    with (
+        patch.object(torch, "empty", lambda *a, **k: guarded(empty(*a, **k))),
+        patch.object(torch, "empty_like", lambda *a, **k: guarded(empty_like(*a, **k))),
+    ):
+        y = op(*arguments, how="triton")
+        grads = torch.autograd.grad(y, arguments, torch.ones_like(op(*before)))
+    assert len(guards) >= 2
+    for guard in guards:
+        guard.check()
+    assert not any(x.isnan().any() for x in (y, *grads))
+    assert all(torch.equal(x, old) for x, old in zip(arguments, before, strict=True))
+
+
+@needs_triton
+@pytest.mark.parametrize("op", GATED + PLAIN)
+def test_nothing_is_kept_without_gradients(op: Op) -> None:
+    frozen = [x.detach().float().to(DEVICE) for x in inputs(op, 3, 9)]
+    thawed = [x.clone().requires_grad_() for x in frozen]
+    with torch.no_grad():
+        silent = op(*thawed, how="triton")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: pytest.fail("a tensor is saved"), lambda x: x):
+        plain = op(*frozen, how="triton")
+    assert silent.grad_fn is None
+    assert plain.grad_fn is None
+    assert torch.equal(silent, plain)
+    assert torch.equal(silent, op(*thawed, how="triton"))
+
+
+@needs_triton
+@pytest.mark.parametrize("op", GATED + PLAIN)
+def test_second_backward_is_caught_or_right(op: Op) -> None:
+    arguments = [x.detach().float().to(DEVICE).requires_grad_() for x in inputs(op, 3, 9)]
+    y = op(*arguments, how="triton")
+    upstream = torch.randn_like(y)
+    first = torch.autograd.grad(y, arguments, upstream, retain_graph=True)
+    second = torch.autograd.grad(y, arguments, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, arguments, upstream)
+
+
+@needs_triton
+def test_bias_gradient_alone() -> None:
+    x, bias = inputs(bias_gelu, 6, 33)
+    compare(bias_gelu, [x.detach(), bias], torch.float32)
+    compare(bias_gelu, [x, bias.detach()], torch.float32)
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, where a GPU is silent
+@pytest.mark.parametrize("op", GATED + PLAIN)
+def test_large_values_and_nan(op: Op) -> None:
+    """No overflow in exponentials makes a NaN, and none that is there gets lost."""
+    size = 16 if op in GATED else 8
+    x = torch.tensor([-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4, float("nan")], device=DEVICE).repeat(size // 8)
+    arguments = [x[None].requires_grad_(), *([torch.zeros(8, device=DEVICE)] if op is bias_gelu else [])]
+    y = op(*arguments, how="triton")
+    (grad,) = torch.autograd.grad(y.sum(), arguments[0])
+    torch.testing.assert_close(y, op(*arguments), equal_nan=True)
+    assert grad.view(-1, 8).isnan().tolist() == [[False] * 7 + [True]] * (size // 8)
+
+
+@needs_triton
+def test_no_rows() -> None:
+    for shape in [(0, 6), (3, 0)]:
+        x = torch.ones(shape, device=DEVICE, requires_grad=True)
+        y = swiglu(x, how="triton")
+        assert y.shape == (shape[0], shape[1] // 2)
+        assert torch.autograd.grad(y.sum(), x)[0].shape == shape
+
+
+@pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_shapes_that_do_not_fit_are_refused(how: str) -> None:
+    with pytest.raises(ValueError, match="odd"):
+        swiglu(torch.ones(2, 5, device=DEVICE), how=how)
+    with pytest.raises(ValueError, match=r"must be \[5\]"):
+        bias_gelu(torch.ones(2, 5, device=DEVICE), torch.ones(1, device=DEVICE), how=how)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU with 40 GB")
+def test_offsets_beyond_2_31() -> None:
+    """Row 18: the last rows of inputs, output and gradients that are beyond 2^31 elements."""
+    rows, f = 2**17 + 5, 2**14
+    gate_up = torch.zeros(rows, 2 * f, dtype=torch.bfloat16, device=DEVICE)
+    gate_up[-3:].normal_()
+    gate_up.requires_grad_()
+    last = gate_up.detach()[-3:].clone().requires_grad_()
+    y, y_last = swiglu(gate_up, how="triton"), swiglu(last)
+    upstream = torch.ones_like(y)
+    (grad,) = torch.autograd.grad(y, gate_up, upstream)
+    (grad_last,) = torch.autograd.grad(y_last, last, upstream[-3:])
+    assert y.numel() > 2**31
+    assert relative_error(y[-3:], y_last) < 8e-3
+    assert relative_error(grad[-3:], grad_last) < 8e-3
