@@ -51,6 +51,8 @@ class ModelConfig:
     """Base of the rotary embedding's wavelengths (llama)."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """Stretching of rotary wavelengths for long contexts (llama)."""
+    hidden_act: Literal["auto", "silu", "gelu_pytorch_tanh", "relu2"] = "auto"
+    """Activation of the MLP, which gates in llama; auto: silu for llama, gelu_pytorch_tanh for gpt."""
     rms_norm_eps: float = 1e-5
     """Added to the mean square (llama) or the variance (gpt, Hugging Face's layer_norm_epsilon) in norms."""
     attention_bias: bool = False
@@ -113,6 +115,8 @@ class TrainConfig:
     """Steps between evaluations on data.validation; 0 evaluates after the last step only."""
     eval_samples: int = 64
     """Validation samples of one evaluation, rounded up to whole global batches."""
+    z_loss: float = 0.0
+    """Weight of log(sum exp logits)^2 in the loss, which keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
     deterministic: bool = False
     """Ask torch for deterministic kernels on GPUs (slower); on a CPU runs repeat bitwise anyhow."""
 
@@ -186,6 +190,16 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class KernelsConfig:
+    """What computes the ops that are fused: norms, activations, rotation, dropout, cross entropy, AdamW."""
+
+    backend: Literal["auto", "triton", "torch", "apex"] = "auto"
+    """auto: our Triton kernels on GPUs, torch's ops elsewhere. apex: NVIDIA's norms, AdamW and weight gradients."""
+    loss_chunk: int = 0
+    """Tokens whose logits are held at once, computed twice; 0 holds those of the micro-batch, computed once."""
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """How ranks start. Under torchrun or Slurm leave nproc at 0: their variables are used."""
 
@@ -210,6 +224,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     run_dir: str = "runs/default"
     """Folder of everything that the run writes: config.toml, metrics.jsonl, checkpoints/, tensorboard/."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from megapar_kernels.backend import Backend, Kernels, select
 
 from megapar.errors import ConfigError
 
@@ -72,6 +73,14 @@ def choose(name: str, local_rank: int, local_world_size: int) -> torch.device:
 def backend(device: torch.device) -> str:
     """nccl between GPUs, gloo between CPUs."""
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def choose_kernels(name: Backend, device: torch.device) -> Kernels:
+    """The implementation of each op that `kernels.backend` means here. Raises ConfigError if it cannot serve."""
+    try:
+        return select(name, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def prepare(device: torch.device, *, threads: int, local_world_size: int, deterministic: bool) -> None:

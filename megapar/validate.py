@@ -44,7 +44,7 @@ _FREE_OF_WEIGHTS = {
 
 
 def validate(config: Config, world_size: int, *, cuda_devices: int | None = None) -> Config:
-    """The config with its zeros that mean "derived" filled in, for `world_size` ranks.
+    """The config with what means "derived" (zeros, auto) filled in, for `world_size` ranks.
 
     `cuda_devices` is the number of GPUs that this machine has; None leaves it unchecked, for a plan of another machine.
     `model.vocab_size` 0 stays: see `with_vocabulary`. Raises ConfigError with a line for each problem.
@@ -142,8 +142,10 @@ def _amount_problem(path: str, value: float) -> str:
 
 def _derive(config: Config, world_size: int) -> Config:
     model, parallel = config.model, config.parallel
+    activation = {"llama": "silu", "gpt": "gelu_pytorch_tanh"}[model.family]
     model = replace(
         model,
+        hidden_act=activation if model.hidden_act == "auto" else model.hidden_act,
         num_key_value_heads=model.num_key_value_heads or model.num_attention_heads,
         head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
         intermediate_size=model.intermediate_size or 4 * model.hidden_size,
@@ -194,6 +196,8 @@ def _family(config: Config) -> Iterator[str]:
                 config, path, f"family {model.family} has no such thing; leave it at {_shown(defaults[path])}"
             )
     if model.family == "gpt":
+        if model.hidden_act == "silu":
+            yield _problem(config, "model.hidden_act", "family gpt has gelu_pytorch_tanh or relu2")
         return
     scaling = model.rope_scaling
     for path in _UNUSED_BY_ROPE_TYPE[scaling.rope_type]:

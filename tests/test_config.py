@@ -166,11 +166,11 @@ def test_c7_few_or_ragged_micro_batches_run_with_a_warning_that_names_the_bubble
 
 
 def test_c8_an_unknown_key_or_flag_is_refused_with_what_was_meant(tmp_path):
-    file = write(tmp_path, "c.toml", "# a comment\n[train]\nsteps = 5\n\n[modle]\nhidden = 3\n")
+    file = write(tmp_path, "c.toml", "# a comment\n[train]\nsteps = 5\n\n[modle]\nhidden_siz = 3\n")
     assert load_refusal(["--config", file]) == (
-        f"{file}:6: modle.hidden: no such option; did you mean model.hidden_size?"
+        f"{file}:6: modle.hidden_siz: no such option; did you mean model.hidden_size?"
     )
-    assert load_refusal(["--modle.hidden", "3"]) == "--modle.hidden: no such flag; did you mean model.hidden_size?"
+    assert load_refusal(["--modle.hidden_siz", "3"]) == "--modle.hidden_siz: no such flag; did you mean model.hidden_size?"
     assert load_refusal(["--lr=3"]) == "--lr: no such flag; did you mean optimizer.lr?"
     assert load_refusal(["--quux.wibble", "3"]) == "--quux.wibble: no such flag"
     assert load_refusal(["train.steps", "3"]).startswith("'train.steps' follows no flag")
@@ -464,17 +464,18 @@ def test_a_written_config_loads_as_the_same(tmp_path_factory, config):
 
 OPTIONS = """
 model: family hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size
-    vocab_size max_position_embeddings rope_theta rms_norm_eps attention_bias qk_norm tie_word_embeddings
+    vocab_size max_position_embeddings rope_theta hidden_act rms_norm_eps attention_bias qk_norm tie_word_embeddings
     hidden_dropout attention_dropout initializer_range
 model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings
 parallel: tp pp dp vpp schedule sequence_parallel partition order
 train: steps global_batch_size micro_batch_size seq_length seed precision recompute recompute_every eval_every
-    eval_samples deterministic
+    eval_samples z_loss deterministic
 optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage bucket_mb
     overlap_grad_reduce
 data: train validation tokenizer
 checkpoint: every save_last resume
 log: every tensorboard timeline peak_tflops
+kernels: backend loss_chunk
 launch: nproc device timeout_seconds threads
 top: run_dir dry_run
 """

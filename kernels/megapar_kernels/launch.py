@@ -20,7 +20,7 @@ except ImportError:  # there is none for macOS and Windows: torch's own ops serv
 
     triton = tl = _NoTriton()
 
-__all__ = ["HAS_TRITON", "Implementation", "fused", "next_power_of_2", "tl", "triton"]
+__all__ = ["HAS_TRITON", "Implementation", "fused", "interpreting", "next_power_of_2", "tl", "triton"]
 
 Implementation = Literal["torch", "triton", "apex"]
 
@@ -32,6 +32,11 @@ SMALL = 1 << 20
 def fused(how: Implementation, x: Tensor) -> bool:
     """Whether a Triton kernel serves `x`: asked for, and large enough if on a GPU. (On a CPU it is interpreted.)"""
     return how == "triton" and (not x.is_cuda or x.numel() >= SMALL)
+
+
+def interpreting() -> bool:
+    """Whether kernels are interpreted on the CPU (TRITON_INTERPRET=1 before triton is imported), for tests."""
+    return HAS_TRITON and bool(triton.knobs.runtime.interpret)
 
 
 def next_power_of_2(n: int) -> int:

@@ -41,6 +41,7 @@ def start_local_ranks(main: Callable[[device.Environment], None], nproc: int) ->
 def join(config: Config, env: device.Environment) -> ParallelContext:
     """Prepare this process and make the rank grid. A collective over all ranks that `env` tells of."""
     where = device.choose(config.launch.device, env.local_rank, env.local_world_size)
+    device.choose_kernels(config.kernels.backend, where)  # raises, if it does, before the first collective
     device.prepare(
         where,
         threads=config.launch.threads,

@@ -1,0 +1,67 @@
+"""NVIDIA's apex (github.com/NVIDIA/apex), used only when asked for: norms, AdamW, weight gradients in fp32.
+
+It is never a requirement: the package that PyPI calls apex is an unrelated web toolkit. So it is looked for without
+being imported, and imported where it is used.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BUILD = (
+    "build it from a checkout of github.com/NVIDIA/apex with "
+    "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation ."
+)
+EXTENSIONS = ("amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
+_CHUNK = 2048 * 32  # elements that one block of apex's multi-tensor kernels takes
+
+
+def unusable() -> str:
+    """Why apex cannot serve, or nothing if it can. Imports nothing of it."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return "apex is not installed"
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not any((folder / "optimizers/fused_adam.py").is_file() for folder in folders):
+        where = f" ({folders[0]})" if folders else ""
+        return f"the apex that is installed{where} is not NVIDIA's: pip uninstall apex"
+    missing = [name for name in EXTENSIONS if importlib.util.find_spec(name) is None]
+    return f"apex is installed without {', '.join(missing)}" if missing else ""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Differentiable, in x's dtype."""
+    from apex.normalization.fused_layer_norm import mixed_dtype_fused_rms_norm_affine
+
+    return mixed_dtype_fused_rms_norm_affine(x, weight, weight.shape, eps).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Differentiable, in x's dtype."""
+    from apex.normalization.fused_layer_norm import mixed_dtype_fused_layer_norm_affine
+
+    return mixed_dtype_fused_layer_norm_affine(x, weight, bias, weight.shape, eps).to(x.dtype)
+
+
+def adamw(
+    main: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, options: dict[str, Any]
+) -> None:
+    """One AdamW update of flat fp32 tensors in place; `options` has lr, betas, eps and weight_decay."""
+    import amp_C
+
+    never = torch.zeros(1, dtype=torch.int32, device=main.device)
+    amp_C.multi_tensor_adam(
+        *(_CHUNK, never, [[grad], [main], [exp_avg], [exp_avg_sq]]),
+        *(options["lr"], *options["betas"], options["eps"], step),
+        *(1, True, options["weight_decay"]),  # decoupled decay, bias correction
+    )
+
+
+def add_outer(main_grad: Tensor, grad_2d: Tensor, x_2d: Tensor) -> None:
+    """main_grad [out, in] fp32 += grad_2d^T x_2d of [tokens, out] and [tokens, in]."""
+    import fused_weight_gradient_mlp_cuda
+
+    fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x_2d.contiguous(), grad_2d.contiguous(), main_grad)

@@ -1,0 +1,51 @@
+"""Which implementation serves each op, chosen once for a run and on every rank alike."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megapar_kernels import apex
+from megapar_kernels.launch import HAS_TRITON, Implementation, interpreting
+
+Backend = Literal["auto", "triton", "torch", "apex"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The implementation of each op; the default, torch's own ops, serves anywhere."""
+
+    norm: Implementation = "torch"
+    activation: Implementation = "torch"
+    rope: Implementation = "torch"
+    dropout: Implementation = "torch"
+    softmax: Implementation = "torch"
+    cross_entropy: Implementation = "torch"
+    adamw: Implementation = "torch"
+    weight_gradient: Implementation = "torch"
+
+
+FUSED = Kernels("triton", "triton", "triton", "triton", "triton", "triton", "triton", "torch")
+APEX = Kernels("apex", "triton", "triton", "triton", "triton", "triton", "apex", "apex")
+
+
+def select(backend: Backend, device: torch.device) -> Kernels:
+    """What `kernels.backend` stands for on `device`: auto is triton on a GPU where it is installed, else torch.
+
+    On the meta device, where nothing is computed, all are torch. Weight gradients are torch's mixed-precision GEMM; apex has norms, AdamW and weight gradients. Raises ValueError, in
+    one line, for a backend that was asked for and cannot serve.
+    """
+    if backend == "torch" or device.type == "meta" or (backend == "auto" and (device.type != "cuda" or not HAS_TRITON)):
+        return Kernels()
+    if not HAS_TRITON:
+        raise ValueError(f"kernels.backend={backend}: triton is not installed; pip install triton, or choose torch")
+    if device.type != "cuda" and not (backend == "triton" and interpreting()):
+        raise ValueError(
+            f"kernels.backend={backend}: needs a GPU, and this rank runs on {device.type}; choose auto or torch "
+            "(for tests, TRITON_INTERPRET=1 interprets triton's kernels, slowly)"
+        )
+    if backend == "apex":
+        if reason := apex.unusable():
+            raise ValueError(f"kernels.backend=apex: {reason}; {apex.BUILD}, or choose auto")
+        return APEX
+    return FUSED
