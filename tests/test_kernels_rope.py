@@ -12,8 +12,9 @@ from tests.kernel_checks import DEVICE, TOLERANCE, Guarded, compare, needs_trito
 
 LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 HOWS = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
-# s, b, heads of q, heads of k, width
-SHAPES = [(1, 1, 1, 1, 2), (3, 2, 5, 1, 64), (5, 1, 4, 2, 80), (2, 3, 3, 3, 128), (7, 1, 33, 3, 64), (3, 1, 1, 7, 22)]
+# s, b, heads of q, heads of k, width: one block of positions, of heads, and several
+SHAPES = [(1, 1, 1, 1, 2), (3, 2, 5, 1, 64), (9, 1, 4, 2, 80), (5, 3, 3, 3, 128), (7, 1, 33, 3, 64), (3, 1, 1, 7, 22)]
+SHAPES += [(131, 1, 2, 1, 8)]
 
 
 def tables(s: int, d: int) -> tuple[Tensor, Tensor]:

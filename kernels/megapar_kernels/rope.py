@@ -29,67 +29,68 @@ def _reference(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool
 
 
 @triton.jit
-def _rotate_heads(  # type: ignore[no-untyped-def]
-    x_ptr, y_ptr, cos, sin, heads, head_block, stride_n,
-    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_PAIRS: tl.constexpr,
+def _rotate_rows(  # type: ignore[no-untyped-def]
+    x_ptr, y_ptr, cos, sin, valid,
+    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a block of heads of one token, whose first head is at x_ptr; y is [heads, WIDTH], contiguous."""
-    head = head_block * NUM_HEADS + tl.arange(0, NUM_HEADS)[:, None]
+    """Rotate heads that begin at the pointers x_ptr [ROWS, 1], by cos and sin [ROWS, PAIRS], into those at y_ptr."""
     kind = y_ptr.dtype.element_ty
     if INTERLEAVED:
-        element = tl.arange(0, 2 * NUM_PAIRS)[None, :]
-        inside = (head < heads) & (element < WIDTH)
-        x = tl.load(x_ptr + head * stride_n + element, inside, other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(x, [NUM_HEADS, NUM_PAIRS, 2]))
+        element = tl.arange(0, 2 * PAIRS)[None, :]
+        inside = valid & (element < WIDTH)
+        x = tl.load(x_ptr + element, inside, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
         y = tl.join(first * cos - second * sin, second * cos + first * sin)
-        tl.store(y_ptr + head * WIDTH + element, tl.reshape(y, [NUM_HEADS, 2 * NUM_PAIRS]).to(kind), inside)
+        tl.store(y_ptr + element, tl.reshape(y, [ROWS, 2 * PAIRS]).to(kind), inside)
     else:
-        half: tl.constexpr = WIDTH // 2
-        pair = tl.arange(0, NUM_PAIRS)[None, :]
-        inside = (head < heads) & (pair < half)
-        x_ptr += head * stride_n + pair
-        y_ptr += head * WIDTH + pair
-        first = tl.load(x_ptr, inside, other=0.0).to(tl.float32)
-        second = tl.load(x_ptr + half, inside, other=0.0).to(tl.float32)
-        tl.store(y_ptr, (first * cos - second * sin).to(kind), inside)
-        tl.store(y_ptr + half, (second * cos + first * sin).to(kind), inside)
+        pair = tl.arange(0, PAIRS)[None, :]
+        inside = valid & (pair < WIDTH // 2)
+        first = tl.load(x_ptr + pair, inside, other=0.0).to(tl.float32)
+        second = tl.load(x_ptr + WIDTH // 2 + pair, inside, other=0.0).to(tl.float32)
+        tl.store(y_ptr + pair, (first * cos - second * sin).to(kind), inside)
+        tl.store(y_ptr + WIDTH // 2 + pair, (second * cos + first * sin).to(kind), inside)
 
 
 @triton.jit
 def _rotate_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_heads, k_heads,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, positions, q_heads, k_heads,
     q_stride_s, q_stride_b, q_stride_n, k_stride_s, k_stride_b, k_stride_n,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
-    NUM_HEADS: tl.constexpr, NUM_PAIRS: tl.constexpr,
+    POSITIONS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program (position, sample, block of heads): the blocks of q come first, then those of k."""
-    s = tl.program_id(0).to(tl.int64)
+    """Program (block of positions, sample, block of heads): the blocks of q's heads come first, then those of k's."""
+    row = tl.arange(0, POSITIONS * HEADS)[:, None]
+    pair = tl.arange(0, PAIRS)[None, :]
+    s = tl.program_id(0).to(tl.int64) * POSITIONS + row // HEADS
     b = tl.program_id(1).to(tl.int64)
     block = tl.program_id(2).to(tl.int64)
     token = s * tl.num_programs(1) + b
-    pair = tl.arange(0, NUM_PAIRS)[None, :]
-    angle = s * WIDTH + pair
-    cos = tl.load(cos_ptr + angle, pair < WIDTH // 2, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, pair < WIDTH // 2, other=0.0).to(tl.float32)
+    inside = (s < positions) & (pair < WIDTH // 2)
+    cos = tl.load(cos_ptr + s * WIDTH + pair, inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + s * WIDTH + pair, inside, other=0.0).to(tl.float32)
     if INVERSE:
         sin = -sin
-    q_blocks = tl.cdiv(q_heads, NUM_HEADS)
+    q_blocks = tl.cdiv(q_heads, HEADS)
     if block < q_blocks:
-        source = q_ptr + s * q_stride_s + b * q_stride_b
-        target = q_out_ptr + token * q_heads * WIDTH
-        _rotate_heads(source, target, cos, sin, q_heads, block, q_stride_n, WIDTH, INTERLEAVED, NUM_HEADS, NUM_PAIRS)
+        head = block * HEADS + row % HEADS
+        x_ptr = q_ptr + s * q_stride_s + b * q_stride_b + head * q_stride_n
+        y_ptr = q_out_ptr + (token * q_heads + head) * WIDTH
+        valid = (s < positions) & (head < q_heads)
+        _rotate_rows(x_ptr, y_ptr, cos, sin, valid, WIDTH, INTERLEAVED, POSITIONS * HEADS, PAIRS)
     else:
-        source = k_ptr + s * k_stride_s + b * k_stride_b
-        target = k_out_ptr + token * k_heads * WIDTH
-        block -= q_blocks
-        _rotate_heads(source, target, cos, sin, k_heads, block, k_stride_n, WIDTH, INTERLEAVED, NUM_HEADS, NUM_PAIRS)
+        head = (block - q_blocks) * HEADS + row % HEADS
+        x_ptr = k_ptr + s * k_stride_s + b * k_stride_b + head * k_stride_n
+        y_ptr = k_out_ptr + (token * k_heads + head) * WIDTH
+        valid = (s < positions) & (head < k_heads)
+        _rotate_rows(x_ptr, y_ptr, cos, sin, valid, WIDTH, INTERLEAVED, POSITIONS * HEADS, PAIRS)
 
 
-def config(heads: int, width: int) -> tuple[int, int, int]:
-    """Heads and pairs of a program's tile, and its warps: 8 pairs a thread. `heads` is the larger of q's and k's."""
-    num_pairs = next_power_of_2(width // 2)
-    num_heads = min(next_power_of_2(heads), max(1, 1024 // num_pairs))
-    return num_heads, num_pairs, 4
+def config(heads: int, width: int) -> tuple[int, int, int, int]:
+    """Positions, heads and pairs of a program's tile, and its warps: 8 pairs a thread. `heads` is the larger of q's
+    and k's."""
+    pairs = next_power_of_2(width // 2)
+    heads = min(next_power_of_2(heads), max(1, 1024 // pairs))
+    return max(1, 1024 // (heads * pairs)), heads, pairs, 4
 
 
 def _launch(
@@ -97,16 +98,13 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    s, b, q_heads, width = q.shape
-    k_heads = k.shape[2]
-    num_heads, num_pairs, warps = config(max(q_heads, k_heads), width)
-    grid = s, b, triton.cdiv(q_heads, num_heads) + triton.cdiv(k_heads, num_heads)
+    (s, b, q_heads, width), k_heads = q.shape, k.shape[2]
+    positions, heads, pairs, warps = config(max(q_heads, k_heads), width)
+    grid = triton.cdiv(s, positions), b, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
     if q_out.numel() + k_out.numel():
         _rotate_kernel[grid](
-            *(q, k, cos_sd, sin_sd, q_out, k_out),
-            *(q_heads, k_heads),
-            *(q.stride()[:3] + k.stride()[:3]),
-            *(width, interleaved, inverse, num_heads, num_pairs),
+            *(q, k, cos_sd, sin_sd, q_out, k_out, s, q_heads, k_heads, *q.stride()[:3], *k.stride()[:3]),
+            *(width, interleaved, inverse, positions, heads, pairs),
             num_warps=warps,
         )
     return q_out, k_out
