@@ -6,7 +6,6 @@ declared divisible by 16, as the JIT finds them to be at launch.
 """
 
 import argparse
-import itertools
 import json
 import re
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from megapar_kernels import activations, dropout, rope
+from megapar_kernels import cross_entropy, dropout
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -62,9 +61,27 @@ class Resources:
 def shipped() -> Iterator[Shipped]:
     """All kernels: one block an op."""
     yield from ()
-    yield from _activations()
-    yield from _rope()
+    yield from _cross_entropy()
     yield from _dropout()
+
+
+def _cross_entropy() -> Iterator[Shipped]:
+    statistics, gradient = cross_entropy._statistics_kernel, cross_entropy._gradient_kernel
+    rowwise = dict.fromkeys(("maximum_ptr", "scale_ptr", "grad_loss_ptr"), "*fp32")
+    for dtype, width in (("bf16", 256), ("bf16", 131072), ("fp32", 131072)):
+        sizes = dict.fromkeys(("rows", "columns", "width", "stride"), "i32")
+        pointers = {"logits_ptr": f"*{dtype}", "target_ptr": "*i64"}
+        types = {**pointers, "statistics_ptr": "*fp32", **sizes}
+        steps, lanes, warps = cross_entropy.statistics_config(width)
+        for variant, with_total in (("statistics", False), ("statistics, smoothed", True)):
+            constants = {"WITH_TOTAL": with_total, "STEPS": steps, "LANES": lanes}
+            name, aligned = f"{variant} {dtype} {width}", ("rows", "width", "stride")
+            yield Shipped("cross_entropy", name, statistics, types, constants, warps, aligned=aligned)
+        block, warps = cross_entropy.gradient_config(width)
+        sizes = dict.fromkeys(("columns", "width", "stride", "blocks"), "i32")
+        types = {**pointers, **rowwise, "grad_ptr": f"*{dtype}", **sizes, "on_target": "fp32", "on_all": "fp32"}
+        name, constants, aligned = f"gradient {dtype} {width}", {"BLOCK": block}, ("width", "stride")
+        yield Shipped("cross_entropy", name, gradient, types, constants, warps, aligned=aligned)
 
 
 def _dropout() -> Iterator[Shipped]:
@@ -84,35 +101,6 @@ def _dropout() -> Iterator[Shipped]:
         yield Shipped("dropout", f"forward {columns}", kernel, forward, constants, warps, aligned=aligned)
         backward = {**constants, "residual_ptr": None}
         yield Shipped("dropout", f"backward {columns}", kernel, types, backward, warps, aligned=aligned)
-
-
-def _activations() -> Iterator[Shipped]:
-    forward, backward = activations._activation_forward_kernel, activations._activation_backward_kernel
-    shapes = [("swiglu", "silu", True, 96), ("swiglu", "silu", True, 4096), ("geglu", "gelu", True, 4096)]
-    shapes += [("reglu_squared", "relu_squared", True, 4096), ("relu_squared", "relu_squared", False, 4096)]
-    for name, activation, gated, columns in [*shapes, ("bias_gelu", "gelu", False, 4096)]:
-        row_block, column_block, warps = activations.config(columns)
-        sizes = {"ACTIVATION": activation, "GATED": gated, "ROW_BLOCK": row_block, "COLUMN_BLOCK": column_block}
-        for direction, kernel in (("forward", forward), ("backward", backward)):
-            types = {x: "*bf16" if x.endswith("_ptr") else "i32" for x in kernel.arg_names if x not in sizes}
-            if name != "bias_gelu":
-                types.pop("bias_ptr")
-            constants = sizes if name == "bias_gelu" else {**sizes, "bias_ptr": None}
-            yield Shipped(
-                "activations", f"{name} {direction} {columns}", kernel, types, constants, warps, aligned=["columns"]
-            )
-
-
-def _rope() -> Iterator[Shipped]:
-    kernel = rope._rotate_kernel
-    for layout, heads, width in itertools.product(("half", "interleaved"), (4, 32), (64, 80, 128)):
-        *tile, warps = rope.config(heads, width)
-        constants = {"WIDTH": width, "INTERLEAVED": layout == "interleaved", "INVERSE": True}
-        constants |= dict(zip(("POSITIONS", "HEADS", "PAIRS"), tile, strict=True))
-        types = {x: "*bf16" if x.endswith("_ptr") else "i32" for x in kernel.arg_names if x not in constants}
-        types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
-        aligned = [x for x in types if "stride" in x]
-        yield Shipped("rope", f"{layout} {heads} heads of {width}", kernel, types, constants, warps, aligned=aligned)
 
 
 def compile_one(item: Shipped, architecture: int) -> Resources:

@@ -1,9 +1,11 @@
 """Cross entropy over logits whose vocabulary is cut over the tensor-parallel axis (arXiv 1909.08053, section 3)."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megapar_kernels import cross_entropy as kernel
+from megapar_kernels.launch import Implementation
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -13,45 +15,103 @@ from megapar.context import Axis
 IGNORE_INDEX = -100
 
 
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The loss of a token with target t, over all columns z of the vocabulary and lse = log-sum-exp(z):
+    lse - on_target * z[t] - on_all * sum(z) + z_loss * lse^2. Rows are tokens; this rank has their logits [rows, width]
+    from id `start` on, of which the first `columns` are real.
+    """
+
+    start: int
+    columns: int
+    on_target: float
+    on_all: float
+    z_loss: float
+    tp: Axis
+    how: Implementation
+
+    @classmethod
+    def of(
+        cls, width: int, vocab_size: int, start: int, tp: Axis, smoothing: float, z_loss: float, how: Implementation
+    ) -> "CrossEntropy":
+        columns = max(0, min(width, vocab_size - start))
+        return cls(start, columns, 1.0 - smoothing, smoothing / vocab_size, z_loss, tp, how)
+
+    def statistics(self, logits: Tensor, target: Tensor) -> Tensor:
+        """[4, rows] of this rank's columns, to be given to `losses`."""
+        return kernel.statistics(logits, target - self.start, self.columns, self.on_all != 0.0, self.how)
+
+    def losses(self, statistics: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, highest logit and sum of exp(z - highest) of each row: one max and one sum over tp."""
+        maximum, sums = statistics[0], statistics[1:]
+        highest = comm.all_reduce(maximum.clone(), self.tp, "max")
+        shift = maximum - highest
+        sums[0] *= shift.exp()
+        sums[2] += self.columns * shift
+        exp_sum, picked, total = comm.all_reduce(sums, self.tp)
+        # All logits are taken from the highest one first: log-sum-exp itself would round away the loss of large logits.
+        loss = exp_sum.log() + self.on_target * (highest - picked) - self.on_all * total
+        if self.z_loss:
+            loss += self.z_loss * (highest + exp_sum.log()).square()
+        return loss.masked_fill_(target == IGNORE_INDEX, 0.0), highest, exp_sum
+
+    def scales(self, target: Tensor, highest: Tensor, exp_sum: Tensor, grad_loss: Tensor) -> tuple[Tensor, Tensor]:
+        """(what exp(z - highest) is multiplied by in the gradient, gradient of the loss), 0 in rows that do not
+        count."""
+        grad_loss = grad_loss.masked_fill(target == IGNORE_INDEX, 0.0)
+        scale = grad_loss / exp_sum
+        if self.z_loss:
+            scale *= 1.0 + 2.0 * self.z_loss * (highest + exp_sum.log())
+        return scale, grad_loss
+
+    def gradient(
+        self, logits: Tensor, target: Tensor, highest: Tensor, scale: Tensor, grad_loss: Tensor, *, inplace: bool
+    ) -> Tensor:
+        """[rows, width] in the logits' dtype; zero in columns of padding."""
+        local = target - self.start
+        ways = self.on_target, self.on_all, self.how, inplace
+        return kernel.gradient(logits, local, self.columns, highest, scale, grad_loss, *ways)
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, start: int, vocab_size: int, smoothing: float, tp: Axis
-    ) -> Tensor:
-        local = target - start
-        maximum, exp_sum, picked, total = kernel.statistics(logits, local)
-        highest = comm.all_reduce(maximum.clone(), tp, "max")
-        shift = maximum - highest
-        sums = torch.stack((exp_sum * shift.exp(), picked, total + logits.shape[-1] * shift))
-        exp_sum, picked, total = comm.all_reduce(sums, tp)
-        ctx.save_for_backward(logits, local, highest, exp_sum, target != IGNORE_INDEX)
-        ctx.on_target, ctx.on_all = 1.0 - smoothing, smoothing / vocab_size
-        # All logits are taken from the highest one first: log-sum-exp itself would round away the loss of large logits.
-        loss = exp_sum.log() + ctx.on_target * (highest - picked) - ctx.on_all * total
-        return loss.masked_fill_(target == IGNORE_INDEX, 0.0)
+    def forward(ctx: Any, logits: Tensor, target: Tensor, entropy: CrossEntropy, inplace: bool) -> Tensor:
+        loss, highest, exp_sum = entropy.losses(entropy.statistics(logits, target), target)
+        ctx.save_for_backward(logits, target, highest, exp_sum)
+        ctx.entropy, ctx.inplace = entropy, inplace
+        return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        logits, local, highest, exp_sum, counts = ctx.saved_tensors
-        grad = kernel.gradient(logits, local, highest, exp_sum, grad_loss * counts, ctx.on_target, ctx.on_all)
-        return grad, None, None, None, None, None
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, target, highest, exp_sum = ctx.saved_tensors
+        scale, grad_loss = ctx.entropy.scales(target, highest, exp_sum, grad_loss)
+        grad = ctx.entropy.gradient(logits, target, highest, scale, grad_loss, inplace=ctx.inplace)
+        return grad, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits_sbv: Tensor, targets_sb: Tensor, vocab_size: int, start: int, tp: Axis, label_smoothing: float = 0.0
+    logits_sbv: Tensor,
+    targets_sb: Tensor,
+    vocab_size: int,
+    start: int,
+    tp: Axis,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    how: Implementation = "torch",
+    inplace: bool = False,
 ) -> Tensor:
     """Loss of each token, fp32 [s, b], as torch's cross_entropy on the whole vocabulary would give it.
 
     `logits_sbv` are this rank's columns, of which the first is token id `start`; columns that stand for ids at or
     beyond `vocab_size` are padding and take no part. Targets of -100 give 0. Label smoothing mixes in a uniform
-    distribution over the `vocab_size` ids (Szegedy et al., arXiv 1512.00567). Communicates one max and one sum of [s,
-    b] statistics.
+    distribution over the `vocab_size` ids (Szegedy et al., arXiv 1512.00567). `z_loss` times the squared log-sum-exp is
+    added to the loss of each token that counts (PaLM, arXiv 2204.02311). Communicates one max and one sum of [s, b]
+    statistics.
+
+    `inplace`: the gradient overwrites the logits, for callers that use them nowhere else; autograd raises RuntimeError
+    at a second backward, or where another op needs what they were.
     """
-    columns = max(0, min(logits_sbv.shape[-1], vocab_size - start))
-    logits = logits_sbv.reshape(-1, logits_sbv.shape[-1])
-    if columns < logits.shape[-1]:
-        logits = logits[:, :columns]
-    target = targets_sb.reshape(-1)
-    loss = _VocabParallelCrossEntropy.apply(logits, target, start, vocab_size, label_smoothing, tp)
-    return loss.view(targets_sb.shape)
+    logits, target = logits_sbv.reshape(-1, logits_sbv.shape[-1]), targets_sb.reshape(-1)
+    entropy = CrossEntropy.of(logits.shape[-1], vocab_size, start, tp, label_smoothing, z_loss, how)
+    return _VocabParallelCrossEntropy.apply(logits, target, entropy, inplace).view(targets_sb.shape)

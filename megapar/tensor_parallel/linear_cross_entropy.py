@@ -1,0 +1,110 @@
+"""Output layer and cross entropy in one, over chunks of tokens: never are all logits held, in either pass.
+
+Forward keeps the statistics of each token, backward computes each chunk's logits again (8 T h v operations instead of
+6) and turns them into their gradient in place. Shapes: s sequence, b micro-batch, h hidden, v this rank's rows of the
+vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megapar_kernels.launch import Implementation
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megapar import comm
+from megapar.context import Axis
+from megapar.params import MainGrad, main_grad_of
+from megapar.tensor_parallel.cross_entropy import CrossEntropy
+
+
+def _nothing() -> None:
+    pass
+
+
+def _chunks(x_2d: Tensor, weight: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Ranges of rows, at least one, and their logits, which those of the next range overwrite."""
+    rows = x_2d.shape[0]
+    memory = x_2d.new_empty(min(rows, chunk_rows), weight.shape[0])
+    for first in range(0, max(rows, 1), chunk_rows):
+        chunk = slice(first, min(first + chunk_rows, rows))
+        yield chunk, torch.mm(x_2d[chunk], weight.t(), out=memory[: chunk.stop - first])
+
+
+def _reduce_async(grad_x: Tensor, entry: str, tp: Axis) -> tuple[Tensor, comm.Pending]:
+    if entry == "gather":
+        return comm.reduce_scatter_async(grad_x, tp)
+    return grad_x, comm.all_reduce_async(grad_x, tp)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, target: Tensor, entropy: CrossEntropy, entry: str, chunk_rows: int
+    ) -> Tensor:
+        full = comm.all_gather(x, entropy.tp) if entry == "gather" else x
+        chunks = _chunks(full.reshape(-1, full.shape[-1]), weight, chunk_rows)
+        statistics = [entropy.statistics(logits, target[rows]) for rows, logits in chunks]
+        loss, highest, exp_sum = entropy.losses(torch.cat(statistics, dim=1), target)
+        ctx.save_for_backward(x, weight, target, highest, exp_sum)
+        ctx.entropy, ctx.entry, ctx.chunk_rows = entropy, entry, chunk_rows
+        ctx.main_grad = main_grad_of(weight)  # now: recompute hands the backward pass a copy without attributes
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        x, weight, target, highest, exp_sum = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        x = comm.all_gather(x, ctx.entropy.tp) if ctx.entry == "gather" else x
+        x_2d, pending = x.reshape(-1, x.shape[-1]), comm.Pending()
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+        main_grad = ctx.main_grad
+        if main_grad is None and needs_weight:
+            main_grad = MainGrad(torch.zeros_like(weight, dtype=torch.float32), _nothing)
+        rowwise = (target, highest, *ctx.entropy.scales(target, highest, exp_sum, grad_loss))
+        for rows, logits in _chunks(x_2d, weight, ctx.chunk_rows):
+            grad = ctx.entropy.gradient(logits, *(values[rows] for values in rowwise), inplace=True)
+            last = rows.stop == x_2d.shape[0]
+            if grad_x is not None:
+                torch.mm(grad, weight, out=grad_x.view(x_2d.shape)[rows])
+                if last:
+                    grad_x, pending = _reduce_async(grad_x, ctx.entry, ctx.entropy.tp)
+            if needs_weight:
+                # The gradient buffer counts additions: a backward is one, however many chunks it has.
+                into = main_grad if last else MainGrad(main_grad.view, _nothing)
+                into.add_outer(grad, x_2d[rows])
+        pending.wait()
+        grad_weight = main_grad.view.to(weight.dtype) if needs_weight and ctx.main_grad is None else None
+        return grad_x, grad_weight, None, None, None, None
+
+
+def linear_cross_entropy(
+    x_sbh: Tensor,
+    weight: Tensor,
+    targets_sb: Tensor,
+    vocab_size: int,
+    start: int,
+    tp: Axis,
+    *,
+    sequence_parallel: bool = False,
+    chunk_rows: int = 1024,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    how: Implementation = "torch",
+) -> Tensor:
+    """Loss of each token, fp32 [s, b]: `vocab_parallel_cross_entropy` of the logits x W^T, of which no more than
+    `chunk_rows` tokens' are held at a time.
+
+    `x_sbh` is the same on every rank, or with `sequence_parallel` this rank's [s/tp, b, h]; `weight` is this rank's [v,
+    h], the first row of which is token id `start`. The other arguments mean what they do there. Communicates one max
+    and one sum of [s, b] statistics, and what a column-parallel layer does. The weight's gradient is summed in fp32: in
+    its main gradient, as one addition, or else in a buffer of its own. Raises ValueError if `chunk_rows` is below 1.
+    """
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
+    entry = "none" if tp.size == 1 else "gather" if sequence_parallel else "copy"
+    entropy = CrossEntropy.of(weight.shape[0], vocab_size, start, tp, label_smoothing, z_loss, how)
+    target = targets_sb.reshape(-1)
+    return _LinearCrossEntropy.apply(x_sbh, weight, target, entropy, entry, chunk_rows).view(targets_sb.shape)
