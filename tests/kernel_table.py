@@ -6,6 +6,7 @@ declared divisible by 16, as the JIT finds them to be at launch.
 """
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from megapar_kernels import cross_entropy, dropout
+from megapar_kernels import activations, cross_entropy, dropout, rope
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -61,6 +62,8 @@ class Resources:
 def shipped() -> Iterator[Shipped]:
     """All kernels: one block an op."""
     yield from ()
+    yield from _activations()
+    yield from _rope()
     yield from _cross_entropy()
     yield from _dropout()
 
@@ -101,6 +104,35 @@ def _dropout() -> Iterator[Shipped]:
         yield Shipped("dropout", f"forward {columns}", kernel, forward, constants, warps, aligned=aligned)
         backward = {**constants, "residual_ptr": None}
         yield Shipped("dropout", f"backward {columns}", kernel, types, backward, warps, aligned=aligned)
+
+
+def _activations() -> Iterator[Shipped]:
+    forward, backward = activations._activation_forward_kernel, activations._activation_backward_kernel
+    shapes = [("swiglu", "silu", True, 96), ("swiglu", "silu", True, 4096), ("geglu", "gelu", True, 4096)]
+    shapes += [("reglu_squared", "relu_squared", True, 4096), ("relu_squared", "relu_squared", False, 4096)]
+    for name, activation, gated, columns in [*shapes, ("bias_gelu", "gelu", False, 4096)]:
+        row_block, column_block, warps = activations.config(columns)
+        sizes = {"ACTIVATION": activation, "GATED": gated, "ROW_BLOCK": row_block, "COLUMN_BLOCK": column_block}
+        for direction, kernel in (("forward", forward), ("backward", backward)):
+            types = {x: "*bf16" if x.endswith("_ptr") else "i32" for x in kernel.arg_names if x not in sizes}
+            if name != "bias_gelu":
+                types.pop("bias_ptr")
+            constants = sizes if name == "bias_gelu" else {**sizes, "bias_ptr": None}
+            yield Shipped(
+                "activations", f"{name} {direction} {columns}", kernel, types, constants, warps, aligned=["columns"]
+            )
+
+
+def _rope() -> Iterator[Shipped]:
+    kernel = rope._rotate_kernel
+    for layout, heads, width in itertools.product(("half", "interleaved"), (4, 32), (64, 80, 128)):
+        *tile, warps = rope.config(heads, width)
+        constants = {"WIDTH": width, "INTERLEAVED": layout == "interleaved", "INVERSE": True}
+        constants |= dict(zip(("POSITIONS", "HEADS", "PAIRS"), tile, strict=True))
+        types = {x: "*bf16" if x.endswith("_ptr") else "i32" for x in kernel.arg_names if x not in constants}
+        types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+        aligned = [x for x in types if "stride" in x]
+        yield Shipped("rope", f"{layout} {heads} heads of {width}", kernel, types, constants, warps, aligned=aligned)
 
 
 def compile_one(item: Shipped, architecture: int) -> Resources:
