@@ -10,6 +10,8 @@ All train the same Llama from the same weights on the same batches, in fp32, on 
 - Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`.
 - Agreement: losses and gradient norms of every step against plain PyTorch in one process. Contenders that compute
   something else, or bytes that differ from the formulas, end the run with exit code 70.
+
+Models of billions of weights in bf16 on one GPU, with MFU: benchmark_gpu.py. Kernels: kernels/benchmarks/run.py.
 """
 
 import json
