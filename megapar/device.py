@@ -76,9 +76,14 @@ def backend(device: torch.device) -> str:
 
 
 def choose_kernels(name: Backend, device: torch.device) -> Kernels:
-    """The implementation of each op that `kernels.backend` means here. Raises ConfigError if it cannot serve."""
+    """The implementation of each op that `kernels.backend` means here. Raises ConfigError if it cannot serve.
+
+    Attention is cuDNN's on Hopper and Blackwell, unless deterministic kernels were asked for.
+    """
+    modern = device.type == "cuda" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        return select(name, device)
+        return select(name, device, "cudnn" if modern and not deterministic else "torch")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

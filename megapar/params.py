@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from megapar_kernels import apex
+from megapar_kernels.launch import Implementation
 from torch import Tensor, nn
 
 from megapar.context import Axis
@@ -135,12 +137,14 @@ class MainGrad:
     """Where a parameter's gradient is summed in fp32: a view into the flat gradient buffer, set as `param.main_grad`.
 
     Layers that compute their weight gradient themselves add it here with `add_outer`; for all others the gradient
-    buffer's hook calls `add`. `on_added` runs after each addition, so that a full bucket can be reduced.
+    buffer's hook calls `add`. `on_added` runs after each addition, so that a full bucket can be reduced. `how` is the
+    implementation of `add_outer` on 16-bit inputs: torch or apex.
     """
 
-    def __init__(self, view: Tensor, on_added: Callable[[], None]):
+    def __init__(self, view: Tensor, on_added: Callable[[], None], how: Implementation = "torch"):
         self.view = view
         self._on_added = on_added
+        self._how = how
 
     def add(self, grad: Tensor) -> None:
         self.view.add_(grad)
@@ -150,6 +154,8 @@ class MainGrad:
         """Add grad_2d^T @ x_2d ([tokens, out] and [tokens, in] to [out, in])."""
         if grad_2d.dtype == torch.float32:
             self.view.addmm_(grad_2d.t(), x_2d)
+        elif self._how == "apex":
+            apex.add_outer(self.view, grad_2d, x_2d)
         elif grad_2d.is_cuda:
             torch.addmm(self.view, grad_2d.t(), x_2d, out_dtype=torch.float32, out=self.view)
         else:

@@ -40,8 +40,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "foundation": {KERNELS},
     "megapar.tensor_parallel": {"foundation", KERNELS},
     "megapar.pipeline": {"foundation"},
-    "megapar.data_parallel": {"foundation"},
-    "megapar.optimizer": {"foundation", "megapar.data_parallel"},  # AdamW and the norm work on the flat buffers
+    "megapar.data_parallel": {"foundation", KERNELS},
+    "megapar.optimizer": {"foundation", "megapar.data_parallel", KERNELS},  # they work on the flat buffers
     "megapar.data": {"foundation"},
     "megapar.checkpoint": {"foundation"},
     MODELS: {"foundation", "megapar.tensor_parallel", KERNELS},

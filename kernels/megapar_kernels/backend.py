@@ -1,6 +1,6 @@
 """Which implementation serves each op, chosen once for a run and on every rank alike."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,20 +23,32 @@ class Kernels:
     cross_entropy: Implementation = "torch"
     adamw: Implementation = "torch"
     weight_gradient: Implementation = "torch"
+    attention: Literal["torch", "cudnn"] = "torch"
+    """Which of torch's SDPA backends is tried first."""
+
+    def __str__(self) -> str:
+        """The implementations with their ops, or the one of all."""
+        ops: dict[str, list[str]] = {}
+        for op, how in asdict(self).items():
+            ops.setdefault(how, []).append(op)
+        if len(ops) == 1:
+            return next(iter(ops))
+        return "; ".join(f"{how}: {', '.join(names)}" for how, names in ops.items())
 
 
 FUSED = Kernels("triton", "triton", "triton", "triton", "triton", "triton", "triton", "torch")
 APEX = Kernels("apex", "triton", "triton", "triton", "triton", "triton", "apex", "apex")
 
 
-def select(backend: Backend, device: torch.device) -> Kernels:
+def select(backend: Backend, device: torch.device, attention: Literal["torch", "cudnn"] = "torch") -> Kernels:
     """What `kernels.backend` stands for on `device`: auto is triton on a GPU where it is installed, else torch.
 
-    On the meta device, where nothing is computed, all are torch. Weight gradients are torch's mixed-precision GEMM; apex has norms, AdamW and weight gradients. Raises ValueError, in
-    one line, for a backend that was asked for and cannot serve.
+    On the meta device, where nothing is computed, all are torch. Weight gradients are torch's mixed-precision GEMM; apex
+    has norms, AdamW and weight gradients. Raises ValueError, in one line, for a backend that was asked for and cannot
+    serve.
     """
     if backend == "torch" or device.type == "meta" or (backend == "auto" and (device.type != "cuda" or not HAS_TRITON)):
-        return Kernels()
+        return Kernels(attention=attention)
     if not HAS_TRITON:
         raise ValueError(f"kernels.backend={backend}: triton is not installed; pip install triton, or choose torch")
     if device.type != "cuda" and not (backend == "triton" and interpreting()):
@@ -47,5 +59,5 @@ def select(backend: Backend, device: torch.device) -> Kernels:
     if backend == "apex":
         if reason := apex.unusable():
             raise ValueError(f"kernels.backend=apex: {reason}; {apex.BUILD}, or choose auto")
-        return APEX
-    return FUSED
+        return replace(APEX, attention=attention)
+    return replace(FUSED, attention=attention)

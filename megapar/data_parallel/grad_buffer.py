@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from megapar_kernels.launch import Implementation
 from torch import Tensor, nn
 
 from megapar import comm
@@ -47,7 +48,8 @@ class GradBuffer:
 
     `modules` are this rank's stages in order. Each distinct parameter gets `main_grad`, its place in `grads`: layers
     add to it, and gradients that autograd leaves in `.grad` are moved there. Buckets hold about `bucket_mb` MiB of
-    gradient. Raises TypeError if a parameter has no ParamSpec or parameters are not all fp32, all bf16 or all fp16.
+    gradient; `weight_gradient` is who adds 16-bit matrix products to it. Raises TypeError if a parameter has no
+    ParamSpec or parameters are not all fp32, all bf16 or all fp16.
     """
 
     def __init__(
@@ -58,10 +60,11 @@ class GradBuffer:
         zero_stage: int,
         bucket_mb: float,
         overlap: bool,
+        weight_gradient: Implementation = "torch",
     ):
         self.ctx = ctx
         self.sharded = zero_stage == 1
-        self._overlap = overlap
+        self._overlap, self._weight_gradient = overlap, weight_gradient
         params = _collect(modules)
         dtype = _common_dtype(params)
         self.slots, self.buckets = _place(_in_groups(params), int(bucket_mb * 2**20 / 4), ctx.grad.size)
@@ -84,7 +87,8 @@ class GradBuffer:
         view = self.params[slot.start : slot.stop].view(param.shape)
         view.copy_(param.data)
         param.data = view
-        main_grad = MainGrad(self.grads[slot.start : slot.stop].view(param.shape), partial(self._added, index))
+        grad = self.grads[slot.start : slot.stop].view(param.shape)
+        main_grad = MainGrad(grad, partial(self._added, index), self._weight_gradient)
         param.main_grad = main_grad  # type: ignore[attr-defined]
         param.register_post_accumulate_grad_hook(_move_grad)
 

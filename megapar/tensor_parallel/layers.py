@@ -141,6 +141,10 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x_sbi: Tensor) -> Tensor:
         return column_linear(x_sbi, self.weight, self.bias, self.sharding)
 
+    def product(self, x_sbi: Tensor) -> Tensor:
+        """The output without the bias, for what adds it in a kernel of its own."""
+        return column_linear(x_sbi, self.weight, None, self.sharding)
+
 
 class RowParallelLinear(nn.Module):
     """A matrix cut by its inputs: y_sbo = sum over tp of x_sbi W^T, then the bias, once.

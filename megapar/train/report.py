@@ -1,6 +1,9 @@
 """What a run says before its first step, and the resolved configuration that it keeps."""
 
+import json
+import platform
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from megapar import comm, device
@@ -10,17 +13,21 @@ from megapar.validate import num_microbatches, warnings
 
 
 def greet(config: Config, ctx: ParallelContext, parameters: int, notes: Sequence[str], config_toml: str) -> None:
-    """Make the run folder, write config.toml, print what is about to run and, from `notes`, what was resumed."""
+    """Make the run folder, write config.toml and environment.json (hardware, versions, who computes each op), print
+    what is about to run and, from `notes`, what was resumed."""
+    kernels = device.choose_kernels(config.kernels.backend, ctx.device)
     if ctx.world.first:
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.toml").write_text(config_toml)
+        facts = {"hardware": device.describe(ctx.device), "python": platform.python_version()}
+        (run_dir / "environment.json").write_text(json.dumps(facts | {"kernels": asdict(kernels)}, indent=1) + "\n")
         parallel, train = config.parallel, config.train
         print(f"{config.model.family}, {parameters:,} parameters, {train.precision}; {device.describe(ctx.device)}")
         print(
             f"{ctx.world.size} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}; {parallel.schedule}, "
             f"{num_microbatches(config)} micro-batches of {train.micro_batch_size} a step; "
-            f"recompute {train.recompute}; ZeRO stage {config.optimizer.zero_stage}"
+            f"recompute {train.recompute}; ZeRO stage {config.optimizer.zero_stage}; kernels {kernels}"
         )
         print(
             f"{train.steps:,} steps of {train.global_batch_size * train.seq_length:,} tokens; data "

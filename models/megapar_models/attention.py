@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from megapar_kernels.attention import causal_attention, causal_attention_dropout
 from megapar_kernels.norms import rms_norm
-from megapar_kernels.rope import rotate
+from megapar_kernels.rope import rotate_qk
 from torch import Tensor, nn
 
 from megapar import recompute
@@ -97,16 +97,17 @@ class Attention(nn.Module):
         q_heads, kv_heads = heads.q_stop - heads.q_start, heads.kv_stop - heads.kv_start
         parts = qkv_sbn.split([q_heads * d, kv_heads * d, kv_heads * d], dim=-1)
         q, k, v = (rearrange(x, "s b (n d) -> s b n d", d=d) for x in parts)
+        kernels = self.blueprint.kernels
         if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, self.q_norm, model.rms_norm_eps)
-            k = rms_norm(k, self.k_norm, model.rms_norm_eps)
+            q = rms_norm(q, self.q_norm, model.rms_norm_eps, kernels.norm)
+            k = rms_norm(k, self.k_norm, model.rms_norm_eps, kernels.norm)
         if info.rope is not None:
-            q, k = rotate(q, *info.rope), rotate(k, *info.rope)
+            q, k = rotate_qk(q, k, *info.rope, how=kernels.rope)
         if heads.kv_index is not None:
             index = torch.tensor(heads.kv_index, device=k.device)
             k, v = k.index_select(2, index), v.index_select(2, index)
         if not (model.attention_dropout and self.training):
-            return causal_attention(q, k, v)
+            return causal_attention(q, k, v, kernels.attention)
         run = q_heads // k.shape[2]
         k, v = k.repeat_interleave(run, 2), v.repeat_interleave(run, 2)
         return causal_attention_dropout(q, k, v, self._keep(q.shape[0], info), model.attention_dropout)

@@ -4,6 +4,7 @@ import torch
 
 from megapar.config import Config, ModelConfig
 from megapar.context import ParallelContext, single
+from megapar.device import choose_kernels
 from megapar.params import Piece, spec_of
 from megapar.pipeline.partition import explicit, partition
 from megapar.precision import model_dtype
@@ -26,6 +27,9 @@ def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
         Recompute(config.train.recompute, config.train.recompute_every),
         config.train.seed,
         tie_stages=model.tie_word_embeddings and ctx.pp.size > 1,
+        kernels=choose_kernels(config.kernels.backend, ctx.device),
+        z_loss=config.train.z_loss,
+        loss_chunk=config.kernels.loss_chunk,
     )
     layers = stage_layers(config)
     stages: dict[int, Stage] = {}

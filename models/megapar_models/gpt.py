@@ -1,9 +1,9 @@
 """GPT-2 (Radford et al., 2019): learned positions, LayerNorm before each block, GELU, biases everywhere, dropout, tied
 embeddings by option."""
 
-from megapar_kernels.activations import gelu
+from megapar_kernels.activations import bias_gelu, gelu, relu_squared
 from megapar_kernels.dropout import dropout_add, keep_mask
-from megapar_kernels.norms import layer_norm
+from megapar_kernels.norms import add_layer_norm, layer_norm
 from torch import Tensor, nn
 
 from megapar.batch import MicroBatch
@@ -25,20 +25,25 @@ class LayerNorm(nn.Module):
     def __init__(self, name: str, blueprint: Blueprint):
         super().__init__()
         size, sharding = blueprint.model.hidden_size, blueprint.sharding
-        self.eps = blueprint.model.rms_norm_eps
+        self.eps, self.how = blueprint.model.rms_norm_eps, blueprint.kernels.norm
         self.weight = norm_weight(f"{name}.weight", size, sharding)
         self.bias = replicated_vector(f"{name}.bias", size, ZEROS, sharding)
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps, self.how)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, sum) of x and the residual stream."""
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.how)
 
 
 class GPTMLP(nn.Module):
-    """down(gelu(up x)), up cut by columns, down by rows."""
+    """down(act(up x)), up cut by columns, down by rows."""
 
     def __init__(self, number: int, blueprint: Blueprint):
         super().__init__()
         model, sharding, name = blueprint.model, blueprint.sharding, f"layers.{number}.mlp"
+        self.activation, self.how = model.hidden_act, blueprint.kernels.activation
         columns = [Columns.even(f"{name}.up", model.intermediate_size, sharding.tp)]
         self.up = ColumnParallelLinear(model.hidden_size, columns, sharding, init=blueprint.init, bias=True)
         self.down = RowParallelLinear(
@@ -46,7 +51,11 @@ class GPTMLP(nn.Module):
         )
 
     def forward(self, x_sbh: Tensor) -> Tensor:
-        return self.down(gelu(self.up(x_sbh)))
+        if self.activation == "relu2":
+            return self.down(relu_squared(self.up(x_sbh), self.how))
+        if self.how == "torch" or self.up.bias is None:
+            return self.down(gelu(self.up(x_sbh)))
+        return self.down(bias_gelu(self.up.product(x_sbh), self.up.bias, self.how))
 
 
 class GPTLayer(nn.Module):
@@ -62,13 +71,21 @@ class GPTLayer(nn.Module):
         self.mlp = GPTMLP(number, blueprint)
 
     def forward(self, x_sbh: Tensor, info: Pass) -> Tensor:
-        x_sbh = self._add(self.attention(self.attention_norm(x_sbh), info), x_sbh, info, 4 * self.number + 2)
-        return self._add(self.mlp(self.mlp_norm(x_sbh)), x_sbh, info, 4 * self.number + 3)
+        y_sbh = self.attention(self.attention_norm(x_sbh), info)
+        if self._dropout():
+            x_sbh = self._add(y_sbh, x_sbh, info, 4 * self.number + 2)
+            normed = self.mlp_norm(x_sbh)
+        else:
+            normed, x_sbh = self.mlp_norm.add(y_sbh, x_sbh)
+        return self._add(self.mlp(normed), x_sbh, info, 4 * self.number + 3)
+
+    def _dropout(self) -> float:
+        return self.blueprint.model.hidden_dropout if self.training else 0.0
 
     def _add(self, y_sbh: Tensor, residual_sbh: Tensor, info: Pass, use: int) -> Tensor:
-        p = self.blueprint.model.hidden_dropout if self.training else 0.0
+        p = self._dropout()
         keys = hidden_keys(y_sbh, info, use, self.blueprint) if p else None
-        return dropout_add(y_sbh, residual_sbh, keys, p)
+        return dropout_add(y_sbh, residual_sbh, keys, p, self.blueprint.kernels.dropout)
 
 
 class GPTStage(Stage):

@@ -5,8 +5,8 @@ embeddings."""
 import math
 
 import torch
-from megapar_kernels.activations import swiglu
-from megapar_kernels.norms import rms_norm
+from megapar_kernels.activations import geglu, reglu_squared, swiglu
+from megapar_kernels.norms import add_rms_norm, rms_norm
 from torch import Tensor, nn
 
 from megapar.batch import MicroBatch
@@ -36,25 +36,34 @@ def rope_tables(model: ModelConfig, length: int, device: torch.device) -> tuple[
     return angles.cos(), angles.sin()
 
 
+# By Hugging Face's `hidden_act`: SwiGLU, GeGLU and their kin (Shazeer, arXiv 2002.05202; So et al., arXiv 2109.08668).
+GATED = {"auto": swiglu, "silu": swiglu, "gelu_pytorch_tanh": geglu, "relu2": reglu_squared}
+
+
 class RMSNorm(nn.Module):
     """Over the hidden dimension, with weight."""
 
     def __init__(self, name: str, blueprint: Blueprint):
         super().__init__()
-        self.eps = blueprint.model.rms_norm_eps
+        self.eps, self.how = blueprint.model.rms_norm_eps, blueprint.kernels.norm
         self.weight = norm_weight(f"{name}.weight", blueprint.model.hidden_size, blueprint.sharding)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.how)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, sum) of x and the residual stream."""
+        return add_rms_norm(x, residual, self.weight, self.eps, self.how)
 
 
 class LlamaMLP(nn.Module):
-    """down(silu(gate x) * up x), gate and up fused and cut by columns, down by rows."""
+    """down(act(gate x) * up x), gate and up fused and cut by columns, down by rows."""
 
     def __init__(self, number: int, blueprint: Blueprint):
         super().__init__()
         model, sharding, name = blueprint.model, blueprint.sharding, f"layers.{number}.mlp"
         width = model.intermediate_size
+        self.activation, self.how = GATED[model.hidden_act], blueprint.kernels.activation
         columns = [Columns.even(f"{name}.gate", width, sharding.tp), Columns.even(f"{name}.up", width, sharding.tp)]
         self.gate_up = ColumnParallelLinear(model.hidden_size, columns, sharding, init=blueprint.init, bias=False)
         self.down = RowParallelLinear(
@@ -62,7 +71,7 @@ class LlamaMLP(nn.Module):
         )
 
     def forward(self, x_sbh: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x_sbh)))
+        return self.down(self.activation(self.gate_up(x_sbh), self.how))
 
 
 class LlamaLayer(nn.Module):
@@ -77,8 +86,8 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(number, blueprint)
 
     def forward(self, x_sbh: Tensor, info: Pass) -> Tensor:
-        x_sbh = x_sbh + self.attention(self.attention_norm(x_sbh), info)
-        return x_sbh + self.mlp(self.mlp_norm(x_sbh))
+        normed, x_sbh = self.mlp_norm.add(self.attention(self.attention_norm(x_sbh), info), x_sbh)
+        return x_sbh + self.mlp(normed)
 
 
 class LlamaStage(Stage):

@@ -5,9 +5,11 @@ Shapes: s sequence (s/tp between layers with sequence parallel), b micro-batch, 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from megapar_kernels.backend import Kernels
 from torch import Tensor, nn
 
 from megapar import recompute
@@ -23,18 +25,22 @@ from megapar.tensor_parallel.layers import (
     vocabulary_cut,
     vocabulary_parameter,
 )
+from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 
 
 @dataclass(frozen=True)
 class Blueprint:
     """What every module of a model is built from. `tie_stages`: the tied embedding has a copy on the last pipeline
-    rank."""
+    rank. `loss_chunk`: tokens whose logits are held at once, 0 meaning all of a micro-batch."""
 
     model: ModelConfig
     sharding: Sharding
     recompute: recompute.Recompute
     seed: int
     tie_stages: bool = False
+    kernels: Kernels = field(default_factory=Kernels)
+    z_loss: float = 0.0
+    loss_chunk: int = 0
 
     @property
     def init(self) -> Init:
@@ -152,9 +158,20 @@ class Stage(PipelineStage):
 
     def loss(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         """Sum over targets of weight * cross entropy, an fp32 scalar that is the same on every tp rank."""
-        model, tp = self.blueprint.model, self.blueprint.sharding.tp
-        start, _, _ = vocabulary_cut(model.vocab_size, tp)
-        losses_sb = vocab_parallel_cross_entropy(self.logits(x_sbh), batch.targets_bs.t(), model.vocab_size, start, tp)
+        blueprint, sharding = self.blueprint, self.blueprint.sharding
+        vocab_size, targets_sb = blueprint.model.vocab_size, batch.targets_bs.t()
+        start, _, _ = vocabulary_cut(vocab_size, sharding.tp)
+        where = targets_sb, vocab_size, start, sharding.tp
+        how: dict[str, Any] = {
+            "z_loss": blueprint.z_loss if self.training else 0.0,
+            "how": blueprint.kernels.cross_entropy,
+        }
+        if 0 < blueprint.loss_chunk < targets_sb.numel():
+            assert self.norm is not None
+            how |= {"sequence_parallel": sharding.splits_sequence, "chunk_rows": blueprint.loss_chunk}
+            losses_sb = linear_cross_entropy(self.norm(x_sbh), self.head, *where, **how)
+        else:
+            losses_sb = vocab_parallel_cross_entropy(self.logits(x_sbh), *where, **how, inplace=True)
         return (losses_sb * batch.weights_bs.t()).sum()
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
