@@ -142,7 +142,7 @@ def _amount_problem(path: str, value: float) -> str:
 
 def _derive(config: Config, world_size: int) -> Config:
     model, parallel = config.model, config.parallel
-    activation = {"llama": "silu", "gpt": "gelu_pytorch_tanh"}[model.family]
+    activation: Any = {"llama": "silu", "gpt": "gelu_pytorch_tanh"}[model.family]
     model = replace(
         model,
         hidden_act=activation if model.hidden_act == "auto" else model.hidden_act,

@@ -170,7 +170,7 @@ def test_c8_an_unknown_key_or_flag_is_refused_with_what_was_meant(tmp_path):
     assert load_refusal(["--config", file]) == (
         f"{file}:6: modle.hidden_siz: no such option; did you mean model.hidden_size?"
     )
-    assert load_refusal(["--modle.heads", "3"]).startswith("--modle.heads: no such flag; did you mean model.")
+    assert load_refusal(["--modle.vocab", "3"]) == "--modle.vocab: no such flag; did you mean model.vocab_size?"
     assert load_refusal(["--lr=3"]) == "--lr: no such flag; did you mean optimizer.lr?"
     assert load_refusal(["--quux.wibble", "3"]) == "--quux.wibble: no such flag"
     assert load_refusal(["train.steps", "3"]).startswith("'train.steps' follows no flag")

@@ -2,7 +2,7 @@
 
 import math
 from contextlib import nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,7 @@ def packed_causal_attention(q_tnd: Tensor, k_tnd: Tensor, v_tnd: Tensor, starts:
     run = q_tnd.shape[1] // k_tnd.shape[1]
     if q_tnd.is_cuda:
         k, v = (x.repeat_interleave(run, 1) for x in (k_tnd, v_tnd))
-        y = varlen_attn(q_tnd, k, v, starts, starts, longest, longest, window_size=(-1, 0))
+        y: Any = varlen_attn(q_tnd, k, v, starts, starts, longest, longest, window_size=(-1, 0))
         return rearrange(y, "t n d -> t (n d)")
     lengths = starts.diff().tolist()
     parts = zip(*(x.split(lengths) for x in (q_tnd, k_tnd, v_tnd)), strict=True)
