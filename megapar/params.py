@@ -150,8 +150,8 @@ class MainGrad:
         self.view.add_(grad)
         self._on_added()
 
-    def add_outer(self, grad_2d: Tensor, x_2d: Tensor) -> None:
-        """Add grad_2d^T @ x_2d ([tokens, out] and [tokens, in] to [out, in])."""
+    def add_outer(self, grad_2d: Tensor, x_2d: Tensor, *, more: bool = False) -> None:
+        """Add grad_2d^T @ x_2d ([tokens, out] and [tokens, in] to [out, in]); `more` of the same addition follows."""
         if grad_2d.dtype == torch.float32:
             self.view.addmm_(grad_2d.t(), x_2d)
         elif self._how == "apex":
@@ -160,7 +160,8 @@ class MainGrad:
             torch.addmm(self.view, grad_2d.t(), x_2d, out_dtype=torch.float32, out=self.view)
         else:
             self.view.addmm_(grad_2d.t().float(), x_2d.float())
-        self._on_added()
+        if not more:
+            self._on_added()
 
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Add `rows` [n, in] to the rows numbered `ids` [n]; an id may occur often."""

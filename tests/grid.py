@@ -1,14 +1,16 @@
 """The models, layouts and batches of tests that train in many layouts."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megapar_kernels.backend import Backend
 from megapar_models.build import build_stages
 
 from megapar import comm, context
 from megapar.batch import MicroBatch
-from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
 from megapar.data.order import micro_batch_positions
 from megapar.random import initialise
@@ -68,6 +70,8 @@ class Layout:
     partition: tuple[int, ...] = ()
     order: str = "tp-cp-dp-pp"
     overlap: bool = True
+    backend: Backend = "auto"
+    loss_chunk: int = 0
 
     @property
     def world(self) -> int:
@@ -104,7 +108,9 @@ class Layout:
             bucket_mb=1 / 64,
             overlap_grad_reduce=self.overlap,
         )
-        return validate(Config(model=self.model, parallel=parallel, train=train, optimizer=optimizer), self.world)
+        kernels = KernelsConfig(self.backend, self.loss_chunk)
+        parts: dict[str, Any] = {"parallel": parallel, "train": train, "optimizer": optimizer, "kernels": kernels}
+        return validate(Config(model=self.model, **parts), self.world)
 
 
 def micro_batches(config: Config, ctx: ParallelContext, step: int) -> list[MicroBatch]:

@@ -1,5 +1,6 @@
 """The grid: every layout trains as one process does. Loss, every gradient and every weight after two steps, in fp32."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from megapar.train.step import train_step
 from tests import layouts
 from tests.distributed import run_ranks
 from tests.grid import GPT, LLAMA, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, held_gradients, make_state, micro_batches
+from tests.kernel_checks import needs_triton
 
 STEPS = 2
 
@@ -69,6 +71,8 @@ WORLD_2 = [
     Layout(GPT, tp=2, sequence_parallel=True, recompute="selective"),
     Layout(ONE_KV_HEAD, tp=2, sequence_parallel=True),
     Layout(ONE_KV_HEAD, dp=2),
+    Layout(LLAMA, tp=2, sequence_parallel=True, loss_chunk=7),
+    Layout(ONE_KV_HEAD, pp=2, loss_chunk=5),
 ]
 WORLD_4 = [
     Layout(LLAMA, tp=4, sequence_parallel=True),
@@ -102,6 +106,25 @@ def test_layout_changes_nothing(grid: list[Layout]) -> None:
             raise AssertionError(f"{layout}: {error}") from error
 
 
+def few(model: ModelConfig) -> ModelConfig:
+    return replace(model, num_hidden_layers=2)
+
+
+FUSED = [
+    Layout(few(LLAMA), tp=2, sequence_parallel=True, micro_batch_size=6, backend="triton"),
+    Layout(few(GPT), pp=2, micro_batch_size=6, recompute="selective", backend="triton"),
+    Layout(few(ONE_KV_HEAD), dp=2, micro_batch_size=6, backend="triton", loss_chunk=100),
+]
+
+
+@needs_triton
+def test_fused_kernels_change_nothing() -> None:
+    """Every op by Triton's kernels, interpreted on a CPU, against one process with torch's ops."""
+    ranks = run_ranks(2, on_ranks, FUSED)
+    for number, layout in enumerate(FUSED):
+        check(layout, [rank[number] for rank in ranks])
+
+
 @st.composite
 def random_layouts(draw: st.DrawFn) -> Layout:
     tp, pp, dp = draw(st.sampled_from([(1, 2, 2), (2, 2, 1), (2, 1, 2), (4, 1, 1), (1, 4, 1), (1, 1, 3), (2, 3, 1)]))
@@ -116,7 +139,8 @@ def random_layouts(draw: st.DrawFn) -> Layout:
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
         zero_stage=draw(st.sampled_from([0, 1])),
-        micro_batch_size=draw(st.sampled_from([1, 2, 4])),
+        micro_batch_size=draw(st.sampled_from([size for size in (1, 2, 3, 4) if SAMPLES % (size * dp) == 0])),
+        loss_chunk=draw(st.sampled_from([0, 0, 11])),
         order=draw(st.sampled_from(["tp-cp-dp-pp", "pp-tp-cp-dp", "dp-pp-tp-cp"])),
     )
 

@@ -72,9 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if last:
                     grad_x, pending = _reduce_async(grad_x, ctx.entry, ctx.entropy.tp)
             if needs_weight:
-                # The gradient buffer counts additions: a backward is one, however many chunks it has.
-                into = main_grad if last else MainGrad(main_grad.view, _nothing)
-                into.add_outer(grad, x_2d[rows])
+                main_grad.add_outer(grad, x_2d[rows], more=not last)
         pending.wait()
         grad_weight = main_grad.view.to(weight.dtype) if needs_weight and ctx.main_grad is None else None
         return grad_x, grad_weight, None, None, None, None
