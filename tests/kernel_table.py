@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from megapar_kernels import activations, cross_entropy, dropout, rope
+from megapar_kernels import activations, adamw, cross_entropy, dropout, rope
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -66,6 +66,7 @@ def shipped() -> Iterator[Shipped]:
     yield from _rope()
     yield from _cross_entropy()
     yield from _dropout()
+    yield from _adamw()
 
 
 def _cross_entropy() -> Iterator[Shipped]:
@@ -133,6 +134,22 @@ def _rope() -> Iterator[Shipped]:
         types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
         aligned = [x for x in types if "stride" in x]
         yield Shipped("rope", f"{layout} {heads} heads of {width}", kernel, types, constants, warps, aligned=aligned)
+
+
+def _adamw() -> Iterator[Shipped]:
+    kernel, (units, warps) = adamw._adamw_kernel, adamw.config()
+    flat = ("main_ptr", "grad_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "clip_ptr")
+    scalars = ("decay", "momentum", "beta2", "beta2_rest", "eps", "step_size", "root_correction")
+    types = {**dict.fromkeys(flat, "*fp32"), "elements": "i32", **dict.fromkeys(scalars, "fp32")}
+    constants = {"UNITS": units, "UNIT": adamw.UNIT}
+    full = {**types, "params_ptr": "*bf16", "decayed_ptr": "*i1", "found_inf_ptr": "*fp32"}
+    yield Shipped("adamw", "bf16", kernel, full, constants, warps, aligned=("elements",))
+    absent = dict.fromkeys(("params_ptr", "decayed_ptr", "found_inf_ptr"))
+    yield Shipped("adamw", "fp32", kernel, types, {**constants, **absent}, warps, aligned=("elements",))
+    steps, block, warps = adamw.square_sum_config()
+    types = {"x_ptr": "*fp32", "partial_ptr": "*fp64", "elements": "i32"}
+    constants = {"STEPS": steps, "BLOCK": block}
+    yield Shipped("adamw", "square sum", adamw._square_sum_kernel, types, constants, warps, aligned=("elements",))
 
 
 def compile_one(item: Shipped, architecture: int) -> Resources:

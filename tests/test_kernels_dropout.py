@@ -121,3 +121,14 @@ def test_without_keys_nothing_is_dropped() -> None:
 def test_other_shapes_are_refused(residual: tuple[int, ...], keys: tuple[int, ...], how: Any) -> None:
     with pytest.raises(ValueError, match="dropout_add: x, residual and keys"):
         dropout_add(torch.ones(3, 4), torch.ones(residual), torch.zeros(keys, dtype=torch.int64), 0.5, how)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="not run: needs a GPU")
+def test_more_than_two_to_the_31_elements() -> None:
+    """Row 18."""
+    x = torch.ones(2**19 + 1, 4096, dtype=torch.bfloat16, device=DEVICE)
+    keys = row_keys(1, 2, torch.arange(x.shape[0], device=DEVICE))
+    y = dropout_add(x, torch.zeros_like(x), keys, 0.5, how="triton")
+    for rows in (slice(0, 64), slice(-64, None)):
+        assert torch.equal(y[rows] != 0, keep_mask(keys[rows], 4096, 0.5))

@@ -1,0 +1,244 @@
+"""Flat AdamW against torch.optim.AdamW, over several steps, and the sum of squares against fp64."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from megapar_kernels.adamw import UNIT, Decayed, adamw_step, square_sum
+from torch import Tensor
+
+from tests.kernel_checks import DEVICE, Guarded, needs_triton, poisoned, relative_error
+
+pytestmark = needs_triton
+
+HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+# Runs that start and end in one program, span several, and are one UNIT; the last ends where the shard does.
+RUNS = [(0, 64), (128, 1024 + 192), (1280, 3072 + 64), (3200, 4097)]
+
+
+def numbers(elements: int, seed: int) -> Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gradients(elements: int, steps: int) -> list[Tensor]:
+    """Of sizes 1e-12 to 10, some zero, exact in fp32. An element's have one sign: moments would cancel to less than a
+    rounding else."""
+    sizes = 10.0 ** torch.linspace(-12, 1, elements, dtype=torch.float64) * numbers(elements, 2).sign()
+    return [(numbers(elements, 10 + i).abs() * sizes).float() * (torch.arange(elements) % 5 != i) for i in range(steps)]
+
+
+class Shard:
+    """Main weights and moments between guards, and a copy of the weights in `dtype`, all slices of wider buffers."""
+
+    def __init__(self, elements: int, dtype: torch.dtype | None):
+        weights = numbers(elements, 1).float().to(DEVICE)
+        self.guards = [Guarded(x) for x in (weights, torch.zeros_like(weights), torch.zeros_like(weights))]
+        self.main, self.exp_avg, self.exp_avg_sq = (guard.tensor for guard in self.guards)
+        self.params = None
+        if dtype:
+            self.guards.append(Guarded(weights.to(dtype)))
+            self.params = self.guards[-1].tensor
+
+    def step(self, grad: Tensor, number: int, how: Any, **changed: Any) -> None:
+        with poisoned():
+            adamw_step(
+                self.main,
+                grad.to(DEVICE),
+                self.exp_avg,
+                self.exp_avg_sq,
+                self.params,
+                step=number,
+                how=how,
+                **{**HYPER, **changed},
+            )
+        for guard in self.guards:
+            guard.check()
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.main, self.exp_avg, self.exp_avg_sq, self.params) if x is not None]
+
+
+def complement(ranges: Sequence[tuple[int, int]], elements: int) -> list[tuple[int, int]]:
+    edges = [0, *(edge for run in ranges for edge in run), elements]
+    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
+
+def torchs_own(
+    elements: int, grads: Sequence[Tensor], dtype: torch.dtype, ranges: Sequence[tuple[int, int]]
+) -> list[Tensor]:
+    """Weights and moments after torch.optim.AdamW with one parameter a run."""
+    weights = numbers(elements, 1).float().to(DEVICE, dtype)
+    runs = [(*run, 0.1) for run in ranges] + [(*run, 0.0) for run in complement(ranges, elements)]
+    params = [torch.nn.Parameter(weights[start:stop].clone()) for start, stop, _ in runs]
+    groups = [{"params": [p], "weight_decay": decay} for p, (_, _, decay) in zip(params, runs, strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=HYPER["lr"], betas=HYPER["betas"], eps=HYPER["eps"], fused=True)
+    for grad in grads:
+        for p, (start, stop, _) in zip(params, runs, strict=True):
+            p.grad = grad[start:stop].to(DEVICE, dtype)
+        optimizer.step()
+    results = [torch.empty_like(weights) for _ in range(3)]
+    for p, (start, stop, _) in zip(params, runs, strict=True):
+        state = optimizer.state[p]
+        for result, x in zip(results, (p.detach(), state["exp_avg"], state["exp_avg_sq"]), strict=True):
+            result[start:stop] = x
+    return results
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("elements", [1, 7, 64, 129, 1000, 1024, 4097])
+def test_five_steps_as_torchs(elements: int, dtype: torch.dtype | None, how: Any) -> None:
+    grads, shard = gradients(elements, 5), Shard(elements, dtype)
+    for number, grad in enumerate(grads, 1):
+        shard.step(grad, number, how)
+        if shard.params is not None:
+            assert torch.equal(shard.params, shard.main.to(shard.params.dtype))
+    exact = torchs_own(elements, grads, torch.float64, [(0, elements)])
+    theirs = torchs_own(elements, grads, torch.float32, [(0, elements)])
+    for mine, torchs, reference in zip(shard.tensors(), theirs, exact, strict=dtype is None):
+        assert relative_error(mine, reference) <= min(1e-6, 2 * relative_error(torchs, reference) + 1e-7)
+        torch.testing.assert_close(mine, torchs, rtol=2e-6, atol=2e-7 if mine is shard.main else 0)
+        if how == "torch":
+            assert torch.equal(mine, torchs)
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+def test_weight_decay_of_a_shard_with_many_runs(how: Any) -> None:
+    elements, grads = 4097, gradients(4097, 3)
+    shard, decayed = Shard(elements, torch.bfloat16), Decayed.of(RUNS, elements, DEVICE)
+    assert [*decayed.others] == complement(RUNS, elements)
+    for number, grad in enumerate(grads, 1):
+        shard.step(grad, number, how, decayed=decayed)
+    exact = torchs_own(elements, grads, torch.float64, RUNS)
+    for mine, reference in zip(shard.tensors()[:3], exact, strict=True):
+        # Element by element: a unit that wrongly decays is off by 3e-4 a step.
+        torch.testing.assert_close(mine.double(), reference, rtol=2e-6, atol=2e-7 if mine is shard.main else 0)
+
+
+@pytest.mark.parametrize("ranges", [[(0, 63)], [(1, 64)], [(64, 0)], [(0, 256)], [(64, 128), (0, 64)]])
+def test_runs_that_a_table_cannot_tell_are_refused(ranges: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match=f"need multiples of {UNIT}"):
+        Decayed.of(ranges, 129, DEVICE)
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("coefficient", [0.0, 1e-3, 1.0])
+def test_the_gradient_counts_times_the_clip_coefficient(coefficient: float, how: Any) -> None:
+    (grad,) = gradients(129, 1)
+    clipped, plain = Shard(129, torch.bfloat16), Shard(129, torch.bfloat16)
+    clipped.step(grad.clone(), 1, how, clip_coefficient=torch.tensor(coefficient, device=DEVICE))
+    plain.step(grad * coefficient, 1, how)
+    for mine, expected in zip(clipped.tensors(), plain.tensors(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("found", [1.0, 3.0, -0.5, math.inf, math.nan, True, 2])
+def test_a_found_infinity_forbids_the_update(found: Any, how: Any) -> None:
+    shard = Shard(129, torch.bfloat16)
+    shard.step(gradients(129, 1)[0], 1, how)
+    before = [x.clone() for x in shard.tensors()]
+    coefficient = torch.tensor(math.nan, device=DEVICE)
+    grad = torch.full((129,), math.inf)
+    shard.step(grad, 2, how, found_inf=torch.tensor(found, device=DEVICE), clip_coefficient=coefficient)
+    assert all(torch.equal(x, y) for x, y in zip(shard.tensors(), before, strict=True))
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("found", [0.0, -0.0, False, 0])
+def test_nothing_found_forbids_nothing(found: Any, how: Any) -> None:
+    (grad,) = gradients(129, 1)
+    shard, plain = Shard(129, torch.bfloat16), Shard(129, torch.bfloat16)
+    shard.step(grad, 1, how, found_inf=torch.tensor(found, device=DEVICE))
+    plain.step(grad, 1, how)
+    assert all(torch.equal(x, y) for x, y in zip(shard.tensors(), plain.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+def test_a_nan_gradient_is_seen_in_the_weights(how: Any) -> None:
+    shard = Shard(129, None)
+    shard.step(torch.full((129,), math.nan), 1, how)
+    assert all(torch.isnan(x).all() for x in shard.tensors())
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+def test_padding_stays_zero(how: Any) -> None:
+    flat = [torch.zeros(128, device=DEVICE) for _ in range(4)]
+    adamw_step(*flat, None, step=1, how=how, **HYPER)
+    assert all(not x.any() for x in flat)
+
+
+def test_what_a_slice_becomes_does_not_depend_on_where_the_buffer_is_cut() -> None:
+    (grad,) = gradients(1024, 1)
+    whole, cut = Shard(1024, torch.bfloat16), Shard(1024, torch.bfloat16)
+    whole.step(grad, 1, "triton")
+    for part in (slice(0, 192), slice(192, 1024)):
+        main, exp_avg, exp_avg_sq, params = (x[part] for x in cut.tensors())
+        adamw_step(main, grad[part].to(DEVICE), exp_avg, exp_avg_sq, params, step=1, how="triton", **HYPER)
+    assert all(torch.equal(x, y) for x, y in zip(whole.tensors(), cut.tensors(), strict=True))
+
+
+def test_autograd_sees_that_weights_changed() -> None:
+    """A backward that needs the old ones raises."""
+    shard = Shard(129, None)
+    x = torch.ones(129, device=DEVICE, requires_grad=True)
+    y = (x * shard.main).sum()
+    shard.step(gradients(129, 1)[0], 1, "triton")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+def test_shards_that_do_not_fit_are_refused(how: Any) -> None:
+    x = torch.zeros(128, device=DEVICE)
+    for flat in ([x, x[:64], x, x, None], [x, x, x.double(), x, None], [torch.zeros(256)[::2], x, x, x, None]):
+        with pytest.raises(ValueError, match="need contiguous fp32 of one shape"):
+            adamw_step(*flat, step=1, how=how, **HYPER)
+    with pytest.raises(ValueError, match="need contiguous fp32 of one shape"):
+        adamw_step(x, x, x, x, torch.zeros(64, dtype=torch.bfloat16), step=1, how=how, **HYPER)
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+def test_an_empty_shard(how: Any) -> None:
+    empty = torch.zeros(0, device=DEVICE)
+    adamw_step(empty, empty, empty, empty, empty.bfloat16(), step=1, how=how, **HYPER)
+    adamw_step(empty, empty, empty, empty, None, step=1, decayed=Decayed.of([], 0, DEVICE), how=how, **HYPER)
+    assert square_sum(empty, how) == 0
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("elements", [1, 7, 127, 4096, 16384, 16385, 100_003, 1 << 22])
+def test_square_sum(elements: int, how: Any) -> None:
+    x = Guarded(numbers(elements, 5).float().to(DEVICE)).tensor
+    with poisoned():
+        total = square_sum(x, how)
+    assert total.shape == ()
+    assert total.dtype == torch.float64
+    assert total.item() == pytest.approx(math.fsum(x.double().square().tolist()), rel=1e-12)
+    assert torch.equal(total, square_sum(x, how))
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+def test_square_sum_of_what_fp32_squares_cannot_hold(how: Any) -> None:
+    for size in (1e30, 1e-30):
+        x = torch.full((1000,), size, device=DEVICE)
+        assert square_sum(x, how).item() == pytest.approx(1000 * x[0].double().item() ** 2, rel=1e-12)
+    assert torch.isnan(square_sum(torch.tensor([1.0, math.nan], device=DEVICE), how))
+    assert square_sum(torch.tensor([1.0, -math.inf], device=DEVICE), how) == math.inf
+
+
+def test_square_sum_of_every_other_element() -> None:
+    x = torch.arange(20.0, device=DEVICE)
+    x[1::2] = math.nan
+    assert square_sum(x[::2], "triton") == sum(i * i for i in range(0, 20, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="not run: needs a GPU")
+def test_square_sum_of_more_than_two_to_the_31_elements() -> None:
+    """Row 18."""
+    x = torch.zeros(2**31 + 129, device=DEVICE)
+    x[0], x[-1] = 2.0, 3.0
+    assert square_sum(x, "triton") == 13
