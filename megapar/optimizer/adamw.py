@@ -1,11 +1,12 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) on this rank's shards, by torch's fused kernel."""
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) on this rank's shards of the flat buffers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+from megapar_kernels.adamw import Decayed, adamw_step
+from megapar_kernels.launch import Implementation
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from megapar.config import OptimizerConfig
 from megapar.data_parallel.grad_buffer import GradBuffer
@@ -28,13 +29,15 @@ class ShardSlice:
 
 @dataclass(frozen=True)
 class _Shard:
-    """Elements [start, stop) of the buffers and their state, 1-D."""
+    """Elements [start, stop) of the buffers and their state, 1-D; `decayed` says which of them weight decay applies
+    to."""
 
     start: int
     stop: int
     main: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    decayed: Decayed
 
     def cut(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Main weights, first and second moments of the buffers' elements [start, stop)."""
@@ -42,76 +45,53 @@ class _Shard:
         return self.main[own], self.exp_avg[own], self.exp_avg_sq[own]
 
 
-@dataclass
-class _Group:
-    """Runs of elements that share a weight decay: what the kernel takes, one view a run."""
-
-    weight_decay: float
-    mains: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    exp_avgs: list[Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[Tensor] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-
-
 class AdamW:
     """Moments and main weights are fp32. Main weights of an fp32 model are its parameters themselves; those of a bf16
-    model are kept here and rounded into the parameters after each step.
+    or fp16 model are kept here and rounded into the parameters after each step.
 
     Weight decay applies to parameters whose spec says decay. Padding stays zero, as its gradient and weight are.
+    `step_count` counts updates; assign it when a checkpoint is loaded. `how` is the implementation of the update.
     """
 
-    def __init__(self, buffer: GradBuffer, options: OptimizerConfig):
+    def __init__(self, buffer: GradBuffer, options: OptimizerConfig, how: Implementation = "torch"):
+        self.how: Implementation = how
+        self.step_count = 0
         self._buffer = buffer
         self._options = options
         self._aliased = buffer.params.dtype == torch.float32
         self._shards = [self._new_shard(start, stop) for start, stop in buffer.shards()]
-        self._groups = [self._group(True, options.weight_decay), self._group(False, 0.0)]
-        self._step_count = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of moments and, for a bf16 model, main weights on this rank."""
+        """Bytes of moments and, for a 16-bit model, main weights on this rank."""
         return sum(shard.exp_avg.nbytes * (2 if self._aliased else 3) for shard in self._shards)
-
-    @property
-    def step_count(self) -> int:
-        """Updates so far; assign when a checkpoint is loaded."""
-        return self._step_count
-
-    @step_count.setter
-    def step_count(self, count: int) -> None:
-        self._step_count = count
-        for group in self._groups:
-            for step in group.steps:
-                step.fill_(count)
 
     @torch.no_grad()
     def step(self, lr: float, clip_coefficient: Tensor | None = None) -> None:
         """Update the weights with the buffer's reduced gradients times `clip_coefficient`, then gather all shards.
 
-        The coefficient is 0-d fp32 on the device, None meaning 1. The gradients are left multiplied by it.
+        The coefficient is 0-d fp32 on the device, None meaning 1. The gradients may be left multiplied by it.
         """
-        self._step_count += 1
-        for group in self._groups:
-            adamw(
-                group.mains,
-                group.grads,
-                group.exp_avgs,
-                group.exp_avg_sqs,
-                [],
-                group.steps,
-                fused=True,  # on a CPU too: 3.8 ms for 8 million elements where foreach takes 18
-                grad_scale=None if clip_coefficient is None else clip_coefficient.reciprocal(),
-                amsgrad=False,
-                beta1=self._options.betas[0],
-                beta2=self._options.betas[1],
+        options = self._options
+        self.step_count += 1
+        for shard in self._shards:
+            own = slice(shard.start, shard.stop)
+            adamw_step(
+                shard.main,
+                self._buffer.grads[own],
+                shard.exp_avg,
+                shard.exp_avg_sq,
+                None if self._aliased else self._buffer.params[own],
                 lr=lr,
-                weight_decay=group.weight_decay,
-                eps=self._options.eps,
-                maximize=False,
+                betas=options.betas,
+                eps=options.eps,
+                weight_decay=options.weight_decay,
+                step=self.step_count,
+                decayed=shard.decayed,
+                clip_coefficient=clip_coefficient,
+                how=self.how,
             )
-        self.refresh_params_from_main()
+        self._buffer.gather_params()
 
     @torch.no_grad()
     def refresh_params_from_main(self) -> None:
@@ -139,17 +119,7 @@ class AdamW:
     def _new_shard(self, start: int, stop: int) -> _Shard:
         params = self._buffer.params[start:stop]
         main = params if self._aliased else params.float()
-        return _Shard(start, stop, main, torch.zeros_like(main), torch.zeros_like(main))
-
-    def _group(self, decay: bool, weight_decay: float) -> _Group:
-        group = _Group(weight_decay)
-        ranges = merge((slot.start, slot.end) for slot in self._buffer.slots if slot.spec.decay == decay)
-        for shard in self._shards:
-            for start, stop in intersect(ranges, [(shard.start, shard.stop)]):
-                main, exp_avg, exp_avg_sq = shard.cut(start, stop)
-                group.mains.append(main)
-                group.grads.append(self._buffer.grads[start:stop])
-                group.exp_avgs.append(exp_avg)
-                group.exp_avg_sqs.append(exp_avg_sq)
-                group.steps.append(torch.zeros((), dtype=torch.float32, device=main.device))
-        return group
+        slots = merge((slot.start, slot.end) for slot in self._buffer.slots if slot.spec.decay)
+        decayed = [(a - start, b - start) for a, b in intersect(slots, [(start, stop)])]
+        moments = torch.zeros_like(main), torch.zeros_like(main)
+        return _Shard(start, stop, main, *moments, Decayed.of(decayed, stop - start, main.device))

@@ -1,27 +1,24 @@
 """The global gradient norm, every element of the model counted once, and clipping to it."""
 
 import torch
+from megapar_kernels.adamw import square_sum
+from megapar_kernels.launch import Implementation
 from torch import Tensor
 
 from megapar import comm
 from megapar.context import ParallelContext
 from megapar.data_parallel.grad_buffer import GradBuffer
 
-_CHUNK = 1 << 20  # elements widened at a time: bounds the fp64 copy, and stays in a CPU's cache
-
 
 @torch.no_grad()
-def grad_norm(buffer: GradBuffer, ctx: ParallelContext) -> Tensor:
+def grad_norm(buffer: GradBuffer, ctx: ParallelContext, how: Implementation = "torch") -> Tensor:
     """L2 norm of the gradient of the global batch: 0-d fp32, equal on all ranks. A collective, after `buffer.finish()`.
 
-    Squares of fp32 are exact in fp64 and so, nearly, is their sum: the norm does not depend on how layouts and buckets
-    cut the gradient. fp32 sums would (torch's vector_norm of 8 million elements errs by 4e-4 on a CPU).
+    Squares are summed in fp64, so that the norm does not depend on how layouts and buckets cut the gradient.
     """
     total = torch.zeros((), dtype=torch.float64, device=buffer.grads.device)
     for start, stop in buffer.owned():
-        for part in buffer.grads[start:stop].split(_CHUNK):
-            wide = part.double()
-            total += wide.dot(wide)
+        total += square_sum(buffer.grads[start:stop], how)
     for axis in (ctx.tp, ctx.pp, ctx.grad) if buffer.sharded else (ctx.tp, ctx.pp):
         comm.all_reduce(total, axis)
     return total.sqrt().float()

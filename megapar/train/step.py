@@ -81,7 +81,7 @@ def train_step(state: TrainState, batches: Sequence[MicroBatch], trace: list[Eve
     state.grads.zero()
     loss_sums = state.pipeline.step(batches, scale / tokens, state.grads.begin, trace)
     state.grads.finish()
-    norm = grad_norm(state.grads, ctx) / scale
+    norm = grad_norm(state.grads, ctx, state.optimizer.how) / scale
     lr = learning_rate(state.step, options, state.config.train.steps)
     loss = mean_loss(loss_sums, tokens, ctx)
     result = StepResult(loss.item(), norm.item(), lr, tokens.item(), replace(state.loss_scale))

@@ -28,16 +28,17 @@ def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, Pipeline
 
     The optimizer's main weights start from the stages' weights: initialise those before.
     """
-    options = config.optimizer
+    options, kernels = config.optimizer, device.choose_kernels(config.kernels.backend, ctx.device)
     grads = GradBuffer(
         list(stages.values()),
         ctx,
         zero_stage=options.zero_stage,
         bucket_mb=options.bucket_mb,
         overlap=options.overlap_grad_reduce,
+        weight_gradient=kernels.weight_gradient,
     )
     pipeline = PipelineRuntime(stages, ctx, config.parallel.schedule, config.parallel.vpp)
-    optimizer = AdamW(grads, options)
+    optimizer = AdamW(grads, options, kernels.adamw)
     return TrainState(config, ctx, stages, pipeline, grads, optimizer, LossScale.of(config.train.precision))
 
 
