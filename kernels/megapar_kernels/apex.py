@@ -5,6 +5,7 @@ being imported, and imported where it is used.
 """
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return mixed_dtype_fused_layer_norm_affine(x, weight, bias, weight.shape, eps).to(x.dtype)
 
 
-def adamw(
-    main: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, options: dict[str, Any]
-) -> None:
-    """One AdamW update of flat fp32 tensors in place; `options` has lr, betas, eps and weight_decay."""
+def adamw(runs: Sequence[list[Tensor]], step: int, options: dict[str, Any]) -> None:
+    """One AdamW update in place of fp32 tensors: `runs` are main weights, gradients and both moments, a list each;
+    `options` has lr, betas, eps and weight_decay."""
     import amp_C
 
-    never = torch.zeros(1, dtype=torch.int32, device=main.device)
+    mains, grads, *moments = runs
+    never = torch.zeros(1, dtype=torch.int32, device=mains[0].device)
     amp_C.multi_tensor_adam(
-        *(_CHUNK, never, [[grad], [main], [exp_avg], [exp_avg_sq]]),
+        *(_CHUNK, never, [grads, mains, *moments]),
         *(options["lr"], *options["betas"], options["eps"], step),
         *(1, True, options["weight_decay"]),  # decoupled decay, bias correction
     )

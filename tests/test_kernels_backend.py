@@ -1,0 +1,148 @@
+"""Which implementation serves: chosen by device, refused with a reason, and apex called as it documents itself.
+
+NVIDIA's apex is not installed where these tests run; modules of its names and signatures, computing by torch, take its
+place, so that what we pass to it is what it takes.
+"""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from megapar_kernels import apex, backend, launch
+from megapar_kernels.adamw import Decayed, adamw_step
+from megapar_kernels.backend import FUSED, Kernels, select
+from megapar_kernels.norms import add_rms_norm, layer_norm, rms_norm
+from torch import Tensor
+
+from megapar.device import choose_kernels
+from megapar.errors import ConfigError
+from megapar.params import MainGrad
+from tests.kernel_checks import needs_triton, relative_error
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_auto_is_torch_on_a_cpu_and_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select("auto", CPU) == Kernels() == select("torch", GPU)
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    assert select("auto", GPU, "cudnn") == Kernels(*["triton"] * 7, "torch", "cudnn")
+    monkeypatch.setattr(backend, "HAS_TRITON", False)
+    assert select("auto", GPU) == Kernels()
+    with pytest.raises(ValueError, match="triton is not installed; pip install triton, or choose torch"):
+        select("triton", GPU)
+
+
+def test_a_backend_that_cannot_serve_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "interpreting", lambda: False)
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    with pytest.raises(ConfigError, match=r"^kernels.backend=triton: needs a GPU, .* choose auto or torch"):
+        choose_kernels("triton", CPU)
+    with pytest.raises(ValueError, match=r"^kernels.backend=apex: apex is not installed; build it .*pip install"):
+        select("apex", GPU)
+
+
+def test_kernels_are_told_op_by_op() -> None:
+    assert str(Kernels()) == "torch"
+    assert str(FUSED) == (
+        "triton: norm, activation, rope, dropout, softmax, cross_entropy, adamw; torch: weight_gradient, attention"
+    )
+
+
+def test_the_package_that_pypi_calls_apex_is_recognised_unimported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "apex"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert apex.unusable().endswith("is not NVIDIA's: pip uninstall apex")
+    (folder / "optimizers").mkdir()
+    (folder / "optimizers/fused_adam.py").touch()
+    assert apex.unusable() == f"apex is installed without {', '.join(apex.EXTENSIONS)}"
+    for name in apex.EXTENSIONS:
+        (tmp_path / f"{name}.py").touch()
+    assert apex.unusable() == ""
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules with apex's names, signatures and meanings."""
+
+    def module(name: str, **functions: Any) -> None:
+        made = ModuleType(name)
+        made.__dict__.update(functions)
+        monkeypatch.setitem(sys.modules, name, made)
+
+    def multi_tensor_adam(
+        chunk: int, noop: Tensor, lists: list[list[Tensor]], lr: float, beta1: float, beta2: float, eps: float,
+        step: int, mode: int, bias_correction: bool, weight_decay: float,
+    ) -> None:  # fmt: skip
+        assert (chunk, noop.dtype, noop.numel(), mode, bias_correction) == (65536, torch.int32, 1, 1, True)
+        for grad, main, exp_avg, exp_avg_sq in zip(*lists, strict=True):
+            exp_avg.lerp_(grad, 1 - beta1)
+            exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            root = (exp_avg_sq / (1 - beta2**step)).sqrt() + eps
+            main.sub_(lr * (exp_avg / (1 - beta1**step) / root + weight_decay * main))
+
+    def wgrad_gemm_accum_fp32(inputs: Tensor, d_output: Tensor, main_grad: Tensor) -> None:
+        main_grad.add_(d_output.float().t() @ inputs.float())
+
+    def norm(x: Tensor, weight: Tensor, shape: Any, eps: float) -> Tensor:
+        return torch.nn.functional.rms_norm(x, shape, weight, eps)
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor, shape: Any, eps: float) -> Tensor:
+        return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
+
+    module("amp_C", multi_tensor_adam=multi_tensor_adam)
+    module("fused_weight_gradient_mlp_cuda", wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
+    module("apex")
+    module("apex.normalization")
+    functions = {"mixed_dtype_fused_rms_norm_affine": norm, "mixed_dtype_fused_layer_norm_affine": layer}
+    module("apex.normalization.fused_layer_norm", **functions)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_apex_norms_and_weight_gradients() -> None:
+    x, residual, weight, bias = torch.randn(5, 12), torch.randn(5, 12), torch.randn(12), torch.randn(12)
+    assert torch.equal(rms_norm(x, weight, 1e-5, "apex"), rms_norm(x, weight, 1e-5))
+    assert torch.equal(layer_norm(x, weight, bias, 1e-5, "apex"), layer_norm(x, weight, bias, 1e-5))
+    pairs = add_rms_norm(x, residual, weight, 1e-5, "apex"), add_rms_norm(x, residual, weight, 1e-5)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*pairs, strict=True))
+    grad, inputs, main = torch.randn(7, 3).bfloat16(), torch.randn(7, 4).bfloat16(), torch.ones(3, 4)
+    added = []
+    MainGrad(main, lambda: added.append(1), "apex").add_outer(grad, inputs)
+    assert torch.equal(main, 1 + grad.float().t() @ inputs.float())
+    assert added == [1]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_apex_adamw_decays_and_clips_as_torchs() -> None:
+    start, grad = torch.randn(256), torch.randn(256)
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
+    found = []
+    for how in ("torch", "apex"):
+        main, exp_avg, exp_avg_sq = start.clone(), torch.zeros(256), torch.zeros(256)
+        decayed = Decayed.of([(64, 192)], 256, CPU)
+        for step in (1, 2, 3):
+            clip = torch.tensor(0.5)
+            flat = main, grad.clone(), exp_avg, exp_avg_sq, None
+            adamw_step(*flat, **options, step=step, decayed=decayed, clip_coefficient=clip, how=how)
+        found.append(main)
+    assert relative_error(found[1], found[0]) < 1e-6
+
+
+@needs_triton
+def test_small_tensors_on_a_gpu_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SMALL", 100)
+
+    class Sized:
+        is_cuda = True
+
+        def __init__(self, elements: int):
+            self.numel = lambda: elements
+
+    assert [launch.fused("triton", Sized(n)) for n in (99, 100)] == [False, True]  # type: ignore[arg-type]
+    assert not launch.fused("torch", Sized(100))  # type: ignore[arg-type]
