@@ -1,0 +1,165 @@
+"""RMSNorm and LayerNorm, alone and after the residual's addition: forward and backward kernels against fp64."""
+
+import pytest
+import torch
+from megapar_kernels import norms
+from torch import Tensor
+
+from tests.kernel_checks import DEVICE, compare, needs_triton, relative_error
+
+pytestmark = needs_triton
+
+EPS = 1e-5
+NORMS = {"rms_norm": norms.rms_norm, "layer_norm": norms.layer_norm}
+FUSED = {"add_rms_norm": norms.add_rms_norm, "add_layer_norm": norms.add_layer_norm}
+
+
+@pytest.fixture(autouse=True)
+def _kernels_serve_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megapar_kernels.launch.SMALL", 0)
+
+
+def arguments(name: str, rows: int | tuple[int, ...], columns: int) -> list[Tensor | float]:
+    """fp64 arguments of an op, whose mean is not near zero; all tensors require a gradient."""
+    generator = torch.Generator().manual_seed(columns)
+    shape = (rows, columns) if isinstance(rows, int) else (*rows, columns)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) + 0.5 for _ in range(1 + ("add" in name))]
+    tensors += [
+        1 + 0.2 * torch.randn(columns, generator=generator, dtype=torch.float64) for _ in range(1 + ("layer" in name))
+    ]
+    return [*(x.requires_grad_() for x in tensors), EPS]
+
+
+# 64, 128 columns: several rows a tile; 4,097 rows: a program walks over tiles; 9,000: LayerNorm's backward is wide
+SIZES = [(1, 5), (5, 7), (3, 127), (70, 129), (2, 1000), (3, 4096), (2, 9000), (300, 64), (131, 128), (4097, 8)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [*NORMS, *FUSED])
+def test_norms_and_their_gradients_are_exact_to_rounding(name: str, dtype: torch.dtype) -> None:
+    for rows, columns in SIZES if dtype == torch.float32 else SIZES[3:-1]:
+        compare({**NORMS, **FUSED}[name], arguments(name, rows, columns), dtype)
+
+
+def test_one_column() -> None:
+    """A large eps, lest RMSNorm of one number be its sign; LayerNorm of one number is its bias."""
+    compare(norms.rms_norm, [*arguments("rms_norm", 500, 1)[:-1], 0.5], torch.float32)
+    x, weight, bias = (t.detach().float().to(DEVICE).requires_grad_() for t in arguments("layer_norm", 5, 1)[:-1])
+    y = norms.layer_norm(x, weight, bias, EPS, how="triton")
+    assert torch.equal(y, bias.expand(5, 1))
+    grads = torch.autograd.grad(y.sum(), [x, weight, bias])
+    assert [g.unique().tolist() for g in grads] == [[0.0], [0.0], [5.0]]
+
+
+@pytest.mark.parametrize("name", [*NORMS, *FUSED])
+def test_rows_too_wide_for_registers_are_walked_in_blocks(name: str) -> None:
+    """Forward beyond 32,768 columns, backward beyond 16,384 (LayerNorm and fp32: 8,192)."""
+    op = {**NORMS, **FUSED}[name]
+    assert norms.forward_config(32768) is not None
+    assert norms.forward_config(32769) is None
+    compare(op, arguments(name, 19, 32900), torch.float32)
+    compare(op, arguments(name, 2, 17000), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_weight_may_be_wider_than_its_input(name: str) -> None:
+    """bf16 in and out, fp32 weight with an fp32 gradient."""
+    weights = range(1, 3)
+    for columns in (128, 1000):
+        errors = compare(NORMS[name], arguments(name, 9, columns), torch.bfloat16, wide=weights)
+        assert errors["gradient 1"] < 1e-6
+
+
+def test_layer_norm_far_from_zero_keeps_its_digits() -> None:
+    """Mean 1,000, deviation 1: squares less the squared mean would leave three digits of the variance."""
+    for columns in (1000, 40000):
+        x, *rest = arguments("layer_norm", 2, columns)
+        assert isinstance(x, Tensor)
+        far = (x.detach().float() + 1000).requires_grad_()
+        weight, bias = (t.detach().float() for t in rest if isinstance(t, Tensor))
+        exact = norms.layer_norm(far.double(), weight.double(), bias.double(), EPS)
+        ours = norms.layer_norm(far.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), EPS, how="triton").cpu()
+        assert relative_error(ours, exact) < 1e-4
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_fused_addition_is_the_addition_and_the_norm(name: str) -> None:
+    """Bitwise, in bf16: outputs, and gradients where only one of the outputs is used."""
+    for columns in (96, 33000):
+        x, residual, *rest = (t.detach() if isinstance(t, Tensor) else t for t in arguments(name, (2, 3), columns))
+        assert isinstance(x, Tensor)
+        assert isinstance(residual, Tensor)
+        x, residual = (t.bfloat16().to(DEVICE).requires_grad_() for t in (x, residual))
+        parameters = [t.float().to(DEVICE).requires_grad_() if isinstance(t, Tensor) else t for t in rest]
+        y, total = FUSED[name](x, residual, *parameters, how="triton")
+        alone = (x + residual).detach().requires_grad_()
+        expected = NORMS[name.removeprefix("add_")](alone, *parameters, how="triton")
+        assert torch.equal(total, alone)
+        assert torch.equal(y, expected)
+        grad = torch.randn_like(y)
+        leaves = [t for t in parameters if isinstance(t, Tensor)]
+        of_both = torch.autograd.grad(y, [x, residual, *leaves], grad, retain_graph=True)
+        of_norm = torch.autograd.grad(expected, [alone, alone, *leaves], grad)
+        assert all(torch.equal(a, b) for a, b in zip(of_both, of_norm, strict=True))
+        of_sum = torch.autograd.grad(total, [x, residual], grad)
+        assert all(torch.equal(a, grad) for a in of_sum)
+
+
+@pytest.mark.parametrize("name", [*NORMS, *FUSED])
+def test_inputs_may_have_any_strides_and_leading_dimensions(name: str) -> None:
+    op = {**NORMS, **FUSED}[name]
+    compare(op, arguments(name, (3, 2, 4), 96), torch.float32, layout="strided")
+    compare(op, arguments(name, (), 96), torch.float32)
+
+
+@pytest.mark.parametrize("name", [*NORMS, *FUSED])
+def test_rows_may_be_none(name: str) -> None:
+    x, *rest = (t.detach().float().to(DEVICE) if isinstance(t, Tensor) else t for t in arguments(name, 0, 64))
+    assert isinstance(x, Tensor)
+    leaves = [t.requires_grad_() for t in (x, *rest) if isinstance(t, Tensor)]
+    y = {**NORMS, **FUSED}[name](x, *rest, how="triton")
+    grads = torch.autograd.grad(y if isinstance(y, Tensor) else y[0], leaves, torch.empty(0, 64, device=DEVICE))
+    assert [g.shape for g in grads] == [t.shape for t in leaves]
+    assert all(not g.any() for g in grads)
+
+
+@pytest.mark.parametrize("name", [*NORMS, *FUSED])
+def test_without_gradients_there_is_no_graph_and_a_second_backward_is_refused(name: str) -> None:
+    values = [t.detach().float().to(DEVICE) if isinstance(t, Tensor) else t for t in arguments(name, 4, 64)]
+    op = {**NORMS, **FUSED}[name]
+    before = [t.clone() for t in values if isinstance(t, Tensor)]
+    plain = op(*values, how="triton")
+    assert all(y.grad_fn is None for y in ([plain] if isinstance(plain, Tensor) else plain))
+    values[0].requires_grad_()  # weights frozen
+    y = op(*values, how="triton")
+    loss = (y if isinstance(y, Tensor) else y[0] + y[1]).square().sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, (t for t in values if isinstance(t, Tensor)), strict=True))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    x, weight = torch.ones(4, 8), torch.ones(8)
+    for how in ("torch", "triton"):
+        with pytest.raises(ValueError, match=r"residual \(8,\) has not the shape"):
+            norms.add_rms_norm(x, weight, weight, EPS, how=how)
+        with pytest.raises(ValueError, match=r"weight \(4,\) does not fit"):
+            norms.rms_norm(x, torch.ones(4), EPS, how=how)
+        with pytest.raises(ValueError, match=r"bias \(1,\) does not fit"):
+            norms.layer_norm(x, weight, torch.ones(1), EPS, how=how)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="2^31 elements need a GPU")
+def test_offsets_beyond_two_to_the_31_are_reached() -> None:
+    """(row 18)"""
+    rows, columns = 2**31 // 16384 + 1, 16384
+    x = torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.ones(columns, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    y = norms.rms_norm(x, weight, EPS, how="triton")
+    (grad,) = torch.autograd.grad(y, [x], y.detach())
+    last = x.detach()[-1:].clone().requires_grad_()
+    expected = norms.rms_norm(last, weight, EPS, how="triton")
+    assert torch.equal(y[-1:], expected)
+    assert torch.equal(grad[-1:], torch.autograd.grad(expected, [last], expected.detach())[0])
