@@ -1,0 +1,337 @@
+"""What is measured: every op at the shapes of a model, the least bytes or FLOPs that it takes, and its targets."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import peers
+import torch
+import torch.nn.functional as F
+from megapar_kernels import activations, attention, norms
+from megapar_kernels.adamw import adamw_step, square_sum
+from megapar_kernels.backend import Kernels
+from megapar_kernels.dropout import dropout_add
+from megapar_kernels.launch import Implementation
+from megapar_kernels.rope import rotate_qk
+from megapar_kernels.softmax import scaled_causal_softmax
+from peers import EPS, Op
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megapar import context
+from megapar.params import MainGrad
+from megapar.random import row_keys
+from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+
+Direction = Literal["forward", "backward", "both"]
+BOTH: tuple[Direction, ...] = ("forward", "backward", "both")
+
+
+class Model(NamedTuple):
+    """Sizes that decide an op's shape. `tokens` are those of one micro-batch."""
+
+    name: str
+    tokens: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    softmax: tuple[int, int]  # explicit scores: heads and sequence
+    others: tuple[int, int, int]  # published shapes: another vocabulary; rows and columns of a wide norm
+    flat: tuple[int, ...]  # elements of an optimizer's shard
+
+
+LLAMA_8B = Model("8B", 8192, 4096, 14336, 32, 8, 128, 128256, (32, 4096), (131072, 4096, 16384), (10**8, 10**9))
+LLAMA_70B = Model("70B", 8192, 8192, 28672, 64, 8, 128, 128256, (64, 4096), (0, 0, 0), ())
+TINY = Model("tiny", 8, 32, 48, 4, 2, 16, 96, (2, 8), (0, 0, 0), (384,))
+
+
+class Target(NamedTuple):
+    """What a kernel should reach on an H100. `figure` is one of a row's (share, ms, tflops, bytes), or the name of a
+    contender: the ratio of its time to ours."""
+
+    direction: Direction
+    figure: str
+    limit: float
+    at_most: bool = False
+
+
+def over(direction: Direction, torch: float = 0, compiled: float = 0, liger: float = 0) -> tuple[Target, ...]:
+    """Ratios to reach; 0 sets no target."""
+    limits = zip(peers.NAMES, (torch, compiled, liger), strict=True)
+    return tuple(Target(direction, name, limit) for name, limit in limits if limit)
+
+
+class Maker:
+    """Inputs of one call: equal for equal seeds."""
+
+    def __init__(self, where: torch.device, dtype: torch.dtype, seed: int):
+        self.where, self.dtype = where, dtype
+        self.generator = torch.Generator(where).manual_seed(seed)
+
+    def floats(self, *shape: int, dtype: torch.dtype | None = None, grad: bool = True, mean: float = 0.0) -> Tensor:
+        x = torch.randn(shape, generator=self.generator, device=self.where, dtype=dtype or self.dtype)
+        return (x + mean if mean else x).requires_grad_(grad)
+
+    def ids(self, *shape: int, below: int) -> Tensor:
+        return torch.randint(below, shape, generator=self.generator, device=self.where)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one shape. All contenders are functions of the same inputs; torch's in fp32 is what is right.
+
+    `least` is what forward and backward must move (bytes) or compute (FLOPs). Ops without a gradient have forward
+    alone.
+    """
+
+    op: str
+    model: str
+    shape: str
+    make: Callable[[Maker], tuple[Any, ...]]
+    ours: Op
+    torch: Op
+    least: tuple[float, float]
+    unit: Literal["bytes", "flops"] = "bytes"
+    directions: tuple[Direction, ...] = BOTH
+    targets: tuple[Target, ...] = ()
+    exact: Op | None = None  # where torch's own draws other numbers
+    to_compile: Op | None = None  # where what eager mode does best is nothing to compile
+    others: Mapping[str, Op] = field(default_factory=dict)
+    same: bool = True  # False where others cannot compute the same numbers
+    tolerance: float | None = None  # relative norm; None: 4e-3 of bf16 results, 1e-5 of fp32 ones
+
+
+def cases(model: Model, kernels: Kernels) -> Iterator[Case]:
+    """All ops, those first whose targets are the farthest from what others reach."""
+    tokens, vocab, (other_vocab, wide_rows, wide_columns) = model.tokens, model.vocab, model.others
+    yield from (_cross_entropy_case(model, v, kernels.cross_entropy) for v in (vocab, other_vocab) if v)
+    yield from (case for n in model.flat for case in _optimizer_cases(model, n, kernels.adamw))
+    for rows, columns in ((tokens, model.hidden), (wide_rows, wide_columns)):
+        if rows:
+            yield from _norm_cases(model, rows, columns, kernels.norm)
+    yield from _activation_cases(model, kernels.activation)
+    yield _rope_case(model, kernels.rope)
+    yield _dropout_case(model, kernels.dropout)
+    yield _softmax_case(model, kernels.softmax)
+    yield _attention_case(model, kernels.attention)
+    yield _weight_gradient_case(model)
+    yield _linear_cross_entropy_case(model, kernels.cross_entropy)
+
+
+def _cross_entropy_case(model: Model, vocab: int, how: Implementation) -> Case:
+    tp = context.single().tp
+
+    def make(m: Maker) -> tuple[Any, ...]:
+        targets = m.ids(model.tokens, 1, below=vocab)
+        targets[::16] = -100
+        return m.floats(model.tokens, 1, vocab), targets
+
+    def ours(logits_sbv: Tensor, targets_sb: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(logits_sbv, targets_sb, vocab, 0, tp, how=how, inplace=True)
+
+    logits = model.tokens * vocab
+    return Case(
+        "cross entropy", model.name, f"{model.tokens}x{vocab}", make, ours, peers.cross_entropy,
+        (2 * logits, 4 * logits),
+        targets=(
+            Target("both", "share", 0.85), *over("both", torch=5, compiled=1.5, liger=3),
+            *([Target("both", "ms", 2.5, at_most=True)] if vocab == 131072 else []),
+        ),
+    )  # fmt: skip
+
+
+def _norm_cases(model: Model, rows: int, columns: int, how: Implementation) -> Iterator[Case]:
+    shares = Target("forward", "share", 0.90), Target("backward", "share", 0.75)
+    wide = (Target("backward", "ms", 0.18, at_most=True),) if (rows, columns) == (4096, 16384) else ()
+    size, shape = rows * columns, f"{rows}x{columns}"
+
+    def inputs(vectors: int, residuals: int, m: Maker) -> tuple[Any, ...]:
+        xs = [m.floats(rows, columns) for _ in range(1 + residuals)]
+        return (*xs, *(m.floats(columns, mean=1.0 - i) for i in range(vectors)))
+
+    def case(op: str, vectors: int, residuals: int, ours: Op, theirs: Op, *targets: Target) -> Case:
+        least = (8.0 * size, 8.0 * size) if residuals else (4.0 * size, 6.0 * size)
+        return Case(op, model.name, shape, partial(inputs, vectors, residuals), ours, theirs, least, targets=targets)
+
+    yield case(
+        "RMSNorm", 1, 0, lambda x, w: norms.rms_norm(x, w, EPS, how=how), peers.rms_norm,
+        *shares, *wide,
+        *over("forward", torch=1.3, compiled=1, liger=1), *over("backward", torch=3, compiled=1, liger=2),
+    )  # fmt: skip
+    yield case(
+        "add + RMSNorm", 1, 1, lambda x, r, w: norms.add_rms_norm(x, r, w, EPS, how=how), peers.add_rms_norm, *shares
+    )
+    yield case("LayerNorm", 2, 0, lambda x, w, b: norms.layer_norm(x, w, b, EPS, how=how), peers.layer_norm, *shares)
+    yield case(
+        "add + LayerNorm", 2, 1, lambda x, r, w, b: norms.add_layer_norm(x, r, w, b, EPS, how=how),
+        peers.add_layer_norm, *shares,
+    )  # fmt: skip
+
+
+def _activation_cases(model: Model, how: Implementation) -> Iterator[Case]:
+    tokens, width = model.tokens, model.mlp
+    size, shape = tokens * width, f"{tokens}x{width}"
+    shares = Target("forward", "share", 0.90), Target("backward", "share", 0.90)
+    gated = [("SwiGLU", activations.swiglu, peers.swiglu), ("GeGLU", activations.geglu, peers.geglu)]
+    for op, ours, theirs in gated:
+        yield Case(
+            op, model.name, f"{tokens}x2*{width}", lambda m: (m.floats(tokens, 2 * width),), partial(ours, how=how),
+            theirs, (6 * size, 10 * size), targets=(*shares, *over("both", torch=2.2, compiled=1, liger=1)),
+        )  # fmt: skip
+    yield Case(
+        "ReLU²", model.name, shape, lambda m: (m.floats(tokens, width),), partial(activations.relu_squared, how=how),
+        peers.relu_squared, (4 * size, 6 * size), targets=shares,
+    )  # fmt: skip
+    yield Case(
+        "bias + GELU", model.name, shape, lambda m: (m.floats(tokens, width), m.floats(width)),
+        partial(activations.bias_gelu, how=how), peers.bias_gelu, (4 * size, 6 * size),
+    )  # fmt: skip
+
+
+def _rope_case(model: Model, how: Implementation) -> Case:
+    tokens, d, elements = model.tokens, model.head_dim, model.tokens * model.head_dim * (model.heads + model.kv_heads)
+
+    def make(m: Maker) -> tuple[Any, ...]:
+        angle = m.floats(tokens, d // 2, dtype=torch.float32, grad=False).repeat(1, 2)
+        return m.floats(tokens, 1, model.heads, d), m.floats(tokens, 1, model.kv_heads, d), angle.cos(), angle.sin()
+
+    return Case(
+        "RoPE", model.name, f"{tokens}x({model.heads}+{model.kv_heads})x{d}", make, partial(rotate_qk, how=how),
+        peers.rotate_qk, (4 * elements, 4 * elements),
+        targets=(Target("both", "share", 0.85), *over("both", torch=5, compiled=1, liger=1)),
+    )  # fmt: skip
+
+
+def _dropout_case(model: Model, how: Implementation) -> Case:
+    tokens, hidden, p = model.tokens, model.hidden, 0.1
+
+    def make(m: Maker) -> tuple[Any, ...]:
+        keys = row_keys(1, 2, torch.arange(tokens, device=m.where))
+        return m.floats(tokens, hidden), m.floats(tokens, hidden), keys, p
+
+    return Case(
+        "dropout + add", model.name, f"{tokens}x{hidden}", make, partial(dropout_add, how=how), peers.dropout_add,
+        (6 * tokens * hidden, 4 * tokens * hidden), exact=dropout_add, same=False,
+    )  # fmt: skip
+
+
+def _softmax_case(model: Model, how: Implementation) -> Case:
+    heads, length = model.softmax
+    scale, size = model.head_dim**-0.5, heads * length**2
+    return Case(
+        "causal softmax", model.name, f"{heads}x{length}x{length}", lambda m: (m.floats(1, heads, length, length),),
+        lambda x: scaled_causal_softmax(x, scale, how=how), lambda x: peers.causal_softmax(x, scale),
+        (3 * size, 4 * size),  # the future is not read, but written
+    )  # fmt: skip
+
+
+def _optimizer_cases(model: Model, elements: int, how: Implementation) -> Iterator[Case]:
+    def make(m: Maker) -> tuple[Any, ...]:
+        grad, main, exp_avg = (m.floats(elements, dtype=torch.float32, grad=False) for _ in range(3))
+        param = main.to(m.dtype)
+        clip, step = (torch.full((), x, device=m.where) for x in (0.9, 0.0))
+        return grad, main, exp_avg, m.floats(elements, dtype=torch.float32, grad=False).square_(), param, clip, step
+
+    def ours(
+        grad: Tensor, main: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, param: Tensor, clip: Tensor, _: Tensor
+    ) -> tuple[Tensor, ...]:
+        adamw_step(main, grad, exp_avg, exp_avg_sq, param, **peers.ADAMW, step=1, clip_coefficient=clip, how=how)
+        return main, exp_avg, exp_avg_sq, param
+
+    billion = elements == 10**9
+    yield Case(
+        "AdamW", model.name, f"{elements:,}", make, ours, peers.adamw, (30 * elements, 0), directions=("forward",),
+        to_compile=peers.adamw_formula,
+        targets=(
+            Target("forward", "share", 0.90), *over("forward", torch=1.4),
+            *([Target("forward", "ms", 11.2, at_most=True)] if billion else []),
+        ),
+    )  # fmt: skip
+    yield Case(
+        "square sum", model.name, f"{elements:,}", lambda m: (m.floats(elements, dtype=torch.float32, grad=False),),
+        partial(square_sum, how=how), peers.square_sum, (4 * elements, 0), directions=("forward",),
+        exact=lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square(),
+        targets=(Target("forward", "ms", 1.5, at_most=True),) if billion else (),
+    )  # fmt: skip
+
+
+def _attention_case(model: Model, how: Literal["torch", "cudnn"]) -> Case:
+    tokens, d, run = model.tokens, model.head_dim, model.heads // model.kv_heads
+
+    def heads(x_sbnd: Tensor) -> Tensor:
+        return x_sbnd.permute(1, 2, 0, 3)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=True, enable_gqa=run > 1)
+        return y.permute(2, 0, 1, 3).flatten(2)
+
+    def only(backend: SDPBackend, *qkv: Tensor) -> Tensor:
+        with sdpa_kernel([backend]):
+            return plain(*qkv)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # all heads alike: torch need not hold the scores
+        k, v = (heads(x).repeat_interleave(run, 1) for x in (k, v))
+        y = F.scaled_dot_product_attention(heads(q), k, v, is_causal=True)
+        return y.permute(2, 0, 1, 3).flatten(2)
+
+    forward = 4 * tokens**2 * model.heads * d / 2
+    return Case(
+        "attention", model.name, f"{tokens}x{model.heads}/{model.kv_heads}x{d}",
+        lambda m: tuple(m.floats(tokens, 1, n, d) for n in (model.heads, model.kv_heads, model.kv_heads)),
+        partial(attention.causal_attention, how=how), plain, (forward, 2.5 * forward), "flops",
+        exact=exact, tolerance=1e-2,
+        others={
+            "SDPA cuDNN": partial(only, SDPBackend.CUDNN_ATTENTION),
+            "SDPA flash": partial(only, SDPBackend.FLASH_ATTENTION),
+        },
+        targets=(Target("forward", "tflops", 550.0),),
+    )  # fmt: skip
+
+
+def _weight_gradient_case(model: Model) -> Case:
+    """Of the MLP's down projection, added to an fp32 buffer."""
+    tokens, rows, columns = model.tokens, model.hidden, model.mlp
+
+    def make(m: Maker) -> tuple[Any, ...]:
+        main_grad = m.floats(rows, columns, dtype=torch.float32, grad=False)
+        return main_grad, m.floats(tokens, rows, grad=False), m.floats(tokens, columns, grad=False)
+
+    def ours(main_grad: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+        MainGrad(main_grad, lambda: None).add_outer(grad, x)
+        return main_grad
+
+    return Case(
+        "weight gradient", model.name, f"{rows}x{tokens}x{columns}", make, ours,
+        lambda main_grad, grad, x: main_grad.add_(grad.t() @ x), (2 * tokens * rows * columns, 0), "flops",
+        directions=("forward",),
+        others={"GEMM alone": lambda main_grad, grad, x: grad.t() @ x},
+        tolerance=1e-3,  # tensor cores do not add quite in fp32
+        targets=(Target("forward", "GEMM alone", 0.95),),
+    )  # fmt: skip
+
+
+def _linear_cross_entropy_case(model: Model, how: Implementation) -> Case:
+    """Gradients may be computed in either direction, so that only both together compare."""
+    tokens, hidden, vocab = model.tokens, model.hidden, model.vocab
+    tp = context.single().tp
+
+    def make(m: Maker) -> tuple[Any, ...]:
+        weight = (m.floats(vocab, hidden, grad=False) * hidden**-0.5).requires_grad_()
+        weight.main_grad = MainGrad(torch.zeros_like(weight, dtype=torch.float32), lambda: None)  # as in training
+        return m.floats(tokens, hidden), weight, m.ids(tokens, below=vocab)
+
+    def ours(x_2d: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(x_2d[:, None], weight, targets[:, None], vocab, 0, tp, how=how).sum()
+
+    flops = 2 * tokens * hidden * vocab
+    limits = Target("both", "ms", 38.0, at_most=True), Target("both", "bytes", 0.6e9, at_most=True)
+    return Case(
+        "linear cross entropy", model.name, f"{tokens}x{hidden}x{vocab}", make, ours, peers.linear_cross_entropy,
+        (flops, 2 * flops), "flops", ("both",), tolerance=1e-2,
+        targets=(*(limits if hidden == 4096 else ()), *over("both", torch=1.15, liger=1.3)),
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""What the kernels are measured against: the same functions as one writes them in torch, for eager mode and
+torch.compile, and Liger-Kernel's, where it is installed (pip install liger-kernel)."""
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Op = Callable[..., Any]
+EPS = 1e-5
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+NAMES = ("torch", "torch.compile", "Liger-Kernel")
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm(total, weight), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return layer_norm(total, weight, bias), total
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias, approximate="tanh")
+
+
+def rotate_qk(q_sbnd: Tensor, k_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> tuple[Tensor, Tensor]:
+    """As Hugging Face's apply_rotary_pos_emb."""
+    cos, sin = cos_sd[:, None, None], sin_sd[:, None, None]
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+    return rotate(q_sbnd), rotate(k_sbnd)
+
+
+def dropout_add(x: Tensor, residual: Tensor, keys: Tensor, p: float) -> Tensor:
+    """With torch's own random numbers: other masks than the kernel's, the same work."""
+    return residual + F.dropout(x, p)
+
+
+def causal_softmax(scores: Tensor, scale: float) -> Tensor:
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return (scores.float() * scale).masked_fill(future, -math.inf).softmax(-1).to(scores.dtype)
+
+
+def cross_entropy(logits_sbv: Tensor, targets_sb: Tensor) -> Tensor:
+    return F.cross_entropy(logits_sbv.flatten(0, 1).float(), targets_sb.flatten(), reduction="none").view_as(targets_sb)
+
+
+def linear_cross_entropy(x_2d: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The sum over targets, by way of all logits."""
+    return F.cross_entropy(F.linear(x_2d, weight).float(), targets, reduction="sum")
+
+
+def adamw(
+    grad: Tensor, main: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, param: Tensor, clip: Tensor, step: Tensor
+) -> tuple[Tensor, ...]:
+    """torch's fused AdamW on fp32 main weights, the gradient scaled in it, the weights rounded after."""
+    (beta1, beta2), rest = ADAMW["betas"], {name: ADAMW[name] for name in ("lr", "eps", "weight_decay")}
+    torch._fused_adamw_(
+        *([main], [grad], [exp_avg], [exp_avg_sq], [], [step.add_(1)]),
+        **rest,
+        beta1=beta1,
+        beta2=beta2,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=clip.reciprocal(),
+    )
+    param.copy_(main)
+    return main, exp_avg, exp_avg_sq, param
+
+
+def adamw_formula(
+    grad: Tensor, main: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, param: Tensor, clip: Tensor, step: Tensor
+) -> tuple[Tensor, ...]:
+    """The same written out, for torch.compile to fuse (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2)."""
+    beta1, beta2 = ADAMW["betas"]
+    step.add_(1)
+    grad = grad * clip
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    root = (exp_avg_sq / (1 - beta2**step)).sqrt() + ADAMW["eps"]
+    main.mul_(1 - ADAMW["lr"] * ADAMW["weight_decay"])
+    main.sub_(ADAMW["lr"] / (1 - beta1**step) * exp_avg / root)
+    param.copy_(main)
+    return main, exp_avg, exp_avg_sq, param
+
+
+def square_sum(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float32).square()
+
+
+def compiled(op: Op, *, dry_run: bool) -> Op:
+    """By inductor; a dry run traces and differentiates the graph without generating code."""
+    return torch.compile(op, fullgraph=True, dynamic=False, backend="aot_eager" if dry_run else "inductor")
+
+
+def liger() -> dict[str, Op]:
+    """Liger-Kernel's ops by the names of ours, with its own defaults. Raises ImportError where it is not installed."""
+    ops = importlib.import_module("liger_kernel.ops")
+
+    def rope(q_sbnd: Tensor, k_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> tuple[Tensor, ...]:
+        q, k = (x.permute(1, 2, 0, 3) for x in (q_sbnd, k_sbnd))
+        return tuple(x.permute(2, 0, 1, 3) for x in ops.LigerRopeFunction.apply(q, k, cos_sd[None], sin_sd[None]))
+
+    def fused_linear(x_2d: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        rest = (None, None, -100, 0.0, 0.0, "sum", None, False, torch.float32)  # the last: sums of weight gradients
+        return ops.LigerFusedLinearCrossEntropyFunction.apply(x_2d, weight, targets, *rest)[0]
+
+    return {
+        "RMSNorm": lambda x, weight: ops.LigerRMSNormFunction.apply(x, weight, EPS),
+        "add + RMSNorm": lambda x, r, weight: ops.LigerFusedAddRMSNormFunction.apply(x, r, weight, EPS)[:2],
+        "LayerNorm": lambda x, weight, bias: ops.LigerLayerNormFunction.apply(x, weight, bias, EPS),
+        "SwiGLU": lambda gate_up: ops.LigerFusedGateUpSiLUMulFunction.apply(gate_up),
+        "GeGLU": lambda gate_up: ops.LigerGELUMulFunction.apply(*gate_up.chunk(2, dim=-1)),
+        "ReLU²": lambda x: ops.LigerReLUSquaredFunction.apply(x),
+        "RoPE": rope,
+        "cross entropy": lambda logits, targets: ops.LigerVocabParallelCEFunction.apply(
+            logits, targets, None, -100, 0.0, "pytorch", "global"
+        ),
+        "linear cross entropy": fused_linear,
+    }

@@ -1,0 +1,86 @@
+"""Times by the device's own events, on a device that is kept busy, over buffers that its cache cannot hold.
+
+Traps that this avoids: a GPU that waits for Python (GEMMs are queued before a burst, long enough for Python to queue
+the burst behind them); inputs left in L2 by the last repetition (buffers rotate); kernels that overwrite what backward
+reads (forward is run again before each backward, and its own time is subtracted).
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from megapar import device
+
+ROTATED_BYTES = 1 << 29  # ten times an H100's L2, four times a B200's
+BURST_MS, FEWEST, MOST = 80.0, 5, 50  # how long repetitions go on, and how many there are
+
+
+class Stopwatch:
+    """Median milliseconds of work on `where`. A dry run does everything once, and its times are None."""
+
+    def __init__(self, where: torch.device, *, dry_run: bool):
+        self.where, self.dry_run = where, dry_run
+        self.side = 64 if dry_run else 8192
+        self._matrices = [torch.randn(self.side, self.side, device=where, dtype=torch.bfloat16) for _ in range(3)]
+        self.gemm_ms = self.median_ms(self._gemm)
+
+    def _gemm(self, _: int = 0) -> None:
+        a, b, c = self._matrices
+        torch.mm(a, b, out=c)
+
+    def copy_gb_per_second(self) -> float | None:
+        """Bytes read and written by torch's copy of a large buffer: the limit of everything that moves bytes."""
+        numel = 1 << (10 if self.dry_run else 29)
+        source, target = (torch.zeros(numel, device=self.where, dtype=torch.bfloat16) for _ in range(2))
+        ms = self.median_ms(lambda _: target.copy_(source))
+        return None if ms is None else 2 * source.nbytes / ms / 1e6
+
+    def gemm_tflops(self) -> float | None:
+        """Of a square bf16 GEMM with an fp32 sum."""
+        return None if self.gemm_ms is None else 2 * self.side**3 / self.gemm_ms / 1e9
+
+    def median_ms(self, run: Callable[[int], object]) -> float | None:
+        """`run(i)` queues repetition i, which uses the i-th of the rotating buffers."""
+        if self.dry_run:
+            run(0)
+            return None
+        for i in range(3):
+            run(i)
+        device.synchronize(self.where)
+        start = time.perf_counter()
+        run(0)
+        queued = time.perf_counter()
+        device.synchronize(self.where)
+        one = (time.perf_counter() - start) * 1e3
+        repetitions = max(FEWEST, min(MOST, int(BURST_MS / one)))
+        events = [[torch.Event(self.where, enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
+        python_ms = (queued - start) * 1e3 * repetitions
+        for _ in range(2 + min(200, int(1.5 * python_ms))):  # a GEMM takes a millisecond or more
+            self._gemm()
+        for i, (before, after) in enumerate(events):
+            before.record()
+            run(i)
+            after.record()
+        device.synchronize(self.where)
+        return statistics.median(before.elapsed_time(after) for before, after in events)
+
+    def peak_bytes(self, run: Callable[[int], object]) -> int | None:
+        """Device memory that `run(0)` takes beyond what is there before, its results included."""
+        if self.dry_run:
+            run(0)
+            return None
+        device.synchronize(self.where)
+        before = torch.accelerator.memory_allocated(self.where)
+        torch.accelerator.reset_peak_memory_stats(self.where)
+        run(0)
+        device.synchronize(self.where)
+        return torch.accelerator.max_memory_allocated(self.where) - before
+
+    def release(self) -> None:
+        """Give memory back before the next op."""
+        if not self.dry_run:
+            gc.collect()
+            torch.accelerator.empty_cache()
