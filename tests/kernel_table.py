@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from megapar_kernels import activations, adamw, cross_entropy, dropout, rope
+from megapar_kernels import activations, adamw, cross_entropy, dropout, rope, softmax
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -67,6 +67,7 @@ def shipped() -> Iterator[Shipped]:
     yield from _cross_entropy()
     yield from _dropout()
     yield from _adamw()
+    yield from _softmax()
 
 
 def _cross_entropy() -> Iterator[Shipped]:
@@ -150,6 +151,26 @@ def _adamw() -> Iterator[Shipped]:
     types = {"x_ptr": "*fp32", "partial_ptr": "*fp64", "elements": "i32"}
     constants = {"STEPS": steps, "BLOCK": block}
     yield Shipped("adamw", "square sum", adamw._square_sum_kernel, types, constants, warps, aligned=("elements",))
+
+
+def _softmax() -> Iterator[Shipped]:
+    forward, backward = softmax._softmax_forward_kernel, softmax._softmax_backward_kernel
+    strides = ("batch_stride", "head_stride", "query_stride")
+    for columns, causal in itertools.product((256, 2048, 4096, 8192, 16384), (True, False)):
+        rows, block, warps = softmax.config(columns)
+        constants: dict[str, Any] = {"CAUSAL": causal, "ROWS": rows, "BLOCK": block}
+        name, aligned = f"{'causal' if causal else 'masked'} {columns}", ("rows", "columns", "queries", *strides)
+        sizes = {**dict.fromkeys(("rows", "columns", "queries"), "i32"), "scale": "fp32"}
+        types = {"scores_ptr": "*bf16", "y_ptr": "*bf16", "mask_ptr": "*i1", **sizes}
+        types |= dict.fromkeys(("heads", *strides), "i32")
+        if causal:
+            del types["mask_ptr"]
+        mask = {"mask_ptr": None} if causal else {}
+        yield Shipped(
+            "softmax", f"{name} forward", forward, types, {**constants, **mask, "column_stride": 1}, warps, aligned=aligned
+        )
+        types = {**dict.fromkeys(("y_ptr", "grad_y_ptr", "grad_scores_ptr"), "*bf16"), **sizes}
+        yield Shipped("softmax", f"{name} backward", backward, types, constants, warps, aligned=aligned[:3])
 
 
 def compile_one(item: Shipped, architecture: int) -> Resources:

@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from megapar_kernels.launch import Implementation
+from megapar_kernels.softmax import scaled_causal_softmax
+
 # For Hopper and Blackwell, where cuDNN is about twice as fast as FlashAttention 2, torch's own first choice.
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -39,12 +42,14 @@ def causal_attention(
     return rearrange(y, "b n s d -> s b (n d)")
 
 
-def causal_attention_dropout(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, keep_bnss: Tensor, p: float) -> Tensor:
-    """`causal_attention` with its probabilities multiplied by keep / (1 - p); q, k and v have equally many heads."""
+def causal_attention_dropout(
+    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, keep_bnss: Tensor, p: float, how: Implementation = "torch"
+) -> Tensor:
+    """`causal_attention` with its probabilities multiplied by keep / (1 - p); q, k and v have equally many heads. `how`
+    is the softmax's implementation."""
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-    scores = (q @ k.transpose(-1, -2)).float() / math.sqrt(q.shape[-1])
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    probabilities = scores.masked_fill(future, -math.inf).softmax(-1) * keep_bnss / (1.0 - p)
+    scores = (q @ k.transpose(-1, -2)).float()
+    probabilities = scaled_causal_softmax(scores, 1.0 / math.sqrt(q.shape[-1]), how) * keep_bnss / (1.0 - p)
     return rearrange(probabilities.to(v.dtype) @ v, "b n s d -> s b (n d)")
 
 
