@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from megapar_kernels import activations, adamw, cross_entropy, dropout, rope, softmax
+from megapar_kernels import activations, adamw, cross_entropy, dropout, norms, rope, softmax
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -66,6 +66,7 @@ def shipped() -> Iterator[Shipped]:
     yield from _rope()
     yield from _cross_entropy()
     yield from _dropout()
+    yield from _norms()
     yield from _adamw()
     yield from _softmax()
 
@@ -173,6 +174,41 @@ def _softmax() -> Iterator[Shipped]:
         yield Shipped("softmax", f"{name} backward", backward, types, constants, warps, aligned=aligned[:3])
 
 
+def _norms() -> Iterator[Shipped]:
+    for layer_norm, columns in itertools.product((False, True), (64, 128, 512, 1024, 4096, 8192, 16384, 32768, 65536)):
+        tiles = [
+            ("forward", norms._norm_forward_kernel, norms.forward_config(columns)),
+            ("backward", norms._norm_backward_kernel, norms.backward_config(columns, 2, layer_norm)),
+        ]
+        for direction, kernel, config in tiles:
+            if config is not None:
+                sizes = {"ROW_BLOCK": config[0], "COLUMN_BLOCK": config[1]}
+                for weight in ("bf16", "fp32") if columns in (128, 4096, 8192) else ("bf16",):
+                    yield _norm(f"{direction} {columns} {weight}", kernel, sizes, config[2], layer_norm, weight)
+    for layer_norm in (False, True):
+        for direction, kernel in (
+            ("forward", norms._norm_forward_wide_kernel),
+            ("backward", norms._norm_backward_wide_kernel),
+        ):
+            sizes = {"BLOCK": norms.WIDE_BLOCK}
+            yield _norm(f"{direction} wide", kernel, sizes, norms.WIDE_WARPS, layer_norm, "bf16")
+        sizes = dict(zip(("ROW_BLOCK", "COLUMN_BLOCK"), norms.GRADIENT_TILE, strict=True))
+        kernel = norms._norm_weight_gradient_kernel
+        yield _norm("weight gradient wide", kernel, sizes, norms.GRADIENT_WARPS, layer_norm, "bf16")
+
+
+def _norm(variant: str, kernel: Any, sizes: Mapping[str, int], warps: int, layer_norm: bool, weight: str) -> Shipped:
+    """With the residual, which takes the most registers; RMSNorm is what lacks the pointers of bias and mean."""
+    absent = () if layer_norm else ("bias_ptr", "mean_ptr", "grad_bias_ptr")
+    types = {x: "*bf16" if x.endswith("_ptr") else "i32" for x in kernel.arg_names if x not in {*sizes, *absent}}
+    wide = dict.fromkeys(("mean_ptr", "rstd_ptr", "grad_weight_ptr", "grad_bias_ptr"), "*fp32")
+    wide |= {"eps": "fp32", "weight_ptr": f"*{weight}", "bias_ptr": f"*{weight}"}
+    types = {x: wide.get(x, kind) for x, kind in types.items()}
+    constants = {**sizes, **{x: None for x in kernel.arg_names if x in absent}}
+    name = f"{'add_layer_norm' if layer_norm else 'add_rms_norm'} {variant}"
+    return Shipped("norms", name, kernel, types, constants, warps, aligned=("columns",))
+
+
 def compile_one(item: Shipped, architecture: int) -> Resources:
     names = item.kernel.arg_names
     pointers = [name for name in names if item.types.get(name, "").startswith("*")]
@@ -198,8 +234,8 @@ def compile_one(item: Shipped, architecture: int) -> Resources:
         spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
         shared=compiled.metadata.shared,
         warps_per_sm=min(MOST_WARPS, REGISTERS // in_use // item.num_warps * item.num_warps),
-        wide_loads=len(re.findall(r"LDG\.E\.(?:128|ENL2)", code)),
-        narrow_loads=len(re.findall(r"LDG\.E(?!\.(?:128|ENL2))", code)),
+        wide_loads=len(re.findall(r"LDG\.E(?:\.E[FL])?\.(?:128|ENL2)", code)),
+        narrow_loads=len(re.findall(r"LDG\.E(?!(?:\.E[FL])?\.(?:128|ENL2))", code)),
         wide_stores=len(re.findall(r"STG\.E\.(?:128|ENL2)", code)),
     )
 
