@@ -80,6 +80,15 @@ def test_targets_are_judged_by_what_was_measured(program: ModuleType) -> None:
     assert reached == {"share": True, "Liger-Kernel": False, "ms": True, "torch": None, "torch.compile": None}
 
 
+def test_backward_is_both_without_forward(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, contender, times = torch.device("cpu"), program.Contender(), iter((1.0, 2.5))
+    bench = program.Bench(where, torch.float32, program.Stopwatch(where, dry_run=True))
+    monkeypatch.setattr(bench.watch, "median_ms", lambda run: next(times))
+    case = next(case for case in program.cases(program.TINY, Kernels()) if case.op == "RoPE")
+    program.measure(bench, case, case.ours, contender)
+    assert contender.ms == {"forward": 1.0, "both": 2.5, "backward": 1.5}
+
+
 def test_a_wrong_kernel_fails_and_is_not_timed(program: ModuleType) -> None:
     where = torch.device("cpu")
     bench = program.Bench(where, torch.float32, program.Stopwatch(where, dry_run=True))
