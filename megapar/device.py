@@ -90,6 +90,7 @@ def choose_kernels(name: Backend, device: torch.device) -> Kernels:
 
 def prepare(device: torch.device, *, threads: int, local_world_size: int, deterministic: bool) -> None:
     """Threads, current GPU and kernel choice of this process; `threads` 0 shares the cores among the local ranks."""
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 turns it off: results would move
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local_world_size))
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar_kernels import apex
 from megapar_kernels.launch import Implementation, fused, next_power_of_2, tl, triton
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
@@ -319,7 +320,7 @@ class _Norm(torch.autograd.Function):
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, how: Implementation) -> Tensor:
     _check(x, None, weight, bias)
-    return _Norm.apply(x, None, weight, bias, eps) if fused(how, x) else _torch_norm(x, weight, bias, eps)
+    return _Norm.apply(x, None, weight, bias, eps) if fused(how, x) else _unfused_norm(x, weight, bias, eps, how)
 
 
 def _add_norm(
@@ -329,7 +330,13 @@ def _add_norm(
     if fused(how, x):
         return _Norm.apply(x, residual, weight, bias, eps)
     total = (x + residual).to(x.dtype)
-    return _torch_norm(total, weight, bias, eps), total
+    return _unfused_norm(total, weight, bias, eps, how), total
+
+
+def _unfused_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, how: Implementation) -> Tensor:
+    if how != "apex":
+        return _torch_norm(x, weight, bias, eps)
+    return apex.rms_norm(x, weight, eps) if bias is None else apex.layer_norm(x, weight, bias, eps)
 
 
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:

@@ -110,7 +110,8 @@ class Attention(nn.Module):
             return causal_attention(q, k, v, kernels.attention)
         run = q_heads // k.shape[2]
         k, v = k.repeat_interleave(run, 2), v.repeat_interleave(run, 2)
-        return causal_attention_dropout(q, k, v, self._keep(q.shape[0], info), model.attention_dropout)
+        keep = self._keep(q.shape[0], info)
+        return causal_attention_dropout(q, k, v, keep, model.attention_dropout, kernels.softmax)
 
     def _keep(self, length: int, info: Pass) -> Tensor:
         """Dropout mask [b, n, s, s], keyed by sample, global head and query position."""

@@ -1,0 +1,100 @@
+"""Every kernel in every shipped configuration, compiled for three architectures without a GPU (tests/kernel_table.py, in
+a process of its own); and what the source of a kernel must not do."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megapar_kernels.launch import HAS_TRITON, triton
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden/kernel_resources.json"
+KERNELS = sorted((HERE.parent / "kernels/megapar_kernels").glob("*.py"))
+# They run once a step or hold a row of fp32 in registers; all others hide latency with 16 warps and more on each SM.
+FEWEST_WARPS = 16
+
+Table = dict[str, dict[str, dict[str, int]]]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
+    if not HAS_TRITON:
+        pytest.skip("triton is not installed")
+    file = tmp_path_factory.mktemp("kernels") / "table.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(HERE / "kernel_table.py"), "--json", str(file)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found: Table = json.loads(file.read_text())["kernels"]
+    return found
+
+
+def test_nothing_spills_loads_are_wide_and_warps_enough(table: Table) -> None:
+    assert len(table) > 50
+    wrong = []
+    for name, by_architecture in table.items():
+        assert sorted(by_architecture) == ["sm_100", "sm_80", "sm_90"]
+        for architecture, found in by_architecture.items():
+            if found["spills"] or found["stack"]:
+                wrong.append(f"{name}, {architecture}: {found['spills']} spills, {found['stack']} bytes of stack")
+            if not found["wide_loads"]:
+                wrong.append(f"{name}, {architecture}: no 128-bit load")
+            if found["warps_per_sm"] < FEWEST_WARPS:
+                wrong.append(f"{name}, {architecture}: {found['warps_per_sm']} warps on an SM")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_resources_are_those_that_were_reviewed(table: Table) -> None:
+    golden = json.loads(GOLDEN.read_text())
+    if golden["triton"] != triton.__version__:
+        pytest.skip(f"the table was reviewed for triton {golden['triton']}, this is {triton.__version__}")
+    changed = [name for name in table.keys() | golden["kernels"].keys() if table.get(name) != golden["kernels"].get(name)]
+    again = f"python tests/kernel_table.py --json {GOLDEN.relative_to(HERE.parent)}"
+    assert not changed, f"{sorted(changed)} take other resources: review the diff of `{again}`"
+
+
+def program_ids(tree: ast.AST) -> list[ast.Call]:
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [call for call in calls if ast.unparse(call.func) == "tl.program_id"]
+
+
+def test_program_numbers_are_64_bit_before_anything_is_multiplied() -> None:
+    """Row 18: rows times columns may exceed 2^31."""
+    wrong, seen = [], 0
+    for path in KERNELS:
+        tree = ast.parse(path.read_text())
+        widened = {
+            ast.dump(node.func.value) + str(node.func.value.lineno) + str(node.func.value.col_offset)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "to"
+            and [ast.unparse(argument) for argument in node.args] == ["tl.int64"]
+        }
+        for call in program_ids(tree):
+            seen += 1
+            if ast.dump(call) + str(call.lineno) + str(call.col_offset) not in widened:
+                wrong.append(f"{path.name}:{call.lineno}")
+    assert seen > 10
+    assert not wrong, wrong
+
+
+def test_kernels_use_nothing_that_one_of_the_tritons_lacks() -> None:
+    """3.6 to 3.9: no block pointers, no libdevice; and no autotuning, whose choices would differ between ranks."""
+    text = "\n".join(path.read_text() for path in KERNELS)
+    for name in ("make_block_ptr", "libdevice", "autotune", "atomic_"):
+        assert name not in text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+def test_a_kernel_runs_natively() -> None:
+    from megapar_kernels.activations import swiglu
+
+    x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
+    torch.testing.assert_close(swiglu(x, "triton"), swiglu(x, "torch"), rtol=1e-2, atol=1e-2)
