@@ -19,7 +19,8 @@ from megapar.config import option_types
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("megapar", "models", "kernels", "tools", "pretrain_scripts")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-LIBRARY = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("megapar", "models", "kernels")]
+PACKAGES = ("megapar", "models/megapar_models", "kernels/megapar_kernels")
+LIBRARY = [path for path in SOURCES if path.relative_to(ROOT).as_posix().startswith(PACKAGES)]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/faults.md")]
 
@@ -55,6 +56,12 @@ ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm.py", "megapar/context.py"}
 # The launcher starts ranks through torch's own; the benchmark's contenders are PyTorch's own ways to train.
 DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {}
 PYTORCH_CONTENDERS = {"tools/benchmark.py", "tools/benchmark_peers.py"}
+
+# Kernels import nothing of ours, and must know how many multiprocessors there are.
+KNOW_CUDA = {"megapar/device.py", "kernels/megapar_kernels/launch.py"}
+
+# Never required: imported where somebody asks for them. (apex on PyPI is another package: see kernels' apex.py.)
+OPTIONAL = ("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "liger_kernel")
 
 # Distributions whose import is not their name.
 IMPORTED_AS = {"tensorboard": "torch.utils.tensorboard"}
@@ -169,7 +176,7 @@ def test_only_device_knows_the_environment_and_cuda() -> None:
         (path, name) for path in SOURCES for name in names_used(path) if re.match(r"os\.(environ|getenv)", name)
     ]
     cuda = [(path, name) for path in LIBRARY for name in names_used(path) if within(name, "torch.cuda")]
-    wrong = [f"{relative(path)}: {name}" for path, name in environment + cuda if relative(path) != "megapar/device.py"]
+    wrong = [f"{relative(path)}: {name}" for path, name in environment + cuda if relative(path) not in KNOW_CUDA]
     assert not wrong, "\n".join(wrong)
     assert environment
     assert cuda
@@ -198,14 +205,14 @@ def test_functions_files_and_project_stay_small() -> None:
     wrong, total = [], 0
     for path in SOURCES:
         lines = path.read_text().count("\n")
-        total += lines
+        total += lines * (path in LIBRARY)
         wrong += [f"{relative(path)}: {lines} lines"] * (lines > 600)
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 wrong += [f"{relative(path)}:{node.lineno}: {node.name} has {length} lines"] * (length > 60)
     assert not wrong, "\n".join(wrong)
-    assert total < 10_000, f"{total} lines of Python without tests"
+    assert total < 10_000, f"the three packages have {total} lines"
     assert (ROOT / "pretrain_scripts/pretrain.py").read_text().count("\n") < 80
 
 
@@ -286,6 +293,7 @@ def third_party(paths: Iterable[Path]) -> set[str]:
     """Dotted names that files import from neither Python nor this project."""
     siblings = {path.stem for path in SOURCES if within(module_name(path), *PROGRAMS)}
     known = sys.stdlib_module_names | siblings
+    known |= {*OPTIONAL}
     return {n for path in paths for n in imports(path) if not (ours(n) or n.partition(".")[0] in known)}
 
 

@@ -1,5 +1,5 @@
-"""Every kernel in every shipped configuration, compiled for three architectures without a GPU (tests/kernel_table.py, in
-a process of its own); and what the source of a kernel must not do."""
+"""Every kernel in every shipped configuration, compiled for three architectures without a GPU (tests/kernel_table.py,
+in a process of its own); and what the source of a kernel must not do."""
 
 import ast
 import json
@@ -53,7 +53,9 @@ def test_resources_are_those_that_were_reviewed(table: Table) -> None:
     golden = json.loads(GOLDEN.read_text())
     if golden["triton"] != triton.__version__:
         pytest.skip(f"the table was reviewed for triton {golden['triton']}, this is {triton.__version__}")
-    changed = [name for name in table.keys() | golden["kernels"].keys() if table.get(name) != golden["kernels"].get(name)]
+    changed = [
+        name for name in table.keys() | golden["kernels"].keys() if table.get(name) != golden["kernels"].get(name)
+    ]
     again = f"python tests/kernel_table.py --json {GOLDEN.relative_to(HERE.parent)}"
     assert not changed, f"{sorted(changed)} take other resources: review the diff of `{again}`"
 

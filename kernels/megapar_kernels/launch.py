@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 try:
@@ -20,7 +21,16 @@ except ImportError:  # there is none for macOS and Windows: torch's own ops serv
 
     triton = tl = _NoTriton()
 
-__all__ = ["HAS_TRITON", "Implementation", "fused", "interpreting", "next_power_of_2", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON",
+    "Implementation",
+    "fused",
+    "interpreting",
+    "multiprocessors",
+    "next_power_of_2",
+    "tl",
+    "triton",
+]
 
 Implementation = Literal["torch", "triton", "apex"]
 
@@ -37,6 +47,11 @@ def fused(how: Implementation, x: Tensor) -> bool:
 def interpreting() -> bool:
     """Whether kernels are interpreted on the CPU (TRITON_INTERPRET=1 before triton is imported), for tests."""
     return HAS_TRITON and bool(triton.knobs.runtime.interpret)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def next_power_of_2(n: int) -> int:

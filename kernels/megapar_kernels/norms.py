@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar_kernels import apex
-from megapar_kernels.launch import Implementation, fused, next_power_of_2, tl, triton
+from megapar_kernels.launch import Implementation, fused, multiprocessors, next_power_of_2, tl, triton
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -233,9 +233,7 @@ def backward_config(columns: int, bytes_an_element: int, layer_norm: bool) -> tu
 
 def _programs(device: torch.device, warps: int) -> int:
     """As many as run at once; two where they are interpreted, so that they walk over tiles there as well."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count * (MOST_WARPS // warps)
+    return multiprocessors(device) * (MOST_WARPS // warps) if device.type == "cuda" else 2
 
 
 def _forward(
