@@ -80,11 +80,17 @@ def attention(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) ->
 
 def mlp(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
     up = linear(tensors, f"{name}.up", x_bsh)
-    if model.family == "llama":
-        gate = linear(tensors, f"{name}.gate", x_bsh)
-        return linear(tensors, f"{name}.down", gate * gate.sigmoid() * up)
-    gelu = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
-    return linear(tensors, f"{name}.down", gelu)
+    if model.family == "gpt":
+        return linear(tensors, f"{name}.down", activate(model, up))
+    return linear(tensors, f"{name}.down", activate(model, linear(tensors, f"{name}.gate", x_bsh)) * up)
+
+
+def activate(model: ModelConfig, x: Tensor) -> Tensor:
+    if model.hidden_act == "silu":
+        return x * x.sigmoid()
+    if model.hidden_act == "relu2":
+        return x * x * (x > 0)
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def logits(model: ModelConfig, tensors: Tensors, tokens_bs: Tensor) -> Tensor:
@@ -100,12 +106,13 @@ def logits(model: ModelConfig, tensors: Tensors, tokens_bs: Tensor) -> Tensor:
     return norm(model, tensors, "norm", x) @ tensors[head].t()
 
 
-def loss(model: ModelConfig, tensors: Tensors, batch: MicroBatch) -> Tensor:
-    """Sum over targets of weight * cross entropy; targets of -100 count nothing."""
-    log_probability = logits(model, tensors, batch.tokens_bs).log_softmax(-1)
-    counts = batch.targets_bs >= 0
-    picked = log_probability.gather(-1, batch.targets_bs.clamp(min=0)[..., None])[..., 0]
-    return -(picked * batch.weights_bs.to(picked.dtype) * counts).sum()
+def loss(model: ModelConfig, tensors: Tensors, batch: MicroBatch, z_loss: float = 0.0) -> Tensor:
+    """Sum over targets of weight * (cross entropy + z_loss * log-sum-exp^2); targets of -100 count nothing."""
+    z = logits(model, tensors, batch.tokens_bs)
+    counts, normaliser = batch.targets_bs >= 0, z.logsumexp(-1)
+    picked = z.gather(-1, batch.targets_bs.clamp(min=0)[..., None])[..., 0]
+    losses = normaliser - picked + z_loss * normaliser**2
+    return (losses * batch.weights_bs.to(z.dtype) * counts).sum()
 
 
 def loss_and_gradients(
@@ -114,9 +121,10 @@ def loss_and_gradients(
     batches: Sequence[MicroBatch],
     scale: float = 1.0,
     dtype: torch.dtype = torch.float64,
+    z_loss: float = 0.0,
 ) -> tuple[float, dict[str, Tensor]]:
     """The batches' scaled loss sum and its gradient in every tensor, computed in `dtype`."""
     leaves = {name: tensor.to(dtype, copy=True).requires_grad_() for name, tensor in tensors.items()}
-    total = torch.stack([loss(model, leaves, batch) for batch in batches]).sum() * scale
+    total = torch.stack([loss(model, leaves, batch, z_loss) for batch in batches]).sum() * scale
     total.backward()
     return total.item(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}

@@ -46,7 +46,10 @@ MODELS = {
     "linear rope": tiny_models.model("llama", rope_scaling=RopeScaling("linear", factor=4.0)),
     "llama3 rope": tiny_models.model("llama", rope_scaling=LLAMA3),
     "rope base": tiny_models.model("llama", rope_theta=500.0),
+    "gated gelu": tiny_models.model("llama", hidden_act="gelu_pytorch_tanh"),
+    "gated relu2": tiny_models.model("llama", hidden_act="relu2"),
     "gpt": tiny_models.model("gpt"),
+    "gpt relu2": tiny_models.model("gpt", hidden_act="relu2"),
     "gpt tied": tiny_models.model("gpt", tie_word_embeddings=True),
 }
 
@@ -70,6 +73,21 @@ def test_loss_and_gradients_equal_plain_pytorch(name: str) -> None:
     )
     assert sum(losses).item() / 100 == pytest.approx(loss, rel=1e-6)
     layouts.assert_close(layouts.assemble([layouts.held([stage], ctx, layouts.gradients, unsummed=True)]), expected)
+
+
+def test_z_loss_is_part_of_the_training_loss_alone() -> None:
+    """And of its gradient; evaluation measures cross entropy."""
+    config = tiny_models.config(MODELS["grouped"], z_loss=0.1)
+    stage, ctx, batch = tiny_models.build(config, context.single()), context.single(), tiny_models.batch(config.model)
+    loss = stage(None, batch)
+    loss.backward()
+    tensors = tiny_models.random_tensors(config.model)
+    expected, gradients = reference_models.loss_and_gradients(config.model, tensors, [batch], z_loss=0.1)
+    plain, _ = reference_models.loss_and_gradients(config.model, tensors, [batch])
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    layouts.assert_close(layouts.assemble([layouts.held([stage], ctx, layouts.gradients, unsummed=True)]), gradients)
+    assert plain < 0.9 * expected
+    assert stage.eval()(None, batch).item() == pytest.approx(plain, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["grouped", "q/k norm and biases", "gpt tied"])
