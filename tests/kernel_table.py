@@ -8,6 +8,8 @@ declared divisible by 16, as the JIT finds them to be at launch.
 import argparse
 import itertools
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from megapar_kernels import activations, adamw, cross_entropy, dropout, norms, r
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as megapar.device.prepare sets it
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 ARCHITECTURES = (80, 90, 100)
 REGISTERS, MOST_WARPS = 65536, 64  # of one SM
@@ -66,9 +69,9 @@ def shipped() -> Iterator[Shipped]:
     yield from _rope()
     yield from _cross_entropy()
     yield from _dropout()
+    yield from _softmax()
     yield from _norms()
     yield from _adamw()
-    yield from _softmax()
 
 
 def _cross_entropy() -> Iterator[Shipped]:
@@ -109,6 +112,22 @@ def _dropout() -> Iterator[Shipped]:
         yield Shipped("dropout", f"backward {columns}", kernel, types, backward, warps, aligned=aligned)
 
 
+def _adamw() -> Iterator[Shipped]:
+    kernel, (units, warps) = adamw._adamw_kernel, adamw.config()
+    flat = ("main_ptr", "grad_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "clip_ptr")
+    scalars = ("decay", "momentum", "beta2", "beta2_rest", "eps", "step_size", "root_correction")
+    types = {**dict.fromkeys(flat, "*fp32"), "elements": "i32", **dict.fromkeys(scalars, "fp32")}
+    constants = {"UNITS": units, "UNIT": adamw.UNIT}
+    full = {**types, "params_ptr": "*bf16", "decayed_ptr": "*i1", "found_inf_ptr": "*fp32"}
+    yield Shipped("adamw", "bf16", kernel, full, constants, warps, aligned=("elements",))
+    absent = dict.fromkeys(("params_ptr", "decayed_ptr", "found_inf_ptr"))
+    yield Shipped("adamw", "fp32", kernel, types, {**constants, **absent}, warps, aligned=("elements",))
+    steps, block, warps = adamw.square_sum_config()
+    types = {"x_ptr": "*fp32", "partial_ptr": "*fp64", "elements": "i32"}
+    constants = {"STEPS": steps, "BLOCK": block}
+    yield Shipped("adamw", "square sum", adamw._square_sum_kernel, types, constants, warps, aligned=("elements",))
+
+
 def _activations() -> Iterator[Shipped]:
     forward, backward = activations._activation_forward_kernel, activations._activation_backward_kernel
     shapes = [("swiglu", "silu", True, 96), ("swiglu", "silu", True, 4096), ("geglu", "gelu", True, 4096)]
@@ -136,42 +155,6 @@ def _rope() -> Iterator[Shipped]:
         types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
         aligned = [x for x in types if "stride" in x]
         yield Shipped("rope", f"{layout} {heads} heads of {width}", kernel, types, constants, warps, aligned=aligned)
-
-
-def _adamw() -> Iterator[Shipped]:
-    kernel, (units, warps) = adamw._adamw_kernel, adamw.config()
-    flat = ("main_ptr", "grad_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "clip_ptr")
-    scalars = ("decay", "momentum", "beta2", "beta2_rest", "eps", "step_size", "root_correction")
-    types = {**dict.fromkeys(flat, "*fp32"), "elements": "i32", **dict.fromkeys(scalars, "fp32")}
-    constants = {"UNITS": units, "UNIT": adamw.UNIT}
-    full = {**types, "params_ptr": "*bf16", "decayed_ptr": "*i1", "found_inf_ptr": "*fp32"}
-    yield Shipped("adamw", "bf16", kernel, full, constants, warps, aligned=("elements",))
-    absent = dict.fromkeys(("params_ptr", "decayed_ptr", "found_inf_ptr"))
-    yield Shipped("adamw", "fp32", kernel, types, {**constants, **absent}, warps, aligned=("elements",))
-    steps, block, warps = adamw.square_sum_config()
-    types = {"x_ptr": "*fp32", "partial_ptr": "*fp64", "elements": "i32"}
-    constants = {"STEPS": steps, "BLOCK": block}
-    yield Shipped("adamw", "square sum", adamw._square_sum_kernel, types, constants, warps, aligned=("elements",))
-
-
-def _softmax() -> Iterator[Shipped]:
-    forward, backward = softmax._softmax_forward_kernel, softmax._softmax_backward_kernel
-    strides = ("batch_stride", "head_stride", "query_stride")
-    for columns, causal in itertools.product((256, 2048, 4096, 8192, 16384), (True, False)):
-        rows, block, warps = softmax.config(columns)
-        constants: dict[str, Any] = {"CAUSAL": causal, "ROWS": rows, "BLOCK": block}
-        name, aligned = f"{'causal' if causal else 'masked'} {columns}", ("rows", "columns", "queries", *strides)
-        sizes = {**dict.fromkeys(("rows", "columns", "queries"), "i32"), "scale": "fp32"}
-        types = {"scores_ptr": "*bf16", "y_ptr": "*bf16", "mask_ptr": "*i1", **sizes}
-        types |= dict.fromkeys(("heads", *strides), "i32")
-        if causal:
-            del types["mask_ptr"]
-        mask = {"mask_ptr": None} if causal else {}
-        yield Shipped(
-            "softmax", f"{name} forward", forward, types, {**constants, **mask, "column_stride": 1}, warps, aligned=aligned
-        )
-        types = {**dict.fromkeys(("y_ptr", "grad_y_ptr", "grad_scores_ptr"), "*bf16"), **sizes}
-        yield Shipped("softmax", f"{name} backward", backward, types, constants, warps, aligned=aligned[:3])
 
 
 def _norms() -> Iterator[Shipped]:
@@ -207,6 +190,32 @@ def _norm(variant: str, kernel: Any, sizes: Mapping[str, int], warps: int, layer
     constants = {**sizes, **{x: None for x in kernel.arg_names if x in absent}}
     name = f"{'add_layer_norm' if layer_norm else 'add_rms_norm'} {variant}"
     return Shipped("norms", name, kernel, types, constants, warps, aligned=("columns",))
+
+
+def _softmax() -> Iterator[Shipped]:
+    forward, backward = softmax._softmax_forward_kernel, softmax._softmax_backward_kernel
+    strides = ("batch_stride", "head_stride", "query_stride")
+    for columns, causal in itertools.product((256, 2048, 4096, 8192, 16384), (True, False)):
+        rows, block, warps = softmax.config(columns)
+        constants: dict[str, Any] = {"CAUSAL": causal, "ROWS": rows, "BLOCK": block}
+        name, aligned = f"{'causal' if causal else 'masked'} {columns}", ("rows", "columns", "queries", *strides)
+        sizes = {**dict.fromkeys(("rows", "columns", "queries"), "i32"), "scale": "fp32"}
+        types = {"scores_ptr": "*bf16", "y_ptr": "*bf16", "mask_ptr": "*i1", **sizes}
+        types |= dict.fromkeys(("heads", *strides), "i32")
+        if causal:
+            del types["mask_ptr"]
+        mask = {"mask_ptr": None} if causal else {}
+        yield Shipped(
+            "softmax",
+            f"{name} forward",
+            forward,
+            types,
+            {**constants, **mask, "column_stride": 1},
+            warps,
+            aligned=aligned,
+        )
+        types = {**dict.fromkeys(("y_ptr", "grad_y_ptr", "grad_scores_ptr"), "*bf16"), **sizes}
+        yield Shipped("softmax", f"{name} backward", backward, types, constants, warps, aligned=aligned[:3])
 
 
 def compile_one(item: Shipped, architecture: int) -> Resources:
@@ -250,14 +259,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args()
     table: dict[str, dict[str, dict[str, int]]] = {}
-    for item in (item for item in shipped() if item.name.startswith(options.only)):
-        table[item.name] = {f"sm_{a}": asdict(compile_one(item, a)) for a in ARCHITECTURES}
-        for architecture, numbers in table[item.name].items():
-            print(
-                f"{item.name:<40} {architecture:<7}", *(f"{key} {value}" for key, value in numbers.items()), flush=True
-            )
+    names = [item.name for item in shipped() if item.name.startswith(options.only)]
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        for name, table[name] in zip(names, pool.imap(compile_named, names), strict=True):
+            for architecture, numbers in table[name].items():
+                print(
+                    f"{name:<40} {architecture:<7}", *(f"{key} {value}" for key, value in numbers.items()), flush=True
+                )
     if options.json:
-        options.json.write_text(json.dumps({"triton": triton.__version__, "kernels": table}, indent=1) + "\n")
+        lines = [f" {json.dumps(name)}: {json.dumps(resources)}" for name, resources in sorted(table.items())]
+        head = f'{{"triton": {json.dumps(triton.__version__)}, "kernels": {{'
+        options.json.write_text("\n".join([head, ",\n".join(lines), "}}"]) + "\n")
+
+
+def compile_named(name: str) -> dict[str, dict[str, int]]:
+    """Resources by architecture."""
+    (item,) = (item for item in shipped() if item.name == name)
+    return {f"sm_{architecture}": asdict(compile_one(item, architecture)) for architecture in ARCHITECTURES}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tests.kernel_checks import DEVICE, Guarded, compare, needs_triton, relative_error
 
+pytestmark = pytest.mark.gpu
+
 Op = Callable[..., Tensor]
 GATED, PLAIN = (swiglu, geglu, reglu_squared), (relu_squared, gelu, bias_gelu)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

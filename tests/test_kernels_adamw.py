@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.kernel_checks import DEVICE, Guarded, needs_triton, poisoned, relative_error
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.gpu]
 
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 # Runs that start and end in one program, span several, and are one UNIT; the last ends where the shard does.

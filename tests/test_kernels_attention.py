@@ -7,6 +7,8 @@ from torch import Tensor
 
 from tests.kernel_checks import DEVICE, relative_error
 
+pytestmark = pytest.mark.gpu
+
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float64  # varlen_attn takes no other on a GPU
 TOLERANCE = 1e-2 if ON_GPU else 1e-12

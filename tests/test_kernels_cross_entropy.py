@@ -19,6 +19,8 @@ from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from tests.distributed import rank_device, run_ranks
 from tests.kernel_checks import DEVICE, compare, needs_triton, poisoned, relative_error
 
+pytestmark = pytest.mark.gpu
+
 ALONE = Axis("tp", 1, 0, (0,))
 WAYS = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from megapar.random import row_keys
 from tests.kernel_checks import DEVICE, Guarded, compare, needs_triton, poisoned
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.gpu]
 
 # Rows, columns: tiles of one row and of many, whole and cut.
 SHAPES = [(1, 1), (5, 7), (3, 127), (4, 129), (2, 1000), (3, 4096), (4097, 2)]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.kernel_checks import DEVICE, compare, needs_triton, relative_error
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.gpu]
 
 EPS = 1e-5
 NORMS = {"rms_norm": norms.rms_norm, "layer_norm": norms.layer_norm}

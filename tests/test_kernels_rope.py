@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tests.kernel_checks import DEVICE, TOLERANCE, Guarded, compare, needs_triton, relative_error
 
+pytestmark = pytest.mark.gpu
+
 LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 HOWS = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
 # s, b, heads of q, heads of k, width: one block of positions, of heads, and several

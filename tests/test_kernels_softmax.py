@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.kernel_checks import DEVICE, compare, needs_triton, poisoned, relative_error
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.gpu]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CAUSAL = [(1, 1), (1, 7), (7, 7), (5, 127), (129, 129), (3, 1000), (2, 4096), (40, 40)]
