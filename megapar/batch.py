@@ -1,7 +1,7 @@
 """What data, models and pipeline hand each other: a micro-batch of samples, and a pipeline stage that takes it."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,16 @@ class MicroBatch:
     sum.
 
     `sample_ids_b` are positions in the run's global sample order: they key dropout, so no layout changes a mask.
+    `starts` tells samples that are several documents, which do not attend to each other: int32 [documents + 1], where
+    each document starts among the positions of all samples, one sample after another, and b * s at the end. None: each
+    sample is one document.
     """
 
     tokens_bs: Tensor  # int64
     targets_bs: Tensor  # int64
     weights_bs: Tensor  # float32
     sample_ids_b: Tensor  # int64
+    starts: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -29,12 +33,20 @@ class MicroBatch:
         return self.tokens_bs.shape[1]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(
-            *(
-                x.to(device, non_blocking=True)
-                for x in (self.tokens_bs, self.targets_bs, self.weights_bs, self.sample_ids_b)
-            )
-        )
+        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return MicroBatch(**{k: x if x is None else x.to(device, non_blocking=True) for k, x in tensors.items()})
+
+    def documents_bs(self) -> Tensor:
+        """Number of the document that each position is in, counted over all samples; needs `starts`."""
+        assert self.starts is not None
+        place = torch.arange(self.tokens_bs.numel(), dtype=torch.int32, device=self.starts.device)
+        return (torch.searchsorted(self.starts, place, right=True) - 1).view(self.tokens_bs.shape)
+
+    def positions_bs(self) -> Tensor:
+        """Position of each token in its document; needs `starts`."""
+        assert self.starts is not None
+        place = torch.arange(self.tokens_bs.numel(), device=self.starts.device).view(self.tokens_bs.shape)
+        return place - self.starts[self.documents_bs()]
 
 
 class TensorSpec(NamedTuple):

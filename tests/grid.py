@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megapar_kernels.backend import Backend
 from megapar_models.build import build_stages
+from torch import Tensor
 
 from megapar import comm, context
 from megapar.batch import MicroBatch
@@ -72,6 +73,7 @@ class Layout:
     overlap: bool = True
     backend: Backend = "auto"
     loss_chunk: int = 0
+    packed: bool = False
 
     @property
     def world(self) -> int:
@@ -113,8 +115,9 @@ class Layout:
         return validate(Config(model=self.model, **parts), self.world)
 
 
-def micro_batches(config: Config, ctx: ParallelContext, step: int) -> list[MicroBatch]:
-    """Random tokens, a distinct weight for each of them, and one sample that is masked whole."""
+def micro_batches(config: Config, ctx: ParallelContext, step: int, packed: bool = False) -> list[MicroBatch]:
+    """Random tokens, a distinct weight for each of them, and one sample that is masked whole; `packed` samples are two
+    documents each."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(config.model.vocab_size, (SAMPLES, LENGTH + 1), generator=generator)
     weights = 0.1 + torch.rand(SAMPLES, LENGTH, generator=generator)
@@ -122,7 +125,17 @@ def micro_batches(config: Config, ctx: ParallelContext, step: int) -> list[Micro
     ids = torch.arange(SAMPLES) + step * SAMPLES
     positions = micro_batch_positions(0, SAMPLES, config.train.micro_batch_size, ctx.dp.rank, ctx.dp.size)
     rows = [torch.from_numpy(row) for row in positions]
-    return [MicroBatch(tokens[r, :-1], tokens[r, 1:], weights[r], ids[r]).to(ctx.device) for r in rows]
+    batches = [MicroBatch(tokens[r, :-1], tokens[r, 1:], weights[r], ids[r]) for r in rows]
+    if packed:
+        batches = [replace(batch, starts=two_documents(row)) for batch, row in zip(batches, rows, strict=True)]
+    return [batch.to(ctx.device) for batch in batches]
+
+
+def two_documents(samples: Tensor) -> Tensor:
+    """`MicroBatch.starts` of samples whose second document starts at position 1 + the sample's number."""
+    firsts = torch.arange(len(samples)) * LENGTH
+    inner = torch.stack((firsts, firsts + 1 + samples), dim=1).flatten()
+    return torch.cat((inner, torch.tensor([len(samples) * LENGTH]))).int()
 
 
 def make_state(config: Config) -> TrainState:

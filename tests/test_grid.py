@@ -21,13 +21,13 @@ from tests.kernel_checks import needs_triton
 STEPS = 2
 
 
-def train_two_steps(config: Config) -> dict[str, Any]:
+def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
     """What one rank has to show: initial weights, and loss, norm, gradients and weights of each step."""
     state = make_state(config)
     stages = state.pipeline.stages.values()
     shown: dict[str, Any] = {"initial": layouts.held(stages, state.ctx), "steps": []}
     for step in range(STEPS):
-        result = train_step(state, micro_batches(config, state.ctx, step))
+        result = train_step(state, micro_batches(config, state.ctx, step, packed))
         if state.optimizer.how == "triton":  # torch's AdamW leaves the gradient clipped
             state.grads.grads *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
         shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), layouts.held(stages, state.ctx)))
@@ -35,13 +35,13 @@ def train_two_steps(config: Config) -> dict[str, Any]:
 
 
 def on_ranks(layouts_of_one_world: list[Layout]) -> list[dict[str, Any]]:
-    return [train_two_steps(layout.config()) for layout in layouts_of_one_world]
+    return [train_two_steps(layout.config(), layout.packed) for layout in layouts_of_one_world]
 
 
 @cache
-def reference(model: ModelConfig) -> dict[str, Any]:
+def reference(model: ModelConfig, packed: bool) -> dict[str, Any]:
     """One process, one micro-batch, nothing recomputed, no ZeRO."""
-    return train_two_steps(Layout(model, micro_batch_size=SAMPLES, zero_stage=0).config())
+    return train_two_steps(Layout(model, micro_batch_size=SAMPLES, zero_stage=0).config(), packed)
 
 
 def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -49,7 +49,7 @@ def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
-    expected = reference(layout.model)
+    expected = reference(layout.model, layout.packed)
     initial = layouts.assemble([rank["initial"] for rank in ranks])
     assert bitwise(initial, layouts.assemble([expected["initial"]])), "initial weights depend on the layout"
     for step in range(STEPS):
@@ -76,6 +76,8 @@ WORLD_2 = [
     Layout(ONE_KV_HEAD, dp=2),
     Layout(LLAMA, tp=2, sequence_parallel=True, loss_chunk=7),
     Layout(ONE_KV_HEAD, pp=2, loss_chunk=5),
+    Layout(LLAMA, tp=2, sequence_parallel=True, micro_batch_size=3, packed=True),
+    Layout(GPT, pp=2, micro_batch_size=2, recompute="selective", packed=True),
 ]
 WORLD_4 = [
     Layout(LLAMA, tp=4, sequence_parallel=True),
@@ -87,6 +89,7 @@ WORLD_4 = [
     Layout(GPT, tp=2, pp=2, vpp=2, schedule="interleaved", sequence_parallel=True, micro_batch_size=4),
     Layout(LLAMA, pp=4, micro_batch_size=4),
     Layout(LLAMA, dp=4, micro_batch_size=3),
+    Layout(GPT, dp=2, tp=2, sequence_parallel=True, micro_batch_size=3, packed=True),
 ]
 WORLD_8 = [
     Layout(LLAMA, dp=2, tp=2, pp=2, sequence_parallel=True, recompute="selective"),
@@ -145,6 +148,7 @@ def random_layouts(draw: st.DrawFn) -> Layout:
         zero_stage=draw(st.sampled_from([0, 1])),
         micro_batch_size=draw(st.sampled_from([size for size in (1, 2, 3, 4) if SAMPLES % (size * dp) == 0])),
         loss_chunk=draw(st.sampled_from([0, 0, 11])),
+        packed=draw(st.booleans()),
         order=draw(st.sampled_from(["tp-cp-dp-pp", "pp-tp-cp-dp", "dp-pp-tp-cp"])),
     )
 

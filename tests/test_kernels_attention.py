@@ -12,22 +12,28 @@ pytestmark = pytest.mark.gpu
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float64  # varlen_attn takes no other on a GPU
 TOLERANCE = 1e-2 if ON_GPU else 1e-12
-LENGTHS = (1, 7, 30, 12)
+LENGTHS = (1, 7, 12, 5, 14, 1)  # two samples of 20 positions
 
 
 def packed(kv_heads: int) -> tuple[list[Tensor], Tensor]:
     torch.manual_seed(kv_heads)
-    shapes = [(sum(LENGTHS), heads, 32) for heads in (4, kv_heads, kv_heads)]
+    shapes = [(sum(LENGTHS) // 2, 2, heads, 32) for heads in (4, kv_heads, kv_heads)]
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).to(DEVICE, torch.int32)
     return [torch.randn(shape, dtype=DTYPE, device=DEVICE, requires_grad=True) for shape in shapes], starts
+
+
+def in_a_row(x_sb: Tensor) -> Tensor:
+    """Positions of all samples, one sample after another."""
+    return x_sb.transpose(0, 1).flatten(0, 1)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_packed_documents_are_attended_to_as_if_each_were_alone(kv_heads: int) -> None:
     inputs, starts = packed(kv_heads)
-    found = packed_causal_attention(*inputs, starts, max(LENGTHS))
-    alone = zip(*(x.split(LENGTHS) for x in inputs), strict=True)
+    found = packed_causal_attention(*inputs, starts)
+    alone = zip(*(in_a_row(x).split(LENGTHS) for x in inputs), strict=True)
     expected = torch.cat([causal_attention(*(x[:, None] for x in document))[:, 0] for document in alone])
+    expected = expected.unflatten(0, (2, -1)).transpose(0, 1)
     grad = torch.randn_like(expected)
     assert relative_error(found, expected) < TOLERANCE
     pairs = zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True)
@@ -39,8 +45,8 @@ def test_no_gradient_crosses_a_document() -> None:
     """Exactly none: a loss on the third document alone."""
     inputs, starts = packed(2)
     third = slice(int(starts[2]), int(starts[3]))
-    loss = packed_causal_attention(*inputs, starts, max(LENGTHS))[third].square().sum()
-    for grad in torch.autograd.grad(loss, inputs):
+    loss = in_a_row(packed_causal_attention(*inputs, starts))[third].square().sum()
+    for grad in map(in_a_row, torch.autograd.grad(loss, inputs)):
         assert grad[third].any()
         assert not grad[: third.start].any()
         assert not grad[third.stop :].any()

@@ -11,6 +11,7 @@ from megapar_models.build import build_stages, flops_per_token, parameter_count
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapar import context
+from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, RopeScaling
 from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.validate import validate
@@ -73,6 +74,27 @@ def test_loss_and_gradients_equal_plain_pytorch(name: str) -> None:
     )
     assert sum(losses).item() / 100 == pytest.approx(loss, rel=1e-6)
     layouts.assert_close(layouts.assemble([layouts.held([stage], ctx, layouts.gradients, unsummed=True)]), expected)
+
+
+@pytest.mark.parametrize("name", ["grouped", "q/k norm and biases", "gpt tied"])
+def test_packed_documents_train_as_if_each_were_alone(name: str) -> None:
+    """Two samples of three and two documents against plain PyTorch on five documents: attention and positions start
+    anew at each, rotary ones by their differences."""
+    config, ctx = tiny_models.config(MODELS[name]), context.single()
+    batch = tiny_models.batch(config.model)
+    lengths = ((5, 1, tiny_models.LENGTH - 6), (20, tiny_models.LENGTH - 20))
+    starts = torch.tensor([0, *lengths[0], *lengths[1]]).cumsum(0).int()
+    stage = tiny_models.build(config, ctx)
+    loss = stage(None, replace(batch, starts=starts))
+    loss.backward()
+    alone = []
+    for sample, parts in enumerate(lengths):
+        rows = (x[sample : sample + 1].split(parts, 1) for x in (batch.tokens_bs, batch.targets_bs, batch.weights_bs))
+        alone += [MicroBatch(*row, batch.sample_ids_b[:1]) for row in zip(*rows, strict=True)]
+    tensors = tiny_models.random_tensors(config.model)
+    expected, gradients = reference_models.loss_and_gradients(config.model, tensors, alone)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    layouts.assert_close(layouts.assemble([layouts.held([stage], ctx, layouts.gradients, unsummed=True)]), gradients)
 
 
 def test_z_loss_is_part_of_the_training_loss_alone() -> None:

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from megapar_kernels.launch import Implementation
-from megapar_kernels.softmax import scaled_causal_softmax
+from megapar_kernels.softmax import scaled_causal_softmax, scaled_masked_softmax
 
 # For Hopper and Blackwell, where cuDNN is about twice as fast as FlashAttention 2, torch's own first choice.
 CUDNN_FIRST = [
@@ -43,28 +43,46 @@ def causal_attention(
 
 
 def causal_attention_dropout(
-    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, keep_bnss: Tensor, p: float, how: Implementation = "torch"
+    q_sbnd: Tensor,
+    k_sbnd: Tensor,
+    v_sbnd: Tensor,
+    keep_bnss: Tensor,
+    p: float,
+    documents_bs: Tensor | None = None,
+    how: Implementation = "torch",
 ) -> Tensor:
-    """`causal_attention` with its probabilities multiplied by keep / (1 - p); q, k and v have equally many heads. `how`
-    is the softmax's implementation."""
+    """`causal_attention` with its probabilities multiplied by keep / (1 - p); q, k and v have equally many heads.
+
+    Positions of different `documents_bs` do not attend to each other. `how` is the softmax's implementation.
+    """
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-    scores = (q @ k.transpose(-1, -2)).float()
-    probabilities = scaled_causal_softmax(scores, 1.0 / math.sqrt(q.shape[-1]), how) * keep_bnss / (1.0 - p)
+    scores, scale = (q @ k.transpose(-1, -2)).float(), 1.0 / math.sqrt(q.shape[-1])
+    if documents_bs is None:
+        probabilities = scaled_causal_softmax(scores, scale, how)
+    else:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        apart = documents_bs[:, None, :, None] != documents_bs[:, None, None, :]
+        probabilities = scaled_masked_softmax(scores, future | apart, scale, how)
+    probabilities = probabilities * keep_bnss / (1.0 - p)
     return rearrange(probabilities.to(v.dtype) @ v, "b n s d -> s b (n d)")
 
 
-def packed_causal_attention(q_tnd: Tensor, k_tnd: Tensor, v_tnd: Tensor, starts: Tensor, longest: int) -> Tensor:
-    """`causal_attention` within each of several documents that lie one after another, as [t, n * d].
+def packed_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor) -> Tensor:
+    """`causal_attention` within each of several documents, as [s, b, n * d].
 
-    Document i holds tokens [starts[i], starts[i + 1]); `starts` is int32 [documents + 1], from 0 to t, and `longest`
-    the length of the longest. On GPUs torch's varlen_attn (bf16 or fp16), elsewhere SDPA document by document.
+    Document i is positions [starts[i], starts[i + 1]) of all samples, one sample after another; `starts` is int32
+    [documents + 1], from 0 to b * s, and no document reaches into the next sample. On GPUs torch's varlen_attn (bf16 or
+    fp16), elsewhere SDPA document by document.
     """
-    run = q_tnd.shape[1] // k_tnd.shape[1]
-    if q_tnd.is_cuda:
-        k, v = (x.repeat_interleave(run, 1) for x in (k_tnd, v_tnd))
-        y: Any = varlen_attn(q_tnd, k, v, starts, starts, longest, longest, window_size=(-1, 0))
-        return rearrange(y, "t n d -> t (n d)")
-    lengths = starts.diff().tolist()
-    parts = zip(*(x.split(lengths) for x in (q_tnd, k_tnd, v_tnd)), strict=True)
-    documents = [sdpa(*(rearrange(x, "t n d -> 1 n t d") for x in part)) for part in parts]
-    return torch.cat([rearrange(y, "1 n t d -> t (n d)") for y in documents])
+    length, run = q_sbnd.shape[0], q_sbnd.shape[2] // k_sbnd.shape[2]
+    q, k, v = (rearrange(x, "s b n d -> (b s) n d") for x in (q_sbnd, k_sbnd, v_sbnd))
+    if q.is_cuda:
+        k, v = k.repeat_interleave(run, 1), v.repeat_interleave(run, 1)
+        # No document is longer than a sample: to know the longest, the host would have to wait.
+        y: Any = varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
+    else:
+        lengths = starts.diff().tolist()
+        parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        documents = [sdpa(*(rearrange(x, "t n d -> 1 n t d") for x in part)) for part in parts]
+        y = torch.cat([rearrange(x, "1 n t d -> t n d") for x in documents])
+    return rearrange(y, "(b s) n d -> s b (n d)", s=length)

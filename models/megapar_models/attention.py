@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange
-from megapar_kernels.attention import causal_attention, causal_attention_dropout
+from megapar_kernels.attention import causal_attention, causal_attention_dropout, packed_causal_attention
 from megapar_kernels.norms import rms_norm
 from megapar_kernels.rope import rotate_qk
 from torch import Tensor, nn
@@ -107,16 +107,23 @@ class Attention(nn.Module):
             index = torch.tensor(heads.kv_index, device=k.device)
             k, v = k.index_select(2, index), v.index_select(2, index)
         if not (model.attention_dropout and self.training):
-            return causal_attention(q, k, v, kernels.attention)
+            if info.batch.starts is None:
+                return causal_attention(q, k, v, kernels.attention)
+            return packed_causal_attention(q, k, v, info.batch.starts)
         run = q_heads // k.shape[2]
         k, v = k.repeat_interleave(run, 2), v.repeat_interleave(run, 2)
-        keep = self._keep(q.shape[0], info)
-        return causal_attention_dropout(q, k, v, keep, model.attention_dropout, kernels.softmax)
+        keep, documents = (
+            self._keep(q.shape[0], info),
+            info.batch.documents_bs() if info.batch.starts is not None else None,
+        )
+        return causal_attention_dropout(q, k, v, keep, model.attention_dropout, documents, kernels.softmax)
 
     def _keep(self, length: int, info: Pass) -> Tensor:
         """Dropout mask [b, n, s, s], keyed by sample, global head and query position."""
-        device = info.sample_ids_b.device
+        device = info.batch.sample_ids_b.device
         head = torch.arange(self.heads.q_start, self.heads.q_stop, device=device)[None, :, None]
         position = torch.arange(length, device=device)[None, None, :]
-        keys = row_keys(self.blueprint.seed, 4 * self.number + 1, info.sample_ids_b[:, None, None], head, position)
+        keys = row_keys(
+            self.blueprint.seed, 4 * self.number + 1, info.batch.sample_ids_b[:, None, None], head, position
+        )
         return keep_mask(keys, length, self.blueprint.model.attention_dropout)

@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al., 2019): learned positions, LayerNorm before each block, GELU, biases everywhere, dropout, tied
 embeddings by option."""
 
+import torch.nn.functional as F
 from megapar_kernels.activations import bias_gelu, gelu, relu_squared
 from megapar_kernels.dropout import dropout_add, keep_mask
 from megapar_kernels.norms import add_layer_norm, layer_norm
@@ -109,13 +110,17 @@ class GPTStage(Stage):
         return LayerNorm(name, self.blueprint)
 
     def embed(self, batch: MicroBatch, info: Pass) -> Tensor:
-        """Token plus position embeddings, dropped out. With sequence parallel each rank adds its own positions."""
+        """Token plus position embeddings, dropped out; positions count from the start of a document. With sequence
+        parallel each rank adds its own."""
         assert self.positions is not None
         x_sbh = super().embed(batch, info)
         sharding, p = self.blueprint.sharding, self.blueprint.model.hidden_dropout if self.training else 0.0
         first = sharding.tp.rank * x_sbh.shape[0] if sharding.splits_sequence else 0
-        positions_s1h = self.positions[first : first + x_sbh.shape[0], None]
-        x_sbh = x_sbh + positions_s1h
+        own = slice(first, first + x_sbh.shape[0])
+        if batch.starts is None:
+            x_sbh = x_sbh + self.positions[own, None]
+        else:
+            x_sbh = x_sbh + F.embedding(batch.positions_bs().t()[own], self.positions)
         if not p:
             return x_sbh
         return x_sbh * keep_mask(hidden_keys(x_sbh, info, 0, self.blueprint), x_sbh.shape[-1], p) / (1.0 - p)

@@ -91,7 +91,11 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaStage(Stage):
-    """A run of Llama layers, which share one pass's rotary tables."""
+    """A run of Llama layers, which share one pass's rotary tables.
+
+    Positions go on over the documents of a sample: rotary attention depends on distances alone, and each document keeps
+    to itself.
+    """
 
     def make_layer(self, number: int) -> nn.Module:
         return LlamaLayer(number, self.blueprint)
@@ -101,4 +105,4 @@ class LlamaStage(Stage):
 
     def make_pass(self, batch: MicroBatch) -> Pass:
         rope = rope_tables(self.blueprint.model, batch.seq_length, batch.tokens_bs.device)
-        return Pass(batch.sample_ids_b, rope)
+        return Pass(batch, rope)

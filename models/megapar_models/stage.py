@@ -54,10 +54,10 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward pass tells every layer: the samples in it (keys of dropout) and rotary cos and sin [s, d]."""
+    """What one forward pass tells every layer: the batch (keys of dropout, documents), rotary cos and sin [s, d]."""
 
-    sample_ids_b: Tensor
-    rope: tuple[Tensor, Tensor] | None
+    batch: MicroBatch
+    rope: tuple[Tensor, Tensor] | None = None
 
 
 def hidden_keys(x_sbh: Tensor, info: Pass, use: int, blueprint: Blueprint) -> Tensor:
@@ -66,7 +66,7 @@ def hidden_keys(x_sbh: Tensor, info: Pass, use: int, blueprint: Blueprint) -> Te
     length, sharding = x_sbh.shape[0], blueprint.sharding
     offset = sharding.tp.rank * length if sharding.splits_sequence else 0
     position = torch.arange(offset, offset + length, device=x_sbh.device)
-    return row_keys(blueprint.seed, use, info.sample_ids_b[None, :], position[:, None])
+    return row_keys(blueprint.seed, use, info.batch.sample_ids_b[None, :], position[:, None])
 
 
 class Stage(PipelineStage):
@@ -111,7 +111,7 @@ class Stage(PipelineStage):
         raise NotImplementedError
 
     def make_pass(self, batch: MicroBatch) -> Pass:
-        return Pass(batch.sample_ids_b, None)
+        return Pass(batch)
 
     def embed(self, batch: MicroBatch, info: Pass) -> Tensor:
         """Token embeddings [s or s/tp, b, h]."""
