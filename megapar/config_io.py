@@ -68,15 +68,30 @@ def to_toml(resolved: Resolved, derived: Config | None = None) -> str:
     that the run uses stands in the comment, so the file serves other world sizes too.
     """
     values, used = flatten(resolved.config), flatten(derived or resolved.config)
-    sections: dict[str, list[str]] = {}
+    lines = {}
     for path, value in values.items():
-        section, _, key = path.rpartition(".")
         comment = "".join(c if c.isprintable() else "?" for c in resolved.sources[path])
         if used[path] != value:
             comment += f", here {_toml(used[path])}"
-        sections.setdefault(section, []).append(f"{key} = {_toml(value)}  # {comment}")
+        lines[path] = f"{_toml(value)}  # {comment}"
+    return _sectioned(lines)
+
+
+def part_toml(config: Config, parts: Sequence[str]) -> str:
+    """The options and sections in `parts`, such as `model` and `data.tokenizer`, as TOML for `--config`."""
+    return _sectioned(
+        {p: _toml(v) for p, v in flatten(config).items() if any(f"{p}.".startswith(f"{part}.") for part in parts)}
+    )
+
+
+def _sectioned(lines: Mapping[str, str]) -> str:
+    """TOML out of what stands behind "key = " of each option, by dotted path."""
+    sections: dict[str, list[str]] = {}
+    for path, line in lines.items():
+        section, _, key = path.rpartition(".")
+        sections.setdefault(section, []).append(f"{key} = {line}")
     top = sections.pop("", [])
-    return "\n".join([*top, *(line for name, lines in sections.items() for line in ("", f"[{name}]", *lines)), ""])
+    return "\n".join([*top, *(line for name, found in sections.items() for line in ("", f"[{name}]", *found)), ""])
 
 
 # Flags

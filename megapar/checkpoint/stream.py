@@ -1,0 +1,134 @@
+"""Weights written a tensor at a time, as conversion needs it: no more than one tensor is in memory, and the folder
+exists only when it is complete."""
+
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapar.checkpoint.format import (
+    WEIGHTS,
+    Chunk,
+    Entry,
+    Manifest,
+    Sizes,
+    checksum,
+    dtype_name,
+    sync_folder,
+    write_manifest,
+)
+from megapar.config import Config, flatten
+from megapar.errors import CheckpointError, ConfigError, StorageError
+from megapar.validate import weight_options
+
+SHARD_BYTES = 5_000_000_000
+CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
+
+
+class TensorInfo(NamedTuple):
+    """What a tensor will be, said before it is made."""
+
+    shape: Sizes
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Plan = Mapping[str, TensorInfo]
+
+
+@contextmanager
+def new_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
+    """A temporary folder beside `final`, which becomes `final` when the block ends, or vanishes when it fails.
+
+    Raises ConfigError if `final` exists, StorageError if it cannot be written or has no room for `needed_bytes`.
+    """
+    if final.exists():
+        raise ConfigError(f"{final}: exists; name a folder that does not, nothing is overwritten")
+    temporary = final.parent / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}"
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(final.parent).free
+        if free < needed_bytes:
+            raise StorageError(f"{final}: needs {needed_bytes:,} bytes, {free:,} are free: free some space")
+        temporary.mkdir()
+        yield temporary
+        sync_folder(temporary)
+        temporary.rename(final)
+        sync_folder(final.parent)
+    except OSError as error:
+        raise StorageError(f"{final}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def shards(plan: Plan, limit: int) -> list[dict[str, TensorInfo]]:
+    """The plan in order, cut where a file would hold more than `limit` bytes; a larger tensor has a file to itself."""
+    files: list[dict[str, TensorInfo]] = [{}]
+    for name, info in plan.items():
+        if files[-1] and sum(i.nbytes for i in files[-1].values()) + info.nbytes > limit:
+            files.append({})
+        files[-1][name] = info
+    return files
+
+
+def write_file(path: Path, plan: Plan, make: Callable[[str], Tensor]) -> None:
+    """A safetensors file of the planned tensors; `make` is called for one after the other, and each is let go."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, info in plan.items():
+        start, end = end, end + info.nbytes
+        header[name] = {"dtype": CODES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, info in plan.items():
+            file.write(_bytes(name, make(name), info))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _bytes(name: str, values: Tensor, info: TensorInfo) -> memoryview:
+    if (tuple(values.shape), values.dtype) != info:
+        raise CheckpointError(f"{name}: {dtype_name(values.dtype)} {list(values.shape)}, {info} was planned")
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_weights(
+    folder: Path, config: Config, shapes: Mapping[str, Sizes], make: Callable[[str], Tensor], *, shard_bytes: int
+) -> None:
+    """A native checkpoint of step 0 in `folder`: fp32 main weights of a validated `config`, no moments.
+
+    `make` returns the logical tensor of a name in `shapes`, fp32. `trainer.weights_only` in the manifest says that no
+    run can go on from it with its moments.
+    """
+    (state,) = WEIGHTS
+    plan = {f"{state}.{name}": TensorInfo(shape, torch.float32) for name, shape in shapes.items()}
+    tensors: dict[str, Entry] = {}
+    files: dict[str, int] = {}
+    for number, shard in enumerate(shards(plan, shard_bytes)):
+        file = f"weights_{number:05d}.safetensors"
+
+        def stored(name: str, file: str = file) -> Tensor:
+            values = make(name.removeprefix(f"{state}.")).contiguous()
+            shape = tuple(values.shape)
+            chunk = Chunk(file, name, (0,) * len(shape), shape, checksum(values))
+            tensors[name] = Entry(shape, dtype_name(values.dtype), (chunk,))
+            return values
+
+        write_file(folder / file, shard, stored)
+        files[file] = (folder / file).stat().st_size
+    trainer = {"updates": 0, "loss_scale": None, "weights_only": True, "config": flatten(config)}
+    data: dict[str, Any] = {}
+    write_manifest(folder, Manifest(0, 0, {}, weight_options(config), trainer, data, files, tensors))
