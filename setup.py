@@ -32,6 +32,7 @@ setup(
         "matplotlib>=3.8",  # loss curve and pipeline timeline as PNG
     ],
     extras_require={
-        "dev": ["pytest>=8", "hypothesis>=6", "ruff", "mypy", "pre-commit"],
+        "convert": ["transformers>=5"],  # what tools/convert_checkpoint.py compares logits with
+        "dev": ["pytest>=8", "hypothesis>=6", "ruff", "mypy", "pre-commit", "transformers>=5"],
     },
 )
