@@ -53,8 +53,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 ALSO = {("megapar_models.build", "megapar.pipeline.partition")}
 
 ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm.py", "megapar/context.py"}
-# The launcher starts ranks through torch's own; the benchmark's contenders are PyTorch's own ways to train.
-DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {}
+# The export to torch's checkpoints is written by torch's own; the benchmark's contenders are its own ways to train.
+DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {"megapar/checkpoint/dcp.py": ("torch.distributed.checkpoint",)}
 PYTORCH_CONTENDERS = {"tools/benchmark.py", "tools/benchmark_peers.py"}
 
 # Kernels import nothing of ours, and must know how many multiprocessors there are.

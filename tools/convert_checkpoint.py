@@ -1,4 +1,5 @@
-"""Checkpoints of Hugging Face to native ones and back, on one CPU, a tensor at a time.
+"""Checkpoints of Hugging Face to native ones and back, of Megatron-LM to native ones, of native ones to torch's, on one
+CPU, a tensor at a time.
 
 What is written is compared with transformers first: the largest difference of logits, in fp32, goes to parity.json.
 """
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
+from megapar.checkpoint import dcp, megatron
 from megapar.checkpoint.format import WEIGHTS, Manifest, Sizes, read_manifest
 from megapar.checkpoint.huggingface import (
     Recipe,
@@ -91,6 +93,33 @@ class NativeToHf:
     """Compare logits with transformers, which loads the whole model twice; --no-verify needs memory for a tensor."""
     shard_bytes: int = SHARD_BYTES
     """Largest file, unless one tensor is larger."""
+
+
+@dataclass(frozen=True)
+class MegatronToNative:
+    """Megatron-LM's checkpoint (--ckpt-format torch) of a GPT or Llama to a native one, weights alone.
+
+    Beside it: config.toml with the [model] section. Files are unpickled without running anything that they hold.
+    """
+
+    src: Annotated[Path, tyro.conf.Positional]
+    """Folder with latest_checkpointed_iteration.txt, or one of its iter_XXXXXXX."""
+    dst: Annotated[Path, tyro.conf.Positional]
+    """Folder of the checkpoint; must not exist."""
+    vocab_size: int = 0
+    """The tokenizer's size, beyond which rows are padding; 0 takes what Megatron's --vocab-size was."""
+    shard_bytes: int = SHARD_BYTES
+    """Largest file, unless one tensor is larger."""
+
+
+@dataclass(frozen=True)
+class NativeToDcp:
+    """A native checkpoint's weights to torch.distributed.checkpoint, keyed by our logical names, for DTensors."""
+
+    src: Annotated[Path, tyro.conf.Positional]
+    """Folder of one checkpoint, such as RUN_DIR/checkpoints/step_00000300."""
+    dst: Annotated[Path, tyro.conf.Positional]
+    """Folder that dcp.load(state_dict, checkpoint_id=DST) reads; must not exist."""
 
 
 def hf_to_native(options: HfToNative) -> None:
@@ -160,6 +189,36 @@ def native_to_hf(options: NativeToHf) -> None:
         if options.verify:
             verify(options.src, folder, folder, dtype)
     print(f"{options.dst}: {raw['model_type']}, {raw['torch_dtype']}, step {manifest.step} of {options.src}")
+
+
+def megatron_to_native(options: MegatronToNative) -> None:
+    """Raises CheckpointError for files that are damaged, unsafe or of an unsupported model, before anything is
+    written."""
+    source = megatron.read(options.src, options.vocab_size)
+    dtypes = {part.dtype for parts in source.parts.values() for part in parts}
+    precision = PRECISION[dtypes.pop() if len(dtypes) == 1 else torch.float32]
+    length = min(TrainConfig.seq_length, source.model.max_position_embeddings)
+    config = validate(Config(model=source.model, train=TrainConfig(precision=precision, seq_length=length)), 1)
+    shapes = native_shapes(config.model)
+    source.check(shapes)
+    needed = sum(TensorInfo(shape, torch.float32).nbytes for shape in shapes.values())
+    with new_folder(options.dst, needed) as folder:
+        with progress(len(shapes)) as advance:
+            write_weights(
+                folder, config, shapes, lambda name: advance(source.tensor(name)), shard_bytes=options.shard_bytes
+            )
+        (folder / CONFIG).write_text(part_toml(config, ("model",)))
+    print(f"{source.folder}, iteration {source.iteration}, read")
+    print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
+
+
+def native_to_dcp(options: NativeToDcp) -> None:
+    """Raises CheckpointError for a damaged checkpoint; DST then does not exist."""
+    (state,) = WEIGHTS
+    total = sum(name.startswith(f"{state}.") for name in read_manifest(options.src).tensors)
+    with progress(total) as advance:
+        keys = dcp.export(options.src, options.dst, advance)
+    print(f"{options.dst}: {len(keys)} tensors, fp32; load with torch.distributed.checkpoint.load")
 
 
 # Configurations
@@ -331,6 +390,8 @@ def native_logits(stage: Stage, tokens_s: Tensor, first: int) -> Tensor:
 COMMANDS: Mapping[str, tuple[type, Callable[[Any], None]]] = {
     "hf-to-native": (HfToNative, hf_to_native),
     "native-to-hf": (NativeToHf, native_to_hf),
+    "megatron-to-native": (MegatronToNative, megatron_to_native),
+    "native-to-dcp": (NativeToDcp, native_to_dcp),
 }
 
 

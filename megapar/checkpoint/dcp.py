@@ -1,0 +1,60 @@
+"""Export to torch.distributed.checkpoint, so that a user of DTensors can load our weights into any sharding.
+
+Keys are our logical names, values fp32. Whoever loads it trusts the folder: torch unpickles its `.metadata`.
+"""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from megapar.checkpoint.format import WEIGHTS, Manifest, dtype_of, read_manifest
+from megapar.checkpoint.load import Reader
+from megapar.checkpoint.stream import new_folder
+
+CONFIG = "model_config.json"
+PREFIX = f"{WEIGHTS[0]}."
+
+
+class _Streaming(DefaultSavePlanner):
+    """Plans with the shapes of meta tensors; reads each tensor when it is written, one at a time."""
+
+    def __init__(self, source: Path, manifest: Manifest, advance: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.source, self.manifest, self.advance = source, manifest, advance
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        with Reader(self.source, self.manifest) as reader:  # one for each tensor, so that its pages are let go
+            return self.advance(reader.tensor(f"{PREFIX}{index.fqn}"))
+
+
+def export(source: Path, target: Path, advance: Callable[[Tensor], Tensor] = lambda values: values) -> list[str]:
+    """Write the weights of the native checkpoint `source` to the folder `target`, which must not exist: complete or not
+    at all; beside them model_config.json. Returns the keys; `advance` sees each tensor before it is written.
+
+    Raises CheckpointError if the source is damaged, ConfigError if the target exists, StorageError if it cannot be
+    written.
+    """
+    manifest = read_manifest(source)
+    weights = {
+        name.removeprefix(PREFIX): torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="meta")
+        for name, entry in manifest.tensors.items()
+        if name.startswith(PREFIX)
+    }
+    with new_folder(target, sum(tensor.nbytes for tensor in weights.values())) as folder:
+        planner = _Streaming(source, manifest, advance)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that one process saves, which no_dist says
+                save(weights, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+        except CheckpointException as error:  # torch's wrapper, not an Exception
+            raise next(cause for cause, _ in error.failures.values()) from None
+        (folder / CONFIG).write_text(json.dumps(manifest.model_config, indent=1) + "\n")
+    return list(weights)

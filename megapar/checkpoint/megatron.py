@@ -1,0 +1,405 @@
+"""Megatron-LM's classic checkpoints (`--ckpt-format torch`) as logical tensors: weights only, read one at a time.
+
+    root/latest_checkpointed_iteration.txt        an iteration, or `release`
+    root/iter_0001200/mp_rank_01_002/model_optim_rng.pt     tensor rank 1, pipeline rank 2 (mp_rank_01 if there is one)
+
+Each file is a pickle of nested dicts: `args` (an argparse.Namespace), `iteration`, `model` (`model0`, `model1` ... if a
+pipeline rank holds several chunks) and what we leave: optimizer, random states. Layers are numbered from 0 in each
+chunk. Both its model classes are read: the legacy one, and Megatron Core's with local or Transformer Engine layers.
+
+Nothing in a file is run. Storages are mapped, so that a tensor's bytes are read when it is converted.
+"""
+
+import pickle
+import re
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from megapar.checkpoint.format import Sizes, dtype_name
+from megapar.checkpoint.stream import CODES
+from megapar.config import ModelConfig, RopeScaling
+from megapar.errors import CheckpointError
+
+FILE = "model_optim_rng.pt"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+# What Megatron stores beside tensors and plain values: its own settings and states, numpy's random state. None of it is
+# needed, so none of it is imported.
+_LEFT = re.compile(
+    r"megatron\..+|numpy\.(_?core\.multiarray\.(_reconstruct|scalar)|ndarray|dtype|dtypes\.\w+DType)"
+    r"|types\.SimpleNamespace|pathlib\.(_local\.)?PosixPath|signal\.Signals|_io\.BytesIO|torch\._C\.Generator"
+)
+
+# Options that change what a model computes in ways that ours do not, and the values that leave them unused. Versions
+# that lack one did not have it yet.
+_UNUSED = {
+    "num_experts": (None, 0),
+    "multi_latent_attention": (None, False),
+    "mtp_num_layers": (None, 0),
+    "apply_layernorm_1p": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "retro_add_retriever": (None, False),
+    "rotary_percent": (None, 1.0),
+    "rotary_interleaved": (None, False),
+    "no_rope_freq": (None,),
+    "window_size": (None, (-1, -1)),
+    "qk_l2_norm": (None, False),
+    "attention_output_gate": (None, False),
+    "experimental_attention_variant": (None,),
+    "softmax_type": (None, "vanilla"),
+    "quick_geglu": (None, False),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (None, 0.0),
+    "heterogeneous_layers_config_path": (None,),
+    "hybrid_override_pattern": (None,),
+    "use_mup": (None, False),
+}
+
+# Our names of a layer's tensors, and Megatron's: legacy (in two spellings), Megatron Core's, and Transformer Engine's
+# where it fuses a norm with the matrix behind it. `weight` or `bias` follows.
+_LAYER = {
+    "attention_norm.": ("input_layernorm.", "input_norm.", "self_attention.linear_qkv.layer_norm_"),
+    "attention.qkv.": (
+        "self_attention.query_key_value.",
+        "attention.query_key_value.",
+        "self_attention.linear_qkv.",
+    ),
+    "attention.q_norm.": ("self_attention.q_layernorm.",),
+    "attention.k_norm.": ("self_attention.k_layernorm.",),
+    "attention.o.": ("self_attention.dense.", "attention.dense.", "self_attention.linear_proj."),
+    "mlp_norm.": (
+        "post_attention_layernorm.",
+        "post_attention_norm.",
+        "pre_mlp_layernorm.",
+        "mlp.linear_fc1.layer_norm_",
+    ),
+    "mlp.up.": ("mlp.dense_h_to_4h.", "mlp.linear_fc1."),
+    "mlp.down.": ("mlp.dense_4h_to_h.", "mlp.linear_fc2."),
+}
+_OUTSIDE = {
+    "embedding.": ("embedding.word_embeddings.",),
+    "positions.": ("embedding.position_embeddings.",),
+    "norm.": ("final_norm.", "final_layernorm."),
+    "head.": ("output_layer.", "word_embeddings_for_head."),
+}
+_OURS = {
+    f"{theirs}{kind}": f"{ours}{kind}"
+    for ours, spellings in (_LAYER | _OUTSIDE).items()
+    for theirs in spellings
+    for kind in ("weight", "bias")
+}
+_KEY = re.compile(r"(?:language_model\.)?(?:(?:encoder|transformer|decoder)\.)?(?:layers\.(\d+)\.)?(.+)")
+_COMPUTED = ("_extra_state", "inv_freq")  # fp8 scales and rotary tables
+
+_COLUMNS = ("attention.o.weight", "mlp.down.weight")
+_ROWS = (
+    *("embedding.weight", "head.weight", "mlp.gate.weight", "mlp.up.weight", "mlp.up.bias"),
+    *(f"attention.{letter}.{kind}" for letter in "qkv" for kind in ("weight", "bias")),
+)
+_MOST_NAMED = 8
+
+
+class _Left:
+    """Stands for an object that we have no use for: takes whatever it is built from and keeps none of it."""
+
+    def __init__(self, *_: Any):
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep nothing."""
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """`parts`: every tensor rank's part of a tensor, in order, by our names but with q/k/v and gate/up fused as
+    Megatron has them. They are mapped: pages are read when a tensor is made, and the system may drop them again."""
+
+    folder: Path
+    iteration: int
+    model: ModelConfig
+    parts: Mapping[str, tuple[Tensor, ...]]
+
+    def tensor(self, name: str) -> Tensor:
+        """A logical tensor, fp32."""
+        return self._joined(name, self.parts[_fused(name)]).float()
+
+    def check(self, shapes: Mapping[str, Sizes]) -> None:
+        """Raises CheckpointError unless the parts make exactly the tensors of `shapes`, and what several ranks hold is
+        the same on all: norms, row biases, positions, tied embeddings. No other weight is read."""
+        sources = {_fused(name) for name in shapes}
+        tied = {"head.weight"} if self.model.tie_word_embeddings else set()
+        problems = [f"missing {_named(sources - self.parts.keys())}"] * bool(sources - self.parts.keys())
+        unknown = self.parts.keys() - sources - tied
+        problems += [f"unexpected {_named(unknown)}"] * bool(unknown)
+        for name, shape in shapes.items():
+            problems += self._problem(name, shape) if _fused(name) in self.parts else []
+        copies = zip(self.parts.get("embedding.weight", ()), self.parts.get("head.weight", ()), strict=False)
+        if tied and not all(torch.equal(first, last) for first, last in copies):
+            problems.append("tied, but the last stage's embedding differs from the first's")
+        if problems:
+            raise CheckpointError(f"{self.folder}: not the model of its args: {'; '.join(problems[:_MOST_NAMED])}")
+
+    def _problem(self, name: str, shape: Sizes) -> list[str]:
+        parts = self.parts[_fused(name)]
+        try:
+            found = list(self._joined(name, tuple(part.to("meta") for part in parts)).shape)
+        except RuntimeError:  # they cannot be joined
+            found = []
+        if found != list(shape):
+            return [f"{name} of shape {list(shape)} does not come of parts {[list(part.shape) for part in parts]}"]
+        if not name.endswith(_ROWS + _COLUMNS) and not all(torch.equal(part, parts[0]) for part in parts):
+            return [f"tensor ranks hold different values of {name}"]
+        return []
+
+    def _joined(self, name: str, parts: tuple[Tensor, ...]) -> Tensor:
+        model = self.model
+        if name.endswith(_COLUMNS):
+            return torch.cat(parts, 1)
+        if not name.endswith(_ROWS):
+            return parts[0]
+        if model.family == "llama" and ".mlp." in name:  # each rank's gate above its up
+            return torch.cat([part.chunk(2)[".up." in name] for part in parts])
+        rows = torch.cat(parts)
+        if ".attention." not in name:
+            return rows[: model.vocab_size] if name in ("embedding.weight", "head.weight") else rows
+        # For each key/value head: its query heads, then itself, then its value head.
+        groups = model.num_key_value_heads
+        heads = rows.view(groups, model.num_attention_heads // groups + 2, model.head_dim, *rows.shape[1:])
+        which = {"q": slice(None, -2), "k": slice(-2, -1), "v": slice(-1, None)}[name.split(".")[-2]]
+        return heads[:, which].flatten(0, 2)
+
+
+def _fused(name: str) -> str:
+    """The name under which the parts of a logical tensor are kept."""
+    return re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name).replace(".mlp.gate.", ".mlp.up.")
+
+
+def _named(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = len(ordered) - _MOST_NAMED
+    return ", ".join(ordered[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def read(source: Path, vocab_size: int = 0) -> MegatronCheckpoint:
+    """The checkpoint in `source`, an iteration's folder or the one whose tracker names it; no weight is read yet.
+
+    `vocab_size`: the true number of token ids, which Megatron's file does not always state; 0 takes what it states.
+    Raises CheckpointError for files that are missing, damaged or not safe to unpickle, and models that ours cannot be.
+    """
+    folder = find(source)
+    files = find_files(folder)
+    loaded = {place: load_file(path) for place, path in files.items()}
+    first = loaded[0, 0]
+    if len({state.get("iteration") for state in loaded.values()}) > 1:
+        raise CheckpointError(f"{folder}: its files are of different iterations")
+    version, args = first.get("checkpoint_version", 0), vars(first["args"])
+    if version not in (2.0, 3.0):
+        raise CheckpointError(f"{folder}: checkpoint_version is {version}: 2.0 and 3.0 are read")
+    tp, pp = (1 + max(place[axis] for place in files) for axis in (0, 1))
+    for field, found in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
+        if args.get(field, found) != found:
+            raise CheckpointError(f"{folder}: has files of {found} ranks, args.{field} is {args[field]}")
+    try:
+        model = model_of(args, vocab_size, folder)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{folder}: args describe no model ({error})") from None
+    parts = collect({place: chunks(state) for place, state in loaded.items()}, tp, pp, folder)
+    layers = {name.split(".")[1] for name in parts if name.startswith("layers.")}
+    if len(layers) != model.num_hidden_layers:
+        raise CheckpointError(f"{folder}: holds {len(layers)} layers, args.num_layers is {model.num_hidden_layers}")
+    return MegatronCheckpoint(folder, first.get("iteration") or 0, model, parts)
+
+
+def find(source: Path) -> Path:
+    """The folder that holds the ranks' folders."""
+    if any(source.glob("mp_rank_*")):
+        return source
+    try:
+        word = (source / TRACKER).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{source}: neither mp_rank_* folders nor a readable {TRACKER} ({error})") from None
+    if word != "release" and not re.fullmatch(r"\d{1,9}", word):
+        raise CheckpointError(f"{source / TRACKER}: {word[:40]!r} is neither an iteration nor `release`")
+    folder = source / (word if word == "release" else f"iter_{int(word):07d}")
+    if not any(folder.glob("mp_rank_*")):
+        raise CheckpointError(
+            f"{folder}: has no mp_rank_* folders; of Megatron's formats `--ckpt-format torch` is read"
+        )
+    return folder
+
+
+def find_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """Each (tensor, pipeline) rank's file. Raises CheckpointError unless they fill a grid."""
+    files = {}
+    for path in sorted(folder.glob("mp_rank_*")):
+        ranks = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)
+        if not ranks:
+            raise CheckpointError(f"{path}: not a tensor and pipeline rank; experts are not supported")
+        files[int(ranks[1]), int(ranks[2] or 0)] = path / FILE
+    tp, pp = (1 + max(place[axis] for place in files) for axis in (0, 1))
+    for place in ((t, p) for t in range(tp) for p in range(pp)):
+        if place not in files or not files[place].is_file():
+            raise CheckpointError(f"{folder}: tensor rank {place[0]} of pipeline rank {place[1]} has no {FILE}")
+    return files
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """A rank's dict, its storages mapped from the file; all but tensors, containers, plain values and `args` is left
+    out. Raises CheckpointError, and has run nothing, if the pickle names anything that Megatron does not
+    store."""
+    try:
+        names = set(get_unsafe_globals_in_checkpoint(path)) - {"argparse.Namespace"}
+        foreign = sorted(name for name in names if not _LEFT.fullmatch(name))
+        if foreign:
+            raise CheckpointError(f"{path}: refused, not unpickled: names {', '.join(foreign)}, which could run code")
+        with safe_globals([Namespace, *((_Left, name) for name in names)]):
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, ValueError, TypeError, KeyError, EOFError, OSError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path}: not readable as a zipped file of torch.save ({reason})") from None
+    if not isinstance(state, dict) or not isinstance(state.get("args"), Namespace):
+        raise CheckpointError(f"{path}: no checkpoint of Megatron-LM: has no `args`")
+    return state
+
+
+def model_of(args: Mapping[str, Any], vocab_size: int, where: Path) -> ModelConfig:
+    """The model that Megatron's `args` describe. Dropout is left at 0: a choice of training, which llama has not."""
+    for field, unused in _UNUSED.items():
+        if args.get(field) not in unused:
+            raise CheckpointError(f"{where}: args.{field} is {args[field]!r}: not supported")
+    family, act = _family(args, where)
+    heads = _stated(args, where, int, "num_attention_heads")
+    grouped = args.get("group_query_attention")
+    # Null tokenizers have an end token beyond it; of most others it says nothing.
+    size = vocab_size or (args.get("vocab_size") if "Null" not in str(args.get("tokenizer_type")) else 0)
+    if not isinstance(size, int) or not size:
+        rows = args.get("padded_vocab_size")
+        raise CheckpointError(f"{where}: args do not say how many of {rows} token ids are true: give --vocab_size N")
+    hidden = _stated(args, where, int, "hidden_size")
+    return ModelConfig(
+        family=family,  # type: ignore[arg-type]
+        hidden_size=hidden,
+        num_hidden_layers=_stated(args, where, int, "num_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=_stated(args, where, int, "num_query_groups") if grouped else heads,
+        head_dim=_stated(args, where, int, "kv_channels") if args.get("kv_channels") else hidden // heads,
+        intermediate_size=_stated(args, where, int, "ffn_hidden_size"),
+        vocab_size=size,
+        max_position_embeddings=_stated(args, where, int, "max_position_embeddings"),
+        rope_theta=float(args.get("rotary_base") or 10000.0),
+        rope_scaling=_rope_scaling(args, where),
+        hidden_act=act,  # type: ignore[arg-type]
+        rms_norm_eps=_stated(args, where, float, "norm_epsilon", "layernorm_epsilon"),
+        attention_bias=family == "llama" and bool(args.get("add_qkv_bias")),
+        qk_norm=bool(args.get("qk_layernorm")),
+        tie_word_embeddings=not args.get("untie_embeddings_and_output_weights"),
+        initializer_range=args.get("init_method_std") or ModelConfig.initializer_range,
+    )
+
+
+def _stated(args: Mapping[str, Any], where: Path, kind: type, *fields: str) -> Any:
+    """The first of `fields` that is stated, a number of this kind."""
+    field = next((field for field in fields if args.get(field) is not None), fields[0])
+    if type(args.get(field)) is not kind:
+        raise CheckpointError(f"{where}: args.{field} is {args.get(field)!r}: must be a number")
+    return args[field]
+
+
+def _family(args: Mapping[str, Any], where: Path) -> tuple[str, str]:
+    """(family, hidden_act). An option of neither family, or of the other one, is refused by name."""
+    swiglu = bool(args.get("swiglu"))
+    rotary = "rope" if args.get("use_rotary_position_embeddings") else "learned_absolute"
+    wanted = {
+        "normalization": ("RMSNorm" if swiglu else "LayerNorm", args.get("normalization") or "LayerNorm"),
+        "position_embedding_type": (
+            "rope" if swiglu else "learned_absolute",
+            args.get("position_embedding_type") or rotary,
+        ),
+        "add_bias_linear": (not swiglu, args.get("add_bias_linear", True)),
+        "qk_layernorm": (swiglu and bool(args.get("qk_layernorm")), bool(args.get("qk_layernorm"))),
+    }
+    for field, (needed, found) in wanted.items():
+        if found != needed:
+            also = "with" if swiglu else "without"
+            raise CheckpointError(
+                f"{where}: args.{field} is {found!r}: {also} args.swiglu only {needed!r} is supported"
+            )
+    if swiglu:
+        return "llama", "silu"
+    if args.get("squared_relu"):
+        return "gpt", "relu2"
+    if not (args.get("bias_gelu_fusion", True) or args.get("openai_gelu")):
+        raise CheckpointError(
+            f"{where}: args.bias_gelu_fusion is False: GELU by erf is not supported, its tanh form is (openai_gelu too)"
+        )
+    return "gpt", "gelu_pytorch_tanh"
+
+
+def _rope_scaling(args: Mapping[str, Any], where: Path) -> RopeScaling:
+    """Interpolation of positions, or Llama 3.1's scaling, of which Megatron lets the factor alone be chosen."""
+    interpolation = args.get("rotary_seq_len_interpolation_factor")
+    if not args.get("use_rope_scaling"):
+        return RopeScaling("linear", float(interpolation)) if interpolation else RopeScaling()
+    if interpolation:
+        raise CheckpointError(f"{where}: args.rotary_seq_len_interpolation_factor with use_rope_scaling: not supported")
+    return RopeScaling("llama3", float(args.get("rope_scaling_factor") or 8.0), 1.0, 4.0, 8192)
+
+
+def chunks(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """The tensors of each model chunk of a rank by Megatron's dotted names, nested dicts flattened."""
+    names = ("model", *(f"model{number}" for number in range(len(state))))
+    models = [state[name] for name in names if isinstance(state.get(name), Mapping)]
+    return [dict(_flat(model, "")) for model in models]
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def collect(
+    ranks: Mapping[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp: int, where: Path
+) -> dict[str, tuple[Tensor, ...]]:
+    """Every tensor rank's part of each tensor, by our names with global layer numbers.
+
+    Chunk c of pipeline rank p is stage c * pp + p, and its layers follow those of the stage before. Raises
+    CheckpointError for names that are not known, stored twice, or not held by every tensor rank.
+    """
+    parts: dict[str, tuple[Tensor, ...]] = {}
+    first_layer = 0
+    for chunk in range(max(map(len, ranks.values()))):
+        for stage in range(pp):
+            held = [ranks[rank, stage][chunk] for rank in range(tp) if chunk < len(ranks[rank, stage])]
+            named = [dict(_renamed(tensors, first_layer, where)) for tensors in held]
+            if len(named) != tp or any(names.keys() != named[0].keys() for names in named):
+                raise CheckpointError(f"{where}: tensor ranks of pipeline rank {stage} hold different names")
+            for name in named[0]:
+                if name in parts:
+                    raise CheckpointError(f"{where}: {name} is held by two pipeline stages")
+                parts[name] = tuple(names[name] for names in named)
+            layers = [int(name.split(".")[1]) for name in named[0] if name.startswith("layers.")]
+            first_layer = max(layers, default=first_layer - 1) + 1
+    return parts
+
+
+def _renamed(tensors: Mapping[str, Any], first_layer: int, where: Path) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in tensors.items():
+        if key.endswith(_COMPUTED):
+            continue
+        found = _KEY.fullmatch(key)
+        name = _OURS.get(found[2]) if found else None
+        if not found or name is None or not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{where}: holds {key}, which no GPT or Llama of ours has")
+        if tensor.dtype not in CODES:
+            raise CheckpointError(f"{where}: {key} is {dtype_name(tensor.dtype)}: only fp32, bf16 and fp16 are read")
+        yield f"layers.{first_layer + int(found[1])}.{name}" if found[1] else name, tensor

@@ -1,0 +1,458 @@
+"""Megatron-LM's classic checkpoints become ours bit for bit, whatever layout and version of Megatron wrote them.
+
+No Megatron-LM is needed: `megatron_folder` writes what it writes, by loops over heads and ranks.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from megapar_models.build import logical_tensors
+from torch import Tensor
+
+from megapar.checkpoint.megatron import FILE, TRACKER, MegatronCheckpoint, read
+from megapar.config import ModelConfig, RopeScaling
+from megapar.errors import CheckpointError
+from tests import reference_models, tiny_models
+from tools import convert_checkpoint
+from tools.convert_checkpoint import MegatronToNative
+
+LAYERS = 5
+
+
+def model(family: Literal["gpt", "llama"], **changes: Any) -> ModelConfig:
+    """Five layers, with what stands for "derived" filled in."""
+    act = "gelu_pytorch_tanh" if family == "gpt" else "silu"
+    whole = {"num_hidden_layers": LAYERS, "num_key_value_heads": 4, "head_dim": 12, "hidden_act": act}
+    return tiny_models.model(family, **whole | changes)
+
+
+MODELS = {
+    "gpt": model("gpt", tie_word_embeddings=True),
+    "gpt, untied, relu2": model("gpt", hidden_act="relu2"),
+    "llama": model("llama", num_key_value_heads=2),
+    "llama, tied, biased": model(
+        "llama", tie_word_embeddings=True, attention_bias=True, qk_norm=True, rope_theta=500.0, num_key_value_heads=1
+    ),
+}
+
+
+class Backend(Enum):
+    """What Megatron's settings hold besides plain values; its class lies in a module that nobody has here."""
+
+    AUTO = 5
+
+
+# Megatron's names of (attention norm, fused q/k/v, output, MLP norm, first and last matrix of the MLP, last norm)
+STYLES = {
+    "legacy": (
+        *("input_norm.", "self_attention.query_key_value.", "self_attention.dense.", "post_attention_norm."),
+        *("mlp.dense_h_to_4h.", "mlp.dense_4h_to_h.", "final_norm."),
+    ),
+    "oldest": (
+        *("input_layernorm.", "attention.query_key_value.", "attention.dense.", "post_attention_layernorm."),
+        *("mlp.dense_h_to_4h.", "mlp.dense_4h_to_h.", "final_layernorm."),
+    ),
+    "core": (
+        *("input_layernorm.", "self_attention.linear_qkv.", "self_attention.linear_proj.", "pre_mlp_layernorm."),
+        *("mlp.linear_fc1.", "mlp.linear_fc2.", "final_layernorm."),
+    ),
+    "transformer engine": (
+        *("self_attention.linear_qkv.layer_norm_", "self_attention.linear_qkv.", "self_attention.linear_proj."),
+        *("mlp.linear_fc1.layer_norm_", "mlp.linear_fc1.", "mlp.linear_fc2.", "final_layernorm."),
+    ),
+}
+
+
+def fused_qkv(model: ModelConfig, tensors: dict[str, Tensor], attention: str, kind: str) -> Tensor:
+    """For each key/value head its query heads, itself, its value head."""
+    q, k, v = (tensors[f"{attention}.{letter}.{kind}"].split(model.head_dim) for letter in "qkv")
+    rows: list[Tensor] = []
+    for group in range(model.num_key_value_heads):
+        rows += [q[head] for head in range(len(q)) if head * model.num_key_value_heads // len(q) == group]
+        rows += [k[group], v[group]]
+    return torch.cat(rows)
+
+
+def layer_parts(
+    model: ModelConfig, tensors: dict[str, Tensor], number: int, style: str, tp: int, rank: int
+) -> dict[str, Tensor]:
+    """One tensor rank's tensors of a layer, by Megatron's names within it."""
+    norm, qkv, out, mlp_norm, fc1, fc2, _ = STYLES[style]
+    ours, parts = f"layers.{number}", {}
+
+    def shard(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.chunk(tp, dim)[rank].clone()
+
+    for kind in ("weight", "bias"):
+        if f"{ours}.attention_norm.{kind}" in tensors:
+            parts[norm + kind] = tensors[f"{ours}.attention_norm.{kind}"]
+            parts[mlp_norm + kind] = tensors[f"{ours}.mlp_norm.{kind}"]
+        if f"{ours}.attention.q.{kind}" in tensors:
+            parts[qkv + kind] = shard(fused_qkv(model, tensors, f"{ours}.attention", kind), 0)
+    parts[out + "weight"] = shard(tensors[f"{ours}.attention.o.weight"], 1)
+    parts[fc2 + "weight"] = shard(tensors[f"{ours}.mlp.down.weight"], 1)
+    parts[fc1 + "weight"] = shard(tensors[f"{ours}.mlp.up.weight"], 0)
+    if model.family == "llama":
+        parts[fc1 + "weight"] = torch.cat([shard(tensors[f"{ours}.mlp.gate.weight"], 0), parts[fc1 + "weight"]])
+    else:
+        parts[out + "bias"] = tensors[f"{ours}.attention.o.bias"]
+        parts[fc2 + "bias"] = tensors[f"{ours}.mlp.down.bias"]
+        parts[fc1 + "bias"] = shard(tensors[f"{ours}.mlp.up.bias"], 0)
+    if model.qk_norm:
+        parts["self_attention.q_layernorm.weight"] = tensors[f"{ours}.attention.q_norm.weight"]
+        parts["self_attention.k_layernorm.weight"] = tensors[f"{ours}.attention.k_norm.weight"]
+    return parts
+
+
+def padded(rows: Tensor, tp: int) -> Tensor:
+    """Vocabulary rows up to a multiple of 64 * tp; the padding is not zero, as training leaves it."""
+    return torch.cat([rows, torch.full((-len(rows) % (64 * tp), rows.shape[1]), 7.0, dtype=rows.dtype)])
+
+
+def stage_parts(
+    model: ModelConfig, tensors: dict[str, Tensor], layers: list[int], style: str, tp: int, rank: int, ends: str
+) -> dict[str, Any]:
+    """One tensor rank's model chunk; `ends` has "first" and "last" where the chunk is."""
+    legacy = style in ("legacy", "oldest")
+    block: dict[str, Any] = {}
+    for local, number in enumerate(layers):
+        for name, tensor in layer_parts(model, tensors, number, style, tp, rank).items():
+            block[f"layers.{local}.{name}"] = tensor
+        block[f"layers.{local}.self_attention.core_attention._extra_state"] = None
+    embedding, outer = {}, {}
+    if "first" in ends:
+        embedding["word_embeddings"] = {"weight": padded(tensors["embedding.weight"], tp).chunk(tp)[rank].clone()}
+        if model.family == "gpt":
+            embedding["position_embeddings"] = {"weight": tensors["positions.weight"]}
+    if "last" in ends:
+        for kind in ("weight", "bias") if model.family == "gpt" else ("weight",):
+            block[STYLES[style][-1] + kind] = tensors[f"norm.{kind}"]
+    head = None
+    if "last" in ends and not (model.tie_word_embeddings and "first" in ends):
+        whole = tensors["embedding.weight" if model.tie_word_embeddings else "head.weight"]
+        head = {"weight": padded(whole, tp).chunk(tp)[rank].clone()}
+    if not legacy:
+        flat = {f"decoder.{name}": tensor for name, tensor in block.items()}
+        flat |= {f"embedding.{name}.weight": tensor["weight"] for name, tensor in embedding.items()}
+        return flat | ({"output_layer.weight": head["weight"]} if head else {})
+    language: dict[str, Any] = {"encoder" if style == "legacy" else "transformer": block}
+    language |= {"embedding": embedding} if embedding else {}
+    if head and model.tie_word_embeddings:
+        outer["word_embeddings_for_head"] = head
+    elif head:
+        language["output_layer"] = head
+    return {"language_model": language, **outer}
+
+
+def args_of(model: ModelConfig, tp: int, pp: int, **changes: Any) -> Namespace:
+    llama = model.family == "llama"
+    values = {
+        "num_layers": model.num_hidden_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.intermediate_size,
+        "num_attention_heads": model.num_attention_heads,
+        "kv_channels": model.head_dim,
+        "group_query_attention": model.num_key_value_heads != model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "max_position_embeddings": model.max_position_embeddings,
+        "position_embedding_type": "rope" if llama else "learned_absolute",
+        "rotary_base": int(model.rope_theta),
+        "rotary_percent": 1.0,
+        "normalization": "RMSNorm" if llama else "LayerNorm",
+        "norm_epsilon": model.rms_norm_eps,
+        "swiglu": llama,
+        "squared_relu": model.hidden_act == "relu2",
+        "bias_gelu_fusion": True,
+        "add_bias_linear": not llama,
+        "add_qkv_bias": model.attention_bias,
+        "qk_layernorm": model.qk_norm,
+        "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
+        "vocab_size": model.vocab_size,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "params_dtype": torch.bfloat16,
+        "attention_backend": Backend.AUTO,
+        "num_experts": None,
+    }
+    return Namespace(**values | changes)
+
+
+def partition(stages: int) -> list[list[int]]:
+    """Layers of each stage, uneven."""
+    return [part.tolist() for part in np.array_split(np.arange(LAYERS), stages)]
+
+
+def megatron_folder(
+    root: Path,
+    model: ModelConfig,
+    tensors: dict[str, Tensor],
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    style: str = "core",
+    **changes: Any,
+) -> Path:
+    """Writes root/iter_0000012 and the tracker; `changes` are of the args."""
+    sys.modules["megatron"] = module = ModuleType("megatron")  # while we pickle, as there is none to import
+    module.Backend, Backend.__module__ = Backend, "megatron"  # type: ignore[attr-defined]
+    layers = partition(pp * vpp)
+    for stage in range(pp):
+        for rank in range(tp):
+            state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 12}
+            state["args"] = args_of(model, tp, pp, **changes)
+            for chunk in range(vpp):
+                number = chunk * pp + stage
+                ends = "first " * (number == 0) + "last" * (number == pp * vpp - 1)
+                name = "model" if vpp == 1 else f"model{chunk}"
+                state[name] = stage_parts(model, tensors, layers[number], style, tp, rank, ends)
+            state["optimizer"] = {"fp32": [torch.randn(9)], "step": 12}
+            state["rng_state"] = [{"np_rng_state": np.random.RandomState(1).get_state()}]
+            folder = root / "iter_0000012" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
+            folder.mkdir(parents=True)
+            torch.save(state, folder / FILE)
+    (root / TRACKER).write_text("12")
+    del sys.modules["megatron"]
+    return root
+
+
+def shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {name: piece.shape for name, piece in logical_tensors(shape).items()}
+
+
+def imported(root: Path, **options: Any) -> tuple[MegatronCheckpoint, dict[str, Tensor]]:
+    source = read(root, **options)
+    source.check(shapes(source.model))
+    return source, {name: source.tensor(name) for name in shapes(source.model)}
+
+
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (1, 2, 2), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_logical_tensor_returns_bitwise_from_every_layout(kind: str, style: str, tmp_path: Path) -> None:
+    """q/k/v by groups (4 tensor ranks share 2 of them), gate and up of each rank, padding, layer numbers, tied ends
+    (row 24, row 32)."""
+    model = MODELS[kind]
+    tensors = {name: tensor.bfloat16() for name, tensor in tiny_models.random_tensors(model).items()}
+    for tp, pp, vpp in LAYOUTS:
+        root = megatron_folder(tmp_path / f"{tp}_{pp}_{vpp}", model, tensors, tp=tp, pp=pp, vpp=vpp, style=style)
+        source, found = imported(root)
+        assert source.model == model
+        assert source.iteration == 12
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found[name].dtype == torch.float32
+            assert torch.equal(found[name], tensor.float()), f"{name} of tp {tp}, pp {pp}, vpp {vpp}"
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@torch.no_grad()
+def test_logits_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> None:
+    """The converted folder, through the tool and our own model, against the reference on the tensors before."""
+    tensors = tiny_models.random_tensors(MODELS[kind])
+    megatron_folder(tmp_path / "megatron", MODELS[kind], tensors, tp=2, pp=2, style="transformer engine")
+    convert_checkpoint.megatron_to_native(MegatronToNative(tmp_path / "megatron", tmp_path / "native"))
+    config, stage = convert_checkpoint.load_fp32(tmp_path / "native", torch.float32)
+    assert config.model == MODELS[kind]
+    tokens_s = tiny_models.batch(MODELS[kind], samples=1).tokens_bs[0]
+    expected_sv = reference_models.logits(MODELS[kind], tensors, tokens_s[None])[0]
+    found_sv = convert_checkpoint.native_logits(stage, tokens_s, 0)[:, : config.model.vocab_size]
+    torch.testing.assert_close(found_sv, expected_sv, rtol=0, atol=1e-5 * float(expected_sv.abs().max()))
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], Any], **how: Any) -> None:
+    """Change what a rank's file holds."""
+    with torch.serialization.safe_globals([Namespace]):
+        state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path, **how)
+
+
+class Payload:
+    """Runs a function when it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any):
+        self.call = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder of two tensor and two pipeline ranks, without objects of classes that nobody has."""
+    shape = MODELS["llama"]
+    tensors = tiny_models.random_tensors(shape)
+    return megatron_folder(tmp_path / "megatron", shape, tensors, tp=2, pp=2, attention_backend=None)
+
+
+def first_file(root: Path) -> Path:
+    return root / "iter_0000012" / "mp_rank_00_000" / FILE
+
+
+def test_a_pickle_that_would_run_code_is_refused_before_it_runs(small: Path, tmp_path: Path) -> None:
+    """S1: whatever it calls, wherever it lies, in every protocol; nothing is written."""
+    ran, path = tmp_path / "ran", first_file(small)
+    whole = path.read_bytes()
+    calls = (
+        Payload(os.system, f"touch {ran}"),
+        Payload(eval, f"open({str(ran)!r}, 'w')"),
+        Payload(Path.touch, ran),
+        Payload(getattr(torch, "load"), str(ran)),  # noqa: B009
+    )
+    for payload in calls[:3]:
+        rewrite(path, lambda state, payload=payload: vars(state["args"]).update(spec=payload))
+        with pytest.raises(CheckpointError, match="refused, not unpickled"):
+            read(small)
+        assert not ran.exists()
+        torch.load(path, weights_only=False)  # so it would have run
+        assert ran.exists()
+        ran.unlink()
+        path.write_bytes(whole)
+    rewrite(path, lambda state: state.update(optimizer=calls[3]))
+    with pytest.raises(CheckpointError, match=r"refused, not unpickled: names torch\.serialization\.load"):
+        read(small)
+    for pickled in ({"pickle_protocol": 4}, {"_use_new_zipfile_serialization": False}):
+        torch.save({"args": Namespace(spec=calls[0])}, path, **pickled)
+        with pytest.raises(CheckpointError, match=r"refused|not readable"):
+            read(small)
+    path.write_bytes(pickle.dumps(calls[0]))
+    command = [sys.executable, convert_checkpoint.__file__, "megatron-to-native", small, tmp_path / "native"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 4
+    assert run.stderr.count("\n") == 1
+    assert not ran.exists()
+    assert not (tmp_path / "native").exists()
+
+
+def test_an_object_of_megatron_is_left_out_without_being_imported(tmp_path: Path) -> None:
+    """Its settings hold an enumeration of Megatron's, which is not installed here."""
+    shape = MODELS["llama"]
+    root = megatron_folder(tmp_path / "megatron", shape, tiny_models.random_tensors(shape))
+    assert "megatron" not in sys.modules
+    source = read(root)
+    assert source.model == shape
+    assert "megatron" not in sys.modules
+
+
+REFUSED = {
+    "num_experts": 8,
+    "multi_latent_attention": True,
+    "mtp_num_layers": 1,
+    "apply_layernorm_1p": True,
+    "rotary_percent": 0.5,
+    "rotary_interleaved": True,
+    "window_size": (128, 0),
+    "softmax_type": "learnable",
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "add_bias_linear": True,
+    "num_layers": LAYERS + 1,
+    "tensor_model_parallel_size": 4,
+    "pipeline_model_parallel_size": 1,
+    "norm_epsilon": None,
+    "num_query_groups": 4,
+    "vocab_size": 4000,
+    "hidden_size": "wide",
+}
+
+
+def test_what_our_models_cannot_be_is_refused_by_the_name_of_the_field(small: Path) -> None:
+    for field, value in REFUSED.items():
+        before: list[Any] = []
+
+        def change(state: dict[str, Any], field: str = field, value: Any = value, kept: Any = before) -> None:
+            kept.append(getattr(state["args"], field, None))
+            setattr(state["args"], field, value)
+
+        rewrite(first_file(small), change)
+        named = {"num_query_groups": "attention.k.weight", "vocab_size": "embedding.weight", "hidden_size": "args"}
+        with pytest.raises(CheckpointError, match=named.get(field, field)) as caught:
+            imported(small)
+        assert "\n" not in str(caught.value)
+        rewrite(first_file(small), lambda state, field=field, old=before[0]: setattr(state["args"], field, old))
+    imported(small)
+
+
+def test_gelu_by_erf_is_refused_and_its_tanh_form_is_not(tmp_path: Path) -> None:
+    shape = MODELS["gpt"]
+    tensors = tiny_models.random_tensors(shape)
+    exact = megatron_folder(tmp_path / "exact", shape, tensors, bias_gelu_fusion=False)
+    with pytest.raises(CheckpointError, match=r"args\.bias_gelu_fusion"):
+        read(exact)
+    tanh = megatron_folder(tmp_path / "tanh", shape, tensors, bias_gelu_fusion=False, openai_gelu=True)
+    assert read(tanh).model == shape
+
+
+def test_the_number_of_true_token_ids_is_never_guessed(tmp_path: Path) -> None:
+    """Files hold 192 rows; the tokenizer's 131 come from the args or from --vocab_size."""
+    shape = MODELS["llama"]
+    tensors = tiny_models.random_tensors(shape)
+    for number, stated in enumerate(({"vocab_size": None}, {"vocab_size": 130, "tokenizer_type": "NullTokenizer"})):
+        root = megatron_folder(tmp_path / str(number), shape, tensors, **stated)
+        with pytest.raises(CheckpointError, match="--vocab_size"):
+            read(root)
+        _, found = imported(root, vocab_size=131)
+        assert torch.equal(found["embedding.weight"], tensors["embedding.weight"])
+
+
+def test_rotary_scaling_is_megatrons(tmp_path: Path) -> None:
+    shape = MODELS["llama"]
+    tensors = tiny_models.random_tensors(shape)
+    scalings = (
+        ({"rotary_seq_len_interpolation_factor": 4}, RopeScaling("linear", 4.0)),
+        ({"use_rope_scaling": True}, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)),
+    )
+    for number, (stated, scaling) in enumerate(scalings):
+        root = megatron_folder(tmp_path / str(number), shape, tensors, **stated)
+        assert read(root).model.rope_scaling == scaling
+
+
+def test_files_that_do_not_belong_together_are_refused(small: Path, tmp_path: Path) -> None:
+    """K2, K10: a missing rank or tensor, another iteration, stages or ranks that disagree on what both hold."""
+
+    def refused(change: Callable[[dict[str, Any]], Any], words: str) -> None:
+        path = small / "iter_0000012" / "mp_rank_01_001" / FILE
+        old = path.read_bytes()
+        rewrite(path, change)
+        with pytest.raises(CheckpointError, match=words):
+            imported(small)
+        path.write_bytes(old)
+
+    norm, matrix = "decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight"
+    refused(lambda state: state["model"][norm].add_(1e-3), "different values of norm.weight")
+    refused(lambda state: state.update(iteration=13), "different iterations")
+    refused(lambda state: state["model"].pop(matrix), "hold different names")
+    refused(lambda state: state["model"].update(adapter=torch.ones(2)), "holds adapter")
+    refused(lambda state: state["model"].update({matrix: state["model"][matrix][:-2]}), "mlp.(gate|up).weight")
+    refused(lambda state: state["model"].update({matrix: state["model"][matrix].double()}), "float64")
+    (small / "iter_0000012" / "mp_rank_01_001" / FILE).rename(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="tensor rank 1 of pipeline rank 1"):
+        read(small)
+    (small / TRACKER).write_text("../../elsewhere")
+    with pytest.raises(CheckpointError, match="neither an iteration nor `release`"):
+        read(small)
+
+
+def test_tied_ends_that_have_drifted_apart_are_refused(tmp_path: Path) -> None:
+    shape = MODELS["gpt"]
+    root = megatron_folder(tmp_path / "m", shape, tiny_models.random_tensors(shape), pp=2, attention_backend=None)
+    imported(root)
+    last = root / "iter_0000012" / "mp_rank_00_001" / FILE
+    rewrite(last, lambda state: state["model"]["output_layer.weight"][3].add_(1e-3))
+    with pytest.raises(CheckpointError, match="the last stage's embedding differs"):
+        imported(root)
