@@ -40,7 +40,16 @@ from megapar.checkpoint.huggingface import (
 )
 from megapar.checkpoint.load import differences, load_weights, weight_slices
 from megapar.checkpoint.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
-from megapar.config import Config, DataConfig, LaunchConfig, ModelConfig, ParallelConfig, TrainConfig, unflatten
+from megapar.config import (
+    Config,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    flatten,
+    unflatten,
+)
 from megapar.config_io import part_toml
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, reported
@@ -51,6 +60,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
 )
+TOKENIZERS = {"hf": "tokenizer.json", "spm": "tokenizer.model"}
 HF_CONFIG, CONFIG, PARITY = "config.json", "config.toml", "parity.json"
 PRECISION: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
     torch.float32: "fp32",
@@ -133,11 +143,11 @@ def hf_to_native(options: HfToNative) -> None:
     shapes, wanted = native_shapes(config.model), hf_recipes(config.model)
     weights = Weights(options.src, lambda name: canonical_name(name, model.family))
     weights.check(wanted, TIED[model.family] if model.tie_word_embeddings else {})
-    tokenizer = options.dst / "tokenizer.model" if (options.src / "tokenizer.model").is_file() else None
+    kinds = [f"{kind}:{options.dst / name}" for kind, name in TOKENIZERS.items() if (options.src / name).is_file()]
     config = replace(
         config,
         train=replace(config.train, precision=PRECISION[weights.dtype]),
-        data=DataConfig(tokenizer=f"spm:{tokenizer}" if tokenizer else "bytes"),
+        data=DataConfig(tokenizer=kinds[0] if kinds else "bytes"),
     )
     where = places(wanted)
     needed = sum(TensorInfo(shape, torch.float32).nbytes for shape in shapes.values())
@@ -154,7 +164,7 @@ def hf_to_native(options: HfToNative) -> None:
         (folder / CONFIG).write_text(part_toml(config, ("model", "data.tokenizer")))
         if options.verify:
             verify(folder, options.src, folder, weights.dtype)
-    print(f"{options.dst}: weights of {options.src}; train from them with --config {options.dst / CONFIG}")
+    print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
 
 
 def native_to_hf(options: NativeToHf) -> None:
@@ -239,7 +249,7 @@ def saved_config(manifest: Manifest, **train: Any) -> Config:
     saved = {
         path: tuple(value) if isinstance(value, list) else value for path, value in manifest.trainer["config"].items()
     }
-    config = unflatten(saved)
+    config = unflatten(flatten(Config()) | saved)  # options that are newer than the checkpoint have their default
     train_section: TrainConfig = replace(config.train, **train)
     return validate(replace(config, parallel=ParallelConfig(), launch=LaunchConfig(), train=train_section), 1)
 
@@ -253,11 +263,10 @@ def hf_config(config: Config, like: Path, *, required: bool) -> dict[str, Any]:
             raw.pop("dtype", None)  # transformers 5's name of torch_dtype
             return raw
         raise ConfigError(f"{like / HF_CONFIG}: describes another model than the checkpoint's: {theirs.model}")
-    raw = to_hugging_face(config.model)
     file = config.data.tokenizer.partition(":")[2]
-    known = not file or Path(file).is_file()
-    raw["bos_token_id"], raw["eos_token_id"] = None, load_tokenizer(config.data.tokenizer).eod if known else None
-    return raw
+    eod = load_tokenizer(config.data.tokenizer).eod if not file or Path(file).is_file() else None
+    known = eod is not None and eod < config.model.vocab_size
+    return {**to_hugging_face(config.model), "bos_token_id": None, "eos_token_id": eod if known else None}
 
 
 def _computed(model: ModelConfig) -> ModelConfig:
@@ -296,12 +305,14 @@ def copy_files(src: Path, dst: Path, names: tuple[str, ...]) -> None:
 
 
 def copy_own_tokenizer(config: Config, folder: Path) -> None:
-    """The sentencepiece model that a run was trained with, unless the folder has a tokenizer."""
-    file = Path(config.data.tokenizer.partition(":")[2])
-    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")) or not file.name:
+    """The tokenizer that a run was trained with, unless the folder has one already."""
+    kind, _, name = config.data.tokenizer.partition(":")
+    file = Path(name)
+    if kind not in TOKENIZERS or any((folder / name).exists() for name in TOKENIZERS.values()):
         return
     if file.is_file():
-        shutil.copyfile(file, folder / "tokenizer.model")
+        copy_files(file.parent, folder, TOKENIZER_FILES if file.name == TOKENIZERS[kind] else ())
+        shutil.copyfile(file, folder / TOKENIZERS[kind])
     else:
         print(f"no tokenizer copied: data.tokenizer {config.data.tokenizer} is not there", file=sys.stderr)
 
@@ -338,7 +349,9 @@ def verify(native: Path, hugging_face: Path, report: Path, dtype: torch.dtype) -
 def parity(native: Path, hugging_face: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
     """Largest logit difference on each prompt, both models in fp32 from weights in `dtype`."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     theirs = AutoModelForCausalLM.from_pretrained(hugging_face, dtype=torch.float32, local_files_only=True).eval()
     config, stage = load_fp32(native, dtype)
     rows = []

@@ -196,8 +196,8 @@ def hugging_face_tensor(path: Path, manifest: Manifest, recipe: Recipe, dtype: t
 def write_model(
     folder: Path, infos: Mapping[str, TensorInfo], make: Callable[[str], Tensor], *, shard_bytes: int
 ) -> None:
-    """model.safetensors, or shards of it with their index, into `folder`."""
-    files = shards(infos, shard_bytes)
+    """model.safetensors, or shards of it with their index, into `folder`; tensors by name, as safetensors sorts."""
+    files = shards(dict(sorted(infos.items())), shard_bytes)
     index: dict[str, str] = {}
     for number, shard in enumerate(files, 1):
         file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
