@@ -1,7 +1,7 @@
 """What data, models and pipeline hand each other: a micro-batch of samples, and a pipeline stage that takes it."""
 
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,10 @@ class MicroBatch:
         return self.tokens_bs.shape[1]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return MicroBatch(**{k: x if x is None else x.to(device, non_blocking=True) for k, x in tensors.items()})
+        moved = {
+            f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if f.name != "starts"
+        }
+        return MicroBatch(**moved, starts=None if self.starts is None else self.starts.to(device, non_blocking=True))
 
     def documents_bs(self) -> Tensor:
         """Number of the document that each position is in, counted over all samples; needs `starts`."""
