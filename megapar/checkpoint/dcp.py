@@ -50,10 +50,11 @@ def export(source: Path, target: Path, advance: Callable[[Tensor], Tensor] = lam
     }
     with new_folder(target, sum(tensor.nbytes for tensor in weights.values())) as folder:
         planner = _Streaming(source, manifest, advance)
+        writer = FileSystemWriter(folder, single_file_per_rank=False)  # it keeps what it wrote until a file is whole
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that one process saves, which no_dist says
-                save(weights, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+                save(weights, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:  # torch's wrapper, not an Exception
             raise next(cause for cause, _ in error.failures.values()) from None
         (folder / CONFIG).write_text(json.dumps(manifest.model_config, indent=1) + "\n")
