@@ -269,6 +269,23 @@ def barrier(axis: Axis) -> None:
         Pending([dist.barrier(group=axis.group, async_op=True)]).wait()
 
 
+def post(key: str, value: Any) -> None:
+    """Leave `value` (JSON types) in the world's store for another rank. No collective: any thread may call it."""
+    with _as_communication_errors():
+        dist.distributed_c10d._get_default_store().set(key, json.dumps(value))
+
+
+def collect(key: str) -> Any | None:
+    """Take away what a rank has posted under `key`; None as long as that is nothing. Any thread may call it."""
+    with _as_communication_errors():
+        store = dist.distributed_c10d._get_default_store()
+        if not store.check([key]):
+            return None
+        value = json.loads(store.get(key))
+        store.delete_key(key)
+    return value
+
+
 def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
     """Every rank's `value` (JSON types), in rank order, on every rank. Nothing is pickled."""
     if axis.size == 1:

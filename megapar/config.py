@@ -173,6 +173,16 @@ class CheckpointConfig:
     """Save after the last step."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of the run folder, if there is one; none; or a checkpoint's folder."""
+    init_from: str = "none"
+    """A checkpoint's folder, of any run: one that resumes nothing starts from its weights, at step 0, moments 0."""
+    strict: bool = True
+    """init_from must hold this model's tensors and no others. Off: those that fit are loaded, the others are listed."""
+    async_save: bool = False
+    """Train on while a copy of the state is written; up to two copies in host memory, 12 bytes a parameter each."""
+    keep_last: int = 0
+    """Complete checkpoints that stay, the newest ones; 0 means all."""
+    keep_every: int = 0
+    """With keep_last: checkpoints of every n-th step stay as well, for ever; 0 means none."""
 
 
 @dataclass(frozen=True)

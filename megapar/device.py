@@ -105,6 +105,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def host_buffer(numel: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised fp32 host memory that the device copies to at full speed: pinned for a GPU."""
+    return torch.empty(numel, dtype=torch.float32, pin_memory=device.type == "cuda")
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Most device memory allocated so far; on a CPU the process's peak resident size."""
     if device.type == "cuda":

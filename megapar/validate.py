@@ -54,7 +54,7 @@ def validate(config: Config, world_size: int, *, cuda_devices: int | None = None
     if not sizes:  # arithmetic with sizes below their least value would report nonsense
         grid = list(_grid(config, world_size))  # while it does not fit, dp is unknown and no batch can be judged
         derived = _derive(config, world_size)
-        checks = (_family, _layout, _pipeline, _train, _optimizer, _data)
+        checks = (_family, _layout, _pipeline, _train, _optimizer, _data, _checkpoint)
         problems += [*grid, *_heads(config), *chain.from_iterable(check(derived) for check in checks)]
         problems += [] if grid else _batch(derived)
     if problems:
@@ -300,6 +300,19 @@ def _data(config: Config) -> Iterator[str]:
     kind, _, file = data.tokenizer.partition(":")
     if data.tokenizer != "bytes" and not (kind == "spm" and file):
         yield _problem(config, "data.tokenizer", "must be bytes, or spm:FILE with a sentencepiece model")
+
+
+def _checkpoint(config: Config) -> Iterator[str]:
+    options = config.checkpoint
+    if options.init_from != "none" and options.resume not in ("auto", "none"):
+        text = "both name a checkpoint to start from; leave resume at auto, or init_from at none"
+        yield _problem(config, "checkpoint.init_from checkpoint.resume", text)
+    if options.init_from == "none" and not options.strict:
+        text = "only the weights of init_from may fit in part; set checkpoint.init_from, or leave strict on"
+        yield _problem(config, "checkpoint.strict checkpoint.init_from", text)
+    if options.keep_every and not options.keep_last:
+        text = "all checkpoints are kept; set checkpoint.keep_last, or leave keep_every at 0"
+        yield _problem(config, "checkpoint.keep_every checkpoint.keep_last", text)
 
 
 def _launch(config: Config, world_size: int, cuda_devices: int | None) -> Iterator[str]:

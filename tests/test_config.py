@@ -473,7 +473,7 @@ train: steps global_batch_size micro_batch_size seq_length seed precision recomp
 optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage bucket_mb
     overlap_grad_reduce
 data: train validation tokenizer
-checkpoint: every save_last resume
+checkpoint: every save_last resume init_from strict async_save keep_last keep_every
 log: every tensorboard timeline peak_tflops
 kernels: backend loss_chunk
 launch: nproc device timeout_seconds threads

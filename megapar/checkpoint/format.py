@@ -325,10 +325,14 @@ def checkpoint_folders(root: Path) -> list[Path]:
 def find_complete(root: Path) -> Iterator[Path]:
     """Complete checkpoints in `root`, newest step first. Incomplete ones are skipped with a warning; folders of other
     names, such as those that a killed save leaves, are no checkpoints."""
-    for folder in checkpoint_folders(root):
-        try:
-            read_manifest(folder)
-        except CheckpointError as error:
-            logging.getLogger(__name__).warning("checkpoint skipped: %s", error)
-        else:
-            yield folder
+    return filter(is_complete, checkpoint_folders(root))
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether `read_manifest` takes it; a warning says why not."""
+    try:
+        read_manifest(folder)
+    except CheckpointError as error:
+        logging.getLogger(__name__).warning("checkpoint skipped: %s", error)
+        return False
+    return True

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from megapar.errors import CheckpointError
 from megapar.params import ParamSpec, spec_of
 
 _MOST_DIFFERENCES = 40
+_DOING = "checkpoint not loaded"
 
 
 def choose(resume: str, root: Path, ctx: ParallelContext) -> Path | None:
@@ -93,6 +94,20 @@ def load_weights(
     return _load(path, list(slices), WEIGHTS, ctx, model_config)
 
 
+def load_fitting(
+    path: Path, *, slices: Iterable[WeightSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
+) -> list[str]:
+    """`load_weights` for what fits: tensors of the same name and shape, in fp32. All others are left as they are; a
+    line for each comes back, and for each difference of the models."""
+    held = list(slices)
+    wanted = _wanted_shapes(held, WEIGHTS, ctx)
+    manifest = together(lambda: read_manifest(path), ctx, CheckpointError, _DOING)
+    different = differences(manifest, wanted, WEIGHTS, model_config)
+    fitting = {name for name in wanted if not any(line.startswith(f"{name}: ") for line in different)}
+    together(lambda: fill(path, manifest, held, WEIGHTS, fitting), ctx, CheckpointError, _DOING)
+    return different
+
+
 @dataclass(frozen=True)
 class ParameterSlice:
     """A whole local parameter as a slice of weights; `main` is its flat view in its own dtype."""
@@ -116,14 +131,16 @@ def _load(
     ctx: ParallelContext,
     model_config: Mapping[str, Any],
 ) -> Manifest:
-    doing = "checkpoint not loaded"
     wanted = _wanted_shapes(slices, states, ctx)
-    manifest = together(lambda: read_manifest(path), ctx, CheckpointError, doing)
+    manifest = together(lambda: read_manifest(path), ctx, CheckpointError, _DOING)
     # Every rank compares the same things, so every rank raises or none does.
     lines = differences(manifest, wanted, states, model_config)
     if lines:
-        raise CheckpointError("\n  ".join([f"{path} does not fit this run (checkpoint | run):", *_shortened(lines)]))
-    together(lambda: fill(path, manifest, slices, states), ctx, CheckpointError, doing)
+        stored = {name.split(".")[0] for name in manifest.tensors}
+        alone = "; it holds weights alone: --checkpoint.init_from starts from them" if stored == {*WEIGHTS} else ""
+        head = f"{path} does not fit this run{alone if len(states) > 1 else ''} (checkpoint | run):"
+        raise CheckpointError("\n  ".join([head, *_shortened(lines)]))
+    together(lambda: fill(path, manifest, slices, states), ctx, CheckpointError, _DOING)
     return manifest
 
 
@@ -172,8 +189,15 @@ def _shortened(lines: list[str]) -> list[str]:
     return lines if more <= 0 else [*lines[:_MOST_DIFFERENCES], f"... and {more} more differences"]
 
 
-def fill(path: Path, manifest: Manifest, slices: Iterable[WeightSlice], states: Sequence[str]) -> None:
-    """Read every element that `slices` hold; elements of no logical tensor become zero. Raises CheckpointError."""
+def fill(
+    path: Path,
+    manifest: Manifest,
+    slices: Iterable[WeightSlice],
+    states: Sequence[str],
+    names: Container[str] | None = None,
+) -> None:
+    """Read every element that `slices` hold, or those of the tensors `names`; elements of no logical tensor become
+    zero. Raises CheckpointError."""
     with Reader(path, manifest) as reader:
         for item in slices:
             for state in states:
@@ -181,8 +205,9 @@ def fill(path: Path, manifest: Manifest, slices: Iterable[WeightSlice], states: 
                 end = item.start
                 for piece, box in logical_boxes(item.spec, item.start, item.stop):
                     begin, end = box.position, box.position + math.prod(box.size)
-                    target = flat[begin - item.start : end - item.start].view(box.size)
-                    reader.fill(f"{state}.{piece.name}", box.offset, target)
+                    name, target = f"{state}.{piece.name}", flat[begin - item.start : end - item.start].view(box.size)
+                    if names is None or name in names:
+                        reader.fill(name, box.offset, target)
                 flat[end - item.start :].zero_()
 
 

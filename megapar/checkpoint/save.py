@@ -1,11 +1,17 @@
-"""Writing a checkpoint: each rank the boxes that it owns, rank 0 the manifest; then one rename makes it exist."""
+"""Writing a checkpoint: each rank the boxes that it owns, rank 0 the manifest; then one rename makes it exist.
+
+All of it happens in threads: a synchronous save waits for them, an asynchronous one gives them a copy of the state.
+"""
 
 import math
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -13,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar import comm
-from megapar.checkpoint.agreement import together
+from megapar.checkpoint.agreement import in_one_line, shared_error, together
+from megapar.checkpoint.folder import KEEP_ALL, Keep, prune, require_space
 from megapar.checkpoint.format import (
     STATE,
     Box,
@@ -32,9 +39,105 @@ from megapar.checkpoint.format import (
 )
 from megapar.context import Axis, ParallelContext
 from megapar.errors import StorageError
-from megapar.params import Piece
+from megapar.params import ParamSpec, Piece
 
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.1  # between looks at what other ranks have come to
 _CHUNK_OVERHEAD = 512  # bytes of a chunk's lines in a file's header and in the manifest, generously
+
+
+class Save:
+    """A checkpoint on its way to disk: each rank's thread writes its part; that of rank 0 awaits all and publishes.
+
+    Threads talk through the store, never through process groups, which training may be using. The tensors of `mine`,
+    all that this rank writes, must not change until `finish`. `facts` are the manifest's other fields. Making one is a
+    collective over `ctx.world`; its thread first waits for that of the save `after`, so that one at a time writes.
+
+    Raises StorageError on every rank if rank 0 cannot make a folder or has too little space for all ranks' parts.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        mine: Sequence[StateSlice],
+        ctx: ParallelContext,
+        facts: Mapping[str, Any],
+        *,
+        keep: Keep = KEEP_ALL,
+        after: "Save | None" = None,
+    ):
+        self.step = int(facts["step"])
+        self._root, self._ctx, self._facts, self._keep = root, ctx, facts, keep
+        self._published, self._problem = False, ""  # what this rank's thread has come to
+        self._given_up = Event()
+        needed = needed_bytes(mine, ctx)
+        name = together(lambda: _prepare(root, self.step, needed) if ctx.world.first else None, ctx, *self._failure)
+        self._temporary = root / comm.gather_json(name, ctx.world, ctx.device)[0]
+        self._thread: Thread = Thread(target=self._run, args=(mine, after), daemon=True)
+        self._thread.start()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for this rank's thread alone. No collective."""
+        self._thread.join(seconds)
+
+    def ended(self) -> bool:
+        """Whether the checkpoint exists or any rank has failed, the same on every rank. A collective."""
+        flag = torch.tensor([int(self._published or self._problem != "")], device=self._ctx.device)
+        return bool(comm.all_reduce(flag, self._ctx.world, "max").item())
+
+    def finish(self) -> Path:
+        """Wait until the checkpoint exists, and return it. A collective.
+
+        Raises StorageError on every rank if any rank failed; what was complete before is untouched.
+        """
+        pause = _FIRST_PAUSE_SECONDS
+        while not self.ended():  # no rank waits within a collective, which would end by its own timeout
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        self._given_up.set()
+        self.join()
+        problems = comm.gather_json(self._problem or None, self._ctx.world, self._ctx.device)
+        if error := shared_error(problems, *self._failure):
+            if self._ctx.world.first:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise error
+        return self._root / folder_name(self.step)
+
+    @property
+    def _failure(self) -> tuple[type[StorageError], str]:
+        return StorageError, f"checkpoint of step {self.step} not saved"
+
+    def _run(self, mine: Sequence[StateSlice], after: "Save | None") -> None:
+        if after:
+            after.join()
+        part: dict[str, Any] | None = None
+        try:
+            part = write_part(self._temporary, self._ctx.world.rank, mine)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            self._problem = in_one_line(error)
+        try:
+            if not self._ctx.world.first:
+                comm.post(self._key(self._ctx.world.rank), {"part": part, "failed": self._problem != ""})
+            elif not self._problem and (others := self._others()) is not None:
+                publish(self._temporary, self._root, self._facts, [part, *others])
+                self._published = True
+                prune(self._root, self.step, self._keep)
+        except Exception as error:
+            self._problem = self._problem or in_one_line(error)
+
+    def _others(self) -> list[dict[str, Any] | None] | None:
+        """What the other ranks have written, when all have; None if one of them failed."""
+        parts = []
+        for rank in range(1, self._ctx.world.size):
+            while (answer := comm.collect(self._key(rank))) is None:
+                if self._given_up.wait(_FIRST_PAUSE_SECONDS):
+                    return None
+            if answer["failed"]:
+                return None
+            parts.append(answer["part"])
+        return parts
+
+    def _key(self, rank: int) -> str:
+        return f"{self._temporary.name}/{rank}"
 
 
 def save(
@@ -58,11 +161,6 @@ def save(
 
     Raises StorageError on every rank if any rank fails; what was complete in `root` is untouched.
     """
-    doing = f"checkpoint of step {step} not saved"
-    mine = share(slices, ctx.grad, replicated)
-    needed = sum(comm.gather_json(_stored_bytes(mine), ctx.world, ctx.device))
-    name = together(lambda: _prepare(root, step, needed) if ctx.world.first else None, ctx, StorageError, doing)
-    temporary = root / comm.gather_json(name, ctx.world, ctx.device)[0]
     facts = {
         "step": step,
         "consumed_samples": consumed_samples,
@@ -71,15 +169,39 @@ def save(
         "trainer": dict(trainer),
         "data": dict(data),
     }
-    try:
-        part = together(lambda: write_part(temporary, ctx.world.rank, mine), ctx, StorageError, doing)
-        parts = comm.gather_json(part, ctx.world, ctx.device)
-        together(lambda: publish(temporary, root, facts, parts) if ctx.world.first else None, ctx, StorageError, doing)
-    except BaseException:
-        if ctx.world.first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return root / folder_name(step)
+    return Save(root, share(slices, ctx.grad, replicated), ctx, facts).finish()
+
+
+@dataclass(frozen=True)
+class HostSlice:
+    """A slice's state at one moment, in host memory."""
+
+    spec: ParamSpec
+    start: int
+    stop: int
+    main: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+def state_numel(slices: Iterable[StateSlice]) -> int:
+    return len(STATE) * sum(item.stop - item.start for item in slices)
+
+
+def snapshot(slices: Iterable[StateSlice], buffer: Tensor) -> list[HostSlice]:
+    """Copies of the slices in `buffer`, 1-D fp32 of `state_numel(slices)` elements.
+
+    To be read once the device is synchronised, if the buffer is pinned.
+    """
+    copies, position = [], 0
+    for item in slices:
+        length = item.stop - item.start
+        parts = buffer[position : position + len(STATE) * length].view(len(STATE), length)
+        for part, state in zip(parts, STATE, strict=True):
+            part.copy_(getattr(item, state).detach(), non_blocking=True)
+        copies.append(HostSlice(item.spec, item.start, item.stop, *parts))
+        position += parts.numel()
+    return copies
 
 
 def share(slices: Iterable[StateSlice], grad: Axis, replicated: bool) -> list[StateSlice]:
@@ -93,17 +215,16 @@ def owned_boxes(item: StateSlice) -> Iterator[tuple[Piece, Box]]:
         yield from logical_boxes(item.spec, max(first, item.start), min(last, item.stop))
 
 
-def _stored_bytes(slices: Sequence[StateSlice]) -> int:
-    sizes = [math.prod(box.size) for item in slices for _, box in owned_boxes(item)]
-    return len(STATE) * sum(size * torch.float32.itemsize + _CHUNK_OVERHEAD for size in sizes)
+def needed_bytes(mine: Sequence[StateSlice], ctx: ParallelContext) -> int:
+    """Disk space that a checkpoint takes in which each rank writes its `mine`, rather too much. A collective."""
+    sizes = [math.prod(box.size) for item in mine for _, box in owned_boxes(item)]
+    needed = len(STATE) * sum(size * torch.float32.itemsize + _CHUNK_OVERHEAD for size in sizes)
+    return sum(comm.gather_json(needed, ctx.world, ctx.device))
 
 
 def _prepare(root: Path, step: int, needed: int) -> str:
     """Make the temporary folder if there is room for the checkpoint; its name."""
-    root.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(root).free
-    if free < needed:
-        raise StorageError(f"{root} has {free:,} bytes free, the checkpoint needs {needed:,}: free some space")
+    require_space(root, needed)
     name = f".tmp-{folder_name(step)}-{uuid.uuid4().hex[:8]}"
     (root / name).mkdir()
     return name

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,8 +93,10 @@ def train(run: Run) -> None:
     state, options = run.state, run.state.config
     steps, ctx = options.train.steps, state.ctx
     meter = Meter(ctx, run.flops_per_token, options.log.peak_tflops or device.peak_tflops(ctx.device))
-    reporter = Reporter(run.run_dir, options.log, steps, state.step, speaks=ctx.world.first)
-    try:
+    with (
+        checkpoints.Saver(state, run.run_dir) as saver,
+        closing(Reporter(run.run_dir, options.log, steps, state.step, speaks=ctx.world.first)) as reporter,
+    ):
         while state.step < steps:
             trace: list[Event] | None = [] if options.log.timeline and state.step == steps - 1 else None
             meter.start()
@@ -121,11 +124,9 @@ def train(run: Run) -> None:
                 validation_loss = mean_validation_loss(state, run.validation_data)
                 reporter.write({"step": state.step, "validation_loss": validation_loss})
                 reporter.say(f"step {state.step}/{steps} | validation loss {validation_loss:.4f}")
-            if _due(state.step, options.checkpoint.every) or (last and options.checkpoint.save_last):
-                path = checkpoints.write(state, run.run_dir)
+            saved = saver.save(state) if saver.due(state.step, last) else []
+            for path in [*saved, *saver.completed(wait=last)]:
                 reporter.say(f"step {state.step}/{steps} | saved {path}")
-    finally:
-        reporter.close()
 
 
 def write_timeline(trace: Sequence[Event], ctx: ParallelContext, run_dir: Path) -> None:
