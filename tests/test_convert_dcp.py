@@ -19,6 +19,7 @@ from megapar.errors import CheckpointError, ConfigError
 from megapar.validate import weight_options
 from tests import tiny_models
 from tests.distributed import run_ranks
+from tools.convert_checkpoint import NativeToDcp, native_to_dcp
 
 CONFIG = tiny_models.config(tiny_models.model("llama", num_key_value_heads=2, attention_bias=True))
 MODEL = CONFIG.model
@@ -61,7 +62,7 @@ def load_sharded(folder: Path) -> dict[str, Tensor]:
 
 def test_dtensors_of_two_ranks_load_bitwise(tmp_path: Path) -> None:
     tensors = native(tmp_path / "native")
-    export(tmp_path / "native", tmp_path / "dcp")
+    native_to_dcp(NativeToDcp(tmp_path / "native", tmp_path / "dcp"))
     for found in run_ranks(2, load_sharded, tmp_path / "dcp"):
         for name, tensor in tensors.items():
             assert torch.equal(found[name], tensor), name

@@ -5,7 +5,6 @@ No Megatron-LM is needed: `megatron_folder` writes what it writes, by loops over
 
 import os
 import pickle
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -303,7 +302,9 @@ def first_file(root: Path) -> Path:
     return root / "iter_0000012" / "mp_rank_00_000" / FILE
 
 
-def test_a_pickle_that_would_run_code_is_refused_before_it_runs(small: Path, tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_code_is_refused_before_it_runs(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """S1: whatever it calls, wherever it lies, in every protocol; nothing is written."""
     ran, path = tmp_path / "ran", first_file(small)
     whole = path.read_bytes()
@@ -330,10 +331,11 @@ def test_a_pickle_that_would_run_code_is_refused_before_it_runs(small: Path, tmp
         with pytest.raises(CheckpointError, match=r"refused|not readable"):
             read(small)
     path.write_bytes(pickle.dumps(calls[0]))
-    command = [sys.executable, convert_checkpoint.__file__, "megatron-to-native", small, tmp_path / "native"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 4
-    assert run.stderr.count("\n") == 1
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", "megatron-to-native", str(small), f"{tmp_path}/native"])
+    with pytest.raises(SystemExit) as ended:
+        convert_checkpoint.main()
+    assert ended.value.code == 4
+    assert capsys.readouterr().err.count("\n") == 1
     assert not ran.exists()
     assert not (tmp_path / "native").exists()
 
@@ -367,6 +369,15 @@ REFUSED = {
     "num_query_groups": 4,
     "vocab_size": 4000,
     "hidden_size": "wide",
+    "qk_layernorm": True,
+    "add_qkv_bias": True,
+}
+# Of those that only the tensors contradict, what the message names instead.
+NAMED = {
+    "num_query_groups": "attention.k.weight",
+    "vocab_size": "embedding.weight",
+    "qk_layernorm": "missing layers.0.attention.k_norm.weight",
+    "add_qkv_bias": "missing layers.0.attention.qkv.bias",
 }
 
 
@@ -379,12 +390,18 @@ def test_what_our_models_cannot_be_is_refused_by_the_name_of_the_field(small: Pa
             setattr(state["args"], field, value)
 
         rewrite(first_file(small), change)
-        named = {"num_query_groups": "attention.k.weight", "vocab_size": "embedding.weight", "hidden_size": "args"}
-        with pytest.raises(CheckpointError, match=named.get(field, field)) as caught:
+        with pytest.raises(CheckpointError, match=NAMED.get(field, field)) as caught:
             imported(small)
         assert "\n" not in str(caught.value)
         rewrite(first_file(small), lambda state, field=field, old=before[0]: setattr(state["args"], field, old))
     imported(small)
+
+
+def test_tensors_that_the_args_do_not_speak_of_are_refused(tmp_path: Path) -> None:
+    shape = MODELS["llama, tied, biased"]
+    root = megatron_folder(tmp_path / "m", shape, tiny_models.random_tensors(shape), add_qkv_bias=False)
+    with pytest.raises(CheckpointError, match=r"unexpected layers\.0\.attention\.qkv\.bias"):
+        imported(root)
 
 
 def test_gelu_by_erf_is_refused_and_its_tanh_form_is_not(tmp_path: Path) -> None:
