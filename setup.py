@@ -33,6 +33,19 @@ setup(
     ],
     extras_require={
         "convert": ["transformers>=5"],  # what tools/convert_checkpoint.py compares logits with
-        "dev": ["pytest>=8", "hypothesis>=6", "ruff", "mypy", "pre-commit", "transformers>=5"],
+        # What preprocessing reads or tokenises with, each where it is asked for: hf:FILE, tiktoken:FILE, .zst, .parquet.
+        # The tests have all but pyarrow, which takes 170 MB.
+        "data": ["tokenizers>=0.21", "tiktoken>=0.8", "zstandard>=0.22", "pyarrow>=17"],
+        "dev": [
+            "pytest>=8",
+            "hypothesis>=6",
+            "ruff",
+            "mypy",
+            "pre-commit",
+            "transformers>=5",
+            "tokenizers>=0.21",
+            "tiktoken>=0.8",
+            "zstandard>=0.22",
+        ],
     },
 )

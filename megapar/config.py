@@ -160,7 +160,7 @@ class DataConfig:
     validation: tuple[str, ...] = ()
     """One .bin/.idx prefix, or `synthetic`; empty evaluates nothing."""
     tokenizer: str = "bytes"
-    """bytes, or spm:FILE for a sentencepiece model."""
+    """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
 
 
 @dataclass(frozen=True)

@@ -298,8 +298,9 @@ def _data(config: Config) -> Iterator[str]:
         text = f"{len(data.validation)} entries; give one .bin/.idx prefix or synthetic, or none"
         yield _problem(config, "data.validation", text)
     kind, _, file = data.tokenizer.partition(":")
-    if data.tokenizer != "bytes" and not (kind == "spm" and file):
-        yield _problem(config, "data.tokenizer", "must be bytes, or spm:FILE with a sentencepiece model")
+    if data.tokenizer != "bytes" and not (kind in ("spm", "hf", "tiktoken") and file):
+        text = "must be bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
+        yield _problem(config, "data.tokenizer", text)
 
 
 def _checkpoint(config: Config) -> Iterator[str]:

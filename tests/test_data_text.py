@@ -1,22 +1,20 @@
-"""Text to tokens: tokenizers, preprocessing, corpus tools, entropies."""
+"""Text to tokens: tokenizers, corpus tools, entropies. Preprocessing: test_data_preprocess.py."""
 
+import base64
 import hashlib
 import json
 import math
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
-from megapar.data import preprocess as preprocessing
 from megapar.data.entropy import cross_entropies
 from megapar.data.indexed import IndexedDataset
-from megapar.data.preprocess import Span, preprocess, read_documents
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
 from megapar.errors import ConfigError, DataError
 
@@ -35,11 +33,6 @@ TEXTS = [
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "small.model"
     train_sentencepiece([p.read_text() for p in sorted((ROOT / "megapar").rglob("*.py"))[:8]], 600, path)
-    return path
-
-
-def jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
 
@@ -77,13 +70,103 @@ def test_training_twice_gives_the_same_file(tmp_path: Path):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
+def hugging_face(folder: Path, **added: Any) -> Path:
+    """A byte-level BPE tokenizer.json as the library saves it, which truncates, pads and puts a token first."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=16)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(facts | added))
+    return folder / "tokenizer.json"
+
+
+def byte_pairs(path: Path, *merges: bytes) -> Path:
+    tokens = [*(bytes([byte]) for byte in range(256)), *merges]
+    path.write_text("".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens)))
+    return path
+
+
+def test_hugging_face_files_truncate_and_add_nothing(tmp_path: Path):
+    """Texts longer than the file's limit come back whole; a special token that stands in a text is text."""
+    tokenizer = load_tokenizer(f"hf:{hugging_face(tmp_path)}")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (400, 1)
+    for text in [*TEXTS, "<|endoftext|> and <s> " * 20]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode([*ids, tokenizer.eod]) == text
+        assert not {0, 1} & set(ids)
+    assert len(tokenizer.encode("def test")) < len("def test")
+
+
+def test_the_end_of_a_document_is_what_the_files_say(tmp_path: Path):
+    path = hugging_face(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<s>"}}')
+    assert load_tokenizer(f"hf:{path}").eod == 0
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with pytest.raises(DataError, match="which token ends a document\\? Found <end>"):
+        load_tokenizer(f"hf:{path}")
+    (tmp_path / "tokenizer_config.json").unlink()
+    hugging_face(tmp_path, added_tokens=[])
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    with pytest.raises(DataError, match="a cannot end a document: text can hold it"):
+        load_tokenizer(f"hf:{path}")
+
+
+def test_ids_of_a_vocabulary_with_gaps_are_below_its_size(tmp_path: Path):
+    path = hugging_face(tmp_path)
+    facts = json.loads(path.read_text())
+    facts["model"]["vocab"]["zzz"] = 5000
+    path.write_text(json.dumps(facts))
+    assert load_tokenizer(f"hf:{path}").vocab_size == 5001
+
+
+def test_tiktoken_files(tmp_path: Path):
+    spec = f"tiktoken:{byte_pairs(tmp_path / 'x.tiktoken', b'de', b'def')}"
+    tokenizer = load_tokenizer(spec)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (259, 258)
+    assert tokenizer.encode("def e") == [257, 32, 101]
+    for text in [*TEXTS, "<|endoftext|>"]:
+        assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eod]) == text
+    first = tokenizer.fingerprint
+    facts = {"pattern": ".", "special_tokens": {"<end>": 300}, "eod": "<end>"}
+    (tmp_path / "x.tiktoken.json").write_text(json.dumps(facts))
+    tokenizer = load_tokenizer(spec)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (301, 300)
+    assert tokenizer.encode("def") == [100, 101, 102], "words of one character"
+    assert tokenizer.fingerprint != first
+
+
+@pytest.mark.parametrize(("spec", "package"), [("hf:{}/tokenizer.json", "tokenizers"), ("tiktoken:{}/x", "tiktoken")])
+def test_a_package_that_is_missing_is_named(tmp_path: Path, spec: str, package: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {package}$"):
+        load_tokenizer(spec.format(tmp_path))
+
+
 def test_bad_tokenizers_are_refused_in_one_line(tmp_path: Path):
     (tmp_path / "foreign.model").write_text("no model")
+    cut = byte_pairs(tmp_path / "cut.tiktoken")
+    cut.write_bytes(cut.read_bytes()[:1000])
     cases = [
-        ("byte", ConfigError, "unknown tokenizer 'byte'; use bytes or spm:FILE"),
+        ("byte", ConfigError, "unknown tokenizer 'byte'; use bytes, spm:FILE"),
         ("spm:", ConfigError, "unknown tokenizer"),
         (f"spm:{tmp_path}/none.model", DataError, "none.model is not a file"),
         (f"spm:{tmp_path}/foreign.model", DataError, "not a sentencepiece model"),
+        (f"hf:{tmp_path}/none.json", DataError, "none.json is not a file"),
+        (f"hf:{tmp_path}/foreign.model", DataError, "not a tokenizer.json"),
+        (f"tiktoken:{tmp_path}/none", DataError, "none is not a file"),
+        (f"tiktoken:{tmp_path}/foreign.model", DataError, "line 1: expected BASE64 RANK"),
+        (f"tiktoken:{cut}", DataError, "(no rank for byte 1|line 1)"),
     ]
     for spec, kind, said in cases:
         with pytest.raises(kind, match=said) as caught:
@@ -91,113 +174,6 @@ def test_bad_tokenizers_are_refused_in_one_line(tmp_path: Path):
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="vocab_size 5000"):
         train_sentencepiece(["a few words"], 5000, tmp_path / "x.model")
-
-
-# preprocessing
-
-
-def test_documents_become_sequences_in_input_order(tmp_path: Path):
-    (tmp_path / "folder" / "deep").mkdir(parents=True)
-    (tmp_path / "folder" / "b.py").write_bytes(b"b\r\n")
-    (tmp_path / "folder" / "deep" / "a.txt").write_bytes(b"a")
-    (tmp_path / "folder" / "ignored.bin").write_bytes(b"\xff")
-    lines = jsonl(tmp_path / "z.jsonl", ["first", "", "ζ"])
-    inputs = [lines, tmp_path / "folder", tmp_path / "folder" / "b.py"]
-    summary = preprocess(inputs, tmp_path / "out", "bytes", append_eod=True)
-    dataset = IndexedDataset(tmp_path / "out")
-    expected = ["first", "ζ", "b\r\n", "a", "b\r\n"]
-    assert [dataset.document(i).tolist() for i in range(len(dataset))] == [[*t.encode(), 256] for t in expected]
-    assert (summary.documents, summary.tokens, summary.empty) == (5, len(dataset.tokens), 1)
-    assert [text for text in read_documents(inputs) if text] == expected
-    preprocess(inputs, tmp_path / "plain", "bytes")
-    assert IndexedDataset(tmp_path / "plain").tokens.tolist() == list("".join(expected).encode())
-
-
-def test_the_number_of_workers_changes_no_byte(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
-    """Many small tasks, lines longer than a task, and text files between two .jsonl files."""
-    monkeypatch.setattr(preprocessing, "_TASK_BYTES", 500)
-    texts = [f"document {i} " * (i * 37 % 91) for i in range(150)]
-    inputs = [jsonl(tmp_path / "a.jsonl", texts), tmp_path / "m.txt", jsonl(tmp_path / "b.jsonl", texts[::-1])]
-    inputs[1].write_text("between " * 400)
-    outputs = []
-    for workers in (1, 3):
-        preprocess(inputs, tmp_path / f"w{workers}", f"spm:{model}", workers=workers, append_eod=True)
-        outputs.append([(tmp_path / f"w{workers}.{suffix}").read_bytes() for suffix in ("bin", "idx")])
-    assert outputs[0] == outputs[1]
-    tokenizer, dataset = load_tokenizer(f"spm:{model}"), IndexedDataset(tmp_path / "w3")
-    decoded = [tokenizer.decode(dataset.document(i)[:-1].tolist()) for i in range(len(dataset))]
-    assert decoded == [t for t in [*texts, inputs[1].read_text(), *texts[::-1]] if t]
-
-
-@pytest.mark.parametrize("task_bytes", range(1, 40))
-def test_every_line_belongs_to_one_task(tmp_path: Path, task_bytes: int, monkeypatch: pytest.MonkeyPatch):
-    """Wherever the cuts fall: inside a line, on its newline, right after it; the last line has no newline."""
-    monkeypatch.setattr(preprocessing, "_TASK_BYTES", task_bytes)
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text":"1"}\n{"text":"23"}\n\n{"text":"4"}\n{"text":"567"}')
-    assert list(read_documents([path])) == ["1", "23", "4", "567"]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (b'{"text": "cut', "JSONDecodeError"),
-        (b'{"body": "x"}', "KeyError"),
-        (b'{"text": 5}', "AttributeError"),
-        (b'["text"]', "TypeError"),
-        (b'{"text": "\xff"}', "UnicodeDecodeError"),
-        (b'{"text": "\\ud800"}', "UnicodeEncodeError"),
-        (b'\xef\xbb\xbf{"text": "x"}', "BOM"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes, said: str):
-    """(rows D8, D9) Whatever the number of workers, the first bad line is the one that is named; nothing is written."""
-    path = tmp_path / "a.jsonl"
-    good = b'{"text": "good"}\n'
-    path.write_bytes(good * 3 + line + b"\n" + good + line + b"\n")
-    with pytest.raises(DataError, match=rf"a.jsonl: line 4 \(byte 51\).*{said}"):
-        list(read_documents([path]))
-    with pytest.raises(DataError, match=r"line 4 \(byte 51\)"):
-        preprocess([path], tmp_path / "out", "bytes")
-    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
-
-
-def test_input_that_cannot_be_used_is_refused(tmp_path: Path):
-    """(row D1)"""
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "a.pdf").write_bytes(b"x")
-    (tmp_path / "none").mkdir()
-    empty = jsonl(tmp_path / "empty.jsonl", ["", ""])
-    cases = [
-        ([tmp_path / "latin.txt"], DataError, "latin.txt: byte 3: not UTF-8"),
-        ([tmp_path / "missing.txt"], DataError, "no such file"),
-        ([tmp_path / "a.pdf"], ConfigError, "unknown kind of file"),
-        ([tmp_path / "none"], DataError, "no .jsonl"),
-        ([empty], DataError, "0 tokens"),
-    ]
-    for inputs, kind, said in cases:
-        with pytest.raises(kind, match=said):
-            preprocess(inputs, tmp_path / "out", "bytes")
-    assert not (tmp_path / "out.bin").exists()
-    with pytest.raises(ConfigError, match="--workers 0"):
-        preprocess([empty], tmp_path / "out", "bytes", workers=0)
-
-
-def test_a_killed_worker_is_named_and_not_waited_for(tmp_path: Path):
-    """(row D13) Worker 0 hangs on a pipe that nobody writes, and is killed while worker 1 goes on."""
-    os.mkfifo(tmp_path / "pipe.txt")
-    (tmp_path / "good.txt").write_text("x")
-    with preprocessing._worker_pool(2, "bytes", append_eod=False) as pool:
-
-        def tasks() -> Iterator[list[Span]]:
-            yield [Span(tmp_path / "pipe.txt", 0, 1)]
-            os.kill(next(iter(pool.values())).pid, signal.SIGKILL)
-            yield [Span(tmp_path / "good.txt", 0, 1)]
-
-        with pytest.raises(DataError, match=r"worker 0 \(pid \d+\) died with exit code -9"):
-            list(preprocessing._in_order(tasks(), pool))
-        processes = list(pool.values())
-    assert not any(process.is_alive() for process in processes)
 
 
 # programs

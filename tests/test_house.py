@@ -61,7 +61,10 @@ PYTORCH_CONTENDERS = {"tools/benchmark.py", "tools/benchmark_peers.py"}
 KNOW_CUDA = {"megapar/device.py", "kernels/megapar_kernels/launch.py"}
 
 # Never required: imported where somebody asks for them. (apex on PyPI is another package: see kernels' apex.py.)
-OPTIONAL = ("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "liger_kernel", "transformers")
+OPTIONAL = (
+    *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "liger_kernel", "transformers"),
+    *("tokenizers", "tiktoken", "zstandard", "pyarrow"),
+)
 
 # Distributions whose import is not their name.
 IMPORTED_AS = {"tensorboard": "torch.utils.tensorboard"}

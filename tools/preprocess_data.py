@@ -1,56 +1,133 @@
-"""Turn text into tokens: .jsonl, .txt, .md and .py files, or folders of them, into a PREFIX.bin / PREFIX.idx pair."""
+"""Turn text into tokens: files or folders of documents into a PREFIX.bin / PREFIX.idx pair, described by PREFIX.json.
 
+In: .jsonl with a text in each line, plain text (.txt, .md, .py), both also as .gz and .zst, and .parquet. A run that
+was killed goes on where it stood when it is started again. Further commands, each with its own --help:
+
+  preprocess_data.py merge    one pair out of several
+  preprocess_data.py split    a pair into train, validation and test, by documents
+  preprocess_data.py verify   a pair against its sizes, pointers and sidecar; with --full every token
+"""
+
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from megapar.data.preprocess import Summary, find_files, preprocess
+from megapar.data.corpus import find_files
+from megapar.data.prepared import merge_prepared, split, verify
+from megapar.data.preprocess import Counts, Recipe, preprocess
 from megapar.errors import reported
 
 
 @dataclass
-class Arguments:
+class Tokenise:
     """Turn text into tokens, in parallel; the result does not depend on the number of workers."""
 
     input: tuple[Path, ...]
-    """Files with one document a line ({"text": ...}, .jsonl) or one a file (.txt, .md, .py), or folders of them."""
+    """Files, or folders of files, in the order of their documents."""
     output: Path
-    """Prefix of the .bin and .idx files to write."""
-    tokenizer: str
-    """bytes, or spm:FILE for a sentencepiece model."""
+    """Prefix of the .bin, .idx and .json files to write. PREFIX.parts holds what is unfinished."""
+    recipe: tyro.conf.OmitArgPrefixes[tyro.conf.FlagCreatePairsOff[Recipe]]
     workers: int = 1
     """Processes that tokenise."""
-    append_eod: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """End each document with the tokenizer's end-of-document id."""
+
+    def run(self) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            total = sum(path.stat().st_size for path in find_files(self.input))
+            show = reporter(progress, total)
+            facts = preprocess(self.input, self.output, self.recipe, workers=self.workers, on_progress=show)
+        told = [f"{facts['documents']:,} documents", f"{facts['tokens']:,} tokens"]
+        if facts["empty_documents"]:
+            told.append(f"{facts['empty_documents']:,} empty documents left out")
+        if duplicates := facts["documents_before_deduplication"] - facts["documents"]:
+            told.append(f"{duplicates:,} duplicates left out")
+        told += [f"{count:,} x {reason}" for reason, count in facts["bad_lines"]["counts"].items()]
+        print(f"{self.output}.bin: {', '.join(told)}")
+
+
+@dataclass
+class Merge:
+    """Concatenate pairs of one tokenizer."""
+
+    input: tuple[Path, ...]
+    """Prefixes of .bin/.idx pairs, in the order of their documents."""
+    output: Path
+    """Prefix of the pair to write."""
+
+    def run(self) -> None:
+        dataset = merge_prepared(self.input, self.output)
+        print(f"{self.output}.bin: {len(dataset):,} documents, {len(dataset.tokens):,} tokens")
+
+
+@dataclass
+class Split:
+    """Cut a pair by documents, in their order: if that means something, preprocess with --shuffle."""
+
+    input: Path
+    """Prefix of a .bin/.idx pair."""
+    output: Path
+    """PREFIX of PREFIX_train, PREFIX_validation and PREFIX_test."""
+    fractions: tuple[float, ...] = (0.98, 0.01, 0.01)
+    """Shares of the documents; two of them make no test part."""
+
+    def run(self) -> None:
+        for name, dataset in split(self.input, self.output, self.fractions).items():
+            print(f"{self.output}_{name}.bin: {len(dataset):,} documents, {len(dataset.tokens):,} tokens")
+
+
+@dataclass
+class Verify:
+    """Check .bin/.idx pairs; exit code 3 and one line if one is damaged."""
+
+    input: tuple[Path, ...]
+    """Prefixes of .bin/.idx pairs."""
+    full: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Read everything: hashes, ids against the vocabulary, ends of documents."""
+    vocab_size: int | None = None
+    """Ids must be below this, for pairs without a sidecar that says it."""
+
+    def run(self) -> None:
+        for prefix in self.input:
+            dataset = verify(prefix, full=self.full, vocab_size=self.vocab_size)
+            print(f"{prefix}: {len(dataset):,} documents, {len(dataset.tokens):,} {dataset.dtype.name} tokens: sound")
+
+
+COMMANDS: dict[str, type[Tokenise | Merge | Split | Verify]] = {"merge": Merge, "split": Split, "verify": Verify}
+
+
+def reporter(progress: Progress, total: int) -> Callable[[Counts], None]:
+    """Shows counts on a bar; what an earlier run has done, told first, does not make this one faster."""
+    bar = progress.add_task("starting", total=total)
+    start, before = time.perf_counter(), [0]
+
+    def show(counts: Counts) -> None:
+        if not progress.tasks[0].completed:
+            before[0] = counts.num_bytes
+        speed = (counts.num_bytes - before[0]) / 1e6 / max(time.perf_counter() - start, 1e-3)
+        text = f"{counts.documents:,} documents  {counts.tokens:,} tokens  {speed:.1f} MB/s"
+        if bad := sum(counts.bad.values()):
+            text += f"  {bad:,} bad lines"
+        progress.update(bar, completed=counts.num_bytes, description=text)
+
+    return show
 
 
 def main() -> None:
-    args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    kind: type[Tokenise | Merge | Split | Verify] = Tokenise
+    words = sys.argv[1:]
+    if words and words[0] in COMMANDS:
+        kind = COMMANDS[words.pop(0)]
+    description = __doc__ if kind is Tokenise else None
+    command = tyro.cli(kind, args=words, description=description, use_underscores=True)
     with reported():
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as progress:
-            bar = progress.add_task("starting", total=sum(path.stat().st_size for path in find_files(args.input)))
-
-            def show(summary: Summary) -> None:
-                speed = summary.num_bytes / 1e6 / max(progress.tasks[0].elapsed or 0.0, 1e-3)
-                text = f"{summary.documents:,} documents  {summary.tokens:,} tokens  {speed:.1f} MB/s"
-                progress.update(bar, completed=summary.num_bytes, description=text)
-
-            summary = preprocess(
-                args.input,
-                args.output,
-                args.tokenizer,
-                workers=args.workers,
-                append_eod=args.append_eod,
-                on_progress=show,
-            )
-        left_out = f", {summary.empty:,} empty documents left out" if summary.empty else ""
-        print(f"{args.output}.bin: {summary.documents:,} documents, {summary.tokens:,} tokens{left_out}")
+        command.run()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ or more sequences.
 """
 
 import os
-import shutil
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_CODES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 _TOKEN_DTYPES = {code: np.dtype(f"<{name}") for code, name in _DTYPE_CODES.items() if name[0] != "f"}
-_BLOCK = 1 << 20  # sequences checked at a time, so that opening takes the same memory for any file
+_BLOCK = 1 << 20  # sequences checked, or tokens copied, at a time, so that memory is the same for any file
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -40,7 +39,8 @@ def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.i
 
 
 @contextmanager
-def _storing(path: Path) -> Iterator[None]:
+def storing(path: Path) -> Iterator[None]:
+    """Around the writing of `path`: what the disk refuses is a StorageError that names it."""
     try:
         yield
     except OSError as error:
@@ -95,15 +95,16 @@ class IndexedDataset:
 
     def document(self, i: int) -> NDArray[np.integer]:
         """The tokens of document `i`, a view into the file."""
-        return self.tokens[self._document_start(i) : self._document_start(i + 1)]
+        return self.tokens[self.document_start(i) : self.document_start(i + 1)]
 
     def locate(self, token: int) -> tuple[int, int]:
         """(document, offset inside it) of position `token` of the file."""
         sequence = int(np.searchsorted(self.pointers, token * self.dtype.itemsize, "right")) - 1
         document = int(np.searchsorted(self.document_indices, sequence, "right")) - 1
-        return document, token - self._document_start(document)
+        return document, token - self.document_start(document)
 
-    def _document_start(self, i: int) -> int:
+    def document_start(self, i: int) -> int:
+        """Position in `tokens` of the first token of document `i`; their number for i = len(self)."""
         sequence = int(self.document_indices[i])
         if sequence == len(self.pointers):
             return len(self.tokens)
@@ -181,14 +182,14 @@ class IndexedWriter:
         self._document_ends: list[NDArray[np.int64]] = []
 
     def __enter__(self) -> "IndexedWriter":
-        with _storing(self.bin_path):
+        with storing(self.bin_path):
             self.bin_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _partial(self.bin_path).open("wb")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            with _storing(self.bin_path):
+            with storing(self.bin_path):
                 _close(self._file)
             if error is None:
                 self._finish()
@@ -207,20 +208,23 @@ class IndexedWriter:
         if counts.sum() != len(tokens):
             raise ValueError(f"lengths sum to {counts.sum()}, but there are {len(tokens)} tokens")
         self._check(tokens, counts)
-        with _storing(self.bin_path):
+        with storing(self.bin_path):
             self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
         self._append(counts.astype("<i4"), np.arange(1, len(counts) + 1))
 
-    def extend(self, dataset: IndexedDataset) -> None:
-        """Append all documents of another pair of the same dtype."""
+    def extend(self, dataset: IndexedDataset, first: int = 0, last: int | None = None) -> None:
+        """Append documents [first, last) of another pair of the same dtype, all of them unless told."""
         if dataset.dtype != self.dtype:
             raise DataError(
                 f"{dataset.bin_path} holds {dataset.dtype.name} tokens, {self.bin_path} {self.dtype.name}: "
                 "merge files of one tokenizer"
             )
-        with _storing(self.bin_path), dataset.bin_path.open("rb") as source:
-            shutil.copyfileobj(source, self._file, 1 << 20)
-        self._append(np.array(dataset.lengths), np.array(dataset.document_indices[1:]))
+        ends = np.array(dataset.document_indices[first : len(dataset) + 1 if last is None else last + 1])
+        start, stop = dataset.document_start(first), dataset.document_start(first + len(ends) - 1)
+        with storing(self.bin_path):
+            for at in range(start, stop, _BLOCK):
+                self._file.write(dataset.tokens[at : min(at + _BLOCK, stop)].tobytes())
+        self._append(np.array(dataset.lengths[ends[0] : ends[-1]]), ends[1:] - ends[0])
 
     def _append(self, lengths: NDArray[np.int32], document_ends: NDArray[np.int64]) -> None:
         self._lengths.append(lengths)
@@ -239,7 +243,7 @@ class IndexedWriter:
         lengths = np.concatenate([np.empty(0, "<i4"), *self._lengths]).astype("<i4")
         document_indices = np.concatenate([np.zeros(1, "<i8"), *self._document_ends]).astype("<i8")
         code = next(code for code, dtype in _TOKEN_DTYPES.items() if dtype == self.dtype)
-        with _storing(self.idx_path):
+        with storing(self.idx_path):
             file = _partial(self.idx_path).open("wb")
             file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(document_indices)))
             pointers = sequence_pointers(lengths, self.dtype.itemsize).astype("<i8")

@@ -1,274 +1,323 @@
-"""Text files to token files, on several processes: documents come out in the order in which they went in.
+"""Text files to token files, on several processes; a run that was killed goes on where it stood.
 
-The input is cut into tasks of about a MiB: byte ranges of .jsonl files, handfuls of whole text files. Each worker gets
-one task at a time and sends back its tokens; the parent writes them in order. The cuts do not depend on the number of
-workers, so neither does a byte of the output; only a few tasks are in flight, so memory does not grow with the input.
+The input is cut into shards (megapar.data.corpus). A worker takes one at a time, tokenises it in batches and leaves a
+part in the folder OUTPUT.parts: a .bin/.idx pair, hashes of the texts if duplicates are to go, and a .json that comes
+last and says that the part is whole. A part is named after all that decides its bytes, so whoever finds one need not
+make it. In the end the parts are joined in the order of the input (megapar.data.prepared), whoever made them and when.
+Memory does not grow with the text: a batch in each worker, and tens of bytes a document while parts are joined.
 """
 
+import hashlib
 import json
-import multiprocessing
-import multiprocessing.connection
-import signal
+import os
+import shutil
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megapar.data.indexed import IndexedWriter, token_dtype
+from megapar.data.corpus import Place, Reading, Span, SpanReader, cut, find_files
+from megapar.data.indexed import IndexedWriter, storing, token_dtype
+from megapar.data.prepared import join, sha256, sidecar_path, write_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
-from megapar.errors import ConfigError, DataError, MegaparError
+from megapar.data.workers import run, worker_pool
+from megapar.errors import ConfigError, DataError
 
-TEXT_SUFFIXES = (".txt", ".md", ".py")
-_TASK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Span:
-    """The documents that begin in bytes [start, stop) of a file: lines of a .jsonl file, or all of a text file."""
-
-    path: Path
-    start: int
-    stop: int
+_PARTS_VERSION = 1  # raise it when the same input would give other parts
+_BATCH_BYTES = 1 << 20
+_SHARD_BYTES = 1 << 22  # more for large inputs: some thousand parts, not millions
+_NAMED = 100  # bad documents whose places the sidecar names; all are counted
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """One task's documents: their tokens one after the other and the length of each. `empty` ones are left out."""
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Reading):
+    """What the output depends on, beside the input."""
 
-    tokens: NDArray[np.integer]
-    lengths: NDArray[np.int64]
-    empty: int
-    num_bytes: int
+    tokenizer: str
+    """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
+    append_eod: bool = False
+    """End each document with the tokenizer's end-of-document id."""
+    deduplicate: bool = False
+    """Leave out documents whose text is, to the letter, that of an earlier one."""
+    shuffle: int | None = None
+    """Write documents in a random order that this number names, instead of the input's."""
 
 
 @dataclass
-class Summary:
-    """What has been tokenised so far: `num_bytes` of input, `empty` documents that were left out."""
+class Counts:
+    """What came of some input: `num_bytes` of its files, `empty` documents left out, `bad` ones left out or mended."""
 
     documents: int = 0
     tokens: int = 0
     num_bytes: int = 0
+    text_bytes: int = 0
     empty: int = 0
+    bad: dict[str, int] = field(default_factory=dict)
 
-    def add(self, chunk: Chunk) -> None:
-        self.documents += len(chunk.lengths)
-        self.tokens += len(chunk.tokens)
-        self.num_bytes += chunk.num_bytes
-        self.empty += chunk.empty
+    def add(self, other: "Counts") -> None:
+        for name in ("documents", "tokens", "num_bytes", "text_bytes", "empty"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for reason, count in other.bad.items():
+            self.bad[reason] = self.bad.get(reason, 0) + count
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Spans whose documents become the part `name`."""
+
+    spans: list[Span]
+    name: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """What NAME.json says of a finished part: `lines` of each span, and `bad` as (span, number, offset, reason)."""
+
+    counts: Counts
+    lines: list[int]
+    bad: list[tuple[int, int, int, str]]
+    on_bad_line: str
 
 
 def preprocess(
     inputs: Sequence[Path],
     output: Path,
-    tokenizer_spec: str,
+    recipe: Recipe,
     *,
     workers: int = 1,
-    append_eod: bool = False,
-    on_progress: Callable[[Summary], None] = lambda summary: None,
-) -> Summary:
-    """Tokenise `inputs` (see `find_files`) into the .bin/.idx pair `output`, one sequence a document.
+    on_progress: Callable[[Counts], None] = lambda counts: None,
+) -> dict[str, Any]:
+    """Tokenise `inputs` (see `find_files`) into the .bin/.idx pair `output`, one sequence a document, and its sidecar.
 
-    .jsonl files hold a document in the `text` field of each line, text files are one document. `append_eod` ends each
-    with the tokenizer's end-of-document id. Documents without text are left out and counted. Raises ConfigError or
-    DataError for options or input that cannot be used, naming file, line and byte; then no output appears.
+    Returns the sidecar. Documents without text are left out and counted. `on_progress` first hears what an earlier run
+    has left. Raises ConfigError or DataError for options or input that cannot be used, naming file, line and byte; then
+    no output appears, and OUTPUT.parts keeps what is done.
     """
-    if workers < 1:
-        raise ConfigError(f"--workers {workers}: give at least 1")
-    files = find_files(inputs)
-    dtype = token_dtype(load_tokenizer(tokenizer_spec).vocab_size)
-    summary = Summary()
-    with IndexedWriter(output, dtype) as writer, _worker_pool(workers, tokenizer_spec, append_eod) as pool:
-        for chunk in _in_order(_tasks(files), pool):
-            writer.add_documents(chunk.tokens, chunk.lengths)
-            summary.add(chunk)
-            on_progress(summary)
-        if not summary.tokens:
-            raise DataError(f"{', '.join(map(str, inputs))}: 0 tokens: all documents are empty")
-    return summary
+    if workers < 1 or (recipe.shuffle or 0) < 0:
+        raise ConfigError(
+            f"--workers {workers} --shuffle {recipe.shuffle}: give at least 1 worker, a shuffle from 0 on"
+        )
+    tokenizer, files = load_tokenizer(recipe.tokenizer), find_files(inputs)
+    versions = _versions(files)
+    shards = list(_shards(files, recipe, tokenizer, versions))
+    folder = Path(f"{output}.parts")
+    with _parts_folder(folder), _hashing(versions) as hashes:
+        done, todo = Counts(), []
+        for shard in shards:
+            if part := _finished(folder, shard, recipe):
+                done.add(part.counts)
+            else:
+                todo.append(shard)
+        on_progress(done)
+        with worker_pool(min(workers, len(todo)), partial(_work, recipe, folder)) as pool:
+            for counts in run(todo, pool):
+                done.add(counts)
+                on_progress(done)
+        parts = [_read_part(folder / shard.name) for shard in shards]
+        facts = _facts(shards, parts, recipe, tokenizer)
+        if not facts["tokens"]:
+            raise DataError(f"{', '.join(map(str, inputs))}: 0 tokens: no document has any text")
+        facts["sources"] = [{"path": str(path), "sha256": digest} for path, digest in hashes.result().items()]
+        if _versions(files) != versions:
+            raise DataError(f"{', '.join(map(str, inputs))}: changed while they were read; run it again")
+        sidecar_path(output).unlink(missing_ok=True)
+        names, dtype = [folder / shard.name for shard in shards], token_dtype(tokenizer.vocab_size)
+        facts["documents"], facts["tokens"] = join(
+            names, output, dtype, shuffle=recipe.shuffle, deduplicate=recipe.deduplicate
+        )
+        write_sidecar(output, facts)
+    shutil.rmtree(folder)
+    return facts
 
 
-def find_files(inputs: Sequence[Path]) -> list[Path]:
-    """The files that `inputs` name, in their order; a folder stands for those below it with a known suffix, sorted.
-
-    Raises DataError for what is missing and ConfigError for a file whose suffix says neither lines nor text.
-    """
-    known = (".jsonl", *TEXT_SUFFIXES)
-    files: list[Path] = []
-    for path in inputs:
-        if path.is_dir():
-            files += sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
-        elif not path.is_file():
-            raise DataError(f"--input {path}: no such file or folder")
-        elif path.suffix not in known:
-            raise ConfigError(f"--input {path}: unknown kind of file; use {', '.join(known)} or a folder of them")
-        else:
-            files.append(path)
-    if not files:
-        raise DataError(f"--input {' '.join(map(str, inputs))}: no {', '.join(known)} file there")
-    return files
-
-
-def read_documents(inputs: Sequence[Path]) -> Iterator[str]:
+def read_documents(inputs: Sequence[Path], reading: Reading | None = None) -> Iterator[str]:
     """The documents of `inputs` as `preprocess` sees them, one after the other."""
-    for task in _tasks(find_files(inputs)):
-        for span in task:
-            yield from _documents(span)
+    reading = reading or Reading()
+    for spans in cut(find_files(inputs), reading, _SHARD_BYTES):
+        for span in spans:
+            yield from (text for _, text in SpanReader(span, reading))
 
 
-def _tasks(files: Iterable[Path]) -> Iterator[list[Span]]:
-    task: list[Span] = []
-    num_bytes = 0
-    for path in files:
-        size = path.stat().st_size
-        step = _TASK_BYTES if path.suffix == ".jsonl" else max(size, 1)
-        for start in range(0, size, step):
-            task.append(Span(path, start, min(start + step, size)))
-            num_bytes += task[-1].stop - start
-            if num_bytes >= _TASK_BYTES:
-                yield task
-                task, num_bytes = [], 0
-    if task:
-        yield task
+def _versions(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """Size and time of change of each file."""
+    return {path: (stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]}
 
 
-def _documents(span: Span) -> Iterator[str]:
-    if span.path.suffix == ".jsonl":
-        yield from _json_lines(span)
-        return
+def _shards(
+    files: Sequence[Path], recipe: Recipe, tokenizer: Tokenizer, versions: dict[Path, tuple[int, int]]
+) -> Iterator[Shard]:
+    total = sum(size for size, _ in versions.values())
+    shard_bytes = max(_SHARD_BYTES, 1 << min((total // 4096).bit_length(), 30))
+    common = [_PARTS_VERSION, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod, recipe.append_eod]
+    common += [recipe.text_field, recipe.text_lines, recipe.deduplicate]
+    for spans in cut(files, recipe, shard_bytes):
+        pieces = [[str(span.path), span.start, span.stop, *versions[span.path]] for span in spans]
+        yield Shard(spans, hashlib.sha256(json.dumps([*common, pieces]).encode()).hexdigest()[:32])
+
+
+def _finished(folder: Path, shard: Shard, recipe: Recipe) -> Part | None:
+    """The part, if it is there as `recipe` wants it: one without bad documents serves however they are to be met."""
+    if not Path(f"{folder / shard.name}.json").is_file():
+        return None
+    part = _read_part(folder / shard.name)
+    return part if not part.counts.bad or part.on_bad_line == recipe.on_bad_line else None
+
+
+def _read_part(name: Path) -> Part:
+    path = Path(f"{name}.json")
     try:
-        yield span.path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{span.path}: byte {error.start}: not UTF-8 ({error.reason}); convert or remove it") from error
+        facts = json.loads(path.read_bytes())
+        return Part(**facts | {"counts": Counts(**facts["counts"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: not what an earlier run has left; remove {path.parent}") from error
 
 
-def _json_lines(span: Span) -> Iterator[str]:
-    """The texts of the lines that begin inside `span`; blank lines are none."""
-    with span.path.open("rb") as file:
-        if span.start:
-            file.seek(span.start - 1)
-            file.readline()
-        while (offset := file.tell()) < span.stop and (line := file.readline()):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line.decode())["text"]
-                text.encode()  # a lone surrogate is valid JSON and no text
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                number = _newlines_before(span.path, offset) + 1
-                raise DataError(
-                    f'{span.path}: line {number} (byte {offset}): expected {{"text": "..."}} in UTF-8, got '
-                    f"{line[:40]!r} ({type(error).__name__}: {error})"
-                ) from error
-            yield text
-
-
-def _newlines_before(path: Path, offset: int) -> int:
-    with path.open("rb") as file:
-        return sum(file.read(min(1 << 20, offset - at)).count(b"\n") for at in range(0, offset, 1 << 20))
-
-
-def _tokenise(task: list[Span], tokenizer: Tokenizer, append_eod: bool) -> Chunk:
-    dtype = token_dtype(tokenizer.vocab_size)
-    documents: list[NDArray[np.integer]] = []
-    empty = 0
-    for span in task:
-        for text in _documents(span):
-            ids = tokenizer.encode(text)
-            if not ids:
-                empty += 1
-                continue
-            if append_eod:
-                ids.append(tokenizer.eod)
-            documents.append(np.array(ids, dtype))
-    return Chunk(
-        tokens=np.concatenate([np.empty(0, dtype), *documents]),
-        lengths=np.array([len(tokens) for tokens in documents], np.int64),
-        empty=empty,
-        num_bytes=sum(span.stop - span.start for span in task),
-    )
-
-
-def _work(connection: Connection, tokenizer_spec: str, append_eod: bool) -> None:
-    """A worker process: a task in, a chunk or an error out, until the parent hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C and ends its workers
-    tokenizer = load_tokenizer(tokenizer_spec)
-    while True:
-        try:
-            task = connection.recv()
-        except EOFError:
-            return
-        try:
-            connection.send(_tokenise(task, tokenizer, append_eod))
-        except MegaparError as error:
-            connection.send(error)
+def _facts(shards: list[Shard], parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The sidecar but for what is known later."""
+    total, places, lines_before = Counts(), list[str](), 0
+    for shard, part in zip(shards, parts, strict=True):
+        total.add(part.counts)
+        bad = deque(part.bad)
+        for number, (span, lines) in enumerate(zip(shard.spans, part.lines, strict=True)):
+            lines_before = lines_before if span.start else 0
+            while bad and bad[0][0] == number:
+                _, line, offset, reason = bad.popleft()
+                places.append(f"{Place(span, line, offset).describe(lines_before)}: {reason}")
+            lines_before += lines
+    return {
+        "documents": total.documents,
+        "tokens": total.tokens,
+        "tokenizer": {
+            "spec": recipe.tokenizer,
+            "sha256": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+        },
+        "append_eod": recipe.append_eod,
+        "shuffle": recipe.shuffle,
+        "deduplicate": recipe.deduplicate,
+        "documents_before_deduplication": total.documents,
+        "empty_documents": total.empty,
+        "text_bytes": total.text_bytes,
+        "bad_lines": {"on_bad_line": recipe.on_bad_line, "counts": total.bad, "first": places[:_NAMED]},
+    }
 
 
 @contextmanager
-def _worker_pool(count: int, tokenizer_spec: str, append_eod: bool) -> Iterator[dict[Connection, BaseProcess]]:
-    """Worker processes by the connection to each, ended with the block. Spawned: a fork could inherit a held lock."""
-    spawn = multiprocessing.get_context("spawn")
-    pool: dict[Connection, BaseProcess] = {}
-    try:
-        for number in range(count):
-            ours, theirs = spawn.Pipe()
-            process: BaseProcess = spawn.Process(
-                target=_work, args=(theirs, tokenizer_spec, append_eod), name=f"worker {number}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            pool[ours] = process
-        yield pool
-    finally:
-        for connection, process in pool.items():
-            connection.close()
-            process.terminate()
-            process.join()
+def _parts_folder(folder: Path) -> Iterator[None]:
+    """A folder for parts, without the drafts of workers that were killed; it goes if no part is left in it."""
 
+    def remove_drafts() -> None:
+        for draft in folder.glob("draft-*"):
+            draft.unlink(missing_ok=True)
 
-def _in_order(tasks: Iterator[list[Span]], pool: dict[Connection, BaseProcess]) -> Iterator[Chunk]:
-    """The chunks of `tasks` in their order. At most four tasks a worker are out or waiting for an earlier one.
-
-    Raises the error of the earliest bad task, however many workers there are, or DataError when a worker dies.
-    """
-    numbered = enumerate(tasks)
-    running: dict[Connection, int] = {}
-    finished: dict[int, Chunk | MegaparError] = {}
-    following = 0
-    while True:
-        idle = [connection for connection in pool if connection not in running]
-        room = max(4 * len(pool) - len(running) - len(finished), 0)
-        for connection, (number, task) in zip(idle[:room], numbered, strict=False):
-            with _alive(pool[connection]):
-                connection.send(task)
-            running[connection] = number
-        if not running:
-            return
-        for ready in multiprocessing.connection.wait(list(running)):
-            connection = cast(Connection, ready)
-            with _alive(pool[connection]):
-                finished[running.pop(connection)] = connection.recv()
-        while following in finished:
-            answer = finished.pop(following)
-            if isinstance(answer, MegaparError):
-                raise answer
-            yield answer
-            following += 1
-
-
-@contextmanager
-def _alive(process: BaseProcess) -> Iterator[None]:
-    """Name the worker whose connection breaks."""
+    with storing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_drafts()
     try:
         yield
-    except (EOFError, ConnectionError):
-        process.join()
+    finally:
+        remove_drafts()
+        with suppress(OSError):  # parts are left
+            folder.rmdir()
+
+
+@contextmanager
+def _hashing(files: Iterable[Path]) -> Iterator[Future[dict[Path, str]]]:
+    """SHA-256 of each file, computed while the block runs; given up if it ends early."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            yield thread.submit(lambda: {path: sha256(path, stop) for path in files if not stop.is_set()})
+        finally:
+            stop.set()
+
+
+def _make_part(
+    tokenizer: Tokenizer, recipe: Recipe, folder: Path, shard: Shard, report: Callable[[Counts], None]
+) -> None:
+    """Write the part of a shard under a name of its own, then give it its name; `report` hears how far it is."""
+    draft, hashes, total = folder / f"draft-{shard.name}-{os.getpid()}", bytearray(), Counts()
+    readers = [SpanReader(span, recipe) for span in shard.spans]
+    with IndexedWriter(draft, token_dtype(tokenizer.vocab_size)) as writer:
+        for documents, num_bytes in _batches(readers):
+            tokens, lengths, kept = encode(documents, tokenizer, recipe)
+            writer.add_documents(tokens, lengths)
+            new = Counts(len(lengths), len(tokens), num_bytes - total.num_bytes, empty=len(documents) - len(lengths))
+            for text in kept:
+                raw = text.encode()
+                new.text_bytes += len(raw)
+                if recipe.deduplicate:
+                    hashes += hashlib.blake2b(raw, digest_size=16).digest()
+            total.add(new)
+            report(new)
+    bad = Counts()
+    for reader in readers:
+        bad.add(Counts(bad=reader.bad.counts))
+    total.add(bad)
+    report(bad)
+    places = [(i, at.number, at.offset, why) for i, reader in enumerate(readers) for at, why in reader.bad.first]
+    part = Part(total, [reader.lines for reader in readers], places[:_NAMED], recipe.on_bad_line)
+    with storing(folder / shard.name):
+        Path(f"{draft}.hash").write_bytes(hashes)
+        Path(f"{draft}.json").write_text(json.dumps(asdict(part)))
+        for suffix in ("bin", "idx", "hash", "json"):
+            Path(f"{draft}.{suffix}").replace(f"{folder / shard.name}.{suffix}")
+
+
+def _batches(readers: Iterable[SpanReader]) -> Iterator[tuple[list[tuple[Place, str]], int]]:
+    """Documents of about a MiB together, and how many bytes of the files were read so far."""
+    documents, size, before = list[tuple[Place, str]](), 0, 0
+    for reader in readers:
+        for place, text in reader:
+            documents.append((place, text))
+            size += len(text)
+            if size >= _BATCH_BYTES:
+                yield documents, before + reader.num_bytes
+                documents, size = [], 0
+        before += reader.num_bytes
+    yield documents, before
+
+
+def encode(
+    documents: Sequence[tuple[Place, str]], tokenizer: Tokenizer, recipe: Recipe
+) -> tuple[NDArray[np.int64], list[int], list[str]]:
+    """Tokens of the documents one after the other, the length of each, and their texts; those without tokens left out.
+
+    Raises DataError for a text that the tokenizer refuses, and for an id outside its vocabulary.
+    """
+    flat, lengths, kept = list[int](), list[int](), list[tuple[Place, str]]()
+    for place, text in documents:
+        try:
+            ids = tokenizer.encode(text)
+        except (ValueError, RuntimeError) as error:
+            raise DataError(f"{place.describe()}: {recipe.tokenizer} refuses the text: {error}") from error
+        if not ids:
+            continue
+        if recipe.append_eod:
+            ids.append(tokenizer.eod)
+        flat += ids
+        lengths.append(len(ids))
+        kept.append((place, text))
+    tokens = np.array(flat, np.int64)
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= tokenizer.vocab_size):
+        at = int(((tokens < 0) | (tokens >= tokenizer.vocab_size)).argmax())
+        document = int(np.searchsorted(np.cumsum(lengths), at, "right"))
         raise DataError(
-            f"{process.name} (pid {process.pid}) died with exit code {process.exitcode}; -9 means killed, often for "
-            "memory: try fewer --workers"
-        ) from None
+            f"{kept[document][0].describe()}: offset {at - sum(lengths[:document])}: token id {tokens[at]} is outside "
+            f"the vocabulary of {tokenizer.vocab_size} of {recipe.tokenizer}"
+        )
+    return tokens, lengths, [text for _, text in kept]
+
+
+def _work(recipe: Recipe, folder: Path) -> Callable[[Shard, Callable[[Counts], None]], None]:
+    """What a worker does with a shard. Called in the worker, which alone needs the tokenizer."""
+    return partial(_make_part, load_tokenizer(recipe.tokenizer), recipe, folder)

@@ -1,20 +1,38 @@
 """Text to token ids and back."""
 
+import base64
+import hashlib
 import io
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import sentencepiece
 
 from megapar.errors import ConfigError, DataError, StorageError
 
+SPECS = "bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
+
+# What ends a document, by its usual names, where no tokenizer_config.json says it.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
+
+# How cl100k_base (tiktoken, MIT licence) cuts text into words before merging bytes.
+_WORDS = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
+    r"|\s+(?!\S)|\s"
+)
+
 
 class Tokenizer(Protocol):
-    """Ids are in range(vocab_size). `eod` ends a document; no text encodes to it."""
+    """Ids are in range(vocab_size). `eod` ends a document; no text encodes to it. Safe to use in one thread.
+
+    `fingerprint` names what decides the ids: a hash of the tokenizer's files.
+    """
 
     vocab_size: int
     eod: int
+    fingerprint: str
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without `eod`."""
@@ -30,6 +48,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod = 256
+    fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -46,8 +65,7 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, path: str | Path):
-        if not Path(path).is_file():
-            raise DataError(f"tokenizer spm:{path}: {path} is not a file; tools/train_tokenizer.py makes one")
+        self.fingerprint = _fingerprint(f"spm:{path}", path)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except RuntimeError as error:
@@ -64,17 +82,146 @@ class SentencePieceTokenizer:
         return self._model.decode(ids)
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: `bytes`, or `spm:FILE` for a sentencepiece model.
+class HuggingFaceTokenizer:
+    """A tokenizer.json of the `tokenizers` library, used as it is but for three things that would harm a corpus.
 
-    Raises ConfigError for any other spec and DataError for a missing or foreign file.
+    It truncates and pads nothing, adds no start or end, and special tokens that stand in a text are text. The end of a
+    document is `eos_token` of a tokenizer_config.json in the same folder, else the one of the usual names that it has.
+    Raises ConfigError without the library and DataError if the file is no such tokenizer or has no such end.
+    """
+
+    def __init__(self, path: str | Path):
+        spec = f"hf:{path}"
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise _missing(spec, "tokenizers") from error
+        beside = Path(path).with_name("tokenizer_config.json")
+        self.fingerprint = _fingerprint(spec, path, beside)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"tokenizer {spec}: not a tokenizer.json ({' '.join(str(error).split())})") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1  # get_vocab_size() counts, and ids have gaps
+        end = _read_object(spec, beside).get("eos_token") if beside.is_file() else None
+        ends = [end["content"] if isinstance(end, dict) else end] if end else [e for e in _ENDS if e in vocabulary]
+        if len(ends) != 1 or ends[0] not in vocabulary:
+            found = " and ".join(map(str, ends)) or f"none of {', '.join(_ENDS)}"
+            raise DataError(
+                f"tokenizer {spec}: which token ends a document? Found {found}; name one of its vocabulary as "
+                f'{{"eos_token": "..."}} in {beside}'
+            )
+        self.eod: int = vocabulary[ends[0]]
+        if self.eod in self.encode(ends[0]):
+            text = "text can hold it; mark it as special in added_tokens"
+            raise DataError(f"tokenizer {spec}: {ends[0]} cannot end a document: {text}")
+
+    def encode(self, text: str) -> list[int]:
+        # A batch, because `encode` computes the place of each token in the text as well; of one, so in one thread.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode([i for i in ids if i != self.eod], skip_special_tokens=False)
+
+
+class TiktokenTokenizer:
+    """A file of byte pair ranks as `tiktoken` reads it: a line a token, its bytes in base64 and its rank.
+
+    The file does not say how text is cut into words, nor what ends a document. FILE.json beside it does, if it is
+    there: {"pattern": REGEX, "special_tokens": {TEXT: ID}, "eod": TEXT}, each optional; else words are those of
+    cl100k_base and the first free id, <|endoftext|>, ends a document. Special tokens that stand in a text are text.
+    Raises ConfigError without the library and DataError if the file is no such list.
+    """
+
+    def __init__(self, path: str | Path):
+        spec, beside = f"tiktoken:{path}", Path(f"{path}.json")
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise _missing(spec, "tiktoken") from error
+        self.fingerprint = _fingerprint(spec, path, beside)
+        ranks = _read_ranks(spec, Path(path))
+        facts = _read_object(spec, beside) if beside.is_file() else {}
+        special = facts.get("special_tokens", {"<|endoftext|>": max(ranks.values()) + 1})
+        end = facts.get("eod", "<|endoftext|>")
+        if end not in special:
+            raise DataError(f"tokenizer {spec}: {end} is none of the special tokens {', '.join(special) or '(none)'}")
+        try:
+            self._encoding = tiktoken.Encoding(
+                Path(path).stem, pat_str=facts.get("pattern", _WORDS), mergeable_ranks=ranks, special_tokens=special
+            )
+        except (ValueError, TypeError, AssertionError) as error:
+            raise DataError(f"tokenizer {spec}: tiktoken refuses it: {' '.join(str(error).split())}") from error
+        self.vocab_size: int = self._encoding.max_token_value + 1
+        self.eod: int = special[end]
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._encoding.decode([i for i in ids if i != self.eod])
+
+
+def _read_ranks(spec: str, path: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise DataError(f"tokenizer {spec}: line {number}: expected BASE64 RANK, got {line[:40]!r}") from error
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:  # the library would panic at the first text that needs it
+        raise DataError(f"tokenizer {spec}: no rank for byte {missing[0]}: not a list of byte pair ranks, or cut short")
+    return ranks
+
+
+def _read_object(spec: str, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"tokenizer {spec}: {path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"tokenizer {spec}: {path} holds no JSON object")
+    return found
+
+
+def _fingerprint(spec: str, path: str | Path, *beside: Path) -> str:
+    """SHA-256 of a tokenizer's file and, where they are there, of those that belong to it."""
+    if not Path(path).is_file():
+        raise DataError(f"tokenizer {spec}: {path} is not a file")
+    digest = hashlib.sha256(Path(path).read_bytes())
+    for extra in filter(Path.is_file, beside):
+        digest.update(extra.read_bytes())
+    return digest.hexdigest()
+
+
+def _missing(spec: str, package: str) -> ConfigError:
+    return ConfigError(f"data.tokenizer: {spec} needs the package {package}: pip install {package}")
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names: `bytes`, `spm:FILE`, `hf:FILE` or `tiktoken:FILE`.
+
+    Raises ConfigError for any other spec or a package that is not installed, DataError for a missing or foreign file.
     """
     if spec == "bytes":
         return ByteTokenizer()
     kind, _, path = spec.partition(":")
-    if kind == "spm" and path:
-        return SentencePieceTokenizer(path)
-    raise ConfigError(f"data.tokenizer: unknown tokenizer {spec!r}; use bytes or spm:FILE")
+    kinds: dict[str, Callable[[str], Tokenizer]] = {
+        "spm": SentencePieceTokenizer,
+        "hf": HuggingFaceTokenizer,
+        "tiktoken": TiktokenTokenizer,
+    }
+    if kind in kinds and path:
+        return kinds[kind](path)
+    raise ConfigError(f"data.tokenizer: unknown tokenizer {spec!r}; use {SPECS}")
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Path) -> None:
