@@ -1,11 +1,13 @@
 """Saving and loading over real ranks: bitwise resume, other layouts, failures that all ranks share, and kill -9."""
 
+import math
 import multiprocessing
 import random
 import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,19 +21,20 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.checkpoint.format import STATE, checkpoint_folders, find_complete, read_manifest
+from megapar.checkpoint.format import STATE, checkpoint_folders, find_complete, logical_boxes, read_manifest
 from megapar.checkpoint.load import Reader, choose, load, load_weights, weight_slices
 from megapar.checkpoint.save import save
-from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, MegaparError, StorageError
 from megapar.params import ZEROS, ParamSpec, sharded
 from megapar.random import initialise
+from megapar.train.checkpoints import Saver
 from megapar.train.step import TrainState, train_step
-from megapar.train.trainer import assemble
+from megapar.train.trainer import assemble, start
 from megapar.validate import validate
 from tests.distributed import run_ranks
-from tests.test_checkpoint_format import load_toy, save_toy, toy_slices
+from tests.test_checkpoint_format import edit_manifest, load_toy, save_toy, toy_slices
 
 SAMPLES, LENGTH = 4, 8
 MODEL = ModelConfig(
@@ -273,14 +276,14 @@ def write_for_ever(root: Path, first: int, done: Connection) -> None:
         number += 1
 
 
-def test_kill_9_loses_no_complete_checkpoint(tmp_path: Path) -> None:
-    """Row 47: after each kill all folders are complete, none reported as saved is gone, the newest loads bitwise."""
+def kill_saves(root: Path, trials: int, seed: int) -> None:
+    """After each kill all folders are complete, none reported as saved is gone, the newest loads bitwise."""
     torch.set_num_threads(1)
-    fork, chance = multiprocessing.get_context("fork"), random.Random(0)
+    fork, chance = multiprocessing.get_context("fork"), random.Random(seed)
     saved = killed_inside = 0
-    for _ in range(10):
+    for _ in range(trials):
         receive, send = fork.Pipe(duplex=False)
-        writer = fork.Process(target=write_for_ever, args=(tmp_path, saved + 1, send))
+        writer = fork.Process(target=write_for_ever, args=(root, saved + 1, send))
         writer.start()
         assert receive.poll(30)
         time.sleep(chance.random() * 0.05)
@@ -288,9 +291,9 @@ def test_kill_9_loses_no_complete_checkpoint(tmp_path: Path) -> None:
         writer.join()
         while receive.poll():
             saved = receive.recv()
-        killed_inside += len(list(tmp_path.glob(".tmp-*")))
-        complete = list(find_complete(tmp_path))
-        assert complete == checkpoint_folders(tmp_path)
+        killed_inside += len(list(root.glob(".tmp-*")))
+        complete = list(find_complete(root))
+        assert complete == checkpoint_folders(root)
         newest = int(complete[0].name.removeprefix("step_"))
         assert newest in (saved, saved + 1)
         target = toy_slices(0)
@@ -299,6 +302,17 @@ def test_kill_9_loses_no_complete_checkpoint(tmp_path: Path) -> None:
             assert all(torch.equal(getattr(loaded, name), getattr(expected, name)) for name in STATE)
         saved = newest
     assert killed_inside, "no kill fell into a save: the test proves nothing"
+
+
+def test_kill_9_loses_no_complete_checkpoint(tmp_path: Path) -> None:
+    """Row 47."""
+    kill_saves(tmp_path, 8, seed=0)
+
+
+@pytest.mark.slow
+def test_kill_9_many_times(tmp_path: Path) -> None:
+    """Row 47: 25 trials; test_checkpoint_async.py has as many of asynchronous saves."""
+    kill_saves(tmp_path, 25, seed=1)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -363,3 +377,66 @@ def test_state_on_a_gpu_is_saved_and_loaded_bitwise(tmp_path: Path) -> None:
         loaded = torch.cat([getattr(item, name) for item in target]).view(6, 5)
         assert loaded.device == device
         assert torch.equal(loaded, values)
+
+
+def differing(config: Config, **changes: Any) -> Config:
+    return validate(replace(config, model=replace(config.model, **changes)), 1)
+
+
+def initialised(config: Config, run_dir: Path, init_from: Path, strict: bool = True) -> tuple[TrainState, list[str]]:
+    """As the program starts: what came of `checkpoint.init_from`."""
+    options = CheckpointConfig(init_from=str(init_from), strict=strict)
+    config = replace(config, run_dir=str(run_dir), checkpoint=options)
+    ctx = context.single()
+    return start(config, ctx, build_stages(config, ctx))
+
+
+def test_a_run_starts_from_another_runs_weights(tmp_path: Path) -> None:
+    """Row 40 and K10: at step 0 with moments 0, strict unless asked; a run that resumes does not start over."""
+    config = make_config(precision="bf16", dp=1)
+    source = make_state(config, seed=1)
+    step(source)
+    (path,) = Saver(source, tmp_path / "source").save(source)
+    state, notes = initialised(config, tmp_path / "run", path)
+    assert notes == [f"started from the weights of {path}, step 0"]
+    assert torch.equal(state.grads.params, source.grads.params)
+    for mine, theirs in zip(state.optimizer.slices(), source.optimizer.slices(), strict=True):
+        assert torch.equal(mine.main, theirs.main)
+        assert not mine.exp_avg.any()
+    assert (state.step, state.consumed_samples, state.optimizer.step_count) == (0, 0, 0)
+    step(state)
+    Saver(state, tmp_path / "run").save(state)
+    assert "resumed step 1" in initialised(config, tmp_path / "run", path)[1][0]
+
+    other = differing(config, num_hidden_layers=4, qk_norm=True, intermediate_size=24)
+    with pytest.raises(CheckpointError) as caught:
+        initialised(other, tmp_path / "other", path)
+    assert "model.num_hidden_layers: 3 | 4" in str(caught.value)
+    state, notes = initialised(other, tmp_path / "other", path, strict=False)
+    fresh = make_state(other, seed=other.train.seed)
+    assert "does not fit (checkpoint | run): main.layers.3.attention.q.weight: missing | [16, 12]" in notes
+    lacking = {line.split()[6].removesuffix(":") for line in notes if ": main." in line}
+    kept = 0
+    with Reader(path, read_manifest(path)) as reader:
+        for item, untouched in zip(state.optimizer.slices(), fresh.optimizer.slices(), strict=True):
+            for piece, box in logical_boxes(item.spec, item.start, item.stop):
+                place = slice(box.position - item.start, box.position - item.start + math.prod(box.size))
+                values, name = item.main[place], f"main.{piece.name}"
+                if name in lacking:
+                    kept += 1
+                    assert torch.equal(values, untouched.main[place]), name
+                else:
+                    cut = tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
+                    assert torch.equal(values, reader.tensor(name)[cut].flatten()), name
+    assert kept > 10
+
+
+def test_weights_alone_cannot_be_resumed_and_the_message_says_what_can(tmp_path: Path) -> None:
+    path = save_toy(tmp_path, 1)
+
+    def drop(body: dict[str, Any]) -> None:
+        body["tensors"] = {name: entry for name, entry in body["tensors"].items() if name.startswith("main.")}
+
+    edit_manifest(path, drop)
+    with pytest.raises(CheckpointError, match=r"it holds weights alone: --checkpoint.init_from starts from them"):
+        load_toy(path, toy_slices(0))

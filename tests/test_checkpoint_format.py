@@ -1,6 +1,7 @@
 """Boxes, coverage, discovery, and every way in which a checkpoint can be wrong."""
 
 import hashlib
+import itertools
 import json
 import math
 import pickle
@@ -349,3 +350,16 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     load_toy(path, toy_slices(9))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000003"]
     assert read_manifest(path).step == 3
+
+
+def test_the_frozen_checkpoint_of_format_1_loads_for_ever() -> None:
+    """K19: written once, by two ranks, and never again; a later format must still read it."""
+    frozen = Path(__file__).parent / "data/checkpoint_format_1/step_00000002"
+    target = toy_slices(0)
+    manifest = load_toy(frozen, target)
+    for loaded, state in itertools.product(target, ("main", "exp_avg", "exp_avg_sq")):
+        values = torch.arange(loaded.stop) / 8 + len(state) + loaded.spec.pieces[0].shape[0]
+        assert torch.equal(getattr(loaded, state), values)
+    assert (manifest.step, manifest.consumed_samples, manifest.layout) == (2, 16, {"dp": 2})
+    assert manifest.trainer == {"updates": 2, "loss_scale": None}
+    assert len(manifest.files) == 2

@@ -1,0 +1,237 @@
+"""Saving while training goes on: the state of one moment, two saves at a time, failures that every rank hears of."""
+
+import json
+import logging
+import multiprocessing
+import random
+import resource
+import time
+from dataclasses import replace
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megapar import context, device
+from megapar.checkpoint import save as saving
+from megapar.checkpoint.format import STATE, checkpoint_folders, find_complete, read_manifest
+from megapar.checkpoint.load import Reader
+from megapar.checkpoint.save import Save, snapshot, state_numel
+from megapar.config import CheckpointConfig, Config
+from megapar.errors import NumericError, StorageError
+from megapar.params import ZEROS, ParamSpec, Piece
+from megapar.train.checkpoints import FOLDER, Saver
+from tests.distributed import run_ranks
+from tests.test_checkpoint import files_limited_to, make_config, make_state, outcome, step
+from tests.test_checkpoint_format import load_toy, toy_slices
+
+FACTS = {"consumed_samples": 0, "layout": {}, "model_config": {"hidden_size": 6}, "trainer": {}, "data": {}}
+CONFIGS = [
+    make_config(tp=2, pp=2, dp=1),
+    make_config(dp=2, pp=2, precision="bf16"),
+    make_config(tp=2, dp=2, sequence_parallel=True),
+    make_config(dp=4, zero_stage=0),
+]
+
+
+def asynchronous(config: Config, **options: Any) -> Config:
+    return replace(config, checkpoint=CheckpointConfig(async_save=True, **options))
+
+
+def save_both_ways(root: str, configs: list[Config]) -> None:
+    """Each config's state after every one of three steps, and changed at once thereafter."""
+    for number, config in enumerate(configs):
+        for name, chosen in (("sync", config), ("async", asynchronous(config))):
+            torch.manual_seed(number)  # decides the samples' weights
+            state, folder = make_state(chosen), Path(root) / name / str(number)
+            with Saver(state, folder) as saver:
+                for _ in range(3):
+                    step(state)
+                    saver.save(state)
+                    if name == "async" and state.step == 3:
+                        for item in state.optimizer.slices():
+                            item.main.zero_()
+                            item.exp_avg.fill_(torch.nan)
+                list(saver.completed(wait=True))
+
+
+def test_an_asynchronous_save_is_the_synchronous_one_bit_by_bit(tmp_path: Path) -> None:
+    """K15 and row 48: on real ranks in each kind of layout, with training going on, all files are equal."""
+    run_ranks(4, save_both_ways, str(tmp_path), CONFIGS)
+    for number in range(len(CONFIGS)):
+        first, second = (tmp_path / name / str(number) / FOLDER for name in ("sync", "async"))
+        assert len(list(find_complete(second))) == 3
+        for path in sorted(first.glob("step_*/rank_*")):
+            assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path
+        for folder in checkpoint_folders(first):
+            ours, theirs = read_manifest(folder), read_manifest(second / folder.name)
+            for manifest in (ours, theirs):
+                manifest.trainer["config"].pop("checkpoint.async_save")
+            assert ours == theirs
+
+
+def fail_behind(root: str) -> list[tuple[str, int, str]]:
+    """Rank 2's first save succeeds, its second does not; what each rank hears at the boundary after, and then."""
+    state = make_state(asynchronous(make_config(dp=4)))
+    outcomes = []
+    with Saver(state, Path(root)) as saver:
+        step(state)
+        saver.save(state)
+        list(saver.completed(wait=True))
+        step(state)
+        with files_limited_to(300 if state.ctx.world.rank == 2 else resource.RLIM_INFINITY):
+            saver.save(state)
+            saver._saves[0][0].join(None if state.ctx.world.rank == 2 else 0.0)
+        step(state)
+
+        def boundaries() -> None:
+            while saver._saves:
+                list(saver.completed())
+
+        outcomes.append(outcome(boundaries))
+        saver.save(state)
+        list(saver.completed(wait=True))
+    return outcomes
+
+
+def test_a_failure_behind_is_every_ranks_error_at_the_next_step(tmp_path: Path) -> None:
+    """K14: the same words; what was complete stays, what is half goes, and a later save succeeds."""
+    ranks = run_ranks(4, fail_behind, str(tmp_path))
+    for outcomes in ranks:
+        assert outcomes == ranks[0]
+    ((kind, code, message),) = ranks[0]
+    assert (kind, code) == ("StorageError", StorageError.exit_code)
+    assert message.startswith("checkpoint of step 2 not saved (rank 2): ")
+    assert "rank_00002.safetensors" in message
+    assert sorted(p.name for p in (tmp_path / FOLDER).iterdir()) == ["latest", "step_00000001", "step_00000003"]
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[float, float]]:
+    """Writing takes `seconds` longer; when each write began and ended."""
+    spans: list[tuple[float, float]] = []
+    write = saving.write_part
+
+    def write_slowly(*args: Any) -> Any:
+        began = time.monotonic()
+        time.sleep(seconds)
+        part = write(*args)
+        spans.append((began, time.monotonic()))
+        return part
+
+    monkeypatch.setattr(saving, "write_part", write_slowly)
+    return spans
+
+
+def test_a_third_save_waits_for_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """K13: two copies of the state at most, one writer at a time, and the wait is told."""
+    spans = slow(monkeypatch, 0.3)
+    state = make_state(asynchronous(make_config()))
+    with Saver(state, tmp_path) as saver, caplog.at_level(logging.WARNING):
+        seen = []
+        for _ in range(4):
+            step(state)
+            seen.append([path.name for path in saver.save(state)])
+            assert len(saver._saves) <= 2
+        assert [p.name for p in saver.completed(wait=True)] == ["step_00000003", "step_00000004"]
+    assert seen == [[], [], ["step_00000001"], ["step_00000002"]]
+    assert len(saver._idle) == 2
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    assert "waiting for the checkpoint of step 1, which is still being written" in caplog.text
+
+
+def test_an_error_of_the_run_waits_for_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, 0.3)
+    state = make_state(asynchronous(make_config()))
+    step(state)
+
+    def fail() -> None:
+        with Saver(state, tmp_path) as saver:
+            saver.save(state)
+            assert not list(find_complete(tmp_path / FOLDER))
+            raise NumericError("a loss that is not finite")
+
+    assert outcome(fail)[0] == "NumericError"
+    assert [p.name for p in find_complete(tmp_path / FOLDER)] == ["step_00000001"]
+
+
+def write_behind_for_ever(root: Path, first: int, done: Connection) -> None:
+    """Saves follow each other from copies of slices that change at once."""
+    under_way: list[Save] = []
+    number = first
+    while True:
+        slices = toy_slices(number)
+        copies = snapshot(slices, torch.empty(state_numel(slices)))
+        for item in slices:
+            item.main.zero_()
+        facts = {**FACTS, "step": number}
+        under_way.append(Save(root, copies, context.single(), facts, after=under_way[-1] if under_way else None))
+        if len(under_way) == 2:
+            done.send(int(under_way.pop(0).finish().name.removeprefix("step_")))
+        number += 1
+
+
+def kill_async_saves(root: Path, trials: int, seed: int) -> None:
+    """After each kill no save that was reported is lost, all folders are complete, the newest loads bitwise."""
+    torch.set_num_threads(1)
+    fork, chance = multiprocessing.get_context("fork"), random.Random(seed)
+    newest = killed_inside = 0
+    for _ in range(trials):
+        receive, send = fork.Pipe(duplex=False)
+        writer = fork.Process(target=write_behind_for_ever, args=(root, newest + 1, send))
+        writer.start()
+        assert receive.poll(30)
+        time.sleep(chance.random() * 0.05)
+        writer.kill()
+        writer.join()
+        saved = 0
+        while receive.poll():
+            saved = receive.recv()
+        killed_inside += len(list(root.glob(".tmp-*")))
+        complete = list(find_complete(root))
+        assert complete == checkpoint_folders(root)
+        newest = int(complete[0].name.removeprefix("step_"))
+        assert saved <= newest <= saved + 2
+        target = toy_slices(0)
+        load_toy(complete[0], target, {"hidden_size": 6})
+        for loaded, expected in zip(target, toy_slices(newest), strict=True):
+            assert all(torch.equal(getattr(loaded, name), getattr(expected, name)) for name in STATE)
+    assert killed_inside, "no kill fell into a save: the test proves nothing"
+
+
+def test_kill_9_during_asynchronous_saves_loses_no_complete_checkpoint(tmp_path: Path) -> None:
+    """Row 47."""
+    kill_async_saves(tmp_path, 8, seed=0)
+
+
+@pytest.mark.slow
+def test_kill_9_during_asynchronous_saves_many_times(tmp_path: Path) -> None:
+    """Row 47: 25 trials; test_checkpoint.py has as many of synchronous saves."""
+    kill_async_saves(tmp_path, 25, seed=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpus_state_is_copied_to_pinned_memory_before_it_changes(tmp_path: Path) -> None:
+    """K15 on a GPU: 256 MB a tensor are overwritten right after the copy."""
+    where, size = torch.device("cuda", 0), 1 << 26
+    spec = ParamSpec((Piece("p", (size,), None, 0, size, 0, size),), ZEROS, decay=True)
+    item = SimpleNamespace(
+        spec=spec, start=0, stop=size, **{state: torch.full((size,), 2.0, device=where) for state in STATE}
+    )
+    buffer = device.host_buffer(state_numel([item]), where)
+    assert buffer.is_pinned()
+    copies = snapshot([item], buffer)
+    device.synchronize(where)
+    save = Save(tmp_path, copies, context.single(where), {**FACTS, "step": 1})
+    for state in STATE:
+        getattr(item, state).fill_(-1.0)
+    path = save.finish()
+    assert json.loads((path / "manifest.json").read_text())["body"]["step"] == 1
+    with Reader(path, read_manifest(path)) as reader:
+        assert all(bool((reader.tensor(f"{state}.p") == 2.0).all()) for state in STATE)

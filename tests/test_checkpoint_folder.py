@@ -1,0 +1,188 @@
+"""The run's folder: one job at a time, checks before the first step, what killed saves leave, and what is kept."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapar import context
+from megapar.checkpoint import folder as folders
+from megapar.checkpoint import save as saving
+from megapar.checkpoint.folder import Keep, check, exclusive, prune, sweep
+from megapar.checkpoint.format import checkpoint_folders, find_complete
+from megapar.config import CheckpointConfig, Config
+from megapar.train.checkpoints import FOLDER, own
+from megapar.validate import validate
+from tests.distributed import run_ranks
+from tests.test_checkpoint import outcome
+from tests.test_checkpoint_format import load_toy, save_toy, toy_slices
+
+ALONE = context.single()
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in checkpoint_folders(root))
+
+
+def test_the_newest_and_the_milestones_stay(tmp_path: Path) -> None:
+    """K12: ten incomplete folders neither count nor go, nor do later steps of a run that went back."""
+    for step in (10, 20, 30, 40, 50, 90):
+        save_toy(tmp_path, step)
+    incomplete = [tmp_path / f"step_{step:08d}" for step in range(51, 61)] + [tmp_path / ".tmp-step_00000061-abc"]
+    for path in incomplete:
+        path.mkdir()
+    prune(tmp_path, 50, Keep())
+    assert len(steps(tmp_path)) == 16
+    prune(tmp_path, 50, Keep(last=2, every=20))
+    assert [step for step in steps(tmp_path) if step not in range(51, 61)] == [20, 40, 50, 90]
+    prune(tmp_path, 60, Keep(last=2))
+    assert [step for step in steps(tmp_path) if step not in range(51, 61)] == [40, 50, 90]
+    assert all(path.exists() for path in incomplete)
+    prune(tmp_path, 50, Keep(last=1))
+    (tmp_path / "step_00000050/manifest.json").unlink()
+    prune(tmp_path, 50, Keep(last=1))
+    assert [path.name for path in find_complete(tmp_path)] == ["step_00000090"]
+    shutil.rmtree(tmp_path / "step_00000050")
+    (tmp_path / "step_00000090/manifest.json").unlink()
+    save_toy(tmp_path, 5)
+    prune(tmp_path, 100, Keep(last=1))
+    assert [path.name for path in find_complete(tmp_path)] == ["step_00000005"], "the last complete one never goes"
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(f"not allowed: {path.name}")
+
+    for step in (1, 2):
+        save_toy(tmp_path, step)
+    monkeypatch.setattr(folders, "_remove", refuse)
+    prune(tmp_path, 2, Keep(last=1))
+    assert "step_00000001 not removed: not allowed" in caplog.text
+    monkeypatch.undo()
+    sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000002"]
+
+
+def die_at(calls: list[tuple[Any, str]], number: int) -> Callable[..., None]:
+    """A save of step 2 in a process that ends, as by kill -9, at the `number`-th of the calls that commit it."""
+    count = 0
+
+    def dying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if count == number:
+                os._exit(9)
+            count += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    for owner, name in calls:
+        setattr(owner, name, dying(getattr(owner, name)))
+    return save_toy  # type: ignore[return-value]
+
+
+COMMITS = [(saving, "_write_file"), (saving, "write_manifest"), (saving, "sync_folder"), (Path, "rename")]
+COMMITS += [(saving.shutil, "rmtree"), (Path, "replace")]
+
+
+@pytest.mark.parametrize(("again", "number"), product((False, True), range(6)))
+def test_a_kill_at_each_commit_point(tmp_path: Path, again: bool, number: int) -> None:
+    """K5: the newest complete checkpoint loads after a sweep, which leaves nothing else; a step that is being replaced
+    is there as it was or as it will be."""
+    save_toy(tmp_path, 1)
+    if again:
+        save_toy(tmp_path, 2)
+    fork = multiprocessing.get_context("fork")
+    writer = fork.Process(target=lambda: (die_at(COMMITS, number)(tmp_path, 2), os._exit(0)))
+    writer.start()
+    writer.join()
+    points = 6 if again else 5  # file, manifest, [rename of the old one,] rename, sync, [rmtree,] latest
+    assert writer.exitcode == (9 if number < points + again else 0)
+    sweep(tmp_path)
+    names = [path.name for path in tmp_path.iterdir()]
+    assert {"latest", "step_00000001"} <= set(names) <= {"latest", "step_00000001", "step_00000002"}
+    newest = next(find_complete(tmp_path))
+    assert newest.name == ("step_00000002" if again or number >= 3 else "step_00000001")
+    load_toy(newest, toy_slices(9))
+
+
+def test_a_second_job_is_refused_and_a_dead_ones_lock_is_not(tmp_path: Path) -> None:
+    """K18: the message names host and process; a lock ends with the process that held it, however it ended."""
+    fork = multiprocessing.get_context("fork")
+    receive, send = fork.Pipe(duplex=False)
+
+    def hold() -> None:
+        with own(tmp_path, ALONE):
+            send.send(os.getpid())
+            fork.Event().wait()
+
+    holder = fork.Process(target=hold)
+    holder.start()
+    assert receive.poll(30)
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / ".tmp-step_00000001-its").mkdir()
+    kind, code, message = outcome(lambda: own(tmp_path, ALONE).__enter__())
+    assert (kind, code) == ("StorageError", 7)
+    assert f'"pid": {receive.recv()}' in message
+    assert socket.gethostname() in message
+    assert "\n" not in message
+    assert (tmp_path / FOLDER / ".tmp-step_00000001-its").exists(), "what a live job writes is not swept"
+    holder.kill()
+    holder.join()
+    with own(tmp_path, ALONE):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        assert not (tmp_path / FOLDER / ".tmp-step_00000001-its").exists()
+    with own(tmp_path, ALONE):
+        pass
+
+
+def check_in_turn(root: str) -> list[tuple[str, int, str]]:
+    ctx = context.create(tp=1, dp=2, pp=1)
+    file = Path(root) / "file"
+    found = [
+        outcome(lambda: check(file / "checkpoints", 0, ctx)),
+        outcome(lambda: check(Path("/proc/no/checkpoints"), 0, ctx)),
+        outcome(lambda: check(Path(root) / "checkpoints", 10**15, ctx)),
+        outcome(lambda: check(Path(root) / "checkpoints", 1000, ctx)),
+        outcome(lambda: exclusive(file, file, ctx).__enter__()),
+    ]
+    other = Path(root) / "checkpoints" if ctx.world.first else Path(root) / "of_another_node"
+    return [*found, outcome(lambda: check(other, 0, ctx))]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """K8: a path that is a file, no permission, no space, a rank that sees another disk; the same words everywhere."""
+    (tmp_path / "file").write_text("")
+    ranks = run_ranks(2, check_in_turn, str(tmp_path))
+    assert ranks[0] == ranks[1]
+    words = ["file", "/proc/no", "free some space", "", "file", "(rank 1): "]
+    for (kind, code, message), word in zip(ranks[0], words, strict=True):
+        assert (kind, code) == (("StorageError", 7) if word else ("", 0))
+        assert word in message
+        assert "\n" not in message
+    assert "all ranks must see the same folder" in ranks[0][-1][2]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keep_every": 5}, "checkpoint.keep_every=5, checkpoint.keep_last=0: all checkpoints are kept"),
+        ({"strict": False}, "checkpoint.strict=false, checkpoint.init_from=none: only the weights"),
+        ({"init_from": "a", "resume": "b"}, "checkpoint.init_from=a, checkpoint.resume=b: both name"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match="checkpoint") as caught:
+        validate(Config(checkpoint=CheckpointConfig(**options)), 1)
+    assert str(caught.value).startswith(said)
