@@ -137,9 +137,7 @@ def hf_to_native(options: HfToNative) -> None:
     anything is written."""
     check_reference(options.verify)
     model = from_hugging_face(read_json(options.src / HF_CONFIG))
-    config = validate(
-        Config(model=model, train=TrainConfig(seq_length=min(2048, model.max_position_embeddings))), world_size=1
-    )
+    config = whole_config(model)
     shapes, wanted = native_shapes(config.model), hf_recipes(config.model)
     weights = Weights(options.src, lambda name: canonical_name(name, model.family))
     weights.check(wanted, TIED[model.family] if model.tie_word_embeddings else {})
@@ -244,25 +242,34 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
+def whole_config(model: ModelConfig) -> Config:
+    """Options of a run with this model, derived values filled in. Raises ConfigError if there is no such model."""
+    return validate(Config(model=model, train=TrainConfig(seq_length=min(2048, model.max_position_embeddings))), 1)
+
+
 def saved_config(manifest: Manifest, **train: Any) -> Config:
-    """The options that a checkpoint was made with, for one process; `train` changes some of that section."""
+    """The options that a checkpoint was made with, for one process; `train` changes some of that section.
+
+    Where its data lay is kept but not judged: no text will be read.
+    """
     saved = {
         path: tuple(value) if isinstance(value, list) else value for path, value in manifest.trainer["config"].items()
     }
     config = unflatten(flatten(Config()) | saved)  # options that are newer than the checkpoint have their default
     train_section: TrainConfig = replace(config.train, **train)
-    return validate(replace(config, parallel=ParallelConfig(), launch=LaunchConfig(), train=train_section), 1)
+    alone = replace(config, parallel=ParallelConfig(), launch=LaunchConfig(), train=train_section, data=DataConfig())
+    return replace(validate(alone, 1), data=config.data)
 
 
 def hf_config(config: Config, like: Path, *, required: bool) -> dict[str, Any]:
     """config.json: that of `like` if it describes this model (refused if it must and does not), else our own."""
     if required or (like / HF_CONFIG).is_file():
         raw = read_json(like / HF_CONFIG)
-        theirs = validate(replace(config, model=from_hugging_face(raw)), 1)
-        if _computed(theirs.model) == _computed(config.model):
+        theirs = whole_config(from_hugging_face(raw)).model
+        if _computed(theirs) == _computed(config.model):
             raw.pop("dtype", None)  # transformers 5's name of torch_dtype
             return raw
-        raise ConfigError(f"{like / HF_CONFIG}: describes another model than the checkpoint's: {theirs.model}")
+        raise ConfigError(f"{like / HF_CONFIG}: describes another model than the checkpoint's: {theirs}")
     file = config.data.tokenizer.partition(":")[2]
     eod = load_tokenizer(config.data.tokenizer).eod if not file or Path(file).is_file() else None
     known = eod is not None and eod < config.model.vocab_size

@@ -74,16 +74,17 @@ class Weights:
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
         listed = self._listed()
+        absent = set(listed)
         for file in sorted(set(listed.values())) if listed else [SINGLE]:
             for key, info in self._header(file).items():
                 if listed and listed.get(key) != file:
                     raise CheckpointError(f"{folder / file}: holds {key}, which {INDEX} does not place there")
+                absent.discard(key)
                 name = canonical(key)
                 if name is not None:
                     self.tensors[name] = Stored(file, key, info)
-                listed.pop(key, None)
-        if listed:
-            raise CheckpointError(f"{folder / INDEX}: names tensors that no file holds: {_named(sorted(listed))}")
+        if absent:
+            raise CheckpointError(f"{folder / INDEX}: names tensors that no file holds: {_named(sorted(absent))}")
 
     def _listed(self) -> dict[str, str]:
         path = self.folder / INDEX

@@ -1,0 +1,489 @@
+"""Conversion from and to Hugging Face: bits come back, logits are those of transformers, and what we cannot be is
+refused before anything is written."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megapar_models import huggingface
+from megapar_models.huggingface import from_hugging_face, to_hugging_face
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megapar.checkpoint.format import read_manifest
+from megapar.checkpoint.stream import TensorInfo, shards
+from megapar.config import CheckpointConfig, Config, ModelConfig, RopeScaling
+from megapar.config_io import load
+from megapar.errors import CheckpointError, ConfigError, StorageError
+from megapar.train import checkpoints
+from megapar.train.step import train_step
+from megapar.validate import validate
+from tests.distributed import run_ranks
+from tests.grid import Layout, make_state, micro_batches
+from tools import convert_checkpoint
+from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
+from tools.generate import load_model, next_logits
+
+TOOL = Path(__file__).parents[1] / "tools" / "convert_checkpoint.py"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 256, "rope_theta": 5000.0}
+POSITIONS = 2048 + 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model_type and the fields of its config.json that differ from `sizes`."""
+
+    kind: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join([self.kind, *self.changes])
+
+
+CASES = [
+    Case("llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-3}),
+    Case("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}, "head_dim": 10}),
+    Case("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}),
+    Case("mistral", {"head_dim": 10, "sliding_window": POSITIONS}),
+    Case("mistral", {"num_key_value_heads": 1, "tie_word_embeddings": True, "sliding_window": None}),
+    Case("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    Case("qwen2", {"tie_word_embeddings": True}),
+    Case("qwen3", {"head_dim": 10, "hidden_act": "relu2"}),
+    Case("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    Case("gpt2", {"layer_norm_epsilon": 1e-3}),
+    Case("gpt2", {"tie_word_embeddings": False, "activation_function": "relu2"}),
+]
+
+
+def sizes(kind: str) -> dict[str, Any]:
+    """config.json of two layers, complete but for what has a default."""
+    if kind == "gpt2":
+        fields = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
+    else:
+        fields = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        fields |= {"intermediate_size": 88, "max_position_embeddings": POSITIONS, "head_dim": 12}
+    return {"model_type": kind, "vocab_size": 131, "bos_token_id": None, "eos_token_id": 0, **fields}
+
+
+def save_model(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **how: Any) -> Path:
+    """A model of transformers, saved by it: every bias random and not zero, every norm's weight random and not one."""
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    fields = {**sizes(case.kind), **case.changes}
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            is_norm = param.ndim == 1 and name.endswith("weight")
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.1 + is_norm)
+    model.to(dtype).save_pretrained(folder, **how)
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def assert_same_tensors(found: Path, expected: Path) -> None:
+    ours, theirs = tensors(found), tensors(expected)
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def assert_parity(folder: Path) -> None:
+    """Its report names three prompts, one of them with positions beyond 2,048, and differences below 1e-5."""
+    report = json.loads((folder / "parity.json").read_text())
+    assert report["reference"].startswith("transformers ")
+    rows = report["prompts"]
+    assert [(row["tokens"], row["first_position"]) for row in rows] == [(64, 0), (64, 0), (POSITIONS, 2048)]
+    assert all(0 <= row["relative"] <= 1e-5 and row["largest_logit"] > 0.5 for row in rows)
+
+
+# There and back
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_weights_come_back_bitwise_and_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+    """Row 49, and fidelity of config.json (row 50): the copy of it that came with the weights, and our own, which
+    transformers reads as the same model."""
+    source, native = save_model(tmp_path / "hf", case), tmp_path / "native"
+    hf_to_native(HfToNative(source, native))
+    assert_parity(native)
+    raw = json.loads((source / "config.json").read_text())
+    model = validate(replace(Config(), model=from_hugging_face(raw)), 1).model
+    assert load(["--config", str(native / "config.toml")]).config.model == model
+
+    native_to_hf(NativeToHf(native, tmp_path / "copied", verify=False))
+    written, expected = (folder / "model.safetensors" for folder in (tmp_path / "copied", source))
+    assert written.read_bytes() == expected.read_bytes()
+    copied = json.loads((tmp_path / "copied" / "config.json").read_text())
+    assert copied.pop("torch_dtype") == raw.pop("dtype") == "float32"
+    assert copied == raw
+
+    (native / "config.json").unlink()
+    native_to_hf(NativeToHf(native, tmp_path / "own"))
+    assert_same_tensors(tmp_path / "own", source)
+    assert_parity(tmp_path / "own")
+    own = json.loads((tmp_path / "own" / "config.json").read_text())
+    assert validate(replace(Config(), model=from_hugging_face(own)), 1).model == model
+
+
+def test_shards_in_bf16_come_back_bitwise_and_files_byte_for_byte(tmp_path: Path) -> None:
+    """Export, import and export again write the same bytes (K17); tokenizer files travel along."""
+    source = save_model(tmp_path / "hf", CASES[5], torch.bfloat16, max_shard_size="20KB")
+    (source / "tokenizer.json").write_text("{}")
+    assert len(list(source.glob("*.safetensors"))) > 2
+    names = [tmp_path / name for name in ("native", "first", "again", "second")]
+    for number, (src, dst) in enumerate(zip([source, *names], names, strict=False)):
+        if number % 2:
+            native_to_hf(NativeToHf(src, dst, verify=number == 1, shard_bytes=30_000))
+        else:
+            hf_to_native(HfToNative(src, dst, verify=False, shard_bytes=30_000))
+    native, first, _, second = names
+    assert_same_tensors(first, source)
+    manifest = read_manifest(native)
+    assert manifest.trainer["config"]["train.precision"] == "bf16"
+    assert manifest.trainer["weights_only"]
+    assert {entry.dtype for entry in manifest.tensors.values()} == {"float32"}
+    assert len(manifest.files) > 2
+    assert manifest.trainer["config"]["data.tokenizer"] == f"hf:{native / 'tokenizer.json'}"
+    report = json.loads((first / "parity.json").read_text())
+    assert report["weights"] == "bfloat16"
+    assert max(row["relative"] for row in report["prompts"]) <= 1e-5
+    (first / "parity.json").unlink()
+    files = sorted(path.name for path in first.iterdir())
+    assert files == sorted(path.name for path in second.iterdir())
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < set(files)
+    for name in files:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_names_without_prefix_derived_tables_and_tied_copies_are_understood(tmp_path: Path) -> None:
+    """As the first published GPT-2 files are: no `transformer.`, causal masks among the weights."""
+    source = save_model(tmp_path / "hf", CASES[9])
+    stored = tensors(source)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
+    bare |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8).tril(), "lm_head.weight": stored["transformer.wte.weight"].clone()}
+    save_file(bare, source / "model.safetensors", {"format": "pt"})
+    hf_to_native(HfToNative(source, tmp_path / "native", verify=False))
+    native_to_hf(NativeToHf(tmp_path / "native", tmp_path / "back", verify=False))
+    save_file(stored, source / "model.safetensors", {"format": "pt"})
+    assert_same_tensors(tmp_path / "back", source)
+
+
+# Training goes on from it, in any layout
+
+
+def first_loss_and_save(model: ModelConfig, native: Path, run: Path, layout: dict[str, int]) -> float:
+    """Start from the converted weights, save them as they are, and train a step."""
+    laid = Layout(model, **layout)
+    config = replace(laid.config(), checkpoint=CheckpointConfig(init_from=str(native)), run_dir=str(run))
+    state = make_state(config)
+    checkpoints.resume(state, run)
+    with checkpoints.Saver(state, run) as saver:
+        saver.save(state)
+    return train_step(state, micro_batches(state.config, state.ctx, 0)).loss
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [(CASES[0], {"tp": 2, "pp": 2}), (CASES[6], {"pp": 4}), (CASES[9], {"tp": 4})],
+    ids=("llama, tp 2, pp 2", "tied qwen2, pp 4", "tied gpt2, tp 4"),
+)
+def test_training_starts_from_converted_weights_in_any_layout(
+    case: Case, layout: dict[str, int], tmp_path: Path
+) -> None:
+    """The first loss is that of one process; what the layout saves converts back to the same bits (row 49)."""
+    changes = {"num_hidden_layers": 4}
+    if case.kind == "gpt2":
+        changes = {"n_layer": 4, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)}
+    source, native = save_model(tmp_path / "hf", Case(case.kind, {**case.changes, **changes})), tmp_path / "native"
+    hf_to_native(HfToNative(source, native, verify=False))
+    model = load(["--config", str(native / "config.toml")]).config.model
+    losses = []
+    for run, laid in ((tmp_path / "one", {}), (tmp_path / "four", layout)):
+        losses += run_ranks(Layout(model, **laid).world, first_loss_and_save, model, native, run, laid)[:1]
+        (step,) = (run / "checkpoints").glob("step_*")
+        native_to_hf(NativeToHf(step, run / "back", like=source, verify=False))
+        assert_same_tensors(run / "back", source)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_generation_reads_converted_weights(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "hf", CASES[7])
+    hf_to_native(HfToNative(source, tmp_path / "native", verify=False))
+    config, stage = load_model(tmp_path / "native")
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
+    ids = [5, 99, 130, 0, 7]
+    expected = theirs(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(next_logits(stage, ids, config.model.vocab_size), expected, rtol=1e-5, atol=1e-5)
+
+
+# What is refused
+
+
+def refused(kind: type[Exception], options: HfToNative | NativeToHf, words: str) -> None:
+    """The conversion fails with these words in its message, in one line, and leaves nothing behind."""
+    before = sorted(options.dst.parent.iterdir())
+    with pytest.raises(kind) as caught:
+        (hf_to_native if isinstance(options, HfToNative) else native_to_hf)(options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sorted(options.dst.parent.iterdir()) == before
+
+
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"model_type": "mixtral"}, "model_type='mixtral'"),
+    ("llama", {"model_type": None}, "model_type=None"),
+    ("llama", {"attention_bias": True}, "attention_bias=True"),
+    ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+    ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_type linear lacks factor"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "beta": 2}}, "rope_type default does not use beta"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2' should be float"),
+    ("llama", {"hidden_size": "48"}, "hidden_size='48' should be int"),
+    ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings=1 should be bool"),
+    ("llama", {"vocab_size": None}, "vocab_size is missing"),
+    ("llama", {"num_attention_heads": 5, "num_key_value_heads": 2}, "query heads must divide"),
+    ("mistral", {"sliding_window": 1024}, "sliding_window=1024"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding_window=64"),
+    ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, "sliding_window=4096"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
+    ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu'"),
+    ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop=0.3"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "words"), UNSUPPORTED, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_config_that_we_cannot_be_is_refused_by_the_field(
+    kind: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """Row 50: before a weight is read, so none is needed here."""
+    source = tmp_path / "hf"
+    source.mkdir()
+    long = {"max_position_embeddings": 8192} if kind != "gpt2" else {}
+    (source / "config.json").write_text(json.dumps({**sizes(kind), **long, **changes}))
+    refused(ConfigError, HfToNative(source, tmp_path / "native", verify=False), words)
+
+
+def test_old_and_new_spellings_of_config_mean_the_same() -> None:
+    llama = sizes("llama")
+    linear = RopeScaling(rope_type="linear", factor=2.0)
+    for fields in (
+        {"rope_theta": 7000.0, "rope_scaling": {"type": "linear", "factor": 2}},
+        {"rope_theta": 7000, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7000.0}},
+    ):
+        found = from_hugging_face({**llama, **fields})
+        assert (found.rope_theta, found.rope_scaling) == (7000.0, linear)
+    del llama["head_dim"], llama["num_key_value_heads"]
+    derived = validate(replace(Config(), model=from_hugging_face(llama)), 1).model
+    assert (derived.head_dim, derived.num_key_value_heads, derived.tie_word_embeddings) == (12, 4, False)
+    assert from_hugging_face(sizes("gpt2")).tie_word_embeddings
+
+
+def test_a_sliding_window_that_never_applies_is_none() -> None:
+    unused = {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0}
+    above = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    full = {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention"] * 2}
+    for kind, fields in (("mistral", {"sliding_window": POSITIONS}), ("qwen2", unused), ("qwen2", above)):
+        without = {**sizes(kind), "sliding_window": None}
+        assert from_hugging_face({**sizes(kind), **fields}) == from_hugging_face(without)
+    assert from_hugging_face({**sizes("qwen3"), **full}) == from_hugging_face(sizes("qwen3"))
+
+
+def test_a_model_that_hugging_face_has_not_is_refused() -> None:
+    base = validate(replace(Config(), model=from_hugging_face(sizes("llama"))), 1).model
+    gpt = validate(replace(Config(), model=from_hugging_face(sizes("gpt2"))), 1).model
+    for model, words in (
+        (replace(base, attention_bias=True, qk_norm=True), "model.attention_bias, model.qk_norm"),
+        (replace(base, hidden_size=50), "model.hidden_size=50"),
+        (replace(gpt, num_key_value_heads=2), "model.num_key_value_heads"),
+        (replace(gpt, head_dim=10), "model.head_dim"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            to_hugging_face(model)
+
+
+Edit = Callable[[dict[str, Tensor]], Any]
+EDITS: list[tuple[str, Edit]] = [
+    ("missing model.norm.weight", lambda t: t.pop("model.norm.weight")),
+    ("unexpected model.extra.weight", lambda t: t.update({"model.extra.weight": torch.ones(3)})),
+    ("unexpected lm_head.bias", lambda t: t.update({"lm_head.bias": torch.ones(131)})),
+    ("model.norm.weight has shape [47], not [48]", lambda t: t.update({"model.norm.weight": torch.ones(47)})),
+    ("lm_head.weight is F64", lambda t: t.update({"lm_head.weight": torch.ones(131, 48, dtype=torch.float64)})),
+]
+
+
+@pytest.mark.parametrize(("words", "edit"), EDITS, ids=[words for words, _ in EDITS])
+def test_tensors_that_are_not_the_models_are_named(words: str, edit: Edit, tmp_path: Path) -> None:
+    """Row 51, on the way in."""
+    source = save_model(tmp_path / "hf", CASES[0])
+    stored = tensors(source)
+    edit(stored)
+    save_file(stored, source / "model.safetensors")
+    refused(CheckpointError, HfToNative(source, tmp_path / "native", verify=False), words)
+
+
+def test_folders_that_lie_are_refused(tmp_path: Path) -> None:
+    """An index that names other files or tensors (S3), pickles (S1), a tied copy that differs, no room for output."""
+    source = save_model(tmp_path / "hf", CASES[2])
+    options = HfToNative(source, tmp_path / "native", verify=False)
+    index, weights = source / "model.safetensors.index.json", source / "model.safetensors"
+    listed = dict.fromkeys(tensors(source), "model.safetensors")
+
+    def lie(changes: Mapping[str, str | None]) -> None:
+        found = {name: file for name, file in {**listed, **changes}.items() if file}
+        index.write_text(json.dumps({"weight_map": found}))
+
+    lie({"model.norm.weight": "../hf/model.safetensors"})
+    refused(CheckpointError, options, "a path outside the folder")
+    lie({"model.other.weight": "model.safetensors"})
+    refused(CheckpointError, options, "names tensors that no file holds: model.other.weight")
+    lie({"model.norm.weight": None})
+    refused(CheckpointError, options, "holds model.norm.weight")
+    index.unlink()
+    stored = tensors(source)
+    save_file({**stored, "lm_head.weight": stored["model.embed_tokens.weight"] + 1}, weights)
+    refused(CheckpointError, options, "lm_head.weight differs from model.embed_tokens.weight")
+    weights.write_bytes(weights.read_bytes()[:-5])
+    refused(CheckpointError, options, "not readable as safetensors")
+    weights.rename(source / "pytorch_model.bin")
+    refused(CheckpointError, options, ".bin files are pickles, which are never read")
+
+
+def test_a_damaged_or_foreign_native_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Row 51, on the way out: a flipped bit is found when its tensor is read, and no folder appears."""
+    source, native = save_model(tmp_path / "hf", CASES[0]), tmp_path / "native"
+    hf_to_native(HfToNative(source, native, verify=False))
+    options = NativeToHf(native, tmp_path / "back", verify=False)
+    other = save_model(tmp_path / "other", CASES[5])
+    refused(ConfigError, replace(options, like=other), "describes another model")
+    refused(ConfigError, replace(options, dst=source), "exists")
+    file = native / "weights_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 4
+    file.write_bytes(content)
+    refused(CheckpointError, options, "CRC-32")
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_model(tmp_path / "hf", CASES[0])
+    options = HfToNative(source, tmp_path / "native", verify=False)
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("megapar.checkpoint.stream.shutil.disk_usage", lambda path: usage)
+    refused(StorageError, options, "1,000 are free")
+
+
+@pytest.mark.parametrize("wrong", ["names", "rope"])
+def test_parity_refuses_a_wrong_conversion(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values exchanged; long wavelengths not stretched, which shows beyond the original context."""
+    source = save_model(tmp_path / "hf", replace(CASES[0]))
+    if wrong == "names":
+        table = dict(huggingface.MODULES["llama"])
+        table["layers.*.attention.k"], table["layers.*.attention.v"] = (
+            table["layers.*.attention.v"],
+            table["layers.*.attention.k"],
+        )
+        monkeypatch.setitem(huggingface.MODULES, "llama", table)
+    else:
+        read = convert_checkpoint.from_hugging_face
+        forgetful = lambda raw: replace(read(raw), rope_scaling=RopeScaling())  # noqa: E731
+        monkeypatch.setattr(convert_checkpoint, "from_hugging_face", forgetful)
+    refused(CheckpointError, HfToNative(source, tmp_path / "native"), "logits differ from those of transformers")
+
+
+def test_without_transformers_verification_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused(ConfigError, HfToNative(tmp_path / "hf", tmp_path / "native"), "not installed: pip install")
+
+
+def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """2 for a config that we cannot be, 4 for tensors that are missing; a line on stderr."""
+    source = tmp_path / "hf"
+    source.mkdir()
+    command = ["convert_checkpoint.py", "hf-to-native", str(source), str(tmp_path / "native"), "--no-verify"]
+    monkeypatch.setattr(sys, "argv", command)
+    for changes, code, words in (({"mlp_bias": True}, 2, "mlp_bias=True"), ({}, 4, "model.safetensors: missing")):
+        (source / "config.json").write_text(json.dumps({**sizes("llama"), **changes}))
+        with pytest.raises(SystemExit) as exited:
+            convert_checkpoint.main()
+        told = capsys.readouterr().err
+        assert (exited.value.code, len(told.splitlines())) == (code, 1), told
+        assert words in told
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+# Memory
+
+
+MEASURED = """
+import json, sys
+from pathlib import Path
+from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+def peak(convert, options):
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    convert(options)
+    return status("VmHWM") - before
+
+for folder in map(Path, sys.argv[1:]):
+    peaks = [
+        peak(hf_to_native, HfToNative(folder / "hf", folder / "native", verify=False)),
+        peak(native_to_hf, NativeToHf(folder / "native", folder / "back", verify=False)),
+    ]
+    (folder / "peaks.json").write_text(json.dumps(peaks))
+"""
+
+
+def test_conversion_needs_no_more_than_two_of_the_largest_tensor(tmp_path: Path) -> None:
+    """And 24 MiB, of which modules imported on the way and the allocator's leftovers are most."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("not run: needs /proc/self/clear_refs to reset the peak of memory")
+    wide = {"hidden_size": 256, "num_hidden_layers": 12, "intermediate_size": 2048, "head_dim": 64}
+    largest, total = {}, {}
+    for kind, fields in (("llama", wide), ("gpt2", {"n_embd": 256, "n_layer": 30})):
+        source, raw = tmp_path / kind / "hf", {**sizes(kind), **fields, "vocab_size": 16384}
+        source.mkdir(parents=True)
+        (source / "config.json").write_text(json.dumps(raw))
+        model = validate(replace(Config(), model=from_hugging_face(raw)), 1).model
+        stored = {name: torch.zeros(recipe.shape) for name, recipe in convert_checkpoint.hf_recipes(model).items()}
+        save_file(stored, source / "model.safetensors")
+        largest[kind] = max(tensor.nbytes for tensor in stored.values())
+        total[kind] = sum(tensor.nbytes for tensor in stored.values())
+    folders, environment = [str(tmp_path / kind) for kind in total], {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MEASURED, *folders]
+    subprocess.run(command, cwd=TOOL.parents[1], check=True, capture_output=True, env=environment)
+    for kind in total:
+        allowed = 2 * largest[kind] + (24 << 20)
+        assert total[kind] > 1.5 * allowed
+        assert max(json.loads((tmp_path / kind / "peaks.json").read_text())) <= allowed
+
+
+def test_shards_hold_at_most_their_limit() -> None:
+    plan = {str(n): TensorInfo((size,), torch.float32) for n, size in enumerate((10, 10, 30, 5, 5, 5))}
+    assert [list(shard) for shard in shards(plan, 80)] == [["0", "1"], ["2"], ["3", "4", "5"]]
