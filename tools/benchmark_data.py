@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,7 @@ def measure(spec: str, texts: Sequence[str], inputs: tuple[Path, Path], options:
     for _ in range(options.rounds):
         bare.append(cost(lambda: [tokenizer.encode(text) for text in texts]))
         for workers in options.workers:
-            quarter, full = (
-                cost(lambda path=path, workers=workers: preprocess([path], output, recipe, workers=workers))
-                for path in inputs
-            )
+            quarter, full = (cost(partial(preprocess, [path], output, recipe, workers=workers)) for path in inputs)
             ours[workers].append(full - quarter)
             whole[workers].append(full.wall)
     return {
@@ -148,17 +146,8 @@ def rates(found: dict[str, Any], megabytes: float, marginal_megabytes: float, op
 
 
 def show(runs: Sequence[dict[str, Any]]) -> Table:
-    columns = (
-        "tokenizer",
-        "",
-        "MB/s",
-        "Mtokens/s",
-        "MB/s a core (CPU time)",
-        "Mtokens/s a core",
-        "of bare",
-        "of linear",
-    )
-    table = Table(*columns)
+    speeds = ("MB/s", "Mtokens/s", "MB/s of CPU time", "Mtokens/s of CPU time")
+    table = Table("tokenizer", "", *speeds, "of bare", "of linear")
     for run in runs:
         for name, row in run["medians"].items():
             shares = [f"{row[key]:.0%}" if key in row else "" for key in ("of_bare", "of_linear")]
@@ -201,7 +190,7 @@ def main(options: Options) -> None:
         specs = list(train(texts[: len(texts) // 4], options.vocab_size, Path(folder)))
         for spec in track(specs, "measuring", console=console):
             found = measure(spec, texts, inputs, options)
-            runs.append({**found, "medians": rates(found, *sizes, options)})
+            runs.append({**found, "medians": rates(found, sizes[0], sizes[1], options)})
     Console(width=120).print(show(runs))
     if options.json:
         chosen = {key: str(value) for key, value in asdict(options).items() if key != "json"}
