@@ -54,7 +54,10 @@ ALSO = {("megapar_models.build", "megapar.pipeline.partition")}
 
 ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm.py", "megapar/context.py"}
 # The export to torch's checkpoints is written by torch's own; the benchmark's contenders are its own ways to train.
-DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {"megapar/checkpoint/dcp.py": ("torch.distributed.checkpoint",)}
+DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {
+    "megapar/checkpoint/dcp.py": ("torch.distributed.checkpoint",),
+    "tools/benchmark_checkpoint.py": ("torch.distributed.checkpoint",),
+}
 PYTORCH_CONTENDERS = {"tools/benchmark.py", "tools/benchmark_peers.py"}
 
 # Kernels import nothing of ours, and must know how many multiprocessors there are.
@@ -63,7 +66,7 @@ KNOW_CUDA = {"megapar/device.py", "kernels/megapar_kernels/launch.py"}
 # Never required: imported where somebody asks for them. (apex on PyPI is another package: see kernels' apex.py.)
 OPTIONAL = (
     *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "liger_kernel", "transformers"),
-    *("tokenizers", "tiktoken", "zstandard", "pyarrow"),
+    *("tokenizers", "tiktoken", "zstandard", "pyarrow", "datasets"),
 )
 
 # Distributions whose import is not their name.

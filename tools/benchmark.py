@@ -11,7 +11,8 @@ All train the same Llama from the same weights on the same batches, in fp32, on 
 - Agreement: losses and gradient norms of every step against plain PyTorch in one process. Contenders that compute
   something else, or bytes that differ from the formulas, end the run with exit code 70.
 
-Models of billions of weights in bf16 on one GPU, with MFU: benchmark_gpu.py. Kernels: kernels/benchmarks/run.py.
+Models of billions of weights in bf16 on one GPU, with MFU: benchmark_gpu.py. Checkpoints: benchmark_checkpoint.py.
+Kernels: kernels/benchmarks/run.py.
 """
 
 import json

@@ -41,7 +41,7 @@ from megapar.context import Axis, ParallelContext
 from megapar.errors import StorageError
 from megapar.params import ParamSpec, Piece
 
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.1  # between looks at what other ranks have come to
+_PAUSE_SECONDS = 0.01  # between looks at what other ranks have come to
 _CHUNK_OVERHEAD = 512  # bytes of a chunk's lines in a file's header and in the manifest, generously
 
 
@@ -89,10 +89,8 @@ class Save:
 
         Raises StorageError on every rank if any rank failed; what was complete before is untouched.
         """
-        pause = _FIRST_PAUSE_SECONDS
         while not self.ended():  # no rank waits within a collective, which would end by its own timeout
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            time.sleep(_PAUSE_SECONDS)
         self._given_up.set()
         self.join()
         problems = comm.gather_json(self._problem or None, self._ctx.world, self._ctx.device)
@@ -129,7 +127,7 @@ class Save:
         parts = []
         for rank in range(1, self._ctx.world.size):
             while (answer := comm.collect(self._key(rank))) is None:
-                if self._given_up.wait(_FIRST_PAUSE_SECONDS):
+                if self._given_up.wait(_PAUSE_SECONDS):
                     return None
             if answer["failed"]:
                 return None
