@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from megapar_kernels.launch import Implementation
 from megapar_kernels.softmax import scaled_causal_softmax, scaled_masked_softmax
@@ -77,6 +76,8 @@ def packed_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, star
     length, run = q_sbnd.shape[0], q_sbnd.shape[2] // k_sbnd.shape[2]
     q, k, v = (rearrange(x, "s b n d -> (b s) n d") for x in (q_sbnd, k_sbnd, v_sbnd))
     if q.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler: seconds, where it is not used
+
         k, v = k.repeat_interleave(run, 1), v.repeat_interleave(run, 1)
         # No document is longer than a sample: to know the longest, the host would have to wait.
         y: Any = varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
