@@ -99,6 +99,8 @@ class TrainConfig:
     """Optimizer steps."""
     global_batch_size: int = 8
     """Samples a step over all ranks; a multiple of micro_batch_size * dp."""
+    batch_ramp: tuple[int, ...] = ()
+    """START INCREMENT SAMPLES: the global batch grows from START in equal stretches of the run's first SAMPLES."""
     micro_batch_size: int = 1
     """Samples that one forward pass holds on one data-parallel rank."""
     seq_length: int = 128
@@ -119,6 +121,21 @@ class TrainConfig:
     """Weight of log(sum exp logits)^2 in the loss, which keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
     deterministic: bool = False
     """Ask torch for deterministic kernels on GPUs (slower); on a CPU runs repeat bitwise anyhow."""
+
+    def batch_size(self, consumed_samples: int) -> int:
+        """Samples of the step that follows `consumed_samples`; Megatron's --rampup-batch-size grows alike."""
+        if not self.batch_ramp:
+            return self.global_batch_size
+        first, increment, samples = self.batch_ramp
+        grown = consumed_samples * ((self.global_batch_size - first) // increment) // samples
+        return min(first + grown * increment, self.global_batch_size)
+
+    def samples(self) -> int:
+        """Samples of the whole run."""
+        consumed, left = 0, self.steps
+        while left and (size := self.batch_size(consumed)) < self.global_batch_size:
+            consumed, left = consumed + size, left - 1
+        return consumed + left * self.global_batch_size
 
 
 @dataclass(frozen=True)
@@ -153,12 +170,18 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from."""
+    """Where tokens come from. A source is a .bin/.idx prefix, hf:KIND:FILES for Hugging Face datasets, or synthetic."""
 
     train: tuple[str, ...] = ("synthetic",)
-    """One .bin/.idx prefix, or `synthetic`."""
+    """A source, or a blend such as 0.7:A 0.3:B, or 2e9tokens:A B: tokens of the run, B the rest."""
+    stages: tuple[str, ...] = ()
+    """Other weights of the blend from a sample of the run on, in the order of data.train: 1000000:0.2,0.8."""
+    split: tuple[float, ...] = ()
+    """Shares of data.train's documents for training, validation and test, such as 969 30 1; empty trains on all."""
     validation: tuple[str, ...] = ()
-    """One .bin/.idx prefix, or `synthetic`; empty evaluates nothing."""
+    """Sources, each a validation set of its own; NAME=SOURCE names it. A set `test` is for after the last step only."""
+    workers: int = 0
+    """Processes of each rank that read ahead, for sources that compute (hf:); 0: a thread, enough for token files."""
     tokenizer: str = "bytes"
     """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
 

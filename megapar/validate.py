@@ -6,10 +6,11 @@ once, a line each: the options with their values, why they do not fit, and what 
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from megapar.config import Config, RopeScaling, flatten
 from megapar.errors import ConfigError
@@ -23,8 +24,10 @@ _MAY_BE_ZERO = {path for path, default in flatten(Config()).items() if default =
     "optimizer.betas",
     "optimizer.weight_decay",
     "optimizer.clip_grad",
+    "data.split",
     "optimizer.zero_stage",
 }
+_UNSPLIT = ("synthetic", "hf")  # sources without documents to split
 _ROPE_SCALING = tuple(f"model.rope_scaling.{name}" for name in flatten(RopeScaling()))
 _UNUSED_BY_FAMILY = {
     "llama": ("model.hidden_dropout", "model.attention_dropout"),
@@ -41,6 +44,24 @@ _FREE_OF_WEIGHTS = {
     "model.initializer_range",
     *_ROPE_SCALING,
 }
+
+
+class Entry(NamedTuple):
+    """One entry of data.train: a source, and how much of it: a weight, or tokens of the run."""
+
+    source: str
+    amount: float | None = None
+    unit: Literal["weight", "tokens"] = "weight"
+
+    @classmethod
+    def parse(cls, text: str) -> "Entry":
+        """SOURCE, WEIGHT:SOURCE or Ntokens:SOURCE; what stands before a colon and is no number belongs to SOURCE."""
+        number, _, source = text.partition(":")
+        try:
+            amount = float(number.removesuffix("tokens"))
+        except ValueError:
+            return cls(text)
+        return cls(source, amount, "tokens" if number.endswith("tokens") else "weight")
 
 
 def validate(config: Config, world_size: int, *, cuda_devices: int | None = None) -> Config:
@@ -91,6 +112,18 @@ def warnings(config: Config) -> list[str]:
 def num_microbatches(config: Config) -> int:
     """Forward passes that each data-parallel replica makes in one step."""
     return config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp)
+
+
+def blend_stages(config: Config) -> list[tuple[int, tuple[float, ...]]]:
+    """(first sample, weights of data.train's sources) for each mix of a validated config's run."""
+    entries = [Entry.parse(text) for text in config.data.train]
+    return [(0, _weights(config, entries)), *map(_parse_stage, config.data.stages)]
+
+
+def validation_sets(config: Config) -> list[tuple[str, str]]:
+    """(name, source) of each of data.validation; a source without a name goes by its last part."""
+    matches = [(re.fullmatch(r"([\w.-]+)=(.+)", text), text) for text in config.data.validation]
+    return [(m[1], m[2]) if m else (re.split(r"[/:]", text)[-1], text) for m, text in matches]
 
 
 def weight_options(config: Config) -> dict[str, Any]:
@@ -257,6 +290,17 @@ def _batch(config: Config) -> Iterator[str]:
     if batch % step:
         text = f"must be a multiple of micro_batch_size * dp = {step}; use {_around(batch, step)}"
         yield _problem(config, "train.global_batch_size train.micro_batch_size parallel.dp", text)
+    if not (ramp := config.train.batch_ramp):
+        return
+    options = "train.batch_ramp train.global_batch_size"
+    if len(ramp) != 3:
+        yield _problem(config, options, "must be three numbers: START INCREMENT SAMPLES")
+    elif ramp[0] >= batch or (batch - ramp[0]) % ramp[1]:
+        text = "START plus a number of INCREMENTs must be the global batch"
+        yield _problem(config, options, f"{text}; such as {step} {step} {ramp[2]}")
+    elif ramp[0] % step or ramp[1] % step:
+        text = f"START and INCREMENT must be multiples of micro_batch_size * dp = {step}"
+        yield _problem(config, f"{options} train.micro_batch_size parallel.dp", text)
 
 
 def _train(config: Config) -> Iterator[str]:
@@ -264,7 +308,7 @@ def _train(config: Config) -> Iterator[str]:
     if train.recompute_every > 1 and train.recompute != "full":
         text = "only recompute full has an every; set train.recompute full, or train.recompute_every 1"
         yield _problem(config, "train.recompute_every train.recompute", text)
-    if not config.data.validation:
+    if not (config.data.validation or config.data.split):
         for name in ("eval_every", "eval_samples"):
             if getattr(train, name) != getattr(defaults, name):
                 text = f"nothing to evaluate; set data.validation, or leave {name} at {getattr(defaults, name)}"
@@ -292,15 +336,100 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 def _data(config: Config) -> Iterator[str]:
     data = config.data
-    if len(data.train) != 1:
-        yield _problem(config, "data.train", f"{len(data.train)} entries; give one .bin/.idx prefix, or synthetic")
-    if len(data.validation) > 1:
-        text = f"{len(data.validation)} entries; give one .bin/.idx prefix or synthetic, or none"
-        yield _problem(config, "data.validation", text)
+    entries = [Entry.parse(text) for text in data.train]
+    if not entries:
+        yield _problem(config, "data.train", "0 entries; give a .bin/.idx prefix, a blend of them, or synthetic")
+    bad = [problem for text, entry in zip(data.train, entries, strict=True) if (problem := _entry_problem(text, entry))]
+    bad += [
+        f"data.train={source}: named twice; give it one weight, the sum"
+        for source in sorted({entry.source for entry in entries})
+        if sum(entry.source == source for entry in entries) > 1
+    ]
+    yield from bad or [*_amounts_of_blend(config, entries), *_stages(config, entries)]
+    names = [name for name, _ in validation_sets(config)]
+    if len(set(names)) < len(names):
+        yield _problem(config, "data.validation", "two sets of one name; name them: web=PREFIX code=PREFIX")
+    if data.split and (data.validation or len(entries) != 1 or entries[0].source.partition(":")[0] in _UNSPLIT):
+        text = "splits the documents of a single .bin/.idx pair; leave it out, and name data.validation"
+        yield _problem(config, "data.split data.train data.validation", text)
+    elif data.split and (len(data.split) not in (2, 3) or not data.split[0] > 0):
+        yield _problem(config, "data.split", "give two or three shares, the first above 0, such as 969 30 1")
     kind, _, file = data.tokenizer.partition(":")
     if data.tokenizer != "bytes" and not (kind in ("spm", "hf", "tiktoken") and file):
         text = "must be bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
         yield _problem(config, "data.tokenizer", text)
+
+
+def _entry_problem(text: str, entry: Entry) -> str:
+    if not entry.source:
+        return f"data.train={text}: names no source; write {text}PREFIX"
+    if entry.amount is None or (math.isfinite(entry.amount) and entry.amount >= 0):
+        return ""
+    return f"data.train={text}: the {entry.unit} must be a finite number of at least 0"
+
+
+def _amounts_of_blend(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
+    given = [entry for entry in entries if entry.amount is not None]
+    open_entries, units = len(entries) - len(given), {entry.unit for entry in given}
+    if len(units) > 1:
+        yield _problem(config, "data.train", "weights and tokens; use one of the two")
+    elif units == {"tokens"} and len(config.train.batch_ramp) in (0, 3):
+        tokens, run = sum(entry.amount or 0.0 for entry in given), config.train.samples() * config.train.seq_length
+        if config.data.stages:
+            yield _problem(config, "data.train data.stages", "stages are weights; give data.train weights too")
+        elif open_entries > 1:
+            yield _problem(config, "data.train", f"{open_entries} entries without tokens; one may take the rest")
+        elif tokens >= run if open_entries else abs(tokens - run) > 1e-6 * run:
+            text = f"{tokens:,.0f} tokens, the run has {run:,}; give less, and one entry without a number for the rest"
+            yield _problem(config, "data.train train.steps", text)
+    elif open_entries and len(entries) > 1:
+        yield _problem(config, "data.train", "a blend needs a weight for each source, such as 0.7:A 0.3:B")
+    elif entries and (text := _blend_problem(_weights(config, entries))):
+        yield _problem(config, "data.train", text)
+
+
+def _blend_problem(weights: Sequence[float]) -> str:
+    total = sum(weights)
+    if not total > 0:
+        return "the weights sum to 0"
+    small = any(0 < weight < 1e-6 * total for weight in weights)
+    return "a weight below a millionth of the sum would be rounded to nothing; use 0 or more" if small else ""
+
+
+def _stages(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
+    last, weighted = 0, {entry.source for entry in entries if entry.amount != 0}
+    for text in config.data.stages:
+        first, weights = _parse_stage(text)
+        if first <= last:
+            yield f"data.stages={text}: must be SAMPLE:W,W,... with a sample above {last}"
+        elif len(weights) != len(entries):
+            yield f"data.stages={text}: {len(weights)} weights for the {len(entries)} sources of data.train"
+        elif not all(math.isfinite(w) and w >= 0 for w in weights):
+            yield f"data.stages={text}: weights must be finite and at least 0"
+        elif problem := _blend_problem(weights):
+            yield f"data.stages={text}: {problem}"
+        last = max(first, last)
+        weighted |= {entry.source for entry, weight in zip(entries, weights, strict=False) if weight > 0}
+    for entry in entries:
+        if entry.source not in weighted:
+            yield f"data.train={entry.source}: of weight 0 in the whole run; leave it out, or use it in data.stages"
+
+
+def _parse_stage(text: str) -> tuple[int, tuple[float, ...]]:
+    """(first sample, weights); a first sample of -1 where the text cannot be read."""
+    first, _, weights = text.partition(":")
+    try:
+        return int(first), tuple(map(float, weights.split(",")))
+    except ValueError:
+        return -1, ()
+
+
+def _weights(config: Config, entries: Sequence[Entry]) -> tuple[float, ...]:
+    rest = 1.0
+    if any(entry.unit == "tokens" for entry in entries):
+        run = config.train.samples() * config.train.seq_length
+        rest = run - sum(entry.amount or 0.0 for entry in entries)
+    return tuple(rest if entry.amount is None else entry.amount for entry in entries)
 
 
 def _checkpoint(config: Config) -> Iterator[str]:

@@ -17,9 +17,10 @@ from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import reported
 from megapar.train import dry_run
 from megapar.train.checkpoints import own
+from megapar.train.data import open_loaders
 from megapar.train.launch import join, start_local_ranks
 from megapar.train.report import greet
-from megapar.train.trainer import Run, open_loaders, start, train
+from megapar.train.trainer import Run, start, train
 from megapar.validate import validate, with_vocabulary
 
 
@@ -35,13 +36,13 @@ def run(resolved: Resolved, config: Config, env: device.Environment) -> None:
     """One rank's training."""
     with reported(env.rank, config.run_dir):
         ctx = join(config, env)
-        train_data, validation_data = open_loaders(config, ctx)
+        train_data, validation_sets = open_loaders(config, ctx)
         with own(Path(config.run_dir), ctx):
             state, notes = start(config, ctx, build_stages(config, ctx))
             train_data.consumed_samples = state.consumed_samples
             greet(config, ctx, parameter_count(config.model), notes, to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length)
-            train(Run(state, train_data, validation_data, Path(config.run_dir), flops))
+            train(Run(state, train_data, validation_sets, Path(config.run_dir), flops))
 
 
 def main() -> int:

@@ -348,9 +348,14 @@ def test_gpt_takes_dropout_and_odd_heads():
         (Config(train=TrainConfig(recompute_every=2)), "train.recompute_every=2, train.recompute=none: "),
         (Config(train=TrainConfig(eval_every=10)), "train.eval_every=10, data.validation=(empty): "),
         (Config(train=TrainConfig(eval_samples=10)), "train.eval_samples=10, data.validation=(empty): "),
-        (Config(data=DataConfig(train=("a", "b"))), "data.train=a b: 2 entries"),
+        (Config(data=DataConfig(train=("a", "b"))), "data.train=a b: a blend needs a weight for each source"),
         (Config(data=DataConfig(train=())), "data.train=(empty): 0 entries"),
-        (Config(data=DataConfig(validation=("a", "b"))), "data.validation=a b: 2 entries"),
+        (Config(data=DataConfig(validation=("a/x", "b/x"))), "data.validation=a/x b/x: two sets of one name"),
+        (
+            Config(data=DataConfig(split=(9.0, 1.0))),
+            "data.split=9.0 1.0, data.train=synthetic, data.validation=(empty): ",
+        ),
+        (Config(data=DataConfig(train=("a",), split=(0.0, 1.0))), "data.split=0.0 1.0: give two or three shares"),
         (Config(data=DataConfig(tokenizer="spm:")), "data.tokenizer=spm:: must be bytes, spm:FILE"),
         (Config(data=DataConfig(tokenizer="bpe:x.json")), "data.tokenizer=bpe:x.json: must be bytes, spm:FILE"),
         (Config(parallel=ParallelConfig(order="tp-cp-dp-dp")), "parallel.order=tp-cp-dp-dp: must name"),
@@ -468,11 +473,11 @@ model: family hidden_size num_hidden_layers num_attention_heads num_key_value_he
     hidden_dropout attention_dropout initializer_range
 model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings
 parallel: tp pp dp vpp schedule sequence_parallel partition order
-train: steps global_batch_size micro_batch_size seq_length seed precision recompute recompute_every eval_every
-    eval_samples z_loss deterministic
+train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
+    eval_every eval_samples z_loss deterministic
 optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage bucket_mb
     overlap_grad_reduce
-data: train validation tokenizer
+data: train stages split validation workers tokenizer
 checkpoint: every save_last resume init_from strict async_save keep_last keep_every
 log: every tensorboard timeline peak_tflops
 kernels: backend loss_chunk

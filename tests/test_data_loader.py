@@ -1,5 +1,7 @@
 """Micro-batches: the right tokens, the same in every layout, without a touch on anybody's random numbers."""
 
+import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +11,9 @@ import torch
 from megapar.batch import MicroBatch
 from megapar.data.entropy import cross_entropies
 from megapar.data.indexed import IndexedWriter
-from megapar.data.loader import ChunkDataset, Dataset, Loader, SyntheticDataset, open_dataset
-from megapar.errors import ConfigError, DataError
+from megapar.data.loader import Loader, Mixture
+from megapar.data.sources import ChunkDataset, Dataset, StreamDataset, SyntheticDataset, open_dataset
+from megapar.errors import DataError
 
 S = 8
 
@@ -23,11 +26,15 @@ def token_file(folder: Path, num_tokens: int, first: int = 0) -> Path:
     return folder / "t"
 
 
+def loader(dataset: Dataset, batch: int, mbs: int, seed: int | None = 5, dp_rank: int = 0, dp_size: int = 1) -> Loader:
+    options = {"micro_batch_size": mbs, "seq_length": S, "dp_rank": dp_rank, "dp_size": dp_size}
+    return Loader(Mixture([dataset], seed=seed), batch_size=lambda _: batch, **options)
+
+
 def steps(dataset: Dataset, count: int, *, dp: int = 1, mbs: int = 1, consumed: int = 0) -> list[list[MicroBatch]]:
     """For each step the micro-batches of all dp ranks."""
-    options = {"seed": 5, "global_batch_size": 12, "micro_batch_size": mbs, "dp_size": dp, "consumed_samples": consumed}
-    loaders = [Loader(dataset, dp_rank=rank, **options) for rank in range(dp)]
-    return [[batch for loader in loaders for batch in loader.next_step()] for _ in range(count)]
+    loaders = [loader(dataset, 12, mbs, dp_rank=rank, dp_size=dp) for rank in range(dp)]
+    return [[batch for one in loaders for batch in one.step_after(consumed + 12 * i)] for i in range(count)]
 
 
 def rows(batches: list[MicroBatch]) -> dict[int, list[int]]:
@@ -49,13 +56,11 @@ def test_samples_are_chunks_that_share_one_token(tmp_path: Path):
 
 def test_a_micro_batch_holds_inputs_targets_weights_and_positions(tmp_path: Path):
     dataset = ChunkDataset(token_file(tmp_path, 200), S, vocab_size=200)
-    loader = Loader(dataset, seed=1, global_batch_size=6, micro_batch_size=3, consumed_samples=30)
-    assert loader.num_microbatches == 2
-    first, second = loader.next_step()
-    assert loader.consumed_samples == 36
+    first, second = loader(dataset, 6, 3).step_after(30)
     assert first.sample_ids_b.tolist() == [30, 31, 32]
     assert second.sample_ids_b.tolist() == [33, 34, 35]
-    for x, dtype in zip(vars(first).values(), (torch.int64, torch.int64, torch.float32, torch.int64), strict=True):
+    fields = (first.tokens_bs, first.targets_bs, first.weights_bs, first.sample_ids_b)
+    for x, dtype in zip(fields, (torch.int64, torch.int64, torch.float32, torch.int64), strict=True):
         assert x.dtype == dtype
         assert x.is_contiguous()
     assert first.tokens_bs.shape == first.targets_bs.shape == first.weights_bs.shape == (3, S)
@@ -77,9 +82,9 @@ def test_no_layout_changes_what_a_step_holds(tmp_path: Path, dp: int, mbs: int):
 
 def test_validation_reads_in_file_order(tmp_path: Path):
     dataset = ChunkDataset(token_file(tmp_path, 100), S, vocab_size=100)
-    loader = Loader(dataset, seed=None, global_batch_size=4, micro_batch_size=4)
+    held_out = loader(dataset, 4, 4, seed=None)
     for first in (0, 4):
-        assert loader.next_step()[0].tokens_bs[:, 0].tolist() == [i * S for i in range(first, first + 4)]
+        assert held_out.step_after(first)[0].tokens_bs[:, 0].tolist() == [i * S for i in range(first, first + 4)]
 
 
 def test_loading_draws_no_random_number(tmp_path: Path):
@@ -110,23 +115,86 @@ def test_too_little_text_is_refused_with_numbers(tmp_path: Path):
     with pytest.raises(DataError, match=r"holds 8 tokens, a sample of train.seq_length=8 needs 9"):
         ChunkDataset(token_file(tmp_path, 8), S, vocab_size=100)
     three = ChunkDataset(token_file(tmp_path, 3 * S + 1), S, vocab_size=100)
-    Loader(three, seed=1, global_batch_size=3, micro_batch_size=1)
-    with pytest.raises(DataError, match=r"3 samples, train.global_batch_size=4"):
-        Loader(three, seed=1, global_batch_size=4, micro_batch_size=1)
+    loader(three, 3, 1)
+    with pytest.raises(DataError, match=r"3 samples, a step of train.global_batch_size=4"):
+        loader(three, 4, 1)
 
 
-def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(ConfigError, match=r"global_batch_size=12 .*micro_batch_size=4 \* parallel.dp=2"):
-        Loader(SyntheticDataset(S, 100, seed=1), seed=1, global_batch_size=12, micro_batch_size=4, dp_size=2)
+def test_ranks_between_the_ends_of_a_pipeline_read_nothing(tmp_path: Path):
+    dataset = ChunkDataset(token_file(tmp_path, 200), S, vocab_size=200)
+    dataset.read = None  # type: ignore[method-assign, assignment]
+    options = {"batch_size": lambda _: 6, "micro_batch_size": 3, "seq_length": S, "needs_tokens": False}
+    batches = Loader(Mixture([dataset], seed=1), **options).step_after(12)
+    assert [batch.sample_ids_b.tolist() for batch in batches] == [[12, 13, 14], [15, 16, 17]]
+    assert batches[0].tokens_bs.shape == batches[0].weights_bs.shape == (3, S)
+    assert not batches[0].weights_bs.any(), "so that what the ends count is the count"
+
+
+def test_a_split_cuts_between_documents_as_megatron_does(tmp_path: Path):
+    """Tokens 0..249 in 25 documents of 10; shares 0.5, 0.3 and 0.2 end at round(12.5) = 12 and 20 documents."""
+    prefix = token_file(tmp_path, 250)
+    for part, first, last in (((0.0, 0.5), 0, 120), ((0.5, 0.8), 120, 200), ((0.8, 1.0), 200, 250)):
+        dataset = ChunkDataset(prefix, S, vocab_size=250, part=part)
+        samples = dataset.read(np.arange(len(dataset)))
+        assert samples.min() == first
+        assert last - S <= samples.max() < last
+    with pytest.raises(DataError, match=r"0 tokens in documents 0 to 0 \(data.split\)"):
+        ChunkDataset(prefix, S, vocab_size=250, part=(0.0, 0.01))
+
+
+def test_fingerprints_tell_contents_apart(tmp_path: Path):
+    """Another document's length, one other token among 200, another size; the same content elsewhere is the same."""
+    names = ("a", "same", "token", "length", "longer")
+    lengths = {"length": [101, 99], "longer": [100, 101]}
+    hashes = {}
+    for name in names:
+        tokens = np.arange(sum(lengths.get(name, [100, 100]))) + (np.arange(200) == 77 if name == "token" else 0)
+        with IndexedWriter(tmp_path / name, np.dtype("<u2")) as writer:
+            writer.add_documents(tokens, lengths.get(name, [100, 100]))
+        found = ChunkDataset(tmp_path / name, S, vocab_size=300).fingerprints()
+        assert [Path(file).suffix for file in found] == [".idx", ".bin"]
+        hashes[name] = tuple(found.values())
+    assert hashes["same"] == hashes["a"]
+    for name, (index, tokens) in {"token": (True, False), "length": (False, True), "longer": (False, False)}.items():
+        assert [x == y for x, y in zip(hashes[name], hashes["a"], strict=True)] == [index, tokens], name
+
+
+def test_a_hugging_face_stream_gives_its_text_in_order_and_over_again(tmp_path: Path):
+    pytest.importorskip("datasets", reason="needs Hugging Face datasets")
+    texts = [f"document {i} " * (i + 1) for i in range(5)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    open_stream = partial(open_dataset, seq_length=S, vocab_size=257, seed=1, tokenizer="bytes")
+    dataset = open_stream(f"hf:json:{tmp_path}/t.jsonl")
+    assert isinstance(dataset, StreamDataset)
+    expected = [token for text in texts for token in [*text.encode(), 256]] * 3
+    samples = dataset.read(np.array([0, 1, 5, 30]))
+    assert samples.tolist() == [expected[i * S : i * S + S + 1] for i in (0, 1, 5, 30)]
+    assert len(expected) < 90 * S
+    assert dataset.read(np.array([31, 60])).tolist() == [expected[i * S : i * S + S + 1] for i in (31, 60)]
+    assert dataset.read(np.array([5])).tolist() == samples[2:3].tolist(), "back to an earlier one"
+    positions = np.arange(100, 112)
+    mixed = [Mixture([open_stream(dataset.name)], seed=3).read(positions) for _ in range(2)]
+    assert np.array_equal(*mixed)
+    assert np.array_equal(mixed[0], open_stream(dataset.name).read(positions)), "a stream is not shuffled"
+
+
+def test_streams_that_cannot_be_read_are_named(tmp_path: Path):
+    pytest.importorskip("datasets", reason="needs Hugging Face datasets")
+    (tmp_path / "t.jsonl").write_text('{"words": "x"}\n')
+    (tmp_path / "short.jsonl").write_text('{"text": "x"}\n')
+    for file, said in (("none", "cannot open it"), ("t", "has no text, but words"), ("short", "makes no sample")):
+        with pytest.raises(DataError, match=f"{file}.jsonl.*{said}") as caught:
+            open_dataset(
+                f"hf:json:{tmp_path}/{file}.jsonl", seq_length=S, vocab_size=257, seed=1, tokenizer="bytes"
+            ).read(np.array([0]))
+        assert "\n" not in str(caught.value)
 
 
 def test_sources_are_opened_by_name(tmp_path: Path):
     prefix = str(token_file(tmp_path, 100))
-    assert isinstance(open_dataset(["synthetic"], seq_length=S, vocab_size=100, seed=1), SyntheticDataset)
-    assert isinstance(open_dataset([prefix], seq_length=S, vocab_size=100, seed=1), ChunkDataset)
-    for sources in ([], [prefix, prefix]):
-        with pytest.raises(ConfigError, match="name one"):
-            open_dataset(sources, seq_length=S, vocab_size=100, seed=1)
+    options = {"seq_length": S, "vocab_size": 100, "seed": 1, "tokenizer": "bytes"}
+    assert isinstance(open_dataset("synthetic", **options), SyntheticDataset)
+    assert isinstance(open_dataset(prefix, **options), ChunkDataset)
 
 
 def test_synthetic_samples_depend_on_seed_and_id_alone():

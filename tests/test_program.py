@@ -19,8 +19,8 @@ from megapar.config_io import load
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
 TINY = ("--config", str(SCRIPTS / "configs/tiny.toml"), "--launch.device", "cpu")
 FIELDS = [
-    *("step", "loss", "grad_norm", "lr", "tokens", "consumed_samples", "step_seconds", "tokens_per_second"),
-    *("tflops_per_device", "mfu", "peak_memory_bytes", "comm_bytes"),
+    *("step", "loss", "grad_norm", "lr", "tokens", "consumed_samples", "step_seconds", "data_seconds"),
+    *("tokens_per_second", "tflops_per_device", "mfu", "peak_memory_bytes", "comm_bytes"),
 ]
 
 

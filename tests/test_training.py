@@ -26,8 +26,9 @@ from megapar.config import CheckpointConfig, Config, LogConfig
 from megapar.errors import NumericError
 from megapar.precision import LossScale, Precision
 from megapar.train import checkpoints
+from megapar.train.data import open_loaders
 from megapar.train.step import TrainState, count_targets, mean_loss, train_step
-from megapar.train.trainer import Run, open_loaders, start, train
+from megapar.train.trainer import Run, start, train
 from tests import layouts
 from tests.distributed import rank_device, run_ranks
 from tests.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, SAMPLES, Layout, held_gradients, make_state, micro_batches
@@ -141,7 +142,7 @@ def train_as_the_program_does(state: TrainState) -> list[Tensor]:
         return batches
 
     data.next_step = next_step  # type: ignore[method-assign]
-    train(Run(state, data, None, Path(state.config.run_dir), flops_per_token=1))
+    train(Run(state, data, {}, Path(state.config.run_dir), flops_per_token=1))
     return given
 
 

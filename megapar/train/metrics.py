@@ -6,6 +6,7 @@ without recomputation, causal attention counted half (arXiv 2205.05198, section 
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch.utils.tensorboard import SummaryWriter
 
 from megapar import device
+from megapar.batch import MicroBatch
 from megapar.config import LogConfig
 from megapar.context import ParallelContext
 from megapar.train.step import StepResult
@@ -29,9 +31,17 @@ class Meter:
     peak_tflops: float
     _sent: dict[str, int] = field(default_factory=dict)
     _start: float = 0.0
+    _data_seconds: float = 0.0
 
     def start(self) -> None:
         self._sent, self._start = self.ctx.traffic(), time.perf_counter()
+
+    def waited(self, next_step: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
+        """What `next_step` returns; the step waited for its data that long."""
+        start = time.perf_counter()
+        batches = next_step()
+        self._data_seconds = time.perf_counter() - start
+        return batches
 
     def stop(self, result: StepResult, step: int, consumed_samples: int) -> dict[str, Any]:
         """The step's line of metrics.jsonl. Bytes are those that this rank sent (ring algorithms)."""
@@ -47,6 +57,7 @@ class Meter:
             "tokens": int(result.tokens),
             "consumed_samples": consumed_samples,
             "step_seconds": seconds,
+            "data_seconds": self._data_seconds,
             "tokens_per_second": result.tokens / seconds,
             "tflops_per_device": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,

@@ -8,18 +8,19 @@ from pathlib import Path
 
 from megapar import comm, device
 from megapar.batch import MicroBatch, PipelineStage
-from megapar.checkpoint.agreement import together
 from megapar.config import Config
 from megapar.context import ParallelContext
-from megapar.data.loader import Loader, open_dataset
+from megapar.data.delivery import Delivery
+from megapar.data.loader import Loader
 from megapar.data_parallel.grad_buffer import GradBuffer
-from megapar.errors import DataError, NumericError
+from megapar.errors import NumericError
 from megapar.optimizer.adamw import AdamW
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event
 from megapar.precision import LossScale
 from megapar.random import initialise
 from megapar.train import checkpoints
+from megapar.train.data import TEST
 from megapar.train.metrics import Meter, Reporter
 from megapar.train.step import TrainState, evaluate, train_step
 
@@ -48,8 +49,8 @@ class Run:
     """What a training run needs besides its state. `flops_per_token` is that of forward and backward, for MFU."""
 
     state: TrainState
-    train_data: Loader
-    validation_data: Loader | None
+    train_data: Delivery
+    validation_sets: Mapping[str, Loader]
     run_dir: Path
     flops_per_token: int
 
@@ -60,28 +61,6 @@ def start(config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineSta
     state = assemble(config, ctx, stages)
     notes = checkpoints.resume(state, Path(config.run_dir))
     return state, notes
-
-
-def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Loader, Loader | None]:
-    """Training and validation data of this rank. A collective: raises DataError on every rank if it fails on one."""
-
-    def loader(sources: Sequence[str], data_seed: int, order_seed: int | None) -> Loader:
-        size = {"seq_length": config.train.seq_length, "vocab_size": config.model.vocab_size}
-        return Loader(
-            open_dataset(sources, seed=data_seed, **size),
-            seed=order_seed,
-            global_batch_size=config.train.global_batch_size,
-            micro_batch_size=config.train.micro_batch_size,
-            dp_rank=ctx.dp.rank,
-            dp_size=ctx.dp.size,
-        )
-
-    def open_both() -> tuple[Loader, Loader | None]:
-        seed, validation = config.train.seed, config.data.validation
-        held_out = loader(validation, seed + 1, None) if validation else None
-        return loader(config.data.train, seed, seed), held_out
-
-    return together(open_both, ctx, DataError, "data not opened")
 
 
 def train(run: Run) -> None:
@@ -96,11 +75,13 @@ def train(run: Run) -> None:
     with (
         checkpoints.Saver(state, run.run_dir) as saver,
         closing(Reporter(run.run_dir, options.log, steps, state.step, speaks=ctx.world.first)) as reporter,
+        closing(run.train_data) as data,
     ):
         while state.step < steps:
             trace: list[Event] | None = [] if options.log.timeline and state.step == steps - 1 else None
             meter.start()
-            result = train_step(state, _on_device(run.train_data.next_step(), ctx), trace)
+            batches = meter.waited(data.next_step)
+            result = train_step(state, _on_device(batches, ctx), trace)
             failed = not result.finite and not result.overflowed
             reporter.step(meter.stop(result, state.step + failed, state.consumed_samples))
             if not result.finite:
@@ -120,10 +101,10 @@ def train(run: Run) -> None:
             last = state.step == steps
             if trace is not None:
                 write_timeline(trace, ctx, run.run_dir)
-            if run.validation_data and (last or _due(state.step, options.train.eval_every)):
-                validation_loss = mean_validation_loss(state, run.validation_data)
-                reporter.write({"step": state.step, "validation_loss": validation_loss})
-                reporter.say(f"step {state.step}/{steps} | validation loss {validation_loss:.4f}")
+            for line in data.started_over():
+                reporter.say(f"step {state.step}/{steps} | {line}")
+            if last or _due(state.step, options.train.eval_every):
+                validate(state, run.validation_sets, reporter, last)
             saved = saver.save(state) if saver.due(state.step, last) else []
             for path in [*saved, *saver.completed(wait=last)]:
                 reporter.say(f"step {state.step}/{steps} | saved {path}")
@@ -136,13 +117,26 @@ def write_timeline(trace: Sequence[Event], ctx: ParallelContext, run_dir: Path) 
         (run_dir / "timeline.json").write_text(json.dumps([event for row in rows for event in row]))
 
 
+def validate(state: TrainState, sets: Mapping[str, Loader], reporter: Reporter, last: bool) -> None:
+    """Report the mean loss on each set: as validation_loss if there is one, else with its name behind it, and as
+    test_loss on the set for after the last step."""
+    validation = [name for name in sets if name != TEST]
+    keys = {name: "validation_loss" if len(validation) == 1 else f"validation_loss/{name}" for name in validation}
+    if last and TEST in sets:
+        keys[TEST] = "test_loss"
+    losses = {key: mean_validation_loss(state, sets[name]) for name, key in keys.items()}
+    if losses:
+        reporter.write({"step": state.step, **losses})
+        shown = " | ".join(f"{key.replace('_', ' ')} {loss:.4f}" for key, loss in losses.items())
+        reporter.say(f"step {state.step}/{state.config.train.steps} | {shown}")
+
+
 def mean_validation_loss(state: TrainState, data: Loader) -> float:
     """Mean loss in nats per target token over the first `train.eval_samples` validation samples, always the same ones,
     in whole global batches and none of them twice."""
-    size = data.global_batch_size
-    batches = min(-(-state.config.train.eval_samples // size), len(data.dataset) // size)
-    data.consumed_samples = 0
-    sums = [evaluate(state, _on_device(data.next_step(), state.ctx)) for _ in range(batches)]
+    size = data.batch_size(0)
+    batches = min(-(-state.config.train.eval_samples // size), len(data.samples) // size)
+    sums = [evaluate(state, _on_device(data.step_after(i * size), state.ctx)) for i in range(batches)]
     return sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
 
 

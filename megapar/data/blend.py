@@ -1,0 +1,115 @@
+"""Which source the sample at each position of a run comes from: a pure function, as is the order inside a source.
+
+Positions are cut into blocks of a thousand. Weights are rounded to millionths, so a thousand blocks, a period, hold
+each source a whole number of times. Every block holds what its share of a source is, rounded up or down, and so do the
+first blocks of a period together, however many they are. The roundings of one period are all that is stored.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapar.data.order import permute
+
+BLEND_VERSION = "blocks-v1"  # names everything below that decides an order; a test freezes its values
+BLOCK = 1000  # samples of a block, and blocks of a period
+PARTS = BLOCK * BLOCK
+
+
+def parts_of(weights: Sequence[float]) -> NDArray[np.int64]:
+    """`weights` in millionths of their sum, largest remainders rounded up. One that is too small for a part gets 0."""
+    shares = np.array(weights, np.float64) / sum(weights) * PARTS
+    parts = np.floor(shares + 1e-6).astype(np.int64)  # 0.29 * 100 is 28.999999999999996
+    largest = np.argsort(parts - shares, kind="stable")
+    parts[largest[: PARTS - parts.sum()]] += 1
+    return parts
+
+
+def block_counts(parts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Samples [blocks of a period, sources] of each source in each block.
+
+    Remainders are dealt by PD2 (Anderson and Srinivasan 2000), which meets all deadlines: after b blocks a source of
+    weight w has had less than one sample more or less than 1000 w b.
+    """
+    whole, rest = np.divmod(parts, BLOCK)
+    counts = np.tile(whole, (BLOCK, 1))
+    active = np.flatnonzero(rest)
+    weight, per_block = rest[active], rest.sum() // BLOCK
+    turn = np.ones_like(weight)  # the i-th extra sample of a source may come from block release on, before deadline
+    for block in range(BLOCK if per_block else 0):
+        release, deadline = (turn - 1) * BLOCK // weight, -(-turn * BLOCK // weight)
+        overlaps = turn * BLOCK % weight > 0
+        slack = BLOCK - weight
+        cascade = np.where(2 * weight >= BLOCK, -(-(-(-deadline * slack // BLOCK) * BLOCK) // slack), 0)
+        urgent = np.lexsort((-cascade, ~overlaps, deadline, release > block))[:per_block]
+        counts[block, active[urgent]] += 1
+        turn[urgent] += 1
+    return counts
+
+
+class Stage(NamedTuple):
+    """A mix that holds from position `first` of the run on: a weight for each source."""
+
+    first: int
+    weights: tuple[float, ...]
+
+
+class _Period(NamedTuple):
+    first: int  # position of the stage
+    taken: NDArray[np.int64]  # [sources] samples of the stages before
+    counts: NDArray[np.int64]  # [blocks, sources]
+    before: NDArray[np.int64]  # [blocks + 1, sources] exclusive sums of counts
+
+
+class Blend:
+    """The mix of a run, stage after stage; the first begins at 0, and sources go on where the one before left them."""
+
+    def __init__(self, stages: Sequence[Stage], seed: int):
+        self._seed, self._stages = seed, list[_Period]()
+        taken = np.zeros(len(stages[0].weights), np.int64)
+        for first, weights in stages:
+            if self._stages:
+                taken = self.taken(first)
+            counts = block_counts(parts_of(weights))
+            before = np.concatenate([np.zeros_like(counts[:1]), counts.cumsum(axis=0)])
+            self._stages.append(_Period(first, taken, counts, before))
+
+    def taken(self, position: int) -> NDArray[np.int64]:
+        """Samples [sources] of each source before `position`."""
+        number = self._stage(position)
+        block, offset = divmod(position - self._stages[number].first, BLOCK)
+        sources, _ = self._block(number, block)
+        inside = np.bincount(sources[:offset], minlength=len(self._stages[number].taken))
+        return self._before(number, block) + inside
+
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Source of each of `positions` [n], and how many of that source came before it."""
+        sources, turns = np.empty_like(positions), np.empty_like(positions)
+        starts = np.array([stage.first for stage in self._stages])
+        stages = np.searchsorted(starts, positions, "right") - 1
+        blocks, offsets = np.divmod(positions - starts[stages], BLOCK)
+        for number, block in sorted(set(zip(stages.tolist(), blocks.tolist(), strict=True))):
+            here = (stages == number) & (blocks == block)
+            block_sources, block_turns = self._block(number, block)
+            sources[here] = block_sources[offsets[here]]
+            turns[here] = (self._before(number, block)[block_sources] + block_turns)[offsets[here]]
+        return sources, turns
+
+    def _stage(self, position: int) -> int:
+        return sum(stage.first <= position for stage in self._stages) - 1
+
+    def _before(self, number: int, block: int) -> NDArray[np.int64]:
+        stage, (periods, inside) = self._stages[number], divmod(block, BLOCK)
+        return stage.taken + periods * stage.before[-1] + stage.before[inside]
+
+    def _block(self, number: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Source of each sample of a block, and how many of that source came before it in the block."""
+        counts = self._stages[number].counts[block % BLOCK]
+        dealt = np.repeat(np.arange(len(counts)), counts)
+        sources = dealt[permute(np.arange(BLOCK), BLOCK, (self._seed, number, block))]
+        by_source = np.argsort(sources, kind="stable")
+        turns = np.empty_like(sources)
+        turns[by_source] = np.arange(BLOCK) - (counts.cumsum() - counts)[dealt]
+        return sources, turns

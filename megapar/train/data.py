@@ -1,0 +1,93 @@
+"""The data of a run: opened on every rank, and the same on all of them."""
+
+import socket
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from megapar import comm
+from megapar.checkpoint.agreement import together
+from megapar.config import Config
+from megapar.context import ParallelContext
+from megapar.data.blend import Stage
+from megapar.data.delivery import Delivery
+from megapar.data.loader import Loader, Mixture
+from megapar.data.sources import Dataset, open_dataset
+from megapar.errors import DataError
+from megapar.validate import Entry, blend_stages, validation_sets
+
+TEST = "test"  # the set that is evaluated after the last step only
+WHOLE = (0.0, 1.0)
+
+
+def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[str, Loader]]:
+    """Training data, and validation sets by name. A collective: raises DataError on every rank if it fails on one, or
+    if ranks have different files.
+
+    Every rank of a tensor group reads for itself: they share a node and so its page cache, where a sample costs
+    microseconds. A transfer would cost more, and could not run beside those of the step that it is read ahead of.
+    """
+    train, seed = config.train, config.train.seed
+    sources = [Entry.parse(text).source for text in config.data.train]
+    parts = dict(zip(("train", "validation", TEST), _parts(config.data.split), strict=False))
+    held_out = [(name, source, WHOLE) for name, source in validation_sets(config)]
+    held_out += [(name, sources[0], part) for name, part in parts.items() if name != "train" and part[0] < part[1]]
+
+    def loader(samples: Mixture, batch_size: Callable[[int], int]) -> Loader:
+        return Loader(
+            samples,
+            batch_size=batch_size,
+            micro_batch_size=train.micro_batch_size,
+            seq_length=train.seq_length,
+            dp_rank=ctx.dp.rank,
+            dp_size=ctx.dp.size,
+            needs_tokens=ctx.pp.first or ctx.pp.last,
+        )
+
+    def open_all() -> tuple[Loader, dict[str, Loader]]:
+        opened = _open(config, [(source, parts["train"]) for source in sources], seed)
+        training = Mixture(opened, [Stage(*stage) for stage in blend_stages(config)], seed=seed)
+        sets = {
+            name: loader(
+                Mixture(_open(config, [(source, part)], seed + 1), seed=None), lambda _: train.global_batch_size
+            )
+            for name, source, part in held_out
+        }
+        return loader(training, train.batch_size), sets
+
+    training, sets = together(open_all, ctx, DataError, "data not opened")
+    _agree([training, *sets.values()], ctx)
+    return Delivery(training, config.data.workers), sets
+
+
+def _parts(split: Sequence[float]) -> list[tuple[float, float]]:
+    """First and last document of each share, as fractions of their number."""
+    return list(pairwise(sum(split[:n]) / sum(split) for n in range(len(split) + 1))) if split else [WHOLE]
+
+
+def _open(config: Config, sources: Sequence[tuple[str, tuple[float, float]]], seed: int) -> list[Dataset]:
+    """Each source, or one DataError for all that cannot be opened."""
+    size = {"seq_length": config.train.seq_length, "vocab_size": config.model.vocab_size}
+    opened, problems = [], []
+    for source, part in sources:
+        try:
+            opened.append(open_dataset(source, **size, seed=seed, tokenizer=config.data.tokenizer, part=part))
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError("; ".join(problems))
+    return opened
+
+
+def _agree(loaders: Sequence[Loader], ctx: ParallelContext) -> None:
+    """Raise DataError on every rank if a file's content is not that of the first rank's."""
+    files = {file: value for loader in loaders for file, value in loader.samples.fingerprints().items()}
+    (node, first), *others = comm.gather_json([socket.gethostname(), files], ctx.world, ctx.device)
+    for rank, (other_node, others_files) in enumerate(others, 1):
+        for file in files:
+            if others_files[file] != first[file]:
+                problem = DataError(
+                    f"{file} is not the same everywhere: content hash {first[file]} on node {node} (rank 0), "
+                    f"{others_files[file]} on node {other_node} (rank {rank}): copy it again"
+                )
+                problem.everywhere = True
+                raise problem

@@ -1,0 +1,246 @@
+"""Steps read ahead: the same for all workers, layouts and restarts; dead workers named; nodes that agree on files."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapar import context
+from megapar.batch import MicroBatch
+from megapar.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapar.data.blend import Stage
+from megapar.data.delivery import Delivery, _Processes
+from megapar.data.indexed import IndexedWriter
+from megapar.data.loader import Loader, Mixture
+from megapar.data.order import sample_ids
+from megapar.data.sources import ChunkDataset, SyntheticDataset
+from megapar.errors import ConfigError, DataError
+from megapar.train.data import open_loaders
+from megapar.validate import validate
+from tests.distributed import run_ranks
+
+S = 8
+RAMP = TrainConfig(global_batch_size=72, batch_ramp=(36, 36, 100))
+
+
+def token_file(prefix: Path, num_tokens: int) -> Path:
+    prefix.parent.mkdir(exist_ok=True)
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add_documents(np.arange(num_tokens) % 250, [10] * (num_tokens // 10))
+    return prefix
+
+
+def deliveries(mixture: Mixture, dp: int, mbs: int, workers: int, consumed: int) -> list[Delivery]:
+    options: dict[str, Any] = {"batch_size": RAMP.batch_size, "seq_length": S, "dp_size": dp, "micro_batch_size": mbs}
+    ranks = [Delivery(Loader(mixture, dp_rank=rank, **options), workers) for rank in range(dp)]
+    for rank in ranks:
+        rank.consumed_samples = consumed
+    return ranks
+
+
+def step(ranks: list[Delivery]) -> dict[int, list[int]]:
+    """Position in the run -> tokens, over the micro-batches of all ranks."""
+    batches = [batch for rank in ranks for batch in rank.next_step()]
+    rows = {int(p): row.tolist() for b in batches for p, row in zip(b.sample_ids_b, b.tokens_bs, strict=True)}
+    assert len(rows) == sum(batch.size for batch in batches)
+    return rows
+
+
+CHANGES = st.tuples(st.integers(1, 4), st.sampled_from([1, 3]), st.sampled_from([0, 0, 1, 2]), st.integers(1, 3))
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.lists(CHANGES, min_size=1, max_size=4))
+def test_no_change_of_ranks_batches_workers_or_restart_changes_a_step(changes: list[tuple[int, int, int, int]]):
+    """(row 46; D14) Through a batch-size ramp, a blend with a stage and the ends of epochs."""
+    sources = [SyntheticDataset(S, 100, seed=1, num_samples=60), SyntheticDataset(S, 100, seed=2)]
+    mixture = Mixture(sources, [Stage(0, (0.7, 0.3)), Stage(170, (0.2, 0.8))], seed=5)
+    (alone,), consumed = deliveries(mixture, 1, 1, 0, 0), 0
+    for dp, mbs, workers, count in changes:
+        ranks = deliveries(mixture, dp, mbs, workers, consumed)
+        for _ in range(count):
+            found = step(ranks)
+            assert found == step([alone])
+            assert list(found) == sorted(found) or dp > 1
+            assert sorted(found) == list(range(consumed, consumed + RAMP.batch_size(consumed)))
+            consumed += len(found)
+        for rank in ranks:
+            assert rank.consumed_samples == consumed
+            rank.close()
+    alone.close()
+
+
+def test_a_delivery_goes_on_from_where_it_is_set(tmp_path: Path):
+    mixture = Mixture([ChunkDataset(token_file(tmp_path / "t", 1000), S, 250)], seed=1)
+    for workers in (0, 2):
+        (delivery,) = deliveries(mixture, 1, 1, workers, 0)
+        steps = [step([delivery]) for _ in range(4)]
+        for again in (2, 0, 3):
+            delivery.consumed_samples = min(steps[again])
+            assert step([delivery]) == steps[again]
+        delivery.close()
+
+
+class Slow:
+    """Stands in for a loader whose reading takes its time, in `reading` and `read` steps."""
+
+    def __init__(self) -> None:
+        self.reading, self.may_go_on = threading.Event(), threading.Event()
+
+    def batch_size(self, consumed: int) -> int:
+        return 1
+
+    def step_after(self, consumed: int) -> list[MicroBatch]:
+        if consumed:
+            self.reading.set()
+            assert self.may_go_on.wait(20)
+        return []
+
+
+def test_the_next_step_is_read_while_this_one_computes():
+    slow = Slow()
+    delivery = Delivery(slow)  # type: ignore[arg-type]
+    delivery.next_step()
+    assert slow.reading.wait(20), "nobody has asked for the second step yet"
+    slow.may_go_on.set()
+    delivery.next_step()
+    delivery.close()
+
+
+def test_workers_draw_no_random_number_and_errors_come_through(tmp_path: Path):
+    """(rows 20 and D7)"""
+    mixture = Mixture([ChunkDataset(token_file(tmp_path / "t", 1000), S, 250)], seed=1)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    for workers in (0, 2):
+        (delivery,) = deliveries(mixture, 1, 1, workers, 0)
+        step([delivery])
+        delivery.close()
+        (delivery,) = deliveries(Mixture([ChunkDataset(tmp_path / "t", S, 240)], seed=1), 1, 1, workers, 0)
+        with pytest.raises(DataError, match=r"t.bin: document \d+, offset \d: token id 24\d"):
+            step([delivery])
+        delivery.close()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Stuck:
+    """A loader that never answers."""
+
+    def batch_size(self, consumed: int) -> int:
+        return 1
+
+    def step_after(self, consumed: int) -> list[MicroBatch]:
+        time.sleep(600)
+        return []
+
+
+def test_a_killed_worker_is_named_with_its_signal():
+    """(row D13) While the training waits for it, and when it is asked again."""
+    workers = _Processes(Stuck().step_after, 2)
+    (_, process), _ = workers._workers
+    workers.ask(0)
+    killer = threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL))
+    killer.start()
+    with pytest.raises(DataError, match=rf"data worker 0 \(pid {process.pid}\) was killed by SIGKILL.*data.workers"):
+        workers.take()
+    killer.join()
+    workers.ask(1)
+    with pytest.raises(DataError, match="data worker 0"):
+        workers.ask(2)
+    workers.close()
+
+
+def test_a_ramp_grows_the_batch_in_equal_stretches():
+    """Megatron's --rampup-batch-size 12 12 96 to 48: 32 samples a stretch."""
+    train = TrainConfig(steps=10, global_batch_size=48, batch_ramp=(12, 12, 96))
+    assert [train.batch_size(n) for n in (0, 31, 32, 63, 64, 95, 96, 10**12)] == [12, 12, 24, 24, 36, 36, 48, 48]
+    assert train.samples() == sum(sizes(train))
+    assert TrainConfig(steps=10, global_batch_size=48).samples() == 480
+
+
+def sizes(train: TrainConfig) -> list[int]:
+    consumed: list[int] = []
+    for _ in range(train.steps):
+        consumed.append(train.batch_size(sum(consumed)))
+    return consumed
+
+
+@pytest.mark.parametrize(
+    ("ramp", "said"),
+    [
+        ((4,), "three numbers"),
+        ((4, 5, 100), "START plus a number of INCREMENTs must be the global batch"),
+        ((16, 4, 100), "START plus"),
+        ((2, 14, 100), "multiples of micro_batch_size * dp = 4"),
+        ((0, 4, 100), "must be at least 1"),
+    ],
+)
+def test_ramps_that_do_not_fit_are_refused(ramp: tuple[int, ...], said: str):
+    train = TrainConfig(global_batch_size=16, micro_batch_size=2, batch_ramp=ramp)
+    with pytest.raises(ConfigError, match=said.replace("*", r"\*")):
+        validate(Config(train=train, parallel=ParallelConfig(dp=2)), 2)
+
+
+# Ranks
+
+
+def opened(prefixes: list[Path], data: DataConfig) -> tuple[str, int]:
+    """What opening says on a rank whose node's folder is its own; exit code."""
+    os.chdir(prefixes[dist.get_rank()].parent)
+    config = Config(
+        model=ModelConfig(vocab_size=250),
+        data=data,
+        train=TrainConfig(seq_length=S, global_batch_size=4),
+    )
+    ctx = context.create(dp=dist.get_world_size())
+    try:
+        delivery, _ = open_loaders(replace(config, parallel=ParallelConfig(dp=ctx.dp.size)), ctx)
+    except DataError as error:
+        return str(error), error.exit_code
+    rows = [row for batch in delivery.next_step() for row in batch.sample_ids_b.tolist()]
+    delivery.close()
+    return str(rows), 0
+
+
+def test_two_nodes_with_folders_of_their_own_agree_or_stop(tmp_path: Path):
+    """(row 54) Two ranks a node. Nobody writes a cache, and no node needs to see the other's folder."""
+    nodes = [token_file(tmp_path / name / "t", 1000) for name in ("one", "two")]
+    ranks = [nodes[0], nodes[0], nodes[1], nodes[1]]
+    data = DataConfig(train=("t",), validation=("held=t",))
+    assert run_ranks(4, opened, ranks, data) == [(f"[{rank}]", 0) for rank in range(4)]
+    assert sorted(p.name for p in nodes[1].parent.iterdir()) == ["t.bin", "t.idx"]
+    content = bytearray(Path(f"{nodes[1]}.bin").read_bytes())
+    content[1000] ^= 1
+    Path(f"{nodes[1]}.bin").write_bytes(content)
+    said = run_ranks(4, opened, ranks, data)
+    assert len(set(said)) == 1, "the same words everywhere"
+    assert said[0][0].startswith("t.bin is not the same everywhere: content hash ")
+    assert "(rank 2)" in said[0][0]
+    assert said[0][1] == 3
+
+
+def test_all_that_is_missing_is_named_at_once(tmp_path: Path):
+    """(row D10)"""
+    here = token_file(tmp_path / "t", 1000)
+    data = DataConfig(train=("0.5:t", "0.3:none", "0.2:nothing"))
+    ((said, code),) = run_ranks(1, opened, [here], data)
+    assert code == 3
+    assert "none.idx is not a file" in said
+    assert "nothing.idx is not a file" in said
+    assert "\n" not in said
+
+
+def test_sample_ids_of_many_samples_need_neither_time_nor_memory():
+    """(row D15) A step of 10^10 samples is as quick to find as one of 10^6; what is kept are a few arrays."""
+    for n in (10**6, 10**8, 10**10):
+        assert len(np.unique(sample_ids(np.arange(n - 512, n), n, 1))) == 512
