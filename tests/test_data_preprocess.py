@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -376,13 +377,35 @@ def test_a_killed_worker_is_named_and_not_waited_for(tmp_path: Path):
     assert not any(process.is_alive() for process in processes)
 
 
-def test_the_earliest_bad_shard_is_named_whoever_fails_first(tmp_path: Path, small_shards: None):
-    """(row D9) The first shard takes a worker longer than its neighbour's bad first line."""
+def slow_and_quick() -> Callable[[float, Callable[[Any], None]], None]:
+    """A worker that fails after as many seconds as its task says."""
+
+    def work(seconds: float, report: Callable[[Any], None]) -> None:
+        time.sleep(seconds)
+        raise DataError(f"after {seconds}")
+
+    return work
+
+
+def test_the_earliest_bad_shard_is_named_whoever_fails_first():
+    """(row D9) The second is found at once; the first is waited for, the third is not begun."""
+    with worker_pool(2, slow_and_quick) as pool, pytest.raises(DataError, match=r"after 0\.7"):
+        list(run([0.7, 0.0, 60.0], pool))
+
+
+def test_parts_with_bad_lines_serve_only_their_own_policy(
+    tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
+):
+    """(row D8) A run that left lines out is stopped; one that mends makes the part with the bad line anew."""
+    monkeypatch.setattr(preprocessing, "_SHARD_BYTES", 20)
     path = tmp_path / "a.jsonl"
-    long = json.dumps({"text": "x" * 3_000_000}) + "\n"
-    path.write_text(long + "bad 2\nbad 3\n" * 2)
-    with pytest.raises(DataError, match="line 2"):
-        preprocess([path], tmp_path / "out", BYTES, workers=3)
+    path.write_bytes(b'{"text": "\xff"}\n' + b'{"text": "good"}\n' * 8)
+    skip, replace = (Recipe(tokenizer="bytes", append_eod=True, on_bad_line=p) for p in ("skip", "replace"))
+    with pytest.raises(KeyboardInterrupt):
+        preprocess([path], tmp_path / "out", skip, on_progress=partial(interrupt, 4))
+    assert len(list((tmp_path / "out.parts").glob("*.json"))) > 3
+    preprocess([path], tmp_path / "out", replace)
+    assert documents(tmp_path / "out") == ["\ufffd", *["good"] * 8]
 
 
 # ids
