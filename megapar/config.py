@@ -180,6 +180,12 @@ class DataConfig:
     """Shares of data.train's documents for training, validation and test, such as 969 30 1; empty trains on all."""
     validation: tuple[str, ...] = ()
     """Sources, each a validation set of its own; NAME=SOURCE names it. A set `test` is for after the last step only."""
+    documents: Literal["joined", "apart"] = "joined"
+    """apart: the documents of a sample do not attend to each other, positions start anew, boundaries weigh nothing."""
+    fim_rate: float = 0.0
+    """Share of the training documents whose middle is moved to the end, to learn filling in (arXiv 2207.14255)."""
+    fim_tokens: tuple[int, ...] = ()
+    """Ids of the three tokens that mark prefix, suffix and middle; needed with fim_rate."""
     workers: int = 0
     """Processes of each rank that read ahead, for sources that compute (hf:); 0: a thread, enough for token files."""
     tokenizer: str = "bytes"

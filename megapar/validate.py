@@ -25,6 +25,7 @@ _MAY_BE_ZERO = {path for path, default in flatten(Config()).items() if default =
     "optimizer.weight_decay",
     "optimizer.clip_grad",
     "data.split",
+    "data.fim_tokens",
     "optimizer.zero_stage",
 }
 _UNSPLIT = ("synthetic", "hf")  # sources without documents to split
@@ -354,6 +355,11 @@ def _data(config: Config) -> Iterator[str]:
         yield _problem(config, "data.split data.train data.validation", text)
     elif data.split and (len(data.split) not in (2, 3) or not data.split[0] > 0):
         yield _problem(config, "data.split", "give two or three shares, the first above 0, such as 969 30 1")
+    if bool(data.fim_rate) != bool(data.fim_tokens) or len(data.fim_tokens) not in (0, 3) or data.fim_rate > 1:
+        text = "a share of at most 1, and three token ids that mark prefix, suffix and middle; or neither"
+        yield _problem(config, "data.fim_rate data.fim_tokens", text)
+    elif config.model.vocab_size and any(token >= config.model.vocab_size for token in data.fim_tokens):
+        yield _problem(config, "data.fim_tokens model.vocab_size", "ids must lie within the vocabulary")
     kind, _, file = data.tokenizer.partition(":")
     if data.tokenizer != "bytes" and not (kind in ("spm", "hf", "tiktoken") and file):
         text = "must be bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"

@@ -1,5 +1,7 @@
 """What a sample's documents become: apart from each other, or with their middle moved."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapar.batch import MicroBatch
-from megapar.data.samples import SHORTEST, MiddleTokens, fill_in_the_middle, packed_starts, weights
+from megapar.data.indexed import IndexedWriter
+from megapar.data.loader import Loader, Mixture
+from megapar.data.samples import SHORTEST, MiddleTokens, Treatment, fill_in_the_middle, packed_starts, weights
+from megapar.data.sources import ChunkDataset
 
 MARKS = MiddleTokens(1001, 1002, 1003)
 
@@ -67,6 +72,57 @@ def test_a_share_of_documents_is_moved_in_both_orders_whoever_asks() -> None:
     assert 0.4 < suffix_first.mean() < 0.65  # an empty prefix looks alike
     again = fill_in_the_middle(given_samples[7:9], [[0]] * 2, keys[7:9], 0.3, MARKS)
     assert np.array_equal(again, moved[7:9])
+
+
+S = 12
+
+
+def documents(folder: Path) -> ChunkDataset:
+    """240 tokens 0, 1, ... in documents of 1, 2, 3, ..., one of them empty."""
+    with IndexedWriter(folder / "t", np.dtype("<u2")) as writer:
+        first = 0
+        for length in (1, 2, 3, 0, *range(4, 40)):
+            writer.add_document(np.arange(first, min(first + length, 240)))
+            first = min(first + length, 240)
+    return ChunkDataset(folder / "t", S, vocab_size=240)
+
+
+def read(
+    dataset: ChunkDataset, treatment: Treatment, mbs: int, dp: int = 1
+) -> dict[int, tuple[list[int], list[int], list[float]]]:
+    """Position in the run -> tokens, starts of documents within the sample, weights, of one step of 12 samples."""
+    found = {}
+    for rank in range(dp):
+        samples = Mixture([dataset], seed=3)
+        sizes = {"micro_batch_size": mbs, "seq_length": S, "dp_rank": rank, "dp_size": dp, "treatment": treatment}
+        for batch in Loader(samples, batch_size=lambda _: 12, **sizes).step_after(24):
+            starts = batch.starts if batch.starts is not None else torch.zeros(0)
+            for row, position in enumerate(batch.sample_ids_b.tolist()):
+                own = [int(x) - row * S for x in starts if row * S <= x < (row + 1) * S]
+                tokens = [*batch.tokens_bs[row].tolist(), int(batch.targets_bs[row, -1])]
+                found[position] = (tokens, own, batch.weights_bs[row].tolist())
+    return found
+
+
+def test_documents_apart_start_where_the_file_says_in_every_layout(tmp_path: Path) -> None:
+    dataset = documents(tmp_path)
+    firsts = {dataset.file.document_start(i) for i in range(len(dataset.file))}
+    found = read(dataset, Treatment(apart=True), mbs=4)
+    assert len(found) == 12
+    for tokens, starts, weights_s in found.values():
+        assert starts == [0, *(i for i, token in enumerate(tokens[:S]) if i and token in firsts)]
+        assert weights_s == [0.0 if target in firsts else 1.0 for target in tokens[1:]]
+    assert any(len(starts) > 2 for _, starts, _ in found.values())
+    assert read(dataset, Treatment(apart=True), mbs=1, dp=3) == found
+    assert all(not starts and min(weights_s) == 1 for _, starts, weights_s in read(dataset, Treatment(), 4).values())
+
+
+def test_what_is_filled_in_depends_on_seed_and_position_alone(tmp_path: Path) -> None:
+    dataset = documents(tmp_path)
+    moved = read(dataset, Treatment(fim_rate=1.0, marks=MARKS, seed=1), mbs=4)
+    assert read(dataset, Treatment(fim_rate=1.0, marks=MARKS, seed=1), mbs=2, dp=2) == moved
+    assert read(dataset, Treatment(fim_rate=1.0, marks=MARKS, seed=2), mbs=4) != moved
+    assert sum(mark in tokens for tokens, _, _ in moved.values() for mark in MARKS) >= 3 * 6
 
 
 @given(length=st.integers(1, 40), key=st.integers(0, 2**62))

@@ -126,6 +126,14 @@ class IndexedDataset:
             return len(self.tokens)
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
+    def starts_between(self, first: int, last: int) -> list[int]:
+        """Positions of the file behind `first` and before `last` at which documents start."""
+        document, starts = self.locate(first)[0] + 1, []
+        while (start := self.document_start(document)) < last:
+            starts += [start] * (start > first)
+            document += 1
+        return list(dict.fromkeys(starts))  # documents without tokens start where the next one does
+
     def fingerprints(self) -> dict[str, str]:
         """A hash of each file: its size and evenly spaced samples, so that it costs the same for every size.
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from megapar.batch import MicroBatch
 from megapar.data.blend import Blend, Stage
 from megapar.data.order import micro_batch_positions, sample_ids
+from megapar.data.samples import Treatment, micro_batch
 from megapar.data.sources import Dataset
 from megapar.errors import DataError
 
@@ -29,16 +30,26 @@ class Mixture:
 
     def read(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens [len(positions), seq_length + 1] of the samples at `positions`."""
+        return self.read_documents(positions, with_starts=False)[0]
+
+    def read_documents(
+        self, positions: NDArray[np.int64], *, with_starts: bool
+    ) -> tuple[NDArray[np.int64], list[list[int]]]:
+        """Tokens of the samples, and where documents begin within each (0 alone unless `with_starts`)."""
         chosen, turns = self.blend.locate(positions)
         samples: NDArray[np.int64] | None = None
+        starts: list[list[int]] = [[0]] * len(positions)
         for number in np.unique(chosen):
-            rows = chosen == number
-            tokens = self.sources[number].read(self._ids(self.sources[number], turns[rows]))
+            rows, source = np.flatnonzero(chosen == number), self.sources[number]
+            ids = self._ids(source, turns[rows])
+            tokens = source.read(ids)
             if samples is None:
                 samples = np.empty((len(positions), tokens.shape[1]), np.int64)
             samples[rows] = tokens
+            for row, found in zip(rows, source.starts(ids, tokens) if with_starts else (), strict=False):
+                starts[row] = found
         assert samples is not None, "read needs a position"
-        return samples
+        return samples, starts
 
     def _ids(self, source: Dataset, turns: NDArray[np.int64]) -> NDArray[np.int64]:
         if self.seed is None or not source.shuffled:
@@ -62,7 +73,8 @@ class Loader:
     """The micro-batches of one data-parallel rank, step by step; a pure function of how many samples came before.
 
     `batch_size` says how many samples the step after so many consumed ones has, over all ranks. A rank that
-    `needs_tokens` not, between the first and the last pipeline stage, gets zeros for tokens, targets and weights.
+    `needs_tokens` not, between the first and the last pipeline stage, gets zeros for tokens, targets and weights,
+    unless documents are apart: then it must know where they begin.
     Draws no random number from anybody's generator. Raises DataError if the samples do not fill one global batch.
     """
 
@@ -76,6 +88,7 @@ class Loader:
         dp_rank: int = 0,
         dp_size: int = 1,
         needs_tokens: bool = True,
+        treatment: Treatment | None = None,
     ):
         if len(samples) < batch_size(0):
             raise DataError(
@@ -84,27 +97,22 @@ class Loader:
                 "batch"
             )
         self.samples, self.batch_size, self.micro_batch_size = samples, batch_size, micro_batch_size
-        self.seq_length, self.needs_tokens = seq_length, needs_tokens
+        self.treatment = treatment or Treatment()
+        self.seq_length, self.needs_tokens = seq_length, needs_tokens or self.treatment.apart
         self.dp_rank, self.dp_size = dp_rank, dp_size
 
     def step_after(self, consumed_samples: int) -> list[MicroBatch]:
         """This rank's micro-batches of the step that follows `consumed_samples`."""
         size = self.batch_size(consumed_samples)
         positions = micro_batch_positions(consumed_samples, size, self.micro_batch_size, self.dp_rank, self.dp_size)
-        if self.needs_tokens:
-            samples = self.samples.read(positions.ravel()).reshape(*positions.shape, -1)
-            return [micro_batch(*row) for row in zip(samples, positions, strict=True)]
-        return [_without_tokens(row, self.seq_length) for row in positions]
-
-
-def micro_batch(samples: NDArray[np.int64], positions: NDArray[np.int64]) -> MicroBatch:
-    """Samples [b, seq_length + 1] at `positions` [b] of the run as inputs and targets of equal weight."""
-    return MicroBatch(
-        tokens_bs=torch.from_numpy(samples[:, :-1].copy()),
-        targets_bs=torch.from_numpy(samples[:, 1:].copy()),
-        weights_bs=torch.ones(len(samples), samples.shape[1] - 1),
-        sample_ids_b=torch.from_numpy(positions.copy()),
-    )
+        if not self.needs_tokens:
+            return [_without_tokens(row, self.seq_length) for row in positions]
+        samples, starts = self.samples.read_documents(positions.ravel(), with_starts=self.treatment.needs_starts)
+        rows = (slice(first, first + self.micro_batch_size) for first in range(0, len(samples), self.micro_batch_size))
+        return [
+            micro_batch(samples[row], own, starts[row], self.treatment)
+            for row, own in zip(rows, positions, strict=True)
+        ]
 
 
 def _without_tokens(positions: NDArray[np.int64], seq_length: int) -> MicroBatch:

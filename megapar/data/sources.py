@@ -26,6 +26,10 @@ class Dataset(Protocol):
         """Tokens [len(ids), seq_length + 1] of the samples `ids`, whoever asks and however often."""
         ...
 
+    def starts(self, ids: NDArray[np.int64], samples: NDArray[np.int64]) -> list[list[int]]:
+        """Where documents begin within each of `samples`, which are the tokens of `ids`: 0 first."""
+        ...
+
     def fingerprints(self) -> Mapping[str, str]:
         """A hash of the content of each file, which all ranks must agree on."""
         ...
@@ -71,6 +75,11 @@ class ChunkDataset:
             )
         return samples
 
+    def starts(self, ids: NDArray[np.int64], samples: NDArray[np.int64]) -> list[list[int]]:
+        firsts = (self.first_token + ids * self.seq_length).tolist()
+        inner = (self.file.starts_between(first, first + self.seq_length + 1) for first in firsts)
+        return [[0, *(start - first for start in found)] for first, found in zip(firsts, inner, strict=True)]
+
     def fingerprints(self) -> Mapping[str, str]:
         return self.file.fingerprints()
 
@@ -104,6 +113,9 @@ class SyntheticDataset:
         landed = np.take_along_axis(mix64(bits), last_jump, axis=1) % np.uint64(len(self.cycle))
         return self.cycle[(landed.astype(np.int64) + columns - last_jump) % len(self.cycle)]
 
+    def starts(self, ids: NDArray[np.int64], samples: NDArray[np.int64]) -> list[list[int]]:
+        return [[0] for _ in ids]
+
     def fingerprints(self) -> Mapping[str, str]:
         return {}
 
@@ -136,6 +148,9 @@ class StreamDataset:
             samples.append(next(islice(self._pieces, i - self._next, None)))
             self._next = i + 1
         return np.array(samples, np.int64)
+
+    def starts(self, ids: NDArray[np.int64], samples: NDArray[np.int64]) -> list[list[int]]:
+        return [[0, *(np.flatnonzero(sample[:-1] == self.tokenizer.eod) + 1).tolist()] for sample in samples]
 
     def fingerprints(self) -> Mapping[str, str]:
         return {}

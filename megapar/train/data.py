@@ -11,6 +11,7 @@ from megapar.context import ParallelContext
 from megapar.data.blend import Stage
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader, Mixture
+from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, open_dataset
 from megapar.errors import DataError
 from megapar.validate import Entry, blend_stages, validation_sets
@@ -32,7 +33,11 @@ def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[s
     held_out = [(name, source, WHOLE) for name, source in validation_sets(config)]
     held_out += [(name, sources[0], part) for name, part in parts.items() if name != "train" and part[0] < part[1]]
 
-    def loader(samples: Mixture, batch_size: Callable[[int], int]) -> Loader:
+    apart = config.data.documents == "apart"
+    marks = MiddleTokens(*config.data.fim_tokens) if config.data.fim_tokens else None
+    fim = Treatment(apart, config.data.fim_rate, marks, seed)
+
+    def loader(samples: Mixture, batch_size: Callable[[int], int], treatment: Treatment) -> Loader:
         return Loader(
             samples,
             batch_size=batch_size,
@@ -41,6 +46,7 @@ def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[s
             dp_rank=ctx.dp.rank,
             dp_size=ctx.dp.size,
             needs_tokens=ctx.pp.first or ctx.pp.last,
+            treatment=treatment,
         )
 
     def open_all() -> tuple[Loader, dict[str, Loader]]:
@@ -48,11 +54,13 @@ def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[s
         training = Mixture(opened, [Stage(*stage) for stage in blend_stages(config)], seed=seed)
         sets = {
             name: loader(
-                Mixture(_open(config, [(source, part)], seed + 1), seed=None), lambda _: train.global_batch_size
+                Mixture(_open(config, [(source, part)], seed + 1), seed=None),
+                lambda _: train.global_batch_size,
+                Treatment(apart),
             )
             for name, source, part in held_out
         }
-        return loader(training, train.batch_size), sets
+        return loader(training, train.batch_size, fim), sets
 
     training, sets = together(open_all, ctx, DataError, "data not opened")
     _agree([training, *sets.values()], ctx)
