@@ -33,7 +33,7 @@ setup(
     ],
     extras_require={
         "convert": ["transformers>=5"],  # what tools/convert_checkpoint.py compares logits with
-        # What preprocessing reads or tokenises with, each where it is asked for: hf:FILE, tiktoken:FILE, .zst, .parquet.
+        # What preprocessing reads or tokenises with, imported where it is asked for: hf:, tiktoken:, .zst, .parquet.
         # The tests have all but pyarrow, which takes 170 MB.
         "data": ["tokenizers>=0.21", "tiktoken>=0.8", "zstandard>=0.22", "pyarrow>=17"],
         "dev": [
