@@ -131,6 +131,29 @@ def test_data_that_is_not_there_ends_all_ranks_with_one_line(tmp_path: Path) -> 
     assert "nowhere/tokens" in lines[0]
 
 
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    """Row D12: the description beside the tokens says what made them."""
+    (tmp_path / "text.txt").write_text("a few words, again and again. " * 200)
+    preprocess(["text.txt"], tmp_path)
+    flags = ("--data.train", "text", "--model.vocab_size", "300")
+    assert finish(start(*flags, cwd=tmp_path))[0] == 0
+    facts = json.loads((tmp_path / "text.json").read_text())
+    facts["tokenizer"] |= {"spec": "spm:other.model", "sha256": "0"}
+    (tmp_path / "text.json").write_text(json.dumps(facts))
+    code, out, err = finish(start(*flags, "--launch.nproc", "2", "--run_dir", "other", cwd=tmp_path))
+    assert (code, out) == (3, "")
+    assert err == (
+        "DataError: data not opened (rank 0 and 1 more): text.json: the tokens were made by spm:other.model, and "
+        "data.tokenizer=bytes is another: name the one that made them\n"
+    )
+
+
+def preprocess(texts: list[str], folder: Path) -> None:
+    tool = Path(__file__).parents[1] / "tools/preprocess_data.py"
+    command = [sys.executable, str(tool), "--input", *texts, "--output", "text", "--tokenizer", "bytes"]
+    subprocess.run(command, cwd=folder, capture_output=True, check=True)
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_with_one_line_and_error_json(tmp_path: Path) -> None:
     code, out, err = finish(start("--optimizer.lr", "1e38", "--optimizer.warmup_steps", "0", cwd=tmp_path))
     assert code == 5

@@ -11,8 +11,10 @@ from megapar.context import ParallelContext
 from megapar.data.blend import Stage
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader, Mixture
+from megapar.data.prepared import read_sidecar
 from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, open_dataset
+from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import DataError
 from megapar.validate import Entry, blend_stages, validation_sets
 
@@ -78,12 +80,23 @@ def _open(config: Config, sources: Sequence[tuple[str, tuple[float, float]]], se
     opened, problems = [], []
     for source, part in sources:
         try:
+            _check_tokenizer(source, config.data.tokenizer)
             opened.append(open_dataset(source, **size, seed=seed, tokenizer=config.data.tokenizer, part=part))
         except DataError as error:
             problems.append(str(error))
     if problems:
         raise DataError("; ".join(problems))
     return opened
+
+
+def _check_tokenizer(source: str, spec: str) -> None:
+    """Raise DataError if the description beside a .bin/.idx pair names another tokenizer than the run's."""
+    facts = read_sidecar(source)
+    if facts and facts["tokenizer"]["sha256"] != load_tokenizer(spec).fingerprint:
+        raise DataError(
+            f"{source}.json: the tokens were made by {facts['tokenizer']['spec']}, and data.tokenizer={spec} is "
+            "another: name the one that made them"
+        )
 
 
 def _agree(loaders: Sequence[Loader], ctx: ParallelContext) -> None:
