@@ -7,6 +7,7 @@ or more sequences.
 """
 
 import hashlib
+import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,12 +49,9 @@ def storing(path: Path) -> Iterator[None]:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _spread(values: NDArray[np.integer], count: int, width: int) -> NDArray[np.integer]:
-    """`count` runs of `width` values, evenly spaced from the first to the last; all values if there are fewer."""
-    if len(values) <= count * width:
-        return values
-    starts = np.linspace(0, len(values) - width, count).astype(np.int64)
-    return values[starts[:, None] + np.arange(width)]
+def _spread(length: int, count: int, width: int) -> NDArray[np.int64]:
+    """Where `count` runs of `width` of `length` values begin, evenly spaced from the first to the last."""
+    return np.linspace(0, max(length - width, 0), min(count, length)).astype(np.int64)
 
 
 def _hash(path: Path, *parts: NDArray[np.integer]) -> str:
@@ -103,7 +101,12 @@ class IndexedDataset:
                 f"{self.bin_path} has {size} bytes, {self.idx_path} needs {needed}: "
                 "it is truncated or the two are not a pair; preprocess the text again"
             )
-        self.tokens = np.memmap(self.bin_path, self.dtype, "r").view(np.ndarray) if size else np.empty(0, self.dtype)
+        self._map: mmap.mmap | None = None
+        self.tokens = np.empty(0, self.dtype)
+        if size:
+            with self.bin_path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.tokens = np.frombuffer(self._map, self.dtype)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -112,6 +115,19 @@ class IndexedDataset:
     def document(self, i: int) -> NDArray[np.integer]:
         """The tokens of document `i`, a view into the file."""
         return self.tokens[self.document_start(i) : self.document_start(i + 1)]
+
+    def read_pieces(self, starts: NDArray[np.int64], length: int) -> NDArray[np.integer]:
+        """Tokens [len(starts), length] from each of `starts` on.
+
+        The file is asked for all pieces before the first is waited for, and for nothing around them: what systems read
+        ahead of a page that is missing, megabytes at times, would be in vain where pieces lie anywhere.
+        """
+        assert self._map is not None, "no token, no piece"
+        self._map.madvise(mmap.MADV_RANDOM)
+        for start in starts.tolist():
+            first = start * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, first, (start + length) * self.dtype.itemsize - first)
+        return np.stack([self.tokens[start : start + length] for start in starts.tolist()])
 
     def locate(self, token: int) -> tuple[int, int]:
         """(document, offset inside it) of position `token` of the file."""
@@ -139,10 +155,10 @@ class IndexedDataset:
 
         A pointer is the sum of all lengths before it, so that even samples tell different documents apart.
         """
-        index = (self.lengths, self.pointers, self.document_indices)
+        index, width = (self.lengths, self.pointers, self.document_indices), min(256, len(self.tokens))
         return {
-            str(self.idx_path): _hash(self.idx_path, *(_spread(part, 1024, 1) for part in index)),
-            str(self.bin_path): _hash(self.bin_path, _spread(self.tokens, 64, 256)),
+            str(self.idx_path): _hash(self.idx_path, *(part[_spread(len(part), 1024, 1)] for part in index)),
+            str(self.bin_path): _hash(self.bin_path, self.read_pieces(_spread(len(self.tokens), 64, width), width)),
         }
 
     def _read_header(self) -> tuple[np.dtype, int]:

@@ -64,8 +64,7 @@ class ChunkDataset:
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         starts = self.first_token + ids * self.seq_length
-        chunks = [self.file.tokens[start : start + self.seq_length + 1] for start in starts]
-        samples = np.stack(chunks).astype(np.int64)
+        samples = self.file.read_pieces(starts, self.seq_length + 1).astype(np.int64)
         if samples.min() < 0 or samples.max() >= self.vocab_size:
             row, column = np.argwhere((samples < 0) | (samples >= self.vocab_size))[0]
             document, offset = self.file.locate(int(starts[row] + column))

@@ -1,0 +1,113 @@
+"""What delivery costs: from a start to the first batch, memory, and samples a second, for corpora of any size.
+
+Corpora are mock files: .bin files without content (sparse, of zeros) under a whole index, so that ten billion samples
+fit on any disk. Each size is measured in a process of its own. A run's own waiting is in its metrics.jsonl:
+`--metrics` sums up what share of its steps, after the first, was spent waiting for data.
+"""
+
+import json
+import multiprocessing
+import resource
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from megapar.data.blend import Stage
+from megapar.data.delivery import Delivery
+from megapar.data.indexed import IndexedWriter
+from megapar.data.loader import Loader, Mixture
+from megapar.data.sources import ChunkDataset
+from megapar.errors import DataError, reported
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure delivery on this machine."""
+
+    samples: tuple[int, ...] = (10**6, 10**8, 10**10)
+    """Sizes of the corpora, each a blend of three fifths and two fifths of it."""
+    seq_length: int = 16
+    """Tokens of a sample. Files take 2 bytes a token of address space, and none of the disk."""
+    global_batch_size: int = 512
+    """Samples a step, all read by one rank."""
+    steps: int = 50
+    """Steps read for the rate."""
+    workers: int = 0
+    """data.workers: 0 is a thread."""
+    metrics: Path | None = None
+    """metrics.jsonl of a run, for the share of its steps that waited."""
+    json: Path | None = None
+    """Write all numbers to this file."""
+
+
+def mock(prefix: Path, num_tokens: int) -> Path:
+    """A pair of `num_tokens` zeros in documents as long as they may be."""
+    longest = 2**31 - 1
+    lengths = [longest] * (num_tokens // longest) + [num_tokens % longest]
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        writer._append(np.array(lengths, "<i4"), np.arange(1, len(lengths) + 1))
+    with Path(f"{prefix}.bin").open("r+b") as file:
+        file.truncate(2 * num_tokens)
+    return prefix
+
+
+def deliver(prefixes: list[Path], options: Options) -> dict[str, float]:
+    """Seconds until the first step is there, memory that was taken meanwhile, and samples a second after it."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    sources = [ChunkDataset(prefix, options.seq_length, vocab_size=50_000) for prefix in prefixes]
+    mixture = Mixture(sources, [Stage(0, (0.7, 0.3)), Stage(10**6, (0.5, 0.5))], seed=1)
+    loader = Loader(
+        mixture, batch_size=lambda _: options.global_batch_size, micro_batch_size=8, seq_length=options.seq_length
+    )
+    for source in sources:
+        source.fingerprints()
+    delivery = Delivery(loader, options.workers)
+    delivery.next_step()
+    first = time.perf_counter() - start
+    for _ in range(options.steps):
+        delivery.next_step()
+    rate = options.steps * options.global_batch_size / (time.perf_counter() - start - first)
+    delivery.close()
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"first_batch_seconds": first, "mebibytes": taken / 1024, "samples_per_second": rate}
+
+
+def waiting(metrics: Path) -> float:
+    """Share of the time of all steps but the first that was spent waiting for data."""
+    lines = [line for line in map(json.loads, metrics.read_text().splitlines()) if "data_seconds" in line][1:]
+    if not lines:
+        raise DataError(f"--metrics {metrics}: no second step")
+    return sum(line["data_seconds"] for line in lines) / sum(line["step_seconds"] for line in lines)
+
+
+def main(options: Options) -> None:
+    table = Table("samples", "first batch s", "memory taken MiB", "samples/s")
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for count in options.samples:
+            tokens = [int(count * share) * options.seq_length + 1 for share in (0.6, 0.4)]
+            prefixes = [mock(Path(folder) / f"{count}_{i}", n) for i, n in enumerate(tokens)]
+            # A pool of one worker for each size: what one size took is not there for the next.
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                row = pool.apply(deliver, (prefixes, options)) if not options.workers else deliver(prefixes, options)
+            found.append({"samples": count, **row})
+            table.add_row(f"{count:,}", *(f"{row[name]:,.3f}" for name in row))
+    console = Console(width=100)
+    console.print(table)
+    report = {"delivery": found, "waiting": waiting(options.metrics) if options.metrics else None}
+    if options.metrics:
+        console.print(f"waited for data: {report['waiting']:.3%} of the steps of {options.metrics}", highlight=False)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    arguments = tyro.cli(Options, description=__doc__, use_underscores=True)
+    with reported():
+        main(arguments)
