@@ -26,6 +26,7 @@ from megapar.data.order import sample_ids
 from megapar.data.sources import ChunkDataset, SyntheticDataset
 from megapar.errors import ConfigError, DataError
 from megapar.train.data import open_loaders
+from megapar.train.step import count_targets
 from megapar.validate import validate
 from tests.distributed import run_ranks
 
@@ -244,3 +245,18 @@ def test_sample_ids_of_many_samples_need_neither_time_nor_memory():
     """(row D15) A step of 10^10 samples is as quick to find as one of 10^6; what is kept are a few arrays."""
     for n in (10**6, 10**8, 10**10):
         assert len(np.unique(sample_ids(np.arange(n - 512, n), n, 1))) == 512
+
+
+def counted() -> tuple[float, bool]:
+    """The step's targets as this rank counts them, and whether it was given tokens."""
+    train = TrainConfig(seq_length=S, global_batch_size=6, micro_batch_size=2)
+    config = Config(model=ModelConfig(vocab_size=250), parallel=ParallelConfig(pp=3, dp=1), train=train)
+    ctx = context.create(pp=3)
+    delivery, _ = open_loaders(config, ctx)
+    batches = delivery.next_step()
+    delivery.close()
+    return count_targets(batches, ctx).item(), any(bool(batch.tokens_bs.any()) for batch in batches)
+
+
+def test_only_the_ends_of_a_pipeline_read_and_all_of_it_counts_alike():
+    assert run_ranks(3, counted) == [(6.0 * S, True), (6.0 * S, False), (6.0 * S, True)]
