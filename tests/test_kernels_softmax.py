@@ -151,5 +151,5 @@ def test_more_queries_than_positions_are_refused(how: Any) -> None:
 def test_attention_with_dropout_that_drops_nothing_is_attention(how: Any) -> None:
     q, k, v = torch.randn(3, 9, 2, 3, 8, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     keep = torch.ones(2, 3, 9, 9, dtype=torch.bool, device=DEVICE)
-    y = causal_attention_dropout(q, k, v, keep, 0.0, how)
+    y = causal_attention_dropout(q, k, v, keep, 0.0, how=how)
     assert relative_error(y, causal_attention(q.double(), k.double(), v.double())) < 1e-6
