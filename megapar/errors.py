@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class MegaparError(Exception):
@@ -63,6 +64,15 @@ class StorageError(MegaparError):
     """Files that cannot be written."""
 
     exit_code = 7
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Around the writing of `path`: what the disk refuses is a StorageError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextmanager

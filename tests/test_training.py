@@ -4,6 +4,7 @@ stops before it does harm."""
 import io
 import json
 import math
+import resource
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -23,10 +24,11 @@ from megapar.batch import MicroBatch
 from megapar.checkpoint.format import folder_name, read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config import CheckpointConfig, Config, LogConfig
-from megapar.errors import NumericError
+from megapar.errors import NumericError, StorageError
 from megapar.precision import LossScale, Precision
 from megapar.train import checkpoints
 from megapar.train.data import open_loaders
+from megapar.train.metrics import Reporter
 from megapar.train.step import TrainState, count_targets, mean_loss, train_step
 from megapar.train.trainer import Run, start, train
 from tests import layouts
@@ -182,7 +184,8 @@ def copy_of_the_checkpoint(folder: Path, target: Path) -> Path:
     name = folder_name(SAVED)
     shutil.copytree(folder / checkpoints.FOLDER / name, target / checkpoints.FOLDER / name)
     lines = (folder / "metrics.jsonl").read_text().splitlines()[: SAVED + 1]  # one more than was saved
-    (target / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    cut_short = lines[-1][:20]
+    (target / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines) + cut_short)
     return target
 
 
@@ -465,6 +468,23 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update(tmp_path: 
     assert line["step"] == 2
     assert math.isnan(line["loss"])
     assert not list((tmp_path / checkpoints.FOLDER).iterdir()), "nothing is saved"
+
+
+def full_disk(folder: Path) -> str:
+    """What rank 0 says when no file may grow beyond some bytes."""
+    reporter = Reporter(folder, LogConfig(tensorboard=False), steps=9, first_step=0, speaks=True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
+    reporter.write({"step": 1})
+    with pytest.raises(StorageError) as caught:
+        reporter.write({"step": 2, "loss": "x" * 50})
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return str(caught.value)
+
+
+def test_metrics_that_the_disk_does_not_take_are_told_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert run_ranks(1, full_disk, tmp_path) == [f"cannot write {path}: File too large"]
 
 
 # fp16

@@ -10,8 +10,7 @@ import hashlib
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -19,7 +18,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megapar.errors import DataError, StorageError
+from megapar.errors import DataError, storing
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -38,15 +37,6 @@ def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.i
     """Byte at which each sequence starts: the exclusive sum of lengths * itemsize, in int64 whatever comes in."""
     sizes = lengths.astype(np.int64) * itemsize
     return np.cumsum(sizes) - sizes
-
-
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Around the writing of `path`: what the disk refuses is a StorageError that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _spread(length: int, count: int, width: int) -> NDArray[np.int64]:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megapar.data.indexed import IndexedDataset, IndexedWriter, merge, storing
+from megapar.data.indexed import IndexedDataset, IndexedWriter, merge
 from megapar.data.order import permute
-from megapar.errors import ConfigError, DataError
+from megapar.errors import ConfigError, DataError, storing
 
 _BLOCK = 1 << 20
 _GATHERED = 1 << 10  # documents fetched at a time

@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapar.data.corpus import Place, Reading, Span, SpanReader, cut, find_files
-from megapar.data.indexed import IndexedWriter, storing, token_dtype
+from megapar.data.indexed import IndexedWriter, token_dtype
 from megapar.data.prepared import join, sha256, sidecar_path, write_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.data.workers import run, worker_pool
-from megapar.errors import ConfigError, DataError
+from megapar.errors import ConfigError, DataError, storing
 
 _PARTS_VERSION = 1  # raise it when the same input would give other parts
 _BATCH_BYTES = 1 << 20

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import sentencepiece
 
-from megapar.errors import ConfigError, DataError, StorageError
+from megapar.errors import ConfigError, DataError, storing
 
 SPECS = "bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
 
@@ -253,8 +253,6 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Pat
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"vocab_size {vocab_size}: sentencepiece refuses it for these texts: {reason}") from error
-    try:
+    with storing(Path(output)):
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         Path(output).write_bytes(model.getvalue())
-    except OSError as error:
-        raise StorageError(f"cannot write {output}: {error.strerror}") from error

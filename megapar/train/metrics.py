@@ -19,6 +19,7 @@ from megapar import device
 from megapar.batch import MicroBatch
 from megapar.config import LogConfig
 from megapar.context import ParallelContext
+from megapar.errors import storing
 from megapar.train.step import StepResult
 
 
@@ -90,7 +91,9 @@ class Reporter:
         if not speaks:
             return
         self.console = Console(soft_wrap=True, highlight=False)
-        self._file = _open_truncated(run_dir / "metrics.jsonl", first_step)
+        self._path = run_dir / "metrics.jsonl"
+        with storing(self._path):
+            self._file = _open_truncated(self._path, first_step)
         if options.tensorboard:
             self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
         if self.console.is_terminal:
@@ -108,8 +111,9 @@ class Reporter:
         """Append one line to metrics.jsonl and its numbers to TensorBoard."""
         if not self._speaks:
             return
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with storing(self._path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
         if self._tensorboard:
             for key, value in line.items():
                 if isinstance(value, int | float) and key != "step":
@@ -142,9 +146,12 @@ class Reporter:
 
 def _open_truncated(path: Path, last_step: int) -> Any:
     """Open metrics.jsonl for appending, without the lines of steps beyond `last_step`, so that a resumed curve is
-    one."""
+    one. The last line may be cut short: a full disk or a machine that went down leaves it so."""
     kept = []
-    if path.exists():
-        kept = [text for text in path.read_text().splitlines() if json.loads(text)["step"] <= last_step]
-    path.write_text("".join(f"{text}\n" for text in kept))
+    for text in path.read_text().splitlines(keepends=True) if path.exists() else ():
+        if text.endswith("\n") and json.loads(text)["step"] <= last_step:
+            kept.append(text)
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text("".join(kept))
+    draft.replace(path)
     return path.open("a")

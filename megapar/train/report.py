@@ -9,6 +9,7 @@ from pathlib import Path
 from megapar import comm, device
 from megapar.config import Config
 from megapar.context import ParallelContext
+from megapar.errors import storing
 from megapar.validate import num_microbatches, warnings
 
 
@@ -18,12 +19,14 @@ def greet(config: Config, ctx: ParallelContext, parameters: int, notes: Sequence
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
     if ctx.world.first:
         run_dir = Path(config.run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.toml").write_text(config_toml)
-        facts = {"hardware": device.describe(ctx.device), "python": platform.python_version()}
-        (run_dir / "environment.json").write_text(json.dumps(facts | {"kernels": asdict(kernels)}, indent=1) + "\n")
+        hardware, python = device.describe(ctx.device), platform.python_version()
+        facts = {"hardware": hardware, "python": python, "kernels": asdict(kernels)}
+        with storing(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "config.toml").write_text(config_toml)
+            (run_dir / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
         parallel, train = config.parallel, config.train
-        print(f"{config.model.family}, {parameters:,} parameters, {train.precision}; {device.describe(ctx.device)}")
+        print(f"{config.model.family}, {parameters:,} parameters, {train.precision}; {hardware}")
         print(
             f"{ctx.world.size} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}; {parallel.schedule}, "
             f"{num_microbatches(config)} micro-batches of {train.micro_batch_size} a step; "

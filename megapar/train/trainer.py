@@ -13,7 +13,7 @@ from megapar.context import ParallelContext
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader
 from megapar.data_parallel.grad_buffer import GradBuffer
-from megapar.errors import NumericError
+from megapar.errors import NumericError, storing
 from megapar.optimizer.adamw import AdamW
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event
@@ -22,7 +22,7 @@ from megapar.random import initialise
 from megapar.train import checkpoints
 from megapar.train.data import TEST
 from megapar.train.metrics import Meter, Reporter
-from megapar.train.step import TrainState, evaluate, train_step
+from megapar.train.step import StepResult, TrainState, evaluate, train_step
 
 
 def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineStage]) -> TrainState:
@@ -85,19 +85,7 @@ def train(run: Run) -> None:
             failed = not result.finite and not result.overflowed
             reporter.step(meter.stop(result, state.step + failed, state.consumed_samples))
             if not result.finite:
-                where = comm.gather_json(state.grads.not_finite(), ctx.world, ctx.device)
-                names = ", ".join(sorted({name for rank in where for name in rank})[:3]) or "none"
-            if result.overflowed:
-                reporter.say(
-                    f"step {state.step}: no update, gradients overflowed fp16 (first of them: {names}); "
-                    f"loss scale {result.loss_scale.scale:,.0f} -> {state.loss_scale.scale:,.0f}"
-                )
-            if failed:
-                raise NumericError(
-                    f"step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} (not finite: {names})"
-                    f"; the weights are those of step {state.step}. A lower optimizer.lr or a longer "
-                    "optimizer.warmup_steps often helps"
-                )
+                _explain_not_finite(state, result, reporter)
             last = state.step == steps
             if trace is not None:
                 write_timeline(trace, ctx, run.run_dir)
@@ -110,11 +98,28 @@ def train(run: Run) -> None:
                 reporter.say(f"step {state.step}/{steps} | saved {path}")
 
 
+def _explain_not_finite(state: TrainState, result: StepResult, reporter: Reporter) -> None:
+    """Say which gradients left fp16's range, or raise NumericError if a smaller loss scale cannot mend it."""
+    where = comm.gather_json(state.grads.not_finite(), state.ctx.world, state.ctx.device)
+    names = ", ".join(sorted({name for rank in where for name in rank})[:3]) or "none"
+    if not result.overflowed:
+        raise NumericError(
+            f"step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} (not finite: {names})"
+            f"; the weights are those of step {state.step}. A lower optimizer.lr or a longer "
+            "optimizer.warmup_steps often helps"
+        )
+    reporter.say(
+        f"step {state.step}: no update, gradients overflowed fp16 (first of them: {names}); "
+        f"loss scale {result.loss_scale.scale:,.0f} -> {state.loss_scale.scale:,.0f}"
+    )
+
+
 def write_timeline(trace: Sequence[Event], ctx: ParallelContext, run_dir: Path) -> None:
     """Gather the events of the first replica's pipeline into run_dir/timeline.json. Clocks of other machines differ."""
     rows = comm.gather_json([[e.rank, *e.action, e.start, e.end] for e in trace], ctx.pp, ctx.device)
     if ctx.world.first:
-        (run_dir / "timeline.json").write_text(json.dumps([event for row in rows for event in row]))
+        with storing(path := run_dir / "timeline.json"):
+            path.write_text(json.dumps([event for row in rows for event in row]))
 
 
 def validate(state: TrainState, sets: Mapping[str, Loader], reporter: Reporter, last: bool) -> None:
