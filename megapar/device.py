@@ -127,5 +127,4 @@ def peak_tflops(device: torch.device) -> float:
 
 def describe(device: torch.device) -> str:
     """The hardware in words, for logs and benchmark files."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
-    return f"{name}, torch {torch.__version__}"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"

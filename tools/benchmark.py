@@ -18,16 +18,13 @@ Kernels: kernels/benchmarks/run.py.
 import json
 import multiprocessing
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -63,6 +60,7 @@ from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError, MegaparError
 from megapar.params import spec_of
+from megapar.train.report import in_a_line, provenance
 from megapar.train.step import train_step
 from megapar.train.trainer import assemble
 from megapar.validate import validate
@@ -411,21 +409,6 @@ def traffic_table(runs: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def provenance(options: Options) -> dict[str, str]:
-    """When, on what and of which commit the numbers are."""
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": device.describe(device.choose(options.device, 0, 1)),
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": commit or "unknown",
-    }
-
-
 def check_options(options: Options) -> None:
     """Raise ConfigError for what cannot be measured, before anything is."""
     for name in options.layouts:
@@ -455,9 +438,10 @@ def main(options: Options) -> None:
     console = Console(width=130)  # narrower, numbers would be cut
     console.print(speed_table(runs))
     console.print(traffic_table(runs))
-    facts = {**provenance(options), "options": {k: str(v) for k, v in asdict(options).items() if k != "json"}}
-    console.print(" | ".join(f"{key} {value}" for key, value in facts.items() if key != "options"))
+    facts = provenance(device.choose(options.device, 0, 1))
+    console.print(in_a_line(facts))
     if options.json:
+        facts |= {"options": {k: str(v) for k, v in asdict(options).items() if k != "json"}}
         options.json.write_text(json.dumps(facts | {"runs": runs}, indent=1) + "\n")
     found = [problem for run in runs for problem in problems(run)]
     if found:

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import benchmark
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
@@ -40,6 +39,7 @@ from megapar.config import CheckpointConfig, Config, LaunchConfig, ModelConfig, 
 from megapar.errors import MegaparError, reported
 from megapar.random import initialise
 from megapar.train.checkpoints import Saver
+from megapar.train.report import in_a_line, provenance
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
 from megapar.validate import validate, weight_options
@@ -233,8 +233,8 @@ def main(options: Options) -> None:
     found = summary(rounds[1:], size)
     console = Console(width=110)
     console.print(table(found, size))
-    facts: dict[str, Any] = benchmark.provenance(benchmark.Options(device=options.device))
-    console.print(" | ".join(f"{key} {value}" for key, value in facts.items()))
+    facts = provenance(where)
+    console.print(in_a_line(facts))
     if options.json:
         facts |= {"options": {k: str(v) for k, v in asdict(options).items() if k not in ("json", "folder")}}
         facts |= {"bytes": size, "summary": found, "rounds": rounds[1:]}

@@ -12,20 +12,15 @@ is the bare library's CPU time over ours. "Of linear" is the wall-clock speed ov
 import base64
 import json
 import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
-import sentencepiece
 import tyro
 from build_corpus import Arguments as CorpusArguments
 from build_corpus import build
@@ -33,9 +28,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from megapar import device
 from megapar.data.preprocess import Recipe, preprocess, read_documents
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
-from megapar.errors import ConfigError, StorageError, reported
+from megapar.errors import ConfigError, reported
+from megapar.train.report import in_a_line, provenance
 
 
 @dataclass(frozen=True)
@@ -157,28 +154,10 @@ def show(runs: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def provenance() -> dict[str, Any]:
-    """When, on what and of which commit the numbers are."""
-    import tiktoken
-    import tokenizers
-
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": f"{os.cpu_count()} CPU cores",
-        "load_average": os.getloadavg()[0],
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "libraries": {module.__name__: module.__version__ for module in (numpy, sentencepiece, tokenizers, tiktoken)},
-        "commit": commit or "unknown",
-    }
-
-
 def main(options: Options) -> None:
     if options.workers[:1] != (1,) or options.rounds < 1 or not 0 < options.megabytes <= 30:
         raise ConfigError("--workers begins with 1, --rounds is at least 1, --megabytes above 0 and at most 30")
-    console, facts = Console(stderr=True), provenance()
+    facts = provenance(device.choose("cpu", 0, 1))
     with tempfile.TemporaryDirectory() as folder:
         build(CorpusArguments(output=Path(folder), max_mb=options.megabytes))
         texts = list(read_documents([Path(folder) / "train.jsonl"]))
@@ -188,17 +167,16 @@ def main(options: Options) -> None:
         sizes = [sum(len(text.encode()) for text in part) / 1e6 for part in (texts, texts[len(texts) // 4 :])]
         runs = []
         specs = list(train(texts[: len(texts) // 4], options.vocab_size, Path(folder)))
-        for spec in track(specs, "measuring", console=console):
+        for spec in track(specs, "measuring", console=Console(stderr=True)):
             found = measure(spec, texts, inputs, options)
             runs.append({**found, "medians": rates(found, sizes[0], sizes[1], options)})
-    Console(width=120).print(show(runs))
+    console = Console(width=120)
+    console.print(show(runs))
+    console.print(in_a_line(facts))
     if options.json:
         chosen = {key: str(value) for key, value in asdict(options).items() if key != "json"}
         report = {**facts, "options": chosen, "text_megabytes": sizes[0], "documents": len(texts), "runs": runs}
-        try:
-            options.json.write_text(json.dumps(report) + "\n")
-        except OSError as error:
-            raise StorageError(f"--json {options.json}: {error.strerror}") from error
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

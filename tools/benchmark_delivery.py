@@ -1,8 +1,9 @@
 """What delivery costs: from a start to the first batch, memory, and samples a second, for corpora of any size.
 
 Corpora are mock files: .bin files without content (sparse, of zeros) under a whole index, so that ten billion samples
-fit on any disk. Each size is measured in a process of its own. A run's own waiting is in its metrics.jsonl:
-`--metrics` sums up what share of its steps, after the first, was spent waiting for data.
+fit on any disk. Their documents are as long as may be: the index, 20 bytes a document, is checked when it is opened,
+which a last corpus of many documents shows. Each size is measured in a process of its own. What share of its steps,
+after the first, a run has waited for data is in its metrics.jsonl, and `--metrics` sums it up.
 """
 
 import json
@@ -10,20 +11,26 @@ import multiprocessing
 import resource
 import tempfile
 import time
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from megapar import device
 from megapar.data.blend import Stage
 from megapar.data.delivery import Delivery
-from megapar.data.indexed import IndexedWriter
+from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.sources import ChunkDataset
 from megapar.errors import DataError, reported
+from megapar.train.report import in_a_line, provenance
+
+LONGEST = 2**31 - 1  # tokens of a document that the format holds
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class Options:
     """Tokens of a sample. Files take 2 bytes a token of address space, and none of the disk."""
     global_batch_size: int = 512
     """Samples a step, all read by one rank."""
+    documents: int = 10**7
+    """Documents of the corpus that is opened to see what its index costs."""
     steps: int = 50
     """Steps read for the rate."""
     workers: int = 0
@@ -46,12 +55,12 @@ class Options:
     """Write all numbers to this file."""
 
 
-def mock(prefix: Path, num_tokens: int) -> Path:
-    """A pair of `num_tokens` zeros in documents as long as they may be."""
-    longest = 2**31 - 1
-    lengths = [longest] * (num_tokens // longest) + [num_tokens % longest]
+def mock(prefix: Path, num_tokens: int, document: int = LONGEST) -> Path:
+    """A pair of `num_tokens` zeros in documents of `document` tokens."""
+    lengths = np.full(-(-num_tokens // document), document, "<i4")
+    lengths[-1] = num_tokens - document * (len(lengths) - 1)
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:
-        writer._append(np.array(lengths, "<i4"), np.arange(1, len(lengths) + 1))
+        writer.append_index(lengths, np.arange(1, len(lengths) + 1))
     with Path(f"{prefix}.bin").open("r+b") as file:
         file.truncate(2 * num_tokens)
     return prefix
@@ -86,28 +95,39 @@ def waiting(metrics: Path) -> float:
     return sum(line["data_seconds"] for line in lines) / sum(line["step_seconds"] for line in lines)
 
 
+def opening(prefix: Path) -> float:
+    """Seconds to open a pair."""
+    start = time.perf_counter()
+    IndexedDataset(prefix)
+    return time.perf_counter() - start
+
+
 def main(options: Options) -> None:
     table = Table("samples", "first batch s", "memory taken MiB", "samples/s")
-    found = []
+    report: dict[str, Any] = provenance(device.choose("cpu", 0, 1)) | {"delivery": []}
     with tempfile.TemporaryDirectory() as folder:
         for count in options.samples:
             tokens = [int(count * share) * options.seq_length + 1 for share in (0.6, 0.4)]
             prefixes = [mock(Path(folder) / f"{count}_{i}", n) for i, n in enumerate(tokens)]
-            # A pool of one worker for each size: what one size took is not there for the next.
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                row = pool.apply(deliver, (prefixes, options)) if not options.workers else deliver(prefixes, options)
-            found.append({"samples": count, **row})
+            # A process for each size: what one size took is not there for the next.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                row = pool.submit(deliver, prefixes, options).result()
+            report["delivery"].append({"samples": count, **row})
             table.add_row(f"{count:,}", *(f"{row[name]:,.3f}" for name in row))
-    console = Console(width=100)
+        report["documents"] = options.documents
+        report["opening_seconds"] = opening(mock(Path(folder) / "many", 1000 * options.documents, 1000))
+    console = Console(width=120, highlight=False)
     console.print(table)
-    report = {"delivery": found, "waiting": waiting(options.metrics) if options.metrics else None}
+    console.print(f"{options.documents:,} documents: opened and checked in {report['opening_seconds']:.3f} s")
     if options.metrics:
-        console.print(f"waited for data: {report['waiting']:.3%} of the steps of {options.metrics}", highlight=False)
+        report["waiting"] = waiting(options.metrics)
+        console.print(f"waited for data: {report['waiting']:.3%} of the steps of {options.metrics}")
+    console.print(in_a_line(report))
     if options.json:
+        report |= {"options": {k: str(v) for k, v in asdict(options).items() if k not in ("json", "metrics")}}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Options, description=__doc__, use_underscores=True)
     with reported():
-        main(arguments)
+        main(tyro.cli(Options, description=__doc__, use_underscores=True))

@@ -38,6 +38,7 @@ from torch import Tensor
 from megapar import device
 from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError, MegaparError, reported
+from megapar.train.report import in_a_line, provenance
 from megapar.validate import validate
 
 PRESETS = Path(__file__).parents[1] / "pretrain_scripts/configs/models"
@@ -278,8 +279,8 @@ def main(options: Options) -> None:
             progress.update(task, advance=1, refresh=True)
     console = Console(width=130)  # narrower, numbers would be cut
     console.print(report(options, runs))
-    facts: dict[str, Any] = benchmark.provenance(benchmark.Options(device="cpu" if options.dry_run else "cuda"))
-    console.print(" | ".join(f"{key} {value}" for key, value in facts.items()))
+    facts = provenance(device.choose("cpu" if options.dry_run else "cuda", 0, 1))
+    console.print(in_a_line(facts))
     if options.json:
         facts |= {"dry_run": options.dry_run, "options": {k: str(v) for k, v in asdict(options).items()}, "runs": runs}
         options.json.write_text(json.dumps(facts, indent=1) + "\n")

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from megapar.errors import ConfigError, DataError, StorageError, reported
+from megapar.errors import ConfigError, DataError, reported, storing
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -65,17 +65,16 @@ def build(args: Arguments) -> dict[str, tuple[int, int]]:
         sizes[name] += len(text.encode())
     for name, lines in parts.items():
         if not lines:
-            raise DataError(f"{root}: no sources for {name}.jsonl; is Python's standard library there as .py files?")
+            why = "raise --max_mb" if args.max_mb else "is Python's standard library there as .py files?"
+            raise DataError(f"{root}: no sources for {name}.jsonl; {why}")
         write(args.output / f"{name}.jsonl", lines)
     return {name: (len(lines), sizes[name]) for name, lines in parts.items()}
 
 
 def write(path: Path, lines: list[str]) -> None:
-    try:
+    with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ class Arguments:
     validation: Path
     """Prefix of the .bin/.idx pair to score."""
     tokenizer: str
-    """The tokenizer that made both: bytes, or spm:FILE."""
+    """The tokenizer that made both: bytes, spm:FILE, hf:FILE or tiktoken:FILE."""
     validation_tokens: int = 0
     """Score this many tokens from the start: N samples of S tokens are N * S + 1. 0 scores all."""
     run_dir: Path | None = None

@@ -7,6 +7,8 @@ import peers
 from rich.console import Console
 from rich.table import Table
 
+from megapar.train.report import in_a_line
+
 
 def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
@@ -53,8 +55,7 @@ def print_report(facts: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"copy {number(facts['copy_gb_per_second'], ',.0f')} GB/s, GEMM {number(facts['gemm_tflops'], ',.0f')} TFLOP/s"
-        f", {facts['minutes']:.1f} minutes | {facts['hardware']} | {facts['date']} | commit {facts['commit']} | "
-        + ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+        f", {facts['minutes']:.1f} minutes | {in_a_line(facts)}"
     )
     for what in facts["not_run"]:
         console.print(f"not run, the time was up: {what}")

@@ -10,15 +10,11 @@ tiny shapes, and claims no figure (TRITON_INTERPRET=1 interprets the kernels; wi
 """
 
 import json
-import platform
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +32,7 @@ from torch import Tensor
 from megapar import device
 from megapar.errors import ConfigError, NumericError, reported
 from megapar.params import main_grad_of
+from megapar.train.report import provenance
 
 HERE = Path(__file__).parent
 OTHER_RESULT = 2e-2  # a contender this far from fp32 computes something else
@@ -238,27 +235,6 @@ def judge(target: Target, row: dict[str, Any]) -> dict[str, Any]:
     figure = row.get(target.figure, row["over"].get(target.figure))
     reached = None if figure is None else figure <= target.limit if target.at_most else figure >= target.limit
     return {**target._asdict(), "found": figure, "reached": reached}
-
-
-def provenance(where: torch.device) -> dict[str, Any]:
-    """When, on what, with which versions and of which commit the figures are."""
-
-    def version(name: str) -> str:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return "not installed"
-
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": device.describe(where).partition(", torch")[0],
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "triton", "liger-kernel")},
-        "cuda": torch.version.cuda,
-        "commit": commit or "unknown",
-    }
 
 
 def main(options: Options) -> None:

@@ -251,7 +251,7 @@ class IndexedWriter:
         self._check(tokens, counts)
         with storing(self.bin_path):
             self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
-        self._append(counts.astype("<i4"), np.arange(1, len(counts) + 1))
+        self.append_index(counts.astype("<i4"), np.arange(1, len(counts) + 1))
 
     def extend(self, dataset: IndexedDataset, first: int = 0, last: int | None = None) -> None:
         """Append documents [first, last) of another pair of the same dtype, all of them unless told."""
@@ -265,9 +265,11 @@ class IndexedWriter:
         with storing(self.bin_path):
             for at in range(start, stop, _BLOCK):
                 self._file.write(dataset.tokens[at : min(at + _BLOCK, stop)].tobytes())
-        self._append(np.array(dataset.lengths[ends[0] : ends[-1]]), ends[1:] - ends[0])
+        self.append_index(np.array(dataset.lengths[ends[0] : ends[-1]]), ends[1:] - ends[0])
 
-    def _append(self, lengths: NDArray[np.int32], document_ends: NDArray[np.int64]) -> None:
+    def append_index(self, lengths: NDArray[np.int32], document_ends: NDArray[np.int64]) -> None:
+        """Append sequences of `lengths` tokens to the index alone; documents end before the sequences `document_ends`,
+        counted from the first of these. The caller sees to the tokens."""
         self._lengths.append(lengths)
         self._document_ends.append(self.num_sequences + document_ends)
         self.num_sequences += len(lengths)

@@ -1,10 +1,18 @@
-"""What a run says before its first step, and the resolved configuration that it keeps."""
+"""What a run says before its first step, and what it keeps of how it was made."""
 
 import json
+import os
 import platform
-from collections.abc import Sequence
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from megapar import comm, device
 from megapar.config import Config
@@ -12,20 +20,46 @@ from megapar.context import ParallelContext
 from megapar.errors import storing
 from megapar.validate import num_microbatches, warnings
 
+_NAMED = ("torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizers", "tiktoken", "liger-kernel")
+
+
+def provenance(where: torch.device) -> dict[str, Any]:
+    """When, on what, with which versions and of which commit a run or a benchmark is, as JSON types."""
+    installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
+    git = shutil.which("git") or "true"
+    describe = [git, "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": device.describe(where),
+        "load_average": os.getloadavg()[0],
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "versions": {name: installed[name] for name in _NAMED if name in installed},
+        "commit": commit or "unknown",
+    }
+
+
+def in_a_line(facts: Mapping[str, Any]) -> str:
+    """What `provenance` found, for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    machine = f"{facts['hardware']} ({facts['processor']}, load {facts['load_average']:.1f})"
+    return f"{facts['date']} | {machine} | python {facts['python']}, {versions} | commit {facts['commit']}"
+
 
 def greet(config: Config, ctx: ParallelContext, parameters: int, notes: Sequence[str], config_toml: str) -> None:
-    """Make the run folder, write config.toml and environment.json (hardware, versions, who computes each op), print
+    """Make the run folder, write config.toml and environment.json (`provenance`, and who computes each op), print
     what is about to run and, from `notes`, what was resumed."""
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
     if ctx.world.first:
         run_dir = Path(config.run_dir)
-        hardware, python = device.describe(ctx.device), platform.python_version()
-        facts = {"hardware": hardware, "python": python, "kernels": asdict(kernels)}
+        facts = provenance(ctx.device) | {"kernels": asdict(kernels)}
         with storing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.toml").write_text(config_toml)
             (run_dir / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
         parallel, train = config.parallel, config.train
+        hardware = f"{facts['hardware']}, torch {torch.__version__}"
         print(f"{config.model.family}, {parameters:,} parameters, {train.precision}; {hardware}")
         print(
             f"{ctx.world.size} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}; {parallel.schedule}, "

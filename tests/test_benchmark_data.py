@@ -1,0 +1,40 @@
+"""tools/benchmark_data.py and tools/benchmark_delivery.py at sizes of seconds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TOOLS = Path(__file__).parent.parent / "tools"
+
+
+def run(tool: str, file: Path, *flags: str) -> dict[str, Any]:
+    command = [sys.executable, str(TOOLS / tool), *flags, "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def test_preprocessing_is_measured_for_each_tokenizer_and_number_of_workers(tmp_path: Path) -> None:
+    flags = ("--megabytes", "2", "--rounds", "1", "--workers", "1", "2", "--vocab_size", "512")
+    found = run("benchmark_data.py", tmp_path / "out.json", *flags)
+    assert [one["tokenizer"] for one in found["runs"]] == ["spm", "hf", "tiktoken"]
+    for one in found["runs"]:
+        assert list(one["medians"]) == ["bare", "1 workers", "2 workers"]
+        bare = one["medians"]["bare"]
+        assert bare["tokens_per_second"] / bare["mb_per_second"] * found["text_megabytes"] > 0.999 * one["tokens"] > 0
+
+
+def test_delivery_is_measured_for_each_size_and_sums_up_what_steps_waited(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    steps = [(5.0, 9.0), (0.25, 2.0), (0.0, 3.0)]  # the first is the start's
+    lines = [json.dumps({"data_seconds": waited, "step_seconds": seconds}) for waited, seconds in steps]
+    metrics.write_text("\n".join([*lines, json.dumps({"step": 3, "validation_loss": 1.0})]))
+    flags = ("--samples", "1000", "1000000", "--steps", "3", "--documents", "1000", "--metrics", str(metrics))
+    found = run("benchmark_delivery.py", tmp_path / "out.json", *flags)
+    assert [row["samples"] for row in found["delivery"]] == [1000, 1_000_000]
+    assert all(min(row.values()) > 0 for row in found["delivery"])
+    assert found["waiting"] == 0.05
+    assert found["opening_seconds"] > 0
