@@ -1,24 +1,29 @@
 """Preprocessing beside the bare tokenizer library on the same text: MB/s and tokens/s of a core, and over cores.
 
 The text is the Python standard library's own sources, the tokenizers are trained on its beginning. "Bare" is the
-library's encode on texts that are in memory, in one thread. Preprocessing reads them from .jsonl, checks, tokenises and
+library's encode on texts that are in memory, in one thread of as many processes as there are workers: cores that share
+a chip slow each other down, whatever runs on them. Preprocessing reads the texts from .jsonl, checks, tokenises and
 writes. Its speed is marginal: what a run over the text three times in a row takes beyond a run over it once, so that
-the start of processes, a second each, counts for nothing; `run_seconds` has it in. Work is dealt in pieces of 4 MB: with
-less than 8 MB a worker, the slowest decides. Rounds alternate; tables have the medians.
+the start of processes, a second each, counts for nothing; `run_seconds` has it in. Work is dealt in pieces of 4 MB:
+with less than 8 MB a worker, the slowest decides. Rounds alternate; tables have the medians.
 
 Time is wall clock, and CPU time of all processes together, which other programs on the machine disturb less. "Of bare"
-is the bare library's CPU time over ours. "Of linear" is the wall-clock speed over that of 1 worker, per worker.
+is the CPU time of as many bare processes over ours. "Of linear" is the wall-clock speed over that of one, per process.
 """
 
 import base64
 import json
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +67,9 @@ class Cost:
     def __sub__(self, other: "Cost") -> "Cost":
         return Cost(self.wall - other.wall, self.cpu - other.cpu)
 
+    def __truediv__(self, count: int) -> "Cost":
+        return Cost(self.wall / count, self.cpu / count)
+
 
 def cost(work: Callable[[], Any]) -> Cost:
     wall, cpu = time.perf_counter(), sum(os.times()[:4])
@@ -98,48 +106,55 @@ def train(texts: Sequence[str], vocab_size: int, folder: Path) -> Iterator[str]:
     yield f"tiktoken:{folder / 'bpe.tiktoken'}"
 
 
+def _encode(spec: str, texts: Sequence[str], barrier: Barrier, costs: "Queue[Cost]") -> None:
+    tokenizer = load_tokenizer(spec)
+    for text in texts:  # warms its caches
+        tokenizer.encode(text)
+    barrier.wait()
+    costs.put(cost(lambda: [tokenizer.encode(text) for text in texts]))
+
+
+def bare(spec: str, texts: Sequence[str], processes: int) -> Cost:
+    """What the texts cost when `processes` encode them at the same time, all of them each."""
+    fork = multiprocessing.get_context("fork")
+    barrier, costs = fork.Barrier(processes), fork.Queue()
+    running = [fork.Process(target=_encode, args=(spec, texts, barrier, costs)) for _ in range(processes)]
+    for process in running:
+        process.start()
+    found = [costs.get() for _ in running]
+    for process in running:
+        process.join()
+    return Cost(max(one.wall for one in found) / processes, sum(one.cpu for one in found) / processes)
+
+
 def measure(spec: str, texts: Sequence[str], inputs: tuple[Path, Path], options: Options) -> dict[str, Any]:
     """All rounds of one tokenizer; `inputs` are the text once, and three times."""
     tokenizer = load_tokenizer(spec)
-    tokens = sum(len(tokenizer.encode(text)) for text in texts)  # warms its caches as well
-    bare: list[Cost] = []
-    ours: dict[int, list[Cost]] = {workers: [] for workers in options.workers}
-    whole: dict[int, list[float]] = {workers: [] for workers in options.workers}
+    tokens = sum(len(tokenizer.encode(text)) for text in texts)
+    costs: dict[str, dict[int, list[Cost]]] = {"bare": defaultdict(list), "preprocess": defaultdict(list)}
+    whole: dict[int, list[float]] = defaultdict(list)
     recipe, output = Recipe(tokenizer=spec, append_eod=True), inputs[0].with_name("out")
     for _ in range(options.rounds):
-        bare.append(cost(lambda: [tokenizer.encode(text) for text in texts]))
         for workers in options.workers:
+            costs["bare"][workers].append(bare(spec, texts, workers))
             once, thrice = (cost(partial(preprocess, [path], output, recipe, workers=workers)) for path in inputs)
-            ours[workers].append(thrice - once)
+            costs["preprocess"][workers].append((thrice - once) / 2)
             whole[workers].append(thrice.wall)
-    return {
-        "tokenizer": spec.partition(":")[0],
-        "tokens": tokens,
-        "bare": [asdict(one) for one in bare],
-        "preprocess": {workers: [asdict(one) for one in found] for workers, found in ours.items()},
-        "run_seconds": whole,
-    }
+    plain = {who: {n: [asdict(one) for one in found] for n, found in each.items()} for who, each in costs.items()}
+    return {"tokenizer": spec.partition(":")[0], "tokens": tokens, **plain, "run_seconds": whole}
 
 
 def rates(found: dict[str, Any], megabytes: float, options: Options) -> dict[str, Any]:
-    """Medians: what the table shows."""
-
-    def median(costs: list[dict[str, float]], name: str) -> float:
-        return statistics.median(one[name] for one in costs)
-
-    bare_cpu = megabytes / median(found["bare"], "cpu")
-    tokens_per_mb = found["tokens"] / megabytes
-    rows = {"bare": {"mb_per_second": megabytes / median(found["bare"], "wall"), "mb_per_cpu_second": bare_cpu}}
+    """Medians, of the cost of the text once: what the table shows."""
+    rows: dict[str, dict[str, float]] = {}
     for workers in options.workers:
-        costs = found["preprocess"][workers]
-        wall, cpu = (2 * megabytes / median(costs, name) for name in ("wall", "cpu"))
-        rows[f"{workers} workers"] = {"mb_per_second": wall, "mb_per_cpu_second": cpu, "of_bare": cpu / bare_cpu}
-        one = rows.get("1 workers")
-        if one:
-            rows[f"{workers} workers"]["of_linear"] = wall / one["mb_per_second"] / workers
-    for row in rows.values():
-        row["tokens_per_second"] = row["mb_per_second"] * tokens_per_mb
-        row["tokens_per_cpu_second"] = row["mb_per_cpu_second"] * tokens_per_mb
+        for who in ("bare", "preprocess"):
+            cpu, wall = (statistics.median(one[name] for one in found[who][workers]) for name in ("cpu", "wall"))
+            speeds = {"mb_per_second": megabytes / wall, "mb_per_cpu_second": megabytes / cpu}
+            row = speeds | {f"tokens{name[2:]}": speed / megabytes * found["tokens"] for name, speed in speeds.items()}
+            row["of_linear"] = row["mb_per_second"] / rows.get(f"{who} 1", row)["mb_per_second"] / workers
+            rows[f"{who} {workers}"] = row
+        row["of_bare"] = row["mb_per_cpu_second"] / rows[f"bare {workers}"]["mb_per_cpu_second"]
     return rows
 
 
