@@ -108,10 +108,14 @@ def train(texts: Sequence[str], vocab_size: int, folder: Path) -> Iterator[str]:
 
 def _encode(spec: str, texts: Sequence[str], barrier: Barrier, costs: "Queue[Cost]") -> None:
     tokenizer = load_tokenizer(spec)
-    for text in texts:  # warms its caches
-        tokenizer.encode(text)
+
+    def encode() -> None:
+        for text in texts:
+            tokenizer.encode(text)
+
+    encode()  # warms its caches
     barrier.wait()
-    costs.put(cost(lambda: [tokenizer.encode(text) for text in texts]))
+    costs.put(cost(encode))
 
 
 def bare(spec: str, texts: Sequence[str], processes: int) -> Cost:
