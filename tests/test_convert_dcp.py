@@ -39,6 +39,7 @@ def empty(model: ModelConfig) -> dict[str, Tensor]:
     return {name: torch.full(piece.shape, torch.nan) for name, piece in logical_tensors(model).items()}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch: one process, as we mean it
 def test_plain_tensors_load_bitwise_by_our_logical_names(tmp_path: Path) -> None:
     tensors = native(tmp_path / "native")
     assert sorted(export(tmp_path / "native", tmp_path / "dcp")) == sorted(tensors)

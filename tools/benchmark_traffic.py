@@ -61,12 +61,11 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
 
 def pipeline_parallel(config: Config, pp_rank: int) -> int:
     """A micro-batch: hidden states to the next stage, their gradients to the one before, slices of them with sequence
-    parallel. A step: the squared gradient norm (fp64), the number of targets and the loss (fp32)."""
+    parallel. A step: the squared gradient norm (fp64) and the loss (fp32)."""
     parallel = config.parallel
     neighbours = (pp_rank > 0) + (pp_rank < parallel.pp - 1)
     message = hidden_bytes(config) // (parallel.tp if parallel.sequence_parallel else 1)
-    sums = _all_reduce(8, parallel.pp) + 2 * _all_reduce(4, parallel.pp)
-    return micro_batches(config) * neighbours * message + sums
+    return micro_batches(config) * neighbours * message + _all_reduce(8, parallel.pp) + _all_reduce(4, parallel.pp)
 
 
 def data_parallel(config: Config, pp_rank: int) -> int:

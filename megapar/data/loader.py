@@ -73,8 +73,8 @@ class Loader:
     """The micro-batches of one data-parallel rank, step by step; a pure function of how many samples came before.
 
     `batch_size` says how many samples the step after so many consumed ones has, over all ranks. A rank that
-    `needs_tokens` not, between the first and the last pipeline stage, gets zeros for tokens, targets and weights,
-    unless documents are apart: then it must know where they begin.
+    `needs_tokens` not, between the first and the last pipeline stage, gets zeros for tokens and targets, unless
+    documents are apart: then it must know where they begin, and which targets count.
     Draws no random number from anybody's generator. Raises DataError if the samples do not fill one global batch.
     """
 
@@ -116,6 +116,6 @@ class Loader:
 
 
 def _without_tokens(positions: NDArray[np.int64], seq_length: int) -> MicroBatch:
-    """Shapes and positions alone: all that a stage between the first and the last uses."""
+    """Shapes, weights and positions: all that a stage between the first and the last uses."""
     nothing = torch.zeros(len(positions), seq_length, dtype=torch.int64)
-    return MicroBatch(nothing, nothing, torch.zeros(nothing.shape), torch.from_numpy(positions.copy()))
+    return MicroBatch(nothing, nothing, torch.ones(nothing.shape), torch.from_numpy(positions.copy()))

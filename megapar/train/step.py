@@ -60,9 +60,9 @@ class StepResult:
 
 def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor:
     """Sum of loss weights over all samples of the step on all ranks, at least 1, fp32: the only divisor, applied
-    once. Ranks between the first and the last stage may have no weights, so the pipeline's largest sum counts."""
+    once."""
     tokens = torch.stack([batch.weights_bs.sum() for batch in batches]).sum().to(ctx.device)
-    return comm.all_reduce(comm.all_reduce(tokens, ctx.grad), ctx.pp, "max").clamp_(min=1.0)
+    return comm.all_reduce(tokens, ctx.grad).clamp_(min=1.0)
 
 
 def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext) -> Tensor:
