@@ -418,7 +418,7 @@ def check_options(options: Options) -> None:
     if options.device == "cuda" and device.cuda_devices() < most:
         raise ConfigError(
             f"--device cuda: --layouts {' '.join(options.layouts)} needs {most} GPUs, there are "
-            f"{device.cuda_devices()}; choose --layouts single, or --device cpu"
+            f"{device.cuda_devices()}; choose --layouts single, --device cpu, or tools/benchmark_gpu.py for one GPU"
         )
 
 

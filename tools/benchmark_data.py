@@ -120,9 +120,9 @@ def _encode(spec: str, texts: Sequence[str], barrier: Barrier, costs: "Queue[Cos
 
 def bare(spec: str, texts: Sequence[str], processes: int) -> Cost:
     """What the texts cost when `processes` encode them at the same time, all of them each."""
-    fork = multiprocessing.get_context("fork")
-    barrier, costs = fork.Barrier(processes), fork.Queue()
-    running = [fork.Process(target=_encode, args=(spec, texts, barrier, costs)) for _ in range(processes)]
+    spawn = multiprocessing.get_context("spawn")  # as fresh as a worker: old heaps make tokenizers slower
+    barrier, costs = spawn.Barrier(processes), spawn.Queue()
+    running = [spawn.Process(target=_encode, args=(spec, texts, barrier, costs)) for _ in range(processes)]
     for process in running:
         process.start()
     found = [costs.get() for _ in running]

@@ -307,7 +307,7 @@ def encode(
         flat += ids
         lengths.append(len(ids))
         kept.append((place, text))
-    tokens = np.array(flat, np.int64)
+    tokens = np.fromiter(flat, np.int64, len(flat))
     if tokens.size and (tokens.min() < 0 or tokens.max() >= tokenizer.vocab_size):
         at = int(((tokens < 0) | (tokens >= tokenizer.vocab_size)).argmax())
         document = int(np.searchsorted(np.cumsum(lengths), at, "right"))
