@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tokenizers
 import zstandard
+from numpy.typing import NDArray
 
 from megapar.data import corpus, prepared
 from megapar.data import preprocess as preprocessing
@@ -435,8 +436,8 @@ def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path):
     """(row D7)"""
 
     class Wrong(ByteTokenizer):
-        def encode(self, text: str) -> list[int]:
-            return [1, 2, 257] if text == "wrong" else [3]
+        def encode(self, text: str) -> NDArray[np.integer]:
+            return np.array([1, 2, 257] if text == "wrong" else [3])
 
     span = Span(jsonl(tmp_path / "a.jsonl", ["x", "wrong"]), 0, 1, 1)
     batch = [(Place(span, 1, 0), "x"), (Place(span, 2, 14), "wrong")]

@@ -78,7 +78,7 @@ def main() -> None:
     with reported():
         config, stage = load_model(args.checkpoint)
         tokenizer = load_tokenizer(config.data.tokenizer)
-        prompt = tokenizer.encode(args.prompt) or [tokenizer.eod]
+        prompt = tokenizer.encode(args.prompt).tolist() or [tokenizer.eod]
         print(tokenizer.decode(generate(config, stage, prompt, tokenizer.eod, args)))
 
 

@@ -294,20 +294,18 @@ def encode(
 
     Raises DataError for a text that the tokenizer refuses, and for an id outside its vocabulary.
     """
-    flat, lengths, kept = list[int](), list[int](), list[tuple[Place, str]]()
+    pieces, lengths, kept = list[NDArray[np.integer]](), list[int](), list[tuple[Place, str]]()
+    end = np.array([tokenizer.eod] if recipe.append_eod else [], np.int64)
     for place, text in documents:
         try:
             ids = tokenizer.encode(text)
         except (ValueError, RuntimeError) as error:
             raise DataError(f"{place.describe()}: {recipe.tokenizer} refuses the text: {error}") from error
-        if not ids:
-            continue
-        if recipe.append_eod:
-            ids.append(tokenizer.eod)
-        flat += ids
-        lengths.append(len(ids))
-        kept.append((place, text))
-    tokens = np.fromiter(flat, np.int64, len(flat))
+        if ids.size:
+            pieces += [ids, end]
+            lengths.append(len(ids) + len(end))
+            kept.append((place, text))
+    tokens = np.concatenate([end[:0], *pieces])
     if tokens.size and (tokens.min() < 0 or tokens.max() >= tokenizer.vocab_size):
         at = int(((tokens < 0) | (tokens >= tokenizer.vocab_size)).argmax())
         document = int(np.searchsorted(np.cumsum(lengths), at, "right"))

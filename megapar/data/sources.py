@@ -161,7 +161,7 @@ class StreamDataset:
             for number, row in enumerate(self._rows):
                 if not isinstance(text := row.get("text"), str):
                     raise DataError(f"{self.name}: row {number} has no text, but {', '.join(row)}")
-                tokens += [*self.tokenizer.encode(text), self.tokenizer.eod]
+                tokens += [*self.tokenizer.encode(text).tolist(), self.tokenizer.eod]
                 start = 0
                 while len(tokens) - start > self.seq_length:
                     yield tokens[start : start + self.seq_length + 1]

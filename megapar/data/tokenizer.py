@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import sentencepiece
+from numpy.typing import NDArray
 
 from megapar.errors import ConfigError, DataError, storing
 
@@ -34,8 +36,8 @@ class Tokenizer(Protocol):
     eod: int
     fingerprint: str
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without `eod`."""
+    def encode(self, text: str) -> NDArray[np.integer]:
+        """Ids [n] of `text`, without `eod`."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -50,8 +52,8 @@ class ByteTokenizer:
     eod = 256
     fingerprint = "bytes"
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str) -> NDArray[np.integer]:
+        return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -75,8 +77,8 @@ class SentencePieceTokenizer:
         if self.eod < 0:
             raise DataError(f"tokenizer spm:{path}: the model has no end-of-sentence piece; train it with an eos_id")
 
-    def encode(self, text: str) -> list[int]:
-        return self._model.encode(text)
+    def encode(self, text: str) -> NDArray[np.integer]:
+        return _array(self._model.encode(text))
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
@@ -120,9 +122,9 @@ class HuggingFaceTokenizer:
             text = "text can hold it; mark it as special in added_tokens"
             raise DataError(f"tokenizer {spec}: {ends[0]} cannot end a document: {text}")
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> NDArray[np.integer]:
         # A batch, because `encode` computes the place of each token in the text as well; of one, so in one thread.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return _array(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode([i for i in ids if i != self.eod], skip_special_tokens=False)
@@ -159,11 +161,15 @@ class TiktokenTokenizer:
         self.vocab_size: int = self._encoding.max_token_value + 1
         self.eod: int = special[end]
 
-    def encode(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
+    def encode(self, text: str) -> NDArray[np.integer]:
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: list[int]) -> str:
         return self._encoding.decode([i for i in ids if i != self.eod])
+
+
+def _array(ids: list[int]) -> NDArray[np.int64]:
+    return np.fromiter(ids, np.int64, len(ids))  # twice as fast as np.array
 
 
 def _read_ranks(spec: str, path: Path) -> dict[bytes, int]:
