@@ -17,7 +17,7 @@ from megapar_kernels.launch import Implementation, fused, tl, triton
 UNIT = 64
 """Elements: where weight decay applies is told by a byte for each UNIT, and may change only at multiples of it."""
 
-_CHUNK = 1 << 20  # elements widened at a time: bounds the fp64 copy, and stays in a CPU's cache
+_CHUNK = 1 << 16  # elements widened at a time: bounds the fp64 copy, and stays in a CPU's cache
 
 Range = tuple[int, int]
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megapar_kernels.launch import Implementation, fused, next_power_of_2, tl, triton
 
+_CACHED = 1 << 16  # elements
+
 __all__ = ["gradient", "gradient_config", "statistics", "statistics_config"]
 
 
@@ -21,9 +23,15 @@ def _statistics(logits: Tensor, target: Tensor, columns: int, with_total: bool) 
     maximum = z.amax(-1).to(wide).clamp_(min=torch.finfo(torch.float32).min)
     mine = (target >= 0) & (target < columns)
     picked = torch.where(mine, z.gather(-1, torch.where(mine, target, 0)[:, None])[:, 0].to(wide), 0.0)
-    shifted = z - maximum[:, None]
-    total = shifted.sum(-1) if with_total else torch.zeros_like(maximum)
-    return torch.stack((maximum, shifted.exp_().sum(-1), picked, total))
+    exp_sum, total = torch.empty_like(maximum), torch.zeros_like(maximum)
+    # All rows at once on a GPU; on a CPU as many as its cache holds: new pages would cost more than the arithmetic.
+    rows = max(len(z) if z.is_cuda else _CACHED // columns, 1)
+    for block in (slice(first, first + rows) for first in range(0, len(z), rows)):
+        shifted = z[block] - maximum[block, None]
+        if with_total:
+            total[block] = shifted.sum(-1)
+        exp_sum[block] = shifted.exp_().sum(-1)
+    return torch.stack((maximum, exp_sum, picked, total))
 
 
 def _gradient(
