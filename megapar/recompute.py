@@ -4,6 +4,7 @@ pass.
 Dropout masks derive from counters, so there is no random state to save and a second forward gives the same bits.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +26,12 @@ class Recompute:
     def layer(self, number: int) -> bool:
         """Whether the layer with this global number is recomputed."""
         return self.mode == "full" and number % self.every == 0
+
+
+def preload() -> None:
+    """Import what torch's checkpoint imports at its first call: seconds, which ranks that are forked later need not
+    spend each."""
+    importlib.import_module("torch._dynamo")
 
 
 def run(recomputes: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -15,6 +15,7 @@ from megapar.config import Config
 from megapar.config_io import Resolved, load, to_toml
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import reported
+from megapar.recompute import preload
 from megapar.train import dry_run
 from megapar.train.checkpoints import own
 from megapar.train.data import open_loaders
@@ -59,6 +60,8 @@ def main() -> int:
         world = env.world_size if env.launched else max(launch.nproc, 1)
         config = check(resolved, world, device.cuda_devices())
         if world > 1 and not env.launched:
+            if config.train.recompute != "none":
+                preload()
             return start_local_ranks(partial(run, resolved, config), world)
         run(resolved, config, env)
     return 0
