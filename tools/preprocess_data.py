@@ -105,11 +105,11 @@ COMMANDS: dict[str, type[Tokenise | Merge | Split | Verify]] = {"merge": Merge, 
 def reporter(progress: Progress, total: int) -> Callable[[Counts], None]:
     """Shows counts on a bar; what an earlier run has done, told first, does not make this one faster."""
     bar = progress.add_task("starting", total=total)
-    start, before = time.perf_counter(), [0]
+    start, before = time.perf_counter(), list[int]()
 
     def show(counts: Counts) -> None:
-        if not progress.tasks[0].completed:
-            before[0] = counts.num_bytes
+        if not before:
+            before.append(counts.num_bytes)
         speed = (counts.num_bytes - before[0]) / 1e6 / max(time.perf_counter() - start, 1e-3)
         text = f"{counts.documents:,} documents  {counts.tokens:,} tokens  {speed:.1f} MB/s"
         if bad := sum(counts.bad.values()):
