@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -276,19 +277,29 @@ def write_for_ever(root: Path, first: int, done: Connection) -> None:
         number += 1
 
 
+SAVE_SECONDS = 0.004  # of a toy, rather more
+
+
+def kill_soon_after_a_save_began(writer: BaseProcess, root: Path, seconds: float) -> None:
+    before = set(root.glob(".tmp-*"))
+    while writer.is_alive() and before.issuperset(root.glob(".tmp-*")):
+        pass
+    time.sleep(seconds)
+    writer.kill()
+    writer.join()
+
+
 def kill_saves(root: Path, trials: int, seed: int) -> None:
     """After each kill all folders are complete, none reported as saved is gone, the newest loads bitwise."""
     torch.set_num_threads(1)
     fork, chance = multiprocessing.get_context("fork"), random.Random(seed)
     saved = killed_inside = 0
-    for _ in range(trials):
+    for trial in range(trials):
         receive, send = fork.Pipe(duplex=False)
         writer = fork.Process(target=write_for_ever, args=(root, saved + 1, send))
         writer.start()
         assert receive.poll(30)
-        time.sleep(chance.random() * 0.05)
-        writer.kill()
-        writer.join()
+        kill_soon_after_a_save_began(writer, root, SAVE_SECONDS * (trial + chance.random()) / trials)
         while receive.poll():
             saved = receive.recv()
         killed_inside += len(list(root.glob(".tmp-*")))

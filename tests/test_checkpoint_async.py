@@ -26,7 +26,15 @@ from megapar.errors import NumericError, StorageError
 from megapar.params import ZEROS, ParamSpec, Piece
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.distributed import run_ranks
-from tests.test_checkpoint import files_limited_to, make_config, make_state, outcome, step
+from tests.test_checkpoint import (
+    SAVE_SECONDS,
+    files_limited_to,
+    kill_soon_after_a_save_began,
+    make_config,
+    make_state,
+    outcome,
+    step,
+)
 from tests.test_checkpoint_format import load_toy, toy_slices
 
 FACTS = {"consumed_samples": 0, "layout": {}, "model_config": {"hidden_size": 6}, "trainer": {}, "data": {}}
@@ -181,14 +189,12 @@ def kill_async_saves(root: Path, trials: int, seed: int) -> None:
     torch.set_num_threads(1)
     fork, chance = multiprocessing.get_context("fork"), random.Random(seed)
     newest = killed_inside = 0
-    for _ in range(trials):
+    for trial in range(trials):
         receive, send = fork.Pipe(duplex=False)
         writer = fork.Process(target=write_behind_for_ever, args=(root, newest + 1, send))
         writer.start()
         assert receive.poll(30)
-        time.sleep(chance.random() * 0.05)
-        writer.kill()
-        writer.join()
+        kill_soon_after_a_save_began(writer, root, SAVE_SECONDS * (trial + chance.random()) / trials)
         saved = 0
         while receive.poll():
             saved = receive.recv()
