@@ -10,10 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megapar_kernels.backend import Kernels
-from megapar_kernels.launch import HAS_TRITON
+from megapar_kernels.launch import HAS_TRITON, triton
 
 from megapar.errors import ConfigError
 
@@ -45,6 +46,8 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_a_dry_run_has_every_op_in_every_direction_and_no_figure(tmp_path: Path) -> None:
     """The kernels are interpreted where triton is installed: each is compared with torch in fp32."""
+    if HAS_TRITON and triton.__version__ < "3.7":
+        pytest.skip(f"the interpreter of triton {triton.__version__} does not understand numpy {np.__version__}")
     file = tmp_path / "out.json"
     done = run("kernels/benchmarks/run.py", "--dry_run", "--json", str(file), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr

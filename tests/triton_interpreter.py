@@ -1,5 +1,5 @@
-"""Repairs of Triton's interpreter (3.9) for tests: bf16 rounds to nearest even; bf16 arithmetic, reductions and dots
-are right; lanes that a masked load leaves undefined hold NaN or a huge number, as if they were a GPU's leftovers.
+"""Repairs of Triton's interpreter (3.6, 3.9) for tests: bf16 rounds to nearest even; bf16 arithmetic, reductions and
+dots are right; lanes that a masked load leaves undefined hold NaN or a huge number, as if they were a GPU's leftovers.
 
 As it comes, the interpreter truncates to bf16 and computes on the bit patterns; masked lanes read as zero.
 """
@@ -38,9 +38,21 @@ def repair() -> None:
     def narrow(values: np.ndarray) -> Any:
         return handle(_to_bits(values), tl.bfloat16)
 
+    _repair_index(interpreter)
     _repair_arithmetic(builder, tl, is_bf16, widen, narrow)
     _repair_reductions(interpreter, tl, widen, narrow)
     _show_masked_lanes(builder, interpreter, tl, handle)
+
+
+def _repair_index(interpreter: Any) -> None:
+    """Of triton 3.6: it takes int() of an array of one element, which numpy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
 
 
 def _repair_arithmetic(builder: Any, tl: Any, is_bf16: Callable, widen: Callable, narrow: Callable) -> None:

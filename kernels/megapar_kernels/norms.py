@@ -36,7 +36,12 @@ def _torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> T
 
 
 @triton.jit
-def _read(pointers, inside, EVICTION: tl.constexpr = ""):  # type: ignore[no-untyped-def]
+def _read(pointers, inside):  # type: ignore[no-untyped-def]
+    return tl.load(pointers, inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _read_for(EVICTION: tl.constexpr, pointers, inside):  # type: ignore[no-untyped-def]
     return tl.load(pointers, inside, other=0.0, eviction_policy=EVICTION).to(tl.float32)
 
 
@@ -130,10 +135,9 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         in_row = row < rows
         inside = in_row & in_column
         offset = row * columns + column
-        grad_hat = _read(grad_y_ptr + offset, inside, "evict_last") * _read(
-            weight_ptr + column, in_column, "evict_last"
-        )
-        x = _read(x_ptr + offset, inside, "evict_last")
+        grad_hat = _read_for("evict_last", grad_y_ptr + offset, inside)
+        grad_hat *= _read_for("evict_last", weight_ptr + column, in_column)
+        x = _read_for("evict_last", x_ptr + offset, inside)
         rstd = _read(rstd_ptr + row, in_row)
         mean, shift = 0.0, 0.0
         if mean_ptr is not None:
@@ -141,9 +145,9 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
             shift = tl.sum(grad_hat, 1, keep_dims=True) / columns
         along = tl.sum(grad_hat * (x - mean), 1, keep_dims=True) * rstd / columns
 
-        grad_y = _read(grad_y_ptr + offset, inside, "evict_first")
+        grad_y = _read_for("evict_first", grad_y_ptr + offset, inside)
         grad_hat = grad_y * _read(weight_ptr + column, in_column)
-        x_hat = (_read(x_ptr + offset, inside, "evict_first") - mean) * rstd
+        x_hat = (_read_for("evict_first", x_ptr + offset, inside) - mean) * rstd
         grad_weight += grad_y * x_hat
         if grad_bias_ptr is not None:
             grad_bias += grad_y
