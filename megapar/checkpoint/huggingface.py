@@ -13,12 +13,11 @@ from torch import Tensor
 
 from megapar.checkpoint.format import WEIGHTS, Manifest, Sizes
 from megapar.checkpoint.load import Reader
-from megapar.checkpoint.stream import CODES, TensorInfo, shards, write_file
+from megapar.checkpoint.stream import CODES, TensorInfo, named, shards, write_file
 from megapar.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_MOST_NAMED = 8
 
 
 class Recipe(NamedTuple):
@@ -84,7 +83,7 @@ class Weights:
                 if name is not None:
                     self.tensors[name] = Stored(file, key, info)
         if absent:
-            raise CheckpointError(f"{folder / INDEX}: names tensors that no file holds: {_named(sorted(absent))}")
+            raise CheckpointError(f"{folder / INDEX}: names tensors that no file holds: {named(sorted(absent))}")
 
     def _listed(self) -> dict[str, str]:
         path = self.folder / INDEX
@@ -138,21 +137,16 @@ class Weights:
                 raise CheckpointError(f"{self.folder}: tie_word_embeddings, but {copy} differs from {tied[copy]}")
             del self.tensors[copy]
         missing, unexpected = wanted.keys() - self.tensors.keys(), self.tensors.keys() - wanted.keys()
-        problems = [f"missing {_named(sorted(missing))}"] * bool(missing)
-        problems += [f"unexpected {_named(sorted(unexpected))}"] * bool(unexpected)
+        problems = [f"missing {named(sorted(missing))}"] * bool(missing)
+        problems += [f"unexpected {named(sorted(unexpected))}"] * bool(unexpected)
         shaped = [
             f"{name} has shape {list(self.tensors[name].info.shape)}, not {list(recipe.shape)}"
             for name, recipe in wanted.items()
             if name not in missing and self.tensors[name].info.shape != recipe.shape
         ]
-        problems += [_named(shaped)] * bool(shaped)
+        problems += [named(shaped)] * bool(shaped)
         if problems:
             raise CheckpointError(f"{self.folder}: tensors are not those of its config.json: {'; '.join(problems)}")
-
-
-def _named(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class Place(NamedTuple):

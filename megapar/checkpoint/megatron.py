@@ -13,7 +13,7 @@ Nothing in a file is run. Storages are mapped, so that a tensor's bytes are read
 import pickle
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megapar.checkpoint.format import Sizes, dtype_name
-from megapar.checkpoint.stream import CODES
+from megapar.checkpoint.load import flatten
+from megapar.checkpoint.stream import CODES, named
 from megapar.config import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
 
@@ -103,7 +104,6 @@ _ROWS = (
     *("embedding.weight", "head.weight", "mlp.gate.weight", "mlp.up.weight", "mlp.up.bias"),
     *(f"attention.{letter}.{kind}" for letter in "qkv" for kind in ("weight", "bias")),
 )
-_MOST_NAMED = 8
 
 
 class _Left:
@@ -135,16 +135,16 @@ class MegatronCheckpoint:
         the same on all: norms, row biases, positions, tied embeddings. No other weight is read."""
         sources = {_fused(name) for name in shapes}
         tied = {"head.weight"} if self.model.tie_word_embeddings else set()
-        problems = [f"missing {_named(sources - self.parts.keys())}"] * bool(sources - self.parts.keys())
+        problems = [f"missing {named(sorted(sources - self.parts.keys()))}"] * bool(sources - self.parts.keys())
         unknown = self.parts.keys() - sources - tied
-        problems += [f"unexpected {_named(unknown)}"] * bool(unknown)
+        problems += [f"unexpected {named(sorted(unknown))}"] * bool(unknown)
         for name, shape in shapes.items():
             problems += self._problem(name, shape) if _fused(name) in self.parts else []
         copies = zip(self.parts.get("embedding.weight", ()), self.parts.get("head.weight", ()), strict=False)
         if tied and not all(torch.equal(first, last) for first, last in copies):
             problems.append("tied, but the last stage's embedding differs from the first's")
         if problems:
-            raise CheckpointError(f"{self.folder}: not the model of its args: {'; '.join(problems[:_MOST_NAMED])}")
+            raise CheckpointError(f"{self.folder}: not the model of its args: {'; '.join(problems[:8])}")
 
     def _problem(self, name: str, shape: Sizes) -> list[str]:
         parts = self.parts[_fused(name)]
@@ -179,12 +179,6 @@ class MegatronCheckpoint:
 def _fused(name: str) -> str:
     """The name under which the parts of a logical tensor are kept."""
     return re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name).replace(".mlp.gate.", ".mlp.up.")
-
-
-def _named(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = len(ordered) - _MOST_NAMED
-    return ", ".join(ordered[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def read(source: Path, vocab_size: int = 0) -> MegatronCheckpoint:
@@ -356,15 +350,7 @@ def chunks(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     """The tensors of each model chunk of a rank by Megatron's dotted names, nested dicts flattened."""
     names = ("model", *(f"model{number}" for number in range(len(state))))
     models = [state[name] for name in names if isinstance(state.get(name), Mapping)]
-    return [dict(_flat(model, "")) for model in models]
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return [flatten(model) for model in models]
 
 
 def collect(

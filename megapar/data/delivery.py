@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from megapar.batch import MicroBatch
 from megapar.data.loader import Loader
-from megapar.errors import DataError, MegaparError
+from megapar.data.workers import alive
+from megapar.errors import MegaparError
 
 Read = Callable[[int], list[MicroBatch]]
 
@@ -109,18 +110,14 @@ class _Processes:
     def ask(self, consumed_samples: int) -> None:
         connection, process = self._workers[self._asked % len(self._workers)]
         self._asked += 1
-        try:
+        with alive(process, "data.workers"):
             connection.send(consumed_samples)
-        except ConnectionError:
-            raise _died(process) from None
 
     def take(self) -> list[MicroBatch]:
         connection, process = self._workers[self._taken % len(self._workers)]
         self._taken += 1
-        try:
-            answer = connection.recv()  # ends at once when the worker does: nobody else holds the pipe's other end
-        except (EOFError, ConnectionError):
-            raise _died(process) from None
+        with alive(process, "data.workers"):
+            answer = connection.recv()
         if isinstance(answer, MegaparError):
             raise answer
         return [MicroBatch(**{name: torch.from_numpy(x) for name, x in arrays.items()}) for arrays in answer]
@@ -153,11 +150,3 @@ def _work(read: Read, parents: Connection, connection: Connection) -> None:
 def _arrays(batch: MicroBatch) -> dict[str, NDArray[Any]]:
     """The fields that there are: arrays cross a pipe by value, tensors would through files that outlive a worker."""
     return {name: x.numpy() for name, x in vars(batch).items() if x is not None}
-
-
-def _died(process: BaseProcess) -> DataError:
-    process.join()
-    code = process.exitcode or 0
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    advice = "; often the answer to too little memory: try fewer data.workers" if code == -signal.SIGKILL else ""
-    return DataError(f"{process.name} (pid {process.pid}) {how}{advice}")

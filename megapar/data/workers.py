@@ -16,6 +16,8 @@ Pool = dict[Connection, BaseProcess]
 Report = Callable[[Any], None]
 Prepare = Callable[[], Callable[[Any, Report], None]]  # called in each worker; what it gives does a task, and reports
 
+_KEPT = "; what is done is kept for a rerun"
+
 
 class _Done:
     """A worker's last word on a task."""
@@ -69,7 +71,7 @@ def run(tasks: Sequence[Any], pool: Pool) -> Iterator[Any]:
         for connection in [connection for connection in pool if connection not in running]:
             if waiting and not failed:
                 number, task = waiting.popleft()
-                with _alive(pool[connection]):
+                with alive(pool[connection], "--workers", _KEPT):
                     connection.send(task)
                 running[connection] = number
         if failed and not any(number < min(failed) for number in running.values()):
@@ -78,7 +80,7 @@ def run(tasks: Sequence[Any], pool: Pool) -> Iterator[Any]:
             return
         for ready in multiprocessing.connection.wait(list(running)):
             connection = cast(Connection, ready)
-            with _alive(pool[connection]):
+            with alive(pool[connection], "--workers", _KEPT):
                 answer = connection.recv()
             if isinstance(answer, MegaparError):
                 failed[running.pop(connection)] = answer
@@ -89,13 +91,13 @@ def run(tasks: Sequence[Any], pool: Pool) -> Iterator[Any]:
 
 
 @contextmanager
-def _alive(process: BaseProcess) -> Iterator[None]:
-    """Name the worker whose connection breaks, and the signal that ended it."""
+def alive(process: BaseProcess, option: str, comfort: str = "") -> Iterator[None]:
+    """Raise DataError that names the worker whose connection breaks, and what ended it; `option` is their number."""
     try:
         yield
-    except (EOFError, ConnectionError):
+    except (EOFError, ConnectionError):  # it ends at once with the worker: nobody else holds the pipe's other end
         process.join()
         code = cast(int, process.exitcode)
         cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = ", often for want of memory: try fewer --workers" if code == -signal.SIGKILL else ""
-        raise DataError(f"{process.name} (pid {process.pid}) {cause}{hint}; what is done is kept for a rerun") from None
+        hint = f", often for want of memory: try fewer {option}" if code == -signal.SIGKILL else ""
+        raise DataError(f"{process.name} (pid {process.pid}) {cause}{hint}{comfort}") from None

@@ -26,9 +26,10 @@ _NAMED = ("torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizer
 def provenance(where: torch.device) -> dict[str, Any]:
     """When, on what, with which versions and of which commit a run or a benchmark is, as JSON types."""
     installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
-    git = shutil.which("git") or "true"
-    describe = [git, "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = ""
+    if shutil.which("git"):
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": device.describe(where),
