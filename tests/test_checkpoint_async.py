@@ -2,8 +2,6 @@
 
 import json
 import logging
-import multiprocessing
-import random
 import resource
 import time
 from dataclasses import replace
@@ -27,17 +25,16 @@ from megapar.params import ZEROS, ParamSpec, Piece
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.distributed import run_ranks
 from tests.test_checkpoint import (
-    SAVE_SECONDS,
     files_limited_to,
-    kill_soon_after_a_save_began,
+    kill_saves,
     make_config,
     make_state,
     outcome,
     step,
 )
-from tests.test_checkpoint_format import load_toy, toy_slices
+from tests.test_checkpoint_format import MODEL, toy_slices
 
-FACTS = {"consumed_samples": 0, "layout": {}, "model_config": {"hidden_size": 6}, "trainer": {}, "data": {}}
+FACTS = {"consumed_samples": 0, "layout": {}, "model_config": MODEL, "trainer": {}, "data": {}}
 CONFIGS = [
     make_config(tp=2, pp=2, dp=1),
     make_config(dp=2, pp=2, precision="bf16"),
@@ -184,41 +181,15 @@ def write_behind_for_ever(root: Path, first: int, done: Connection) -> None:
         number += 1
 
 
-def kill_async_saves(root: Path, trials: int, seed: int) -> None:
-    """After each kill no save that was reported is lost, all folders are complete, the newest loads bitwise."""
-    torch.set_num_threads(1)
-    fork, chance = multiprocessing.get_context("fork"), random.Random(seed)
-    newest = killed_inside = 0
-    for trial in range(trials):
-        receive, send = fork.Pipe(duplex=False)
-        writer = fork.Process(target=write_behind_for_ever, args=(root, newest + 1, send))
-        writer.start()
-        assert receive.poll(30)
-        kill_soon_after_a_save_began(writer, root, SAVE_SECONDS * (trial + chance.random()) / trials)
-        saved = 0
-        while receive.poll():
-            saved = receive.recv()
-        killed_inside += len(list(root.glob(".tmp-*")))
-        complete = list(find_complete(root))
-        assert complete == checkpoint_folders(root)
-        newest = int(complete[0].name.removeprefix("step_"))
-        assert saved <= newest <= saved + 2
-        target = toy_slices(0)
-        load_toy(complete[0], target, {"hidden_size": 6})
-        for loaded, expected in zip(target, toy_slices(newest), strict=True):
-            assert all(torch.equal(getattr(loaded, name), getattr(expected, name)) for name in STATE)
-    assert killed_inside, "no kill fell into a save: the test proves nothing"
-
-
 def test_kill_9_during_asynchronous_saves_loses_no_complete_checkpoint(tmp_path: Path) -> None:
     """Row 47."""
-    kill_async_saves(tmp_path, 8, seed=0)
+    kill_saves(write_behind_for_ever, 2, tmp_path, 8)
 
 
 @pytest.mark.slow
 def test_kill_9_during_asynchronous_saves_many_times(tmp_path: Path) -> None:
     """Row 47: 25 trials; test_checkpoint.py has as many of synchronous saves."""
-    kill_async_saves(tmp_path, 25, seed=1)
+    kill_saves(write_behind_for_ever, 2, tmp_path, 25)
 
 
 @pytest.mark.gpu
