@@ -93,6 +93,18 @@ def test_columns_may_lie_apart() -> None:
         torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
 
 
+def test_statistics_of_more_rows_than_a_cache_holds() -> None:
+    """torch's way takes a few rows at a time on a CPU; the last time fewer."""
+    z, target = draw(5, 20_000).to(DEVICE).float(), torch.arange(5, device=DEVICE)
+    with poisoned():
+        maximum, exp_sum, picked, total = kernel.statistics(z, target, 20_000)
+    shifted = z.double() - z.double().amax(-1, keepdim=True)
+    torch.testing.assert_close(maximum, z.amax(-1), rtol=0, atol=0)
+    torch.testing.assert_close(exp_sum.double(), shifted.exp().sum(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(total.double(), shifted.sum(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(picked, z.diagonal(), rtol=0, atol=0)
+
+
 @WAYS
 def test_statistics_of_a_slice(how: str) -> None:
     """Targets on other ranks give 0, padding is not looked at, and -inf is a logit like any other; slices with no
