@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
 import traceback
@@ -58,9 +57,9 @@ from torch import Tensor, nn
 from megapar import comm, context, device
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.errors import ConfigError, MegaparError
+from megapar.errors import ConfigError, MegaparError, reported
 from megapar.params import spec_of
-from megapar.train.report import in_a_line, provenance
+from megapar.train.report import in_a_line, provenance, write_json
 from megapar.train.step import train_step
 from megapar.train.trainer import assemble
 from megapar.validate import validate
@@ -442,15 +441,12 @@ def main(options: Options) -> None:
     console.print(in_a_line(facts))
     if options.json:
         facts |= {"options": {k: str(v) for k, v in asdict(options).items() if k != "json"}}
-        options.json.write_text(json.dumps(facts | {"runs": runs}, indent=1) + "\n")
+        write_json(options.json, facts | {"runs": runs})
     found = [problem for run in runs for problem in problems(run)]
     if found:
         raise BenchmarkError("\n".join(found))
 
 
 if __name__ == "__main__":
-    try:
+    with reported():
         main(tyro.cli(Options, description=__doc__))
-    except MegaparError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)

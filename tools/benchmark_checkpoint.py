@@ -12,7 +12,6 @@ reads find their file in memory, as it was just written. The bytes are those of 
   and the steps that train meanwhile beside steps that train alone.
 """
 
-import json
 import os
 import shutil
 import statistics
@@ -39,7 +38,7 @@ from megapar.config import CheckpointConfig, Config, LaunchConfig, ModelConfig, 
 from megapar.errors import MegaparError, reported
 from megapar.random import initialise
 from megapar.train.checkpoints import Saver
-from megapar.train.report import in_a_line, provenance
+from megapar.train.report import in_a_line, provenance, write_json
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
 from megapar.validate import validate, weight_options
@@ -238,7 +237,7 @@ def main(options: Options) -> None:
     if options.json:
         facts |= {"options": {k: str(v) for k, v in asdict(options).items() if k not in ("json", "folder")}}
         facts |= {"bytes": size, "summary": found, "rounds": rounds[1:]}
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        write_json(options.json, facts)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from megapar import device
 from megapar.data.preprocess import Recipe, preprocess, read_documents
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
 from megapar.errors import ConfigError, reported
-from megapar.train.report import in_a_line, provenance
+from megapar.train.report import in_a_line, provenance, write_json
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def main(options: Options) -> None:
     if options.json:
         chosen = {key: str(value) for key, value in asdict(options).items() if key != "json"}
         report = {**facts, "options": chosen, "text_megabytes": megabytes, "documents": len(texts), "runs": runs}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(options.json, report)
 
 
 if __name__ == "__main__":

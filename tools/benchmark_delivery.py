@@ -28,7 +28,7 @@ from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.sources import ChunkDataset
 from megapar.errors import DataError, reported
-from megapar.train.report import in_a_line, provenance
+from megapar.train.report import in_a_line, provenance, write_json
 
 LONGEST = 2**31 - 1  # tokens of a document that the format holds
 
@@ -125,7 +125,7 @@ def main(options: Options) -> None:
     console.print(in_a_line(report))
     if options.json:
         report |= {"options": {k: str(v) for k, v in asdict(options).items() if k not in ("json", "metrics")}}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(options.json, report)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ process; the first steps, which compile, are not counted. Losses and norms that 
 --dry_run does the same on the CPU with a model of thousands of weights and claims no figure.
 """
 
-import json
 import statistics
 import sys
 import time
@@ -38,7 +37,7 @@ from torch import Tensor
 from megapar import device
 from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError, MegaparError, reported
-from megapar.train.report import in_a_line, provenance
+from megapar.train.report import in_a_line, provenance, write_json
 from megapar.validate import validate
 
 PRESETS = Path(__file__).parents[1] / "pretrain_scripts/configs/models"
@@ -283,7 +282,7 @@ def main(options: Options) -> None:
     console.print(in_a_line(facts))
     if options.json:
         facts |= {"dry_run": options.dry_run, "options": {k: str(v) for k, v in asdict(options).items()}, "runs": runs}
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        write_json(options.json, facts)
     if found := [problem for run in runs for problem in problems(run)]:
         raise TrainingError("; ".join(found))
 

@@ -9,7 +9,6 @@ Writes kernels/benchmarks/results/<gpu>.json and a bar chart beside it. --dry_ru
 tiny shapes, and claims no figure (TRITON_INTERPRET=1 interprets the kernels; without it torch's own ops stand in).
 """
 
-import json
 import re
 import sys
 import time
@@ -30,9 +29,9 @@ from timing import ROTATED_BYTES, Stopwatch
 from torch import Tensor
 
 from megapar import device
-from megapar.errors import ConfigError, NumericError, reported
+from megapar.errors import ConfigError, NumericError, reported, storing
 from megapar.params import main_grad_of
-from megapar.train.report import provenance
+from megapar.train.report import provenance, write_json
 
 HERE = Path(__file__).parent
 OTHER_RESULT = 2e-2  # a contender this far from fp32 computes something else
@@ -284,8 +283,9 @@ def write(options: Options, facts: dict[str, Any]) -> None:
     file = options.json or (None if options.dry_run else HERE / f"results/{name}.json")
     if file is None:
         return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(facts | {"options": {k: str(v) for k, v in asdict(options).items()}}, indent=1) + "\n")
+    with storing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, facts | {"options": {k: str(v) for k, v in asdict(options).items()}})
     draw(facts, file.with_suffix(".png"))
     print(f"{file} and {file.with_suffix('.png').name}", file=sys.stderr)
 

@@ -41,6 +41,12 @@ def provenance(where: torch.device) -> dict[str, Any]:
     }
 
 
+def write_json(file: Path, facts: Mapping[str, Any]) -> None:
+    """Raises StorageError if the disk does not take it."""
+    with storing(file):
+        file.write_text(json.dumps(facts, indent=1) + "\n")
+
+
 def in_a_line(facts: Mapping[str, Any]) -> str:
     """What `provenance` found, for people."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
@@ -58,7 +64,7 @@ def greet(config: Config, ctx: ParallelContext, parameters: int, notes: Sequence
         with storing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.toml").write_text(config_toml)
-            (run_dir / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
+        write_json(run_dir / "environment.json", facts)
         parallel, train = config.parallel, config.train
         hardware = f"{facts['hardware']}, torch {torch.__version__}"
         print(f"{config.model.family}, {parameters:,} parameters, {train.precision}; {hardware}")
