@@ -144,9 +144,9 @@ def _main(
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
     # Python's own streams still write to what pytest captures: replace them too.
-    sys.stdin = open(os.devnull)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.chdir(cwd)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.update(env)
