@@ -71,8 +71,8 @@ def meet(
     except RuntimeError as error:  # the store is gone: it lives in rank 0, or in torchrun's agent
         reason = str(error).splitlines()[0]
         raise CommunicationError(
-            f"rank {member.rank} on {member.host} lost the store while ranks met ({reason}): rank 0 or the launcher has "
-            "ended; see its message"
+            f"rank {member.rank} on {member.host} lost the store while ranks met ({reason}): rank 0 or the launcher "
+            "has ended; see its message"
         ) from error
     if verdict["error"] is not None:
         raise ERRORS[verdict["error"]](verdict["text"])
