@@ -1,4 +1,4 @@
-"""The lanes of the suite (tests/conftest.py): what needs a GPU says so; a process that asked for GPUs can still fork."""
+"""The lanes of the suite (tests/conftest.py): what needs a GPU says so, and asking for GPUs leaves forks usable."""
 
 import os
 import subprocess

@@ -1,0 +1,129 @@
+"""Facts about this machine's GPUs as JSON: python tools/gpu_facts.py [--json FILE] [--missing].
+
+Versions of Python, torch, CUDA, Triton and the driver; each GPU's name, memory and multiprocessors; what torch's copy
+of a large buffer and an 8192^3 bf16 matrix product reach; and which packages of this project are not installed. It
+needs torch and nothing else, so it also runs where packages are missing.
+"""
+
+import argparse
+import ast
+import importlib.util
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+# Where a distribution's module has another name. tensorboard is imported through torch, but under its own name.
+# tyro's own requirements are listed, because packages are installed one by one where there is no index.
+ALSO_NEEDED = ("docstring_parser", "typeguard", "typing_extensions", "pytest", "hypothesis")
+COPY_BYTES = 4 << 30
+SIDE = 8192
+REPETITIONS = 20
+
+
+def missing_packages() -> list[str]:
+    """Modules that this project imports and this Python does not have, from setup.py's install_requires."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup")
+    lines = next(ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg == "install_requires")
+    required = [line.partition(">")[0].strip() for line in lines]
+    return [name for name in (*required, *ALSO_NEEDED) if importlib.util.find_spec(name) is None]
+
+
+def driver() -> str:
+    """The NVIDIA driver's version as nvidia-smi tells it, "" where there is no such program."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    run = subprocess.run(query, capture_output=True, text=True, check=False)
+    return run.stdout.strip().splitlines()[0] if run.returncode == 0 and run.stdout.strip() else ""
+
+
+def median_seconds(work: Any) -> float:
+    """Of one call of `work` on the current GPU, by its own events."""
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(REPETITIONS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return statistics.median(times)
+
+
+def copy_gb_per_second() -> float:
+    """Bytes that torch's copy of a large buffer reads and writes on the first GPU."""
+    source = torch.randint(0, 127, (COPY_BYTES,), dtype=torch.int8, device="cuda")  # zeros can be faster than data
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / median_seconds(lambda: target.copy_(source)) / 1e9
+
+
+def product_tflops() -> float:
+    """Of a square bf16 matrix product on the first GPU."""
+    a = torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    return 2 * SIDE**3 / median_seconds(lambda: torch.mm(a, b, out=out)) / 1e12
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Each GPU that torch sees."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "memory_gib": properties.total_memory / 2**30,
+                "multiprocessors": properties.multi_processor_count,
+                "capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    return found
+
+
+def facts() -> dict[str, Any]:
+    """Everything, as JSON types; what only a GPU can tell is left out without one."""
+    triton = importlib.util.find_spec("triton")
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": __import__("triton").__version__ if triton else None,
+        "driver": driver(),
+        "missing": missing_packages(),
+        "gpus": gpus() if torch.cuda.is_available() else [],
+    }
+    if found["gpus"]:
+        found["cudnn"] = torch.backends.cudnn.version()
+        found["nccl"] = list(torch.cuda.nccl.version())
+        found["copy_gb_per_second"] = copy_gb_per_second()
+        found["bf16_tflops"] = product_tflops()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the facts to this file too")
+    parser.add_argument("--missing", action="store_true", help="print the missing packages alone, one a line")
+    options = parser.parse_args()
+    if options.missing:
+        print("\n".join(missing_packages()))
+        return
+    text = json.dumps(facts(), indent=1)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
