@@ -5,8 +5,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-# Restarted workers would otherwise read their predecessors' addresses from the shared store (torch 2.13).
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 case " $* " in *" --dry_run "*) exec python pretrain_scripts/pretrain.py --config pretrain_scripts/configs/llama_70b.toml "$@" ;; esac
 exec torchrun --nnodes "${NNODES:-8}" --nproc-per-node 8 --node-rank "${NODE_RANK:?set NODE_RANK to 0, 1, ...}" \
     --rdzv-backend static --master-addr "${MASTER_ADDR:?set MASTER_ADDR to the first node}" --master-port "${MASTER_PORT:-29500}" \

@@ -1,8 +1,13 @@
 """Ranks compare what they must share before any collective. What differs, who is missing and who shares a GPU is told
 by name, on every rank."""
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -214,3 +219,29 @@ def test_a_launcher_without_a_rank_does_not_train_alone(tmp_path: Path) -> None:
     ended = program.run(cwd=tmp_path, env={"WORLD_SIZE": "2"})
     assert ended.code == 2
     assert ended.err.startswith("ConfigError: RANK is not set")
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_workers_twice_and_they_resume(tmp_path: Path) -> None:
+    """Its agent keeps one store over all attempts, with the addresses of the dead in it."""
+    flags = ("--parallel.dp", "2", "--train.steps", "60", "--checkpoint.every", "5")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--max-restarts", "2", "--monitor-interval", "0.2"]
+    command = [*torchrun, str(program.PRETRAIN), *program.TINY, *flags]
+    agent = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for step in (10, 30):
+        wait_for(tmp_path / f"run/checkpoints/step_{step:08}", agent)
+        workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        os.kill(int(workers[-1]), signal.SIGKILL)
+    out, _ = agent.communicate(timeout=120)
+    assert agent.returncode == 0, out
+    assert out.count("resumed step ") == 2, out
+    assert "step 60/60" in out
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, "ended before"
+        assert time.monotonic() < end, f"no {path.name}"
+        time.sleep(0.05)
