@@ -44,7 +44,8 @@ def categorize(name: str) -> str:
 def record(step: Callable[[], object], where: torch.device) -> list[Kernel]:
     """Kernels of `step`, the longest first. On a CPU torch's ops stand in for kernels, for dry runs."""
     on_gpu = where.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiler:
         step()
         device.synchronize(where)
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
