@@ -264,7 +264,8 @@ def kept_bytes(job: Job) -> dict[str, int]:
         "layers": model.num_hidden_layers * layer,
         "last norm": last_norm,
         "logits": logits,
-        "other": tables + looked_up + token_statistics,
+        "rope tables": tables,
+        "a token's numbers": looked_up + token_statistics,
     }
 
 
@@ -281,7 +282,7 @@ def _peak_bytes(job: Job) -> dict[str, int]:
         "weights, gradients, optimizer": STATE_BYTES * job.parameters,
         "kept by layers": kept["layers"],
         "logits or the last layer's gradients": max(at_head, at_layer),
-        "other": kept["other"],
+        "other": kept["rope tables"] + kept["a token's numbers"],
     }
 
 
