@@ -37,9 +37,9 @@ def preset(name: str) -> ModelConfig:
     return ModelConfig(**{key: value for key, value in fields.items() if key != "rope_scaling"})
 
 
-# One H200, 8 micro-batches a step: model, layers, samples x tokens, recompute, then milliseconds of a micro-batch in all,
-# of matrix products, attention forward, attention backward, norms and residual, activation, rope and concatenation,
-# cross entropy, optimizer; MFU; tokens/s. None where the table has no number.
+# One H200, 8 micro-batches a step: model, layers, samples, tokens of a sample, recompute; milliseconds of a micro-batch:
+# in all, then of matrix products, attention forward, attention backward, norms and residual, activation, rope and
+# concatenation, cross entropy, optimizer; MFU; tokens/s. None where the table has no number.
 ROWS: list[tuple[str, int, int, int, str, float, list[float | None], float, float | None]] = [
     ("llama3.2-1b", 16, 2, 4096, "none", 122, [87, 5.2, 18.3, 2.5, 4.3, 1.1, 1.6, 1.5], 0.56, 67_000),
     ("llama3.2-3b", 28, 1, 4096, "none", 149, [113, 5.2, 16.8, 3.4, 3.8, 1.5, 0.8, 3.8], 0.60, 27_600),

@@ -17,7 +17,7 @@ OTHER = "copies and other"
 # Tried in this order: attention's kernels are built from CUTLASS as the matrix products are, and torch's fused
 # optimizer has "elementwise" neighbors. The parts of names are lower-case.
 PATTERNS: tuple[tuple[str, str], ...] = (
-    ("attention", r"flash|fmha|sdpa|attention|softmax_kernel|cudnn::fusion::(compute_dot_do_o|convert_dq)"),
+    ("attention", r"flash|fmha|sdpa|attention|\b_softmax_|softmax_warp|cudnn::fusion::(compute_dot_do_o|convert_dq)"),
     ("norms", r"\b_norm_|rms_?norm|layer_norm|rowwisemoments|gammabeta"),
     ("activation", r"\b_activation_"),
     ("rope", r"\b_rotate"),
