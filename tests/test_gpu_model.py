@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_kernels.launch import HAS_TRITON
 from megapar_models.build import flops_per_token, parameter_count
 from torch import Tensor
 
 from megapar.batch import MicroBatch
 from megapar.config import Config, KernelsConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapar.validate import validate
-from tests import triton_interpreter
+from tests.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "pretrain_scripts/configs/models"
@@ -37,8 +36,8 @@ def preset(name: str) -> ModelConfig:
     return ModelConfig(**{key: value for key, value in fields.items() if key != "rope_scaling"})
 
 
-# One H200, 8 micro-batches a step: model, layers, samples, tokens of a sample, recompute; milliseconds of a micro-batch:
-# in all, then of matrix products, attention forward, attention backward, norms and residual, activation, rope and
+# One H200, 8 micro-batches a step: model, layers, samples, tokens of one, recompute; milliseconds of a micro-batch in
+# all, then of matrix products, attention forward, attention backward, norms and residual, activation, rope and
 # concatenation, cross entropy, optimizer; MFU; tokens/s. None where the table has no number.
 ROWS: list[tuple[str, int, int, int, str, float, list[float | None], float, float | None]] = [
     ("llama3.2-1b", 16, 2, 4096, "none", 122, [87, 5.2, 18.3, 2.5, 4.3, 1.1, 1.6, 1.5], 0.56, 67_000),
@@ -93,17 +92,17 @@ def test_other_models_are_refused(tools: ModuleType) -> None:
 
 
 def test_memory_of_8b(tools: ModuleType) -> None:
-    """18 bytes a parameter are 134.6 GiB; activations of 74.7 K elements a token and layer do not fit beside them, and
+    """18 bytes a parameter and the table of weight decay are 134.7 GiB; activations of 74.7 K elements a token and layer do not fit beside them, and
     with full recompute all fits into the 140.4 GiB of an H200, a GiB kept back."""
     model = preset("llama3-8b")
     whole = tools.Job(model, 1, 8192)
     assert tools.kept_layer_bytes(whole) / 8192 / 2 == pytest.approx(74.7e3, rel=3e-3)
     found = tools.predict(whole)
-    assert found.bytes["weights, gradients, optimizer"] / GIB == pytest.approx(134.6, abs=0.05)
+    assert found.bytes["weights, gradients, optimizer"] / GIB == pytest.approx(134.7, abs=0.05)
     assert found.spare_bytes < -30 * GIB
     recomputed = tools.predict(replace(whole, recompute="full"))
     chunked = tools.predict(replace(whole, recompute="full", loss_chunk=4096))
-    assert 0.5 * GIB < recomputed.spare_bytes < chunked.spare_bytes < 1.2 * GIB
+    assert 0.4 * GIB < recomputed.spare_bytes < chunked.spare_bytes < 1.2 * GIB
     assert recomputed.peak_bytes == sum(recomputed.bytes.values())
 
 
@@ -136,13 +135,12 @@ def kept_by_autograd(model: ModelConfig, train: TrainConfig, loss_chunk: int) ->
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on machines without a GPU")
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("loss_chunk", [0, 8])
 def test_kept_bytes_are_what_autograd_keeps(tools: ModuleType, recompute: Any, loss_chunk: int) -> None:
     """To the byte, with the fused kernels in bf16. Every width is different, so that none can stand for another."""
-    triton_interpreter.repair()
     model = ModelConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
         intermediate_size=80, vocab_size=200,

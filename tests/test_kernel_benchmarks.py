@@ -24,7 +24,7 @@ from megapar_kernels.launch import HAS_TRITON, triton
 
 from megapar.errors import ConfigError, StorageError
 from megapar.train.report import write_json
-from tests import triton_interpreter
+from tests.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "kernels/benchmarks"
@@ -527,10 +527,12 @@ def test_a_profile_is_summed_by_kernel_and_category(training: ModuleType) -> Non
     assert rows["matrix products"] == {"category": "matrix products", "ms": 4.0, "calls": 2, "predicted_ms": 4.0}
     assert rows["norms"]["ms"] == 0.0
     found = {"workload": "1b", "step_ms": 5.0, "kernels": kernels, "categories": list(rows.values())}
-    text = training.gpu_profile.as_text(found, most=2)
-    assert "matrix products           4.00       4.00   1.00         2" in text
-    assert "nvjet_a" in text
-    assert "Memset" not in text
+    text = training.gpu_profile.categories_as_text(found)
+    assert "matrix products           4.00       4.00   1.00         2\n" in text
+    assert "copies and other          0.25       4.00   0.06         1  <-- off" in text
+    kernels_text = training.gpu_profile.kernels_as_text(found, most=2)
+    assert "4.000   84.2%         2  matrix products     nvjet_a" in kernels_text
+    assert "Memset" not in kernels_text
 
 
 # Launch configurations
@@ -539,8 +541,6 @@ def test_a_profile_is_summed_by_kernel_and_category(training: ModuleType) -> Non
 def test_every_candidate_is_tried_and_wrong_ones_are_told(tune: ModuleType, tmp_path: Path) -> None:
     """Interpreted at tiny shapes: all candidates compute what torch does, today's configuration is among them, and one
     that covers half a row is listed as wrong, which shows that candidates reach the kernels."""
-    if HAS_TRITON:
-        triton_interpreter.repair()
     file = tmp_path / "tune.json"
     tune.main(tune.Options(dry_run=True, json=file))
     results = json.loads(file.read_text())["results"]
@@ -555,10 +555,10 @@ def test_every_candidate_is_tried_and_wrong_ones_are_told(tune: ModuleType, tmp_
         assert all(row["status"] == "ok" and row["ms"] is None for row in result["candidates"]), result
 
 
-@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs triton, interpreted on a CPU")
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on machines without a GPU")
 def test_candidates_reach_the_kernels(tune: ModuleType, tmp_path: Path) -> None:
     """Tiles of half a row, in the norms as they are and in their copy with a staged loop, compute something else."""
-    triton_interpreter.repair()
     where = torch.device("cpu")
     bench = tune.Bench(where, torch.float32, tune.Stopwatch(where, dry_run=True))
     kernels = tune.device.choose_kernels("triton", where)

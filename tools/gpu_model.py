@@ -13,7 +13,8 @@ Time is work divided by the rate that such work reaches (`Machine`); launches, P
   backward; the docstrings of kernels/megapar_kernels state them.
 
 Memory is counted in bytes: 18 a parameter (2 weight, 4 gradient, 4 main weight, 8 moments), what autograd keeps for the
-backward pass, and the largest temporary tensors beside it.
+backward pass, and the largest temporary tensors beside it. Computing logits in chunks costs two more FLOPs a weight of
+the head; what it moves (the fp32 gradient of the head, once a chunk) is hidden by them.
 """
 
 import math
@@ -26,6 +27,8 @@ from megapar.config import ModelConfig
 Recompute = Literal["none", "selective", "full"]
 
 STATE_BYTES = 18  # a parameter: bf16 weight 2, fp32 gradient 4, main weight 4, two moments 8
+DECAY_UNIT = 64  # parameters that share a byte which says whether they decay (megapar_kernels.adamw.UNIT)
+OFF = 0.15  # a measured figure that differs from its prediction by more is marked
 
 # Bytes an element of [T, h] and layer: (forward, backward).
 NORM_BYTES = 4 + 8, 6 + 8  # RMSNorm, and RMSNorm with the residual's addition
@@ -214,7 +217,7 @@ def _milliseconds(job: Job, machine: Machine) -> dict[str, float]:
 
     wide, narrow = layers * tokens * model.hidden_size, layers * tokens * job.intermediate_size
     rope_bytes = twice(*ROPE_BYTES) + (ROPE_BYTES[0] if job.recompute == "selective" else 0)
-    statistics = STATISTICS_BYTES
+    logit_bytes = STATISTICS_BYTES + LOGIT_GRADIENT_BYTES
     return {
         "matrix products": compute(matrices + head, machine.matrix_tflops),
         "attention forward": compute(scores * (2 if attention_again else 1), forward_tflops),
@@ -224,7 +227,7 @@ def _milliseconds(job: Job, machine: Machine) -> dict[str, float]:
         "activation": move(narrow * twice(*ACTIVATION_BYTES)),
         "rope": move(layers * tokens * (job.query_width + job.key_width) * rope_bytes),
         "concatenation": move(layers * tokens * (job.query_width + 2 * job.key_width) * CONCATENATION_BYTES),
-        "cross entropy": move(tokens * model.vocab_size * (statistics + LOGIT_GRADIENT_BYTES)),
+        "cross entropy": move(tokens * model.vocab_size * logit_bytes),
         "optimizer and norm": move(step * (ADAMW_BYTES + SQUARE_SUM_BYTES)),
         "zeroed gradients": move(step * ZERO_BYTES),
     }
@@ -279,7 +282,7 @@ def _peak_bytes(job: Job) -> dict[str, int]:
     again = kept_layer_bytes(job) if job.recompute == "full" else 0
     at_layer = again + 2 * tokens * (2 * job.intermediate_size + 2 * hidden)
     return {
-        "weights, gradients, optimizer": STATE_BYTES * job.parameters,
+        "weights, gradients, optimizer": STATE_BYTES * job.parameters + job.parameters // DECAY_UNIT,
         "kept by layers": kept["layers"],
         "logits or the last layer's gradients": max(at_head, at_layer),
         "other": kept["rope tables"] + kept["a token's numbers"],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from gpu_model import CATEGORIES
+from gpu_model import CATEGORIES, OFF
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -14,8 +14,8 @@ from megapar import device
 
 OTHER = "copies and other"
 
-# Tried in this order: attention's kernels are built from CUTLASS as the matrix products are, and torch's fused
-# optimizer has "elementwise" neighbors. The parts of names are lower-case.
+# Tried in this order, against names in lower case. Attention comes before the matrix products, because attention's
+# kernels are built from CUTLASS too and have it in their names.
 PATTERNS: tuple[tuple[str, str], ...] = (
     ("attention", r"flash|fmha|sdpa|attention|\b_softmax_|softmax_warp|cudnn::fusion::(compute_dot_do_o|convert_dq)"),
     ("norms", r"\b_norm_|rms_?norm|layer_norm|rowwisemoments|gammabeta"),
@@ -75,25 +75,34 @@ def by_category(kernels: Iterable[Kernel], predicted: Mapping[str, float], micro
     ]
 
 
-def as_text(found: Mapping[str, Any], most: int = 40) -> str:
-    """The categories, then the `most` longest kernels, for a file. `found` is what the JSON file holds; times that are
-    None were not measured."""
-    categories = found["categories"]
-    total = sum(row["ms"] or 0.0 for row in categories)
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
 
-    lines = [f"One step of {found['workload']}: {number(found['step_ms'], '.1f')} ms, kernels {total:.1f} ms", ""]
+def categories_as_text(found: Mapping[str, Any]) -> str:
+    """Each category beside its prediction; those that differ by more than OFF are marked.
+
+    `found` is what the JSON file holds. Times that are None were not measured.
+    """
+    total = sum(row["ms"] or 0.0 for row in found["categories"])
+    lines = [f"One step of {found['workload']}: {_number(found['step_ms'], '.1f')} ms, kernels {total:.1f} ms", ""]
     lines.append(f"{'category':<20}{'ms':>10}{'predicted':>11}{'ratio':>7}{'launches':>10}")
-    for row in categories:
+    for row in found["categories"]:
         ratio = None if row["ms"] is None else row["ms"] / row["predicted_ms"]
+        mark = "  <-- off" if ratio is not None and abs(ratio - 1) > OFF else ""
         lines.append(
-            f"{row['category']:<20}{number(row['ms'], '.2f'):>10}{row['predicted_ms']:>11.2f}"
-            f"{number(ratio, '.2f'):>7}{row['calls']:>10}"
+            f"{row['category']:<20}{_number(row['ms'], '.2f'):>10}{row['predicted_ms']:>11.2f}"
+            f"{_number(ratio, '.2f'):>7}{row['calls']:>10}{mark}"
         )
-    lines += ["", f"{'ms':>10}{'share':>8}{'launches':>10}  {'category':<20}kernel"]
+    return "\n".join(lines) + "\n"
+
+
+def kernels_as_text(found: Mapping[str, Any], most: int = 40) -> str:
+    """The `most` longest kernels."""
+    total = sum(row["ms"] or 0.0 for row in found["categories"])
+    lines = [f"{'ms':>10}{'share':>8}{'launches':>10}  {'category':<20}kernel"]
     for name, calls, ms in found["kernels"][:most]:
         share = ms / total if ms is not None and total else None
-        lines.append(f"{number(ms, '.3f'):>10}{number(share, '.1%'):>8}{calls:>10}  {categorize(name):<20}{name[:120]}")
+        numbers = f"{_number(ms, '.3f'):>10}{_number(share, '.1%'):>8}{calls:>10}"
+        lines.append(f"{numbers}  {categorize(name):<20}{name[:120]}")
     return "\n".join(lines) + "\n"
