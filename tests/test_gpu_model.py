@@ -92,8 +92,8 @@ def test_other_models_are_refused(tools: ModuleType) -> None:
 
 
 def test_memory_of_8b(tools: ModuleType) -> None:
-    """18 bytes a parameter and the table of weight decay are 134.7 GiB; activations of 74.7 K elements a token and layer do not fit beside them, and
-    with full recompute all fits into the 140.4 GiB of an H200, a GiB kept back."""
+    """18 bytes a parameter and the table of weight decay are 134.7 GiB. Activations of 74.7 K elements a token and
+    layer do not fit beside them. With full recompute all fits into the 140.4 GiB of an H200, a GiB kept back."""
     model = preset("llama3-8b")
     whole = tools.Job(model, 1, 8192)
     assert tools.kept_layer_bytes(whole) / 8192 / 2 == pytest.approx(74.7e3, rel=3e-3)

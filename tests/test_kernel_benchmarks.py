@@ -210,7 +210,11 @@ def test_a_kill_leaves_what_was_trained(training: ModuleType, monkeypatch: pytes
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "out.json"
+    write_json(file, {"first": 0})
+    before = file.stat().st_ino
     write_json(file, {"first": 1})
+    assert file.stat().st_ino != before, "written in place"
+    assert list(tmp_path.iterdir()) == [file]
 
     def half(path: Path, text: str) -> None:
         with open(path, "w") as target:
@@ -402,7 +406,8 @@ def test_contenders_start_equal_and_hold_no_second_model(training: ModuleType, m
         config = training.make_config(options, name, large=True)
         weights = training.RandomWeights(config.model, where)
         forward = {key: weights[key] for key in weights}
-        backward = {key: weights[key] for key in reversed(list(weights))}
+        again = training.RandomWeights(config.model, where)
+        backward = {key: again[key] for key in reversed(list(again))}
         assert all(torch.equal(forward[key], backward[key]) for key in weights)
         assert ("head.weight" in list(weights)) == (name != "1b")
         assert forward["layers.0.mlp.up.weight"].std().item() == pytest.approx(0.02, rel=0.05)
