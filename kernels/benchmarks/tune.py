@@ -9,14 +9,15 @@ timed. Nothing is tuned when megapar trains: what is better here is written into
 - cross entropy: steps, lanes and warps of the statistics; columns and warps of the gradient.
 - AdamW: units and warps. RoPE: positions, heads and warps of a tile.
 
-The JSON file is written after every op and shape. --dry_run runs each candidate once on the CPU at tiny shapes: with
+The JSON file is written after every op and shape. What fails at today's configuration ends the program with exit code
+70, after all others. --dry_run runs each candidate once on the CPU at tiny shapes, where no candidate may fail: with
 TRITON_INTERPRET=1 the candidates themselves, interpreted, else torch's own ops in their place.
 """
 
 import importlib.util
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,10 +29,10 @@ from unittest import mock
 import ops
 import torch
 import tyro
-from measuring import Bench, Inputs, brief, check, evaluate, times
+from measuring import Bench, Inputs, KernelError, brief, check, evaluate, times
 from megapar_kernels import adamw, cross_entropy, norms, rope
 from megapar_kernels.launch import interpreting
-from ops import LLAMA_8B, TINY, Case, Direction, Model, cases
+from ops import LLAMA_8B, TINY, Case, Direction, cases
 from rich.console import Console
 from rich.table import Table
 from timing import Stopwatch
@@ -40,7 +41,13 @@ from megapar import device
 from megapar.errors import ConfigError, reported, storing
 from megapar.train.report import in_a_line, provenance, write_json
 
+Config = tuple[int, ...]  # what the functions that choose a configuration return
+
 WARPS = 32  # the most that a program can have
+
+# Tiles that candidates vary where torch's own ops stand in, so that no launch tells today's.
+NORM_TILE: Config = (1, 4096, 16)
+ROPE_TILE: Config = (1, 16, 64, 4)
 
 # The loop over rows of the norms' backward kernel, and the same with rows loaded ahead.
 ROWS_LOOP = "in range(program * ROW_BLOCK, rows, tl.num_programs(0) * ROW_BLOCK):"
@@ -91,16 +98,31 @@ class Grid:
     candidates: tuple[Candidate, ...]
 
 
-def replacement(module: ModuleType, function: str, value: tuple[int, ...]) -> tuple[Any, str, Any]:
+def replacement(module: ModuleType, function: str, value: Config) -> tuple[Any, str, Any]:
     """`module.function` returns `value` whatever it is given."""
     return module, function, lambda *_: value
 
 
+def launched(bench: Bench, case: Case, module: ModuleType, function: str) -> Config | None:
+    """What `module.function` answers when the case is computed, whatever its arguments are; None if it is not asked,
+    because torch's own ops stand in."""
+    answers: list[Config] = []
+    original = getattr(module, function)
+
+    def recording(*args: Any, **named: Any) -> Config:
+        answers.append(original(*args, **named))
+        return answers[-1]
+
+    with mock.patch.object(module, function, recording):
+        evaluate(bench, case, case.ours)
+    return answers[-1] if answers else None
+
+
 def candidates_of(
-    module: ModuleType, function: str, names: str, today: tuple[int, ...], values: Iterable[tuple[int, ...]]
+    module: ModuleType, function: str, names: str, today: Config | None, values: Iterable[Config]
 ) -> tuple[Candidate, ...]:
     """One for each of `values`, with today's among them. `names` are those of a value's numbers."""
-    every = list(dict.fromkeys([today, *values]))
+    every = list(dict.fromkeys([*([] if today is None else [today]), *values]))
     return tuple(
         Candidate(
             ", ".join(f"{name} {number}" for name, number in zip(names.split(), value, strict=True)),
@@ -130,72 +152,62 @@ def with_stages(stages: int, folder: Path) -> ModuleType:
     return module
 
 
-def _with_elements(config: tuple[int, int, int], elements: int) -> tuple[int, int, int]:
+def _with_elements(config: Config, elements: int) -> Config:
     """The same tile shared by as many warps as give each thread about `elements`."""
     rows, columns, _ = config
     return rows, columns, min(max(rows * columns // (32 * elements), 1), WARPS)
 
 
-def norm_grids(case: Case, variants: dict[int, ModuleType]) -> Iterator[Grid]:
+def norm_grids(bench: Bench, case: Case, variants: dict[int, ModuleType]) -> Iterator[Grid]:
     """`variants`: the norms module by stages of the backward kernel's loop; 1 is the module itself."""
-    columns = int(case.shape.split("x")[1])
-    today = norms.forward_config(columns)
-    if today is not None:
-        values = [_with_elements(today, elements) for elements in (8, 16, 32)]
-        yield Grid(
-            case, "forward", "forward", candidates_of(norms, "forward_config", "rows columns warps", today, values)
-        )
-    today = norms.backward_config(columns, 2, False)
-    if today is None:
-        return
+    names = "rows columns warps"
+    today = launched(bench, case, norms, "forward_config")
+    values = [_with_elements(today or NORM_TILE, elements) for elements in (8, 16, 32)]
+    yield Grid(case, "forward", "forward", candidates_of(norms, "forward_config", names, today, values))
+    today = launched(bench, case, norms, "backward_config")
+    values = [_with_elements(today or NORM_TILE, elements) for elements in (8, 16, 32)]
     found = []
     for stages, module in variants.items():
-        values = [_with_elements(today, elements) for elements in (8, 16, 32)]
-        for one in candidates_of(module, "backward_config", "rows columns warps", today, values):
+        for one in candidates_of(module, "backward_config", names, today, values):
             replaced = (*one.replaced, (ops, "norms", module))
             found.append(Candidate(f"{one.label}, stages {stages}", one.today and stages == 1, replaced))
     yield Grid(case, "backward", "backward", tuple(found))
 
 
-def cross_entropy_grids(case: Case) -> Iterator[Grid]:
+def cross_entropy_grids(bench: Bench, case: Case) -> Iterator[Grid]:
     """Lanes are 4 or 8 a thread; a statistics tile holds up to 8192 logits, a gradient program up to 16384."""
     columns = int(case.shape.split("x")[1])
     statistics = [
         (steps, lanes, lanes // (32 * each)) for lanes in (512, 1024, 2048) for steps in (1, 2, 4, 8) for each in (4, 8)
     ]
-    fitting = [value for value in statistics if value[0] * value[1] <= 8192 and value[1] <= max(columns, 512)]
-    today = cross_entropy.statistics_config(columns)
-    yield Grid(
-        case, "statistics", "forward",
-        candidates_of(cross_entropy, "statistics_config", "steps lanes warps", today, fitting),
-    )  # fmt: skip
+    fitting: list[Config] = [v for v in statistics if v[0] * v[1] <= 8192 and v[1] <= max(columns, 512)]
+    today = launched(bench, case, cross_entropy, "statistics_config")
+    found = candidates_of(cross_entropy, "statistics_config", "steps lanes warps", today, fitting)
+    yield Grid(case, "statistics", "forward", found)
     gradient = [(block, block // (32 * each)) for block in (1024, 2048, 4096, 8192, 16384) for each in (8, 16, 32, 64)]
-    fitting_gradient = [value for value in gradient if 1 <= value[1] <= WARPS and value[0] <= max(columns, 1024)]
-    yield Grid(
-        case, "gradient", "backward",
-        candidates_of(
-            cross_entropy, "gradient_config", "columns warps", cross_entropy.gradient_config(columns), fitting_gradient
-        ),
-    )  # fmt: skip
+    fitting = [v for v in gradient if 1 <= v[1] <= WARPS and v[0] <= max(columns, 1024)]
+    today = launched(bench, case, cross_entropy, "gradient_config")
+    found = candidates_of(cross_entropy, "gradient_config", "columns warps", today, fitting)
+    yield Grid(case, "gradient", "backward", found)
 
 
-def adamw_grids(case: Case) -> Iterator[Grid]:
+def adamw_grids(bench: Bench, case: Case) -> Iterator[Grid]:
     """4, 8 or 16 elements a thread: one to four wide accesses to each buffer."""
     values = [(warps * 32 * each // adamw.UNIT, warps) for warps in (2, 4, 8, 16) for each in (4, 8, 16)]
-    yield Grid(case, "update", "forward", candidates_of(adamw, "config", "units warps", adamw.config(), values))
+    today = launched(bench, case, adamw, "config")
+    yield Grid(case, "update", "forward", candidates_of(adamw, "config", "units warps", today, values))
 
 
-def rope_grids(case: Case, model: Model) -> Iterator[Grid]:
+def rope_grids(bench: Bench, case: Case, most_heads: int) -> Iterator[Grid]:
     """Tiles of half to four times today's positions and half to twice its heads, 4 to 32 pairs a thread."""
-    most = max(model.heads, model.kv_heads)
-    today = rope.config(most, model.head_dim)
-    positions_today, heads_today, pairs, _ = today
+    today = launched(bench, case, rope, "config")
+    positions_today, heads_today, pairs, _ = today or ROPE_TILE
     values = [
         (positions, heads, pairs, warps)
         for positions in (positions_today // 2, positions_today, 2 * positions_today, 4 * positions_today)
         for heads in (heads_today // 2, heads_today, 2 * heads_today)
         for warps in (2, 4, 8)
-        if 4 * 32 * warps <= positions * heads * pairs <= 32 * 32 * warps and heads <= most
+        if 4 * 32 * warps <= positions * heads * pairs <= 32 * 32 * warps and heads <= most_heads
     ]
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
@@ -203,26 +215,27 @@ def rope_grids(case: Case, model: Model) -> Iterator[Grid]:
         yield Grid(case, direction, direction, candidates_of(rope, "config", names, today, values))
 
 
-def all_grids(options: Options, kernels: Any, folder: Path) -> list[Grid]:
-    """Of the ops that --only names, those first that are farthest from their targets. Raises ConfigError if it names
-    none."""
+def all_cases(options: Options, kernels: Any, folder: Path) -> list[tuple[Case, Callable[[Bench], Iterator[Grid]]]]:
+    """Of the ops that --only names, those first that are farthest from their targets, each with what makes its grids.
+    Raises ConfigError if --only names none."""
     model = TINY if options.dry_run else LLAMA_8B
     variants = {1: norms} | {stages: with_stages(stages, folder) for stages in (2, 3)}
     every = list(cases(model, kernels))
-    grids: list[Grid] = []
+    found: list[tuple[Case, Callable[[Bench], Iterator[Grid]]]] = []
     for case in every:
         if case.op == "cross entropy" and case.shape.endswith(f"x{model.vocab}"):
-            grids += cross_entropy_grids(case)
+            found.append((case, partial(cross_entropy_grids, case=case)))
     for columns in (model.hidden,) if options.dry_run else NORM_COLUMNS:
         for case in cases(model._replace(hidden=columns), kernels):
             if case.op in ("RMSNorm", "add + RMSNorm") and case.shape == f"{model.tokens}x{columns}":
-                grids += norm_grids(case, variants)
+                found.append((case, partial(norm_grids, case=case, variants=variants)))
     for case in every:
         if case.op == "AdamW":
-            grids += adamw_grids(case)
+            found.append((case, partial(adamw_grids, case=case)))
         elif case.op == "RoPE":
-            grids += rope_grids(case, model)
-    chosen = [g for g in grids if not options.only or any(word in g.case.op for word in options.only)]
+            most_heads = max(model.heads, model.kv_heads)
+            found.append((case, partial(rope_grids, case=case, most_heads=most_heads)))
+    chosen = [(c, make) for c, make in found if not options.only or any(word in c.op for word in options.only)]
     if not chosen:
         raise ConfigError(f"--only {' '.join(options.only)}: no op that is tuned has such a word in its name")
     return chosen
@@ -249,7 +262,7 @@ def try_grid(bench: Bench, grid: Grid) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: (row["status"] != "ok", row["ms"] or 0.0))
 
 
-def describe(bench: Bench, grid: Grid, rows: list[dict[str, Any]], copy: float | None) -> dict[str, Any]:
+def describe(grid: Grid, rows: list[dict[str, Any]], copy: float | None) -> dict[str, Any]:
     """A grid's results with shares of the measured copy, as they go into the file."""
     least = grid.case.least[0 if grid.direction == "forward" else 1]
     for row in rows:
@@ -269,9 +282,54 @@ def table_of(result: dict[str, Any]) -> Table:
     return table
 
 
+class Session:
+    """What is found about each op and shape, and the file that always holds all of it."""
+
+    def __init__(self, options: Options, bench: Bench, facts: dict[str, Any]):
+        self.options, self.bench, self.facts = options, bench, facts
+        self.began = time.monotonic()
+        self.console = Console(width=130)
+        self.results: list[dict[str, Any]] = []
+        self.not_run: list[str] = []
+        self.failed: list[str] = []
+
+    def work(self, case: Case, make_grids: Callable[[Bench], Iterator[Grid]]) -> None:
+        """All grids of a case, unless the time is up. What fails is kept, so that other cases go on."""
+        title = f"{case.op} {case.shape}"
+        if time.monotonic() - self.began >= 60 * self.options.minutes:
+            self.not_run.append(title)
+            return
+        try:
+            for grid in make_grids(self.bench):
+                rows = try_grid(self.bench, grid)
+                self.results.append(describe(grid, rows, self.facts["copy_gb_per_second"]))
+                self.console.print(table_of(self.results[-1]))
+                wrong = [row for row in rows if row["status"] != "ok" and (row["today"] or self.options.dry_run)]
+                self.failed += [f"{title}: {row['config']}: {row['status']}" for row in wrong]
+        except Exception as error:  # the kernel fails as it is
+            self.failed.append(f"{title}: {brief(error)}")
+        self.bench.watch.release()
+        self.write()
+
+    def write(self) -> None:
+        """The file as things stand."""
+        found = {"results": self.results, "not_run": self.not_run, "failed": self.failed}
+        write_json(self.options.json, self.facts | found | {"minutes": (time.monotonic() - self.began) / 60})
+
+    def finish(self) -> None:
+        """Write and print what was left out; raises KernelError if something failed."""
+        self.write()
+        for what in self.not_run:
+            self.console.print(f"not run, the time was up: {what}")
+        minutes = (time.monotonic() - self.began) / 60
+        self.console.print(f"{in_a_line(self.facts)}\n{minutes:.1f} minutes, {self.options.json}")
+        if self.failed:
+            raise KernelError("; ".join(self.failed))
+
+
 def main(options: Options) -> None:
-    """Try all grids, print a table of each, write the JSON file after each."""
-    began = time.monotonic()
+    """Try all grids, print a table of each, write the JSON file after each case; raises KernelError if a kernel fails
+    as it is, or in a dry run with any configuration."""
     if not options.dry_run and not device.cuda_devices():
         raise ConfigError("there is no GPU here; --dry_run tries everything on the CPU, without figures")
     where = device.choose("cpu" if options.dry_run else "cuda", 0, 1)
@@ -283,26 +341,11 @@ def main(options: Options) -> None:
     facts["copy_gb_per_second"] = watch.copy_gb_per_second()
     with storing(options.json):
         options.json.parent.mkdir(parents=True, exist_ok=True)
-    console = Console(width=130)
-    results: list[dict[str, Any]] = []
-    not_run: list[str] = []
-
-    def write() -> None:
-        write_json(options.json, facts | {"results": results, "not_run": not_run})
-
+    session = Session(options, bench, facts)
     with tempfile.TemporaryDirectory() as folder:
-        for grid in all_grids(options, kernels, Path(folder)):
-            if time.monotonic() - began >= 60 * options.minutes:
-                not_run.append(f"{grid.case.op} {grid.case.shape}: {grid.what}")
-                continue
-            results.append(describe(bench, grid, try_grid(bench, grid), facts["copy_gb_per_second"]))
-            watch.release()
-            write()
-            console.print(table_of(results[-1]))
-    write()
-    for what in not_run:
-        console.print(f"not run, the time was up: {what}")
-    console.print(f"{in_a_line(facts)}\n{(time.monotonic() - began) / 60:.1f} minutes, {options.json}")
+        for case, make_grids in all_cases(options, kernels, Path(folder)):
+            session.work(case, make_grids)
+    session.finish()
 
 
 if __name__ == "__main__":
