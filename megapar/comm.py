@@ -9,10 +9,12 @@ each rank with all of it; large ones are gloo's.
 """
 
 import json
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -121,24 +123,77 @@ def _exchange_and_keep(slices: Sequence[Tensor], axis: Axis) -> Pending:
     return _transfer([(own, peer) for peer in _peers(axis)], [(slices[peer], peer) for peer in _peers(axis)], axis)
 
 
+def connect(
+    meeting: str, rank: int, world_size: int, *, serves_store: bool, attempt: int, timeout_seconds: float
+) -> dist.Store:
+    """The store at which the ranks of a job meet: `meeting` is "tcp://host:port" or "file://path".
+
+    `serves_store`: this process opens the TCP store. Keys of another `attempt` (torchrun's restarts) are not seen.
+    Raises CommunicationError that names address and rank.
+    """
+    address = urlsplit(meeting)
+    timeout = timedelta(seconds=timeout_seconds)
+    store: dist.Store
+    try:
+        if address.scheme == "file":
+            store = dist.FileStore(address.path, world_size)
+        else:
+            assert address.hostname is not None
+            assert address.port is not None
+            socket.getaddrinfo(address.hostname, address.port)  # an unknown name fails here at once, not at the timeout
+            store = dist.TCPStore(
+                address.hostname,
+                address.port,
+                world_size,
+                is_master=serves_store,
+                timeout=timeout,
+                wait_for_workers=False,  # `meet` waits, and can name who is missing
+            )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CommunicationError(_no_store(meeting, rank, serves_store, timeout_seconds, error)) from error
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"megapar/attempt_{attempt}", store)
+
+
+def _no_store(meeting: str, rank: int, serves_store: bool, timeout_seconds: float, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if serves_store and "EADDRINUSE" in str(error):
+        return (
+            f"rank {rank} cannot open {meeting}: the port is in use, by another job or a second rank 0; "
+            "choose another MASTER_PORT"
+        )
+    if serves_store:
+        return f"rank {rank} cannot open {meeting} ({reason}): MASTER_ADDR must be this node's own name or address"
+    return (
+        f"rank {rank} did not reach rank 0 at {meeting} within {timeout_seconds:g} s ({reason}): check MASTER_ADDR and "
+        "MASTER_PORT, that rank 0 was started, and that no firewall stands between"
+    )
+
+
 def initialize(
     backend: str,
     rank: int,
     world_size: int,
     *,
-    store: dist.Store | None = None,
-    init_method: str | None = None,
+    store: dist.Store,
     timeout_seconds: float = 300.0,
+    device: torch.device | None = None,
 ) -> None:
-    """Join the world over `store`, or as `init_method` says (env:// under torchrun)."""
-    dist.init_process_group(
-        backend,
-        store=store,
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+    """Join the world over `store`.
+
+    With a GPU as `device`, NCCL connects the ranks here rather than in the first collective, and makes later groups by
+    splitting this one. Raises CommunicationError if ranks do not reach each other.
+    """
+    gpu = device if device is not None and device.type == "cuda" else None
+    with _as_communication_errors():
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("world", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=gpu,
+        )
 
 
 def initialize_fake(rank: int, world_size: int) -> None:
@@ -149,6 +204,7 @@ def initialize_fake(rank: int, world_size: int) -> None:
 
 
 def shutdown() -> None:
+    """Leave the world and free its groups, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -245,11 +245,11 @@ class LaunchConfig:
     nproc: int = 0
     """Start this many local ranks; 0 starts none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda when there is a GPU for each local rank, else cpu."""
+    """auto: cuda where torch sees GPUs (fewer than local ranks are refused), else cpu."""
     timeout_seconds: float = 300.0
     """A collective that takes longer ends the run."""
     threads: int = 0
-    """CPU threads of each rank; 0 means the machine's cores divided by its ranks, at least 1."""
+    """CPU threads of each rank; 0: OMP_NUM_THREADS if set, else the cores that ranks of a node may use, shared out."""
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,14 @@ def initialise(modules: Iterable[nn.Module], seed: int) -> None:
                 param.view(-1)[first:last].copy_(_normal(piece, seed, spec.init.std).view(-1))
 
 
-def row_keys(seed: int, use: int, *coordinates: Tensor) -> Tensor:
+def row_keys(seed: int, use: int, first: Tensor, *others: Tensor) -> Tensor:
     """One 32-bit key (in int64) for each row of a dropout mask; the coordinates broadcast against each other.
 
     `use` numbers the places where a model drops out. Coordinates are global: sample id, position, head.
     """
-    key = mix(torch.tensor((seed * 0x9E3779B1 + use) & _MASK, device=coordinates[0].device))
-    for x in coordinates:
+    # Seed and use are mixed as Python numbers: as a tensor they would be copied to the GPU, which waits for its queue.
+    start = mix((seed * 0x9E3779B1 + use) & _MASK)
+    key = mix(mix((start + first) & _MASK) ^ (first >> 32))
+    for x in others:
         key = mix(mix((key + x) & _MASK) ^ (x >> 32))
     return key

@@ -65,14 +65,13 @@ class Entry(NamedTuple):
         return cls(source, amount, "tokens" if number.endswith("tokens") else "weight")
 
 
-def validate(config: Config, world_size: int, *, cuda_devices: int | None = None) -> Config:
+def validate(config: Config, world_size: int) -> Config:
     """The config with what means "derived" (zeros, auto) filled in, for `world_size` ranks.
 
-    `cuda_devices` is the number of GPUs that this machine has; None leaves it unchecked, for a plan of another machine.
     `model.vocab_size` 0 stays: see `with_vocabulary`. Raises ConfigError with a line for each problem.
     """
     sizes = list(_sizes(config))
-    problems = [*sizes, *_amounts(config), *_launch(config, world_size, cuda_devices)]
+    problems = [*sizes, *_amounts(config), *_launch(config, world_size)]
     if not sizes:  # arithmetic with sizes below their least value would report nonsense
         grid = list(_grid(config, world_size))  # while it does not fit, dp is unknown and no batch can be judged
         derived = _derive(config, world_size)
@@ -451,17 +450,11 @@ def _checkpoint(config: Config) -> Iterator[str]:
         yield _problem(config, "checkpoint.keep_every checkpoint.keep_last", text)
 
 
-def _launch(config: Config, world_size: int, cuda_devices: int | None) -> Iterator[str]:
-    launch = config.launch
-    if launch.nproc not in (0, world_size):
+def _launch(config: Config, world_size: int) -> Iterator[str]:
+    """Which device ranks get is judged where they start (device.choose): it depends on the machine."""
+    if config.launch.nproc not in (0, world_size):
         text = f"{world_size} ranks are running already; leave it at 0 under torchrun and Slurm"
         yield _problem(config, "launch.nproc", text)
-    if launch.device == "cuda" and cuda_devices is not None:
-        if cuda_devices == 0:
-            yield _problem(config, "launch.device", "there is no GPU here; --launch.device cpu runs over gloo")
-        elif launch.nproc > cuda_devices:
-            text = f"{cuda_devices} GPUs for {launch.nproc} ranks; use at most {cuda_devices}, or --launch.device cpu"
-            yield _problem(config, "launch.nproc launch.device", text)
 
 
 # Words

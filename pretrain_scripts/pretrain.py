@@ -19,15 +19,15 @@ from megapar.recompute import preload
 from megapar.train import dry_run
 from megapar.train.checkpoints import own
 from megapar.train.data import open_loaders
-from megapar.train.launch import join, start_local_ranks
+from megapar.train.launch import join, leave, start_local_ranks
 from megapar.train.report import greet
 from megapar.train.trainer import Run, start, train
 from megapar.validate import validate, with_vocabulary
 
 
-def check(resolved: Resolved, world_size: int, cuda_devices: int | None) -> Config:
+def check(resolved: Resolved, world_size: int) -> Config:
     """The configuration that `world_size` ranks can run, derived values filled in."""
-    config = validate(resolved.config, world_size, cuda_devices=cuda_devices)
+    config = validate(resolved.config, world_size)
     if config.model.vocab_size and (config.dry_run or config.data.train == ("synthetic",)):
         return config  # whatever the tokenizer, no text will be read
     return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
@@ -44,22 +44,32 @@ def run(resolved: Resolved, config: Config, env: device.Environment) -> None:
             greet(config, ctx, parameter_count(config.model), notes, to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length)
             train(Run(state, train_data, validation_sets, Path(config.run_dir), flops))
+        leave(ctx)
+
+
+def plan(resolved: Resolved) -> None:
+    """Print what each rank of the layout would hold. How this process was started does not matter."""
+    parallel, launch = resolved.config.parallel, resolved.config.launch
+    config = check(resolved, launch.nproc or parallel.tp * parallel.pp * max(parallel.dp, 1))
+    flops = flops_per_token(config.model, config.train.seq_length)
+    dry_run.show(config, build_stages, parameter_count(config.model), flops, Console(width=140))
 
 
 def main() -> int:
-    env = device.environment()
-    with reported(env.rank):
+    # Before ranks know their numbers, the first process speaks for all.
+    with reported(0 if device.first_to_speak() else 1):
         resolved = load(sys.argv[1:])
-        parallel, launch = resolved.config.parallel, resolved.config.launch
         if resolved.config.dry_run:
-            world = launch.nproc or parallel.tp * parallel.pp * max(parallel.dp, 1)
-            config = check(resolved, world, None)
-            flops = flops_per_token(config.model, config.train.seq_length)
-            dry_run.show(config, build_stages, parameter_count(config.model), flops, Console(width=140))
+            plan(resolved)
             return 0
+        env = device.environment()
+        launch = resolved.config.launch
+        if not launch.nproc:
+            device.refuse_slurm_shell()
         world = env.world_size if env.launched else max(launch.nproc, 1)
-        config = check(resolved, world, device.cuda_devices())
+        config = check(resolved, world)
         if world > 1 and not env.launched:
+            device.choose(launch.device, 0, world)  # raises, if it does, once rather than in every rank
             if config.train.recompute != "none":
                 preload()
             return start_local_ranks(partial(run, resolved, config), world)

@@ -1,8 +1,33 @@
-"""Without a GPU Triton's kernels are interpreted: the variable must be set before anything imports triton."""
+"""Three lanes of the suite, told apart by the -m option.
+
+- CPU (any other -m, or none): GPUs are hidden, Triton's kernels are interpreted, ranks talk over gloo. Runs anywhere.
+- `-m gpu`: kernels run natively in this process, on the first GPU.
+- `-m gpus`: ranks are forked and have a GPU each, over NCCL.
+
+They need processes of their own: CUDA cannot be used in a fork of a process that has used it, and Triton's interpreter
+and compiler cannot share a process. What decides must be set before torch and triton are imported.
+"""
 
 import os
 
-import torch
+import pytest
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+
+def pytest_configure(config: pytest.Config) -> None:
+    lane = config.option.markexpr
+    # torch.cuda.is_available() then asks the driver's library, not CUDA, so that this process can still fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if lane not in ("gpu", "gpus"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["MEGAPAR_TEST_LANE"] = lane if lane in ("gpu", "gpus") else "cpu"
+    import torch
+
+    if lane in ("gpu", "gpus") and not torch.cuda.is_available():
+        raise pytest.UsageError(f"-m {lane} needs a GPU, and torch {torch.__version__} sees none here")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A file of kernel tests is marked gpu as a whole; those of its tests that fork ranks belong to `-m gpus` alone."""
+    if config.option.markexpr == "gpu":
+        items[:] = [item for item in items if item.get_closest_marker("gpus") is None]

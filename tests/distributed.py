@@ -1,7 +1,7 @@
 """Runs a function on several real ranks: forked processes, over gloo on the CPU.
 
-With MEGAPAR_TEST_DEVICE=cuda (tests/run.sh --gpus) ranks have a GPU each and use NCCL; a test whose world is larger
-than the machine's number of GPUs then says so and counts as skipped.
+In the lane `-m gpus` (tests/run.sh --gpus) ranks have a GPU each and use NCCL; a test whose world is larger than the
+machine's number of GPUs then says so and counts as skipped.
 """
 
 import multiprocessing
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megapar import comm, device
 
-ON_GPUS = os.environ.get("MEGAPAR_TEST_DEVICE") == "cuda"
+ON_GPUS = os.environ.get("MEGAPAR_TEST_LANE") == "gpus"  # set by tests/conftest.py
 
 
 def rank_device(rank: int) -> torch.device:
@@ -30,10 +30,11 @@ def rank_device(rank: int) -> torch.device:
 def _rank_main(body: Callable[..., Any], rank: int, world: int, folder: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     try:
+        mine = rank_device(rank)
         if ON_GPUS:
-            torch.cuda.set_device(rank)
-        backend = device.backend(rank_device(rank))
-        comm.initialize(backend, rank, world, store=dist.FileStore(f"{folder}/store", world), timeout_seconds=60)
+            torch.cuda.set_device(mine)
+        store = dist.FileStore(f"{folder}/store", world)
+        comm.initialize(device.backend(mine), rank, world, store=store, timeout_seconds=60, device=mine)
         result = body(*args)
         dist.barrier()
         torch.save(result, f"{folder}/result_{rank}.pt")
@@ -49,6 +50,8 @@ def run_ranks(world: int, body: Callable[..., Any], *args: Any, timeout_seconds:
 
     Raises AssertionError with every failing rank's traceback, also when a rank dies or outlasts the time.
     """
+    if os.environ.get("MEGAPAR_TEST_LANE") == "gpu":
+        raise AssertionError("forked ranks do not belong to the lane -m gpu: mark the test gpus")
     if ON_GPUS and world > torch.cuda.device_count():
         pytest.skip(f"not run: needs {world} GPUs, this machine has {torch.cuda.device_count()}")
     torch.set_num_threads(1)

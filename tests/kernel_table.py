@@ -123,8 +123,8 @@ def _adamw() -> Iterator[Shipped]:
     absent = dict.fromkeys(("params_ptr", "decayed_ptr", "found_inf_ptr"))
     yield Shipped("adamw", "fp32", kernel, types, {**constants, **absent}, warps, aligned=("elements",))
     steps, block, warps = adamw.square_sum_config()
-    types = {"x_ptr": "*fp32", "partial_ptr": "*fp64", "elements": "i32"}
-    constants = {"STEPS": steps, "BLOCK": block}
+    types = {"x_ptr": "*fp32", "tiles_ptr": "*i64", "partial_ptr": "*fp64", "elements": "i32"}
+    constants = {"STEPS": steps, "BLOCK": block, "UNIT": adamw.UNIT}
     yield Shipped("adamw", "square sum", adamw._square_sum_kernel, types, constants, warps, aligned=("elements",))
 
 

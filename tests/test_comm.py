@@ -112,6 +112,7 @@ def every_function(sizes: dict[str, int]) -> None:
         comm.barrier(axis)
 
 
+@pytest.mark.gpus
 @pytest.mark.parametrize("sizes", [{"dp": 3}, {"tp": 2, "dp": 2}, {"pp": 4}], ids=str)
 def test_every_function_gives_the_expected_values(sizes: dict[str, int]) -> None:
     """fp32, bf16 and int64; 1, 2 and 3 dimensions; tensors that are not contiguous (row 12)."""
@@ -187,6 +188,7 @@ def counted_bytes() -> None:
     assert ctx.traffic() == {"dp": sum(expected.sent.values())}
 
 
+@pytest.mark.gpus
 def test_counted_bytes_are_those_of_ring_algorithms() -> None:
     run_ranks(4, counted_bytes)
 
@@ -211,6 +213,7 @@ def a_late_receive() -> None:
             assert torch.equal(x, numbers(i, (size,), torch.float32)), f"message {i} is damaged"
 
 
+@pytest.mark.gpus
 def test_a_message_outlives_its_tensor_and_waits_for_a_late_receive() -> None:
     run_ranks(2, a_late_receive)
 
@@ -242,6 +245,7 @@ def refusals() -> None:
             function(learns.clone(), axis)
 
 
+@pytest.mark.gpus
 def test_what_would_lose_a_gradient_or_a_result_is_refused() -> None:
     """Row 13: a raw collective in a forward pass that autograd records raises."""
     run_ranks(2, refusals)

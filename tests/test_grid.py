@@ -100,7 +100,7 @@ WORLD_8 = [
 ]
 
 
-@pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.parametrize("grid", [WORLD_2, WORLD_4, WORLD_8], ids=["2 ranks", "4 ranks", "8 ranks"])
 def test_layout_changes_nothing(grid: list[Layout]) -> None:
     """Rows 1, 2, 4, 5, 7, 8, 10, 11, 15, 21, 24, 25, 29, 33 and 34."""
@@ -124,7 +124,7 @@ FUSED = [
 
 
 @needs_triton
-@pytest.mark.gpu
+@pytest.mark.gpus
 def test_fused_kernels_change_nothing() -> None:
     """Every op by Triton's kernels, interpreted on a CPU, against one process with torch's ops."""
     ranks = run_ranks(2, on_ranks, FUSED)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_kernels.adamw import UNIT, Decayed, adamw_step, square_sum
+from megapar_kernels import adamw
+from megapar_kernels.adamw import UNIT, Decayed, FlatRanges, adamw_step, square_sum
 from torch import Tensor
 
 from tests.kernel_checks import DEVICE, Guarded, needs_triton, poisoned, relative_error
@@ -227,6 +228,28 @@ def test_square_sum_of_what_fp32_squares_cannot_hold(how: Any) -> None:
         assert square_sum(x, how).item() == pytest.approx(1000 * x[0].double().item() ** 2, rel=1e-12)
     assert torch.isnan(square_sum(torch.tensor([1.0, math.nan], device=DEVICE), how))
     assert square_sum(torch.tensor([1.0, -math.inf], device=DEVICE), how) == math.inf
+
+
+# Whole tiles, single elements, starts and stops inside a UNIT, neighbors that are not counted.
+RANGES = [(0, 1), (3, 67), (128, 8192), (8193, 8200), (8300, 30_001), (99_999, 100_003)]
+
+
+@pytest.mark.parametrize("how", ["torch", "triton", "few launches"])
+def test_square_sum_of_ranges_counts_nothing_else(how: str) -> None:
+    values = numbers(100_003, 6).float().to(DEVICE)
+    counted = torch.zeros(100_003, dtype=torch.bool, device=DEVICE)
+    for start, stop in RANGES:
+        counted[start:stop] = True
+    x = Guarded(values.masked_fill(~counted, math.nan)).tensor
+    ranges = FlatRanges.of(RANGES, DEVICE)
+    with poisoned():
+        if how == "few launches":
+            total = adamw._square_sum_in_few_launches([x[start:stop] for start, stop in RANGES])
+        else:
+            total = square_sum(x, how, ranges)  # type: ignore[arg-type]
+    assert (total.shape, total.dtype) == ((), torch.float64)
+    assert total.item() == pytest.approx(math.fsum(values[counted].double().square().tolist()), rel=1e-12)
+    assert square_sum(x, "torch", FlatRanges.of([], DEVICE)) == 0
 
 
 def test_square_sum_of_every_other_element() -> None:

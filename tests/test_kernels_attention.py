@@ -1,8 +1,16 @@
 """Attention by torch's SDPA: packed documents, and the order of its backends."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from megapar_kernels.attention import causal_attention, packed_causal_attention, sdpa
+from megapar_kernels.attention import (
+    causal_attention,
+    masked_causal_attention,
+    packed_causal_attention,
+    sdpa,
+    varlen_serves,
+)
 from torch import Tensor
 
 from tests.kernel_checks import DEVICE, relative_error
@@ -10,16 +18,22 @@ from tests.kernel_checks import DEVICE, relative_error
 pytestmark = pytest.mark.gpu
 
 ON_GPU = DEVICE.type == "cuda"
-DTYPE = torch.bfloat16 if ON_GPU else torch.float64  # varlen_attn takes no other on a GPU
-TOLERANCE = 1e-2 if ON_GPU else 1e-12
+DTYPE = torch.bfloat16 if ON_GPU else torch.float64
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 LENGTHS = (1, 7, 12, 5, 14, 1)  # two samples of 20 positions
+# Head widths and dtypes: what varlen_attn serves on a GPU, and what a mask must serve there.
+CASES = [(packed_causal_attention, 32, DTYPE)]
+CASES += [(masked_causal_attention, width, torch.float32 if ON_GPU else torch.float64) for width in (10, 32)]
+if ON_GPU:
+    CASES += [(packed_causal_attention, 10, torch.float32), (packed_causal_attention, 10, torch.bfloat16)]
+each_case = pytest.mark.parametrize(("attention", "width", "dtype"), CASES)
 
 
-def packed(kv_heads: int) -> tuple[list[Tensor], Tensor]:
+def packed(kv_heads: int, width: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     torch.manual_seed(kv_heads)
-    shapes = [(sum(LENGTHS) // 2, 2, heads, 32) for heads in (4, kv_heads, kv_heads)]
+    shapes = [(sum(LENGTHS) // 2, 2, heads, width) for heads in (4, kv_heads, kv_heads)]
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).to(DEVICE, torch.int32)
-    return [torch.randn(shape, dtype=DTYPE, device=DEVICE, requires_grad=True) for shape in shapes], starts
+    return [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in shapes], starts
 
 
 def in_a_row(x_sb: Tensor) -> Tensor:
@@ -27,25 +41,29 @@ def in_a_row(x_sb: Tensor) -> Tensor:
     return x_sb.transpose(0, 1).flatten(0, 1)
 
 
+@each_case
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_packed_documents_are_attended_to_as_if_each_were_alone(kv_heads: int) -> None:
-    inputs, starts = packed(kv_heads)
-    found = packed_causal_attention(*inputs, starts)
+def test_packed_documents_are_attended_to_as_if_each_were_alone(
+    attention: Callable[..., Tensor], width: int, dtype: torch.dtype, kv_heads: int
+) -> None:
+    inputs, starts = packed(kv_heads, width, dtype)
+    found = attention(*inputs, starts)
     alone = zip(*(in_a_row(x).split(LENGTHS) for x in inputs), strict=True)
     expected = torch.cat([causal_attention(*(x[:, None] for x in document))[:, 0] for document in alone])
     expected = expected.unflatten(0, (2, -1)).transpose(0, 1)
     grad = torch.randn_like(expected)
-    assert relative_error(found, expected) < TOLERANCE
+    assert relative_error(found, expected) < TOLERANCE[dtype]
     pairs = zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True)
     for mine, theirs in pairs:
-        assert relative_error(mine, theirs) < TOLERANCE
+        assert relative_error(mine, theirs) < TOLERANCE[dtype]
 
 
-def test_no_gradient_crosses_a_document() -> None:
+@each_case
+def test_no_gradient_crosses_a_document(attention: Callable[..., Tensor], width: int, dtype: torch.dtype) -> None:
     """Exactly none: a loss on the third document alone."""
-    inputs, starts = packed(2)
+    inputs, starts = packed(2, width, dtype)
     third = slice(int(starts[2]), int(starts[3]))
-    loss = in_a_row(packed_causal_attention(*inputs, starts))[third].square().sum()
+    loss = in_a_row(attention(*inputs, starts))[third].square().sum()
     for grad in map(in_a_row, torch.autograd.grad(loss, inputs)):
         assert grad[third].any()
         assert not grad[: third.start].any()
@@ -55,4 +73,20 @@ def test_no_gradient_crosses_a_document() -> None:
 def test_the_order_of_backends_changes_no_result() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 33, 32, dtype=DTYPE, device=DEVICE) for heads in (4, 2, 2))
-    assert relative_error(sdpa(q, k, v, "cudnn"), sdpa(q, k, v)) < TOLERANCE
+    assert relative_error(sdpa(q, k, v, "cudnn"), sdpa(q, k, v)) < TOLERANCE[DTYPE]
+
+
+def test_varlen_attention_is_asked_only_for_what_it_serves() -> None:
+    """FlashAttention 2 takes 16-bit heads whose width is a multiple of 8 up to 256; it runs on GPUs alone."""
+
+    class OnGpu:
+        is_cuda = True
+
+        def __init__(self, width: int, dtype: torch.dtype):
+            self.shape, self.dtype = (5, 4, width), dtype
+
+    served = [(32, torch.bfloat16), (256, torch.float16)]
+    others = [(32, torch.float32), (10, torch.bfloat16), (264, torch.bfloat16)]
+    assert all(varlen_serves(OnGpu(*case)) for case in served)  # type: ignore[arg-type]
+    assert not any(varlen_serves(OnGpu(*case)) for case in others)  # type: ignore[arg-type]
+    assert not varlen_serves(torch.zeros(5, 4, 32, dtype=torch.bfloat16))

@@ -292,7 +292,7 @@ def entropy_on_ranks(size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @needs_triton
-@pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.parametrize("tp", [2, 4])
 def test_vocabulary_cut_over_ranks(tp: int) -> None:
     """Rows 14 and 15, with label smoothing and z-loss; at tp 4 the last rank has nothing but padding."""
@@ -344,7 +344,7 @@ def linear_on_ranks(size: int) -> list[dict[str, Tensor]]:
 
 
 @needs_triton
-@pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_linear_cross_entropy_equals_torch(tp: int) -> None:
     """Losses and the gradients of x and of every row of the weight, by chunks that do not divide the tokens, with and

@@ -38,7 +38,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def slurm(rank: int, world: int, port: int) -> dict[str, str]:
-    variables = {"NTASKS": world, "PROCID": rank, "LOCALID": rank, "NTASKS_PER_NODE": world}
+    variables = {"STEP_ID": 0, "STEP_NUM_TASKS": world, "PROCID": rank, "LOCALID": rank, "TASKS_PER_NODE": world}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {f"SLURM_{name}": str(value) for name, value in variables.items()} | address
 

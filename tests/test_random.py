@@ -123,7 +123,7 @@ def mask_on_rank() -> Tensor:
     return mask_on(rank_device(0))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.skipif(not ON_GPUS, reason="not run: needs a GPU, see tests/run.sh --gpus")
 def test_masks_on_a_gpu_are_those_on_a_cpu() -> None:
     assert torch.equal(run_ranks(1, mask_on_rank)[0], mask_on(torch.device("cpu")))

@@ -143,7 +143,7 @@ def examine_regions(size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.parametrize("tp", [2, 4])
 def test_regions(tp: int) -> None:
     """Derivatives against finite differences of losses that differ by rank, collectives without a gradient refused
@@ -227,7 +227,7 @@ def plain_layers() -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     return [y.detach() for y in outputs], [v.grad for v in (x, x_row) if v.grad is not None], gradients
 
 
-@pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_layers_equal_plain_linear_and_embedding(tp: int) -> None:
     """In fp64, with and without sequence parallelism; row biases count once. Strided tensors are as good as contiguous
@@ -314,7 +314,7 @@ def cross_entropy_on_ranks(size: int) -> list[tuple[Tensor, Tensor]]:
     return results
 
 
-@pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_cross_entropy_equals_torch(tp: int) -> None:
     """Rows 14 and 15; at tp 4 the last rank has nothing but padding."""

@@ -284,6 +284,7 @@ def assert_copies_agree(cases: Sequence[Case], ranks: Sequence[Any]) -> None:
         assert not torch.equal(weights[0]["norm.weight"], weights[-1]["norm.weight"]), f"{case}: nothing was trained"
 
 
+@pytest.mark.gpus
 def test_replicated_parameters_never_drift(tmp_path: Path) -> None:
     """Row 9: norms, row biases, positions, shared key/value rows and q/k norms after 50 bf16 steps on two tensor ranks,
     every 10th step, then saved, resumed and trained on."""
@@ -341,6 +342,7 @@ def only_one_counts(cases: Sequence[Case], chosen: Sequence[int]) -> list[list[l
     return shown
 
 
+@pytest.mark.gpus
 def test_each_micro_batch_has_the_same_weight() -> None:
     """Row 3: whichever of a step's micro-batches holds the only samples that count, the gradient is the same; also
     where that leaves a data-parallel rank without any (row 4)."""

@@ -236,10 +236,10 @@ def run_ranks(world: int, where: str, body: Callable[[torch.device], Any], secon
 def _rank_main(body: Callable[[torch.device], Any], rank: int, world: int, where: str, folder: str) -> None:
     try:
         chosen = device.choose(where, rank, world)
-        device.prepare(chosen, threads=1, local_world_size=world, deterministic=False)
+        device.prepare(chosen, threads=1, deterministic=False)
         if world > 1:
-            store = f"file://{folder}/store"
-            comm.initialize(device.backend(chosen), rank, world, init_method=store)
+            store = dist.FileStore(f"{folder}/store", world)
+            comm.initialize(device.backend(chosen), rank, world, store=store, device=chosen)
         Path(folder, f"result_{rank}").write_text(json.dumps(body(chosen)))
         if world > 1:
             dist.barrier()

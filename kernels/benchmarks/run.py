@@ -241,7 +241,7 @@ def main(options: Options) -> None:
     if not options.dry_run and not device.cuda_devices():
         raise ConfigError("there is no GPU here; --dry_run does everything on the CPU, without figures")
     where = device.choose("cpu" if options.dry_run else "cuda", 0, 1)
-    device.prepare(where, threads=1 if options.dry_run else 0, local_world_size=1, deterministic=False)
+    device.prepare(where, threads=1, deterministic=False)
     kernels = device.choose_kernels("triton" if not options.dry_run or interpreting() else "torch", where)
     todo = choose_cases(options, kernels)
     watch = Stopwatch(where, dry_run=options.dry_run)

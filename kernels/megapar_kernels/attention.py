@@ -70,20 +70,46 @@ def packed_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, star
     """`causal_attention` within each of several documents, as [s, b, n * d].
 
     Document i is positions [starts[i], starts[i + 1]) of all samples, one sample after another; `starts` is int32
-    [documents + 1], from 0 to b * s, and no document reaches into the next sample. On GPUs torch's varlen_attn (bf16 or
-    fp16), elsewhere SDPA document by document.
+    [documents + 1], from 0 to b * s, and no document reaches into the next sample.
+
+    On a GPU torch's varlen_attn where it serves the dtype and head width, else one SDPA with a mask; on a CPU SDPA
+    document by document.
     """
     length, run = q_sbnd.shape[0], q_sbnd.shape[2] // k_sbnd.shape[2]
     q, k, v = (rearrange(x, "s b n d -> (b s) n d") for x in (q_sbnd, k_sbnd, v_sbnd))
-    if q.is_cuda:
+    if q.device.type == "cpu":
+        # To cut the tensors, the host must know the lengths: free on a CPU, a wait for the whole queue on a GPU.
+        lengths = starts.diff().tolist()
+        parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        documents = [sdpa(*(rearrange(x, "t n d -> 1 n t d") for x in part)) for part in parts]
+        y: Any = torch.cat([rearrange(x, "1 n t d -> t n d") for x in documents])
+    elif varlen_serves(q):
         from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler: seconds, where it is not used
 
         k, v = k.repeat_interleave(run, 1), v.repeat_interleave(run, 1)
         # No document is longer than a sample: to know the longest, the host would have to wait.
-        y: Any = varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
+        y = varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
     else:
-        lengths = starts.diff().tolist()
-        parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-        documents = [sdpa(*(rearrange(x, "t n d -> 1 n t d") for x in part)) for part in parts]
-        y = torch.cat([rearrange(x, "1 n t d -> t n d") for x in documents])
+        return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts)
     return rearrange(y, "(b s) n d -> s b (n d)", s=length)
+
+
+def varlen_serves(q: Tensor) -> bool:
+    """Whether torch's varlen_attn, which is FlashAttention 2, takes the dtype and head width of `q` [..., d]."""
+    width = q.shape[-1]
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+
+
+def masked_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor) -> Tensor:
+    """`packed_causal_attention` for any dtype and head width, by a mask of b * s * s booleans."""
+    length, samples = q_sbnd.shape[:2]
+    run = q_sbnd.shape[2] // k_sbnd.shape[2]
+    place = torch.arange(samples * length, dtype=starts.dtype, device=starts.device)
+    documents_bs = torch.searchsorted(starts, place, right=True).view(samples, length)
+    same_document = documents_bs[:, :, None] == documents_bs[:, None, :]
+    past = torch.ones(length, length, dtype=torch.bool, device=starts.device).tril()
+    # Equally many heads: SDPA's fused kernels take no mask together with fewer key/value heads.
+    k_sbnd, v_sbnd = k_sbnd.repeat_interleave(run, 2), v_sbnd.repeat_interleave(run, 2)
+    q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=(same_document & past)[:, None])
+    return rearrange(y, "b n s d -> s b (n d)")

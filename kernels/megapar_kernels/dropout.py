@@ -4,7 +4,7 @@ A mask is never stored: MurmurHash3's 32-bit finaliser (Appleby, 2011) of a row'
 wherever it is wanted, on every device and in every layout. bf16 moves 6 bytes an element forward, 4 backward.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,11 @@ from megapar_kernels.launch import Implementation, fused, next_power_of_2, tl, t
 _MASK = 0xFFFFFFFF
 
 
-def mix(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser, on int64 tensors that hold values below 2^32."""
+Number = TypeVar("Number", int, Tensor)
+
+
+def mix(x: Number) -> Number:
+    """MurmurHash3's 32-bit finalizer, of an int or an int64 tensor of values from 0 to 2^32 - 1."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
     return x ^ (x >> 16)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from megapar_kernels.adamw import FlatRanges
 from megapar_kernels.launch import Implementation
 from torch import Tensor, nn
 
@@ -79,6 +80,8 @@ class GradBuffer:
         self._expected: list[int] | None = None  # the most that an earlier last backward added; None before the first
         self._waiting: list[int] = []  # parameters that each bucket still waits for; empty: all wait for finish()
         self._shared, self._shared_numel = self._locate_shared_rows()
+        self.counted = FlatRanges.of(self.owned(), ctx.device)
+        """The elements of `grads` that this rank counts in the gradient norm."""
         for index, slot in enumerate(self.slots):
             self._attach(slot, index)
 

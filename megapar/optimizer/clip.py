@@ -16,9 +16,7 @@ def grad_norm(buffer: GradBuffer, ctx: ParallelContext, how: Implementation = "t
 
     Squares are summed in fp64, so that the norm does not depend on how layouts and buckets cut the gradient.
     """
-    total = torch.zeros((), dtype=torch.float64, device=buffer.grads.device)
-    for start, stop in buffer.owned():
-        total += square_sum(buffer.grads[start:stop], how)
+    total = square_sum(buffer.grads, how, buffer.counted)
     for axis in (ctx.tp, ctx.pp, ctx.grad) if buffer.sharded else (ctx.tp, ctx.pp):
         comm.all_reduce(total, axis)
     return total.sqrt().float()

@@ -4,16 +4,28 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch.multiprocessing import ProcessExitedException, start_processes
 
-from megapar import comm, context, device
-from megapar.config import Config
+from megapar import comm, context, device, rendezvous
+from megapar.config import Config, flatten
 from megapar.context import ParallelContext
 
 
 def _rank_main(rank: int, nproc: int, folder: str, main: Callable[[device.Environment], None]) -> None:
-    main(device.Environment(rank, nproc, rank, nproc, f"file://{folder}/store"))
+    main(
+        device.Environment(
+            rank=rank,
+            world_size=nproc,
+            local_rank=rank,
+            local_world_size=nproc,
+            meeting=f"file://{folder}/store",
+            launcher="local",
+            cores=max(1, device.usable_cores() // nproc),
+        )
+    )
 
 
 def start_local_ranks(main: Callable[[device.Environment], None], nproc: int) -> int:
@@ -39,22 +51,28 @@ def start_local_ranks(main: Callable[[device.Environment], None], nproc: int) ->
 
 
 def join(config: Config, env: device.Environment) -> ParallelContext:
-    """Prepare this process and make the rank grid. A collective over all ranks that `env` tells of."""
-    where = device.choose(config.launch.device, env.local_rank, env.local_world_size)
-    device.choose_kernels(config.kernels.backend, where)  # raises, if it does, before the first collective
-    device.prepare(
-        where,
-        threads=config.launch.threads,
-        local_world_size=env.local_world_size,
-        deterministic=config.train.deterministic,
-    )
+    """Prepare this process, meet the other ranks, and make the rank grid. A collective over all ranks of `env`.
+
+    Raises ConfigError on every rank, before any collective, if ranks disagree on options, code, torch's version or the
+    kind of device, or if two share a GPU; CommunicationError if some do not come.
+    """
+    chosen = device.choose(config.launch.device, env.local_rank, env.local_world_size, own_gpus=env.launched)
+    device.choose_kernels(config.kernels.backend, chosen)  # raises, if it does, before the first collective
+    device.prepare(chosen, threads=config.launch.threads, cores=env.cores, deterministic=config.train.deterministic)
+    timeout = config.launch.timeout_seconds
     if env.world_size > 1:
-        comm.initialize(
-            device.backend(where),
+        store = comm.connect(
+            env.meeting,
             env.rank,
             env.world_size,
-            init_method=env.init_method,
-            timeout_seconds=config.launch.timeout_seconds,
+            serves_store=env.serves_store,
+            attempt=env.attempt,
+            timeout_seconds=timeout,
+        )
+        member = rendezvous.this_member(env.rank, str(chosen), device.gpu_id(chosen))
+        rendezvous.meet(store, member, env.world_size, what_ranks_share(config, chosen.type), timeout)
+        comm.initialize(
+            device.backend(chosen), env.rank, env.world_size, store=store, timeout_seconds=timeout, device=chosen
         )
     parallel = config.parallel
     return context.create(
@@ -62,6 +80,27 @@ def join(config: Config, env: device.Environment) -> ParallelContext:
         dp=parallel.dp,
         pp=parallel.pp,
         order=parallel.order,
-        device=where,
-        timeout_seconds=config.launch.timeout_seconds,
+        device=chosen,
+        timeout_seconds=timeout,
     )
+
+
+def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
+    """All that must be equal on every rank, as JSON types: options, code, versions, and what kind of device is used.
+
+    How a process starts may differ between nodes: how many ranks it has, their threads, the name of the device.
+    """
+    local = ("launch.nproc", "launch.device", "launch.threads")
+    options = {path: value for path, value in flatten(config).items() if path not in local}
+    versions = {"torch's version": torch.__version__}
+    return {**options, **versions, **rendezvous.hashes_of_our_files(), "the device": device_type}
+
+
+def leave(ctx: ParallelContext) -> None:
+    """End a run that succeeded: wait for all ranks, then free the process groups.
+
+    Without the wait, rank 0 could take the store away while others still use it. After a failure nobody waits: the
+    process ends, and its launcher ends the others.
+    """
+    comm.barrier(ctx.world)
+    comm.shutdown()

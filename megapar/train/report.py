@@ -83,6 +83,9 @@ def greet(config: Config, ctx: ParallelContext, parameters: int, notes: Sequence
             f"{' '.join(config.data.train)}; run folder {run_dir}",
             flush=True,
         )
+        unseen = device.unseen_gpu() if config.launch.device == "auto" else ""
+        if unseen:
+            print(f"trains on the CPU: {unseen}", flush=True)
         for line in [*warnings(config), *notes]:
             print(line, flush=True)
     comm.barrier(ctx.world)

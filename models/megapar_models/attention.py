@@ -81,6 +81,10 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(
             f"{name}.o", width, model.hidden_size, sharding, init=blueprint.output_init, bias=out_bias
         )
+        # Made here: in the forward pass it would be copied to the GPU each time, and wait for all queued work.
+        self.kv_index = None
+        if heads.kv_index is not None:
+            self.kv_index = torch.tensor(heads.kv_index, device=sharding.device)
         self.q_norm = self.k_norm = None
         if model.qk_norm:
             # One weight for all heads, of which each rank sees its own: the gradient is a partial sum in any case.
@@ -103,9 +107,9 @@ class Attention(nn.Module):
             k = rms_norm(k, self.k_norm, model.rms_norm_eps, kernels.norm)
         if info.rope is not None:
             q, k = rotate_qk(q, k, *info.rope, how=kernels.rope)
-        if heads.kv_index is not None:
-            index = torch.tensor(heads.kv_index, device=k.device)
-            k, v = k.index_select(2, index), v.index_select(2, index)
+        if self.kv_index is not None:
+            k = k.index_select(2, self.kv_index)
+            v = v.index_select(2, self.kv_index)
         if not (model.attention_dropout and self.training):
             if info.batch.starts is None:
                 return causal_attention(q, k, v, kernels.attention)

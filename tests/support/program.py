@@ -1,0 +1,157 @@
+"""Runs pretrain.py in a forked process: a case takes about a second, because torch is imported already.
+
+The fork has its own session, working folder, environment variables and command line. Its standard output and standard
+error go to files, so a test can read them while the program runs. A test that must see the real start of the
+interpreter uses a subprocess instead (tests/test_program.py).
+"""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch._dynamo  # checkpoint() imports it when first used: once here rather than in every fork
+
+ROOT = Path(__file__).parents[2]
+PRETRAIN = ROOT / "pretrain_scripts/pretrain.py"
+TINY = (
+    *("--config", str(ROOT / "pretrain_scripts/configs/tiny.toml"), "--run_dir", "run"),
+    *("--launch.device", "cpu", "--launch.threads", "1"),
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended. `code` is its exit code, or minus the number of the signal that ended it."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Program:
+    """A program that runs in a fork of this process.
+
+    `plant`, if given, is called in the fork before the program: it may replace functions to plant a fault.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        flags: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str],
+        plant: Callable[[], None] | None = None,
+    ):
+        self.folder = Path(tempfile.mkdtemp(prefix="program-"))
+        fork = multiprocessing.get_context("fork")
+        torch.set_num_threads(1)  # a fork among the threads of OpenMP hangs at its first parallel region
+        self.process = fork.Process(target=_main, args=(script, flags, cwd, env, self.folder, plant))
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def out(self) -> str:
+        """What the program has written to standard output so far."""
+        return _text(self.folder / "out")
+
+    @property
+    def err(self) -> str:
+        """What the program has written to standard error so far."""
+        return _text(self.folder / "err")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the program's first process alone."""
+        os.kill(self.pid, number)
+
+    def send_to_all(self, number: signal.Signals) -> None:
+        """Send a signal to every process of the program's session: its ranks too, as a terminal does."""
+        os.killpg(self.pid, number)
+
+    def children(self) -> list[int]:
+        """Process numbers of the direct children that live: the local ranks, in the order of their start."""
+        text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        return [int(word) for word in text.split()]
+
+    def until(self, text: str, timeout_seconds: float = 60) -> None:
+        """Wait until standard output or standard error contains `text`. Raises AssertionError if it never does."""
+        end = time.monotonic() + timeout_seconds
+        while text not in self.out and text not in self.err:
+            assert self.process.is_alive(), f"ended ({self.process.exitcode}) before {text!r}:\n{self.out}{self.err}"
+            if time.monotonic() > end:
+                self.kill_all()  # pytest would wait for it at its own end
+                raise AssertionError(f"no {text!r} within {timeout_seconds} s:\n{self.out}{self.err}")
+            time.sleep(0.02)
+
+    def wait(self, timeout_seconds: float = 120) -> Ended:
+        """Wait for the end. After the time, every process of the session is killed and AssertionError raised."""
+        self.process.join(timeout_seconds)
+        if self.process.is_alive():
+            self.kill_all()
+            raise AssertionError(f"still running after {timeout_seconds} s:\n{self.out}{self.err}")
+        assert self.process.exitcode is not None
+        return Ended(self.process.exitcode, self.out, self.err)
+
+    def kill_all(self) -> None:
+        """End every process of the program's session at once."""
+        self.send_to_all(signal.SIGKILL)
+        self.process.join()
+
+
+def start(
+    *flags: str, cwd: Path, env: Mapping[str, str] | None = None, plant: Callable[[], None] | None = None
+) -> Program:
+    """Start the tiny configuration in folder `cwd`, with more flags; the run folder is `cwd`/run."""
+    return Program(PRETRAIN, (*TINY, *flags), cwd, env or {}, plant)
+
+
+def run(
+    *flags: str,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    plant: Callable[[], None] | None = None,
+    timeout_seconds: float = 120,
+) -> Ended:
+    """`start`, then wait for the end."""
+    return start(*flags, cwd=cwd, env=env, plant=plant).wait(timeout_seconds)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _main(
+    script: Path,
+    flags: Sequence[str],
+    cwd: Path,
+    env: Mapping[str, str],
+    folder: Path,
+    plant: Callable[[], None] | None,
+) -> None:
+    os.setsid()
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+    # Python's own streams still write to what pytest captures: replace them too.
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.chdir(cwd)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(env)
+    sys.argv = [str(script), *flags]
+    sys.path.insert(0, str(script.parent))  # where Python itself would look for modules beside the script
+    if plant is not None:
+        plant()
+    runpy.run_path(str(script), run_name="__main__")

@@ -1,0 +1,55 @@
+"""The lanes of the suite (tests/conftest.py): what needs a GPU says so; a process that asked for GPUs can still fork."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_NVML", "MEGAPAR"))}
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env={**clean, **variables}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("lane", ["gpu", "gpus"])
+def test_a_lane_that_needs_a_gpu_says_so(lane: str) -> None:
+    run = python("-m", "pytest", "-m", lane, "tests/test_lanes.py", CUDA_VISIBLE_DEVICES="")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"-m {lane} needs a GPU, and torch {torch.__version__} sees none here" in run.stderr
+
+
+def test_torch_is_imported_after_the_lane_is_chosen() -> None:
+    """Variables that torch and triton read when they are imported would come too late."""
+    run = python("-c", "import sys, tests.conftest; sys.exit('torch' in sys.modules)")
+    assert run.returncode == 0, run.stderr
+
+
+ASK_THEN_FORK = """
+import os
+import tests.distributed
+import torch
+torch.cuda.is_available()
+torch.cuda.device_count()
+child = os.fork()
+if child == 0:
+    os._exit(torch.cuda._is_in_bad_fork())
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs torch's CUDA build; it needs no GPU")
+def test_asking_for_gpus_leaves_cuda_usable_in_a_fork() -> None:
+    """torch.cuda.is_available() starts CUDA unless it was told to ask the driver's library, and a fork then cannot use
+    it: every rank of a test would fail. GPUs are hidden, because a machine without one has no such library to ask."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    assert python("-c", ASK_THEN_FORK, **hidden).stdout == "1\n"
+    assert python("-c", ASK_THEN_FORK, PYTORCH_NVML_BASED_CUDA_CHECK="1", **hidden).stdout == "0\n"
+    conftest = (ROOT / "tests/conftest.py").read_text()
+    assert 'os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"' in conftest

@@ -1,0 +1,216 @@
+"""Ranks compare what they must share before any collective. What differs, who is missing and who shares a GPU is told
+by name, on every rank."""
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megapar import comm, context, rendezvous
+from megapar.config import Config, LaunchConfig, TrainConfig
+from megapar.context import single
+from megapar.errors import CommunicationError, ConfigError
+from megapar.rendezvous import Member, differences, hashes_of_our_files, in_runs, meet
+from megapar.train.launch import leave, what_ranks_share
+from tests.distributed import run_ranks
+from tests.support import program
+
+
+def meet_all(members: Sequence[Member], shared: Sequence[dict[str, Any]], timeout_seconds: float = 20) -> list[str]:
+    """What each rank's `meet` said, as "Class: text", "" if it found nothing; ranks are threads with one store."""
+    store, world_size = dist.HashStore(), len(members)
+    said = [""] * world_size
+
+    def one(place: int) -> None:
+        try:
+            found = meet(store, members[place], world_size, shared[place], timeout_seconds)
+            assert found == list(members)
+        except (ConfigError, CommunicationError) as error:
+            said[place] = f"{type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=one, args=(place,)) for place in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return said
+
+
+def cpus(*hosts: str) -> list[Member]:
+    return [Member(rank, host, "cpu") for rank, host in enumerate(hosts)]
+
+
+def test_ranks_that_agree_go_on() -> None:
+    assert meet_all(cpus("a", "a", "b"), [{"train.seed": 1}] * 3) == ["", "", ""]
+
+
+def test_a_difference_is_told_alike_on_every_rank_with_values_ranks_and_hosts() -> None:
+    values: list[dict[str, Any]] = [{"train.seed": 1, "the device": "cuda"} for _ in range(5)]
+    values[3] = {"train.seed": 77, "the device": "cuda"}
+    values[4] = {"train.seed": 1, "the device": "cpu"}
+    said = meet_all(cpus("node-a", "node-a", "node-a", "node-b", "node-b"), values)
+    assert len(set(said)) == 1
+    assert said[0] == (
+        'ConfigError: ranks disagree on the device: "cuda" on ranks 0-3 (node-a, node-b); "cpu" on rank 4 (node-b)\n'
+        "ranks disagree on train.seed: 1 on ranks 0-2 and 4 (node-a, node-b); 77 on rank 3 (node-b)"
+    )
+
+
+def test_many_differences_are_cut_short() -> None:
+    shared = [{f"option{i}": rank for i in range(9)} for rank in range(2)]
+    lines = differences(cpus("a", "b"), shared)
+    assert len(lines) == 6
+    assert lines[-1] == "ranks disagree on 4 more"
+
+
+def test_ranks_that_share_a_gpu_are_named() -> None:
+    members = [Member(rank, "node-a", "cuda:0", gpu=f"GPU-{rank % 2}") for rank in range(3)]
+    line = "ranks 0 and 2 on node-a share one GPU (GPU-0): start one rank a GPU, or show each task its own"
+    assert meet_all(members, [{}] * 3) == [f"ConfigError: {line}"] * 3
+    assert meet_all([Member(rank, f"node-{rank}", "cuda:0", gpu="GPU-0") for rank in range(2)], [{}] * 2) == ["", ""]
+
+
+def test_two_processes_of_one_rank_are_told() -> None:
+    store = dist.HashStore()
+    store.add("arrivals/0", 1)
+    with pytest.raises(ConfigError, match="two processes are rank 0 of this job, one of them on node-b"):
+        meet(store, Member(0, "node-b", "cpu"), 2, {}, 1)
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "READING_SECONDS", 0.1)
+    store = dist.HashStore()
+    with pytest.raises(CommunicationError, match=r"ranks 1-2 of 3 did not come within 0.2 s"):
+        meet(store, Member(0, "a", "cpu"), 3, {}, 0.2)
+    # A rank that comes later reads the same verdict.
+    with pytest.raises(CommunicationError, match=r"ranks 1-2 of 3 did not come within 0.2 s"):
+        meet(store, Member(1, "a", "cpu"), 3, {}, 0.2)
+
+
+EVERY_OTHER = "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 10 more"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([4], "rank 4"), ([0, 1, 2, 6], "ranks 0-2 and 6"), (range(0, 40, 2), EVERY_OTHER)]
+)
+def test_ranks_in_words(ranks: Sequence[int], text: str) -> None:
+    assert in_runs(ranks) == text
+
+
+def test_ranks_share_options_and_code_but_not_how_they_start() -> None:
+    one = what_ranks_share(Config(launch=LaunchConfig(nproc=2, threads=1, device="cpu")), "cpu")
+    assert one == what_ranks_share(Config(), "cpu")
+    assert one != what_ranks_share(Config(), "cuda")
+    assert one != what_ranks_share(Config(train=TrainConfig(seed=2)), "cpu")
+    assert "code megapar.rendezvous" in hashes_of_our_files()
+
+
+# The store
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def connect(meeting: str, rank: int, *, serves_store: bool) -> dist.Store:
+    return comm.connect(meeting, rank, 2, serves_store=serves_store, attempt=0, timeout_seconds=1)
+
+
+def test_a_port_in_use_is_told() -> None:
+    port = free_port()
+    first = connect(f"tcp://127.0.0.1:{port}", 0, serves_store=True)
+    with pytest.raises(CommunicationError, match=f"rank 0 cannot open tcp://127.0.0.1:{port}: the port is in use"):
+        connect(f"tcp://127.0.0.1:{port}", 0, serves_store=True)
+    del first
+
+
+@pytest.mark.parametrize(
+    ("meeting", "said"),
+    [
+        ("tcp://127.0.0.1:{port}", "rank 1 did not reach rank 0 at tcp://127.0.0.1:{port} within 1 s"),
+        ("tcp://no-such-host.invalid:{port}", "rank 1 did not reach rank 0 at tcp://no-such-host.invalid:{port}"),
+    ],
+)
+def test_nobody_at_the_address_is_told(meeting: str, said: str) -> None:
+    port = free_port()
+    with pytest.raises(CommunicationError) as caught:
+        connect(meeting.format(port=port), 1, serves_store=False)
+    assert said.format(port=port) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_restarted_attempt_does_not_read_the_first_ones_keys(tmp_path: Path) -> None:
+    """torchrun's agent keeps its store over restarts: addresses of dead ranks lie in it."""
+    meeting = f"file://{tmp_path}/store"
+    stores = [comm.connect(meeting, 0, 1, serves_store=False, attempt=attempt, timeout_seconds=1) for attempt in (0, 1)]
+    stores[0].set("key", "old")
+    assert not stores[1].check(["key"])
+
+
+def test_leaving_frees_the_process_groups() -> None:
+    def body() -> bool:
+        ctx = context.create(dp=2)
+        destroyed: list[bool] = []
+        real: Callable[[], None] = comm.shutdown
+        comm.shutdown = lambda: destroyed.append(True)  # the harness of the test still needs the groups
+        try:
+            leave(ctx)
+        finally:
+            comm.shutdown = real
+        return destroyed == [True]
+
+    assert run_ranks(2, body) == [True, True]
+    leave(single())
+
+
+# Whole programs
+
+
+def torchrun(rank: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def pair(tmp_path: Path, *flags: str, second: Sequence[str] = ()) -> list[program.Ended]:
+    """Two ranks of one job, the second with more flags."""
+    port = free_port()
+    ranks = [
+        program.start("--parallel.dp", "2", *flags, *(second if rank else ()), cwd=tmp_path, env=torchrun(rank, port))
+        for rank in (0, 1)
+    ]
+    return [rank.wait() for rank in ranks]
+
+
+def test_a_job_under_torchruns_variables_ends_orderly(tmp_path: Path) -> None:
+    ended = pair(tmp_path, "--train.steps", "2")
+    assert [(rank.code, rank.err) for rank in ended] == [(0, ""), (0, "")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--train.seed", "77"), "ranks disagree on train.seed: 1234 on rank 0 "),
+        (("--optimizer.lr", "5e-4"), "ranks disagree on optimizer.lr: 0.001 on rank 0 "),
+        (("--train.steps", "7"), "ranks disagree on train.steps: 5 on rank 0 "),
+        (("--model.intermediate_size", "164"), "ranks disagree on model.intermediate_size: 162 on rank 0 "),
+        (("--train.precision", "bf16"), 'ranks disagree on train.precision: "fp32" on rank 0 '),
+    ],
+    ids=lambda value: value[0].removeprefix("--") if isinstance(value, tuple) else "",
+)
+def test_ranks_with_other_options_are_refused(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    first, second = pair(tmp_path, second=flags)
+    assert (first.code, second.code) == (2, 2)
+    assert first.err.startswith(f"ConfigError: {said}")
+    assert first.err.count("\n") == 1
+    assert (second.out, second.err) == ("", ""), "rank 0 speaks for all"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_launcher_without_a_rank_does_not_train_alone(tmp_path: Path) -> None:
+    ended = program.run(cwd=tmp_path, env={"WORLD_SIZE": "2"})
+    assert ended.code == 2
+    assert ended.err.startswith("ConfigError: RANK is not set")
