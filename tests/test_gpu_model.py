@@ -136,7 +136,6 @@ def kept_by_autograd(model: ModelConfig, train: TrainConfig, loss_chunk: int) ->
 
 
 @needs_triton
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on machines without a GPU")
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("loss_chunk", [0, 8])
 def test_kept_bytes_are_what_autograd_keeps(tools: ModuleType, recompute: Any, loss_chunk: int) -> None:

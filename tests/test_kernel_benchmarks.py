@@ -561,7 +561,6 @@ def test_every_candidate_is_tried_and_wrong_ones_are_told(tune: ModuleType, tmp_
 
 
 @needs_triton
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on machines without a GPU")
 def test_candidates_reach_the_kernels(tune: ModuleType, tmp_path: Path) -> None:
     """Tiles of half a row, in the norms as they are and in their copy with a staged loop, compute something else."""
     where = torch.device("cpu")
