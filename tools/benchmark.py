@@ -16,6 +16,7 @@ Kernels: kernels/benchmarks/run.py.
 """
 
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -201,20 +202,23 @@ def make_batches(config: Config, count: int) -> list[tuple[Tensor, Tensor]]:
     return [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in samples]
 
 
-def run_ranks(world: int, where: str, body: Callable[[torch.device], Any]) -> list[Any]:
+def run_ranks(world: int, where: str, body: Callable[[torch.device], Any], seconds: float | None = None) -> list[Any]:
     """`body(device)` on `world` forked processes that can talk; returns what each returned (JSON types), by rank.
 
-    Raises BenchmarkError with the traceback of the first rank that failed; the others are ended.
+    Raises BenchmarkError with the traceback of the first rank that failed, or if a rank was killed, or if the ranks are
+    not done after `seconds` (None: wait without end). Ranks that still run are ended.
     """
     fork = multiprocessing.get_context("fork")
+    end = math.inf if seconds is None else time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         ranks = [fork.Process(target=_rank_main, args=(body, rank, world, where, folder)) for rank in range(world)]
         for process in ranks:
             process.start()
         running = list(ranks)
-        while running and all(process.exitcode in (None, 0) for process in ranks):
-            wait([process.sentinel for process in running])
+        while running and all(process.exitcode in (None, 0) for process in ranks) and time.monotonic() < end:
+            wait([process.sentinel for process in running], None if seconds is None else max(end - time.monotonic(), 0))
             running = [process for process in running if process.exitcode is None]
+        codes = [process.exitcode for process in ranks]  # before the kills below
         for process in ranks:
             process.kill()
             process.join()
@@ -222,6 +226,10 @@ def run_ranks(world: int, where: str, body: Callable[[torch.device], Any]) -> li
             error = Path(folder, f"error_{rank}")
             if error.exists():
                 raise BenchmarkError(f"rank {rank} of {world} failed:\n{error.read_text()}")
+        if lost := [code for code in codes if code]:
+            raise BenchmarkError(f"a rank ended without a result, exit code {lost[0]}")
+        if running:
+            raise BenchmarkError(f"not done after {seconds} seconds, and ended")
         return [json.loads(Path(folder, f"result_{rank}").read_text()) for rank in range(world)]
 
 

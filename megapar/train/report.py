@@ -42,9 +42,14 @@ def provenance(where: torch.device) -> dict[str, Any]:
 
 
 def write_json(file: Path, facts: Mapping[str, Any]) -> None:
-    """Raises StorageError if the disk does not take it."""
+    """Replace `file` at once: whoever reads it, also after a kill, finds the old text or the new, never half of one.
+
+    Raises StorageError if the disk does not take it.
+    """
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
     with storing(file):
-        file.write_text(json.dumps(facts, indent=1) + "\n")
+        beside.write_text(json.dumps(facts, indent=1) + "\n")
+        os.replace(beside, file)
 
 
 def in_a_line(facts: Mapping[str, Any]) -> str:
