@@ -38,6 +38,7 @@ setup(
         "data": ["tokenizers>=0.21", "tiktoken>=0.8", "zstandard>=0.22", "pyarrow>=17"],
         "dev": [
             "pytest>=8",
+            "pytest-xdist>=3",  # the suite on all cores: half the time
             "hypothesis>=6",
             "ruff",
             "mypy",

@@ -10,4 +10,5 @@ if [ "${1:-}" = --gpus ]; then
     python -m pytest -m gpu -rs "$@"
     exec python -m pytest -m gpus -rs "$@"
 fi
-exec python -m pytest "$@"
+# A file's tests stay in one process, because they share what its fixtures made.
+exec python -m pytest -n auto --maxprocesses 8 --dist loadfile "$@"
