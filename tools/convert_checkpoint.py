@@ -118,6 +118,8 @@ class MegatronToNative:
     """Folder of the checkpoint; must not exist."""
     vocab_size: int = 0
     """The tokenizer's size, beyond which rows are padding; 0 takes what Megatron's --vocab-size was."""
+    accept_args: tuple[str, ...] = ()
+    """Names of Megatron's args that do not change what the model computes, though we do not know them."""
     shard_bytes: int = SHARD_BYTES
     """Largest file, unless one tensor is larger."""
 
@@ -202,7 +204,7 @@ def native_to_hf(options: NativeToHf) -> None:
 def megatron_to_native(options: MegatronToNative) -> None:
     """Raises CheckpointError for files that are damaged, unsafe or of an unsupported model, before anything is
     written."""
-    source = megatron.read(options.src, options.vocab_size)
+    source = megatron.read(options.src, options.vocab_size, options.accept_args)
     dtypes = {part.dtype for parts in source.parts.values() for part in parts}
     precision = PRECISION[dtypes.pop() if len(dtypes) == 1 else torch.float32]
     length = min(TrainConfig.seq_length, source.model.max_position_embeddings)
