@@ -101,6 +101,8 @@ class Weights:
     def _header(self, file: str) -> dict[str, TensorInfo]:
         path, dtypes = self.folder / file, {code: dtype for dtype, code in CODES.items()}
         if not path.is_file():
+            if file != SINGLE:
+                raise CheckpointError(f"{path}: missing, though {INDEX} names it: copy or download this shard again")
             pickled = " (.bin files are pickles, which are never read)" if list(self.folder.glob("*.bin")) else ""
             raise CheckpointError(f"{path}: missing; save the model with safetensors{pickled}")
         found = {}

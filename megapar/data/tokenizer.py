@@ -131,7 +131,7 @@ class HuggingFaceTokenizer:
         # Of tokenizer_config.json the end token alone decides ids. Its other fields change when transformers saves the
         # same tokenizer again, or with a chat template; the fingerprint was once of the whole file.
         self.fingerprint = hashlib.sha256(Path(path).read_bytes() + f"\neod={self.eod}".encode()).hexdigest()
-        self.older_fingerprints = (older,)
+        self.older_fingerprints: tuple[str, ...] = (older,)
 
     def encode(self, text: str) -> NDArray[np.integer]:
         # A batch, because `encode` computes the place of each token in the text as well; of one, so in one thread.

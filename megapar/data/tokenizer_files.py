@@ -10,6 +10,7 @@ from megapar.errors import ConfigError
 
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
+_SYMBOLS = 32  # special tokens that texts are made of; some tokenizers reserve hundreds
 
 # Two tokenizers that encode all of these alike are taken for the same one. Each text shows something that rebuilt
 # tokenizers are known to change: how words are cut, whether spaces are kept, whether characters are normalized.
@@ -80,10 +81,10 @@ def differences(expected: Tokenizer, encode: Any, texts: Iterable[str]) -> list[
 
 
 def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, context: int) -> str:
-    """Write to `folder` what Hugging Face needs of `tokenizer` and the folder lacks; never overwrite.
+    """Write to `folder` what Hugging Face needs of `tokenizer` and the folder lacks.
 
-    That is tokenizer.json for bytes and for the sentencepiece model in `model_file`, and tokenizer_config.json.
-    `context` is the model's number of positions. Returns what could not be written and why, or "".
+    That is tokenizer.json for bytes and for the sentencepiece model in `model_file`, and tokenizer_config.json, or the
+    fields that it lacks. `context` is the model's number of positions. Returns what could not be written, or "".
     """
     names: dict[str, str] = {}
     made: str | None
@@ -93,14 +94,58 @@ def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, c
         elif isinstance(tokenizer, SentencePieceTokenizer) and model_file is not None:
             made, names = sentencepiece_json(tokenizer, model_file), sentencepiece_names(model_file)
         else:
-            return ""
+            return f"a tokenizer of its kind has no {JSON}"
         if made is None:
-            return f"no {JSON}: the `tokenizers` library cannot encode as the sentencepiece model does"
+            return f"no {JSON} of the `tokenizers` library encodes as the sentencepiece model does"
         (folder / JSON).write_text(made)
-    if not (folder / CONFIG).exists():
+    written = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
+    if "tokenizer_class" not in written:
         names = names or {"eos_token": _name(folder / JSON, tokenizer.eod)}
-        (folder / CONFIG).write_text(json.dumps(_config(names, context), indent=2, ensure_ascii=False) + "\n")
+        facts = {**_config(names, context), **written}
+        (folder / CONFIG).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
     return ""
+
+
+def compare_with_transformers(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> tuple[dict[str, Any], list[str]]:
+    """What AutoTokenizer makes of the check texts with the files in `folder`, against `tokenizer`.
+
+    Returns what was compared, as JSON types, and what is wrong: texts that differ, another end token, one outside the
+    `vocab_size` ids of the model.
+    """
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        auto = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever the classes of transformers raise for files that they cannot read
+        return {}, [f"AutoTokenizer cannot read it ({type(error).__name__}: {' '.join(str(error).split())[:200]})"]
+    texts = check_texts([str(token) for token in auto.added_tokens_decoder.values()][:_SYMBOLS])
+
+    def encode(text: str) -> list[int]:
+        # Training adds no token, and reads special tokens that stand in a text as text.
+        return auto(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    wrong = differences(tokenizer, encode, texts)
+    problems = []
+    if wrong:
+        first = wrong[0]
+        problems.append(
+            f"{len(wrong)} of {len(texts)} texts are encoded otherwise by AutoTokenizer ({type(auto).__name__}), such "
+            f"as {first.text[:60]!r}: {first.expected[:12]} in training, {first.found[:12]} now"
+        )
+    if auto.eos_token_id != tokenizer.eod:
+        problems.append(f"the end token is {auto.eos_token!r} (id {auto.eos_token_id}), in training id {tokenizer.eod}")
+    if tokenizer.eod >= vocab_size:
+        problems.append(f"the end token's id {tokenizer.eod} is outside the model's vocabulary of {vocab_size}")
+    facts = {
+        "reference": f"transformers {transformers.__version__}, {type(auto).__name__}",
+        "texts": len(texts),
+        "different": len(wrong),
+        "first_difference": wrong[0]._asdict() if wrong else None,
+        "end_token_ids": {"training": tokenizer.eod, "AutoTokenizer": auto.eos_token_id},
+        "added_to_each_text": auto("")["input_ids"],
+    }
+    return facts, problems
 
 
 def _config(names: dict[str, str], context: int) -> dict[str, Any]:
@@ -237,7 +282,7 @@ def _unigram(model: Any) -> list[tuple[str, float]]:
         score = piece.score
         if piece.type == kinds.USER_DEFINED:  # chosen wherever it stands
             score = len(piece.piece) * max(learned) - 0.1
-        elif piece.type in (kinds.CONTROL, kinds.UNKNOWN, kinds.BYTE):  # never found in a text
+        elif piece.type in (kinds.CONTROL, kinds.UNKNOWN, kinds.BYTE):  # in a text only if it has unknown characters
             score = min(learned) - 1000.0
         scores.append((piece.piece, score))
     return scores
