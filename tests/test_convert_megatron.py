@@ -507,6 +507,15 @@ def test_files_that_do_not_belong_together_are_refused(small: Path, tmp_path: Pa
         read(small)
 
 
+@pytest.mark.parametrize("name", ["decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight"])
+def test_weights_that_are_not_finite_are_refused_by_name(name: str, small: Path, tmp_path: Path) -> None:
+    """Row I8: one that all tensor ranks hold, and one that they share."""
+    rewrite(small / "iter_0000012" / "mp_rank_01_001" / FILE, lambda state: state["model"][name][3:].fill_(torch.nan))
+    with pytest.raises(CheckpointError, match=r"(norm|mlp\.(gate|up))\.weight: holds NaN"):
+        convert_checkpoint.megatron_to_native(MegatronToNative(small, tmp_path / "native"))
+    assert not (tmp_path / "native").exists()
+
+
 def test_tied_ends_that_have_drifted_apart_are_refused(tmp_path: Path) -> None:
     shape = MODELS["gpt"]
     root = megatron_folder(tmp_path / "m", shape, tiny_models.random_tensors(shape), pp=2, attention_backend=None)

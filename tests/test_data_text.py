@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import tokenizers
 
+from megapar.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapar.data.entropy import cross_entropies
 from megapar.data.indexed import IndexedDataset
+from megapar.data.prepared import write_sidecar
 from megapar.data.preprocess import Recipe, preprocess
 from megapar.data.tokenizer import load_tokenizer, made_by, train_sentencepiece
 from megapar.errors import ConfigError, DataError
+from megapar.train import data as train_data
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [
@@ -138,6 +141,23 @@ def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path: Path):
     beside.write_text('{"eos_token": "<|endoftext|>"}')
     path.write_text(path.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
     assert not made_by(load_tokenizer(f"hf:{path}"), first.fingerprint)
+
+
+def test_data_described_by_an_earlier_version_is_trained_on(tmp_path: Path):
+    """Row I4: its description holds the fingerprint of both files."""
+    path, prefix = hugging_face(tmp_path), tmp_path / "out"
+    (tmp_path / "a.txt").write_text("text " * 20)
+    facts = preprocess([tmp_path / "a.txt"], prefix, Recipe(tokenizer=f"hf:{path}"))
+    older = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert older != facts["tokenizer"]["sha256"]
+    data = DataConfig(train=(str(prefix),), tokenizer=f"hf:{path}")
+    config = Config(model=ModelConfig(vocab_size=400), train=TrainConfig(seq_length=4), data=data)
+    for digest in (facts["tokenizer"]["sha256"], older):
+        write_sidecar(prefix, facts | {"tokenizer": facts["tokenizer"] | {"sha256": digest}})
+        assert len(train_data._open(config, [(str(prefix), (0.0, 1.0))], seed=0)) == 1
+    write_sidecar(prefix, facts | {"tokenizer": facts["tokenizer"] | {"sha256": "0"}})
+    with pytest.raises(DataError, match="is another: name the one that made them"):
+        train_data._open(config, [(str(prefix), (0.0, 1.0))], seed=0)
 
 
 def test_special_tokens_in_a_text_become_ids_only_where_that_is_asked_for(tmp_path: Path):

@@ -386,7 +386,7 @@ def training_tokenizer(config: Config, options: NativeToHf) -> Training:
         return Training(load_tokenizer(f"{kind}:{file}" if file else kind), spec, file)
     except (DataError, ConfigError) as error:
         if options.verify_tokenizer:
-            raise
+            raise type(error)(f"{error}; or give --no-verify_tokenizer") from None
         return Training(None, spec, file, str(error))
 
 

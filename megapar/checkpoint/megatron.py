@@ -26,7 +26,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from megapar.checkpoint.format import Sizes, dtype_name
 from megapar.checkpoint.load import flatten
 from megapar.checkpoint.megatron_args import unsupported
-from megapar.checkpoint.stream import CODES, named
+from megapar.checkpoint.stream import CODES, check_finite, named
 from megapar.config import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
 
@@ -119,7 +119,10 @@ class MegatronCheckpoint:
         for name, shape in shapes.items():
             problems += self._problem(name, shape) if _fused(name) in self.parts else []
         copies = zip(self.parts.get("embedding.weight", ()), self.parts.get("head.weight", ()), strict=False)
-        if tied and not all(torch.equal(first, last) for first, last in copies):
+        if tied and not all(
+            torch.equal(check_finite("embedding.weight", first), check_finite("head.weight", last))
+            for first, last in copies
+        ):
             problems.append("tied, but the last stage's embedding differs from the first's")
         if problems:
             raise CheckpointError(f"{self.folder}: not the model of its args: {'; '.join(problems[:8])}")
@@ -132,7 +135,11 @@ class MegatronCheckpoint:
             found = []
         if found != list(shape):
             return [f"{name} of shape {list(shape)} does not come of parts {[list(part.shape) for part in parts]}"]
-        if not name.endswith(_ROWS + _COLUMNS) and not all(torch.equal(part, parts[0]) for part in parts):
+        if name.endswith(_ROWS + _COLUMNS):
+            return []
+        for part in parts:
+            check_finite(name, part)  # NaN would differ from itself
+        if not all(torch.equal(part, parts[0]) for part in parts):
             return [f"tensor ranks hold different values of {name}"]
         return []
 
