@@ -426,6 +426,9 @@ def test_an_option_that_we_do_not_know_is_refused_if_its_name_speaks_of_the_arit
             imported(small)
         imported(small, accepted=[field])
         rewrite(first_file(small), lambda state, field=field: setattr(state["args"], field, False))
+    rewrite(first_file(small), lambda state: setattr(state["args"], "layernorm_zero_centered_gamma", True))
+    with pytest.raises(CheckpointError, match="layernorm_zero_centered_gamma is True: not supported"):
+        imported(small, accepted=["layernorm_zero_centered_gamma"])  # it is known, and known to matter
 
 
 def test_a_distributed_checkpoint_of_megatron_is_named(tmp_path: Path) -> None:

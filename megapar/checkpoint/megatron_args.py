@@ -95,14 +95,12 @@ _WORDS = re.compile(
 
 
 def unsupported(args: Mapping[str, Any], accepted: Collection[str] = ()) -> Iterator[str]:
-    """What is wrong with each of `args` that our models cannot be, or that we do not know; none of `accepted`."""
+    """What is wrong with each of `args` that our models cannot be, or that we do not know and is not in `accepted`."""
     for field, value in args.items():
-        if field in accepted:
-            continue
         if field in UNUSED:
             if value not in UNUSED[field]:
                 yield f"args.{field} is {value!r}: not supported"
-        elif value and _speaks_of_arithmetic(field):
+        elif value and field not in accepted and _speaks_of_arithmetic(field):
             yield (
                 f"args.{field} is {value!r}: this option is not known, and by its name it may change what the model "
                 f"computes; if it does not, give --accept_args {field}"
