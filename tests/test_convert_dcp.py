@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from megapar.checkpoint import stream
 from megapar.checkpoint.dcp import CONFIG as OPTIONS
 from megapar.checkpoint.dcp import export
 from megapar.checkpoint.stream import write_weights
@@ -67,6 +68,20 @@ def test_dtensors_of_two_ranks_load_bitwise(tmp_path: Path) -> None:
     for found in run_ranks(2, load_sharded, tmp_path / "dcp"):
         for name, tensor in tensors.items():
             assert torch.equal(found[name], tensor), name
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    """Row I8"""
+    tensors = tiny_models.random_tensors(MODEL)
+    tensors["layers.1.mlp.up.weight"][2, 3] = torch.inf
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    (tmp_path / "native").mkdir()
+    with pytest.MonkeyPatch.context() as patched:  # as an older version would have written it
+        patched.setattr(stream, "check_finite", lambda name, values: values)
+        write_weights(tmp_path / "native", CONFIG, shapes, tensors.__getitem__, shard_bytes=20_000)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up\.weight: holds NaN or infinity"):
+        export(tmp_path / "native", tmp_path / "dcp")
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
 
 
 def test_a_damaged_source_or_an_existing_target_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -355,6 +355,10 @@ REFUSED = {
     "multi_latent_attention": True,
     "mtp_num_layers": 1,
     "apply_layernorm_1p": True,
+    "layernorm_zero_centered_gamma": True,
+    "hybrid_layer_pattern": "M*M*",
+    "heterogeneous_layers_config_encoded_json": "{}",
+    "spec": ["elsewhere.layers", "make"],
     "rotary_percent": 0.5,
     "rotary_interleaved": True,
     "window_size": (128, 0),
@@ -395,6 +399,47 @@ def test_what_our_models_cannot_be_is_refused_by_the_name_of_the_field(small: Pa
         assert "\n" not in str(caught.value)
         rewrite(first_file(small), lambda state, field=field, old=before[0]: setattr(state["args"], field, old))
     imported(small)
+
+
+UNKNOWN = ("embedding_scale", "use_rmsnorm_1p", "logit_cap", "sliding_window", "post_mlp_layernorm", "rope_v2_theta")
+# Of Megatron-LM's 838 options, those with a default that is neither false nor None and a name that speaks of the
+# arithmetic; and some that users switch on.
+DEFAULTS = {
+    **dict.fromkeys(("add_position_embedding", "apply_rope_fusion", "bias_swiglu_fusion"), True),
+    **dict.fromkeys(("masked_softmax_fusion", "no_persist_layer_norm"), True),
+    **dict.fromkeys(("create_attention_mask_in_dataloader", "use_mamba_mem_eff_path", "use_flash_attn"), True),
+    **dict.fromkeys(("yarn_correction_range_round_to_int", "attention_softmax_in_fp32", "reset_position_ids"), True),
+    **{"hidden_dropout": 0.1, "attention_dropout": 0.1, "rotary_scaling_factor": 1.0, "moe_router_topk": 2},
+    **{"mtp_loss_scaling_factor": 0.1, "mup_width_mult": 1.0, "dsa_indexer_rotate_activation": True, "spec": None},
+    **{"loss_scale_window": 1000, "muon_scale_mode": "spectral", "mamba_head_dim": 64, "rope_scaling_factor": 8.0},
+    **{"relative_attention_num_buckets": 32, "kitchen_attention_backend": "sdpa", "window_size": [-1, -1]},
+}
+
+
+def test_an_option_that_we_do_not_know_is_refused_if_its_name_speaks_of_the_arithmetic(small: Path) -> None:
+    """Row I1: Megatron renames options, and a conversion that ignores one is silently wrong. Its defaults pass."""
+    rewrite(first_file(small), lambda state: vars(state["args"]).update(DEFAULTS, **dict.fromkeys(UNKNOWN)))
+    imported(small)
+    for field in UNKNOWN:
+        rewrite(first_file(small), lambda state, field=field: setattr(state["args"], field, True))
+        with pytest.raises(CheckpointError, match=rf"args\.{field} is True: this option is not known.*--accept_args"):
+            imported(small)
+        imported(small, accepted=[field])
+        rewrite(first_file(small), lambda state, field=field: setattr(state["args"], field, False))
+    rewrite(first_file(small), lambda state: setattr(state["args"], "layernorm_zero_centered_gamma", True))
+    with pytest.raises(CheckpointError, match="layernorm_zero_centered_gamma is True: not supported"):
+        imported(small, accepted=["layernorm_zero_centered_gamma"])  # it is known, and known to matter
+
+
+def test_a_distributed_checkpoint_of_megatron_is_named(tmp_path: Path) -> None:
+    """torch_dist is Megatron's default format: both the root and the iteration's folder are recognized."""
+    folder = tmp_path / "iter_0000012"
+    folder.mkdir()
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (tmp_path / TRACKER).write_text("12")
+    for source in (tmp_path, folder):
+        with pytest.raises(CheckpointError, match=r"format torch_dist .*--ckpt-convert-format torch"):
+            read(source)
 
 
 def test_tensors_that_the_args_do_not_speak_of_are_refused(tmp_path: Path) -> None:
@@ -463,6 +508,15 @@ def test_files_that_do_not_belong_together_are_refused(small: Path, tmp_path: Pa
     (small / TRACKER).write_text("../../elsewhere")
     with pytest.raises(CheckpointError, match="neither an iteration nor `release`"):
         read(small)
+
+
+@pytest.mark.parametrize("name", ["decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight"])
+def test_weights_that_are_not_finite_are_refused_by_name(name: str, small: Path, tmp_path: Path) -> None:
+    """Row I8: one that all tensor ranks hold, and one that they share."""
+    rewrite(small / "iter_0000012" / "mp_rank_01_001" / FILE, lambda state: state["model"][name][3:].fill_(torch.nan))
+    with pytest.raises(CheckpointError, match=r"(norm|mlp\.(gate|up))\.weight: holds NaN"):
+        convert_checkpoint.megatron_to_native(MegatronToNative(small, tmp_path / "native"))
+    assert not (tmp_path / "native").exists()
 
 
 def test_tied_ends_that_have_drifted_apart_are_refused(tmp_path: Path) -> None:

@@ -153,7 +153,8 @@ def refused(prefix: Path, *parts: str) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path, pair: Path):
-    refused(tmp_path / "none", "none.idx", "not a file")
+    refused(tmp_path / "none", "none.idx", "not a file: name the part")
+    refused(Path(f"{pair}.bin"), "x.bin.idx", f"not a file: give {pair}, without the suffix")
     Path(f"{pair}.bin").unlink()
     refused(pair, "x.bin", "not a file")
 

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -202,6 +203,7 @@ def test_input_that_cannot_be_used_is_refused(tmp_path: Path, in_process: None):
         with pytest.raises(ConfigError, match="--workers"):
             preprocess([empty], tmp_path / "out", options, workers=workers)
     assert not (tmp_path / "out.bin").exists()
+    assert not (tmp_path / "out.parts").exists(), "parts of documents without text are of no use to another run"
 
 
 def test_a_document_of_a_gibibyte_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -265,9 +267,54 @@ def test_text_files_that_are_bad_are_left_out_or_mended(tmp_path: Path):
     """(row D8)"""
     for name, raw in (("a", b"\xef\xbb\xbfx"), ("b", b"x\0y"), ("c", b"\xe9"), ("d", "\ufffd fine".encode())):
         (tmp_path / f"{name}.txt").write_bytes(raw)
-    assert list(read_documents([tmp_path], Reading(on_bad_line="skip"))) == ["\ufffd fine"]
+    assert list(read_documents([tmp_path], Reading(on_bad_line="skip"))) == ["x", "\ufffd fine"]
     mended = ["x", "x\ufffdy", "\ufffd", "\ufffd fine"]
     assert list(read_documents([tmp_path], Reading(on_bad_line="replace"))) == mended
+
+
+def test_a_byte_order_mark_at_the_start_of_a_file_is_no_part_of_its_text(tmp_path: Path):
+    """Row I2: editors write it, and it cost the first document."""
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.jsonl").write_bytes(mark + b'{"text": "one"}\r\n{"text": "two"}\n')
+    (tmp_path / "b.jsonl").write_bytes(mark + b"\n" + b'{"text": "three"}\n')
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(mark + b'{"text": "four"}\n'))
+    (tmp_path / "d.txt").write_bytes(mark + b"five\nsix\n")
+    for policy in ("error", "skip"):
+        found = list(read_documents([tmp_path], Reading(on_bad_line=policy)))
+        assert found == ["one", "two", "three", "four", "five\nsix\n"]
+    (tmp_path / "joined.txt").write_bytes((mark + b"x\n") * 2)
+    with pytest.raises(DataError, match=r"joined.txt: line 2 \(byte 5\): byte order mark"):
+        list(read_documents([tmp_path / "joined.txt"], Reading(text_lines=True)))
+
+
+def test_a_line_without_the_key_names_its_keys_and_the_option(tmp_path: Path):
+    """Row I3: to skip such lines would skip the whole corpus."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 1, "meta": {"text": "within", "n": 2}, "body": "x"}\n')
+    keys = "--text_field names the key of the text; this line has id, meta, body, meta.text, meta.n"
+    for field, said in (
+        ("text", keys),
+        ("body.text", keys),
+        ("meta.n", "no text (meta.n is int)"),
+    ):
+        with pytest.raises(DataError, match=re.escape(said)):
+            list(read_documents([path], Reading(text_field=field)))
+    assert list(read_documents([path], Reading(text_field="meta.text"))) == ["within"]
+    path.write_text('{"meta.text": "a key with a dot", "meta": {"text": "within"}}\n')
+    assert list(read_documents([path], Reading(text_field="meta.text"))) == ["a key with a dot"]
+
+
+def test_text_within_a_column_of_parquet(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow", reason="no parquet without pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"text": "one", "n": 1}, None, {"text": None, "n": 2}, {"text": "two", "n": 3}]
+    parquet.write_table(pyarrow.table({"meta": pyarrow.array(rows), "n": range(4)}), tmp_path / "a.parquet")
+    reading = Reading(text_field="meta.text", on_bad_line="skip")
+    assert list(read_documents([tmp_path / "a.parquet"], reading)) == ["one", "two"]
+    for field, said in (("meta.body", "no column meta.body"), ("n.text", "no column n.text"), ("meta", "holds struct")):
+        with pytest.raises(DataError, match=said):
+            list(read_documents([tmp_path / "a.parquet"], Reading(text_field=field)))
 
 
 # workers and resumption

@@ -13,10 +13,14 @@ import numpy as np
 import pytest
 import tokenizers
 
+from megapar.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapar.data.entropy import cross_entropies
 from megapar.data.indexed import IndexedDataset
-from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
+from megapar.data.prepared import write_sidecar
+from megapar.data.preprocess import Recipe, preprocess
+from megapar.data.tokenizer import load_tokenizer, made_by, train_sentencepiece
 from megapar.errors import ConfigError, DataError
+from megapar.train import data as train_data
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [
@@ -120,6 +124,56 @@ def test_the_end_of_a_document_is_what_the_files_say(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
     with pytest.raises(DataError, match="a cannot end a document: text can hold it"):
         load_tokenizer(f"hf:{path}")
+
+
+def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path: Path):
+    """Row I4: transformers adds fields to tokenizer_config.json when it saves a tokenizer, and chat templates change.
+    Data prepared under the fingerprint of both files, as earlier versions wrote it, is still taken."""
+    path, beside = hugging_face(tmp_path), tmp_path / "tokenizer_config.json"
+    beside.write_text('{"eos_token": "<|endoftext|>"}')
+    first = load_tokenizer(f"hf:{path}")
+    assert made_by(first, hashlib.sha256(path.read_bytes() + beside.read_bytes()).hexdigest())
+    beside.write_text('{"eos_token": {"content": "<|endoftext|>"}, "is_local": true, "chat_template": "{{ x }}"}')
+    again = load_tokenizer(f"hf:{path}")
+    assert made_by(again, first.fingerprint)
+    beside.write_text('{"eos_token": "<s>"}')
+    assert not made_by(load_tokenizer(f"hf:{path}"), first.fingerprint)
+    beside.write_text('{"eos_token": "<|endoftext|>"}')
+    path.write_text(path.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
+    assert not made_by(load_tokenizer(f"hf:{path}"), first.fingerprint)
+
+
+def test_data_described_by_an_earlier_version_is_trained_on(tmp_path: Path):
+    """Row I4: its description holds the fingerprint of both files."""
+    path, prefix = hugging_face(tmp_path), tmp_path / "out"
+    (tmp_path / "a.txt").write_text("text " * 20)
+    facts = preprocess([tmp_path / "a.txt"], prefix, Recipe(tokenizer=f"hf:{path}"))
+    older = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert older != facts["tokenizer"]["sha256"]
+    data = DataConfig(train=(str(prefix),), tokenizer=f"hf:{path}")
+    config = Config(model=ModelConfig(vocab_size=400), train=TrainConfig(seq_length=4), data=data)
+    for digest in (facts["tokenizer"]["sha256"], older):
+        write_sidecar(prefix, facts | {"tokenizer": facts["tokenizer"] | {"sha256": digest}})
+        assert len(train_data._open(config, [(str(prefix), (0.0, 1.0))], seed=0)) == 1
+    write_sidecar(prefix, facts | {"tokenizer": facts["tokenizer"] | {"sha256": "0"}})
+    with pytest.raises(DataError, match="is another: name the one that made them"):
+        train_data._open(config, [(str(prefix), (0.0, 1.0))], seed=0)
+
+
+def test_special_tokens_in_a_text_become_ids_only_where_that_is_asked_for(tmp_path: Path):
+    """Row I5"""
+    spec, text = f"hf:{hugging_face(tmp_path)}", "<s>one<|endoftext|>"
+    parsed = load_tokenizer(spec, parse_special=True)
+    assert parsed.encode(text).tolist() == [0, *load_tokenizer(spec).encode("one"), 1]
+    (tmp_path / "a.txt").write_text(text)
+    facts = preprocess([tmp_path / "a.txt"], tmp_path / "out", Recipe(tokenizer=spec, special_tokens="parse"))
+    assert facts["tokenizer"]["special_tokens"] == "parse"
+    assert IndexedDataset(tmp_path / "out").document(0).tolist() == parsed.encode(text).tolist()
+    facts = preprocess([tmp_path / "a.txt"], tmp_path / "out", Recipe(tokenizer=spec))
+    assert "special_tokens" not in facts["tokenizer"]
+    assert not {0, 1} & {*IndexedDataset(tmp_path / "out").document(0).tolist()}
+    with pytest.raises(ConfigError, match="--special_tokens parse: hf: tokenizers alone"):
+        preprocess([tmp_path / "a.txt"], tmp_path / "out", Recipe(tokenizer="bytes", special_tokens="parse"))
 
 
 def test_ids_of_a_vocabulary_with_gaps_are_below_its_size(tmp_path: Path):

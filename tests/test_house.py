@@ -366,7 +366,7 @@ def test_links_of_the_documents_lead_somewhere() -> None:
 def rows(text: str) -> set[str]:
     """Row numbers in text such as "3, 4 and K1-K4"."""
     found = set()
-    for kind, first, last in re.findall(r"([KCDS]?)(\d+)(?:-[KCDS]?(\d+))?", text):
+    for kind, first, last in re.findall(r"([KCDSI]?)(\d+)(?:-[KCDSI]?(\d+))?", text):
         found |= {f"{kind}{number}" for number in range(int(first), int(last or first) + 1)}
     return found
 
@@ -374,16 +374,16 @@ def rows(text: str) -> set[str]:
 def test_each_fault_is_guarded_by_a_test_that_cites_it() -> None:
     listed = set()
     for line in (ROOT / "docs/faults.md").read_text().splitlines():
-        if cell := re.match(r"\| ([KCDS]?\d[^|]*) \|", line):
+        if cell := re.match(r"\| ([KCDSI]?\d[^|]*) \|", line):
             listed |= rows(cell[1])
     cited = set()
     for path in set(TESTS) - {Path(__file__)}:
         text = " ".join(path.read_text().split())
         for found in re.findall(
-            r"\b[Rr]ows? ((?:[KCDS]?\d+(?:, and |, | and |-)?)+)|\b([KCDS]\d+(?:-[KCDS]\d+)?)\b", text
+            r"\b[Rr]ows? ((?:[KCDSI]?\d+(?:, and |, | and |-)?)+)|\b([KCDSI]\d+(?:-[KCDSI]\d+)?)\b", text
         ):
             cited |= rows(" ".join(found))
-        cited |= {name.upper() for name in re.findall(r"def test_([kcds]\d+)_", text)}
+        cited |= {name.upper() for name in re.findall(r"def test_([kcdsi]\d+)_", text)}
     assert len(listed) > 70
     assert listed == cited, f"no test cites {sorted(listed - cited)}; not in the list: {sorted(cited - listed)}"
 

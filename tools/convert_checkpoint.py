@@ -7,18 +7,19 @@ What is written is compared with transformers first: the largest difference of l
 import importlib.metadata
 import importlib.util
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
 from megapar_models.build import build_stages, logical_tensors
-from megapar_models.huggingface import CONV1D, MODULES, TIED, canonical_name, from_hugging_face, to_hugging_face
+from megapar_models.huggingface import CONV1D, MODULES, TIED, canonical_name, from_hugging_face, to_hugging_face, told
 from megapar_models.stage import Stage
 from rich.console import Console
 from rich.progress import Progress
@@ -51,17 +52,19 @@ from megapar.config import (
     unflatten,
 )
 from megapar.config_io import part_toml
-from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import CheckpointError, ConfigError, reported
+from megapar.data.prepared import read_sidecar
+from megapar.data.tokenizer import Tokenizer, load_tokenizer
+from megapar.data.tokenizer_files import compare_with_transformers, write_missing
+from megapar.errors import CheckpointError, ConfigError, DataError, reported
 from megapar.precision import model_dtype
-from megapar.validate import validate, weight_options
+from megapar.validate import Entry, validate, weight_options
 
+HF_CONFIG, CONFIG, PARITY, GENERATION = "config.json", "config.toml", "parity.json", "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", GENERATION),
 )
 TOKENIZERS = {"hf": "tokenizer.json", "spm": "tokenizer.model"}
-HF_CONFIG, CONFIG, PARITY = "config.json", "config.toml", "parity.json"
 PRECISION: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -99,8 +102,12 @@ class NativeToHf:
     """Folder with the config.json and tokenizer files to take, of the same model; by default SRC, if it has them."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights; auto is that of the training."""
+    tokenizer: str = ""
+    """What made the data, as data.tokenizer names it; by default data.tokenizer of the training."""
     verify: bool = True
     """Compare logits with transformers, which loads the whole model twice; --no-verify needs memory for a tensor."""
+    verify_tokenizer: bool = True
+    """Compare ids of some dozens of texts, and the end token, with those of AutoTokenizer on DST."""
     shard_bytes: int = SHARD_BYTES
     """Largest file, unless one tensor is larger."""
 
@@ -118,6 +125,8 @@ class MegatronToNative:
     """Folder of the checkpoint; must not exist."""
     vocab_size: int = 0
     """The tokenizer's size, beyond which rows are padding; 0 takes what Megatron's --vocab-size was."""
+    accept_args: tuple[str, ...] = ()
+    """Names of Megatron's args that do not change what the model computes, though we do not know them."""
     shard_bytes: int = SHARD_BYTES
     """Largest file, unless one tensor is larger."""
 
@@ -136,11 +145,14 @@ def hf_to_native(options: HfToNative) -> None:
     """Raises ConfigError for an unsupported config.json, CheckpointError for other tensors than it says, before
     anything is written."""
     check_reference(options.verify)
-    model = from_hugging_face(read_json(options.src / HF_CONFIG))
-    config = whole_config(model)
+    raw = read_json(options.src / HF_CONFIG)
+    config = whole_config(from_hugging_face(raw))
+    for line in told(raw):
+        print(f"warning: {line}", file=sys.stderr)
+    family = config.model.family
     shapes, wanted = native_shapes(config.model), hf_recipes(config.model)
-    weights = Weights(options.src, lambda name: canonical_name(name, model.family))
-    weights.check(wanted, TIED[model.family] if model.tie_word_embeddings else {})
+    weights = Weights(options.src, lambda name: canonical_name(name, family))
+    weights.check(wanted, TIED[family] if config.model.tie_word_embeddings else {})
     kinds = [f"{kind}:{options.dst / name}" for kind, name in TOKENIZERS.items() if (options.src / name).is_file()]
     config = replace(
         config,
@@ -159,9 +171,11 @@ def hf_to_native(options: HfToNative) -> None:
                 shard_bytes=options.shard_bytes,
             )
         copy_files(options.src, folder, (HF_CONFIG, *TOKENIZER_FILES))
-        (folder / CONFIG).write_text(part_toml(config, ("model", "data.tokenizer")))
+        # A folder without a tokenizer says nothing of it: `bytes`, the default, would name a wrong one.
+        named_options = ("model", "data.tokenizer") if kinds else ("model",)
+        (folder / CONFIG).write_text(part_toml(config, named_options))
         if options.verify:
-            verify(folder, options.src, folder, weights.dtype)
+            write_json(folder / PARITY, verify(folder, options.src, weights.dtype))
     print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
 
 
@@ -179,7 +193,9 @@ def native_to_hf(options: NativeToHf) -> None:
     if wrong:
         raise CheckpointError(f"{options.src}: tensors are not those of its model: {'; '.join(wrong[:8])}")
     dtype = model_dtype(config.train.precision) if options.dtype == "auto" else getattr(torch, options.dtype)
-    raw = hf_config(config, options.like or options.src, required=options.like is not None)
+    training = training_tokenizer(config, options)
+    origin = described_by(config, options)
+    raw = hf_config(config, origin, training.tokenizer)
     raw["torch_dtype"] = str(dtype).removeprefix("torch.")
     wanted = hf_recipes(config.model)
     infos = {name: TensorInfo(recipe.shape, dtype) for name, recipe in wanted.items()}
@@ -191,18 +207,21 @@ def native_to_hf(options: NativeToHf) -> None:
                 lambda name: advance(hugging_face_tensor(options.src, manifest, wanted[name], dtype)),
                 shard_bytes=options.shard_bytes,
             )
-        (folder / HF_CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+        write_json(folder / HF_CONFIG, raw)
         copy_files(options.like or options.src, folder, TOKENIZER_FILES)
-        copy_own_tokenizer(config, folder)
-        if options.verify:
-            verify(options.src, folder, folder, dtype)
+        copy_own_tokenizer(training, folder)
+        if origin is not None and not (folder / GENERATION).exists():
+            copy_files(origin, folder, (GENERATION,))
+        compared = {"tokenizer": verify_tokenizer(folder, training, config.model, options)}
+        logits = verify(options.src, folder, dtype) if options.verify else {"prompts": []}
+        write_json(folder / PARITY, {**logits, **compared})
     print(f"{options.dst}: {raw['model_type']}, {raw['torch_dtype']}, step {manifest.step} of {options.src}")
 
 
 def megatron_to_native(options: MegatronToNative) -> None:
     """Raises CheckpointError for files that are damaged, unsafe or of an unsupported model, before anything is
     written."""
-    source = megatron.read(options.src, options.vocab_size)
+    source = megatron.read(options.src, options.vocab_size, options.accept_args)
     dtypes = {part.dtype for parts in source.parts.values() for part in parts}
     precision = PRECISION[dtypes.pop() if len(dtypes) == 1 else torch.float32]
     length = min(TrainConfig.seq_length, source.model.max_position_embeddings)
@@ -261,19 +280,42 @@ def saved_config(manifest: Manifest, **train: Any) -> Config:
     return replace(validate(alone, 1), data=config.data)
 
 
-def hf_config(config: Config, like: Path, *, required: bool) -> dict[str, Any]:
-    """config.json: that of `like` if it describes this model (refused if it must and does not), else our own."""
-    if required or (like / HF_CONFIG).is_file():
-        raw = read_json(like / HF_CONFIG)
-        theirs = whole_config(from_hugging_face(raw)).model
-        if _computed(theirs) == _computed(config.model):
-            raw.pop("dtype", None)  # transformers 5's name of torch_dtype
-            return raw
-        raise ConfigError(f"{like / HF_CONFIG}: describes another model than the checkpoint's: {theirs}")
-    file = config.data.tokenizer.partition(":")[2]
-    eod = load_tokenizer(config.data.tokenizer).eod if not file or Path(file).is_file() else None
-    known = eod is not None and eod < config.model.vocab_size
-    return {**to_hugging_face(config.model), "bos_token_id": None, "eos_token_id": eod if known else None}
+def described_by(config: Config, options: NativeToHf) -> Path | None:
+    """The folder whose config.json and generation settings go with the export, or None if the export has its own.
+
+    It is --like, else SRC, both refused if they describe another model; else the folder of the weights or of the
+    tokenizer that the training began with, if it describes this model.
+    """
+    for folder in (options.like, options.src):
+        if folder is not None and (folder == options.like or (folder / HF_CONFIG).is_file()):
+            theirs = whole_config(from_hugging_face(read_json(folder / HF_CONFIG))).model
+            if _computed(theirs) != _computed(config.model):
+                raise ConfigError(f"{folder / HF_CONFIG}: describes another model than the checkpoint's: {theirs}")
+            return folder
+    began = (Path(config.checkpoint.init_from), Path(config.data.tokenizer.partition(":")[2]).parent)
+    return next((folder for folder in began if _describes(folder / HF_CONFIG, config.model)), None)
+
+
+def _describes(path: Path, model: ModelConfig) -> bool:
+    """Whether `path` is a config.json of this model; another one stands there by chance."""
+    if not path.is_file():
+        return False
+    try:
+        theirs = whole_config(from_hugging_face(read_json(path))).model
+    except ConfigError:
+        return False
+    return _computed(theirs) == _computed(model)
+
+
+def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """config.json: that of the folder `origin`, else our own, whose end token is that of the training's tokenizer."""
+    if origin is not None:
+        raw = read_json(origin / HF_CONFIG)
+        raw.pop("dtype", None)  # transformers 5's name of torch_dtype
+        return raw
+    known = tokenizer is not None and tokenizer.eod < config.model.vocab_size
+    eod = tokenizer.eod if tokenizer is not None and known else None
+    return {**to_hugging_face(config.model), "bos_token_id": None, "eos_token_id": eod}
 
 
 def _computed(model: ModelConfig) -> ModelConfig:
@@ -311,17 +353,87 @@ def copy_files(src: Path, dst: Path, names: tuple[str, ...]) -> None:
             shutil.copyfile(src / name, dst / name)
 
 
-def copy_own_tokenizer(config: Config, folder: Path) -> None:
-    """The tokenizer that a run was trained with, unless the folder has one already."""
-    kind, _, name = config.data.tokenizer.partition(":")
-    file = Path(name)
-    if kind not in TOKENIZERS or any((folder / name).exists() for name in TOKENIZERS.values()):
+def write_json(path: Path, facts: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+# Tokenizer
+
+
+class Training(NamedTuple):
+    """The tokenizer that made the data of a training and its file, or in `why` the reason that it is not known."""
+
+    tokenizer: Tokenizer | None
+    spec: str
+    file: Path | None = None
+    why: str = ""
+
+
+def training_tokenizer(config: Config, options: NativeToHf) -> Training:
+    """Raises DataError or ConfigError if its file cannot be read, unless the user wants no verification."""
+    spec = options.tokenizer or config.data.tokenizer
+    if spec == "bytes" and not options.tokenizer and not made_of_bytes(config):
+        why = "data.tokenizer was left at bytes, and no description of the data (PREFIX.json) says that bytes made it"
+        return Training(None, spec, None, f"{why}; name the tokenizer with --tokenizer")
+    kind, _, name = spec.partition(":")
+    file = Path(name) if name else None
+    beside = options.src / TOKENIZERS.get(kind, "")
+    if file is not None and not options.tokenizer and not file.is_file():
+        if not beside.is_file():
+            return Training(None, spec, None, f"data.tokenizer {spec} is not there; name its file with --tokenizer")
+        file = beside  # a converted folder that was moved
+    try:
+        return Training(load_tokenizer(f"{kind}:{file}" if file else kind), spec, file)
+    except (DataError, ConfigError) as error:
+        if options.verify_tokenizer:
+            raise type(error)(f"{error}; or give --no-verify_tokenizer") from None
+        return Training(None, spec, file, str(error))
+
+
+def made_of_bytes(config: Config) -> bool:
+    """Whether the data says that bytes made it, or was encoded while it was read, as Hugging Face datasets are."""
+    for entry in map(Entry.parse, config.data.train):
+        facts = read_sidecar(entry.source)
+        if entry.source.startswith("hf:") or (facts and facts["tokenizer"]["sha256"] == "bytes"):
+            return True
+    return False
+
+
+def copy_own_tokenizer(training: Training, folder: Path) -> None:
+    """The files of the tokenizer that a run was trained with, unless the folder has one already."""
+    kind, file = training.spec.partition(":")[0], training.file
+    if kind not in TOKENIZERS or file is None or any((folder / name).exists() for name in TOKENIZERS.values()):
         return
-    if file.is_file():
-        copy_files(file.parent, folder, TOKENIZER_FILES if file.name == TOKENIZERS[kind] else ())
-        shutil.copyfile(file, folder / TOKENIZERS[kind])
-    else:
-        print(f"no tokenizer copied: data.tokenizer {config.data.tokenizer} is not there", file=sys.stderr)
+    copy_files(file.parent, folder, TOKENIZER_FILES if file.name == TOKENIZERS[kind] else ())
+    shutil.copyfile(file, folder / TOKENIZERS[kind])
+
+
+def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, options: NativeToHf) -> dict[str, Any]:
+    """Write what the tokenizer's files in `folder` lack, and compare AutoTokenizer with that of the training.
+
+    Returns what parity.json says of it. Raises CheckpointError if a text or the end token differs.
+    """
+    lacks = ""
+    if training.tokenizer is not None:
+        lacks = write_missing(folder, training.tokenizer, training.file, model.max_position_embeddings)
+    readable = any((folder / name).exists() for name in TOKENIZERS.values())
+    why = training.why or ("" if readable else lacks)
+    if not options.verify_tokenizer:
+        why = "--no-verify_tokenizer"
+    elif importlib.util.find_spec("transformers") is None:
+        why = why or "transformers is not installed"
+    if why or training.tokenizer is None:
+        print(f"the tokenizer is not verified: {why}", file=sys.stderr)
+        return {"verified": False, "why": why}
+    facts, problems = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
+    if problems:
+        told = "; ".join([*problems, lacks] if lacks else problems)
+        raise CheckpointError(
+            f"{options.dst}: the exported tokenizer is not that of the training, {training.spec}: {told}; nothing was "
+            "written. transformers may choose a class by model_type that ignores tokenizer.json, where "
+            "PreTrainedTokenizerFast.from_pretrained reads it as it is; --no-verify_tokenizer writes the folder"
+        )
+    return {"verified": True, "trained_with": training.spec, **facts}
 
 
 # Parity
@@ -334,22 +446,24 @@ def check_reference(wanted: bool) -> None:
         )
 
 
-def verify(native: Path, hugging_face: Path, report: Path, dtype: torch.dtype) -> None:
-    """Print how far logits are apart and write it to `report`. Raises CheckpointError beyond the tolerance."""
+def verify(native: Path, hugging_face: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """Print how far logits are apart; returns it for parity.json. Raises CheckpointError beyond the tolerance."""
     rows = parity(native, hugging_face, dtype)
     table = Table("prompt", "tokens", "compared from", "largest logit", "largest difference", "relative")
     for row in rows:
         table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
     Console().print(table)
     reference = f"transformers {importlib.metadata.version('transformers')}"
-    facts = {"reference": reference, "computed_in": "float32", "weights": str(dtype).removeprefix("torch.")}
-    (report / PARITY).write_text(json.dumps({**facts, "tolerance": TOLERANCE, "prompts": rows}, indent=1) + "\n")
     worst = max(row["relative"] for row in rows)
+    if not math.isfinite(sum(row["relative"] for row in rows)):
+        raise CheckpointError(f"{native}: logits are not finite, though the weights are: this model overflows")
     if not worst <= TOLERANCE:
         raise CheckpointError(
             f"logits differ from those of {reference} by {worst:.3g} of the largest, more than {TOLERANCE}; "
             "nothing was written: the conversion is wrong for this model"
         )
+    facts = {"reference": reference, "computed_in": "float32", "weights": str(dtype).removeprefix("torch.")}
+    return {**facts, "tolerance": TOLERANCE, "prompts": rows}
 
 
 @torch.no_grad()

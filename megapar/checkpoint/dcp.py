@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megapar.checkpoint.format import WEIGHTS, Manifest, dtype_of, read_manifest
 from megapar.checkpoint.load import Reader
-from megapar.checkpoint.stream import new_folder
+from megapar.checkpoint.stream import check_finite, new_folder
 
 CONFIG = "model_config.json"
 PREFIX = f"{WEIGHTS[0]}."
@@ -32,7 +32,8 @@ class _Streaming(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         with Reader(self.source, self.manifest) as reader:  # one for each tensor, so that its pages are let go
-            return self.advance(reader.tensor(f"{PREFIX}{index.fqn}"))
+            values = reader.tensor(f"{PREFIX}{index.fqn}")
+        return self.advance(check_finite(index.fqn, values))
 
 
 def export(source: Path, target: Path, advance: Callable[[Tensor], Tensor] = lambda values: values) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megapar.checkpoint.format import WEIGHTS, Manifest, Sizes
 from megapar.checkpoint.load import Reader
-from megapar.checkpoint.stream import CODES, TensorInfo, named, shards, write_file
+from megapar.checkpoint.stream import CODES, TensorInfo, check_finite, named, shards, write_file
 from megapar.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -101,6 +101,8 @@ class Weights:
     def _header(self, file: str) -> dict[str, TensorInfo]:
         path, dtypes = self.folder / file, {code: dtype for dtype, code in CODES.items()}
         if not path.is_file():
+            if file != SINGLE:
+                raise CheckpointError(f"{path}: missing, though {INDEX} names it: copy or download this shard again")
             pickled = " (.bin files are pickles, which are never read)" if list(self.folder.glob("*.bin")) else ""
             raise CheckpointError(f"{path}: missing; save the model with safetensors{pickled}")
         found = {}
@@ -133,7 +135,10 @@ class Weights:
         """Raises CheckpointError unless the tensors are those of the recipes, with their shapes. A name in `tied` may
         be stored besides, if it equals the tensor that it is tied to."""
         for copy in tied.keys() & self.tensors.keys() - wanted.keys():
-            if tied[copy] in self.tensors and not torch.equal(self.read(copy), self.read(tied[copy])):
+            if tied[copy] in self.tensors and not torch.equal(
+                check_finite(copy, self.read(copy)),  # NaN would differ from itself
+                check_finite(tied[copy], self.read(tied[copy])),
+            ):
                 raise CheckpointError(f"{self.folder}: tie_word_embeddings, but {copy} differs from {tied[copy]}")
             del self.tensors[copy]
         missing, unexpected = wanted.keys() - self.tensors.keys(), self.tensors.keys() - wanted.keys()

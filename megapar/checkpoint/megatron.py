@@ -10,10 +10,11 @@ chunk. Both its model classes are read: the legacy one, and Megatron Core's with
 Nothing in a file is run. Storages are mapped, so that a tensor's bytes are read when it is converted.
 """
 
+import json
 import pickle
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megapar.checkpoint.format import Sizes, dtype_name
 from megapar.checkpoint.load import flatten
-from megapar.checkpoint.stream import CODES, named
+from megapar.checkpoint.megatron_args import unsupported
+from megapar.checkpoint.stream import CODES, check_finite, named
 from megapar.config import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
+METADATA = "metadata.json"
 
 # What Megatron stores beside tensors and plain values: its own settings and states, numpy's random state. None of it is
 # needed, so none of it is imported.
@@ -37,31 +40,6 @@ _LEFT = re.compile(
     r"megatron\..+|numpy\.(_?core\.multiarray\.(_reconstruct|scalar)|ndarray|dtype|dtypes\.\w+DType)"
     r"|types\.SimpleNamespace|pathlib\.(_local\.)?PosixPath|signal\.Signals|_io\.BytesIO|torch\._C\.Generator"
 )
-
-# Options that change what a model computes in ways that ours do not, and the values that leave them unused. Versions
-# that lack one did not have it yet.
-_UNUSED = {
-    "num_experts": (None, 0),
-    "multi_latent_attention": (None, False),
-    "mtp_num_layers": (None, 0),
-    "apply_layernorm_1p": (None, False),
-    "apply_residual_connection_post_layernorm": (None, False),
-    "retro_add_retriever": (None, False),
-    "rotary_percent": (None, 1.0),
-    "rotary_interleaved": (None, False),
-    "no_rope_freq": (None,),
-    "window_size": (None, (-1, -1)),
-    "qk_l2_norm": (None, False),
-    "attention_output_gate": (None, False),
-    "experimental_attention_variant": (None,),
-    "softmax_type": (None, "vanilla"),
-    "quick_geglu": (None, False),
-    "activation_func_clamp_value": (None,),
-    "glu_linear_offset": (None, 0.0),
-    "heterogeneous_layers_config_path": (None,),
-    "hybrid_override_pattern": (None,),
-    "use_mup": (None, False),
-}
 
 # Our names of a layer's tensors, and Megatron's: legacy (in two spellings), Megatron Core's, and Transformer Engine's
 # where it fuses a norm with the matrix behind it. `weight` or `bias` follows.
@@ -141,7 +119,10 @@ class MegatronCheckpoint:
         for name, shape in shapes.items():
             problems += self._problem(name, shape) if _fused(name) in self.parts else []
         copies = zip(self.parts.get("embedding.weight", ()), self.parts.get("head.weight", ()), strict=False)
-        if tied and not all(torch.equal(first, last) for first, last in copies):
+        if tied and not all(
+            torch.equal(check_finite("embedding.weight", first), check_finite("head.weight", last))
+            for first, last in copies
+        ):
             problems.append("tied, but the last stage's embedding differs from the first's")
         if problems:
             raise CheckpointError(f"{self.folder}: not the model of its args: {'; '.join(problems[:8])}")
@@ -154,7 +135,11 @@ class MegatronCheckpoint:
             found = []
         if found != list(shape):
             return [f"{name} of shape {list(shape)} does not come of parts {[list(part.shape) for part in parts]}"]
-        if not name.endswith(_ROWS + _COLUMNS) and not all(torch.equal(part, parts[0]) for part in parts):
+        if name.endswith(_ROWS + _COLUMNS):
+            return []
+        for part in parts:
+            check_finite(name, part)  # NaN would differ from itself
+        if not all(torch.equal(part, parts[0]) for part in parts):
             return [f"tensor ranks hold different values of {name}"]
         return []
 
@@ -181,10 +166,11 @@ def _fused(name: str) -> str:
     return re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name).replace(".mlp.gate.", ".mlp.up.")
 
 
-def read(source: Path, vocab_size: int = 0) -> MegatronCheckpoint:
+def read(source: Path, vocab_size: int = 0, accepted: Collection[str] = ()) -> MegatronCheckpoint:
     """The checkpoint in `source`, an iteration's folder or the one whose tracker names it; no weight is read yet.
 
     `vocab_size`: the true number of token ids, which Megatron's file does not always state; 0 takes what it states.
+    `accepted`: names of args that the user knows not to change what the model computes.
     Raises CheckpointError for files that are missing, damaged or not safe to unpickle, and models that ours cannot be.
     """
     folder = find(source)
@@ -201,7 +187,7 @@ def read(source: Path, vocab_size: int = 0) -> MegatronCheckpoint:
         if args.get(field, found) != found:
             raise CheckpointError(f"{folder}: has files of {found} ranks, args.{field} is {args[field]}")
     try:
-        model = model_of(args, vocab_size, folder)
+        model = model_of(args, vocab_size, folder, accepted)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{folder}: args describe no model ({error})") from None
     parts = collect({place: chunks(state) for place, state in loaded.items()}, tp, pp, folder)
@@ -215,6 +201,8 @@ def find(source: Path) -> Path:
     """The folder that holds the ranks' folders."""
     if any(source.glob("mp_rank_*")):
         return source
+    if (source / METADATA).is_file():
+        raise CheckpointError(_no_ranks(source))
     try:
         word = (source / TRACKER).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -223,10 +211,21 @@ def find(source: Path) -> Path:
         raise CheckpointError(f"{source / TRACKER}: {word[:40]!r} is neither an iteration nor `release`")
     folder = source / (word if word == "release" else f"iter_{int(word):07d}")
     if not any(folder.glob("mp_rank_*")):
-        raise CheckpointError(
-            f"{folder}: has no mp_rank_* folders; of Megatron's formats `--ckpt-format torch` is read"
-        )
+        raise CheckpointError(_no_ranks(folder))
     return folder
+
+
+def _no_ranks(folder: Path) -> str:
+    """Why a folder without mp_rank_* is not read. metadata.json names the format of Megatron's distributed ones."""
+    try:
+        facts = json.loads((folder / METADATA).read_text())
+        found = facts["sharded_backend"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return f"{folder}: has no mp_rank_* folders; of Megatron's formats `--ckpt-format torch` is read"
+    return (
+        f"{folder}: is in Megatron's format {found} (metadata.json), which is not read: run Megatron-LM on it with "
+        "--ckpt-convert-format torch --ckpt-convert-save FOLDER"
+    )
 
 
 def find_files(folder: Path) -> dict[tuple[int, int], Path]:
@@ -263,11 +262,10 @@ def load_file(path: Path) -> dict[str, Any]:
     return state
 
 
-def model_of(args: Mapping[str, Any], vocab_size: int, where: Path) -> ModelConfig:
-    """The model that Megatron's `args` describe. Dropout is left at 0: a choice of training, which llama has not."""
-    for field, unused in _UNUSED.items():
-        if args.get(field) not in unused:
-            raise CheckpointError(f"{where}: args.{field} is {args[field]!r}: not supported")
+def model_of(args: Mapping[str, Any], vocab_size: int, where: Path, accepted: Collection[str] = ()) -> ModelConfig:
+    """The model that Megatron's `args` describe. Dropout is 0: an option of training, which llama lacks."""
+    for problem in unsupported(args, accepted):
+        raise CheckpointError(f"{where}: {problem}")
     family, act = _family(args, where)
     heads = _stated(args, where, int, "num_attention_heads")
     grouped = args.get("group_query_attention")

@@ -90,7 +90,10 @@ def shards(plan: Plan, limit: int) -> list[dict[str, TensorInfo]]:
 
 
 def write_file(path: Path, plan: Plan, make: Callable[[str], Tensor]) -> None:
-    """A safetensors file of the planned tensors; `make` is called for one after the other, and each is let go."""
+    """A safetensors file of the planned tensors; `make` is called for one after the other, and each is let go.
+
+    Raises CheckpointError for a tensor that is not as planned, or not finite.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, info in plan.items():
@@ -109,7 +112,19 @@ def write_file(path: Path, plan: Plan, make: Callable[[str], Tensor]) -> None:
 def _bytes(name: str, values: Tensor, info: TensorInfo) -> memoryview:
     if (tuple(values.shape), values.dtype) != info:
         raise CheckpointError(f"{name}: {dtype_name(values.dtype)} {list(values.shape)}, {info} was planned")
+    check_finite(name, values)
     return values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def check_finite(name: str, values: Tensor) -> Tensor:
+    """Returns `values`. Raises CheckpointError if one of them is NaN or infinite."""
+    # Their bounds need no second tensor of this size, and are NaN where any value is.
+    if values.numel() and not all(bound.isfinite() for bound in values.aminmax()):
+        raise CheckpointError(
+            f"{name}: holds NaN or infinity as {dtype_name(values.dtype)}: the source is damaged, or its training "
+            "diverged, or its values are too large for this dtype"
+        )
+    return values
 
 
 def write_weights(

@@ -27,6 +27,7 @@ KNOWN = (*_LINES, *_TEXT, *_ROWS)
 _LONGEST = 1 << 30  # bytes of a document; it has to fit into memory
 _BLOCK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
+_SHOWN_KEYS = 8
 _REMEMBERED = 100  # bad documents whose places are kept; all are counted
 
 
@@ -35,12 +36,13 @@ class Reading:
     """What a document is, and what becomes of one that is no clean text."""
 
     text_field: str = "text"
-    """Key of the text in lines of .jsonl, its column in .parquet."""
+    """Key of the text in lines of .jsonl, its column in .parquet; meta.text is the key text within meta."""
     text_lines: bool = False
     """Each line of a plain text file is a document; otherwise the file is."""
     on_bad_line: OnBadLine = "error"
-    """Text with bytes that are not UTF-8, NUL, byte order marks or lone surrogates; lines that are not JSON or have no
-    text. error stops, skip leaves them out, replace puts U+FFFD where that helps and leaves out the others."""
+    """Text with bytes that are not UTF-8, NUL, lone surrogates, or a byte order mark elsewhere than at the start of a
+    file; lines that are not JSON or have no text. error stops, skip leaves them out, replace puts U+FFFD where that
+    helps and leaves out the others."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,15 @@ class Place(NamedTuple):
 
 
 class BadDocument(Exception):  # noqa: N818 (what it means is for `on_bad_line` to say)
-    """No clean text: `reason` is one of a few words to count by, `at` the byte where it shows."""
+    """No clean text: `reason` is one of a few words to count by, `at` the byte where it shows, `way_out` what helps."""
 
-    def __init__(self, reason: str, detail: object, at: int = 0):
+    def __init__(
+        self, reason: str, detail: object, at: int = 0, way_out: str = "mend it, or see --on_bad_line skip and replace"
+    ):
         super().__init__(f"{reason} ({detail})")
-        self.reason, self.at = reason, at
+        self.reason = reason
+        self.at = at
+        self.way_out = way_out
 
 
 @dataclass
@@ -177,8 +183,8 @@ class SpanReader:
                 place = Place(self.span, raw.count(b"\n", 0, error.at) + 1, error.at)
             policy = self.reading.on_bad_line
             if policy == "error":
-                way_out = "mend it, or see --on_bad_line skip and replace"
-                raise DataError(f"{place.describe()}: {error}, in {(raw or b'')[:40]!r}; {way_out}") from None
+                shown = (raw or b"")[:40]
+                raise DataError(f"{place.describe()}: {error}, in {shown!r}; {error.way_out}") from None
             text = None
             if policy == "replace":
                 with suppress(BadDocument):
@@ -202,31 +208,50 @@ class SpanReader:
                     hint = "--text_lines makes each line a document" if self._whole else "are these lines?"
                     raise DataError(f"{span.path}: byte {offset}: a document of 1 GiB or more; {hint}")
                 self.lines += 1
-                if self._whole or not line.isspace():
-                    text = line if self._whole else line.removesuffix(b"\n").removesuffix(b"\r")
+                # Editors of Windows put a byte order mark there; elsewhere one is damage, such as of files joined.
+                text = line.removeprefix(_BOM) if offset == 0 else line
+                if self._whole or not (text.isspace() or not text):
+                    text = text if self._whole else text.removesuffix(b"\n").removesuffix(b"\r")
                     yield Place(span, self.lines, offset), text
                 offset += len(line)
                 self.num_bytes = min(raw.tell() - span.start, span.num_bytes)
 
     def _rows(self) -> Iterator[tuple[Place, bytes | None]]:
-        import pyarrow
+        import pyarrow.compute
 
-        span, column = self.span, self.reading.text_field
+        span = self.span
         file = _open_parquet(span.path)
-        names = file.schema_arrow.names
-        if column not in names:
-            raise DataError(f"{span.path}: no column {column}; --text_field names one of {', '.join(names)}")
-        kind = file.schema_arrow.field(column).type
-        if pyarrow.types.is_nested(kind) or not any(word in str(kind) for word in ("string", "binary")):
-            raise DataError(f"{span.path}: column {column} holds {kind}, no text; --text_field names another")
+        column, *inner = _parquet_path(span.path, file.schema_arrow, self.reading.text_field)
         with _reading(span.path):
             for group in range(span.start, span.stop):
                 number = 0
-                for batch in file.iter_batches(256, row_groups=[group], columns=[column]):
-                    for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                for batch in file.iter_batches(256, row_groups=[group], columns=[".".join((column, *inner))]):
+                    cells = batch.column(0)
+                    for name in inner:
+                        cells = pyarrow.compute.struct_field(cells, name)
+                    for text in cells.cast(pyarrow.large_binary()).to_pylist():
                         number += 1
                         yield Place(span, number, group), text
                 self.num_bytes = span.num_bytes * (group + 1 - span.start) // (span.stop - span.start)
+
+
+def _parquet_path(path: Path, schema: Any, text_field: str) -> list[str]:
+    """The column of the text, and the fields within it. Raises DataError if there is none or it holds no text."""
+    import pyarrow
+
+    found = [text_field] if text_field in schema.names else text_field.split(".")
+    kind = pyarrow.struct(list(schema))
+    for name in found:
+        names = [field.name for field in kind] if pyarrow.types.is_struct(kind) else []
+        if name not in names:
+            raise DataError(
+                f"{path}: no column {text_field}; --text_field names one of {', '.join(schema.names)}, or with a dot a "
+                "field within it"
+            )
+        kind = kind.field(names.index(name)).type
+    if pyarrow.types.is_nested(kind) or not any(word in str(kind) for word in ("string", "binary")):
+        raise DataError(f"{path}: column {text_field} holds {kind}, no text; --text_field names another")
+    return found
 
 
 def parse(raw: bytes | None, key: str | None, mend: bool = False) -> str:
@@ -260,16 +285,29 @@ def parse(raw: bytes | None, key: str | None, mend: bool = False) -> str:
 
 
 def _field(line: str, key: str) -> str:
+    """The text under `key` of a JSON object: a key of its own, or with dots a path through objects within it."""
     try:
-        value = json.loads(line)
+        found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise BadDocument("not JSON", str(error).replace("line 1 column", "column")) from error
-    if not isinstance(value, dict):
-        raise BadDocument("no text", f"{type(value).__name__} instead of an object")
-    if not isinstance(value.get(key), str):
-        found = f"{key} is {type(value[key]).__name__}" if key in value else f"no key {key}"
-        raise BadDocument("no text", found)
-    return value[key]
+    if not isinstance(found, dict):
+        raise BadDocument("no text", f"{type(found).__name__} instead of an object")
+    value = found
+    for name in [key] if key in found else key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            raise BadDocument("no text", f"no key {key}", way_out=_other_keys(found))
+        value = value[name]
+    if not isinstance(value, str):
+        raise BadDocument("no text", f"{key} is {type(value).__name__}")
+    return value
+
+
+def _other_keys(found: dict[str, Any]) -> str:
+    """What to do about a line without the key of the text. To skip it could skip all lines."""
+    keys = [key[:40] for key in found]
+    keys += [f"{key}.{inner}"[:40] for key, within in found.items() if isinstance(within, dict) for inner in within]
+    shown = ", ".join(keys[:_SHOWN_KEYS]) or "none"
+    return f"--text_field names the key of the text; this line has {shown}"
 
 
 class _ZstdFile(io.RawIOBase):

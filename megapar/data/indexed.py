@@ -77,7 +77,10 @@ class IndexedDataset:
         self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
-                raise DataError(f"{path} is not a file: name the part of a .bin/.idx pair before the dot")
+                name = str(prefix).removesuffix(".bin").removesuffix(".idx")
+                meant = f": give {name}, without the suffix" if name != str(prefix) else ""
+                pair = "name the part of a .bin/.idx pair before the dot"
+                raise DataError(f"{path} is not a file{meant or f': {pair}'}")
         self.dtype, sequences = self._read_header()
         index = np.memmap(self.idx_path, np.uint8, "r").view(np.ndarray)
         pointers, boundaries = _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,8 @@ class Recipe(Reading):
 
     tokenizer: str
     """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
+    special_tokens: Literal["text", "parse"] = "text"
+    """Special tokens that stand in a text, such as <|im_start|>: text, or with parse (hf: only) their ids."""
     append_eod: bool = False
     """End each document with the tokenizer's end-of-document id."""
     deduplicate: bool = False
@@ -105,7 +107,8 @@ def preprocess(
         raise ConfigError(
             f"--workers {workers} --shuffle {recipe.shuffle}: give at least 1 worker, a shuffle from 0 on"
         )
-    tokenizer, files = load_tokenizer(recipe.tokenizer), find_files(inputs)
+    tokenizer = _tokenizer(recipe)
+    files = find_files(inputs)
     versions = _versions(files)
     shards = list(_shards(files, recipe, tokenizer, versions))
     folder = Path(f"{output}.parts")
@@ -124,6 +127,7 @@ def preprocess(
         parts = [_read_part(folder / shard.name) for shard in shards]
         facts = _facts(shards, parts, recipe, tokenizer)
         if not facts["tokens"]:
+            _remove_parts(folder)
             raise DataError(f"{', '.join(map(str, inputs))}: 0 tokens: no document has any text")
         facts["sources"] = [{"path": str(path), "sha256": digest} for path, digest in hashes.result().items()]
         if _versions(files) != versions:
@@ -157,7 +161,7 @@ def _shards(
     total = sum(size for size, _ in versions.values())
     shard_bytes = max(_SHARD_BYTES, 1 << min((total // 4096).bit_length(), 30))
     common = [_PARTS_VERSION, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod, recipe.append_eod]
-    common += [recipe.text_field, recipe.text_lines, recipe.deduplicate]
+    common += [recipe.text_field, recipe.text_lines, recipe.deduplicate, recipe.special_tokens]
     for spans in cut(files, recipe, shard_bytes):
         pieces = [[str(span.path), span.start, span.stop, *versions[span.path]] for span in spans]
         yield Shard(spans, hashlib.sha256(json.dumps([*common, pieces]).encode()).hexdigest()[:32])
@@ -200,6 +204,7 @@ def _facts(shards: list[Shard], parts: list[Part], recipe: Recipe, tokenizer: To
             "sha256": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
             "eod": tokenizer.eod,
+            **({"special_tokens": "parse"} if recipe.special_tokens == "parse" else {}),
         },
         "append_eod": recipe.append_eod,
         "shuffle": recipe.shuffle,
@@ -228,6 +233,12 @@ def _parts_folder(folder: Path) -> Iterator[None]:
         remove_drafts()
         with suppress(OSError):  # parts are left
             folder.rmdir()
+
+
+def _remove_parts(folder: Path) -> None:
+    """Of an input without text: another run could make nothing of them."""
+    for path in folder.iterdir():
+        path.unlink()
 
 
 @contextmanager
@@ -318,4 +329,8 @@ def encode(
 
 def _work(recipe: Recipe, folder: Path) -> Callable[[Shard, Callable[[Counts], None]], None]:
     """What a worker does with a shard. Called in the worker, which alone needs the tokenizer."""
-    return partial(_make_part, load_tokenizer(recipe.tokenizer), recipe, folder)
+    return partial(_make_part, _tokenizer(recipe), recipe, folder)
+
+
+def _tokenizer(recipe: Recipe) -> Tokenizer:
+    return load_tokenizer(recipe.tokenizer, parse_special=recipe.special_tokens == "parse")

@@ -29,12 +29,14 @@ _WORDS = (
 class Tokenizer(Protocol):
     """Ids are in range(vocab_size). `eod` ends a document; no text encodes to it. Safe to use in one thread.
 
-    `fingerprint` names what decides the ids: a hash of the tokenizer's files.
+    `fingerprint` names what decides the ids: a hash of the tokenizer's files. `older_fingerprints` are those that
+    earlier versions gave the same files, and that stand beside data prepared with them.
     """
 
     vocab_size: int
     eod: int
     fingerprint: str
+    older_fingerprints: tuple[str, ...]
 
     def encode(self, text: str) -> NDArray[np.integer]:
         """Ids [n] of `text`, without `eod`."""
@@ -51,6 +53,7 @@ class ByteTokenizer:
     vocab_size = 257
     eod = 256
     fingerprint = "bytes"
+    older_fingerprints: tuple[str, ...] = ()
 
     def encode(self, text: str) -> NDArray[np.integer]:
         return np.frombuffer(text.encode(), np.uint8)
@@ -65,6 +68,8 @@ class SentencePieceTokenizer:
     Models of `train_sentencepiece` give back every text as it was, save that U+2581, which sentencepiece writes for a
     space, comes back as one. Raises DataError if the file is no such model.
     """
+
+    older_fingerprints: tuple[str, ...] = ()
 
     def __init__(self, path: str | Path):
         self.fingerprint = _fingerprint(f"spm:{path}", path)
@@ -89,17 +94,18 @@ class HuggingFaceTokenizer:
 
     It truncates and pads nothing, adds no start or end, and special tokens that stand in a text are text. The end of a
     document is `eos_token` of a tokenizer_config.json in the same folder, else the one of the usual names that it has.
+    With `parse_special` special tokens that stand in a text become their ids, the end of a document among them.
     Raises ConfigError without the library and DataError if the file is no such tokenizer or has no such end.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, parse_special: bool = False):
         spec = f"hf:{path}"
         try:
             import tokenizers
         except ImportError as error:
             raise _missing(spec, "tokenizers") from error
         beside = Path(path).with_name("tokenizer_config.json")
-        self.fingerprint = _fingerprint(spec, path, beside)
+        older = _fingerprint(spec, path, beside)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
@@ -121,6 +127,11 @@ class HuggingFaceTokenizer:
         if self.eod in self.encode(ends[0]):
             text = "text can hold it; mark it as special in added_tokens"
             raise DataError(f"tokenizer {spec}: {ends[0]} cannot end a document: {text}")
+        self._tokenizer.encode_special_tokens = not parse_special
+        # Of tokenizer_config.json the end token alone decides ids. Its other fields change when transformers saves the
+        # same tokenizer again, or with a chat template; the fingerprint was once of the whole file.
+        self.fingerprint = hashlib.sha256(Path(path).read_bytes() + f"\neod={self.eod}".encode()).hexdigest()
+        self.older_fingerprints: tuple[str, ...] = (older,)
 
     def encode(self, text: str) -> NDArray[np.integer]:
         # A batch, because `encode` computes the place of each token in the text as well; of one, so in one thread.
@@ -138,6 +149,8 @@ class TiktokenTokenizer:
     cl100k_base and the first free id, <|endoftext|>, ends a document. Special tokens that stand in a text are text.
     Raises ConfigError without the library and DataError if the file is no such list.
     """
+
+    older_fingerprints: tuple[str, ...] = ()
 
     def __init__(self, path: str | Path):
         spec, beside = f"tiktoken:{path}", Path(f"{path}.json")
@@ -212,11 +225,23 @@ def _missing(spec: str, package: str) -> ConfigError:
     return ConfigError(f"data.tokenizer: {spec} needs the package {package}: pip install {package}")
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
+def made_by(tokenizer: Tokenizer, fingerprint: str) -> bool:
+    """Whether this tokenizer made the data whose description holds `fingerprint`, which an earlier version may have
+    written."""
+    return fingerprint in (tokenizer.fingerprint, *tokenizer.older_fingerprints)
+
+
+def load_tokenizer(spec: str, *, parse_special: bool = False) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: `bytes`, `spm:FILE`, `hf:FILE` or `tiktoken:FILE`.
 
+    `parse_special`: special tokens that stand in a text become their ids, which `hf:` alone can do.
     Raises ConfigError for any other spec or a package that is not installed, DataError for a missing or foreign file.
     """
+    if parse_special:
+        kind, _, path = spec.partition(":")
+        if kind != "hf":
+            raise ConfigError(f"--special_tokens parse: hf: tokenizers alone can do it, not {spec}")
+        return HuggingFaceTokenizer(path, parse_special=True)
     if spec == "bytes":
         return ByteTokenizer()
     kind, _, path = spec.partition(":")

@@ -14,7 +14,7 @@ from megapar.data.loader import Loader, Mixture
 from megapar.data.prepared import read_sidecar
 from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, open_dataset
-from megapar.data.tokenizer import load_tokenizer
+from megapar.data.tokenizer import load_tokenizer, made_by
 from megapar.errors import DataError
 from megapar.validate import Entry, blend_stages, validation_sets
 
@@ -92,7 +92,7 @@ def _open(config: Config, sources: Sequence[tuple[str, tuple[float, float]]], se
 def _check_tokenizer(source: str, spec: str) -> None:
     """Raise DataError if the description beside a .bin/.idx pair names another tokenizer than the run's."""
     facts = read_sidecar(source)
-    if facts and facts["tokenizer"]["sha256"] != load_tokenizer(spec).fingerprint:
+    if facts and not made_by(load_tokenizer(spec), facts["tokenizer"]["sha256"]):
         raise DataError(
             f"{source}.json: the tokens were made by {facts['tokenizer']['spec']}, and data.tokenizer={spec} is "
             "another: name the one that made them"

@@ -137,8 +137,6 @@ def from_hugging_face(raw: Mapping[str, Any]) -> ModelConfig:
         rope = _rope(raw)
         problems += _rope_problems(rope)
         values |= {"rope_theta": rope.pop("rope_theta"), "attention_bias": kind == "qwen2", "qk_norm": kind == "qwen3"}
-    elif raw.get("embd_pdrop", 0.1) != values.get("hidden_dropout"):
-        problems.append(f"embd_pdrop={raw.get('embd_pdrop', 0.1)} differs from resid_pdrop; we have one for both")
     problems += _wrong_types(values, ModelConfig)
     if not problems and family == "llama":
         problems += _window_problems(raw, kind)
@@ -146,6 +144,15 @@ def from_hugging_face(raw: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError("\n".join(f"config.json: {problem}" for problem in problems))
     scaling = RopeScaling(**_typed(rope, RopeScaling)) if family == "llama" else RopeScaling()
     return ModelConfig(family=family, rope_scaling=scaling, **_typed(values, ModelConfig))
+
+
+def told(raw: Mapping[str, Any]) -> list[str]:
+    """What of a supported config.json has no option of ours and does not matter to what the model computes."""
+    embedding, residual = raw.get("embd_pdrop", 0.1), raw.get("resid_pdrop", 0.1)
+    if raw.get("model_type") == "gpt2" and embedding != residual:
+        both = "model.hidden_dropout is the latter for both, and training may choose another"
+        return [f"config.json: embd_pdrop={embedding} differs from resid_pdrop={residual}: {both}"]
+    return []
 
 
 def _unsupported(raw: Mapping[str, Any], kind: str) -> Iterator[str]:

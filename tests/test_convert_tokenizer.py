@@ -1,0 +1,269 @@
+"""A model that is exported to Hugging Face is given the tokenizer that it was trained with, whatever class transformers
+chooses for its files; or the export is refused."""
+
+import importlib.util
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+from megapar_models.build import logical_tensors
+
+from megapar.checkpoint.stream import write_weights
+from megapar.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
+from megapar.data.preprocess import Recipe, preprocess
+from megapar.data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
+from megapar.data.tokenizer_files import TEXTS, check_texts, differences, sentencepiece_json
+from megapar.errors import CheckpointError, DataError
+from megapar.validate import validate
+from tests import tiny_models
+from tests.test_data_text import hugging_face
+from tools import convert_checkpoint
+from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
+
+ROOT = Path(__file__).parent.parent
+transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "qwen3": {"family": "llama", "qk_norm": True},
+    "gpt2": {"family": "gpt", "num_key_value_heads": 4},
+    "qwen2": {"family": "llama", "attention_bias": True},
+}
+# How sentencepiece models differ from those that tools/train_tokenizer.py makes.
+AS_LLAMA_2 = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
+SENTENCEPIECE: dict[str, dict[str, Any]] = {
+    "spm, dummy prefix": {"model_type": "bpe", **AS_LLAMA_2},
+    "spm, bpe, nmt_nfkc": {"model_type": "bpe"},
+    "spm, unigram": {"model_type": "unigram", **AS_LLAMA_2, "pad_id": 3, "required_chars": "0123456789<>/"},
+    "spm, symbols": {
+        **{"model_type": "bpe", **AS_LLAMA_2, "add_dummy_prefix": False},
+        "user_defined_symbols": ["\n", "<|im_start|>", "<|im_end|>"],
+    },
+}
+SPECS = ("bytes", "hf", "hf, eos_token alone", "spm, ours", *SENTENCEPIECE)
+
+
+def lines() -> list[str]:
+    text = [path.read_text() for path in sorted((ROOT / "megapar").rglob("*.py"))[:12]]
+    return [line for each in text for line in each.splitlines()]
+
+
+def make_tokenizer(folder: Path, name: str) -> str:
+    """Its files in `folder`; returns what data.tokenizer is then."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "bytes":
+        return "bytes"
+    if name.startswith("hf"):
+        path = hugging_face(folder, post_processor=None, truncation=None, padding=None)
+        if name != "hf":
+            (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+        return f"hf:{path}"
+    path = folder / "own.model"
+    if name == "spm, ours":
+        train_sentencepiece(["\n".join(lines())], 600, path)
+    else:
+        model = io.BytesIO()
+        options = {"vocab_size": 700, "hard_vocab_limit": False, "minloglevel": 2, "num_threads": 1}
+        options |= SENTENCEPIECE[name]
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines()), model_writer=model, **options)
+        path.write_bytes(model.getvalue())
+    return f"spm:{path}"
+
+
+def make_run(folder: Path, model: ModelConfig, **sections: Any) -> Path:
+    """A checkpoint of random weights, as a training with these sections of options would save it."""
+    config = validate(Config(model=model, train=TrainConfig(seq_length=16)), 1)
+    tensors = tiny_models.random_tensors(config.model)
+    shapes = {name: piece.shape for name, piece in logical_tensors(config.model).items()}
+    folder.mkdir(parents=True)
+    write_weights(folder, replace(config, **sections), shapes, lambda name: tensors[name], shard_bytes=1 << 30)
+    return folder
+
+
+def make_checkpoint(folder: Path, kind: str = "llama", vocab_size: int = 800, **sections: Any) -> Path:
+    """One of a model that transformers calls `kind`."""
+    model = tiny_models.model(**{"num_hidden_layers": 1, "vocab_size": vocab_size} | KINDS[kind])
+    return make_run(folder, model, **sections)
+
+
+def report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "parity.json").read_text())["tokenizer"]
+
+
+def refused(options: NativeToHf, *words: str) -> None:
+    before = sorted(options.dst.parent.iterdir())
+    with pytest.raises(CheckpointError) as caught:
+        native_to_hf(options)
+    assert caught.value.exit_code == 4
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sorted(options.dst.parent.iterdir()) == before
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def spec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), request.param)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_an_export_encodes_as_training_did(kind: str, spec: str, tmp_path: Path) -> None:
+    """Row I6: transformers chooses the tokenizer's class by model_type, and some classes rebuild it."""
+    source = make_checkpoint(tmp_path / "native", kind, data=DataConfig(tokenizer=spec))
+    native_to_hf(NativeToHf(source, tmp_path / "hf", tokenizer=spec, verify=False))
+    ours, theirs = load_tokenizer(spec), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in TEXTS:
+        assert theirs(text)["input_ids"] == ours.encode(text).tolist(), text
+    assert theirs.eos_token_id == ours.eod
+    ids = ours.encode("two  words\n").tolist()
+    assert theirs.decode(ids) == ours.decode(ids)
+    found = report(tmp_path / "hf")
+    assert (found["verified"], found["different"], found["added_to_each_text"]) == (True, 0, [])
+    assert found["texts"] >= len(TEXTS)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == ours.eod
+
+
+def test_a_tokenizer_that_transformers_rebuilds_is_refused(tmp_path: Path) -> None:
+    """Row I6: for model_type qwen2 transformers cuts words as Qwen does, whatever tokenizer.json says."""
+    for name in ("hf", "spm, dummy prefix"):
+        spec = make_tokenizer(tmp_path / name, name)
+        source = make_checkpoint(tmp_path / f"native {name}", "qwen2", data=DataConfig(tokenizer=spec))
+        options = NativeToHf(source, tmp_path / f"export {name}", verify=False)
+        refused(options, "texts are encoded otherwise by AutoTokenizer (Qwen2Tokenizer)", "PreTrainedTokenizerFast")
+        native_to_hf(replace(options, verify_tokenizer=False))
+        assert report(options.dst) == {"verified": False, "why": "--no-verify_tokenizer"}
+        ours = load_tokenizer(spec)
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(options.dst)
+        assert not differences(ours, lambda text, theirs=theirs: theirs(text)["input_ids"], TEXTS)
+
+
+def test_qwens_own_tokenizer_is_not(tmp_path: Path) -> None:
+    path = hugging_face(tmp_path, post_processor=None, truncation=None, padding=None)
+    whole = tokenizers.Tokenizer.from_file(str(path))
+    qwens = transformers.Qwen2Tokenizer()._tokenizer
+    whole.normalizer, whole.pre_tokenizer = qwens.normalizer, qwens.pre_tokenizer
+    whole.save(str(path))
+    source = make_checkpoint(tmp_path / "native", "qwen2", data=DataConfig(tokenizer=f"hf:{path}"))
+    native_to_hf(NativeToHf(source, tmp_path / "export", verify=False))
+    assert report(tmp_path / "export")["different"] == 0
+
+
+def test_files_of_another_tokenizer_or_end_are_refused(tmp_path: Path) -> None:
+    """--like takes its files from a folder; an end token beyond the vocabulary is no id of the model."""
+    spec = make_tokenizer(tmp_path / "one", "hf")
+    source = make_checkpoint(tmp_path / "native", data=DataConfig(tokenizer=spec))
+    options = NativeToHf(source, tmp_path / "export", verify=False)
+    native_to_hf(replace(options, dst=tmp_path / "like"))
+    beside = tmp_path / "like" / "tokenizer_config.json"
+    facts = json.loads(beside.read_text())
+    beside.write_text(json.dumps(facts | {"eos_token": "<s>"}))
+    refused(replace(options, like=tmp_path / "like"), "the end token is '<s>' (id 0), in training id 1")
+    beside.write_text(json.dumps(facts | {"eos_token": "<new>"}))
+    refused(replace(options, like=tmp_path / "like"), "the end token is '<new>' (id 400), in training id 1")
+    beside.write_text(json.dumps(facts))
+    path = tmp_path / "like" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true', 1))
+    refused(replace(options, like=tmp_path / "like"), "texts are encoded otherwise")
+    small = make_checkpoint(tmp_path / "small", vocab_size=200, data=DataConfig(tokenizer="bytes"))
+    refused(NativeToHf(small, tmp_path / "export", tokenizer="bytes", verify=False), "256 is outside the model's")
+
+
+def test_without_transformers_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    source = make_checkpoint(tmp_path / "native")
+    native_to_hf(NativeToHf(source, tmp_path / "export", tokenizer="bytes", verify=False))
+    assert report(tmp_path / "export") == {"verified": False, "why": "transformers is not installed"}
+
+
+def test_a_tokenizer_file_that_cannot_be_read_is_refused_unless_nothing_is_verified(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    source = make_checkpoint(tmp_path / "native", data=DataConfig(tokenizer=f"hf:{tmp_path / 'tokenizer.json'}"))
+    options = NativeToHf(source, tmp_path / "export", verify=False)
+    with pytest.raises(DataError, match=r"not a tokenizer\.json"):
+        native_to_hf(options)
+    native_to_hf(replace(options, verify_tokenizer=False))
+    assert (tmp_path / "export" / "tokenizer.json").read_text() == "{}"
+
+
+# What follows from a tokenizer that nobody named
+
+
+def test_no_end_token_follows_from_the_default_tokenizer(tmp_path: Path) -> None:
+    """Row I7: `bytes` is what data.tokenizer is where nobody named one, and 256 then is a word like any other."""
+
+    def end(source: Path, name: str, **options: Any) -> Any:
+        native_to_hf(NativeToHf(source, tmp_path / name, verify=False, **options))
+        return json.loads((tmp_path / name / "config.json").read_text())["eos_token_id"]
+
+    (tmp_path / "a.txt").write_text("text")
+    preprocess([tmp_path / "a.txt"], tmp_path / "described", Recipe(tokenizer="bytes"))
+    unnamed = make_checkpoint(
+        tmp_path / "native", data=DataConfig(train=(f"0.5:{tmp_path / 'megatrons'}", "synthetic"))
+    )
+    assert end(unnamed, "unnamed") is None
+    assert "name the tokenizer with --tokenizer" in report(tmp_path / "unnamed")["why"]
+    assert end(unnamed, "named", tokenizer="bytes") == 256
+    described = make_checkpoint(
+        tmp_path / "other", data=DataConfig(train=(f"0.5:{tmp_path / 'described'}", "synthetic"))
+    )
+    assert end(described, "from_description") == 256
+    assert end(unnamed, "other_tokenizer", tokenizer=make_tokenizer(tmp_path / "spm", "spm, ours")) == 2
+
+
+def test_start_and_end_tokens_and_generation_settings_outlast_a_training(tmp_path: Path) -> None:
+    """Row I7: a run that began with a converted folder is exported without --like."""
+    shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 88}
+    config = transformers.LlamaConfig(
+        **shape, vocab_size=800, max_position_embeddings=64, bos_token_id=0, eos_token_id=[1, 2]
+    )
+    source = tmp_path / "hf"
+    transformers.LlamaForCausalLM(config).save_pretrained(source)
+    (source / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.5, "do_sample": true}')
+    make_tokenizer(source, "hf")
+    hf_to_native(HfToNative(source, tmp_path / "native", verify=False))
+    raw = json.loads((source / "config.json").read_text())
+    spec = f"hf:{tmp_path / 'native' / 'tokenizer.json'}"
+    model = convert_checkpoint.from_hugging_face(raw)
+    for name, sections in (
+        ("weights", {"checkpoint": CheckpointConfig(init_from=str(tmp_path / "native"))}),
+        ("tokenizer", {"data": DataConfig(tokenizer=spec)}),
+    ):
+        run = make_run(tmp_path / name, model, **sections)
+        native_to_hf(NativeToHf(run, tmp_path / f"export {name}", verify=False))
+        found = json.loads((tmp_path / f"export {name}" / "config.json").read_text())
+        assert (found["bos_token_id"], found["eos_token_id"]) == (0, [1, 2])
+        written = (tmp_path / f"export {name}" / "generation_config.json").read_text()
+        assert written == (source / "generation_config.json").read_text()
+    other = make_run(tmp_path / "other", replace(model, intermediate_size=96), data=DataConfig(tokenizer=spec))
+    native_to_hf(NativeToHf(other, tmp_path / "export other", verify=False))
+    found = json.loads((tmp_path / "export other" / "config.json").read_text())
+    assert (found["bos_token_id"], found["eos_token_id"]) == (None, 1), "the folder describes another model"
+
+
+# sentencepiece
+
+
+def test_a_sentencepiece_model_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    """Newline as a symbol of a model that normalizes newlines away; a model of characters."""
+    for name, options in (
+        ("protected", {"model_type": "unigram", "user_defined_symbols": ["\n"]}),
+        ("characters", {"model_type": "char"}),
+    ):
+        model = io.BytesIO()
+        options |= {"vocab_size": 200, "hard_vocab_limit": False, "minloglevel": 2, "num_threads": 1}
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines()), model_writer=model, **options)
+        path = tmp_path / f"{name}.model"
+        path.write_bytes(model.getvalue())
+        assert sentencepiece_json(SentencePieceTokenizer(path), path) is None, name
+
+
+def test_check_texts_hold_the_symbols() -> None:
+    assert check_texts([]) == list(TEXTS)
+    assert "a<|x|>b" in " ".join(check_texts(["<|x|>"]))
+    assert len(TEXTS) > 36
+    assert len({*TEXTS}) == len(TEXTS)
