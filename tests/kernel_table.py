@@ -1,21 +1,39 @@
 """Compiles every kernel in every shipped configuration for sm_80, sm_90 and sm_100, without a GPU, and tells what the
 binaries take: python tests/kernel_table.py [--only OP] [--json FILE].
 
-A process of its own: Triton's interpreter and compiler cannot share one. Pointers and the sizes named in `aligned` are
-declared divisible by 16, as the JIT finds them to be at launch.
+It must be a process of its own, because Triton's interpreter and compiler cannot share one. Pointers and the sizes
+named in `aligned` are declared divisible by 16, as the JIT finds them to be at launch. The JIT also makes every integer
+argument that is 1 a constant: `_size_one` lists the kernels to which that happens.
+
+tests/golden holds one table for each version of triton that was reviewed. The table of triton 3.6.0 is that of a GPU
+machine with torch 2.11.0. On Linux PyPI's torch 2.11.0 is the CUDA build, which brings triton 3.6.0 and needs no GPU
+to compile:
+
+    python3.12 -m venv V
+    V/bin/pip install torch==2.11.0 numpy pytest hypothesis tyro
+    PYTHONPATH=.:models:kernels V/bin/python -m pytest tests/test_kernels_compiled.py
+    PYTHONPATH=.:models:kernels V/bin/python tests/kernel_table.py --json tests/golden/kernel_resources_3.6.0.json
+
+This file and tests/test_kernels_compiled.py need torch and pytest alone. tests/test_kernels_*.py need the others, too.
+
+Instructions an element: an H200 issues 132 x 128 x 1.98e9 instructions of one thread a second and copies 4.3e12 bytes
+a second. In the time in which B bytes are copied it issues 7.78 B instructions: the budget of an element that takes B
+bytes of memory traffic. A kernel that comes near it waits for the instructions and not for the memory.
 """
 
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +46,20 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as megapar.device.prep
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 ARCHITECTURES = (80, 90, 100)
 REGISTERS, MOST_WARPS = 65536, 64  # of one SM
+COUNTED = 90  # the architecture whose instructions are counted: an H200's
+INSTRUCTIONS_A_BYTE = 132 * 128 * 1.98e9 / 4.3e12  # that an H200 issues while it copies a byte
+LARGE = 4096  # columns from which on instructions are counted: in short rows a kernel's first instructions dominate
+BATCH = 8  # kernels whose machine code one call of nvdisasm takes: its start takes longer than they do
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """A kernel and one of the configurations that its launcher chooses."""
+    """A kernel and one of the configurations that its launcher chooses.
+
+    `elements` are those of a program's tile, `traffic` the bytes of memory traffic that an element takes (the kernel's
+    docstring says how many); 0 where instructions are not counted. `has_tail`: the last loop walks over what is left
+    of a row, which may be nothing.
+    """
 
     op: str
     variant: str
@@ -42,6 +69,10 @@ class Shipped:
     num_warps: int
     num_stages: int = 3
     aligned: Sequence[str] = field(default_factory=tuple)
+    elements: int = 0
+    traffic: int = 0
+    has_tail: bool = False
+    architectures: Sequence[int] = ARCHITECTURES
 
     @property
     def name(self) -> str:
@@ -50,7 +81,11 @@ class Shipped:
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one compiled kernel. Warps are those that fit on an SM by registers; loads are counted in the machine code."""
+    """Of one compiled kernel. Warps are those that fit on an SM by registers; loads are counted in the machine code.
+
+    Instructions are those that a thread executes for an element, in a loop over tiles those of an iteration; the
+    budget is explained above.
+    """
 
     registers: int
     stack: int
@@ -60,11 +95,18 @@ class Resources:
     wide_loads: int
     narrow_loads: int
     wide_stores: int
+    instructions_per_element: float | None = None
+    budget: float | None = None
 
 
 def shipped() -> Iterator[Shipped]:
-    """All kernels: one block an op."""
-    yield from ()
+    """All kernels in all sizes, then again with integer arguments that are 1."""
+    yield from _all_sizes()
+    yield from _size_one()
+
+
+def _all_sizes() -> Iterator[Shipped]:
+    """One block an op."""
     yield from _activations()
     yield from _rope()
     yield from _cross_entropy()
@@ -78,19 +120,24 @@ def _cross_entropy() -> Iterator[Shipped]:
     statistics, gradient = cross_entropy._statistics_kernel, cross_entropy._gradient_kernel
     rowwise = dict.fromkeys(("maximum_ptr", "scale_ptr", "grad_loss_ptr"), "*fp32")
     for dtype, width in (("bf16", 256), ("bf16", 131072), ("fp32", 131072)):
+        bytes_a_logit = 2 if dtype == "bf16" else 4
         sizes = dict.fromkeys(("rows", "columns", "width", "stride"), "i32")
         pointers = {"logits_ptr": f"*{dtype}", "target_ptr": "*i64"}
         types = {**pointers, "statistics_ptr": "*fp32", **sizes}
         steps, lanes, warps = cross_entropy.statistics_config(width)
         for variant, with_total in (("statistics", False), ("statistics, smoothed", True)):
-            constants = {"WITH_TOTAL": with_total, "STEPS": steps, "LANES": lanes}
-            name, aligned = f"{variant} {dtype} {width}", ("rows", "width", "stride")
-            yield Shipped("cross_entropy", name, statistics, types, constants, warps, aligned=aligned)
-        block, warps = cross_entropy.gradient_config(width)
+            yield Shipped(
+                "cross_entropy", f"{variant} {dtype} {width}", statistics, types,
+                {"WITH_TOTAL": with_total, "STEPS": steps, "LANES": lanes}, warps, aligned=("rows", "width", "stride"),
+                elements=steps * lanes, traffic=bytes_a_logit if width >= LARGE else 0, has_tail=True,
+            )  # fmt: skip
+        block, warps = cross_entropy.gradient_config(width, bytes_a_logit)
         sizes = dict.fromkeys(("columns", "width", "stride", "blocks"), "i32")
         types = {**pointers, **rowwise, "grad_ptr": f"*{dtype}", **sizes, "on_target": "fp32", "on_all": "fp32"}
-        name, constants, aligned = f"gradient {dtype} {width}", {"BLOCK": block}, ("width", "stride")
-        yield Shipped("cross_entropy", name, gradient, types, constants, warps, aligned=aligned)
+        yield Shipped(
+            "cross_entropy", f"gradient {dtype} {width}", gradient, types, {"BLOCK": block}, warps,
+            aligned=("width", "stride"), elements=block, traffic=2 * bytes_a_logit if width >= LARGE else 0,
+        )  # fmt: skip
 
 
 def _dropout() -> Iterator[Shipped]:
@@ -106,10 +153,14 @@ def _dropout() -> Iterator[Shipped]:
             "scale": "fp32",
         }
         kernel, aligned = dropout._dropout_add_kernel, ("rows", "columns")
-        forward = {**types, "residual_ptr": "*bf16"}
-        yield Shipped("dropout", f"forward {columns}", kernel, forward, constants, warps, aligned=aligned)
-        backward = {**constants, "residual_ptr": None}
-        yield Shipped("dropout", f"backward {columns}", kernel, types, backward, warps, aligned=aligned)
+        for direction, traffic in (("forward", 6), ("backward", 4)):
+            forward = direction == "forward"
+            yield Shipped(
+                "dropout", f"{direction} {columns}", kernel,
+                {**types, "residual_ptr": "*bf16"} if forward else types,
+                constants if forward else {**constants, "residual_ptr": None}, warps, aligned=aligned,
+                elements=rows * block, traffic=traffic if columns >= LARGE else 0,
+            )  # fmt: skip
 
 
 def _adamw() -> Iterator[Shipped]:
@@ -119,13 +170,15 @@ def _adamw() -> Iterator[Shipped]:
     types = {**dict.fromkeys(flat, "*fp32"), "elements": "i32", **dict.fromkeys(scalars, "fp32")}
     constants = {"UNITS": units, "UNIT": adamw.UNIT}
     full = {**types, "params_ptr": "*bf16", "decayed_ptr": "*i1", "found_inf_ptr": "*fp32"}
-    yield Shipped("adamw", "bf16", kernel, full, constants, warps, aligned=("elements",))
-    absent = dict.fromkeys(("params_ptr", "decayed_ptr", "found_inf_ptr"))
-    yield Shipped("adamw", "fp32", kernel, types, {**constants, **absent}, warps, aligned=("elements",))
+    aligned, elements = ("elements",), units * adamw.UNIT
+    yield Shipped("adamw", "bf16", kernel, full, constants, warps, aligned=aligned, elements=elements, traffic=30)
+    constants = {**constants, **dict.fromkeys(("params_ptr", "decayed_ptr", "found_inf_ptr"))}
+    yield Shipped("adamw", "fp32", kernel, types, constants, warps, aligned=aligned, elements=elements, traffic=28)
     steps, block, warps = adamw.square_sum_config()
     types = {"x_ptr": "*fp32", "tiles_ptr": "*i64", "partial_ptr": "*fp64", "elements": "i32"}
     constants = {"STEPS": steps, "BLOCK": block, "UNIT": adamw.UNIT}
-    yield Shipped("adamw", "square sum", adamw._square_sum_kernel, types, constants, warps, aligned=("elements",))
+    kernel, elements = adamw._square_sum_kernel, steps * block
+    yield Shipped("adamw", "square sum", kernel, types, constants, warps, aligned=aligned, elements=elements, traffic=4)
 
 
 def _activations() -> Iterator[Shipped]:
@@ -140,21 +193,26 @@ def _activations() -> Iterator[Shipped]:
             if name != "bias_gelu":
                 types.pop("bias_ptr")
             constants = sizes if name == "bias_gelu" else {**sizes, "bias_ptr": None}
+            traffic = {"forward": 6 if gated else 4, "backward": 10 if gated else 6}[direction]
             yield Shipped(
-                "activations", f"{name} {direction} {columns}", kernel, types, constants, warps, aligned=["columns"]
-            )
+                "activations", f"{name} {direction} {columns}", kernel, types, constants, warps, aligned=["columns"],
+                elements=row_block * column_block, traffic=traffic if columns >= LARGE else 0,
+            )  # fmt: skip
 
 
-def _rope() -> Iterator[Shipped]:
+def _rope(heads: Sequence[int] = (4, 32)) -> Iterator[Shipped]:
     kernel = rope._rotate_kernel
-    for layout, heads, width in itertools.product(("half", "interleaved"), (4, 32), (64, 80, 128)):
-        *tile, warps = rope.config(heads, width)
+    for layout, most_heads, width in itertools.product(("half", "interleaved"), heads, (64, 80, 128)):
+        *tile, warps = rope.config(most_heads, width)
         constants = {"WIDTH": width, "INTERLEAVED": layout == "interleaved", "INVERSE": True}
         constants |= dict(zip(("POSITIONS", "HEADS", "PAIRS"), tile, strict=True))
         types = {x: "*bf16" if x.endswith("_ptr") else "i32" for x in kernel.arg_names if x not in constants}
         types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
         aligned = [x for x in types if "stride" in x]
-        yield Shipped("rope", f"{layout} {heads} heads of {width}", kernel, types, constants, warps, aligned=aligned)
+        yield Shipped(
+            "rope", f"{layout} {most_heads} heads of {width}", kernel, types, constants, warps, aligned=aligned,
+            elements=2 * math.prod(tile), traffic=4 if width == 128 else 0,
+        )  # fmt: skip
 
 
 def _norms() -> Iterator[Shipped]:
@@ -167,20 +225,24 @@ def _norms() -> Iterator[Shipped]:
             if config is not None:
                 sizes = {"ROW_BLOCK": config[0], "COLUMN_BLOCK": config[1]}
                 for weight in ("bf16", "fp32") if columns in (128, 4096, 8192) else ("bf16",):
-                    yield _norm(f"{direction} {columns} {weight}", kernel, sizes, config[2], layer_norm, weight)
+                    traffic = 8 if columns >= LARGE else 0
+                    name = f"{direction} {columns} {weight}"
+                    yield _norm(name, kernel, sizes, config[2], layer_norm, weight, traffic)
     for layer_norm in (False, True):
         for direction, kernel in (
             ("forward", norms._norm_forward_wide_kernel),
             ("backward", norms._norm_backward_wide_kernel),
         ):
             sizes = {"BLOCK": norms.WIDE_BLOCK}
-            yield _norm(f"{direction} wide", kernel, sizes, norms.WIDE_WARPS, layer_norm, "bf16")
+            yield _norm(f"{direction} wide", kernel, sizes, norms.WIDE_WARPS, layer_norm, "bf16", 8)
         sizes = dict(zip(("ROW_BLOCK", "COLUMN_BLOCK"), norms.GRADIENT_TILE, strict=True))
         kernel = norms._norm_weight_gradient_kernel
-        yield _norm("weight gradient wide", kernel, sizes, norms.GRADIENT_WARPS, layer_norm, "bf16")
+        yield _norm("weight gradient wide", kernel, sizes, norms.GRADIENT_WARPS, layer_norm, "bf16", 4)
 
 
-def _norm(variant: str, kernel: Any, sizes: Mapping[str, int], warps: int, layer_norm: bool, weight: str) -> Shipped:
+def _norm(
+    variant: str, kernel: Any, sizes: Mapping[str, int], warps: int, layer_norm: bool, weight: str, traffic: int
+) -> Shipped:
     """With the residual, which takes the most registers; RMSNorm is what lacks the pointers of bias and mean."""
     absent = () if layer_norm else ("bias_ptr", "mean_ptr", "grad_bias_ptr")
     types = {x: "*bf16" if x.endswith("_ptr") else "i32" for x in kernel.arg_names if x not in {*sizes, *absent}}
@@ -189,7 +251,10 @@ def _norm(variant: str, kernel: Any, sizes: Mapping[str, int], warps: int, layer
     types = {x: wide.get(x, kind) for x, kind in types.items()}
     constants = {**sizes, **{x: None for x in kernel.arg_names if x in absent}}
     name = f"{'add_layer_norm' if layer_norm else 'add_rms_norm'} {variant}"
-    return Shipped("norms", name, kernel, types, constants, warps, aligned=("columns",))
+    return Shipped(
+        "norms", name, kernel, types, constants, warps, aligned=("columns",), elements=math.prod(sizes.values()),
+        traffic=traffic,
+    )  # fmt: skip
 
 
 def _softmax() -> Iterator[Shipped]:
@@ -205,20 +270,77 @@ def _softmax() -> Iterator[Shipped]:
         if causal:
             del types["mask_ptr"]
         mask = {"mask_ptr": None} if causal else {}
+        # Half of the scores are above the diagonal: they are not read, and their results are written.
+        read, write, large = 1 if causal else 2, 2, columns >= LARGE
         yield Shipped(
-            "softmax",
-            f"{name} forward",
-            forward,
-            types,
-            {**constants, **mask, "column_stride": 1},
-            warps,
-            aligned=aligned,
-        )
+            "softmax", f"{name} forward", forward, types, {**constants, **mask, "column_stride": 1}, warps,
+            aligned=aligned, elements=rows * block, traffic=read + write if large else 0,
+        )  # fmt: skip
         types = {**dict.fromkeys(("y_ptr", "grad_y_ptr", "grad_scores_ptr"), "*bf16"), **sizes}
-        yield Shipped("softmax", f"{name} backward", backward, types, constants, warps, aligned=aligned[:3])
+        yield Shipped(
+            "softmax", f"{name} backward", backward, types, constants, warps, aligned=aligned[:3],
+            elements=rows * block, traffic=2 * read + write if large else 0,
+        )  # fmt: skip
 
 
-def compile_one(item: Shipped, architecture: int) -> Resources:
+def _size_one() -> Iterator[Shipped]:
+    """Kernels with the integer arguments that are 1 in practice, which the JIT then makes constants. For one
+    architecture: what is looked for is whether they compile without spills."""
+    ones: dict[str, tuple[str, ...]] = {
+        # one token: a sequence of one, or a tensor rank's slice of a short one
+        "activations swiglu forward 4096": ("rows",),
+        "activations swiglu backward 4096": ("rows",),
+        "activations bias_gelu backward 4096": ("rows",),
+        "cross_entropy statistics bf16 131072": ("rows",),
+        "cross_entropy statistics, smoothed bf16 131072": ("rows",),
+        "dropout forward 4096": ("rows",),
+        **{
+            f"norms {norm} {variant}": ("rows",)
+            for norm in ("add_rms_norm", "add_layer_norm")
+            for variant in (
+                *("forward 4096 bf16", "backward 4096 bf16"),
+                *("forward wide", "backward wide", "weight gradient wide"),
+            )
+        },
+        # a vocabulary, or a rank's slice of one, that a single block covers
+        "cross_entropy gradient bf16 256": ("blocks",),
+        "cross_entropy gradient bf16 131072": ("blocks",),  # the largest block
+        # tensor parallelism leaves a rank one key head, or one head of each
+        "rope half 4 heads of 128": ("k_heads",),
+        "rope interleaved 1 heads of 128": ("q_heads", "k_heads"),
+        "rope half 1 heads of 64": ("positions", "q_heads", "k_heads"),
+        # a mask of one head, which all share; one query, as with one token
+        "softmax masked 4096 forward": ("heads",),
+        "softmax masked 2048 forward": ("rows", "heads", "queries"),
+        "softmax masked 2048 backward": ("rows", "queries"),
+        "softmax causal 4096 forward": ("queries",),
+        "softmax causal 4096 backward": ("queries",),
+    }
+    items = {item.name: item for item in (*_all_sizes(), *_rope(heads=(1,)))}
+    for name, names in ones.items():
+        item = items[name]
+        yield replace(
+            item,
+            variant=f"{item.variant}, {' = '.join(names)} = 1",
+            types={x: kind for x, kind in item.types.items() if x not in names},
+            constants={**item.constants, **dict.fromkeys(names, 1)},
+            aligned=[x for x in item.aligned if x not in names],
+            traffic=0,
+            architectures=(COUNTED,),
+        )
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A kernel compiled for one architecture."""
+
+    item: Shipped
+    architecture: int
+    cubin: bytes
+    shared: int
+
+
+def compile_one(item: Shipped, architecture: int) -> Binary:
     names = item.kernel.arg_names
     pointers = [name for name in names if item.types.get(name, "").startswith("*")]
     divisible = {*pointers, *item.aligned}
@@ -230,52 +352,136 @@ def compile_one(item: Shipped, architecture: int) -> Resources:
     )
     options = {"num_warps": item.num_warps, "num_stages": item.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
-        code = _tool("nvdisasm", "-c", file.name)
+    return Binary(item, architecture, compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def resources(binary: Binary, code: Sequence[str]) -> Resources:
+    """Of a binary and its disassembled instructions."""
+    item = binary.item
+    usage = _tool("cuobjdump", "--dump-resource-usage", content=binary.cubin, suffix=".cubin")
     found = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", usage)}
     in_use = (found["REG"] + 7) // 8 * 8 * 32
+    counted = binary.architecture == COUNTED and item.traffic > 0
+    text = "\n".join(code)
     return Resources(
         registers=found["REG"],
         stack=found["STACK"],
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        shared=compiled.metadata.shared,
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", text)),
+        shared=binary.shared,
         warps_per_sm=min(MOST_WARPS, REGISTERS // in_use // item.num_warps * item.num_warps),
-        wide_loads=len(re.findall(r"LDG\.E(?:\.E[FL])?\.(?:128|ENL2)", code)),
-        narrow_loads=len(re.findall(r"LDG\.E(?!(?:\.E[FL])?\.(?:128|ENL2))", code)),
-        wide_stores=len(re.findall(r"STG\.E\.(?:128|ENL2)", code)),
+        wide_loads=len(re.findall(r"LDG\.E(?:\.E[FL])?\.(?:128|ENL2)", text)),
+        narrow_loads=len(re.findall(r"LDG\.E(?!(?:\.E[FL])?\.(?:128|ENL2))", text)),
+        wide_stores=len(re.findall(r"STG\.E\.(?:128|ENL2)", text)),
+        instructions_per_element=round(instructions_per_element(item, code), 1) if counted else None,
+        budget=round(INSTRUCTIONS_A_BYTE * item.traffic, 1) if counted else None,
     )
 
 
-def _tool(name: str, *arguments: str) -> str:
-    return subprocess.run([str(BINARIES / name), *arguments], capture_output=True, text=True, check=True).stdout
+def instructions_per_element(item: Shipped, code: Sequence[str]) -> float:
+    """Those of all loops over tiles, which each see every element once; without a loop those of the whole kernel."""
+    loops = [address - target + 1 for address, target in _branches(code) if target < address]
+    instructions = sum(loops[:-1] if item.has_tail else loops) if loops else _shortest_way(code)
+    return instructions * 32 * item.num_warps / item.elements
+
+
+def _branches(code: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Numbers of the instructions that are branches, and of those where they lead."""
+    for number, instruction in enumerate(code):
+        if found := re.search(r"\bBRA\b.* 0x([0-9a-f]+)$", instruction):
+            yield number, int(found[1], 16)
+
+
+def _shortest_way(code: Sequence[str]) -> int:
+    """Instructions from the first to an EXIT when every branch is taken that shortens the way: rare cases are branches
+    that cost more, and of a rotation's two branches a program takes one."""
+    branches = dict(_branches(code))
+    ways = [0] * (len(code) + 1)
+    for number in reversed(range(len(code))):
+        instruction = code[number]
+        way = ways[number + 1]
+        conditional = instruction.startswith("@") or re.search(r"\bBRA\S* !?U?P\d", instruction)
+        if number in branches and branches[number] > number:
+            way = min(way, ways[branches[number]]) if conditional else ways[branches[number]]
+        elif "EXIT" in instruction and not conditional:
+            way = 0
+        ways[number] = way + 1
+    return ways[0]
+
+
+def disassemble(binaries: Sequence[Binary]) -> list[list[str]]:
+    """Instructions of each binary, all of one architecture. Branches lead to 0x and the instruction's number."""
+    architecture, texts = binaries[0].architecture, [_machine_code(binary.cubin) for binary in binaries]
+    listing = _tool("nvdisasm", "-b", f"SM{architecture}", content=b"".join(texts), suffix=".bin")
+    lines = [instruction.strip() for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", listing)]
+    codes, first = [], 0
+    for text in texts:
+        number = len(text) // 16
+        codes.append([_relative(line, 16 * first) for line in lines[first : first + number]])
+        first += number
+    assert first == len(lines), f"nvdisasm listed {len(lines)} instructions of {first}"
+    return codes
+
+
+def _relative(instruction: str, origin: int) -> str:
+    """With the number of an instruction instead of its address in all of the machine code."""
+    branch = re.fullmatch(r"(.*\bBRA\b.* )0x([0-9a-f]+)", instruction)
+    return f"{branch[1]}0x{(int(branch[2], 16) - origin) // 16:x}" if branch else instruction
+
+
+def _machine_code(cubin: bytes) -> bytes:
+    """The .text sections of an ELF file of 64 bits, by its section headers."""
+    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, number, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + i * size) for i in range(number)]
+    where_names = sections[names][4]
+    return b"".join(
+        cubin[offset : offset + length]
+        for name, _, _, _, offset, length in sections
+        if cubin[where_names + name :].startswith(b".text.")
+    )
+
+
+def _tool(name: str, *arguments: str, content: bytes, suffix: str) -> str:
+    """What an NVIDIA tool prints about a file with this content."""
+    with tempfile.NamedTemporaryFile(suffix=suffix) as file:
+        file.write(content)
+        file.flush()
+        command = [str(BINARIES / name), *arguments, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def table_of(names: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Resources by kernel and architecture."""
+    items = {item.name: item for item in shipped()}
+    table: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in names}
+    for architecture in ARCHITECTURES:
+        wanted = [items[name] for name in names if architecture in items[name].architectures]
+        binaries = [compile_one(item, architecture) for item in wanted]
+        for binary, code in zip(binaries, disassemble(binaries) if binaries else [], strict=True):
+            found = {key: value for key, value in asdict(resources(binary, code)).items() if value is not None}
+            table[binary.item.name][f"sm_{architecture}"] = found
+    return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="kernels whose name starts with this")
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args()
-    table: dict[str, dict[str, dict[str, int]]] = {}
+    table: dict[str, dict[str, dict[str, Any]]] = {}
     names = [item.name for item in shipped() if item.name.startswith(options.only)]
+    batches = [names[first : first + BATCH] for first in range(0, len(names), BATCH)]
     with multiprocessing.get_context("spawn").Pool() as pool:
-        for name, table[name] in zip(names, pool.imap(compile_named, names), strict=True):
-            for architecture, numbers in table[name].items():
-                print(
-                    f"{name:<40} {architecture:<7}", *(f"{key} {value}" for key, value in numbers.items()), flush=True
-                )
+        for found in pool.imap(table_of, batches):
+            table |= found
+            for name, by_architecture in found.items():
+                for architecture, numbers in by_architecture.items():
+                    values = (f"{key} {value}" for key, value in numbers.items())
+                    print(f"{name:<40} {architecture:<7}", *values, flush=True)
     if options.json:
-        lines = [f" {json.dumps(name)}: {json.dumps(resources)}" for name, resources in sorted(table.items())]
+        lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(table.items())]
         head = f'{{"triton": {json.dumps(triton.__version__)}, "kernels": {{'
         options.json.write_text("\n".join([head, ",\n".join(lines), "}}"]) + "\n")
-
-
-def compile_named(name: str) -> dict[str, dict[str, int]]:
-    """Resources by architecture."""
-    (item,) = (item for item in shipped() if item.name == name)
-    return {f"sm_{architecture}": asdict(compile_one(item, architecture)) for architecture in ARCHITECTURES}
 
 
 if __name__ == "__main__":

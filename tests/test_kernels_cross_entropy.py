@@ -132,6 +132,34 @@ def test_statistics_of_a_slice(how: str) -> None:
     assert rowless.shape == (4, 0)
 
 
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_several_tiles(dtype: torch.dtype) -> None:
+    """Two whole tiles of 4,096 columns and a part of one: targets in each, at their ends and far outside (2^32 is 0 in
+    32 bits), -inf in all columns of a whole tile and in all that some lanes of the kernel see, logits near the largest
+    number."""
+    columns, width = 8999, 9001
+    ends = [0, 4095, 4096, 8191, 8192, columns - 1]
+    target = torch.tensor([*ends, -1, columns, width, 2**32, 2**32 + 8192, -(2**32)], device=DEVICE)
+    z = (3 * draw(len(target), width)).to(DEVICE, dtype)
+    z[:, columns:] = float("nan")
+    z[0, 4096:8192] = -float("inf")
+    z[1, :4096] = -float("inf")
+    z[7, 5:columns:1024] = -float("inf")
+    z[8, :columns] = 2e38
+    exact = z.double()
+    with poisoned():
+        found = kernel.statistics(z, target, columns, how="triton").double()
+        right = kernel.statistics(exact, target, columns)
+        scale, grad_loss = (1.0 + draw(len(target), seed=seed).abs().to(DEVICE) for seed in (3, 4))
+        rowwise = [x.float() for x in (found[0], scale, grad_loss)]
+        grad = kernel.gradient(z, target, columns, *rowwise, 0.9, 0.1, how="triton")
+        exact_grad = kernel.gradient(exact, target, columns, *(x.double() for x in rowwise), 0.9, 0.1)
+    torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grad.double(), exact_grad, rtol=4e-3 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+    assert not grad[:, columns:].any()
+
+
 @WAYS
 def test_padding_is_inert(how: str) -> None:
     """Whatever it holds: the loss is the same, and its gradient is exactly zero (row 15)."""

@@ -1,10 +1,15 @@
 """RMSNorm and LayerNorm, alone and after the residual's addition: forward and backward kernels against fp64."""
 
+from functools import partial
+
 import pytest
 import torch
 from megapar_kernels import norms
-from torch import Tensor
+from torch import Tensor, nn
 
+from megapar import context, recompute
+from megapar.data_parallel.grad_buffer import GradBuffer
+from megapar.params import ONES, ParamSpec, parameter, replicated
 from tests.kernel_checks import DEVICE, compare, needs_triton, relative_error
 
 pytestmark = [needs_triton, pytest.mark.gpu]
@@ -137,6 +142,70 @@ def test_without_gradients_there_is_no_graph_and_a_second_backward_is_refused(na
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
     assert all(torch.equal(a, b) for a, b in zip(before, (t for t in values if isinstance(t, Tensor)), strict=True))
+
+
+class Norm(nn.Module):
+    """One of the norms with bf16 parameters, as a model declares them."""
+
+    def __init__(self, name: str, columns: int):
+        super().__init__()
+        self.name = name
+        generator = torch.Generator().manual_seed(columns)
+        for kind in ("weight", "bias") if "layer" in name else ("weight",):
+            spec = ParamSpec((replicated(kind, (columns,), context.single().tp),), ONES, decay=False)
+            param = parameter(spec, (columns,), dtype=torch.bfloat16, device=DEVICE)
+            param.data.copy_(1 + 0.2 * torch.randn(columns, generator=generator))
+            setattr(self, kind, param)
+
+    def forward(self, *x: Tensor) -> Tensor:
+        y = {**NORMS, **FUSED}[self.name](*x, *self.parameters(), EPS, how="triton")
+        return y if isinstance(y, Tensor) else y[0]
+
+
+def exact_parameter_gradients(norm: Norm, batches: list[list[Tensor]], upstream: Tensor) -> list[Tensor]:
+    """Of each parameter, by fp64 autograd: its gradient summed over the micro-batches. The sum that enters a fused norm
+    is rounded to bf16, as the op says."""
+    leaves = [p.detach().double().requires_grad_() for p in norm.parameters()]
+    op = NORMS[norm.name.removeprefix("add_")]
+    for batch in batches:
+        op(sum(batch).double(), *leaves, EPS).backward(upstream.double())
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", [*NORMS, *FUSED])
+def test_parameters_of_training_get_their_gradients_in_fp32(name: str, recomputed: bool) -> None:
+    """The main gradient of bf16 parameters is the exact sum over the micro-batches to fp32 accuracy. Rounded to bf16
+    once a micro-batch it would be off by more than 1e-3, and added by the gradient buffer's hook as well by 1."""
+    for rows, columns in ((37, 96), (5, 17000)):  # the second is wide: its weight's gradient is a kernel of its own
+        norm = Norm(name, columns)
+        buffer = GradBuffer([norm], context.single(DEVICE), zero_stage=0, bucket_mb=1, overlap=False)
+        draw = partial(torch.randn, (rows, columns), generator=torch.Generator().manual_seed(rows))
+        batches = [[draw().bfloat16().to(DEVICE) for _ in range(1 + ("add" in name))] for _ in range(4)]
+        upstream = draw().bfloat16().to(DEVICE)
+        exact = exact_parameter_gradients(norm, batches, upstream)
+        for batch in batches:
+            leaves = [x.clone().requires_grad_() for x in batch]
+            recompute.run(recomputed, norm, *leaves).backward(upstream)
+            assert all(x.grad is not None for x in leaves)
+        buffer.finish()
+        for param, right in zip(norm.parameters(), exact, strict=True):
+            assert param.grad is None
+            assert relative_error(param.main_grad.view, right) < 1e-6  # type: ignore[attr-defined]
+            assert relative_error(right.bfloat16(), right) > 1e-3
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    """Neither in their main gradient nor from autograd."""
+    norm = Norm("layer_norm", 96)
+    buffer = GradBuffer([norm], context.single(DEVICE), zero_stage=0, bucket_mb=1, overlap=False)
+    norm.bias.requires_grad_(False)
+    x = torch.randn(8, 96, device=DEVICE).bfloat16().requires_grad_()
+    norm(x).sum().backward()
+    buffer.finish()
+    assert norm.weight.main_grad.view.any()  # type: ignore[union-attr]
+    assert not norm.bias.main_grad.view.any()  # type: ignore[union-attr]
+    assert norm.bias.grad is None
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

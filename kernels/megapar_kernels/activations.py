@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar_kernels.launch import Implementation, fused, next_power_of_2, tl, triton
+from megapar_kernels.launch import Implementation, exp, fused, next_power_of_2, tl, triton
 
 __all__ = ["bias_gelu", "geglu", "gelu", "reglu_squared", "relu_squared", "swiglu"]
 
@@ -29,21 +29,49 @@ TORCH: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 @triton.jit
+def _sigmoids(x):  # type: ignore[no-untyped-def]
+    """sigmoid(x) and sigmoid(-x) by one exponential and one division.
+
+    With e = exp(-|x|) they are 1 / (1 + e) and e / (1 + e), the first of the sign of x. e is at most 1, so nothing
+    overflows, and neither sigmoid is computed as 1 minus the other, which would cancel.
+    """
+    small = exp(-tl.abs(x))
+    larger = 1.0 / (1.0 + small)
+    smaller = small * larger
+    return tl.where(x < 0.0, smaller, larger), tl.where(x < 0.0, larger, smaller)
+
+
+@triton.jit
+def _twice_gelu_argument(x):  # type: ignore[no-untyped-def]
+    """2 t for t = sqrt(2 / pi) (x + 0.044715 x^3), since GELU's 0.5 (1 + tanh(t)) is sigmoid(2 t)."""
+    return 1.5957691216057308 * x * (1.0 + 0.044715 * (x * x))
+
+
+@triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The activation of fp32 x, and its derivative."""
+    """The activation of fp32 x. An infinite exponential makes it 0, as it should."""
     if ACTIVATION == "silu":
-        sigmoid = tl.sigmoid(x)
-        value = x * sigmoid
-        slope = sigmoid + value * tl.sigmoid(-x)
+        return x / (1.0 + exp(-x))
     elif ACTIVATION == "gelu":
-        # 0.5 (1 + tanh(t)) = sigmoid(2 t), for t = sqrt(2 / pi) (x + 0.044715 x^3); 1 - sigmoid would cancel
-        square = x * x
-        twice = 1.5957691216057308 * x * (1.0 + 0.044715 * square)
-        sigmoid = tl.sigmoid(twice)
-        value = x * sigmoid
-        slope = sigmoid + value * tl.sigmoid(-twice) * 1.5957691216057308 * (1.0 + 0.134145 * square)
+        return x / (1.0 + exp(-_twice_gelu_argument(x)))
     else:
         positive = tl.where(x < 0.0, 0.0, x)  # unlike tl.maximum it lets NaN through
+        return positive * positive
+
+
+@triton.jit
+def _activate_and_derive(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The activation of fp32 x, and its derivative."""
+    if ACTIVATION == "silu":
+        sigmoid, opposite = _sigmoids(x)
+        value = x * sigmoid
+        slope = sigmoid + value * opposite
+    elif ACTIVATION == "gelu":
+        sigmoid, opposite = _sigmoids(_twice_gelu_argument(x))
+        value = x * sigmoid
+        slope = sigmoid + value * opposite * 1.5957691216057308 * (1.0 + 0.134145 * (x * x))
+    else:
+        positive = tl.where(x < 0.0, 0.0, x)
         value = positive * positive
         slope = 2.0 * positive
     return value, slope
@@ -67,7 +95,7 @@ def _activation_forward_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(source, inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)
-    y, _ = _activate(x, ACTIVATION)
+    y = _activate(x, ACTIVATION)
     if GATED:
         y *= tl.load(source + columns, inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), inside)
@@ -83,7 +111,7 @@ def _activation_backward_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(x_ptr + offset, inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)
-    value, slope = _activate(x, ACTIVATION)
+    value, slope = _activate_and_derive(x, ACTIVATION)
     grad = tl.load(grad_y_ptr + row * columns + column, inside, other=0.0).to(tl.float32)
     kind = grad_x_ptr.dtype.element_ty
     if GATED:

@@ -10,9 +10,10 @@ One pass over maximum and sum: Milakov and Gimelshein, arXiv 1805.02867.
 import torch
 from torch import Tensor
 
-from megapar_kernels.launch import Implementation, fused, next_power_of_2, tl, triton
+from megapar_kernels.launch import Implementation, exp, fused, next_power_of_2, tl, triton
 
 _CACHED = 1 << 16  # elements
+_LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 
 __all__ = ["gradient", "gradient_config", "statistics", "statistics_config"]
 
@@ -59,41 +60,64 @@ def _gradient(
 
 
 @triton.jit
+def _add_tile(  # type: ignore[no-untyped-def]
+    z, real, seen, maximum, exp_sum, total, WITH_TOTAL: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Statistics of lanes that have seen `seen` columns each, after one more tile z [STEPS, LANES].
+
+    MASKED: only the elements that are `real` count.
+    """
+    if MASKED:
+        z = tl.where(real, z, -float("inf"))
+    higher = tl.maximum(maximum, tl.max(z, 0))
+    z -= higher[None, :]
+    exp_sum = exp_sum * exp(maximum - higher) + tl.sum(exp(z), 0)
+    if WITH_TOTAL:
+        # maximum - higher may be -inf, and 0 * -inf is NaN: the least finite number takes its place.
+        total += seen * tl.maximum(maximum - higher, _LEAST)
+        if MASKED:
+            z = tl.where(real, z, 0.0)
+        total += tl.sum(z, 0)
+    return higher, exp_sum, total
+
+
+@triton.jit
 def _statistics_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, target_ptr, statistics_ptr, rows, columns, width, stride,
     WITH_TOTAL: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """A program a row. Every lane keeps its own maximum and sums, so that threads meet once, at the end."""
+    """A program a row. Every lane keeps its own maximum and sums, so that threads meet once, at the end.
+
+    Whole tiles have a loop without masks, because masks would make it slower than the memory. What is left is masked.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     tile = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    least = -3.4028234663852886e38
-    maximum = tl.full((LANES,), least, tl.float32)
+    maximum = tl.full((LANES,), _LEAST, tl.float32)
     exp_sum = tl.zeros((LANES,), tl.float32)
     total = tl.zeros((LANES,), tl.float32)
-    for first in range(0, columns, STEPS * LANES):
+    whole = columns // (STEPS * LANES) * (STEPS * LANES)
+    for first in range(0, whole, STEPS * LANES):
+        z = tl.load(logits_ptr + first + tile).to(tl.float32)
+        maximum, exp_sum, total = _add_tile(z, None, first // LANES, maximum, exp_sum, total, WITH_TOTAL, False)
+    # At most one iteration. As a loop it takes fewer registers than as an `if`.
+    for first in range(whole, columns, STEPS * LANES):
         column = first + tile
-        # Masked by `width`, of which the compiler knows that it divides by 16, unlike `columns`: loads stay wide.
+        # The load is masked by `width`, not by `columns`: the compiler knows that `width` divides by 16, so that the
+        # load stays wide.
         z = tl.load(logits_ptr + column, column < width, other=0.0).to(tl.float32)
-        z = tl.where(column < columns, z, -float("inf"))
-        higher = tl.maximum(maximum, tl.max(z, 0))
-        z -= higher[None, :]
-        exp_sum = exp_sum * tl.exp(maximum - higher) + tl.sum(tl.exp(z), 0)
-        if WITH_TOTAL:
-            # A lane has seen first / LANES columns; 0 times what may be infinite would be no 0.
-            total += first // LANES * tl.maximum(maximum - higher, least)
-            total += tl.sum(tl.where(column < columns, z, 0.0), 0)
-        maximum = higher
+        seen = first // LANES
+        maximum, exp_sum, total = _add_tile(z, column < columns, seen, maximum, exp_sum, total, WITH_TOTAL, True)
     highest = tl.max(maximum, 0)
     tl.store(statistics_ptr + row, highest)
-    tl.store(statistics_ptr + rows + row, tl.sum(exp_sum * tl.exp(maximum - highest), 0))
+    tl.store(statistics_ptr + rows + row, tl.sum(exp_sum * exp(maximum - highest), 0))
     target = tl.load(target_ptr + row)
     mine = (target >= 0) & (target < columns)
     picked = tl.load(logits_ptr + tl.where(mine, target, 0)).to(tl.float32)
     tl.store(statistics_ptr + 2 * rows + row, tl.where(mine, picked, 0.0))
     if WITH_TOTAL:
         seen = ((columns - tl.arange(0, LANES) + LANES - 1) // LANES).to(tl.float32)
-        total += seen * tl.maximum(maximum - highest, least)
+        total += seen * tl.maximum(maximum - highest, _LEAST)
         tl.store(statistics_ptr + 3 * rows + row, tl.sum(total, 0))
 
 
@@ -109,9 +133,14 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     inside = column < (width - first).to(tl.int32)
     z = tl.load(logits_ptr + row * stride + first + column, inside, other=-float("inf")).to(tl.float32)
     grad_loss = tl.load(grad_loss_ptr + row)
-    grad = tl.exp(z - tl.load(maximum_ptr + row)) * tl.load(scale_ptr + row) - on_all * grad_loss
-    grad -= tl.where(column == tl.load(target_ptr + row) - first, on_target * grad_loss, 0.0)
-    grad = tl.where(column < (columns - first).to(tl.int32), grad, 0.0)
+    grad = exp(z - tl.load(maximum_ptr + row)) * tl.load(scale_ptr + row) - on_all * grad_loss
+    target = tl.load(target_ptr + row) - first
+    has_target = (target >= 0) & (target < BLOCK)
+    if has_target | (first + BLOCK > columns):
+        # At most two blocks of a row come here. All others save the comparison of their columns with two numbers.
+        place = tl.where(has_target, target, -1).to(tl.int32)
+        grad -= tl.where(column == place, on_target * grad_loss, 0.0)
+        grad = tl.where(column < (columns - first).to(tl.int32), grad, 0.0)
     tl.store(grad_ptr + row * stride + first + column, grad.to(grad_ptr.dtype.element_ty), inside)
 
 
@@ -122,10 +151,10 @@ def statistics_config(columns: int) -> tuple[int, int, int]:
     return steps, lanes, lanes // 256
 
 
-def gradient_config(width: int) -> tuple[int, int]:
-    """Columns and warps of a program: 32 columns a thread, in 4 loads of 16 bytes of bf16."""
-    block = min(max(next_power_of_2(width), 128), 4096)
-    return block, max(block // 1024, 1)
+def gradient_config(width: int, bytes_a_logit: int) -> tuple[int, int]:
+    """Columns and warps of a program: up to 4 loads of 16 bytes a thread."""
+    block = min(max(next_power_of_2(width), 128), 8192 // bytes_a_logit)
+    return block, max(block * bytes_a_logit // 2048, 1)
 
 
 def statistics(
@@ -179,7 +208,7 @@ def gradient(
     if not inplace or not logits.is_contiguous():
         logits = logits.contiguous()
     grad = logits if inplace else torch.empty_like(logits)
-    block, warps = gradient_config(width)
+    block, warps = gradient_config(width, logits.element_size())
     blocks = triton.cdiv(width, block)
     if rows * blocks:
         rowwise = (x.contiguous() for x in (target, maximum, scale, grad_loss))

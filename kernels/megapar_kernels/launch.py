@@ -1,6 +1,6 @@
 """What all kernels share: Triton where it is installed, and when a kernel is worth its launch."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ except ImportError:  # there is none for macOS and Windows: torch's own ops serv
     HAS_TRITON = False
 
     class _NoTriton:
-        constexpr = None
+        def constexpr(self, value: Any) -> Any:
+            return value
 
         def jit(self, function: Any) -> Any:
             return function
@@ -23,9 +24,13 @@ except ImportError:  # there is none for macOS and Windows: torch's own ops serv
 
 __all__ = [
     "HAS_TRITON",
+    "LOG2_E",
     "Implementation",
+    "MainGrad",
+    "exp",
     "fused",
     "interpreting",
+    "main_grad_of",
     "multiprocessors",
     "next_power_of_2",
     "tl",
@@ -38,6 +43,19 @@ Implementation = Literal["torch", "triton", "apex"]
 # 1024 columns takes four times as long as torch's on an H100.
 SMALL = 1 << 20
 
+LOG2_E = tl.constexpr(1.4426950408889634)  # log2(e)
+
+
+@triton.jit
+def exp(x):  # type: ignore[no-untyped-def]
+    """e^x of an fp32 tensor, in two instructions on a GPU; results below the least normal number are 0.
+
+    tl.exp takes five instructions, because it also returns subnormal numbers. They make cross entropy slower than the
+    memory. Where x is a difference, subtract first and call this on the result: then e^0 is exactly 1. One multiply-add
+    of a * log2(e) - b * log2(e) would save an instruction, but its error grows with |a|.
+    """
+    return tl.exp2(x * LOG2_E)
+
 
 def fused(how: Implementation, x: Tensor) -> bool:
     """Whether a Triton kernel serves `x`: asked for, and large enough if on a GPU. (On a CPU it is interpreted.)"""
@@ -47,6 +65,24 @@ def fused(how: Implementation, x: Tensor) -> bool:
 def interpreting() -> bool:
     """Whether kernels are interpreted on the CPU (TRITON_INTERPRET=1 before triton is imported), for tests."""
     return HAS_TRITON and bool(triton.knobs.runtime.interpret)
+
+
+class MainGrad(Protocol):
+    """Where training sums a parameter's gradient in fp32 over the micro-batches, found as the attribute `main_grad` of
+    the parameter (Megatron has an attribute of the same name, which is the tensor itself).
+
+    A kernel that computes a parameter's gradient in fp32 adds it here, once a backward pass, and its autograd function
+    returns None for the parameter. The gradient is then neither rounded to the parameter's dtype nor added a second
+    time. Read the attribute in the forward pass: recompute hands the backward pass a copy without attributes. A
+    parameter without the attribute gets its gradient from autograd, as in plain PyTorch.
+    """
+
+    def add(self, grad: Tensor) -> None:
+        """Add `grad`, of the parameter's shape, to the sum."""
+
+
+def main_grad_of(param: Tensor | None) -> MainGrad | None:
+    return getattr(param, "main_grad", None)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar_kernels import apex
-from megapar_kernels.launch import Implementation, fused, multiprocessors, next_power_of_2, tl, triton
+from megapar_kernels.launch import (
+    Implementation,
+    MainGrad,
+    fused,
+    main_grad_of,
+    multiprocessors,
+    next_power_of_2,
+    tl,
+    triton,
+)
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -138,6 +147,10 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         grad_hat = _read_for("evict_last", grad_y_ptr + offset, inside)
         grad_hat *= _read_for("evict_last", weight_ptr + column, in_column)
         x = _read_for("evict_last", x_ptr + offset, inside)
+        if grad_sum_ptr is not None:
+            # Loaded before the sums over rows, so that it arrives while threads wait at their barriers. It stays in its
+            # dtype until it is added: bf16 takes half the registers of fp32.
+            grad_sum = tl.load(grad_sum_ptr + offset, inside, other=0.0, eviction_policy="evict_first")
         rstd = _read(rstd_ptr + row, in_row)
         mean, shift = 0.0, 0.0
         if mean_ptr is not None:
@@ -153,7 +166,7 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
             grad_bias += grad_y
         grad_x = (grad_hat - shift - x_hat * along) * rstd
         if grad_sum_ptr is not None:
-            grad_x += _read(grad_sum_ptr + offset, inside)
+            grad_x += grad_sum.to(tl.float32)
         tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), inside)
     tl.store(grad_weight_ptr + program * columns + column, tl.sum(grad_weight, 0, keep_dims=True), in_column)
     if grad_bias_ptr is not None:
@@ -293,13 +306,25 @@ def _backward(
     return grad_x, partial.sum(1)
 
 
+def _give(grad: Tensor, main_grad: MainGrad | None, dtype: torch.dtype) -> Tensor | None:
+    """Add a parameter's fp32 gradient to its main gradient; without one return it for autograd, in `dtype`."""
+    if main_grad is None:
+        return grad.to(dtype)
+    main_grad.add(grad)
+    return None
+
+
 class _Norm(torch.autograd.Function):
-    """(y, x + residual), or y alone where there is no residual; RMSNorm where there is no bias."""
+    """(y, x + residual), or y alone where there is no residual; RMSNorm where there is no bias.
+
+    The gradients of weight and bias go to their main gradients where they have them (`launch.MainGrad`).
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.main_grads = main_grad_of(weight), main_grad_of(bias)
         tensors = (None if t is None else t.contiguous() for t in (x, residual, weight, bias))
         x, residual, weight, bias = tensors  # type: ignore[assignment]
         y, total, mean, rstd = _forward(x, residual, weight, bias, eps)
@@ -311,13 +336,15 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor | None, grad_total: Tensor | None = None) -> tuple[Tensor | None, ...]:
         total, weight, mean, rstd = ctx.saved_tensors
+        _, needs_residual, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if grad_y is None:  # the sum alone was used
-            return grad_total, grad_total if ctx.needs_input_grad[1] else None, None, None, None
+            return grad_total, grad_total if needs_residual else None, None, None, None
         grad_total = None if grad_total is None else grad_total.contiguous()
         grad_x, grads = _backward(grad_y.contiguous(), grad_total, total, weight, mean, rstd)
-        grads = grads.to(weight.dtype)
-        grad_residual = grad_x if ctx.needs_input_grad[1] else None
-        return grad_x, grad_residual, grads[0], None if mean is None else grads[1], None
+        weight_main_grad, bias_main_grad = ctx.main_grads
+        grad_weight = _give(grads[0], weight_main_grad, weight.dtype) if needs_weight else None
+        grad_bias = _give(grads[1], bias_main_grad, weight.dtype) if needs_bias else None
+        return grad_x, grad_x if needs_residual else None, grad_weight, grad_bias, None
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, how: Implementation) -> Tensor:
