@@ -99,6 +99,12 @@ def prepare(device: torch.device, *, threads: int, local_world_size: int, determ
         torch.cuda.set_device(device)
 
 
+def set_current(device: torch.device) -> None:
+    """Make `device` this thread's GPU. A new thread begins with GPU 0, whatever the thread that started it uses."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a clock read next measures finished work."""
     if device.type == "cuda":
