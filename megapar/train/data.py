@@ -117,11 +117,12 @@ def _agree(loaders: Sequence[Loader], ctx: ParallelContext) -> None:
         return
     (node, first), *others = comm.gather_json([socket.gethostname(), files], ctx.world, ctx.device)
     for rank, (other_node, others_files) in enumerate(others, 1):
-        for file in files:
-            if others_files[file] != first[file]:
+        for file in sorted({*first, *others_files}):
+            here, there = first.get(file, "none"), others_files.get(file, "none")
+            if here != there:
                 problem = DataError(
-                    f"{file} is not the same everywhere: content hash {first[file]} on node {node} (rank 0), "
-                    f"{others_files[file]} on node {other_node} (rank {rank}): copy it again"
+                    f"{file} is not the same everywhere: content hash {here} on node {node} (rank 0), "
+                    f"{there} on node {other_node} (rank {rank}): copy it again"
                 )
                 problem.everywhere = True
                 raise problem
