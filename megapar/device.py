@@ -3,6 +3,7 @@ knows "cuda"."""
 
 import os
 import resource
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -112,8 +113,16 @@ def synchronize(device: torch.device) -> None:
 
 
 def host_buffer(numel: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised fp32 host memory that the device copies to at full speed: pinned for a GPU."""
-    return torch.empty(numel, dtype=torch.float32, pin_memory=device.type == "cuda")
+    """Uninitialised fp32 host memory that the device copies to at full speed: pinned for a GPU.
+
+    Memory of its own is pinned, as torch's allocator of pinned memory rounds sizes up to a power of two: up to twice.
+    """
+    buffer = torch.empty(numel, dtype=torch.float32)
+    if device.type == "cuda" and numel:
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
+        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
+    return buffer
 
 
 def peak_memory_bytes(device: torch.device) -> int:

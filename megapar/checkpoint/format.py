@@ -249,8 +249,9 @@ def read_entry(entry: Mapping[str, Any]) -> Entry:
 
 def _sizes(values: Iterable[Any]) -> Sizes:
     sizes = tuple(values)
-    if any(type(size) is not int or size < 0 for size in sizes):
-        raise TypeError(f"{sizes} should be integers of at least 0")
+    for size in sizes:  # a loop, as `any` takes twice as long, and a checkpoint may have a million chunks
+        if type(size) is not int or size < 0:
+            raise TypeError(f"{sizes} should be integers of at least 0")
     return sizes
 
 
@@ -432,8 +433,9 @@ def check_tensors(folder: Path, manifest: Manifest) -> None:
         problem = _problem(entry, manifest.files)
         if problem:
             raise CheckpointError(f"{path}: tensor {name} of shape {list(entry.shape)}: {problem}")
+        itemsize = dtype_of(entry.dtype).itemsize
         for chunk in entry.chunks:
-            stored[chunk.file] += math.prod(chunk.size) * dtype_of(entry.dtype).itemsize
+            stored[chunk.file] += math.prod(chunk.size) * itemsize
     for file, size in stored.items():
         if size > manifest.files[file]:
             raise CheckpointError(f"{path}: {file} would hold {size} bytes of chunks in {manifest.files[file]} bytes")
@@ -449,8 +451,9 @@ def _problem(entry: Entry, files: Mapping[str, int]) -> str | None:
             return f"chunk {chunk.key} lies in {chunk.file}, which is not listed"
         if len(chunk.offset) != len(entry.shape) or len(chunk.size) != len(entry.shape):
             return f"chunk {chunk.key} has another number of dimensions"
-        if any(o + s > n for o, s, n in zip(chunk.offset, chunk.size, entry.shape, strict=True)):
-            return f"chunk {chunk.key} at {list(chunk.offset)} of size {list(chunk.size)} reaches beyond it"
+        for start, size, end in zip(chunk.offset, chunk.size, entry.shape, strict=True):
+            if start + size > end:
+                return f"chunk {chunk.key} at {list(chunk.offset)} of size {list(chunk.size)} reaches beyond it"
     clash = _overlapping(entry.chunks)
     if clash:
         return f"chunks {clash[0].key} of {clash[0].file} and {clash[1].key} of {clash[1].file} overlap"

@@ -35,7 +35,6 @@ from megapar.checkpoint.format import (
     examine,
     folder_name,
     logical_boxes,
-    read_entry,
     sync_folder,
     write_latest,
     write_manifest,
@@ -330,14 +329,15 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 def merge_tensors(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Entry]:
     """All ranks' entries as one. Raises ValueError if two ranks disagree on a tensor."""
     merged: dict[str, Entry] = {}
-    chunks: dict[str, list[Chunk]] = {}
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
     for part in parts:
         for name, value in part.items():
-            entry = read_entry(value)
-            known = merged.setdefault(name, entry)
-            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
-                raise ValueError(f"ranks disagree on {name}: {known.shape} {known.dtype}, {entry.shape} {entry.dtype}")
-            chunks.setdefault(name, []).extend(entry.chunks)
+            shape, dtype = tuple(value["shape"]), value["dtype"]
+            known = merged.setdefault(name, Entry(shape, dtype, ()))
+            if (known.shape, known.dtype) != (shape, dtype):
+                raise ValueError(f"ranks disagree on {name}: {known.shape} {known.dtype}, {shape} {dtype}")
+            for file, key, offset, size, crc32 in value["chunks"]:
+                chunks[name].append(Chunk(file, key, tuple(offset), tuple(size), crc32))
     return {name: merged[name]._replace(chunks=tuple(chunks[name])) for name in sorted(merged)}
 
 
