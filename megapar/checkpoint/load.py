@@ -353,10 +353,10 @@ class Reader:
                 f"{where}: holds {found}, the manifest says {dtype_name(expected)} {list(chunk.size)}"
             )
         if (chunk.file, chunk.key) not in self._verified:
-            contents = examine(values)
-            if contents.crc32 != chunk.crc32:
+            crc32, problem = examine(name, values)
+            if crc32 != chunk.crc32:
                 raise CheckpointError(f"{where}: damaged: its CRC-32 differs from the manifest's")
-            if self._judge and (problem := contents.problem(name)):
+            if self._judge and problem:
                 raise CheckpointError(f"{where}: {problem}: it was saved so")
             self._verified.add((chunk.file, chunk.key))
         return values

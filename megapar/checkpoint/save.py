@@ -294,10 +294,10 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
                 name = f"{state}.{piece.name}"
                 flat: Tensor = getattr(item, state)[begin : begin + math.prod(box.size)]
                 values = flat.detach().view(box.size).cpu()
-                contents = examine(values)
-                if problem := contents.problem(name):
+                crc32, problem = examine(name, values)
+                if problem:
                     raise NumericError(f"rank {rank}: {problem}; {_REMEDY}")
-                chunk = Chunk(file, f"{name}#{len(chunks[name])}", box.offset, box.size, contents.crc32)
+                chunk = Chunk(file, f"{name}#{len(chunks[name])}", box.offset, box.size, crc32)
                 tensors[chunk.key] = values
                 chunks[name].append(chunk)
                 entries.setdefault(name, Entry(piece.shape, dtype_name(values.dtype), ()))
