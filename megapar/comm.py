@@ -10,6 +10,7 @@ each rank with all of it; large ones are gloo's.
 
 import json
 import socket
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +26,7 @@ from megapar.errors import CommunicationError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_PIECE = 4 << 20  # bytes of a value in the store; TCPStore takes 8 MiB at most
 _SMALL = 1 << 20  # bytes that an all-reduce by direct exchange may receive
 # torch 2.13 renames the two and warns on the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -326,9 +328,17 @@ def barrier(axis: Axis) -> None:
 
 
 def post(key: str, value: Any) -> None:
-    """Leave `value` (JSON types) in the world's store for another rank. No collective: any thread may call it."""
+    """Leave `value` (JSON types) in the world's store for another rank. No collective: any thread may call it.
+
+    It travels compressed and in pieces: TCPStore closes the connection at a value above 8 MiB.
+    """
+    packed = zlib.compress(json.dumps(value).encode(), 1)
+    pieces = [packed[first : first + _PIECE] for first in range(0, len(packed), _PIECE)]
     with _as_communication_errors():
-        dist.distributed_c10d._get_default_store().set(key, json.dumps(value))
+        store = dist.distributed_c10d._get_default_store()
+        for number, piece in enumerate(pieces):
+            store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # bytes are as good
+        store.set(key, str(len(pieces)))  # last: whoever finds it finds all pieces
 
 
 def collect(key: str) -> Any | None:
@@ -337,18 +347,21 @@ def collect(key: str) -> Any | None:
         store = dist.distributed_c10d._get_default_store()
         if not store.check([key]):
             return None
-        value = json.loads(store.get(key))
-        store.delete_key(key)
-    return value
+        keys = [f"{key}/{number}" for number in range(int(store.get(key)))]
+        packed = b"".join(store.get(piece) for piece in keys)
+        for done in (key, *keys):
+            store.delete_key(done)
+    return json.loads(zlib.decompress(packed))
 
 
 def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
     """Every rank's `value` (JSON types), in rank order, on every rank. Nothing is pickled."""
     if axis.size == 1:
         return [value]
-    payload = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
-    lengths = all_gather(torch.tensor([payload.numel()], device=device), axis)
-    padded = payload.new_zeros(int(lengths.max()))
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = all_gather(torch.tensor([payload.numel()], device=device), axis).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: payload.numel()] = payload
-    rows = all_gather(padded, axis).view(axis.size, -1)
-    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths.tolist(), strict=True)]
+    # One copy to the host for all ranks: a read of each row would wait for the device as often.
+    rows = all_gather(padded.to(device), axis).cpu().view(axis.size, -1).numpy()
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]

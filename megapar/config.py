@@ -190,6 +190,8 @@ class DataConfig:
     """Processes of each rank that read ahead, for sources that compute (hf:); 0: a thread, enough for token files."""
     tokenizer: str = "bytes"
     """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
+    accept_changed: bool = False
+    """Go on from a checkpoint although files that it was trained on have other contents now, which is else refused."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ knows "cuda"."""
 import os
 import re
 import resource
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,6 +269,12 @@ def gpu_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
+def set_current(device: torch.device) -> None:
+    """Make `device` this thread's GPU. A new thread begins with GPU 0, whatever the thread that started it uses."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a clock read next measures finished work."""
     if device.type == "cuda":
@@ -275,8 +282,16 @@ def synchronize(device: torch.device) -> None:
 
 
 def host_buffer(numel: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised fp32 host memory that the device copies to at full speed: pinned for a GPU."""
-    return torch.empty(numel, dtype=torch.float32, pin_memory=device.type == "cuda")
+    """Uninitialised fp32 host memory that the device copies to at full speed: pinned for a GPU.
+
+    Memory of its own is pinned, as torch's allocator of pinned memory rounds sizes up to a power of two: up to twice.
+    """
+    buffer = torch.empty(numel, dtype=torch.float32)
+    if device.type == "cuda" and numel:
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
+        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
+    return buffer
 
 
 def peak_memory_bytes(device: torch.device) -> int:

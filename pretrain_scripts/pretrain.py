@@ -18,7 +18,7 @@ from megapar.errors import reported
 from megapar.recompute import preload
 from megapar.train import dry_run
 from megapar.train.checkpoints import own
-from megapar.train.data import open_loaders
+from megapar.train.data import identity, open_loaders
 from megapar.train.launch import join, leave, start_local_ranks
 from megapar.train.report import greet
 from megapar.train.trainer import Run, start, train
@@ -39,7 +39,8 @@ def run(resolved: Resolved, config: Config, env: device.Environment) -> None:
         ctx = join(config, env)
         train_data, validation_sets = open_loaders(config, ctx)
         with own(Path(config.run_dir), ctx):
-            state, notes = start(config, ctx, build_stages(config, ctx))
+            data = identity(train_data, validation_sets)
+            state, notes = start(config, ctx, build_stages(config, ctx), data)
             train_data.consumed_samples = state.consumed_samples
             greet(config, ctx, parameter_count(config.model), notes, to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length)

@@ -24,3 +24,19 @@ def test_every_contender_moves_the_same_bytes_and_each_figure_is_there(tmp_path:
         assert len(figure["speed_over_copy"]) == 3
     assert {"load", "read", "DCP load", "pause, synchronous", "pause, asynchronous"} < set(found["summary"])
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"], "nothing is left behind"
+
+
+def test_the_cost_of_a_manifest_is_measured_for_each_number_of_ranks(tmp_path: Path) -> None:
+    """A rank that uses a manifest takes less memory than all of it as text."""
+    file = tmp_path / "out.json"
+    tool = TOOL.with_name("benchmark_manifest.py")
+    command = [sys.executable, str(tool), "--ranks", "64", "512", "--layers", "8", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["ranks"] for row in rows] == [64, 512]
+    assert rows[1]["manifest_bytes"] > 4 * rows[0]["manifest_bytes"]
+    for row in rows:
+        for who in ("publish", "verify", "use", "retain"):
+            assert row[who]["seconds"] > 0
+            assert row[who]["bytes"] >= 0

@@ -356,10 +356,10 @@ def test_a_checkpoint_asked_for_by_name_must_be_complete(tmp_path: Path) -> None
     save_toy(tmp_path, 1)
     path = save_toy(tmp_path, 2)
     (path / "manifest.json").unlink()
-    chosen = choose(str(path), tmp_path, context.single())
-    assert chosen == path
     with pytest.raises(CheckpointError, match=r"step_00000002: incomplete"):
-        load_toy(chosen, toy_slices(0))
+        choose(str(path), tmp_path, context.single())
+    with pytest.raises(CheckpointError, match=r"step_00000002: incomplete"):
+        load_toy(path, toy_slices(0))
 
 
 @pytest.mark.gpu

@@ -123,6 +123,7 @@ def toy_slices(step: int = 1, columns: int = 5) -> list[Any]:
             name: torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(100 * step + 10 * number + i))
             for i, name in enumerate(("main", "exp_avg", "exp_avg_sq"))
         }
+        state["exp_avg_sq"].abs_()  # means of squares: nothing saves a negative one
         slices.append(SimpleNamespace(spec=spec, start=0, stop=math.prod(shape), **state))
     return slices
 
@@ -173,6 +174,19 @@ def edit_bytes(path: Path, edit: Callable[[bytearray], None]) -> None:
     content = bytearray((path / FILE).read_bytes())
     edit(content)
     (path / FILE).write_bytes(content)
+
+
+def edit_tensor(path: Path, key: str, edit: Callable[[torch.Tensor], Any]) -> None:
+    """Change a stored box, to which the manifest then attests, as if it had been saved so."""
+    tensors = load_file(path / FILE)
+    edit(tensors[key])
+    save_file(tensors, path / FILE)
+    name, _, number = key.rpartition("#")
+
+    def attest(body: dict[str, Any]) -> None:
+        body["tensors"][name]["chunks"][int(number)][4] = checkpoint_format.checksum(tensors[key])
+
+    edit_manifest(path, attest)
 
 
 def flip_bit(content: bytearray) -> None:
@@ -331,7 +345,19 @@ def test_discovery_takes_the_newest_complete_one(tmp_path: Path, caplog: pytest.
         assert [name in caplog.text for name in ("step_100000000", "step_00000007")] == [True, True]
     assert choose("auto", tmp_path, context.single()) == tmp_path / folder_name(12)
     assert choose("none", tmp_path, context.single()) is None
-    assert choose("elsewhere/x", tmp_path, context.single()) == Path("elsewhere/x")
+    assert choose(str(tmp_path / folder_name(5)), tmp_path, context.single()) == tmp_path / folder_name(5)
+
+
+def test_a_path_that_is_no_checkpoint_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    """Row K20: names that people try, in place of a checkpoint's folder."""
+    root = tmp_path / "run/checkpoints"
+    for step in (5, 12):
+        save_toy(root, step)
+    for tried in ("latest", "12", str(tmp_path / "run"), str(root), str(root / "latest"), str(root / "step_00000006")):
+        with pytest.raises(CheckpointError) as caught:
+            choose(tried, root, context.single())
+        assert f"no manifest.json; checkpoints: {root / folder_name(12)}, {root / folder_name(5)}" in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_resuming_among_broken_checkpoints_alone_is_an_error(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from megapar import context
 from megapar.checkpoint.format import STATE
 from megapar.checkpoint.save import save
-from tests.test_checkpoint_format import MODEL, edit_bytes, flip_bit, save_toy, toy_slices
+from megapar.errors import CheckpointError
+from tests.test_checkpoint_format import MODEL, edit_bytes, edit_tensor, flip_bit, save_toy, toy_slices
 from tools.inspect_checkpoint import Options, inspect
 
 TOOL = Path(__file__).parents[1] / "tools" / "inspect_checkpoint.py"
@@ -38,7 +39,6 @@ def test_two_checkpoints_are_compared_bit_by_bit(tmp_path: Path, capsys: pytest.
     assert inspect(Options(first, compare=again)) == 0
     slices = toy_slices(3)
     slices[0].main[7] += 0.5
-    slices[1].exp_avg[2] = torch.nan
     trainer = {"lr": 0.2, "loss_scale": 1 / 3, "config": {"tp": 2}}
     other = save(
         tmp_path / "c",
@@ -52,6 +52,7 @@ def test_two_checkpoints_are_compared_bit_by_bit(tmp_path: Path, capsys: pytest.
         layout={"dp": 2},
         trainer=trainer,
     )
+    edit_tensor(other, "exp_avg.p1#0", lambda values: values[2].fill_(torch.nan))
     report = tmp_path / "report.json"
     assert inspect(Options(first, compare=other, json=report)) == 4
     assert json.loads(report.read_text())["differences"] == [
@@ -78,6 +79,8 @@ def test_two_checkpoints_are_compared_bit_by_bit(tmp_path: Path, capsys: pytest.
             trainer={},
             data={},
         )
+    with pytest.raises(CheckpointError, match=r"exp_avg\.p1#0: exp_avg\.p1 holds values that are not finite"):
+        inspect(Options(other, verify="crc"))
     capsys.readouterr()
     assert inspect(Options(save_zero[0] / "step_00000003", compare=save_zero[1] / "step_00000003")) == 4
     assert "main.p0" in capsys.readouterr().out

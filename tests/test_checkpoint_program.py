@@ -1,16 +1,23 @@
 """Checkpoints through pretrain.py, as a person meets them: exit codes and the one line on stderr."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megapar.checkpoint.format import find_complete
-from tests.test_checkpoint_format import edit_bytes, edit_manifest, flip_bit
+from megapar import context
+from megapar.checkpoint.format import find_complete, read_manifest
+from megapar.checkpoint.load import choose
+from megapar.errors import CheckpointError
+from megapar.train.checkpoints import position
+from tests.support import program
+from tests.test_checkpoint_format import edit_bytes, edit_manifest, flip_bit, save_toy
 from tests.test_program import TINY, finish, start
 
 ASYNC = ("--checkpoint.every", "1", "--checkpoint.async_save", "--checkpoint.keep_last", "2")
@@ -77,3 +84,158 @@ def test_a_full_disk_ends_the_program_and_costs_no_older_checkpoint(trained: Pat
     assert "bytes needed" in run.stderr
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir() if path.name[:5] != ".tmp-")
     assert names == ["latest", "step_00000004", "step_00000005"]
+
+
+ONE = ("--checkpoint.every", "2", "--log.no-tensorboard", "--train.steps")
+
+
+@pytest.fixture(scope="module")
+def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("four_steps")
+    assert program.run(*ONE, "4", cwd=folder).code == 0
+    return folder
+
+
+def link_shard(path: Path) -> None:
+    (path / "rank_00000.safetensors").rename(path.parents[2] / "elsewhere")
+    (path / "rank_00000.safetensors").symlink_to(path.parents[2] / "elsewhere")
+
+
+def link_manifest(path: Path) -> None:
+    (path / "manifest.json").rename(path.parents[2] / "manifest")
+    (path / "manifest.json").symlink_to(path.parents[2] / "manifest")
+
+
+def reseal_newer(path: Path) -> None:
+    """As a later version might: the SHA-256 is of something else, and tensors are written otherwise."""
+    edit_manifest(path, lambda body: body.update(format=2, tensors=[]), sign=False)
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "newer": (lambda path: edit_manifest(path, lambda body: body.update(format=2)), "format 2, this version reads"),
+    "newer, sealed otherwise": (reseal_newer, "format 2, this version reads"),
+    "linked file": (link_shard, "not a regular file"),
+    "linked manifest": (link_manifest, "links are not followed"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_checkpoint_that_is_not_ours_is_neither_passed_over_nor_replaced(
+    four_steps: Path, tmp_path: Path, name: str
+) -> None:
+    """Row K26: `auto` stops and says so; an older one asked for by name is gone on from, and it is set aside."""
+    change, reason = FOREIGN[name]
+    shutil.copytree(four_steps / "run", tmp_path / "run")
+    path = tmp_path / "run/checkpoints/step_00000004"
+    change(path)
+    before = (path / "manifest.json").read_bytes()
+    stopped = program.run(*ONE, "6", cwd=tmp_path)
+    assert stopped.code == 4, stopped.err
+    assert stopped.err.startswith("CheckpointError: --checkpoint.resume auto: run/checkpoints/step_00000004/")
+    assert reason in stopped.err
+    assert stopped.err.count("\n") == 1
+    assert (path / "manifest.json").read_bytes() == before
+    if name == "newer":
+        older = ("--checkpoint.resume", "run/checkpoints/step_00000002", "--checkpoint.keep_last", "1")
+        done = program.run(*older, *ONE, "6", cwd=tmp_path)
+        assert done.code == 0, done.err
+        (aside,) = (tmp_path / "run/checkpoints").glob("abandoned-*/step_00000004")
+        assert (aside / "manifest.json").read_bytes() == before
+
+
+def nest(path: Path) -> None:
+    (path / "manifest.json").write_text("[" * 100_000)
+
+
+def trainer(**changes: Any) -> Callable[[Path], None]:
+    return lambda path: edit_manifest(path, lambda body: body["trainer"].update(changes))
+
+
+def section(name: str, value: Any) -> Callable[[Path], None]:
+    return lambda path: edit_manifest(path, lambda body: body.update({name: value}))
+
+
+SCALE = {"scale": 65536.0, "dynamic": True, "good_steps": 0}
+ODD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no updates": (lambda path: edit_manifest(path, lambda b: b["trainer"].pop("updates")), "trainer.updates is None"),
+    "no config": (lambda path: edit_manifest(path, lambda b: b["trainer"].pop("config")), "trainer.config is None"),
+    "updates in words": (trainer(updates="x"), "trainer.updates is 'x'"),
+    "negative updates": (trainer(updates=-5), "trainer.updates is -5"),
+    "a config that is a list": (trainer(config=[]), "trainer.config is []"),
+    "a loss scale in words": (trainer(loss_scale="x"), "trainer.loss_scale is 'x'"),
+    "a loss scale with other fields": (trainer(loss_scale={"scale": 1.0}), "trainer.loss_scale is {"),
+    "a loss scale of nan": (trainer(loss_scale={**SCALE, "scale": float("nan")}), "loss_scale.scale is nan"),
+    "a lineage in words": (trainer(lineage="x"), "trainer.lineage is 'x'"),
+    "a trainer that is a list": (section("trainer", []), "trainer must be an object"),
+    "data that is text": (section("data", "x"), "data must be an object"),
+    "nested deeply": (nest, "not readable as JSON"),
+}
+
+
+def test_an_odd_manifest_is_passed_over_with_a_warning_and_an_error_by_name(
+    four_steps: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Row K27."""
+    root = tmp_path / "run/checkpoints"
+    path = root / "step_00000004"
+    for name, (change, reason) in ODD.items():
+        shutil.copytree(four_steps / "run", tmp_path / "run")
+        change(path)
+        caplog.clear()
+        assert choose("auto", root, context.single(), check=position) == root / "step_00000002", name
+        assert caplog.text.count("checkpoint skipped: ") == 1
+        assert reason in caplog.text
+        with pytest.raises(CheckpointError, match=re.escape(reason)):
+            position(read_manifest(path))
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_an_odd_manifest_ends_the_program_with_one_line(four_steps: Path, tmp_path: Path) -> None:
+    """Row K27."""
+    shutil.copytree(four_steps / "run", tmp_path / "run")
+    path = "run/checkpoints/step_00000004"
+    edit_manifest(tmp_path / path, lambda body: body["trainer"].update(updates="x"))
+    ended = program.run("--checkpoint.resume", path, *ONE, "6", cwd=tmp_path)
+    assert (ended.code, ended.err.count("\n")) == (4, 1), ended.err
+    assert "trainer.updates is 'x'" in ended.err
+    resumed = program.run(*ONE, "6", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert "resumed step 2 from" in resumed.out
+
+
+def remove_run_folder(again: bool) -> None:
+    """After the third step the run folder is gone, or another of its name is there."""
+    from megapar.train import trainer
+
+    original = trainer.train_step
+
+    def train_step(state: Any, *args: Any) -> Any:
+        if state.step == 2:
+            shutil.move("run", "moved")
+            if again:
+                Path("run").mkdir()
+                (Path("run") / ".lock").write_text("")
+        return original(state, *args)
+
+    trainer.train_step = train_step
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["deleted", "replaced"])
+def test_a_run_folder_that_is_taken_away_is_noticed_at_the_next_save(tmp_path: Path, again: bool) -> None:
+    """Row K28: nothing is written into a folder that may be another job's."""
+    ended = program.run(*ONE, "6", cwd=tmp_path, plant=lambda: remove_run_folder(again))
+    assert ended.code == 7, ended.out
+    assert "checkpoint of step 4 not saved: run/.lock is not the file that this run locked" in ended.err
+    assert "Traceback" not in ended.err
+    assert not (tmp_path / "run/checkpoints").exists()
+    assert (tmp_path / "moved/checkpoints/step_00000002").exists()
+
+
+def test_a_pointer_that_cannot_be_replaced_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """K6: `latest` is for people; the checkpoint beside it is complete."""
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest/x").touch()
+    assert save_toy(tmp_path, 3) == tmp_path / "step_00000003"
+    assert "latest not written: " in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000003"]

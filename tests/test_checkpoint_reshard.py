@@ -103,7 +103,8 @@ def whole(model: ModelConfig) -> Mapping[str, Tensor]:
     for name, piece in logical_tensors(model).items():
         for state in STATE:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{state}.{name}".encode()))
-            tensors[f"{state}.{name}"] = torch.randn(piece.shape, generator=generator)
+            values = torch.randn(piece.shape, generator=generator)
+            tensors[f"{state}.{name}"] = values.abs() if state == "exp_avg_sq" else values
     return tensors
 
 

@@ -466,7 +466,7 @@ train: steps global_batch_size batch_ramp micro_batch_size seq_length seed preci
     eval_every eval_samples z_loss deterministic
 optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage bucket_mb
     overlap_grad_reduce
-data: train stages split validation documents fim_rate fim_tokens workers tokenizer
+data: train stages split validation documents fim_rate fim_tokens workers tokenizer accept_changed
 checkpoint: every save_last resume init_from strict async_save keep_last keep_every
 log: every tensorboard timeline peak_tflops
 kernels: backend loss_chunk

@@ -478,8 +478,9 @@ def full_disk(folder: Path) -> str:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
     reporter.write({"step": 1})
+    reporter.write({"step": 2, "loss": "x" * 50})
     with pytest.raises(StorageError) as caught:
-        reporter.write({"step": 2, "loss": "x" * 50})
+        reporter.flush()
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return str(caught.value)
 

@@ -28,7 +28,8 @@ class Options:
     path: Annotated[Path, tyro.conf.Positional]
     """A checkpoint's folder, such as runs/default/checkpoints/step_00000100."""
     verify: Literal["size", "crc"] = "size"
-    """size: manifest, file sizes, and that every tensor is covered once; crc: also every stored byte."""
+    """size: manifest, file sizes, and that every tensor is covered once; crc: also every stored byte, and that values
+    are finite."""
     compare: Path | None = None
     """Another checkpoint, of any layout: list what differs, bit by bit."""
     json: Path | None = None
@@ -75,7 +76,8 @@ def compare(path: Path, ours: Manifest, other: Path, console: Console) -> list[s
         if left.get(key) != right.get(key)
     ]
     names = sorted(ours.tensors.keys() | theirs.tensors.keys())
-    with Reader(path, ours) as mine, Reader(other, theirs) as others:
+    # Not judged: values that are not finite are differences to be shown.
+    with Reader(path, ours, judge=False) as mine, Reader(other, theirs, judge=False) as others:
         for name in track(names, "comparing", console=console, transient=True):
             line = _tensor_difference(name, mine, others)
             if line:
@@ -85,8 +87,8 @@ def compare(path: Path, ours: Manifest, other: Path, console: Console) -> list[s
 
 def _position(manifest: Manifest) -> dict[str, Any]:
     """What two checkpoints of the same training share besides tensors. Of the trainer's entries its own state; nested
-    ones are the run's options."""
-    trainer = {key: value for key, value in manifest.trainer.items() if not isinstance(value, dict)}
+    ones are the run's options, and the lineage has the random names of its starts."""
+    trainer = {key: value for key, value in manifest.trainer.items() if not isinstance(value, dict | list)}
     sections = ("step", "consumed_samples", "model_config", "data")
     return flatten({section: getattr(manifest, section) for section in sections} | {"trainer": trainer})
 

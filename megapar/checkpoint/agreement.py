@@ -1,29 +1,95 @@
-"""Saving and loading succeed on all ranks or fail on all, with the same words."""
+"""Saving and loading succeed on all ranks or fail on all, with the same words.
 
+Work on files may take any time, and a collective that takes longer than launch.timeout_seconds ends the run. So no rank
+works on files while others wait for it inside a collective: the work runs in a thread, and the ranks ask each other
+again and again, each time in a short collective, whether all are done.
+"""
+
+import json
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from threading import Event, Thread
+from typing import Any, Generic, TypeVar
 
-from megapar import comm
+import torch
+
+from megapar import comm, device
 from megapar.context import ParallelContext
-from megapar.errors import MegaparError
+from megapar.errors import MegaparError, NumericError
 
 T = TypeVar("T")
+Problem = list[str]  # the class of an error and what it says: JSON types, for other ranks
+
+_PAUSE_SECONDS = 0.01  # between looks at what other ranks have come to
 
 
 def together(action: Callable[[], T], ctx: ParallelContext, kind: type[MegaparError], doing: str) -> T:
     """Run `action` on every rank and return what it returned here. A collective over `ctx.world`.
 
-    Raises `kind` on every rank if it failed on any, naming the first such rank.
+    `action` runs in a thread and calls no collective; it may take longer than launch.timeout_seconds. Raises `kind` (or
+    NumericError, where that is what happened) on every rank if it failed on any, naming the first such rank.
     """
-    failure, problem = None, None
-    try:
-        value = action()
-    except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait for ever
-        failure, problem = error, in_one_line(error)
+    task = _Task(action, ctx.device)
+    if ctx.world.size == 1:
+        task.run()
+    else:
+        Thread(target=task.run, daemon=True).start()
+        until_all(task.done, ctx)
+    problem = None if task.error is None else relayed(task.error)
     shared = shared_error(comm.gather_json(problem, ctx.world, ctx.device), kind, doing)
     if shared:
-        raise shared from failure
-    return value
+        raise shared from task.error
+    return task.value
+
+
+class _Task(Generic[T]):
+    """An action, and what came of it once `done` is set."""
+
+    value: T
+
+    def __init__(self, action: Callable[[], T], where: torch.device):
+        self._action = action
+        self._where = where
+        self.error: Exception | None = None
+        self.done = Event()
+
+    def run(self) -> None:
+        try:
+            device.set_current(self._where)
+            self.value = self._action()
+        except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait for ever
+            self.error = error
+        finally:
+            self.done.set()
+
+
+def any_rank(flag: bool, ctx: ParallelContext) -> bool:
+    """Whether `flag` holds on some rank. A collective over `ctx.world`."""
+    return bool(comm.all_reduce(torch.tensor([int(flag)], device=ctx.device), ctx.world, "max").item())
+
+
+def until_all(done: Event, ctx: ParallelContext) -> None:
+    """Wait until `done` is set on every rank, however long that takes. A collective over `ctx.world`."""
+    while any_rank(not done.wait(_PAUSE_SECONDS), ctx):
+        pass
+
+
+def from_first(value: Any, ctx: ParallelContext) -> Any:
+    """Rank 0's `value` (JSON types) on every rank. A collective over `ctx.world`.
+
+    `gather_json` would hold one row for each rank; this holds one in all.
+    """
+    text = json.dumps(value).encode() if ctx.world.first else b""
+    length = comm.all_reduce(torch.tensor([len(text)], device=ctx.device), ctx.world, "max")
+    payload = torch.zeros(int(length), dtype=torch.uint8)
+    if ctx.world.first:
+        payload.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    received = comm.all_reduce(payload.to(ctx.device), ctx.world, "max")
+    return json.loads(received.cpu().numpy().tobytes())
+
+
+def relayed(error: Exception) -> Problem:
+    """What the other ranks must know of an error."""
+    return [type(error).__name__, in_one_line(error)]
 
 
 def in_one_line(error: Exception) -> str:
@@ -32,13 +98,18 @@ def in_one_line(error: Exception) -> str:
     return " ".join(line.strip() for line in text.splitlines())
 
 
-def shared_error(problems: Sequence[str | None], kind: type[MegaparError], doing: str) -> MegaparError | None:
-    """What every rank should raise where `problems` befell the ranks, in rank order; None if none did."""
-    failed = [rank for rank, text in enumerate(problems) if text is not None]
+def shared_error(problems: Sequence[Problem | None], kind: type[MegaparError], doing: str) -> MegaparError | None:
+    """What every rank should raise where `problems` befell the ranks, in rank order; None if none did.
+
+    A value that is not finite stays a NumericError, because another exit code tells restarters not to try again.
+    """
+    failed = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
     if not failed:
         return None
+    first, (name, text) = failed[0]
     others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-    where = f" (rank {failed[0]}{others})" if len(problems) > 1 else ""
-    shared = kind(f"{doing}{where}: {problems[failed[0]]}")
+    where = f" (rank {first}{others})" if len(problems) > 1 else ""
+    chosen = NumericError if name == NumericError.__name__ else kind
+    shared = chosen(f"{doing}{where}: {text}")
     shared.everywhere = True
     return shared

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapar.checkpoint.agreement import together
-from megapar.checkpoint.format import checkpoint_folders, is_complete
+from megapar.checkpoint.format import checkpoint_folders, is_complete, step_of
+from megapar.checkpoint.lineage import complete_plan
 from megapar.context import ParallelContext
 from megapar.errors import StorageError
 
 LOCK = ".lock"
-_LEFT_BEHIND = re.compile(r"\.(tmp|trash|latest|probe)-.*")
+_LEFT_BEHIND = re.compile(r"\.(tmp|trash|latest|probe)-.*|\.abandoning\..*\.tmp")
 _REPLACED = re.compile(r"\.old-(step_\d{8,})-.*")
 
 
@@ -27,7 +28,8 @@ def exclusive(run_dir: Path, root: Path, ctx: ParallelContext) -> Iterator[None]
     """Keep `run_dir` from other jobs, and sweep what killed ones left in `root`, its checkpoints. A collective.
 
     The kernel gives the lock up with the process that holds it, on whichever machine that was; so none is ever stale.
-    Raises StorageError on every rank if the folder cannot be written, or names the process that holds the lock.
+    Raises StorageError on every rank if the folder cannot be written, or names the process that holds the lock. Ranks
+    wait for the sweep, which may take longer than launch.timeout_seconds.
     """
 
     def take() -> int | None:
@@ -61,8 +63,35 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
+class Ownership:
+    """That a run folder is still the one whose lock this process holds. Only rank 0 asks."""
+
+    def __init__(self, run_dir: Path):
+        self._path = run_dir / LOCK
+        self._identity = self._look()
+
+    def require(self) -> None:
+        """Raise StorageError if the folder was deleted or replaced: another job may have taken the name meanwhile."""
+        if self._look() != self._identity:
+            raise StorageError(
+                f"{self._path} is not the file that this run locked: the run folder was deleted or replaced while the "
+                "run used it; start again with another --run_dir, or from a checkpoint elsewhere"
+            )
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+
 def sweep(root: Path) -> None:
-    """Remove what killed jobs left. A checkpoint that was being replaced comes back, unless its successor is there."""
+    """Complete or remove what killed jobs left.
+
+    A checkpoint that was being replaced comes back, unless its successor is there.
+    """
+    complete_plan(root)
     for path in list(root.iterdir()) if root.is_dir() else ():
         replaced = _REPLACED.fullmatch(path.name)
         if replaced and not (root / replaced[1]).exists():
@@ -119,7 +148,7 @@ def prune(root: Path, step: int, keep: Keep) -> None:
         return
     newest = 0
     for folder in checkpoint_folders(root):
-        found = int(folder.name.removeprefix("step_"))
+        found = step_of(folder)
         milestone = keep.every > 0 and found % keep.every == 0
         if found > step or (milestone and newest == keep.last) or not is_complete(folder):
             continue

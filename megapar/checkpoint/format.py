@@ -16,16 +16,20 @@ import math
 import os
 import re
 import stat
+import uuid
+import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megapar.checkpoint.manifest import Span, encode, index, seal
 from megapar.errors import CheckpointError
 from megapar.params import ParamSpec, Piece
 
@@ -33,7 +37,11 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 WEIGHTS = ("main",)
 STATE = ("main", "exp_avg", "exp_avg_sq")
+SECOND_MOMENT = "exp_avg_sq"
 _FOLDER = re.compile(r"step_(\d{8,})")
+_BLOCK = 1 << 16  # elements of a tensor that are judged while they lie in the cache
+_INF, _NEGATIVE_INF = 0x7F800000, 0xFF800000  # the bits of an fp32 infinity
+_PARSED = 32  # tensors whose chunks stay in memory once they are parsed
 
 Sizes = tuple[int, ...]
 
@@ -124,6 +132,47 @@ class Entry(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
+class ForeignCheckpointError(CheckpointError):
+    """A checkpoint that may be whole, but is not this version's to read, and so not to pass over or to replace."""
+
+
+class Entries(Mapping[str, Entry]):
+    """The tensors of a manifest on disk, each parsed when it is asked for: all of them may take a gigabyte."""
+
+    def __init__(self, path: Path, spans: Mapping[str, Span]):
+        """Raises OSError if the manifest cannot be opened."""
+        self.path = path
+        self.spans = spans
+        self._parsed: dict[str, Entry] = {}
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __getitem__(self, name: str) -> Entry:
+        """Raises KeyError for a name that is not there, CheckpointError if the file is not what was indexed."""
+        if name not in self._parsed:
+            span = self.spans[name]
+            text = os.pread(self._descriptor, span.stop - span.first, span.first)
+            if zlib.crc32(text) != span.crc32:
+                raise CheckpointError(f"{self.path}: changed since it was read first, or another file than rank 0's")
+            if len(self._parsed) == _PARSED:
+                self._parsed.clear()
+            self._parsed[name] = _entry_of(self.path, name, text)
+        return self._parsed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.spans)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+
+def _entry_of(path: Path, name: str, text: bytes) -> Entry:
+    try:
+        return read_entry(json.loads(text))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a manifest of format {FORMAT}: tensor {name} ({error!r})") from None
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds. `layout` is what it was written by: information, never needed to read it."""
@@ -135,21 +184,60 @@ class Manifest:
     trainer: dict[str, Any]
     data: dict[str, Any]
     files: dict[str, int]
-    tensors: dict[str, Entry]
+    tensors: Mapping[str, Entry]
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> "Manifest":
         """From JSON. Raises KeyError, TypeError or ValueError where it does not have this format's shape."""
-        fields = {name: body[name] for name in cls.__dataclass_fields__}
-        counts = (body["step"], body["consumed_samples"], *body["files"].values())
+        return cls.from_facts(body, {name: read_entry(entry) for name, entry in body["tensors"].items()})
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any], tensors: Mapping[str, Entry]) -> "Manifest":
+        """From JSON without tensors. Raises KeyError or TypeError where it does not have this format's shape."""
+        fields = {name: facts[name] for name in cls.__dataclass_fields__ if name != "tensors"}
+        for name, value in fields.items():
+            if name not in ("step", "consumed_samples") and type(value) is not dict:
+                raise TypeError(f"{name} must be an object")
+        counts = (facts["step"], facts["consumed_samples"], *facts["files"].values())
         if any(type(count) is not int or count < 0 for count in counts):
             raise TypeError("step, consumed_samples and file sizes must be integers of at least 0")
-        return cls(**fields | {"tensors": {name: read_entry(entry) for name, entry in body["tensors"].items()}})
+        return cls(**fields, tensors=tensors)
+
+    def facts(self) -> dict[str, Any]:
+        """All but the tensors, as JSON types."""
+        return {name: value for name, value in vars(self).items() if name != "tensors"}
 
     def body(self) -> dict[str, Any]:
         """JSON types."""
         tensors = {name: entry._asdict() for name, entry in self.tensors.items()}
         return {"format": FORMAT, **vars(self), "tensors": tensors}
+
+    def kinds(self) -> dict[str, tuple[str, Sizes]]:
+        """Dtype and shape of each tensor, by name; parses no chunk."""
+        if isinstance(self.tensors, Entries):
+            return {name: (span.dtype, span.shape) for name, span in self.tensors.spans.items()}
+        return {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}
+
+    def outline(self) -> dict[str, Any] | None:
+        """What `from_outline` takes, as JSON types; None if the manifest's text cannot be read in parts."""
+        return {"facts": self.facts(), "spans": self.tensors.spans} if isinstance(self.tensors, Entries) else None
+
+    @classmethod
+    def from_outline(cls, folder: Path, outline: Mapping[str, Any]) -> "Manifest":
+        """The manifest of `folder`, which another process has verified; only tensors that are asked for are parsed.
+
+        Raises CheckpointError if there is no manifest.
+        """
+        spans = {
+            name: Span(first, stop, crc32, dtype, tuple(shape))
+            for name, (first, stop, crc32, dtype, shape) in outline["spans"].items()
+        }
+        try:
+            return cls(**outline["facts"], tensors=Entries(folder / MANIFEST, spans))
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder / MANIFEST}: {error.strerror}; all ranks must see the same folder"
+            ) from None
 
 
 def read_entry(entry: Mapping[str, Any]) -> Entry:
@@ -163,8 +251,9 @@ def read_entry(entry: Mapping[str, Any]) -> Entry:
 
 def _sizes(values: Iterable[Any]) -> Sizes:
     sizes = tuple(values)
-    if any(type(size) is not int or size < 0 for size in sizes):
-        raise TypeError(f"{sizes} should be integers of at least 0")
+    for size in sizes:  # a loop, as `any` takes twice as long, and a checkpoint may have a million chunks
+        if type(size) is not int or size < 0:
+            raise TypeError(f"{sizes} should be integers of at least 0")
     return sizes
 
 
@@ -185,12 +274,48 @@ def checksum(values: Tensor) -> int:
     return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
+def examine(name: str, values: Tensor) -> tuple[int, str]:
+    """CRC-32 of a contiguous CPU tensor, and why no training can go on from its values; empty if it can.
+
+    Second moments, known by their `name`, must not be negative. Each block is judged while it lies in the cache, by the
+    bits of its values as integers, which takes half the time of comparing them as numbers: from inf and nan on, an
+    integer is at least that of inf, among the signed ones for positive values, among the unsigned for negative ones.
+    """
+    if values.dtype != torch.float32:
+        return checksum(values), _problem_of(name, values)
+    bits = values.reshape(-1).numpy().view(np.uint32)
+    second_moment = name.startswith(f"{SECOND_MOMENT}.")
+    crc32 = 0
+    suspect = False
+    for first in range(0, len(bits), _BLOCK):
+        block = bits[first : first + _BLOCK]
+        crc32 = zlib.crc32(block.data, crc32)
+        if second_moment:
+            suspect = suspect or block.max() >= _INF
+        else:
+            suspect = suspect or block.max() >= _NEGATIVE_INF or block.view(np.int32).max() >= _INF
+    return crc32, _problem_of(name, values) if suspect else ""
+
+
+def _problem_of(name: str, values: Tensor) -> str:
+    if not values.is_floating_point() or not values.numel():
+        return ""
+    least, largest = (float(limit) for limit in torch.aminmax(values))  # nan if any value is
+    if not (math.isfinite(least) and math.isfinite(largest)):
+        return f"{name} holds values that are not finite (nan or inf)"
+    if name.startswith(f"{SECOND_MOMENT}.") and least < 0:
+        return f"{name} holds a negative value ({least:g}), and a mean of squares has none"
+    return ""
+
+
 def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def _encode(body: Mapping[str, Any]) -> str:
-    return json.dumps(body, sort_keys=True)
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint's folder is named after; 0 for a folder of another name."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else 0
 
 
 def sync_folder(folder: Path) -> None:
@@ -202,10 +327,23 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_latest(root: Path, name: str | None) -> None:
+    """Let the file `latest` say `name`, or be gone. It serves people and scripts alone, so trouble is a warning."""
+    draft = root / f".latest-{uuid.uuid4().hex[:8]}"
+    try:
+        if name is None:
+            (root / "latest").unlink(missing_ok=True)
+        else:
+            draft.write_text(f"{name}\n")
+            draft.replace(root / "latest")
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        logging.getLogger(__name__).warning("%s/latest not written: %s", root, error)
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest to disk, last of all files: it is what makes the folder a checkpoint."""
-    body = json.loads(_encode(manifest.body()))
-    text = _encode({"sha256": hashlib.sha256(_encode(body).encode()).hexdigest(), "body": body})
+    text = seal(manifest.body())
     with open(folder / MANIFEST, "w") as file:
         file.write(text)
         file.flush()
@@ -216,53 +354,95 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a complete checkpoint: unedited, every file there in its full size, every tensor covered once.
 
-    Contents of the files are not read (`Reader` compares each chunk with its CRC). Raises CheckpointError.
+    Contents of the files are not read (`Reader` compares each chunk with its CRC). Raises CheckpointError, of which
+    ForeignCheckpointError says that a later version, or a tool that made links of files, left the checkpoint.
     """
-    path = folder / MANIFEST
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with open(descriptor) as file:
-            document = json.load(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: incomplete or no checkpoint: it has no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: incomplete: not readable as JSON ({error})") from None
-    try:
-        body = document["body"]
-        if hashlib.sha256(_encode(body).encode()).hexdigest() != document["sha256"]:
-            raise CheckpointError(f"{path}: edited or damaged: its sha256 differs from the one it states")
-        if body["format"] != FORMAT:
-            raise CheckpointError(f"{path}: written in format {body['format']!r}, this version reads format {FORMAT}")
-        manifest = Manifest.from_body(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a manifest of format {FORMAT} ({error!r})") from None
-    _check_files(folder, manifest)
-    _check_tensors(path, manifest)
+    manifest = open_manifest(folder)
+    check_files(folder, manifest.files)
+    check_tensors(folder, manifest)
     return manifest
 
 
-def _check_files(folder: Path, manifest: Manifest) -> None:
-    for name, size in manifest.files.items():
+def open_manifest(folder: Path) -> Manifest:
+    """The manifest as its SHA-256 attests it, without a look at the checkpoint's files or at any chunk.
+
+    Raises CheckpointError, or ForeignCheckpointError as `read_manifest` does.
+    """
+    path = folder / MANIFEST
+    text = _read_text(folder)
+    found = index(text)
+    try:
+        if found is None:
+            return _parse_whole(path, text)
+        _require_our_format(path, found.facts["format"])
+        return Manifest.from_facts(found.facts, Entries(path, found.spans))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a manifest of format {FORMAT} ({error!r})") from None
+
+
+def _read_text(folder: Path) -> bytes:
+    path = folder / MANIFEST
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with open(descriptor, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: incomplete or no checkpoint: it has no {MANIFEST}") from None
+    except OSError as error:
+        kind = ForeignCheckpointError if path.is_symlink() else CheckpointError
+        raise kind(
+            f"{path}: not readable ({error.strerror}): a regular file is needed, links are not followed"
+        ) from None
+
+
+def _parse_whole(path: Path, text: bytes) -> Manifest:
+    """The manifest from a text that is not as `seal` writes it: spaced otherwise, edited, damaged or newer."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: incomplete: not readable as JSON ({error})") from None
+    body = document["body"]
+    # Before the SHA-256, which a later format may take of something else.
+    _require_our_format(path, body["format"])
+    if hashlib.sha256(encode(body).encode()).hexdigest() != document["sha256"]:
+        raise CheckpointError(f"{path}: edited or damaged: its sha256 differs from the one it states")
+    return Manifest.from_body(body)
+
+
+def _require_our_format(path: Path, found: object) -> None:
+    if found == FORMAT:
+        return
+    kind = ForeignCheckpointError if isinstance(found, int) and found > FORMAT else CheckpointError
+    raise kind(f"{path}: written in format {found!r}, this version reads format {FORMAT}")
+
+
+def check_files(folder: Path, files: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless each of `files` (name to bytes) lies in `folder` in that size."""
+    for name, size in files.items():
         if name in ("", ".", "..") or os.path.basename(name) != name or "\0" in name:
             raise CheckpointError(f"{folder / MANIFEST}: names {name!r}, a path outside the checkpoint's folder")
         try:
             found = os.lstat(folder / name)
         except OSError:
-            raise CheckpointError(f"{folder / name}: missing, one of {len(manifest.files)} files listed") from None
+            raise CheckpointError(f"{folder / name}: missing, one of {len(files)} files listed") from None
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{folder / name}: not a regular file (links are not followed)")
+            kind = ForeignCheckpointError if stat.S_ISLNK(found.st_mode) else CheckpointError
+            raise kind(f"{folder / name}: not a regular file (links are not followed): copy the file itself there")
         if found.st_size != size:
             raise CheckpointError(f"{folder / name}: {found.st_size} bytes, the manifest says {size}")
 
 
-def _check_tensors(path: Path, manifest: Manifest) -> None:
+def check_tensors(folder: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless the chunks cover every tensor once and fit into their files."""
+    path = folder / MANIFEST
     stored: dict[str, int] = defaultdict(int)
     for name, entry in manifest.tensors.items():
         problem = _problem(entry, manifest.files)
         if problem:
             raise CheckpointError(f"{path}: tensor {name} of shape {list(entry.shape)}: {problem}")
+        itemsize = dtype_of(entry.dtype).itemsize
         for chunk in entry.chunks:
-            stored[chunk.file] += math.prod(chunk.size) * dtype_of(entry.dtype).itemsize
+            stored[chunk.file] += math.prod(chunk.size) * itemsize
     for file, size in stored.items():
         if size > manifest.files[file]:
             raise CheckpointError(f"{path}: {file} would hold {size} bytes of chunks in {manifest.files[file]} bytes")
@@ -278,8 +458,9 @@ def _problem(entry: Entry, files: Mapping[str, int]) -> str | None:
             return f"chunk {chunk.key} lies in {chunk.file}, which is not listed"
         if len(chunk.offset) != len(entry.shape) or len(chunk.size) != len(entry.shape):
             return f"chunk {chunk.key} has another number of dimensions"
-        if any(o + s > n for o, s, n in zip(chunk.offset, chunk.size, entry.shape, strict=True)):
-            return f"chunk {chunk.key} at {list(chunk.offset)} of size {list(chunk.size)} reaches beyond it"
+        for start, size, end in zip(chunk.offset, chunk.size, entry.shape, strict=True):
+            if start + size > end:
+                return f"chunk {chunk.key} at {list(chunk.offset)} of size {list(chunk.size)} reaches beyond it"
     clash = _overlapping(entry.chunks)
     if clash:
         return f"chunks {clash[0].key} of {clash[0].file} and {clash[1].key} of {clash[1].file} overlap"
@@ -322,16 +503,30 @@ def checkpoint_folders(root: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def find_complete(root: Path) -> Iterator[Path]:
-    """Complete checkpoints in `root`, newest step first. Incomplete ones are skipped with a warning; folders of other
-    names, such as those that a killed save leaves, are no checkpoints."""
-    return filter(is_complete, checkpoint_folders(root))
+Check = Callable[[Manifest], object]
+
+
+def find_complete(root: Path, check: Check | None = None) -> Iterator[Path]:
+    """Complete checkpoints in `root`, newest step first. Incomplete ones are skipped with a warning, and so are those
+    for which `check` raises CheckpointError; folders of other names, such as those that a killed save leaves, are no
+    checkpoints. Raises ForeignCheckpointError when it comes to one."""
+    for folder in checkpoint_folders(root):
+        try:
+            manifest = read_manifest(folder)
+            if check is not None:
+                check(manifest)
+        except ForeignCheckpointError:
+            raise
+        except CheckpointError as error:
+            logging.getLogger(__name__).warning("checkpoint skipped: %s", error)
+        else:
+            yield folder
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether `read_manifest` takes it; a warning says why not."""
+    """Whether the manifest is unedited and its files are there; a warning says why not. Tensors are not looked at."""
     try:
-        read_manifest(folder)
+        check_files(folder, open_manifest(folder).files)
     except CheckpointError as error:
         logging.getLogger(__name__).warning("checkpoint skipped: %s", error)
         return False

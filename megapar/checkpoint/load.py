@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,55 +15,95 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megapar import comm
-from megapar.checkpoint.agreement import together
+from megapar.checkpoint.agreement import from_first, together
 from megapar.checkpoint.format import (
+    MANIFEST,
     STATE,
     WEIGHTS,
+    Check,
     Chunk,
+    ForeignCheckpointError,
     Manifest,
     Sizes,
     StateSlice,
     WeightSlice,
     checkpoint_folders,
-    checksum,
     dtype_name,
     dtype_of,
+    examine,
     find_complete,
+    is_complete,
     logical_boxes,
+    open_manifest,
     overlap,
     read_manifest,
+    step_of,
 )
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError
 from megapar.params import ParamSpec, spec_of
 
 _MOST_DIFFERENCES = 40
+_MOST_NEARBY = 5  # checkpoints that a message names
 _DOING = "checkpoint not loaded"
 
 
-def choose(resume: str, root: Path, ctx: ParallelContext) -> Path | None:
+def choose(resume: str, root: Path, ctx: ParallelContext, check: Check | None = None) -> Path | None:
     """The checkpoint that `checkpoint.resume` means, the same on every rank. A collective over `ctx.world`.
 
-    none: None. auto: the newest complete one in `root`; None if there is none of any kind. Otherwise a folder's path.
-    Raises CheckpointError on every rank if `root` holds checkpoints of which none is complete: a run that lost its
-    state must not start over unasked.
+    none: None. auto: the newest complete one in `root` that passes `check`; None if there is none of any kind.
+    Otherwise a folder's path.
+    Raises CheckpointError on every rank if `root` holds checkpoints of which none is complete (a run that lost its
+    state must not start over unasked), if the newest is of a later version, or if the path is not a checkpoint's.
     """
 
     def pick() -> str | None:
         if not ctx.world.first or resume == "none":
             return None
-        if resume != "auto":
-            return resume
-        newest = next(find_complete(root), None)
-        if newest is None and (found := checkpoint_folders(root)):
-            raise CheckpointError(
-                f"{root}: none of {len(found)} checkpoints is complete; --checkpoint.resume none starts afresh"
-            )
-        return None if newest is None else str(newest)
+        return _newest(root, check) if resume == "auto" else _named(Path(resume), root)
 
     mine = together(pick, ctx, CheckpointError, f"--checkpoint.resume {resume}")
-    picked = comm.gather_json(mine, ctx.world, ctx.device)[0]
+    picked = from_first(mine, ctx)
     return None if picked is None else Path(picked)
+
+
+def _newest(root: Path, check: Check | None) -> str | None:
+    try:
+        newest = next(find_complete(root, check), None)
+    except ForeignCheckpointError as error:
+        # Passed over, it would be replaced by this run's own checkpoint of the same step.
+        raise CheckpointError(
+            f"{error}; read it with the version that wrote it, or name another checkpoint with --checkpoint.resume: "
+            "later ones are then set aside"
+        ) from None
+    if newest is None and (found := checkpoint_folders(root)):
+        raise CheckpointError(
+            f"{root}: none of {len(found)} checkpoints is complete; --checkpoint.resume none starts afresh"
+        )
+    return None if newest is None else str(newest)
+
+
+def _named(path: Path, root: Path) -> str:
+    """The path, once it looks like a checkpoint's folder."""
+    if os.path.lexists(path / MANIFEST):
+        return str(path)
+    nearby = next((found for folder in (path, path / root.name, path.parent, root) if (found := _complete(folder))), [])
+    names = f"checkpoints: {', '.join(map(str, nearby[:_MOST_NEARBY]))}" if nearby else f"{root} holds none either"
+    raise CheckpointError(f"{path}: incomplete or no checkpoint: it has no {MANIFEST}; {names}")
+
+
+def _complete(root: Path) -> list[Path]:
+    return [folder for folder in checkpoint_folders(root) if is_complete(folder)]
+
+
+def going_back(path: Path, option: str) -> str:
+    """How to go on from before the checkpoint `path`, which is damaged: words for the end of a message."""
+    folders = checkpoint_folders(path.parent)
+    step = step_of(path)
+    older = next((folder for folder in folders if step_of(folder) < step and is_complete(folder)), None)
+    if older is None:
+        return "no older checkpoint lies beside it"
+    return f"--checkpoint.{option} {older} goes on from the one before"
 
 
 def load(
@@ -101,9 +142,9 @@ def load_fitting(
     line for each comes back, and for each difference of the models."""
     held = list(slices)
     wanted = _wanted_shapes(held, WEIGHTS, ctx)
-    manifest = together(lambda: read_manifest(path), ctx, CheckpointError, _DOING)
-    different = differences(manifest, wanted, WEIGHTS, model_config)
-    fitting = {name for name in wanted if not any(line.startswith(f"{name}: ") for line in different)}
+    manifest = verified_manifest(path, ctx)
+    different = _differences(manifest, wanted, WEIGHTS, ctx, model_config)
+    fitting = wanted.keys() - {line.partition(": ")[0] for line in different}
     together(lambda: fill(path, manifest, held, WEIGHTS, fitting), ctx, CheckpointError, _DOING)
     return different
 
@@ -132,16 +173,56 @@ def _load(
     model_config: Mapping[str, Any],
 ) -> Manifest:
     wanted = _wanted_shapes(slices, states, ctx)
-    manifest = together(lambda: read_manifest(path), ctx, CheckpointError, _DOING)
-    # Every rank compares the same things, so every rank raises or none does.
-    lines = differences(manifest, wanted, states, model_config)
+    manifest = verified_manifest(path, ctx)
+    lines = _differences(manifest, wanted, states, ctx, model_config)
     if lines:
         stored = {name.split(".")[0] for name in manifest.tensors}
         alone = "; it holds weights alone: --checkpoint.init_from starts from them" if stored == {*WEIGHTS} else ""
         head = f"{path} does not fit this run{alone if len(states) > 1 else ''} (checkpoint | run):"
-        raise CheckpointError("\n  ".join([head, *_shortened(lines)]))
-    together(lambda: fill(path, manifest, slices, states), ctx, CheckpointError, _DOING)
+        raise _everywhere(CheckpointError("\n  ".join([head, *_shortened(lines)])))
+    try:
+        together(lambda: fill(path, manifest, slices, states), ctx, CheckpointError, _DOING)
+    except CheckpointError as error:
+        option = "resume" if len(states) > 1 else "init_from"
+        advice = together(lambda: going_back(path, option) if ctx.world.first else None, ctx, CheckpointError, _DOING)
+        raise _everywhere(CheckpointError(f"{error}; {from_first(advice, ctx)}")) from error
     return manifest
+
+
+def verified_manifest(path: Path, ctx: ParallelContext) -> Manifest:
+    """The manifest of a complete checkpoint. A collective over `ctx.world`.
+
+    Rank 0 alone looks at every file and chunk, and tells the others where each tensor's text lies: with thousands of
+    ranks, all of them asking for the size of every file would be millions of requests, and every copy of the parsed
+    manifest a gigabyte. Raises CheckpointError on every rank.
+    """
+    mine = together(lambda: read_manifest(path) if ctx.world.first else None, ctx, CheckpointError, _DOING)
+    outline = from_first(mine.outline() if mine else None, ctx)
+
+    def open_mine() -> Manifest:
+        if mine:
+            return mine
+        return Manifest.from_outline(path, outline) if outline else open_manifest(path)
+
+    return together(open_mine, ctx, CheckpointError, _DOING)
+
+
+def _differences(
+    manifest: Manifest,
+    wanted: Mapping[str, Sizes],
+    states: Sequence[str],
+    ctx: ParallelContext,
+    model_config: Mapping[str, Any],
+) -> list[str]:
+    """`differences` as rank 0 finds them, on every rank."""
+    found: list[str] = from_first(differences(manifest, wanted, states, model_config) if ctx.world.first else None, ctx)
+    return found
+
+
+def _everywhere(error: CheckpointError) -> CheckpointError:
+    """The error as one that all ranks raise with the same words, so that rank 0 alone prints it."""
+    error.everywhere = True
+    return error
 
 
 def _wanted_shapes(slices: Iterable[WeightSlice], states: Sequence[str], ctx: ParallelContext) -> dict[str, Sizes]:
@@ -163,16 +244,17 @@ def differences(
         for key in sorted(stored.keys() | ours.keys())
         if stored.get(key) != ours.get(key)
     ]
-    held = {name: entry for name, entry in manifest.tensors.items() if name.split(".")[0] in states}
+    held = {name: kind for name, kind in manifest.kinds().items() if name.split(".")[0] in states}
     for name in sorted(held.keys() | wanted.keys()):
+        dtype, shape = held.get(name, ("", ()))
         if name not in held:
             lines.append(f"{name}: missing | {list(wanted[name])}")
         elif name not in wanted:
-            lines.append(f"{name}: {list(held[name].shape)} | unknown")
-        elif held[name].shape != wanted[name]:
-            lines.append(f"{name}: shape {list(held[name].shape)} | {list(wanted[name])}")
-        elif held[name].dtype != dtype_name(torch.float32):
-            lines.append(f"{name}: dtype {held[name].dtype} | {dtype_name(torch.float32)}")
+            lines.append(f"{name}: {list(shape)} | unknown")
+        elif shape != wanted[name]:
+            lines.append(f"{name}: shape {list(shape)} | {list(wanted[name])}")
+        elif dtype != dtype_name(torch.float32):
+            lines.append(f"{name}: dtype {dtype} | {dtype_name(torch.float32)}")
     return lines
 
 
@@ -212,10 +294,15 @@ def fill(
 
 
 class Reader:
-    """A checkpoint's chunks, each compared with its CRC at its first use. Files are mapped, opened when needed."""
+    """A checkpoint's chunks, each compared with its CRC at its first use. Files are mapped, opened when needed.
 
-    def __init__(self, path: Path, manifest: Manifest):
-        self.path, self.manifest = path, manifest
+    Values that no training could go on from, such as nan, are refused too, unless `judge` is false: to look at them.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, *, judge: bool = True):
+        self.path = path
+        self.manifest = manifest
+        self._judge = judge
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._verified: set[tuple[str, str]] = set()
@@ -249,7 +336,8 @@ class Reader:
     def chunk(self, name: str, chunk: Chunk) -> Tensor:
         """One stored box of `name`, mapped from its file: pages are read where they are touched.
 
-        Raises CheckpointError if the file is no safetensors file, or holds another shape, dtype or contents.
+        Raises CheckpointError if the file is no safetensors file, holds another shape, dtype or contents, or values
+        that are not finite.
         """
         path, expected = self.path / chunk.file, dtype_of(self.manifest.tensors[name].dtype)
         where = f"{path}: chunk {chunk.key}"
@@ -265,7 +353,10 @@ class Reader:
                 f"{where}: holds {found}, the manifest says {dtype_name(expected)} {list(chunk.size)}"
             )
         if (chunk.file, chunk.key) not in self._verified:
-            if checksum(values) != chunk.crc32:
+            crc32, problem = examine(name, values)
+            if crc32 != chunk.crc32:
                 raise CheckpointError(f"{where}: damaged: its CRC-32 differs from the manifest's")
+            if self._judge and problem:
+                raise CheckpointError(f"{where}: {problem}: it was saved so")
             self._verified.add((chunk.file, chunk.key))
         return values

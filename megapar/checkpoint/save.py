@@ -8,7 +8,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -18,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megapar import comm
-from megapar.checkpoint.agreement import in_one_line, shared_error, together
+from megapar import comm, device
+from megapar.checkpoint.agreement import Problem, any_rank, from_first, relayed, shared_error, together, until_all
 from megapar.checkpoint.folder import KEEP_ALL, Keep, prune, require_space
 from megapar.checkpoint.format import (
     STATE,
@@ -28,21 +29,27 @@ from megapar.checkpoint.format import (
     Entry,
     Manifest,
     StateSlice,
-    checksum,
+    check_files,
+    check_tensors,
     dtype_name,
+    examine,
     folder_name,
     logical_boxes,
-    read_entry,
-    read_manifest,
     sync_folder,
+    write_latest,
     write_manifest,
 )
 from megapar.context import Axis, ParallelContext
-from megapar.errors import StorageError
+from megapar.errors import NumericError, StorageError
 from megapar.params import ParamSpec, Piece
 
+_REMEDY = "a lower optimizer.lr or a longer optimizer.warmup_steps often helps from the newest checkpoint on"
 _PAUSE_SECONDS = 0.01  # between looks at what other ranks have come to
 _CHUNK_OVERHEAD = 512  # bytes of a chunk's lines in a file's header and in the manifest, generously
+
+
+def _nothing() -> None:
+    pass
 
 
 class Save:
@@ -51,6 +58,7 @@ class Save:
     Threads talk through the store, never through process groups, which training may be using. The tensors of `mine`,
     all that this rank writes, must not change until `finish`. `facts` are the manifest's other fields. Making one is a
     collective over `ctx.world`; its thread first waits for that of the save `after`, so that one at a time writes.
+    Rank 0 calls `require` before it makes a folder, and `ready` in its thread before the checkpoint gets its name.
 
     Raises StorageError on every rank if rank 0 cannot make a folder or has too little space for all ranks' parts.
     """
@@ -64,63 +72,112 @@ class Save:
         *,
         keep: Keep = KEEP_ALL,
         after: "Save | None" = None,
+        require: Callable[[], None] = _nothing,
+        ready: Callable[[], None] = _nothing,
     ):
         self.step = int(facts["step"])
-        self._root, self._ctx, self._facts, self._keep = root, ctx, facts, keep
-        self._published, self._problem = False, ""  # what this rank's thread has come to
+        self._root = root
+        self._ctx = ctx
+        self._facts = facts
+        self._keep = keep
+        self._after = after
+        self._ready = ready
+        self._published = False
+        self._problem: Problem | None = None
+        self._done = Event()  # this rank's thread will change nothing of the checkpoint any more
         self._given_up = Event()
         needed = needed_bytes(mine, ctx)
-        name = together(lambda: _prepare(root, self.step, needed) if ctx.world.first else None, ctx, *self._failure)
-        self._temporary = root / comm.gather_json(name, ctx.world, ctx.device)[0]
-        self._thread: Thread = Thread(target=self._run, args=(mine, after), daemon=True)
+
+        def prepare() -> str | None:
+            if not ctx.world.first:
+                return None
+            require()
+            return self._prepare(needed)
+
+        name = from_first(together(prepare, ctx, StorageError, self._doing), ctx)
+        self._temporary = root / name
+        self._thread: Thread = Thread(target=self._run, args=(mine,), daemon=True)
         self._thread.start()
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait for this rank's thread alone. No collective."""
+        """Wait for this rank's thread, which may remove old checkpoints after `finish`. No collective."""
         self._thread.join(seconds)
+
+    def settle(self) -> None:
+        """Wait until no rank's thread works any more, old checkpoints are removed. A collective."""
+        while any_rank(self._thread.is_alive(), self._ctx):
+            self.join(_PAUSE_SECONDS)
 
     def ended(self) -> bool:
         """Whether the checkpoint exists or any rank has failed, the same on every rank. A collective."""
-        flag = torch.tensor([int(self._published or self._problem != "")], device=self._ctx.device)
-        return bool(comm.all_reduce(flag, self._ctx.world, "max").item())
+        return any_rank(self._published or self._problem is not None, self._ctx)
 
     def finish(self) -> Path:
-        """Wait until the checkpoint exists, and return it. A collective.
+        """Wait until the checkpoint exists, and return it. A collective. Old checkpoints may still be on their way out.
 
-        Raises StorageError on every rank if any rank failed; what was complete before is untouched.
+        Raises StorageError on every rank if any rank failed, NumericError if one held a value that is not finite; what
+        was complete before is untouched.
         """
         while not self.ended():  # no rank waits within a collective, which would end by its own timeout
             time.sleep(_PAUSE_SECONDS)
         self._given_up.set()
-        self.join()
-        problems = comm.gather_json(self._problem or None, self._ctx.world, self._ctx.device)
-        if error := shared_error(problems, *self._failure):
-            if self._ctx.world.first:
-                shutil.rmtree(self._temporary, ignore_errors=True)
+        until_all(self._done, self._ctx)
+        problems = comm.gather_json(self._problem, self._ctx.world, self._ctx.device)
+        if error := shared_error(problems, StorageError, self._doing):
+            together(self._remove_temporary, self._ctx, StorageError, self._doing)
             raise error
         return self._root / folder_name(self.step)
 
     @property
-    def _failure(self) -> tuple[type[StorageError], str]:
-        return StorageError, f"checkpoint of step {self.step} not saved"
+    def _doing(self) -> str:
+        return f"checkpoint of step {self.step} not saved"
 
-    def _run(self, mine: Sequence[StateSlice], after: "Save | None") -> None:
-        if after:
-            after.join()
+    def _prepare(self, needed: int) -> str:
+        """Make the temporary folder if there is room for the checkpoint; its name."""
+        try:
+            require_space(self._root, needed)
+        except StorageError:
+            if self._after is None:
+                raise
+            self._after.join()  # it may be removing old checkpoints, which makes room
+            require_space(self._root, needed)
+        name = f".tmp-{folder_name(self.step)}-{uuid.uuid4().hex[:8]}"
+        (self._root / name).mkdir()
+        return name
+
+    def _remove_temporary(self) -> None:
+        if self._ctx.world.first:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _run(self, mine: Sequence[StateSlice]) -> None:
+        try:
+            device.set_current(self._ctx.device)
+            if self._after:
+                self._after.join()
+            self._write(mine)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            self._problem = self._problem or relayed(error)
+        finally:
+            self._after = None  # or each save would hold all before it in memory
+            self._done.set()
+        if self._published:
+            # Behind `done`, so that nobody waits: removing a checkpoint of many files may take long.
+            prune(self._root, self.step, self._keep)
+
+    def _write(self, mine: Sequence[StateSlice]) -> None:
+        """This rank's part; rank 0 then publishes, if all parts are there."""
+        world = self._ctx.world
         part: dict[str, Any] | None = None
         try:
-            part = write_part(self._temporary, self._ctx.world.rank, mine)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            self._problem = in_one_line(error)
-        try:
-            if not self._ctx.world.first:
-                comm.post(self._key(self._ctx.world.rank), {"part": part, "failed": self._problem != ""})
-            elif not self._problem and (others := self._others()) is not None:
-                publish(self._temporary, self._root, self._facts, [part, *others])
-                self._published = True
-                prune(self._root, self.step, self._keep)
-        except Exception as error:
-            self._problem = self._problem or in_one_line(error)
+            part = write_part(self._temporary, world.rank, mine)
+        except Exception as error:  # rank 0 must hear of it, or it would wait for this part
+            self._problem = relayed(error)
+        if not world.first:
+            comm.post(self._key(world.rank), {"part": part, "failed": self._problem is not None})
+        elif not self._problem and (others := self._others()) is not None:
+            self._ready()
+            publish(self._temporary, self._root, self._facts, [part, *others])
+            self._published = True
 
     def _others(self) -> list[dict[str, Any] | None] | None:
         """What the other ranks have written, when all have; None if one of them failed."""
@@ -220,22 +277,16 @@ def needed_bytes(mine: Sequence[StateSlice], ctx: ParallelContext) -> int:
     return sum(comm.gather_json(needed, ctx.world, ctx.device))
 
 
-def _prepare(root: Path, step: int, needed: int) -> str:
-    """Make the temporary folder if there is room for the checkpoint; its name."""
-    require_space(root, needed)
-    name = f".tmp-{folder_name(step)}-{uuid.uuid4().hex[:8]}"
-    (root / name).mkdir()
-    return name
-
-
 def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[str, Any] | None:
     """Write what `slices` own to this rank's file, to the disk; its name, bytes and tensors' entries, as JSON types.
 
-    A rank that owns nothing writes no file and returns None.
+    A rank that owns nothing writes no file and returns None. Raises NumericError, before anything is written, for a
+    value that no training could go on from.
     """
     file = f"rank_{rank:05d}.safetensors"
     tensors: dict[str, Tensor] = {}
     entries: dict[str, Entry] = {}
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
     for item in slices:
         for piece, box in owned_boxes(item):
             begin = box.position - item.start
@@ -243,10 +294,13 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
                 name = f"{state}.{piece.name}"
                 flat: Tensor = getattr(item, state)[begin : begin + math.prod(box.size)]
                 values = flat.detach().view(box.size).cpu()
-                entry = entries.setdefault(name, Entry(piece.shape, dtype_name(values.dtype), ()))
-                chunk = Chunk(file, f"{name}#{len(entry.chunks)}", box.offset, box.size, checksum(values))
+                crc32, problem = examine(name, values)
+                if problem:
+                    raise NumericError(f"rank {rank}: {problem}; {_REMEDY}")
+                chunk = Chunk(file, f"{name}#{len(chunks[name])}", box.offset, box.size, crc32)
                 tensors[chunk.key] = values
-                entries[name] = entry._replace(chunks=(*entry.chunks, chunk))
+                chunks[name].append(chunk)
+                entries.setdefault(name, Entry(piece.shape, dtype_name(values.dtype), ()))
     if not tensors:
         return None
     path = folder / file
@@ -254,7 +308,7 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
     return {
         "file": file,
         "bytes": path.stat().st_size,
-        "tensors": {name: entry._asdict() for name, entry in entries.items()},
+        "tensors": {name: {**entry._asdict(), "chunks": chunks[name]} for name, entry in entries.items()},
     }
 
 
@@ -275,28 +329,30 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 def merge_tensors(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Entry]:
     """All ranks' entries as one. Raises ValueError if two ranks disagree on a tensor."""
     merged: dict[str, Entry] = {}
-    chunks: dict[str, list[Chunk]] = {}
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
     for part in parts:
         for name, value in part.items():
-            entry = read_entry(value)
-            known = merged.setdefault(name, entry)
-            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
-                raise ValueError(f"ranks disagree on {name}: {known.shape} {known.dtype}, {entry.shape} {entry.dtype}")
-            chunks.setdefault(name, []).extend(entry.chunks)
+            shape, dtype = tuple(value["shape"]), value["dtype"]
+            known = merged.setdefault(name, Entry(shape, dtype, ()))
+            if (known.shape, known.dtype) != (shape, dtype):
+                raise ValueError(f"ranks disagree on {name}: {known.shape} {known.dtype}, {shape} {dtype}")
+            for file, key, offset, size, crc32 in value["chunks"]:
+                chunks[name].append(Chunk(file, key, tuple(offset), tuple(size), crc32))
     return {name: merged[name]._replace(chunks=tuple(chunks[name])) for name in sorted(merged)}
 
 
 def publish(temporary: Path, root: Path, facts: Mapping[str, Any], parts: Iterable[Mapping[str, Any] | None]) -> None:
-    """Make the folder that all ranks wrote their `parts` to the checkpoint of its step: manifest, the checks that a
-    load makes, rename, `latest`. `facts` are the manifest's other fields.
+    """Make the folder that all ranks wrote their `parts` to the checkpoint of its step: the checks that a load makes,
+    manifest, rename, `latest`. `facts` are the manifest's other fields.
 
     Raises CheckpointError if the parts do not cover every tensor exactly once, ValueError if they disagree on one.
     """
     written = [part for part in parts if part]
     files = {part["file"]: part["bytes"] for part in written}
     manifest = Manifest(**facts, files=files, tensors=merge_tensors(part["tensors"] for part in written))
+    check_files(temporary, files)
+    check_tensors(temporary, manifest)
     write_manifest(temporary, manifest)
-    read_manifest(temporary)
     final = root / folder_name(manifest.step)
     if final.exists():
         # No rename replaces a full folder: a crash between these two leaves the old one under its hidden name.
@@ -307,6 +363,4 @@ def publish(temporary: Path, root: Path, facts: Mapping[str, Any], parts: Iterab
     else:
         temporary.rename(final)
     sync_folder(root)
-    advice = root / f".latest-{uuid.uuid4().hex[:8]}"
-    advice.write_text(f"{final.name}\n")
-    advice.replace(root / "latest")
+    write_latest(root, final.name)

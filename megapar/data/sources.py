@@ -1,6 +1,9 @@
 """Where samples come from: .bin/.idx pairs, Hugging Face datasets, or a synthetic language."""
 
+import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from glob import glob
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +15,9 @@ from megapar.data.indexed import IndexedDataset
 from megapar.data.order import mix64, permute
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import ConfigError, DataError
+
+_SAMPLES = 64  # of a file, for its hash
+_SAMPLE_BYTES = 4096
 
 
 class Dataset(Protocol):
@@ -152,7 +158,7 @@ class StreamDataset:
         return [[0, *(np.flatnonzero(sample[:-1] == self.tokenizer.eod) + 1).tolist()] for sample in samples]
 
     def fingerprints(self) -> Mapping[str, str]:
-        return {}
+        return stream_fingerprints(self.name)
 
     def _from_the_start(self) -> Iterator[list[int]]:
         tokens: list[int] = []
@@ -169,6 +175,27 @@ class StreamDataset:
                 del tokens[:start]
             if not pieces:
                 raise DataError(f"{self.name}: its text makes no sample of train.seq_length={self.seq_length}")
+
+
+def stream_fingerprints(spec: str) -> dict[str, str]:
+    """A hash of each local file of `hf:KIND:FILES`: its size and evenly spaced samples, so that it costs the same for
+    every size. Empty for what is not local, such as a dataset on the Hub."""
+    _, _, files = spec.removeprefix("hf:").partition(":")
+    found = {}
+    for path in sorted(glob(files, recursive=True)) if files else ():
+        if os.path.isfile(path):
+            found[path] = _file_hash(path)
+    return found
+
+
+def _file_hash(path: str) -> str:
+    size = os.path.getsize(path)
+    digest = hashlib.blake2b(str(size).encode(), digest_size=8)
+    with open(path, "rb") as file:
+        for place in range(_SAMPLES):
+            file.seek(max(size - _SAMPLE_BYTES, 0) * place // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def hugging_face_rows(spec: str) -> Iterable[dict[str, Any]]:

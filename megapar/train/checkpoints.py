@@ -1,9 +1,9 @@
 """A training state to and from the checkpoints of its run folder."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from megapar import device
-from megapar.checkpoint.agreement import together
-from megapar.checkpoint.folder import Keep, check, exclusive
+from megapar.checkpoint.agreement import from_first, together
+from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
+from megapar.checkpoint.format import Manifest
+from megapar.checkpoint.lineage import Lineage, lineage_of, new_id, set_aside
 from megapar.checkpoint.load import choose, load, load_fitting, load_weights
 from megapar.checkpoint.save import Save, needed_bytes, share, snapshot, state_numel
 from megapar.config import flatten
 from megapar.context import ParallelContext
-from megapar.data.order import ORDER_VERSION
-from megapar.errors import CommunicationError, StorageError
+from megapar.errors import CheckpointError, CommunicationError, StorageError
 from megapar.precision import LossScale
+from megapar.train.data import ORDER, compare
 from megapar.train.step import TrainState
 from megapar.validate import changes, weight_options
 
@@ -46,6 +48,8 @@ class Saver:
         self._timeout_seconds = state.config.launch.timeout_seconds
         self._keep = Keep(self._options.keep_last, self._options.keep_every)
         self._saves: list[tuple[Save, Tensor | None]] = []  # the oldest first, each with its copy of the state
+        self._last: Save | None = None  # the newest, which may still remove old checkpoints
+        self._owned = Ownership(run_dir)
         self._idle: list[Tensor] = []
         if self._options.every or self._options.save_last:
             check(self._root, needed_bytes(self._mine(state), state.ctx), state.ctx)
@@ -55,11 +59,12 @@ class Saver:
         every = self._options.every
         return (every > 0 and step % every == 0) or (last and self._options.save_last)
 
-    def save(self, state: TrainState) -> list[Path]:
+    def save(self, state: TrainState, ready: Callable[[], None] = lambda: None) -> list[Path]:
         """Save weights, moments and position, complete or not at all; returns what has become complete meanwhile.
 
-        An asynchronous save returns when the state is copied, and waits if two are under way already. Raises
-        StorageError on every rank if this save or an earlier one failed.
+        An asynchronous save returns when the state is copied, and waits if two are under way already. Rank 0 calls
+        `ready` in another thread before the checkpoint gets its name. Raises StorageError on every rank if this save
+        or an earlier one failed, NumericError if a value is not finite.
         """
         paths = []
         if len(self._saves) == _UNDER_WAY:
@@ -71,9 +76,17 @@ class Saver:
         if self._options.async_save:
             doing = f"checkpoint of step {state.step} not saved"
             mine, buffer = together(lambda: self._copied(mine, state.ctx.device), state.ctx, StorageError, doing)
-        before = self._saves[-1][0] if self._saves else None
-        save = Save(self._root, mine, state.ctx, facts(state), keep=self._keep, after=before)
-        self._saves.append((save, buffer))
+        self._last = Save(
+            self._root,
+            mine,
+            state.ctx,
+            facts(state),
+            keep=self._keep,
+            after=self._last,
+            require=self._owned.require,
+            ready=ready,
+        )
+        self._saves.append((self._last, buffer))
         return paths if self._options.async_save else [self._finish()]
 
     def completed(self, wait: bool = False) -> Iterator[Path]:
@@ -91,6 +104,8 @@ class Saver:
         patience = _PATIENCE_SECONDS if isinstance(error, CommunicationError) else self._timeout_seconds
         for save, _ in self._saves:
             save.join(patience)
+        if error is None and self._last is not None:
+            self._last.settle()  # every rank is here, so they can wait for the removal of old checkpoints together
 
     def _copied(self, mine: list[Any], where: torch.device) -> tuple[list[Any], Tensor]:
         """Host copies of the slices, and the memory that they lie in."""
@@ -121,29 +136,81 @@ def facts(state: TrainState) -> dict[str, Any]:
             "updates": state.optimizer.step_count,
             "loss_scale": asdict(state.loss_scale) if state.loss_scale.dynamic else None,
             "config": flatten(config),
+            "lineage": [list(start) for start in state.lineage],
         },
-        "data": {"train": list(config.data.train), "tokenizer": config.data.tokenizer, "order": ORDER_VERSION},
+        "data": {"train": list(config.data.train), "tokenizer": config.data.tokenizer, **ORDER, **state.data},
     }
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a trainer stood, besides what every checkpoint says."""
+
+    updates: int
+    loss_scale: LossScale | None
+    config: dict[str, Any]
+    lineage: Lineage
+
+
+def position(manifest: Manifest) -> Position:
+    """The trainer's section of a manifest. Raises CheckpointError if it lacks a field or one has another type."""
+    trainer = manifest.trainer
+    updates, scale, config = (trainer.get(name) for name in ("updates", "loss_scale", "config"))
+    where = f"checkpoint of step {manifest.step}: trainer"
+    if type(updates) is not int or updates < 0:
+        raise CheckpointError(f"{where}.updates is {updates!r}, not a number of updates")
+    if type(config) is not dict:
+        raise CheckpointError(f"{where}.config is {config!r}, not the run's options")
+    return Position(updates, _loss_scale(scale, where), config, lineage_of(trainer))
+
+
+def _loss_scale(saved: object, where: str) -> LossScale | None:
+    if saved is None:
+        return None
+    kinds = {name: type(value) for name, value in asdict(LossScale.of("fp16")).items()}
+    if type(saved) is not dict or {name: type(value) for name, value in saved.items()} != kinds:
+        raise CheckpointError(f"{where}.loss_scale is {saved!r}, not a loss scale")
+    scale = LossScale(**saved)
+    if not 1.0 <= scale.scale <= LossScale.LARGEST:
+        raise CheckpointError(f"{where}.loss_scale.scale is {scale.scale}, not from 1 to {LossScale.LARGEST:.0f}")
+    return scale
 
 
 def resume(state: TrainState, run_dir: Path) -> list[str]:
     """Go on from the checkpoint that `checkpoint.resume` names, if there is one, else start from the weights of
     `checkpoint.init_from`; returns what to tell the user.
 
-    Weights and moments are restored bit for bit, whatever layout wrote them. Raises CheckpointError on every rank if
-    the checkpoint is damaged or of another model.
+    Weights and moments are restored bit for bit, whatever layout wrote them. Checkpoints that do not lead to this start
+    are set aside. Raises CheckpointError on every rank if the checkpoint is damaged or of another model, DataError if
+    its training read other data.
     """
-    path = choose(state.config.checkpoint.resume, run_dir / FOLDER, state.ctx)
+    root, ctx = run_dir / FOLDER, state.ctx
+    path = choose(state.config.checkpoint.resume, root, ctx, check=position)
+    past: Lineage = []
     if path is None:
-        return _start_from_weights(state)
-    manifest = load(path, slices=state.optimizer.slices(), ctx=state.ctx, model_config=weight_options(state.config))
-    state.optimizer.step_count = manifest.trainer["updates"]
+        notes = _start_from_weights(state)
+    else:
+        manifest = load(path, slices=state.optimizer.slices(), ctx=ctx, model_config=weight_options(state.config))
+        found = position(manifest)
+        notes = compare(manifest.data, state.data, path, accept=state.config.data.accept_changed)
+        notes = [f"resumed step {manifest.step} from {path}", *_go_on(state, manifest, found), *notes]
+        past = found.lineage
+    # After all that can refuse, so that a start that is refused changes nothing.
+    state.lineage = [*past, (from_first(new_id(), ctx), state.step)]
+    doing = "checkpoints of an abandoned branch not set aside"
+    moved = together(lambda: set_aside(root, state.lineage) if ctx.world.first else [], ctx, StorageError, doing)
+    return [*notes, *moved]
+
+
+def _go_on(state: TrainState, manifest: Manifest, found: Position) -> list[str]:
+    """Put the state where the checkpoint was, once its tensors are loaded; a line for each option that changed."""
+    state.optimizer.step_count = found.updates
     state.optimizer.refresh_params_from_main()
-    if state.loss_scale.dynamic and manifest.trainer["loss_scale"]:
-        state.loss_scale = LossScale(**manifest.trainer["loss_scale"])
-    state.step, state.consumed_samples = manifest.step, manifest.consumed_samples
-    different = changes(manifest.trainer["config"], state.config)
-    return [f"resumed step {state.step} from {path}", *(f"changed since: {line}" for line in different)]
+    if state.loss_scale.dynamic and found.loss_scale:
+        state.loss_scale = found.loss_scale
+    state.step = manifest.step
+    state.consumed_samples = manifest.consumed_samples
+    return [f"changed since: {line}" for line in changes(found.config, state.config)]
 
 
 def _start_from_weights(state: TrainState) -> list[str]:

@@ -1,16 +1,21 @@
 """The data of a run: opened on every rank, and the same on all of them."""
 
+import hashlib
+import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from megapar import comm
 from megapar.checkpoint.agreement import together
 from megapar.config import Config
 from megapar.context import ParallelContext
-from megapar.data.blend import Stage
+from megapar.data.blend import BLEND_VERSION, Stage
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader, Mixture
+from megapar.data.order import ORDER_VERSION
 from megapar.data.prepared import read_sidecar
 from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, open_dataset
@@ -20,6 +25,7 @@ from megapar.validate import Entry, blend_stages, validation_sets
 
 TEST = "test"  # the set that is evaluated after the last step only
 WHOLE = (0.0, 1.0)
+ORDER = {"order": ORDER_VERSION, "blend": BLEND_VERSION}  # names of what decides the order of samples
 
 
 def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[str, Loader]]:
@@ -100,15 +106,60 @@ def _check_tokenizer(source: str, spec: str) -> None:
 
 
 def _agree(loaders: Sequence[Loader], ctx: ParallelContext) -> None:
-    """Raise DataError on every rank if a file's content is not that of the first rank's."""
-    files = {file: value for loader in loaders for file, value in loader.samples.fingerprints().items()}
+    """Raise DataError on every rank if a file's content is not that of the first rank's.
+
+    Ranks compare one digest each: all lists on all ranks would be gigabytes with thousands of both.
+    """
+    files = _fingerprints(loaders)
+    digest = hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()
+    digests = comm.gather_json(digest, ctx.world, ctx.device)
+    if len(set(digests)) == 1:
+        return
     (node, first), *others = comm.gather_json([socket.gethostname(), files], ctx.world, ctx.device)
     for rank, (other_node, others_files) in enumerate(others, 1):
-        for file in files:
-            if others_files[file] != first[file]:
+        for file in sorted({*first, *others_files}):
+            here, there = first.get(file, "none"), others_files.get(file, "none")
+            if here != there:
                 problem = DataError(
-                    f"{file} is not the same everywhere: content hash {first[file]} on node {node} (rank 0), "
-                    f"{others_files[file]} on node {other_node} (rank {rank}): copy it again"
+                    f"{file} is not the same everywhere: content hash {here} on node {node} (rank 0), "
+                    f"{there} on node {other_node} (rank {rank}): copy it again"
                 )
                 problem.everywhere = True
                 raise problem
+
+
+def _fingerprints(loaders: Sequence[Loader]) -> dict[str, str]:
+    return {file: value for loader in loaders for file, value in loader.samples.fingerprints().items()}
+
+
+def identity(train: Delivery, validation_sets: Mapping[str, Loader]) -> dict[str, Any]:
+    """What the samples of a run depend on besides its options: a hash of each file's content, by path."""
+    return {"files": _fingerprints([train.loader, *validation_sets.values()])}
+
+
+def compare(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, *, accept: bool) -> list[str]:
+    """What became of the data that a checkpoint's training read, in lines for people. `saved` is its `data` section.
+
+    Other paths and weights are options, which are compared as such. Here it is about what nobody asked for: the same
+    file with other contents, or another order of samples. The samples that follow would then not be those that did not
+    come yet. Raises DataError on every rank unless `accept`.
+    """
+    lines = [
+        f"{name}: {saved[name]} -> {version}" for name, version in ORDER.items() if saved.get(name, version) != version
+    ]
+    before, files = saved.get("files", {}), now.get("files", {})
+    lines += [
+        f"{file}: content hash {before[file]} -> {files[file]}"
+        for file in files
+        if file in before and before[file] != files[file]
+    ]
+    if lines and not accept:
+        problem = DataError(
+            f"data changed since {path} was saved: {'; '.join(lines)}; put the old data back, or go on with the new "
+            "with --data.accept_changed"
+        )
+        problem.everywhere = True
+        raise problem
+    if files and "files" not in saved:
+        return [f"data not compared: {path} holds no content hashes of its files"]
+    return [f"data changed since: {line}" for line in lines]

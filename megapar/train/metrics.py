@@ -5,10 +5,14 @@ without recomputation, causal attention counted half (arXiv 2205.05198, section 
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -19,8 +23,10 @@ from megapar import device
 from megapar.batch import MicroBatch
 from megapar.config import LogConfig
 from megapar.context import ParallelContext
-from megapar.errors import storing
+from megapar.errors import StorageError, storing
 from megapar.train.step import StepResult
+
+_PATIENCE_SECONDS = 10.0  # for the last lines of a run that failed
 
 
 @dataclass
@@ -80,22 +86,84 @@ def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str
     )
 
 
-class Reporter:
-    """Writes metrics of a run. Only rank 0 has one that speaks; on the others every method does nothing."""
+class Lines:
+    """Lines for a file, written in their order by a thread: a disk that stalls must not stall training."""
 
-    def __init__(self, run_dir: Path, options: LogConfig, steps: int, first_step: int, *, speaks: bool):
-        self._options, self._steps, self._speaks = options, steps, speaks
-        self._first_step, self._second = first_step, 0.0  # when the second step began
+    def __init__(self, path: Path):
+        """Raises OSError if the file cannot be opened."""
+        self.path = path
+        self._file = path.open("a")
+        self._waiting: SimpleQueue[str | Event | None] = SimpleQueue()
+        self._error: OSError | None = None
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def write(self, text: str) -> None:
+        """Have `text` written soon. Raises StorageError if an earlier line could not be."""
+        self._raise()
+        self._waiting.put(text + "\n")
+
+    def flush(self) -> None:
+        """Wait until all that was given is with the system. Raises StorageError if it could not be written."""
+        written = Event()
+        self._waiting.put(written)
+        written.wait()
+        self._raise()
+
+    def close(self, patience_seconds: float | None = None) -> None:
+        """Write what is left, and end the thread. Raises StorageError if it could not be written."""
+        self._waiting.put(None)
+        self._thread.join(patience_seconds)
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            with storing(self.path):
+                raise self._error
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            if isinstance(item, Event):
+                item.set()
+                continue
+            try:
+                self._file.write(item)
+                self._file.flush()
+            except OSError as error:
+                self._error = self._error or error
+        try:
+            self._file.close()
+        except OSError as error:  # it writes what an earlier error left in its buffer
+            self._error = self._error or error
+
+
+class Reporter:
+    """Writes metrics of a run. Only rank 0 has one that speaks; on the others every method does nothing.
+
+    A context: leaving it writes what is left. `start` names the start of the run, for the file that lines of an
+    abandoned branch go to.
+    """
+
+    def __init__(
+        self, run_dir: Path, options: LogConfig, steps: int, first_step: int, *, speaks: bool, start: str = "start"
+    ):
+        self._options = options
+        self._steps = steps
+        self._speaks = speaks
+        self._first_step = first_step
+        self._second = 0.0  # when the second step began
         self._tensorboard = None
         self._progress: Progress | None = None
         if not speaks:
             return
         self.console = Console(soft_wrap=True, highlight=False)
-        self._path = run_dir / "metrics.jsonl"
-        with storing(self._path):
-            self._file = _open_truncated(self._path, first_step)
+        path = run_dir / "metrics.jsonl"
+        with storing(path):
+            cut_back(path, first_step, run_dir / f"metrics.abandoned-{start}.jsonl")
+            self._lines = Lines(path)
         if options.tensorboard:
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+            with storing(run_dir / "tensorboard"):
+                self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
         if self.console.is_terminal:
             columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
             self._progress = Progress(*columns, console=self.console)
@@ -111,9 +179,7 @@ class Reporter:
         """Append one line to metrics.jsonl and its numbers to TensorBoard."""
         if not self._speaks:
             return
-        with storing(self._path):
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+        self._lines.write(json.dumps(line))
         if self._tensorboard:
             for key, value in line.items():
                 if isinstance(value, int | float) and key != "step":
@@ -134,24 +200,66 @@ class Reporter:
         if done == 1 or step == self._steps or step % self._options.every == 0 or not finite:
             self.say(log_line(line, self._steps, eta))
 
-    def close(self) -> None:
+    def flush(self) -> None:
+        """Wait until metrics.jsonl holds every line. Raises StorageError if one could not be written."""
+        if self._speaks:
+            self._lines.flush()
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self._speaks:
             return
         if self._progress:
             self._progress.stop()
-        if self._tensorboard:
-            self._tensorboard.close()
-        self._file.close()
+        try:
+            self._lines.close(None if error is None else _PATIENCE_SECONDS)
+            if self._tensorboard:
+                self._tensorboard.close()
+        except (StorageError, OSError) as problem:
+            if error is None:
+                raise
+            logging.getLogger(__name__).warning("the run ended with another error, and: %s", problem)
 
 
-def _open_truncated(path: Path, last_step: int) -> Any:
-    """Open metrics.jsonl for appending, without the lines of steps beyond `last_step`, so that a resumed curve is
-    one. The last line may be cut short: a full disk or a machine that went down leaves it so."""
-    kept = []
-    for text in path.read_text().splitlines(keepends=True) if path.exists() else ():
-        if text.endswith("\n") and json.loads(text)["step"] <= last_step:
-            kept.append(text)
+def cut_back(path: Path, last_step: int, abandoned: Path) -> None:
+    """Take the lines of steps beyond `last_step` out of metrics.jsonl, so that a resumed curve is one curve.
+
+    They move to the file `abandoned`, and so do lines without a step, with a warning. The last line may be cut short,
+    as a full disk or a machine that went down leaves it.
+    """
+    kept: list[bytes] = []
+    moved: list[bytes] = []
+    foreign = 0
+    for text in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        whole = text.endswith(b"\n")
+        step = _step(text)
+        foreign += whole and step is None
+        stays = whole and step is not None and step <= last_step
+        (kept if stays else moved).append(text)
+    if foreign:
+        message = "%s: %d lines that are no metrics of a step are kept out of it, in %s"
+        logging.getLogger(__name__).warning(message, path, foreign, abandoned)
+    if moved:
+        # Written whole before the lines leave their file: a kill in between leaves them in both.
+        _replace(abandoned, moved)
+        _replace(path, kept)
+
+
+def _step(text: bytes) -> int | None:
+    """The step of a line of metrics.jsonl; None if it has none."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    step = line.get("step") if isinstance(line, dict) else None
+    return step if type(step) is int else None
+
+
+def _replace(path: Path, lines: list[bytes]) -> None:
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text("".join(kept))
+    draft.write_bytes(b"".join(lines))
     draft.replace(path)
-    return path.open("a")

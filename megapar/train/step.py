@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,12 @@ from megapar.precision import LossScale
 
 @dataclass
 class TrainState:
-    """Everything that a step changes or uses. `step` counts steps done (also those whose update an fp16 overflow cost),
-    `consumed_samples` the samples in them."""
+    """Everything that a step changes or uses, and what its checkpoints say of it.
+
+    `step` counts steps done (also those whose update an fp16 overflow cost), `consumed_samples` the samples in them.
+    `lineage` lists the starts that led here, each with the step that it went on from; `data` says what the samples
+    depend on (`megapar.train.data.identity`).
+    """
 
     config: Config
     ctx: ParallelContext
@@ -34,6 +39,8 @@ class TrainState:
     loss_scale: LossScale
     step: int = 0
     consumed_samples: int = 0
+    lineage: list[tuple[str, int]] = field(default_factory=list)
+    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

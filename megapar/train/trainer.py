@@ -5,15 +5,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megapar import comm, device
 from megapar.batch import MicroBatch, PipelineStage
+from megapar.checkpoint.agreement import together
 from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader
 from megapar.data_parallel.grad_buffer import GradBuffer
-from megapar.errors import NumericError, storing
+from megapar.errors import NumericError, StorageError, storing
 from megapar.optimizer.adamw import AdamW
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event
@@ -55,10 +57,19 @@ class Run:
     flops_per_token: int
 
 
-def start(config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineStage]) -> tuple[TrainState, list[str]]:
-    """A state at step 0, or where `checkpoint.resume` says, and lines that tell what was resumed."""
+def start(
+    config: Config,
+    ctx: ParallelContext,
+    stages: Mapping[int, PipelineStage],
+    data: Mapping[str, Any] | None = None,
+) -> tuple[TrainState, list[str]]:
+    """A state at step 0, or where `checkpoint.resume` says, and lines that tell what was resumed.
+
+    `data` is the `identity` of the data that the run reads, which a checkpoint's must equal.
+    """
     initialise(stages.values(), config.train.seed)
     state = assemble(config, ctx, stages)
+    state.data = data or {}
     notes = checkpoints.resume(state, Path(config.run_dir))
     return state, notes
 
@@ -74,9 +85,11 @@ def train(run: Run) -> None:
     meter = Meter(ctx, run.flops_per_token, options.log.peak_tflops or device.peak_tflops(ctx.device))
     with (
         checkpoints.Saver(state, run.run_dir) as saver,
-        closing(Reporter(run.run_dir, options.log, steps, state.step, speaks=ctx.world.first)) as reporter,
+        _reporter(run) as reporter,
         closing(run.train_data) as data,
     ):
+        if state.step >= steps:
+            reporter.say(f"nothing to do: train.steps={steps}, and step {state.step} is done")
         while state.step < steps:
             trace: list[Event] | None = [] if options.log.timeline and state.step == steps - 1 else None
             meter.start()
@@ -93,9 +106,21 @@ def train(run: Run) -> None:
                 reporter.say(f"step {state.step}/{steps} | {line}")
             if last or _due(state.step, options.train.eval_every):
                 validate(state, run.validation_sets, reporter, last)
-            saved = saver.save(state) if saver.due(state.step, last) else []
+            saved = saver.save(state, ready=reporter.flush) if saver.due(state.step, last) else []
             for path in [*saved, *saver.completed(wait=last)]:
                 reporter.say(f"step {state.step}/{steps} | saved {path}")
+
+
+def _reporter(run: Run) -> Reporter:
+    """What rank 0 reports with; it may take long to open a file of millions of lines. A collective."""
+    state, options = run.state, run.state.config
+    first, lineage = state.ctx.world.first, state.lineage
+    name = lineage[-1][0] if lineage else "start"
+
+    def open_files() -> Reporter:
+        return Reporter(run.run_dir, options.log, options.train.steps, state.step, speaks=first, start=name)
+
+    return together(open_files, state.ctx, StorageError, "metrics not written")
 
 
 def _explain_not_finite(state: TrainState, result: StepResult, reporter: Reporter) -> None:

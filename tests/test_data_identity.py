@@ -1,0 +1,162 @@
+"""What a resumed run reads must be what it read before: the same files with other contents are refused."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapar import comm, context
+from megapar.data.indexed import IndexedDataset, IndexedWriter
+from megapar.data.sources import stream_fingerprints
+from megapar.errors import DataError
+from megapar.train import data
+from megapar.train.data import ORDER, compare
+from tests.distributed import run_ranks
+from tests.support import program
+from tests.test_checkpoint_format import edit_manifest
+
+FLAGS = ("--model.vocab_size", "257", "--checkpoint.every", "2", "--log.no-tensorboard", "--train.steps")
+
+
+def tokens(prefix: Path, seed: int, count: int = 9000) -> str:
+    prefix.parent.mkdir(exist_ok=True)
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add_documents(np.random.default_rng(seed).integers(0, 131, count), [100] * (count // 100))
+    return str(prefix)
+
+
+def test_the_same_path_with_other_bytes_is_refused(tmp_path: Path) -> None:
+    """Row K29: before anything changes, with the path, the old and the new hash; an option goes on and tells."""
+    tokens(tmp_path / "one", 0)
+    two, held = tokens(tmp_path / "two", 1), tokens(tmp_path / "held", 2)
+    flags = ("--data.train", "0.7:one", "0.3:two", "--data.validation", "held")
+    assert program.run(*flags, *FLAGS, "4", cwd=tmp_path).code == 0
+    before = IndexedDataset(two).fingerprints()
+    for changed, size in ((two, 9000), (held, 12000)):
+        for end in (".bin", ".idx"):
+            shutil.copy(changed + end, changed + end + ".old")
+        tokens(Path(changed), 99, size)
+        now = IndexedDataset(changed).fingerprints()
+        back = ("--checkpoint.resume", "run/checkpoints/step_00000002")
+        refused = program.run(*flags, *back, *FLAGS, "6", cwd=tmp_path)
+        assert refused.code == 3, refused.err
+        assert refused.err.startswith("DataError: data changed since run/checkpoints/step_00000002 was saved: ")
+        name = Path(changed).name
+        assert f"{name}.bin: content hash " in refused.err
+        assert now[f"{changed}.bin"] in refused.err
+        assert changed != two or before[f"{two}.bin"] in refused.err
+        assert refused.err.count("\n") == 1
+        assert not list((tmp_path / "run/checkpoints").glob("abandoned-*")), "a start that is refused changes nothing"
+        if changed == two:
+            for end in (".bin", ".idx"):
+                shutil.move(changed + end + ".old", changed + end)
+    accepted = program.run(*flags, *FLAGS, "6", "--data.accept_changed", cwd=tmp_path)
+    assert accepted.code == 0, accepted.err
+    assert "data changed since: held.bin: content hash " in accepted.out
+    again = program.run(*flags, *FLAGS, "8", cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert "data changed" not in again.out
+
+
+def test_other_paths_and_weights_are_told_and_old_checkpoints_go_on(tmp_path: Path) -> None:
+    """Row K29: what the user asked for is no error; nor is a checkpoint without hashes, but that is told."""
+    for seed, name in enumerate(("one", "two")):
+        tokens(tmp_path / name, seed)
+    assert program.run("--data.train", "0.5:one", "0.5:two", *FLAGS, "2", cwd=tmp_path).code == 0
+    shutil.copytree(tmp_path / "run", tmp_path / "old")
+    for end in (".bin", ".idx"):
+        shutil.copy(tmp_path / f"two{end}", tmp_path / f"elsewhere{end}")
+    moved = program.run("--data.train", "0.9:one", "0.1:elsewhere", *FLAGS, "4", cwd=tmp_path)
+    assert moved.code == 0, moved.err
+    assert "changed since: data.train: " in moved.out
+    assert "content hash" not in moved.out
+
+    def forget(body: dict[str, Any]) -> None:
+        del body["data"]["files"], body["data"]["blend"], body["trainer"]["lineage"]
+
+    edit_manifest(tmp_path / "old/checkpoints/step_00000002", forget)
+    tokens(tmp_path / "two", 99)
+    old = program.run("--data.train", "0.5:one", "0.5:two", *FLAGS, "4", "--run_dir", "old", cwd=tmp_path)
+    assert old.code == 0, old.err
+    assert "data not compared: old/checkpoints/step_00000002 holds no content hashes of its files" in old.out
+
+
+def test_sources_without_files_are_gone_on_with(tmp_path: Path) -> None:
+    for steps in ("2", "4"):
+        ended = program.run(*FLAGS, steps, cwd=tmp_path)
+        assert ended.code == 0, ended.err
+        assert "data changed" not in ended.out
+        assert "data not compared" not in ended.out
+    assert "resumed step 2 from" in ended.out
+
+
+def test_the_local_files_of_a_stream_are_hashed(tmp_path: Path) -> None:
+    """Row K29 for Hugging Face's kinds of files; what lies on the Hub is named, and not read for a hash."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").write_text(name * 100_000)
+    pattern = f"hf:json:{tmp_path}/*.json"
+    first = stream_fingerprints(pattern)
+    assert sorted(first) == [f"{tmp_path}/a.json", f"{tmp_path}/b.json"]
+    assert stream_fingerprints(f"hf:json:{tmp_path}/a.json") == {f"{tmp_path}/a.json": first[f"{tmp_path}/a.json"]}
+    (tmp_path / "b.json").write_text("b" * 100_001)
+    second = stream_fingerprints(pattern)
+    (tmp_path / "b.json").write_text("c" + "b" * 99_999)
+    third = stream_fingerprints(pattern)
+    assert len({found[f"{tmp_path}/b.json"] for found in (first, second, third)}) == 3
+    assert len({found[f"{tmp_path}/a.json"] for found in (first, second, third)}) == 1
+    assert stream_fingerprints("hf:allenai/c4") == {}
+
+
+def test_an_order_of_another_version_is_refused() -> None:
+    """Row K29: samples would come twice, or never."""
+    saved = {**ORDER, "order": "older-v0", "files": {"a.bin": "1", "gone.bin": "2"}}
+    now = {"files": {"a.bin": "1", "b.bin": "3"}}
+    with pytest.raises(DataError, match=f"order: older-v0 -> {ORDER['order']}"):
+        compare(saved, now, Path("p"), accept=False)
+    assert compare(saved, now, Path("p"), accept=True) == [f"data changed since: order: older-v0 -> {ORDER['order']}"]
+    assert compare({**saved, **ORDER}, now, Path("p"), accept=False) == []
+    assert compare({}, {}, Path("p"), accept=False) == []
+    assert compare({"files": {}}, now, Path("p"), accept=False) == []
+
+
+class Files:
+    """A loader of which only the hashes of its files are asked."""
+
+    def __init__(self, files: dict[str, str]):
+        self.samples = self
+        self._files = files
+
+    def fingerprints(self) -> dict[str, str]:
+        return self._files
+
+
+def agree(different: bool) -> tuple[str, list[int]]:
+    """What rank 1 hears of its own files, and the sizes of what was gathered."""
+    ctx = context.create(tp=1, dp=2, pp=1)
+    files = {f"corpus/part-{number}.bin": str(number) for number in range(1000)}
+    if different and not ctx.world.first:
+        files["corpus/part-7.bin"] = "other"
+        files["more.bin"] = "1"
+    sizes, gather = [], comm.gather_json
+
+    def watched(value: Any, *args: Any) -> Any:
+        sizes.append(len(str(value)))
+        return gather(value, *args)
+
+    comm.gather_json = watched
+    try:
+        data._agree([Files(files)], ctx)  # type: ignore[list-item]
+    except DataError as error:
+        return str(error), sizes
+    return "", sizes
+
+
+def test_ranks_compare_digests_and_send_lists_only_to_name_a_difference() -> None:
+    for said, sizes in run_ranks(2, agree, False):
+        assert said == ""
+        assert sizes == [64]
+    for said, sizes in run_ranks(2, agree, True):
+        assert said.startswith("corpus/part-7.bin is not the same everywhere: content hash 7 on node ")
+        assert len(sizes) == 2

@@ -1,0 +1,179 @@
+"""What a checkpoint's manifest costs with many ranks: seconds and memory of those who write it, verify it and use it.
+
+The manifest is that of a model of 70 billion parameters, cut as tensor, pipeline and ZeRO ranks would cut it; the files
+that it lists are there in their sizes, but empty. Each measurement is a process of its own.
+
+- publish: rank 0 puts the parts of all ranks together, checks them and writes the manifest.
+- verify: rank 0 reads it at a resume, and looks at every file and chunk.
+- use: another rank reads what it needs, here the tensors of one pipeline stage in all their chunks.
+- retain: rank 0 looks whether an old checkpoint is complete, before it removes a still older one.
+"""
+
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from megapar_models.build import build_stages
+from rich.console import Console
+from rich.table import Table
+
+from megapar import context
+from megapar.checkpoint.format import STATE, Chunk, Manifest, boxes, folder_name, is_complete, read_manifest
+from megapar.checkpoint.save import publish
+from megapar.config import Config, ModelConfig
+from megapar.errors import reported
+from megapar.params import spec_of
+from megapar.train.report import in_a_line, provenance, write_json
+from megapar.validate import validate
+
+MODEL = ModelConfig(
+    hidden_size=8192,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    intermediate_size=28672,
+    vocab_size=32000,
+)
+TP, PP = 8, 8
+FACTS: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
+Parts = list[dict[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure manifests on this machine."""
+
+    ranks: tuple[int, ...] = (64, 1024, 4096)
+    """Numbers of ranks, each a multiple of 64: 8 tensor-parallel ranks times 8 pipeline stages."""
+    layers: int = MODEL.num_hidden_layers
+    """Layers of the model: fewer for a quick look."""
+    json: Path | None = None
+    """Write all numbers to this file."""
+
+
+def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """The model's logical tensors by name, in order."""
+    model = ModelConfig(**{**vars(MODEL), "num_hidden_layers": layers})
+    config = validate(Config(model=model), 1)
+    stages = build_stages(config, context.single(torch.device("meta")))
+    parameters = [parameter for stage in stages.values() for parameter in stage.parameters()]
+    return {piece.name: piece.shape for parameter in parameters for piece in spec_of(parameter).pieces}
+
+
+def parts_of(tensors: dict[str, tuple[int, ...]], ranks: int) -> Parts:
+    """What each rank would say that it wrote: rows of a tensor over tensor-parallel ranks, each piece over replicas."""
+    dp = ranks // (TP * PP)
+    written: list[dict[str, Any]] = [defaultdict(dict) for _ in range(ranks)]
+    sizes = [0] * ranks
+    for number, (name, shape) in enumerate(tensors.items()):
+        stage = number * PP // len(tensors)
+        tp = TP if len(shape) > 1 else 1
+        rows = shape[0] // tp
+        for i in range(tp):
+            numel = rows * math.prod(shape[1:])
+            for replica in range(dp):
+                rank = i + TP * (replica + dp * stage)
+                cut = replica * numel // dp, (replica + 1) * numel // dp
+                for box in boxes((rows, *shape[1:]), *cut):
+                    offset = (box.offset[0] + i * rows, *box.offset[1:])
+                    for state in STATE:
+                        entry = written[rank].setdefault(
+                            f"{state}.{name}", {"shape": shape, "dtype": "float32", "chunks": []}
+                        )
+                        key = f"{state}.{name}#{len(entry['chunks'])}"
+                        entry["chunks"].append(Chunk(f"rank_{rank:05d}.safetensors", key, offset, box.size, 2**31 + 7))
+                        sizes[rank] += 4 * math.prod(box.size)
+    return [
+        {"file": f"rank_{rank:05d}.safetensors", "bytes": sizes[rank], "tensors": entries} if entries else None
+        for rank, entries in enumerate(written)
+    ]
+
+
+def resident(field: str) -> int:
+    """Bytes of this process's memory: VmRSS now, VmHWM at most."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def measured(action: Callable[[], Any]) -> dict[str, Any]:
+    """CPU seconds of `action` in a process of its own, bytes that it took at most, and what it returned."""
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+
+    def run(connection: Connection) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+        before, began = resident("VmRSS"), time.process_time()
+        value = action()
+        connection.send({"seconds": time.process_time() - began, "bytes": resident("VmHWM") - before, "value": value})
+        os._exit(0)
+
+    process = fork.Process(target=run, args=(theirs,))
+    process.start()
+    theirs.close()
+    found: dict[str, Any] = ours.recv()
+    process.join()
+    return found
+
+
+def use(folder: Path, outline: dict[str, Any], names: list[str]) -> int:
+    """Parse the tensors `names` as a rank does that rank 0 has sent the outline; how many chunks they have."""
+    manifest = Manifest.from_outline(folder, outline)
+    return sum(len(manifest.tensors[name].chunks) for name in names)
+
+
+def measure(ranks: int, layers: int, root: Path) -> dict[str, Any]:
+    """All measurements for one number of ranks."""
+    tensors = shapes(layers)
+    parts = parts_of(tensors, ranks)
+    temporary = root / ".tmp-manifest"
+    temporary.mkdir()
+    for part in parts:
+        if part:
+            with open(temporary / part["file"], "wb") as file:
+                file.truncate(part["bytes"])
+    found = {"publish": measured(lambda: publish(temporary, root, {**FACTS, "step": ranks}, parts))}
+    folder = root / folder_name(ranks)
+    found["verify"] = measured(lambda: len(read_manifest(folder).files))
+    outline = read_manifest(folder).outline()
+    assert outline is not None, "the manifest can be read in parts"
+    names = [f"{state}.{name}" for name in list(tensors)[: len(tensors) // PP] for state in STATE]
+    found["use"] = measured(lambda: use(folder, outline, names))
+    found["retain"] = measured(lambda: is_complete(folder))
+    for one in found.values():
+        del one["value"]
+    return {"ranks": ranks, "manifest_bytes": (folder / "manifest.json").stat().st_size, **found}
+
+
+def main(options: Options) -> None:
+    """Measure, print the table, write the JSON file."""
+    rows = []
+    for ranks in options.ranks:
+        with tempfile.TemporaryDirectory() as name:
+            rows.append(measure(ranks, options.layers, Path(name)))
+    shown = Table("ranks", "manifest", "who", "CPU seconds", "peak memory", title="Manifests of a checkpoint")
+    for row in rows:
+        for who in ("publish", "verify", "use", "retain"):
+            one = row[who]
+            size = f"{row['manifest_bytes'] / 1e6:.1f} MB"
+            shown.add_row(f"{row['ranks']:,}", size, who, f"{one['seconds']:.2f}", f"{one['bytes'] / 1e6:,.0f} MB")
+    console = Console(width=100)
+    console.print(shown)
+    facts = provenance(torch.device("cpu"))
+    console.print(in_a_line(facts))
+    if options.json:
+        write_json(options.json, {**facts, "rows": rows})
+
+
+if __name__ == "__main__":
+    with reported():
+        main(tyro.cli(Options, description=__doc__))
