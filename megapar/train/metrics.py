@@ -5,8 +5,11 @@ without recomputation, causal attention counted half (arXiv 2205.05198, section 
 """
 
 import json
+import os
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from megapar import device
 from megapar.batch import MicroBatch
 from megapar.config import LogConfig
 from megapar.context import ParallelContext
-from megapar.errors import storing
+from megapar.errors import say, storing, tell
 from megapar.train.step import StepResult
 
 
@@ -92,10 +95,14 @@ class Reporter:
             return
         self.console = Console(soft_wrap=True, highlight=False)
         self._path = run_dir / "metrics.jsonl"
+        self._lost = False  # whether the loss of a line was told
         with storing(self._path):
             self._file = _open_truncated(self._path, first_step)
+            self._whole = self._path.stat().st_size  # bytes of whole lines
         if options.tensorboard:
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+            with storing(run_dir / "tensorboard"):
+                self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+            threading.excepthook = _without_tensorboards_trace
         if self.console.is_terminal:
             columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
             self._progress = Progress(*columns, console=self.console)
@@ -104,20 +111,38 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """A line of its own, above the progress bar."""
-        if self._speaks:
+        if self._progress:
             self.console.print(text, markup=False)
+        elif self._speaks:
+            say(text)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl and its numbers to TensorBoard."""
+        """Append one line to metrics.jsonl and its numbers to TensorBoard.
+
+        What a full disk does not take is lost, and told once: a run need not end for it. (A checkpoint that cannot be
+        saved does end it.)
+        """
         if not self._speaks:
             return
-        with storing(self._path):
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
-        if self._tensorboard:
-            for key, value in line.items():
-                if isinstance(value, int | float) and key != "step":
-                    self._tensorboard.add_scalar(key, value, line["step"])
+        try:
+            self._append(json.dumps(line) + "\n")
+            if self._tensorboard:
+                for key, value in line.items():
+                    if isinstance(value, int | float) and key != "step":
+                        self._tensorboard.add_scalar(key, value, line["step"])
+        except OSError as error:
+            if not self._lost:
+                tell(f"{self._path}: step {line['step']} not written ({error.strerror}); the run goes on")
+            self._lost = True
+
+    def _append(self, text: str) -> None:
+        """Write to metrics.jsonl, unbuffered: what fails is then not tried again when the file is closed."""
+        raw = text.encode()
+        os.ftruncate(self._file.fileno(), self._whole)  # an earlier line may have been cut short by a full disk
+        left = raw
+        while left:  # a full disk takes a part, and refuses the rest
+            left = left[os.write(self._file.fileno(), left) :]
+        self._whole += len(raw)
 
     def step(self, line: dict[str, Any]) -> None:
         """Record a training step; log it on the first, the last, every `log.every`-th and every non-finite one."""
@@ -139,9 +164,16 @@ class Reporter:
             return
         if self._progress:
             self._progress.stop()
-        if self._tensorboard:
-            self._tensorboard.close()
-        self._file.close()
+        with suppress(OSError):  # a full disk: told when the line was lost
+            self._file.close()
+            if self._tensorboard:
+                self._tensorboard.close()
+
+
+def _without_tensorboards_trace(failure: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread raises what its next caller is told as well: only other threads' traces are printed."""
+    if failure.thread is None or type(failure.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(failure)
 
 
 def _open_truncated(path: Path, last_step: int) -> Any:
