@@ -64,7 +64,9 @@ class CommunicationError(MegaparError):
 
     exit_code = 6
     patience_seconds = 1.0
+    told = False  # whether another rank of this host tells it
     ranks: Sequence[Any] = ()  # where all ranks stood, if that is known, as JSON types
+    culprit: Mapping[str, Any] = {}  # rank, host, pid, step and phase of the rank that is missing, if it is known
 
 
 class StorageError(MegaparError):
@@ -153,10 +155,10 @@ def reported(
     try:
         yield
     except MegaparError as error:
-        facts = error_facts(error, rank, flight) | {"everywhere": error.everywhere}
+        facts = {"everywhere": error.everywhere} | error_facts(error, rank, flight)
         flight.post_error(facts)
         if not launcher_tells:
-            time.sleep(error.patience_seconds)
+            time.sleep(error.patience_seconds if not facts.get("ranks") else 0)
             if rank == 0 or not error.everywhere:
                 report_error(facts, run_dir, ours=flight.has_flag("owns"))
         sys.exit(error.exit_code)
@@ -189,7 +191,8 @@ def error_facts(error: Exception, rank: int, flight: Flight) -> dict[str, Any]:
     code = error.exit_code if isinstance(error, MegaparError) else MegaparError.exit_code
     facts = _facts(type(error).__name__, str(error), code, rank, flight)
     if isinstance(error, CommunicationError) and error.ranks:
-        facts["ranks"] = list(error.ranks)
+        facts |= {**error.culprit, "ranks": list(error.ranks)}
+        facts |= {"everywhere": bool(error.culprit), "told": error.told}  # the message names the rank
     return facts
 
 

@@ -292,6 +292,14 @@ class FlightFile:
         except (OSError, ValueError):  # another container's process, or its log is being made
             return None
 
+    def claim(self, pid: int) -> bool:
+        """Whether this is the first call on this host for the job whose lowest rank here is process `pid`."""
+        try:
+            os.close(os.open(self._folder / f"{_PREFIX}{pid}.told", os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+        return True
+
     def remove(self) -> None:
         """Remove this process's file: nobody needs the log of a rank that has succeeded."""
         self._path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megapar.errors import CommunicationError
 from megapar.rendezvous import Member, in_runs
 
 Log = dict[str, Any]  # what flight.read gives
@@ -38,11 +39,11 @@ def diagnose(logs: Mapping[int, Log], members: Sequence[Member]) -> tuple[str, i
     waiting = [rank for rank, log in logs.items() if log["waiting"] and log["state"] in ("running", "failed")]
     unread = [member.rank for member in members if member.rank not in logs]
     reached = _reached(waiting, blockers)
-    gone = [rank for rank, log in logs.items() if log["state"] not in ("running", "failed")]
+    gone = [rank for rank, log in logs.items() if _has_ended(log) or log["state"] not in ("running", "failed")]
     idle = [rank for rank in reached if not logs[rank]["waiting"]]
     # A rank that waits for nobody, though others wait for it, has been held up within its operation.
     stuck = [rank for rank in reached if logs[rank]["waiting"] and not blockers[rank]]
-    for candidates in (gone, idle, [rank for rank in stuck if rank not in waiting]):
+    for candidates in (gone, idle, stuck):
         if candidates:
             return _missing(candidates, waiting, logs, members), candidates[0]
     if unread:
@@ -51,6 +52,11 @@ def diagnose(logs: Mapping[int, Log], members: Sequence[Member]) -> tuple[str, i
         circle = "; ".join(f"rank {rank} waits for {in_runs(sorted(blockers[rank]))}" for rank in waiting[:8])
         return f"ranks wait for each other: {circle}", waiting[0]
     return None
+
+
+def _has_ended(log: Log) -> bool:
+    """Whether the rank has ended with an error of its own, rather than for want of another rank."""
+    return log["error"] is not None and log["error"]["class"] != CommunicationError.__name__
 
 
 def _missing(missing: Sequence[int], waiting: Sequence[int], logs: Mapping[int, Log], members: Sequence[Member]) -> str:

@@ -72,15 +72,19 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
     signals = Signals()
     monitor = Monitor(flight, env.rank, signals, board)
     limit = config.launch.time_limit
-    with reported(env.rank, config.run_dir, flight, launcher_tells=board is not None):
-        try:
-            yield RankProcess(env.rank, flight, signals, monitor, file, STARTED + 60 * limit if limit else 0.0)
-        except CommunicationError as error:
-            error.ranks = monitor.table
-            raise
-        finally:
-            if file is not None and flight.phase == "end":
-                file.remove()  # after a failure others may read it; the next start on this host removes it
+    process = RankProcess(env.rank, flight, signals, monitor, file, STARTED + 60 * limit if limit else 0.0)
+    try:
+        with reported(env.rank, config.run_dir, flight, launcher_tells=board is not None):
+            try:
+                yield process
+            except CommunicationError as error:
+                error.ranks, error.culprit = monitor.table, monitor.culprit()
+                error.told = not monitor.speaks()
+                raise
+    finally:
+        monitor.close()
+        if file is not None and flight.phase == "end":
+            file.remove()  # after a failure others may read it; the next start on this host removes it
 
 
 def refuse_too_many_threads(threads: int) -> None:

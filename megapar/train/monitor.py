@@ -27,7 +27,10 @@ from megapar.train.signals import Signals
 
 RECORDS = 64  # operations of each axis that are compared
 _POSTED = 16  # those that travel to other hosts each second
-_ANSWER_SECONDS = 1.5  # that a failed operation waits for the diagnosis
+_ANSWER_SECONDS = 1.5  # that a failed operation waits for the store
+_SILENCE_SECONDS = SILENT_SECONDS + 1.0  # after which a process that has ended counts as silent
+_LAST_POST_SECONDS = 0.5  # the store may have ended
+_SETTLE_SECONDS = 0.3  # until others that failed at the same moment have said so
 _HURRY_SECONDS = 2.0  # that the main thread has to end after a signal that ends the process
 
 
@@ -52,9 +55,12 @@ class Monitor:
         self._store: Store | None = None
         self._file: FlightFile | None = None
         self._interval = 1.0
-        self._asked, self._answered = threading.Event(), threading.Event()
+        self._asked = threading.Event()  # the main thread wants to know who is missing
+        self._heard = threading.Event()  # the store answers
+        self._answered = threading.Event()  # the store's part is done
         self._answer: tuple[str, int] | None = None
         self._exit_at = 0.0
+        self._closing, self._closed = False, threading.Event()
         self._warned = False
         flight.explain = self.explain
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
@@ -65,29 +71,53 @@ class Monitor:
         started."""
         self.members = list(members)
         self._interval = max(1.0, len(members) / 1000)  # so that a large job does not keep its store busy
-        self._store, self._file = store, file
+        self._file = file
+        # On one host all logs are read directly.
+        self._store = store if any(member.host != socket.gethostname() for member in members) else None
         self._signals.wake()
 
+    def close(self) -> None:
+        """Post this rank's last log, with the error that ends it."""
+        if self._store is not None:
+            self._closing = True
+            self._signals.wake()
+            self._closed.wait(_LAST_POST_SECONDS)
+
     def explain(self, reason: str) -> str:
-        """What a failed operation says: who did not arrive, if that can be found out, behind what the backend said."""
+        """What a failed operation says: who did not arrive or, if that cannot be found out, what the backend said."""
         self._flight.raise_flag("failed")
-        if self._board is not None:
-            return reason  # the launcher finds out and tells, once for all ranks
-        if self._store is None:
-            return reason
-        self._asked.set()
-        self._signals.wake()
-        if not self._answered.wait(_ANSWER_SECONDS):
-            keeper = "rank 0, which keeps the job's store, or torchrun's agent"
-            return f"{keeper} does not answer: it has stopped, ended or is cut off; {reason}"
-        return reason if self._answer is None else f"{self._answer[0]}; {reason}"
+        if self._board is not None or self._file is None:
+            return reason  # the local launcher finds out and tells, once for all ranks
+        if self._store is not None:
+            self._asked.set()
+            self._signals.wake()
+            patience = _SILENCE_SECONDS + 2 * self._interval
+            if not self._heard.wait(_ANSWER_SECONDS) or not self._answered.wait(patience):
+                self._store = None
+            if self._answer is None and self._store is None:
+                host = self.members[0].host
+                self._answer = f"the job's store on {host} does not answer: rank 0 or its host is lost ({reason})", 0
+        elif self._answer is None:
+            time.sleep(_SETTLE_SECONDS)
+            self._conclude(self.logs())
+        return reason if self._answer is None else self._answer[0]
+
+    def culprit(self) -> dict[str, Any]:
+        """Rank, host, process number, step and phase of the rank that `explain` has named; empty if it named none."""
+        rank = -1 if self._answer is None else self._answer[1]
+        row = next((row for row in self.table if row["rank"] == rank), {})
+        return {key: row[key] for key in ("rank", "host", "pid", "step", "phase") if key in row}
+
+    def speaks(self) -> bool:
+        """Whether this rank is the first of its host that has something to tell about what `explain` found."""
+        here = [member.pid for member in self.members if member.host == socket.gethostname()]
+        return self._file is None or not self._answer or self._file.claim(here[0])
 
     def logs(self) -> dict[int, Log]:
         """The logs of all ranks that can be read here, each with the state of its process."""
         if self._board is not None:
             return local_logs(self._board, self.members)
-        mine = read(self._flight.memory, RECORDS) | {"state": "running"}
-        logs = {self._rank: mine}
+        logs = {self._rank: _with_state(read(self._flight.memory, RECORDS))}
         for member in self.members:
             if member.rank != self._rank and (log := self._log_of(member)) is not None:
                 logs[member.rank] = log
@@ -106,6 +136,10 @@ class Monitor:
         silent = time.time() - posted["posted"] > SILENT_SECONDS + self._interval
         return posted | {"state": "silent" if silent else "running"}
 
+    def _conclude(self, logs: dict[int, Log]) -> None:
+        self.table = rows(logs, self.members)
+        self._answer = diagnose(logs, self.members)
+
     def _run(self) -> None:
         next_post = time.monotonic()
         while True:
@@ -118,9 +152,12 @@ class Monitor:
             self._end_if_asked()
             if self._asked.is_set() and not self._answered.is_set():
                 self._find_out()
-            elif self._store is not None and time.monotonic() >= next_post:
+            elif self._store is not None and (time.monotonic() >= next_post or self._closing):
                 self._post()
                 next_post = time.monotonic() + self._interval
+            if self._closing:
+                self._store = None
+                self._closed.set()
             self._warn()
 
     def _end_if_asked(self) -> None:
@@ -144,27 +181,28 @@ class Monitor:
 
     def _find_out(self) -> None:
         """The first rank that asks compares the logs; the others take over what it has found."""
+        store = self._store
         try:
             self._post()
-            if self._store is not None and self._store.add("askers", 1) == 1:
-                time.sleep(0.3)  # logs of ranks that failed at the same moment arrive
-                logs = self.logs()
-                self._answer = diagnose(logs, self.members)
-                self.table = rows(logs, self.members)
-                self._store.set("verdict", json.dumps(self._answer))
-            elif self._store is not None:
-                self._take_over()
-        except RuntimeError:  # the store is gone: `explain` says what the backend said
-            self._answer = None
+            first = store is not None and store.add("askers", 1) == 1
+            self._heard.set()
+            if first and store is not None:
+                time.sleep(_SETTLE_SECONDS)
+                self._conclude(self.logs())
+                if self._answer is None:  # a process of another host may have ended without a word: it falls silent
+                    time.sleep(_SILENCE_SECONDS + self._interval)
+                    self._conclude(self.logs())
+                store.set("verdict", json.dumps([self._answer, self.table]))
+            elif store is not None:
+                end = time.monotonic() + _SILENCE_SECONDS + 2 * self._interval
+                while not store.check(["verdict"]) and time.monotonic() < end:
+                    time.sleep(0.05)
+                if store.check(["verdict"]):
+                    self._answer, self.table = json.loads(store.get("verdict"))
+        except RuntimeError:  # the store has ended, and with it rank 0 or the agent
+            self._store = None
+        self._heard.set()
         self._answered.set()
-
-    def _take_over(self) -> None:
-        assert self._store is not None
-        end = time.monotonic() + _ANSWER_SECONDS
-        while not self._store.check(["verdict"]) and time.monotonic() < end:
-            time.sleep(0.05)
-        found = json.loads(self._store.get("verdict")) if self._store.check(["verdict"]) else None
-        self._answer = None if found is None else (found[0], found[1])
 
     def _warn(self) -> None:
         """Tell once who is missing when the main thread has not moved for `warn_after` seconds: see above on NCCL."""

@@ -89,6 +89,7 @@ def train_step(
     rank. That costs no message: it goes with the norm over tp, then with the loss over replicas and stages.
     """
     ctx, options, scale = state.ctx, state.config.optimizer, state.loss_scale.scale
+    ctx.flight.enter("forward")
     tokens = count_targets(batches, ctx)
     state.grads.zero()
     loss_sums = state.pipeline.step(batches, scale / tokens, state.grads.begin, trace)
