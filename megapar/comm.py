@@ -1,5 +1,8 @@
 """Every collective and transfer of the project. No-op at size 1; counts calls and bytes; waits for each work once.
 
+Each operation is written into the axis's flight log when it starts, when it is waited for and when it has ended
+(megapar.flight), so that a rank that waits too long can tell for whom.
+
 Bytes are what this rank sends with ring algorithms, for n ranks and a full tensor of B bytes: all-reduce 2 B (n-1)/n,
 all-gather and reduce-scatter B (n-1)/n, point-to-point B.
 
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from megapar.context import Axis
 from megapar.errors import CommunicationError
+from megapar.flight import AxisLog
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -34,14 +38,15 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 @contextmanager
-def _as_communication_errors() -> Iterator[None]:
-    """Backends report a peer that is gone or too late as RuntimeError."""
+def _as_communication_errors(log: AxisLog | None = None) -> Iterator[None]:
+    """Backends report a peer that is gone or too late as RuntimeError. `log` is that of the operation's axis."""
     try:
         yield
     except RuntimeError as error:
-        raise CommunicationError(
+        reason = (
             f"another rank ended, or a transfer took longer than launch.timeout_seconds ({str(error).splitlines()[0]})"
-        ) from error
+        )
+        raise CommunicationError(reason if log is None else log.fail(reason)) from error
 
 
 class Pending:
@@ -56,13 +61,22 @@ class Pending:
         self._works = [work for work in works if work is not None]
         self._tensors = list(tensors)
         self._then: Callable[[], None] | None = None
+        self._logged: tuple[AxisLog, int, int] | None = None  # first and last position of the operations in the log
 
     def wait(self) -> None:
         """Wait for the works, then run `then`, once."""
         works, self._works = self._works, []
-        with _as_communication_errors():
-            for work in works:
-                work.wait()
+        if works and self._logged is not None:
+            log, first, last = self._logged
+            log.wait(first, last)
+            with _as_communication_errors(log):
+                for work in works:
+                    work.wait()
+            log.end(first, last)
+        else:
+            with _as_communication_errors():
+                for work in works:
+                    work.wait()
         then, self._then = self._then, None
         if then is not None:
             then()
@@ -73,13 +87,24 @@ class Pending:
         self._then = then
         return self
 
+    def logged(self, axis: Axis, first: int, last: int) -> "Pending":
+        """Itself, as the operations from position `first` to `last` in the axis's log."""
+        self._logged = None if axis.log is None else (axis.log, first, last)
+        return self
+
 
 def _is_gloo(axis: Axis) -> bool:
     return dist.get_backend(axis.group) == "gloo"
 
 
 def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+    return x.nbytes
+
+
+def _begin(axis: Axis, operation: str, x: Tensor, sent_bytes: int) -> int:
+    """Count and log a collective that is about to start; its position in the log."""
+    axis.traffic.record(operation, sent_bytes)
+    return -1 if axis.log is None else axis.log.begin(operation, _bytes(x), x.dtype)
 
 
 def _check(x: Tensor) -> None:
@@ -92,7 +117,7 @@ def _transfer(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tens
     """Start point-to-point transfers between positions on `axis`, uncounted."""
     operations = [dist.P2POp(dist.isend, x, axis.ranks[peer], axis.group) for x, peer in sends]
     operations += [dist.P2POp(dist.irecv, x, axis.ranks[peer], axis.group) for x, peer in receives]
-    with _as_communication_errors():
+    with _as_communication_errors(axis.log):
         works = dist.batch_isend_irecv(operations) if operations else []
     return Pending(works, [x for x, _ in [*sends, *receives]])
 
@@ -218,10 +243,11 @@ def all_reduce_async(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     _check(x)
     if not x.is_contiguous():
         raise ValueError("all_reduce_async needs a contiguous tensor: the result is written in place")
-    axis.traffic.record("all_reduce", 2 * _bytes(x) * (axis.size - 1) // axis.size)
+    place = _begin(axis, "all_reduce", x, 2 * _bytes(x) * (axis.size - 1) // axis.size)
     if _is_gloo(axis) and _bytes(x) * (axis.size - 1) <= _SMALL:
-        return _exchange_and_fold([x] * axis.size, axis, op)
-    return Pending([dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)], [x])
+        return _exchange_and_fold([x] * axis.size, axis, op).logged(axis, place, place)
+    work = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
+    return Pending([work], [x]).logged(axis, place, place)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -243,12 +269,13 @@ def all_gather_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     _check(x)
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    axis.traffic.record("all_gather", _bytes(x) * (axis.size - 1))
+    place = _begin(axis, "all_gather", x, _bytes(x) * (axis.size - 1))
     if _is_gloo(axis):
         slices = out.chunk(axis.size)
         slices[axis.rank].copy_(x)
-        return out, _exchange_and_keep(slices, axis)
-    return out, Pending([_all_gather_single(out, x, group=axis.group, async_op=True)], [out, x])
+        return out, _exchange_and_keep(slices, axis).logged(axis, place, place)
+    work = _all_gather_single(out, x, group=axis.group, async_op=True)
+    return out, Pending([work], [out, x]).logged(axis, place, place)
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -271,13 +298,14 @@ def reduce_scatter_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
             f"reduce-scatter: dimension 0 of {tuple(x.shape)} does not divide by {axis.name} size {axis.size}"
         )
     x = x.contiguous()
-    axis.traffic.record("reduce_scatter", _bytes(x) * (axis.size - 1) // axis.size)
+    place = _begin(axis, "reduce_scatter", x, _bytes(x) * (axis.size - 1) // axis.size)
     if _is_gloo(axis):
         slices = list(x.chunk(axis.size))
         slices[axis.rank] = slices[axis.rank].clone()
-        return slices[axis.rank], _exchange_and_fold(slices, axis)
+        return slices[axis.rank], _exchange_and_fold(slices, axis).logged(axis, place, place)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    return out, Pending([_reduce_scatter_single(out, x, group=axis.group, async_op=True)], [out, x])
+    work = _reduce_scatter_single(out, x, group=axis.group, async_op=True)
+    return out, Pending([work], [out, x]).logged(axis, place, place)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -292,11 +320,12 @@ def reduce_scatter_shard_async(flat: Tensor, axis: Axis) -> Pending:
     the rest of the buffer is undefined."""
     if axis.size == 1:
         return Pending()
-    axis.traffic.record("reduce_scatter", _bytes(flat) * (axis.size - 1) // axis.size)
+    place = _begin(axis, "reduce_scatter", flat, _bytes(flat) * (axis.size - 1) // axis.size)
     if _is_gloo(axis):
-        return _exchange_and_fold(flat.chunk(axis.size), axis)
+        return _exchange_and_fold(flat.chunk(axis.size), axis).logged(axis, place, place)
     shard = flat.chunk(axis.size)[axis.rank]
-    return Pending([_reduce_scatter_single(shard, flat, group=axis.group, async_op=True)], [flat])
+    work = _reduce_scatter_single(shard, flat, group=axis.group, async_op=True)
+    return Pending([work], [flat]).logged(axis, place, place)
 
 
 def all_gather_shard_async(flat: Tensor, axis: Axis) -> Pending:
@@ -304,10 +333,11 @@ def all_gather_shard_async(flat: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending()
     shard = flat.chunk(axis.size)[axis.rank]
-    axis.traffic.record("all_gather", _bytes(shard) * (axis.size - 1))
+    place = _begin(axis, "all_gather", shard, _bytes(shard) * (axis.size - 1))
     if _is_gloo(axis):
-        return _exchange_and_keep(flat.chunk(axis.size), axis)
-    return Pending([_all_gather_single(flat, shard, group=axis.group, async_op=True)], [flat])
+        return _exchange_and_keep(flat.chunk(axis.size), axis).logged(axis, place, place)
+    work = _all_gather_single(flat, shard, group=axis.group, async_op=True)
+    return Pending([work], [flat]).logged(axis, place, place)
 
 
 def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> Pending:
@@ -319,12 +349,18 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
         raise ValueError("exchange needs contiguous tensors: they are sent and received in place")
     for x, _ in sends:
         axis.traffic.record("send", _bytes(x))
-    return _transfer(sends, receives, axis)
+    if axis.log is None:
+        return _transfer(sends, receives, axis)
+    places = [axis.log.begin("send", _bytes(x), x.dtype, peer) for x, peer in sends]
+    places += [axis.log.begin("receive", _bytes(x), x.dtype, peer) for x, peer in receives]
+    pending = _transfer(sends, receives, axis)
+    return pending.logged(axis, places[0], places[-1]) if places else pending
 
 
 def barrier(axis: Axis) -> None:
     if axis.size > 1:
-        Pending([dist.barrier(group=axis.group, async_op=True)]).wait()
+        place = -1 if axis.log is None else axis.log.begin("barrier", 0, None)
+        Pending([dist.barrier(group=axis.group, async_op=True)]).logged(axis, place, place).wait()
 
 
 def post(key: str, value: Any) -> None:

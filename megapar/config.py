@@ -249,7 +249,9 @@ class LaunchConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where torch sees GPUs (fewer than local ranks are refused), else cpu."""
     timeout_seconds: float = 300.0
-    """A collective that takes longer ends the run."""
+    """A collective that takes longer ends the run, and names the rank that did not arrive."""
+    time_limit: float = 0.0
+    """Minutes after which the run saves at the end of a step and exits with 75; 0: none. SIGTERM and SIGUSR1 do too."""
     threads: int = 0
     """CPU threads of each rank; 0: OMP_NUM_THREADS if set, else the cores that ranks of a node may use, shared out."""
 

@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megapar.flight import AxisLog, Flight
+
 DEFAULT_ORDER = "tp-cp-dp-pp"
 
 
@@ -57,6 +59,7 @@ class Axis:
     """One line of the rank grid: this rank's peers in one direction.
 
     `ranks` are global ranks, `rank` is the position among them. `group` is None at size 1: collectives are then no-ops.
+    `log` keeps the newest operations; None at size 1.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    log: AxisLog | None = field(default=None, compare=False)
 
     @property
     def first(self) -> bool:
@@ -78,7 +82,8 @@ class Axis:
 @dataclass(frozen=True)
 class ParallelContext:
     """Where this rank stands. `grad` is dp x cp, over which gradients are summed and ZeRO shards are cut;
-    `ends` holds the first and last pipeline stage of this rank's line (tied embeddings), size 1 on ranks in between."""
+    `ends` holds the first and last pipeline stage of this rank's line (tied embeddings), size 1 on ranks in between.
+    `flight` is where this rank writes what it is doing."""
 
     tp: Axis
     cp: Axis
@@ -88,6 +93,7 @@ class ParallelContext:
     ends: Axis
     world: Axis
     device: torch.device
+    flight: Flight = field(default_factory=Flight, compare=False)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -98,10 +104,10 @@ class ParallelContext:
         return {axis.name: axis.traffic.total() for axis in self.axes if axis.traffic.total()}
 
 
-def single(device: torch.device | None = None) -> ParallelContext:
+def single(device: torch.device | None = None, flight: Flight | None = None) -> ParallelContext:
     """The context of one process: every axis has size 1."""
     axes = {name: Axis(name) for name in ("tp", "cp", "dp", "pp", "grad", "ends", "world")}
-    return ParallelContext(**axes, device=device or torch.device("cpu"))
+    return ParallelContext(**axes, device=device or torch.device("cpu"), flight=flight or Flight())
 
 
 def create(
@@ -113,9 +119,11 @@ def create(
     order: str = DEFAULT_ORDER,
     device: torch.device | None = None,
     timeout_seconds: float = 300.0,
+    flight: Flight | None = None,
 ) -> ParallelContext:
     """Make the process groups. A collective: every rank of an initialised world calls it with the same arguments.
     Collectives that take longer than `timeout_seconds` raise; torch's groups do not inherit it from the world's.
+    `flight` is where this rank logs its operations; without one it is memory of this process alone.
 
     Raises ValueError if the sizes do not multiply to the world size or `order` does not name each axis once.
     """
@@ -128,7 +136,8 @@ def create(
             f"tp({tp}) * cp({cp}) * dp({dp}) * pp({pp}) = {math.prod(sizes.values())}, not {world_size} ranks"
         )
     if world_size == 1:
-        return single(device)
+        return single(device, flight)
+    flight = flight or Flight()
     rank = dist.get_rank()
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): dist.group.WORLD}
 
@@ -137,7 +146,10 @@ def create(
             if len(ranks) > 1 and ranks not in made:
                 made[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
         mine = next((ranks for ranks in groups if rank in ranks), (rank,))
-        return Axis(name, len(mine), mine.index(rank), mine, made[mine] if len(mine) > 1 else None)
+        if len(mine) == 1:
+            return Axis(name, ranks=mine)
+        log = flight.axis(name, mine[0], len(mine), mine.index(rank))
+        return Axis(name, len(mine), mine.index(rank), mine, made[mine], log=log)
 
     lines = rank_groups(sizes, ["pp"], order)
     return ParallelContext(
@@ -149,4 +161,5 @@ def create(
         ends=axis("ends", [(line[0], line[-1]) if pp > 1 else line for line in lines]),
         world=axis("world", [tuple(range(world_size))]),
         device=device or torch.device("cpu"),
+        flight=flight,
     )

@@ -5,6 +5,7 @@ job of n ranks costs n messages, and every rank ends with the same words.
 """
 
 import json
+import os
 import socket
 import sys
 import time
@@ -35,17 +36,18 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Member:
-    """One rank of a job: its machine, its device, and the device's serial number ("" for a CPU)."""
+    """One rank of a job: its machine, its device, the device's serial number ("" for a CPU), its process number."""
 
     rank: int
     host: str
     device: str
     gpu: str = ""
+    pid: int = 0
 
 
 def this_member(rank: int, device: str, gpu: str) -> Member:
     """This process."""
-    return Member(rank, socket.gethostname(), device, gpu)
+    return Member(rank, socket.gethostname(), device, gpu, os.getpid())
 
 
 def hashes_of_our_files() -> dict[str, str]:

@@ -28,6 +28,7 @@ _MAY_BE_ZERO = {path for path, default in flatten(Config()).items() if default =
     "data.fim_tokens",
     "optimizer.zero_stage",
 }
+_WEEK_SECONDS = 7 * 24 * 3600
 _UNSPLIT = ("synthetic", "hf")  # sources without documents to split
 _ROPE_SCALING = tuple(f"model.rope_scaling.{name}" for name in flatten(RopeScaling()))
 _UNUSED_BY_FAMILY = {
@@ -452,6 +453,9 @@ def _checkpoint(config: Config) -> Iterator[str]:
 
 def _launch(config: Config, world_size: int) -> Iterator[str]:
     """Which device ranks get is judged where they start (device.choose): it depends on the machine."""
+    if not 1.0 <= config.launch.timeout_seconds <= _WEEK_SECONDS:
+        text = f"must be from 1 to {_WEEK_SECONDS:,} (a week); 300 suits most jobs"
+        yield _problem(config, "launch.timeout_seconds", text)
     if config.launch.nproc not in (0, world_size):
         text = f"{world_size} ranks are running already; leave it at 0 under torchrun and Slurm"
         yield _problem(config, "launch.nproc", text)

@@ -14,12 +14,14 @@ from megapar import device
 from megapar.config import Config
 from megapar.config_io import Resolved, load, to_toml
 from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import reported
+from megapar.errors import Preempted, open_streams, reported
+from megapar.flight import Board
 from megapar.recompute import preload
 from megapar.train import dry_run
 from megapar.train.checkpoints import own
 from megapar.train.data import identity, open_loaders
-from megapar.train.launch import join, leave, start_local_ranks
+from megapar.train.launch import join, leave, rank_process, refuse_too_many_threads
+from megapar.train.local import start_local_ranks
 from megapar.train.report import greet
 from megapar.train.trainer import Run, start, train
 from megapar.validate import validate, with_vocabulary
@@ -33,19 +35,23 @@ def check(resolved: Resolved, world_size: int) -> Config:
     return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
 
 
-def run(resolved: Resolved, config: Config, env: device.Environment) -> None:
-    """One rank's training."""
-    with reported(env.rank, config.run_dir):
-        ctx = join(config, env)
+def run(resolved: Resolved, config: Config, env: device.Environment, board: Board | None = None) -> None:
+    """One rank's training. `board`: where ranks of the local launcher log what they do."""
+    with rank_process(config, env, board) as process:
+        ctx = join(config, env, process)
         train_data, validation_sets = open_loaders(config, ctx)
-        with own(Path(config.run_dir), ctx):
+        with own(run_dir := Path(config.run_dir), ctx):
+            process.own(run_dir)
             data = identity(train_data, validation_sets)
             state, notes = start(config, ctx, build_stages(config, ctx), data)
             train_data.consumed_samples = state.consumed_samples
             greet(config, ctx, parameter_count(config.model), notes, to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length)
-            train(Run(state, train_data, validation_sets, Path(config.run_dir), flops))
+            process.arm()
+            stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop))
         leave(ctx)
+        if stopped:
+            raise Preempted(stopped)
 
 
 def plan(resolved: Resolved) -> None:
@@ -58,6 +64,7 @@ def plan(resolved: Resolved) -> None:
 
 def main() -> int:
     # Before ranks know their numbers, the first process speaks for all.
+    open_streams()
     with reported(0 if device.first_to_speak() else 1):
         resolved = load(sys.argv[1:])
         if resolved.config.dry_run:
@@ -68,12 +75,13 @@ def main() -> int:
         if not launch.nproc:
             device.refuse_slurm_shell()
         world = env.world_size if env.launched else max(launch.nproc, 1)
+        refuse_too_many_threads(launch.threads)
         config = check(resolved, world)
         if world > 1 and not env.launched:
             device.choose(launch.device, 0, world)  # raises, if it does, once rather than in every rank
             if config.train.recompute != "none":
                 preload()
-            return start_local_ranks(partial(run, resolved, config), world)
+            return start_local_ranks(partial(run, resolved, config), world, config.run_dir)
         run(resolved, config, env)
     return 0
 

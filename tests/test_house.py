@@ -32,7 +32,7 @@ FOUNDATION = {
     f"megapar.{name}": "foundation"
     for name in (
         *("config", "config_io", "validate", "device", "context", "comm", "params"),
-        *("random", "recompute", "precision", "batch", "errors", "rendezvous"),
+        *("random", "recompute", "precision", "batch", "errors", "rendezvous", "flight"),
     )
 }
 ENGINES = {f"megapar.{name}" for name in ("pipeline", "data_parallel", "optimizer", "data", "checkpoint")}

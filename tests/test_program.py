@@ -71,7 +71,8 @@ def test_a_run_folder_has_what_was_promised(alone: Path) -> None:
     asked = load([*TINY, "--run_dir", "run", "--data.validation", "synthetic"]).config
     assert load(["--config", str(alone / "run/config.toml")]).config == asked
     assert sorted(path.name for path in (alone / "run").iterdir()) == [
-        *(".lock", "checkpoints", "config.toml", "environment.json", "metrics.jsonl", "tensorboard")
+        *(".lock", "checkpoints", "config.toml", "environment.json", "metrics.jsonl"),
+        *("ranks.json", "tensorboard"),
     ]
 
 

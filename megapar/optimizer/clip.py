@@ -11,15 +11,24 @@ from megapar.data_parallel.grad_buffer import GradBuffer
 
 
 @torch.no_grad()
-def grad_norm(buffer: GradBuffer, ctx: ParallelContext, how: Implementation = "torch") -> Tensor:
+def grad_norm(
+    buffer: GradBuffer, ctx: ParallelContext, how: Implementation = "torch", votes: Tensor | None = None
+) -> Tensor:
     """L2 norm of the gradient of the global batch: 0-d fp32, equal on all ranks. A collective, after `buffer.finish()`.
 
-    Squares are summed in fp64, so that the norm does not depend on how layouts and buckets cut the gradient.
+    Squares are summed in fp64, so that the norm does not depend on how layouts and buckets cut the gradient. `votes`, a
+    0-d number, is summed in place by the same messages over tp and pp, and over the replicas if their shards differ.
     """
-    total = square_sum(buffer.grads, how, buffer.counted)
+    # The votes travel with the sum of squares: no message of their own.
+    both = torch.zeros(2, dtype=torch.float64, device=buffer.grads.device)
+    both[0] = square_sum(buffer.grads, how, buffer.counted)
+    if votes is not None:
+        both[1] = votes
     for axis in (ctx.tp, ctx.pp, ctx.grad) if buffer.sharded else (ctx.tp, ctx.pp):
-        comm.all_reduce(total, axis)
-    return total.sqrt().float()
+        comm.all_reduce(both, axis)
+    if votes is not None:
+        votes.copy_(both[1])
+    return both[0].sqrt().float()
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

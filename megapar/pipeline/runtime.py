@@ -39,6 +39,7 @@ class PipelineRuntime:
 
     def __init__(self, stages: Mapping[int, Stage], ctx: ParallelContext, schedule: str, vpp: int):
         self.stages, self.axis, self.device = dict(stages), ctx.pp, ctx.device
+        self.flight = ctx.flight
         self.schedule, self.vpp, self.num_stages = schedule, vpp, ctx.pp.size * vpp
         self._plans: dict[tuple[int, bool], Plan] = {}
         make(schedule, self.axis.size, vpp, 1)
@@ -122,6 +123,8 @@ class _Pass:
         received, pending = self._arrived.pop(action, ((), Pending()))
         pending.wait()
         run = self._forward if action.kind == "F" else self._backward
+        if torch.is_grad_enabled():  # else the phase is "evaluate"
+            self._runtime.flight.enter("forward" if action.kind == "F" else "backward")
         if self._trace is None:
             run(action, received)
         else:

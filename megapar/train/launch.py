@@ -1,56 +1,102 @@
-"""Starts ranks on this machine, and joins the world that they, torchrun or Slurm make up."""
+"""A rank's process from its start to its end: signals, the meeting with the others, the exit code.
 
-import logging
-import sys
-import tempfile
-from collections.abc import Callable
+megapar.train.local starts ranks on this machine; torchrun and Slurm start them elsewhere. Under torchrun a rank that is
+lost ends the others through its agent, whose own exit code is always 1: error.json has ours. The agent passes SIGTERM
+on and kills after 30 seconds: the save must be done by then. Slurm's --signal=USR1@120 leaves as long as one asks for.
+"""
+
+import faulthandler
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing import ProcessExitedException, start_processes
 
 from megapar import comm, context, device, rendezvous
 from megapar.config import Config, flatten
 from megapar.context import ParallelContext
+from megapar.errors import CommunicationError, ConfigError, reported
+from megapar.flight import Board, Flight, FlightFile
+from megapar.rendezvous import Member
+from megapar.train.monitor import Monitor
+from megapar.train.report import write_json
+from megapar.train.signals import Signals
+
+_WATCHDOG_MARGIN_SECONDS = 2.0  # that the monitor speaks before NCCL's watchdog ends the process
+_MOST_THREADS_PER_CORE = 4
+STARTED = time.monotonic()  # of this program; forked ranks inherit it
 
 
-def _rank_main(rank: int, nproc: int, folder: str, main: Callable[[device.Environment], None]) -> None:
-    main(
-        device.Environment(
-            rank=rank,
-            world_size=nproc,
-            local_rank=rank,
-            local_world_size=nproc,
-            meeting=f"file://{folder}/store",
-            launcher="local",
-            cores=max(1, device.usable_cores() // nproc),
+@dataclass
+class RankProcess:
+    """This process as one rank of a job."""
+
+    rank: int
+    flight: Flight
+    signals: Signals
+    monitor: Monitor
+    file: FlightFile | None  # under torchrun and Slurm: the flight log for others on this host
+    deadline: float  # on time.monotonic's clock; 0 for none
+    members: list[Member] = field(default_factory=list)
+
+    def asked_to_stop(self) -> str:
+        """What asks the run to stop at the end of this step: a signal, launch.time_limit, or ""."""
+        if self.signals.request:
+            return self.signals.request
+        return "launch.time_limit" if self.deadline and time.monotonic() > self.deadline else ""
+
+    def arm(self) -> None:
+        """Training begins: requests to stop are followed at a step's end from now on."""
+        self.signals.armed = True
+        self.flight.raise_flag("armed")
+
+    def own(self, run_dir: Path) -> None:
+        """The run folder is this job's: old errors are no longer true, and ranks.json says where its processes are."""
+        self.flight.raise_flag("owns")
+        if self.rank == 0:
+            (run_dir / "error.json").unlink(missing_ok=True)
+            write_json(run_dir / "ranks.json", {"ranks": [asdict(member) for member in self.members]})
+
+
+@contextmanager
+def rank_process(config: Config, env: device.Environment, board: Board | None = None) -> Iterator[RankProcess]:
+    """Around all that a rank does: answers signals, and reports how it ended. `board`: the local launcher's."""
+    # A crash in native code (SIGSEGV, SIGBUS, NCCL's SIGABRT) then prints where Python stood.
+    faulthandler.enable(all_threads=False)
+    file = FlightFile() if env.launched and env.world_size > 1 else None
+    memory = None if file is None else file.memory
+    flight = Flight(memory if board is None else board[env.rank])
+    signals = Signals()
+    monitor = Monitor(flight, env.rank, signals, board)
+    limit = config.launch.time_limit
+    process = RankProcess(env.rank, flight, signals, monitor, file, STARTED + 60 * limit if limit else 0.0)
+    try:
+        with reported(env.rank, config.run_dir, flight, launcher_tells=board is not None):
+            try:
+                yield process
+            except CommunicationError as error:
+                error.ranks, error.culprit = monitor.table, monitor.culprit()
+                error.told = not monitor.speaks()
+                raise
+    finally:
+        monitor.close()
+        if file is not None and flight.phase == "end":
+            file.remove()  # after a failure others may read it; the next start on this host removes it
+
+
+def refuse_too_many_threads(threads: int) -> None:
+    """Raise ConfigError for more threads than this machine's cores can use: OpenMP crashes at some thousands."""
+    most = _MOST_THREADS_PER_CORE * device.usable_cores()
+    if threads > most:
+        raise ConfigError(
+            f"launch.threads={threads}: {device.usable_cores()} cores can be used here; use at most {most}, or 0"
         )
-    )
 
 
-def start_local_ranks(main: Callable[[device.Environment], None], nproc: int) -> int:
-    """Run `main` on `nproc` forked ranks of this machine; returns the exit code of the first that failed, or 0.
-
-    Forking shares the imported torch, so eight ranks start in a second. It must happen before CUDA is used and while
-    this process has one thread: hence torch.multiprocessing and a file for the ranks to meet at, not torchrun's agent,
-    which serves a store and so forks among threads, and whose ranks now and then hung before their first collective.
-    """
-    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            start_processes(_rank_main, (nproc, folder, main), nproc, start_method="fork")
-        except ProcessExitedException as failure:
-            if failure.signal_name is None:
-                return failure.exit_code
-            rank, pid = failure.error_index, failure.error_pid
-            print(
-                f"CommunicationError: rank {rank} (process {pid}) was ended by {failure.signal_name}", file=sys.stderr
-            )
-            return 6
-    return 0
-
-
-def join(config: Config, env: device.Environment) -> ParallelContext:
+def join(config: Config, env: device.Environment, process: RankProcess) -> ParallelContext:
     """Prepare this process, meet the other ranks, and make the rank grid. A collective over all ranks of `env`.
 
     Raises ConfigError on every rank, before any collective, if ranks disagree on options, code, torch's version or the
@@ -60,20 +106,10 @@ def join(config: Config, env: device.Environment) -> ParallelContext:
     device.choose_kernels(config.kernels.backend, chosen)  # raises, if it does, before the first collective
     device.prepare(chosen, threads=config.launch.threads, cores=env.cores, deterministic=config.train.deterministic)
     timeout = config.launch.timeout_seconds
+    member = rendezvous.this_member(env.rank, str(chosen), device.gpu_id(chosen))
+    process.members = [member]
     if env.world_size > 1:
-        store = comm.connect(
-            env.meeting,
-            env.rank,
-            env.world_size,
-            serves_store=env.serves_store,
-            attempt=env.attempt,
-            timeout_seconds=timeout,
-        )
-        member = rendezvous.this_member(env.rank, str(chosen), device.gpu_id(chosen))
-        rendezvous.meet(store, member, env.world_size, what_ranks_share(config, chosen.type), timeout)
-        comm.initialize(
-            device.backend(chosen), env.rank, env.world_size, store=store, timeout_seconds=timeout, device=chosen
-        )
+        process.members = _meet(config, env, member, chosen, process)
     parallel = config.parallel
     return context.create(
         tp=parallel.tp,
@@ -82,6 +118,37 @@ def join(config: Config, env: device.Environment) -> ParallelContext:
         order=parallel.order,
         device=chosen,
         timeout_seconds=timeout,
+        flight=process.flight,
+    )
+
+
+def _meet(
+    config: Config, env: device.Environment, member: Member, chosen: torch.device, process: RankProcess
+) -> list[Member]:
+    """Meet the other ranks, compare what must be equal, and make the world; returns all members."""
+    timeout = config.launch.timeout_seconds
+    store = _connect(env, timeout, serves_store=env.serves_store)
+    members = rendezvous.meet(store, member, env.world_size, what_ranks_share(config, chosen.type), timeout)
+    backend = device.backend(chosen)
+    comm.initialize(backend, env.rank, env.world_size, store=store, timeout_seconds=timeout, device=chosen)
+    if process.file is None:
+        process.monitor.watch(members)
+        return members
+    # A connection of its own: one that the main thread waits on answers nobody else.
+    process.monitor.watch(members, _connect(env, timeout, serves_store=False), process.file)
+    if backend == "nccl":
+        process.monitor.warn_after = max(1.0, timeout - _WATCHDOG_MARGIN_SECONDS)
+    return members
+
+
+def _connect(env: device.Environment, timeout_seconds: float, *, serves_store: bool) -> Any:
+    return comm.connect(
+        env.meeting,
+        env.rank,
+        env.world_size,
+        serves_store=serves_store,
+        attempt=env.attempt,
+        timeout_seconds=timeout_seconds,
     )
 
 
@@ -97,10 +164,11 @@ def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
 
 
 def leave(ctx: ParallelContext) -> None:
-    """End a run that succeeded: wait for all ranks, then free the process groups.
+    """End a run that succeeded or has saved: wait for all ranks, then free the process groups.
 
     Without the wait, rank 0 could take the store away while others still use it. After a failure nobody waits: the
     process ends, and its launcher ends the others.
     """
     comm.barrier(ctx.world)
     comm.shutdown()
+    ctx.flight.enter("end")

@@ -6,8 +6,11 @@ without recomputation, causal attention counted half (arXiv 2205.05198, section 
 
 import json
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,7 +26,7 @@ from megapar import device
 from megapar.batch import MicroBatch
 from megapar.config import LogConfig
 from megapar.context import ParallelContext
-from megapar.errors import StorageError, storing
+from megapar.errors import say, storing, tell
 from megapar.train.step import StepResult
 
 _PATIENCE_SECONDS = 10.0  # for the last lines of a run that failed
@@ -87,54 +90,58 @@ def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str
 
 
 class Lines:
-    """Lines for a file, written in their order by a thread: a disk that stalls must not stall training."""
+    """Lines for a file, written in their order by a thread: a disk that stalls must not stall training.
+
+    What a full disk does not take is lost, and told once: a run need not end for it. (A checkpoint that cannot be saved
+    does end it.)
+    """
 
     def __init__(self, path: Path):
         """Raises OSError if the file cannot be opened."""
         self.path = path
-        self._file = path.open("a")
-        self._waiting: SimpleQueue[str | Event | None] = SimpleQueue()
-        self._error: OSError | None = None
+        self._file = path.open("ab", buffering=0)  # unbuffered: what fails is not tried again when the file is closed
+        self._whole = path.stat().st_size  # bytes of whole lines
+        self._lost = False  # whether the loss of a line was told
+        self._waiting: SimpleQueue[tuple[int, str] | Event | None] = SimpleQueue()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def write(self, text: str) -> None:
-        """Have `text` written soon. Raises StorageError if an earlier line could not be."""
-        self._raise()
-        self._waiting.put(text + "\n")
+    def write(self, step: int, text: str) -> None:
+        """Have the line of a step written soon."""
+        self._waiting.put((step, text + "\n"))
 
     def flush(self) -> None:
-        """Wait until all that was given is with the system. Raises StorageError if it could not be written."""
+        """Wait until all that was given is with the system, or lost."""
         written = Event()
         self._waiting.put(written)
         written.wait()
-        self._raise()
 
     def close(self, patience_seconds: float | None = None) -> None:
-        """Write what is left, and end the thread. Raises StorageError if it could not be written."""
+        """Write what is left, and end the thread."""
         self._waiting.put(None)
         self._thread.join(patience_seconds)
-        self._raise()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            with storing(self.path):
-                raise self._error
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
             if isinstance(item, Event):
                 item.set()
                 continue
+            step, text = item
             try:
-                self._file.write(item)
-                self._file.flush()
+                self._append(text.encode())
             except OSError as error:
-                self._error = self._error or error
-        try:
+                if not self._lost:
+                    tell(f"{self.path}: step {step} not written ({error.strerror}); the run goes on")
+                self._lost = True
+        with suppress(OSError):
             self._file.close()
-        except OSError as error:  # it writes what an earlier error left in its buffer
-            self._error = self._error or error
+
+    def _append(self, line: bytes) -> None:
+        os.ftruncate(self._file.fileno(), self._whole)  # an earlier line may have been cut short by a full disk
+        left = line
+        while left:  # a full disk takes a part, and refuses the rest
+            left = left[os.write(self._file.fileno(), left) :]
+        self._whole += len(line)
 
 
 class Reporter:
@@ -164,6 +171,7 @@ class Reporter:
         if options.tensorboard:
             with storing(run_dir / "tensorboard"):
                 self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+            threading.excepthook = _without_tensorboards_trace
         if self.console.is_terminal:
             columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
             self._progress = Progress(*columns, console=self.console)
@@ -172,18 +180,21 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """A line of its own, above the progress bar."""
-        if self._speaks:
+        if self._progress:
             self.console.print(text, markup=False)
+        elif self._speaks:
+            say(text)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl and its numbers to TensorBoard."""
+        """Append one line to metrics.jsonl and its numbers to TensorBoard. What a full disk does not take is lost."""
         if not self._speaks:
             return
-        self._lines.write(json.dumps(line))
+        self._lines.write(line["step"], json.dumps(line))
         if self._tensorboard:
-            for key, value in line.items():
-                if isinstance(value, int | float) and key != "step":
-                    self._tensorboard.add_scalar(key, value, line["step"])
+            with suppress(OSError):  # its own thread failed: the loss of the same step's line is told
+                for key, value in line.items():
+                    if isinstance(value, int | float) and key != "step":
+                        self._tensorboard.add_scalar(key, value, line["step"])
 
     def step(self, line: dict[str, Any]) -> None:
         """Record a training step; log it on the first, the last, every `log.every`-th and every non-finite one."""
@@ -201,7 +212,7 @@ class Reporter:
             self.say(log_line(line, self._steps, eta))
 
     def flush(self) -> None:
-        """Wait until metrics.jsonl holds every line. Raises StorageError if one could not be written."""
+        """Wait until metrics.jsonl holds every line that the disk takes."""
         if self._speaks:
             self._lines.flush()
 
@@ -215,14 +226,16 @@ class Reporter:
             return
         if self._progress:
             self._progress.stop()
-        try:
-            self._lines.close(None if error is None else _PATIENCE_SECONDS)
-            if self._tensorboard:
+        self._lines.close(None if error is None else _PATIENCE_SECONDS)
+        if self._tensorboard:
+            with suppress(OSError):  # a full disk: told when the line was lost
                 self._tensorboard.close()
-        except (StorageError, OSError) as problem:
-            if error is None:
-                raise
-            logging.getLogger(__name__).warning("the run ended with another error, and: %s", problem)
+
+
+def _without_tensorboards_trace(failure: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread raises what its next caller is told as well: only other threads' traces are printed."""
+    if failure.thread is None or type(failure.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(failure)
 
 
 def cut_back(path: Path, last_step: int, abandoned: Path) -> None:

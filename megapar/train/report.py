@@ -17,7 +17,7 @@ import torch
 from megapar import comm, device
 from megapar.config import Config
 from megapar.context import ParallelContext
-from megapar.errors import storing
+from megapar.errors import say, storing
 from megapar.validate import num_microbatches, warnings
 
 _NAMED = ("torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizers", "tiktoken", "liger-kernel")
@@ -72,20 +72,19 @@ def greet(config: Config, ctx: ParallelContext, parameters: int, notes: Sequence
         write_json(run_dir / "environment.json", facts)
         parallel, train = config.parallel, config.train
         hardware = f"{facts['hardware']}, torch {torch.__version__}"
-        print(f"{config.model.family}, {parameters:,} parameters, {train.precision}; {hardware}")
-        print(
+        say(f"{config.model.family}, {parameters:,} parameters, {train.precision}; {hardware}")
+        say(
             f"{ctx.world.size} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}; {parallel.schedule}, "
             f"{num_microbatches(config)} micro-batches of {train.micro_batch_size} a step; "
             f"recompute {train.recompute}; ZeRO stage {config.optimizer.zero_stage}; kernels {kernels}"
         )
-        print(
+        say(
             f"{train.steps:,} steps of {train.global_batch_size * train.seq_length:,} tokens; data "
-            f"{' '.join(config.data.train)}; run folder {run_dir}",
-            flush=True,
+            f"{' '.join(config.data.train)}; run folder {run_dir}"
         )
         unseen = device.unseen_gpu() if config.launch.device == "auto" else ""
         if unseen:
-            print(f"trains on the CPU: {unseen}", flush=True)
+            say(f"trains on the CPU: {unseen}")
         for line in [*warnings(config), *notes]:
-            print(line, flush=True)
+            say(line)
     comm.barrier(ctx.world)

@@ -46,13 +46,14 @@ class TrainState:
 @dataclass(frozen=True)
 class StepResult:
     """What a step found, the same on every rank. `grad_norm` is taken before clipping; `tokens` are the target
-    tokens."""
+    tokens; `stop`: some rank was asked to end the run."""
 
     loss: float
     grad_norm: float
     lr: float
     tokens: float
     loss_scale: LossScale  # that the step used
+    stop: bool = False
 
     @property
     def finite(self) -> bool:
@@ -72,26 +73,42 @@ def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor
     return comm.all_reduce(tokens, ctx.grad).clamp_(min=1.0)
 
 
-def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext) -> Tensor:
-    """The step's loss over all its tokens, on every rank; only last stages have sums."""
+def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext, votes: Tensor | None = None) -> Tensor:
+    """The step's loss over all its tokens, on every rank; only last stages have sums.
+
+    `votes`, a 0-d fp32 number, is summed in place by the same messages over replicas and stages.
+    """
     total = torch.stack(list(loss_sums)).sum() if loss_sums else torch.zeros((), device=ctx.device)
-    return comm.all_reduce(comm.all_reduce(total, ctx.grad), ctx.pp) / tokens
+    if votes is None:
+        return comm.all_reduce(comm.all_reduce(total, ctx.grad), ctx.pp) / tokens
+    both = torch.stack([total, votes])
+    comm.all_reduce(comm.all_reduce(both, ctx.grad), ctx.pp)
+    votes.copy_(both[1])
+    return both[0] / tokens
 
 
-def train_step(state: TrainState, batches: Sequence[MicroBatch], trace: list[Event] | None = None) -> StepResult:
+def train_step(
+    state: TrainState, batches: Sequence[MicroBatch], trace: list[Event] | None = None, *, asked_to_stop: bool = False
+) -> StepResult:
     """Forward and backward over this rank's micro-batches, then one AdamW update if loss and norm are finite.
 
-    `trace` collects when each forward and backward ran.
+    `trace` collects when each forward and backward ran. `asked_to_stop` on any rank is `stop` in the result on every
+    rank. That costs no message: it goes with the norm over tp, then with the loss over replicas and stages.
     """
     ctx, options, scale = state.ctx, state.config.optimizer, state.loss_scale.scale
+    ctx.flight.enter("forward")
     tokens = count_targets(batches, ctx)
     state.grads.zero()
     loss_sums = state.pipeline.step(batches, scale / tokens, state.grads.begin, trace)
+    ctx.flight.enter("reduce")
     state.grads.finish()
-    norm = grad_norm(state.grads, ctx, state.optimizer.how) / scale
+    votes = torch.full((), float(asked_to_stop), device=ctx.device)
+    norm = grad_norm(state.grads, ctx, state.optimizer.how, votes) / scale
     lr = learning_rate(state.step, options, state.config.train.steps)
-    loss = mean_loss(loss_sums, tokens, ctx)
-    result = StepResult(loss.item(), norm.item(), lr, tokens.item(), replace(state.loss_scale))
+    loss = mean_loss(loss_sums, tokens, ctx, votes)
+    stop = votes.item() > 0
+    result = StepResult(loss.item(), norm.item(), lr, tokens.item(), replace(state.loss_scale), stop)
+    ctx.flight.enter("optimizer")
     if result.finite:
         state.optimizer.step(lr, clip_coefficient(norm, options.clip_grad) / scale)
     if result.finite or result.overflowed:

@@ -1,7 +1,7 @@
 """Puts the engines together around a model and runs the steps."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,13 +48,15 @@ def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, Pipeline
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run needs besides its state. `flops_per_token` is that of forward and backward, for MFU."""
+    """What a training run needs besides its state. `flops_per_token` is that of forward and backward, for MFU;
+    `asked_to_stop` says what asks this rank to end the run, "" as long as nothing does."""
 
     state: TrainState
     train_data: Delivery
     validation_sets: Mapping[str, Loader]
     run_dir: Path
     flops_per_token: int
+    asked_to_stop: Callable[[], str] = str
 
 
 def start(
@@ -71,17 +73,24 @@ def start(
     state = assemble(config, ctx, stages)
     state.data = data or {}
     notes = checkpoints.resume(state, Path(config.run_dir))
+    ctx.flight.step = state.step
+    if state.step:
+        ctx.flight.checkpoint(state.step)
     return state, notes
 
 
-def train(run: Run) -> None:
-    """Train to `train.steps`, reporting, evaluating and saving on the way.
+def train(run: Run) -> str:
+    """Train to `train.steps`, reporting, evaluating and saving on the way; returns why it stopped before, or "".
+
+    A run that is asked to stop saves at the end of the step that all ranks agree on.
 
     Raises NumericError at the first step whose loss or gradient norm is not finite, before its update; an fp16 overflow
     costs a step's update alone, unless the loss scale is 1 already.
     """
     state, options = run.state, run.state.config
-    steps, ctx = options.train.steps, state.ctx
+    steps, ctx, flight = options.train.steps, state.ctx, state.ctx.flight
+    saves = options.checkpoint.every > 0 or options.checkpoint.save_last
+    stop = False
     meter = Meter(ctx, run.flops_per_token, options.log.peak_tflops or device.peak_tflops(ctx.device))
     with (
         checkpoints.Saver(state, run.run_dir) as saver,
@@ -90,25 +99,42 @@ def train(run: Run) -> None:
     ):
         if state.step >= steps:
             reporter.say(f"nothing to do: train.steps={steps}, and step {state.step} is done")
-        while state.step < steps:
+        while state.step < steps and not stop:
+            flight.step = state.step + 1
+            flight.enter("data")
             trace: list[Event] | None = [] if options.log.timeline and state.step == steps - 1 else None
             meter.start()
             batches = meter.waited(data.next_step)
-            result = train_step(state, _on_device(batches, ctx), trace)
+            asked = run.asked_to_stop() != ""
+            result = train_step(state, _on_device(batches, ctx), trace, asked_to_stop=asked)
             failed = not result.finite and not result.overflowed
             reporter.step(meter.stop(result, state.step + failed, state.consumed_samples))
             if not result.finite:
                 _explain_not_finite(state, result, reporter)
             last = state.step == steps
+            stop = result.stop and not last
             if trace is not None:
                 write_timeline(trace, ctx, run.run_dir)
             for line in data.started_over():
                 reporter.say(f"step {state.step}/{steps} | {line}")
             if last or _due(state.step, options.train.eval_every):
+                flight.enter("evaluate")
                 validate(state, run.validation_sets, reporter, last)
-            saved = saver.save(state, ready=reporter.flush) if saver.due(state.step, last) else []
-            for path in [*saved, *saver.completed(wait=last)]:
+            flight.enter("save")
+            saved = saver.save(state, ready=reporter.flush) if saver.due(state.step, last) or (stop and saves) else []
+            for path in [*saved, *saver.completed(wait=last or stop)]:
+                flight.checkpoint(checkpoints.step_of(path))
                 reporter.say(f"step {state.step}/{steps} | saved {path}")
+    return _why_stopped(run, saves) if stop else ""
+
+
+def _why_stopped(run: Run, saves: bool) -> str:
+    """What asked the run to stop, where it did, and what there is to go on from. A collective."""
+    reasons = comm.gather_json(run.asked_to_stop(), run.state.ctx.world, run.state.ctx.device)
+    reason = next(reason for reason in reasons if reason)
+    if not saves:
+        return f"stopped by {reason} after step {run.state.step}: nothing saved (checkpoint.save_last is off)"
+    return f"stopped by {reason} after step {run.state.step}, which is saved: start it again to go on"
 
 
 def _reporter(run: Run) -> Reporter:

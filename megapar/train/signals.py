@@ -1,0 +1,80 @@
+"""Signals that ask a run to stop, and those that end it.
+
+SIGTERM and SIGUSR1 (Slurm's --signal=USR1@120) ask: the run saves at the end of a step and exits with 75. A second one,
+SIGINT (Ctrl-C) and SIGHUP end at once, with 128 plus the signal's number. SIGTERM ends at once as well before the first
+step, when there is nothing to save. SIGUSR2 prints where each rank stands.
+
+What was ignored when the program started (nohup, background jobs of a shell) stays ignored.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from types import FrameType
+
+from megapar.errors import Interrupted
+
+ASKING = (signal.SIGTERM, signal.SIGUSR1)
+ENDING = (signal.SIGINT, signal.SIGHUP)
+HANDLED = (*ASKING, *ENDING, signal.SIGUSR2)
+# One request often arrives twice at the same time: from the launcher or the scheduler, and by the process group.
+_SAME_REQUEST_SECONDS = 1.0
+
+
+class Signals:
+    """What this process was asked by signals. Made in the main thread.
+
+    Python runs a handler only when the main thread comes back to Python, which a collective may delay for minutes. So
+    each signal's number also arrives in a pipe, `reader`, for another thread to read. Whoever reads a number judges it,
+    so that each signal is judged once, in time.
+    """
+
+    def __init__(self, raises: bool = True):
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        os.set_blocking(self.reader, False)
+        self.armed = False  # from the first step on: a request is followed at a step's end
+        self.request = ""  # what asked first: a signal's name
+        self.ending = 0  # the signal that ends this process at once
+        self.wants_table = False
+        self._asked_at = 0.0
+        self._raises = raises
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in HANDLED:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # the local launcher forks its ranks with them blocked
+
+    def wake(self) -> None:
+        """Wake up who reads the pipe."""
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+            os.write(self._writer, b"\0")
+
+    def judge(self) -> None:
+        """Judge all signals that have arrived."""
+        try:
+            numbers = os.read(self.reader, 64)
+        except BlockingIOError:
+            return
+        for number in numbers:
+            if number == signal.SIGUSR2:
+                self.wants_table = True
+            elif number in ENDING:
+                self.ending = self.ending or number
+            elif number in ASKING:
+                self._judge_request(number)
+
+    def _judge_request(self, number: int) -> None:
+        again = self.request != "" and time.monotonic() - self._asked_at > _SAME_REQUEST_SECONDS
+        if again or (number == signal.SIGTERM and not self.armed):
+            self.ending = self.ending or number
+        elif not self.request:
+            self.request, self._asked_at = signal.Signals(number).name, time.monotonic()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.judge()
+        self.wake()
+        if self.ending and self._raises:
+            self._raises = False  # once: what runs while the stack unwinds must not be interrupted again
+            raise Interrupted(self.ending)

@@ -1,0 +1,87 @@
+"""Ranks that torchrun or Slurm started: no launcher of ours watches them, so they tell who is missing themselves."""
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import program
+from tests.support.program import Program
+from tests.test_program import free_port, slurm
+
+LONG = ("--train.steps", "100000", "--launch.timeout_seconds", "3")
+
+
+def on_two_hosts() -> None:
+    """Plants a host's name of its own: then ranks know each other's state from the store alone."""
+    rank = os.environ["SLURM_PROCID"]
+    socket.gethostname = lambda: f"node-{rank}"
+
+
+def on_one_host() -> None:
+    """Plants nothing."""
+
+
+def start(folder: Path, plant: Callable[[], None]) -> list[Program]:
+    port = free_port()
+    ranks = [program.start(*LONG, cwd=folder, env=slurm(rank, 2, port), plant=plant) for rank in (0, 1)]
+    ranks[0].until(" 3/100000 | loss")
+    return ranks
+
+
+CASES = [
+    pytest.param(on_one_host, 0, signal.SIGSTOP, "did not arrive: its process is stopped", id="stopped, one host"),
+    pytest.param(on_one_host, 1, signal.SIGKILL, "did not arrive: its process has ended", id="killed, one host"),
+    pytest.param(on_two_hosts, 1, signal.SIGSTOP, "did not arrive: ", id="stopped, two hosts"),
+    pytest.param(on_two_hosts, 1, signal.SIGINT, "it ended with Interrupted", id="interrupted, two hosts"),
+    pytest.param(on_two_hosts, 1, signal.SIGKILL, "did not arrive: ", id="killed, two hosts", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("plant", "culprit", "number", "words"), CASES)
+def test_the_other_rank_names_the_one_that_is_missing(
+    tmp_path: Path, plant: Callable[[], None], culprit: int, number: signal.Signals, words: str
+) -> None:
+    """Row S10. Rank 0, which keeps the store, may be the one."""
+    ranks = start(tmp_path, plant)
+    ranks[culprit].send(number)
+    ended = ranks[1 - culprit].wait(60)
+    ranks[culprit].kill_all()
+    assert ended.code == 6
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("CommunicationError")]
+    assert f"CommunicationError: rank {culprit} (process {ranks[culprit].pid} on " in line
+    assert words in line
+    facts = json.loads((tmp_path / "run/error.json").read_text())
+    assert (facts["rank"], facts["pid"], facts["exit_code"]) == (culprit, ranks[culprit].pid, 6)
+    assert facts["step"] >= 1
+    assert len(facts["ranks"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_the_host_of_the_store_is_named(tmp_path: Path, number: signal.Signals) -> None:
+    ranks = start(tmp_path, on_two_hosts)
+    ranks[0].send(number)
+    ended = ranks[1].wait(60)
+    ranks[0].kill_all()
+    assert ended.code == 6
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("CommunicationError")]
+    assert "the job's store on node-0 does not answer: rank 0 or its host is lost" in line
+
+
+def test_a_request_to_one_rank_stops_all(tmp_path: Path) -> None:
+    """Row S14, as Slurm's --signal does; a table of the live run first, from the store alone."""
+    ranks = start(tmp_path, on_two_hosts)
+    ranks[1].send(signal.SIGUSR2)
+    ranks[1].until("newest operation of each axis")
+    assert "node-0" in ranks[1].err
+    ranks[1].send(signal.SIGUSR1)
+    ended = [rank.wait(60) for rank in ranks]
+    assert [rank.code for rank in ended] == [75, 75]
+    assert ended[0].err.startswith("Preempted: stopped by SIGUSR1 after step ")
+    left = {f"megapar-flight-{rank.pid}" for rank in ranks} & set(os.listdir("/dev/shm"))
+    assert not left, "a run that ends well removes its flight logs"

@@ -1,0 +1,503 @@
+"""Real ranks of the local launcher that hang, die, disagree or are interrupted: the exit code, the one line that names
+the cause, error.json, and that no process is left."""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapar import comm
+from megapar.checkpoint import save
+from megapar.train import launch, step, trainer
+from tests.support import program
+from tests.support.program import Ended, Program
+
+LONG = ("--train.steps", "100000", "--launch.timeout_seconds", "3")
+TWO = ("--launch.nproc", "2")
+FOUR = ("--launch.nproc", "4", "--parallel.tp", "2", "--parallel.pp", "2")
+IN_STEPS = " 2/100000 | loss"
+
+
+def children(running: Program, count: int) -> list[int]:
+    """Process numbers of the ranks, once all have started."""
+    for _ in range(1000):
+        if len(running.children()) == count:
+            return running.children()
+        time.sleep(0.02)
+    raise AssertionError(f"{running.children()} instead of {count} ranks:\n{running.err}")
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether none of the processes is left, waiting for the kernel to remove them."""
+    for _ in range(500):
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def act_on(
+    folder: Path, act: Callable[[Program, list[int]], None], *flags: str, ranks: int = 2, until: str = IN_STEPS
+) -> Ended:
+    """A long run that `act` is done to once it says `until`; asserts that no rank is left."""
+    running = program.start(*LONG, *(FOUR if ranks == 4 else TWO), *flags, cwd=folder)
+    pids = children(running, ranks)
+    running.until(until)
+    act(running, pids)
+    ended = running.wait(60)
+    assert gone(pids), "ranks are left"
+    return ended
+
+
+def error(folder: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((folder / "run/error.json").read_text())
+    return facts
+
+
+def on_rank(rank: int, at: int, act: Callable[[Any], None]) -> Callable[[], None]:
+    """Plants `act(ctx)` at the beginning of step `at` (counted from 0) on one rank."""
+
+    def plant() -> None:
+        real = step.count_targets
+
+        def count_targets(batches: Any, ctx: Any) -> Any:
+            if ctx.world.rank == rank and ctx.flight.step == at + 1:
+                act(ctx)
+            return real(batches, ctx)
+
+        step.count_targets = count_targets
+
+    return plant
+
+
+# A rank that hangs
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_stopped_rank_is_named(tmp_path: Path, ranks: int) -> None:
+    """Row S10: not the ranks that wait for it."""
+    last = ranks - 1
+    ended = act_on(tmp_path, lambda _, pids: os.kill(pids[last], signal.SIGSTOP), ranks=ranks)
+    assert ended.code == 6
+    assert ended.err.startswith(f"CommunicationError: rank {last} (process ")
+    assert "did not arrive: its process is stopped" in ended.err
+    assert "its last operation: " in ended.err
+    assert ended.err.count("\n") == 1
+    facts = error(tmp_path)
+    assert (facts["rank"], facts["exit_code"]) == (last, 6)
+    assert facts["step"] >= 1
+    assert facts["phase"] in ended.err
+    assert facts["message"] in ended.err
+    assert [row["state"] == "stopped" for row in facts["ranks"]] == [False] * last + [True]
+    assert not (set(os.listdir("/dev/shm")) & {f"megapar-flight-{row['pid']}" for row in facts["ranks"]})
+
+
+def test_a_rank_that_sleeps_in_its_data_is_named_with_the_phase(tmp_path: Path) -> None:
+    """Row S10."""
+
+    def plant() -> None:
+        real = trainer.train
+
+        def train(run: Any) -> Any:
+            next_step = run.train_data.next_step
+
+            def sleepy() -> Any:
+                if run.state.ctx.world.rank == 1 and run.state.step == 2:
+                    time.sleep(60)
+                return next_step()
+
+            run.train_data.next_step = sleepy
+            return real(run)
+
+        trainer.train = train
+
+    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=plant, timeout_seconds=60)
+    assert ended.code == 6
+    assert ended.err.startswith("CommunicationError: rank 1 (process ")
+    assert "it was in step 3, data, for " in ended.err
+    assert (error(tmp_path)["rank"], error(tmp_path)["phase"]) == (1, "data")
+
+
+def test_operations_that_do_not_match_are_named_for_both_ranks(tmp_path: Path) -> None:
+    """Row S11."""
+    plant = on_rank(1, 2, lambda ctx: comm.all_gather(torch.zeros(300), ctx.grad))
+    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=plant, timeout_seconds=60)
+    assert ended.code == 6
+    message = error(tmp_path)["message"]
+    assert message.startswith("ranks did different things: all_reduce ")
+    assert "on grad (4 bytes float32, megapar/train/step.py:" in message
+    assert ", step 3) on rank 0 (process " in message
+    assert "but all_gather " in message
+    assert "on grad (1,200 bytes float32, " in message
+    assert "tests/test_faults_local.py:" in message
+    assert "on rank 1 (process " in message
+
+
+# A rank that dies
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path, number: signal.Signals) -> None:
+    ended = act_on(tmp_path, lambda _, pids: os.kill(pids[1], number))
+    assert ended.code == 6
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("CommunicationError")]
+    assert "rank 1 (process " in line
+    assert f"was ended by {number.name} in step " in line
+    assert (error(tmp_path)["rank"], error(tmp_path)["exit_code"]) == (1, 6)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_at_the_start_is_named(tmp_path: Path) -> None:
+    def plant() -> None:
+        real = launch.join
+
+        def join(config: Any, env: Any, process: Any) -> Any:
+            if env.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(config, env, process)
+
+        launch.join = join
+
+    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=plant, timeout_seconds=60)
+    assert ended.code == 6
+    assert "rank 1 (process " in ended.err
+    assert "was ended by SIGKILL in start" in ended.err
+
+
+def test_a_rank_killed_in_a_save_costs_only_that_save(tmp_path: Path) -> None:
+    def plant() -> None:
+        real = save.write_part
+
+        def write_part(folder: Path, rank: int, mine: Any) -> Any:
+            if rank == 1 and folder.name.startswith(".tmp-step_00000004"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(folder, rank, mine)
+
+        save.write_part = write_part
+
+    ended = program.run(*LONG, *TWO, "--checkpoint.every", "2", cwd=tmp_path, plant=plant, timeout_seconds=60)
+    assert ended.code == 6
+    assert "was ended by SIGKILL in step 4, save" in ended.err
+    ended = program.run(*TWO, "--train.steps", "3", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert "resumed step 2 from" in ended.out
+    assert not (tmp_path / "run/error.json").exists(), "a later run that succeeds removes it"
+
+
+def test_a_rank_that_ends_early_with_0_is_no_success(tmp_path: Path) -> None:
+    """Row S12."""
+    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=on_rank(1, 2, lambda ctx: os._exit(0)), timeout_seconds=60)
+    assert ended.code == 6
+    assert ended.err.startswith("CommunicationError: rank 1 (process ")
+    assert "ended with exit code 0 before its run was complete in step 3" in ended.err
+
+
+def test_a_bug_on_one_rank_is_told_by_its_traceback_alone(tmp_path: Path) -> None:
+    def bug(ctx: Any) -> None:
+        raise KeyError("planted")
+
+    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=on_rank(1, 2, bug), timeout_seconds=60)
+    assert ended.code == 70
+    assert ended.err.startswith("Traceback")
+    assert "CommunicationError" not in ended.err
+    assert (error(tmp_path)["class"], error(tmp_path)["rank"], error(tmp_path)["step"]) == ("KeyError", 1, 3)
+
+
+def test_the_ranks_of_a_killed_launcher_end(tmp_path: Path) -> None:
+    """Row S13: a stopped one as well, and the folder is free at once."""
+
+    def kill(running: Program, pids: list[int]) -> None:
+        os.kill(pids[1], signal.SIGSTOP)
+        running.send(signal.SIGKILL)
+
+    assert act_on(tmp_path, kill).code == -signal.SIGKILL
+    assert program.run(*TWO, "--train.steps", "2", cwd=tmp_path).code == 0
+
+
+# Interruptions
+
+
+INTERRUPTED: dict[str, Callable[[Program, list[int]], None]] = {
+    "launcher": lambda running, pids: running.send(signal.SIGINT),
+    "all": lambda running, pids: running.send_to_all(signal.SIGINT),
+    "a rank": lambda running, pids: os.kill(pids[1], signal.SIGINT),
+}
+
+
+@pytest.mark.parametrize("who", [pytest.param("launcher", marks=pytest.mark.slow), "all", "a rank"])
+def test_ctrl_c_says_where_the_run_stood(tmp_path: Path, who: str) -> None:
+    """Row S12: exit code 130, whoever got the signal."""
+    ended = act_on(tmp_path, INTERRUPTED[who], "--checkpoint.every", "2", until="step_00000002")
+    assert ended.code == 130
+    assert ended.err.startswith("interrupted at step ")
+    assert ", last checkpoint step " in ended.err
+    assert ended.err.count("\n") == 1
+    assert ("rank 1 (process " in ended.err) == (who == "a rank")
+    assert not (tmp_path / "run/error.json").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_one_process_is_one_line(tmp_path: Path) -> None:
+    running = program.start(*LONG, cwd=tmp_path)
+    running.until(IN_STEPS)
+    running.send(signal.SIGINT)
+    ended = running.wait(60)
+    assert ended.code == 130
+    assert ended.err.startswith("interrupted at step ")
+    assert ended.err.endswith(", no checkpoint (SIGINT)\n")
+    assert ended.err.count("\n") == 1
+
+
+def test_ctrl_c_ends_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
+    """The main thread of rank 0 is held in a collective, where no Python code answers a signal; rank 1 is stopped."""
+
+    def stop_then_interrupt(running: Program, pids: list[int]) -> None:
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(0.5)
+        os.kill(pids[0], signal.SIGINT)
+
+    ended = act_on(tmp_path, stop_then_interrupt, "--launch.timeout_seconds", "500")
+    assert ended.code == 130
+    assert "rank 0 (process " in ended.err
+
+
+@pytest.mark.slow
+def test_a_lost_terminal_ends_the_run(tmp_path: Path) -> None:
+    ended = act_on(tmp_path, lambda running, _: running.send_to_all(signal.SIGHUP))
+    assert ended.code == 129
+    assert "(SIGHUP)" in ended.err
+
+
+@pytest.mark.slow
+def test_nohup_is_respected(tmp_path: Path) -> None:
+    def plant() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    running = program.start("--train.steps", "6", *TWO, cwd=tmp_path, plant=plant)
+    running.until(" 2/6 | loss")
+    running.send_to_all(signal.SIGHUP)
+    assert running.wait(60).code == 0
+
+
+def test_sigterm_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
+    def plant() -> None:
+        def slow(*args: Any, **how: Any) -> Any:
+            print("starting", flush=True)
+            time.sleep(60)
+
+        trainer.start = slow
+
+    running = program.start(*LONG, *TWO, cwd=tmp_path, plant=plant)
+    pids = children(running, 2)
+    running.until("starting")
+    running.send(signal.SIGTERM)
+    ended = running.wait(60)
+    assert ended.code == 128 + signal.SIGTERM
+    assert ended.err == "interrupted before the first step, no checkpoint (SIGTERM)\n"
+    assert gone(pids)
+
+
+# Requests to stop
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+def weights(folder: Path, at: int) -> list[bytes]:
+    return [path.read_bytes() for path in sorted((folder / f"run/checkpoints/step_{at:08d}").glob("rank_*"))]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of six steps on two ranks."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert program.run("--train.steps", "6", *TWO, cwd=folder).code == 0
+    return folder
+
+
+REQUESTS: dict[str, tuple[Callable[[Program, list[int]], None], tuple[str, ...]]] = {
+    "SIGTERM to the launcher": (lambda running, pids: running.send(signal.SIGTERM), ()),
+    "SIGTERM to all": (lambda running, pids: running.send_to_all(signal.SIGTERM), ("--checkpoint.async_save",)),
+    "SIGUSR1 to a rank": (lambda running, pids: os.kill(pids[1], signal.SIGUSR1), ("--optimizer.zero_stage", "0")),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("launcher" in name)) for name in REQUESTS]
+)
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bitwise(undisturbed: Path, tmp_path: Path, name: str) -> None:
+    """Row S14: exit code 75, no error.json, and nothing lost or done twice."""
+    act, flags = REQUESTS[name]
+    running = program.start("--train.steps", "6", *TWO, *flags, cwd=tmp_path)
+    pids = children(running, 2)
+    running.until(" 2/6 | loss")
+    act(running, pids)
+    ended = running.wait(60)
+    assert ended.code == 75, ended.err
+    assert ended.err.startswith(f"Preempted: stopped by {name.split()[0]} after step ")
+    assert ended.err.count("\n") == 1
+    assert not (tmp_path / "run/error.json").exists()
+    assert len(losses(tmp_path)) < 6
+    ended = program.run("--train.steps", "6", *TWO, *flags, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert "resumed step " in ended.out
+    assert losses(tmp_path) == losses(undisturbed)
+    if "--optimizer.zero_stage" not in flags:  # else the ranks' files hold other shares
+        assert weights(tmp_path, 6) == weights(undisturbed, 6)
+
+
+def test_a_time_limit_saves_and_ends_with_75(tmp_path: Path) -> None:
+    """Row S14. A tensor pair as well: the request of any rank reaches all over tp and pp."""
+    ended = program.run("--train.steps", "100000", "--launch.time_limit", "0.02", *FOUR, cwd=tmp_path)
+    assert ended.code == 75
+    assert ended.err.startswith("Preempted: stopped by launch.time_limit after step ")
+    done = losses(tmp_path)[-1][0]
+    assert (tmp_path / f"run/checkpoints/step_{done:08d}/manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_one_process_is_asked_too(tmp_path: Path) -> None:
+    running = program.start(*LONG, cwd=tmp_path)
+    running.until(IN_STEPS)
+    running.send(signal.SIGTERM)
+    assert running.wait(60).code == 75
+
+
+def test_a_second_request_ends_at_once(tmp_path: Path) -> None:
+    """Row S13: with a stopped rank no step ends, and nothing could be saved."""
+
+    def ask_twice(running: Program, pids: list[int]) -> None:
+        os.kill(pids[1], signal.SIGSTOP)
+        running.send(signal.SIGTERM)
+        time.sleep(1.5)
+        running.send(signal.SIGTERM)
+
+    ended = act_on(tmp_path, ask_twice, "--launch.timeout_seconds", "500")
+    assert ended.code == 128 + signal.SIGTERM
+    assert ended.err.endswith("(SIGTERM)\n")
+
+
+# A live run, and two jobs
+
+
+def test_sigusr2_prints_where_each_rank_stands(tmp_path: Path) -> None:
+    """Whichever process gets it; ranks.json says where they are."""
+
+    def ask(running: Program, pids: list[int]) -> None:
+        running.send(signal.SIGUSR2)
+        running.until("newest operation of each axis")
+        os.kill(pids[1], signal.SIGUSR2)
+        for _ in range(500):
+            if running.err.count("newest operation of each axis") == 2:
+                break
+            time.sleep(0.02)
+        listed = json.loads((tmp_path / "run/ranks.json").read_text())["ranks"]
+        assert [member["pid"] for member in listed] == pids
+        running.send(signal.SIGINT)
+
+    ended = act_on(tmp_path, ask)
+    assert ended.err.count("newest operation of each axis") == 2
+    assert "step.py:" in ended.err
+    assert " on grad (" in ended.err
+
+
+def test_a_refused_second_job_leaves_the_first_ones_folder_alone(tmp_path: Path) -> None:
+    """Row S15."""
+    running = program.start(*LONG, cwd=tmp_path)
+    running.until(IN_STEPS)
+    for flags in ((), TWO):
+        refused = program.run(*flags, cwd=tmp_path)
+        assert refused.code == 7
+        assert "is held by another job" in refused.err
+    assert not (tmp_path / "run/error.json").exists()
+    running.send(signal.SIGINT)
+    running.wait(60)
+
+
+# Terminals and disks
+
+
+def replace_stdout(descriptor: int) -> None:
+    os.dup2(descriptor, 1)
+    os.close(descriptor)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+
+
+def broken_pipe() -> None:
+    reader, writer = os.pipe()
+    replace_stdout(writer)
+    os.close(reader)
+
+
+def closed() -> None:
+    os.close(1)
+    sys.stdout = None  # as Python does at its start
+
+
+def full() -> None:
+    replace_stdout(os.open("/dev/full", os.O_WRONLY))
+
+
+LOST = [
+    pytest.param(broken_pipe, (), id="broken pipe"),
+    pytest.param(full, TWO, id="full disk, two ranks"),
+    pytest.param(closed, (), id="closed"),
+    pytest.param(broken_pipe, TWO, id="broken pipe, two ranks", marks=pytest.mark.slow),
+    pytest.param(closed, TWO, id="closed, two ranks", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("plant", "flags"), LOST)
+def test_a_lost_stdout_does_not_end_the_run(tmp_path: Path, plant: Callable[[], None], flags: tuple[str, ...]) -> None:
+    """Row S16: `| head` that has read enough, `>&-`, a full disk."""
+    ended = program.run("--train.steps", "3", *flags, cwd=tmp_path, plant=plant)
+    assert ended.code == 0, ended.err
+    assert len(losses(tmp_path)) == 3
+    assert ended.err.count("log lines are dropped") == (plant is not closed)
+
+
+def test_letters_that_stdout_does_not_have_are_escaped(tmp_path: Path) -> None:
+    """Row S16."""
+
+    def plant() -> None:
+        sys.stdout = open(1, "w", encoding="ascii", closefd=False)  # noqa: SIM115
+
+    ended = program.run("--train.steps", "2", "--run_dir", "l\u00e4uft", cwd=tmp_path, plant=plant)
+    assert ended.code == 0, ended.err
+    assert "run folder l\\xe4uft" in ended.out
+
+
+def test_a_full_disk_costs_lines_and_ends_with_7_when_a_checkpoint_is_due(tmp_path: Path) -> None:
+    """Row S17: nothing hides that class, not the metrics, TensorBoard or error.json, which fail as well."""
+    reader, writer = os.pipe()  # the limit would hold for the harness's files as well
+
+    def plant() -> None:
+        os.dup2(writer, 2)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        replace_stdout(os.dup(writer))
+        real = trainer.train_step
+
+        def train_step(*args: Any, **how: Any) -> Any:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+            return real(*args, **how)
+
+        trainer.train_step = train_step
+
+    ended = program.run("--train.steps", "2", cwd=tmp_path, plant=plant)
+    os.close(writer)
+    with open(reader) as file:
+        told = [line for line in file.read().splitlines() if "step 1/2" not in line and "step 2/2" not in line][3:]
+    assert ended.code == 7
+    assert told[0] == "run/metrics.jsonl: step 1 not written (File too large); the run goes on"
+    assert told[1].startswith("StorageError: checkpoint of step 2 not saved: ")
+    assert told[2:] == ["run/error.json not written: File too large"]

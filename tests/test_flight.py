@@ -1,0 +1,205 @@
+"""Flight logs: what is written is read, also after the process was killed; and what several logs say together."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapar import flight
+from megapar.flight import RING, AxisLog, Board, Flight, FlightFile, read
+from megapar.rendezvous import Member
+from megapar.train.diagnosis import as_table, diagnose
+
+MEMBERS = [Member(rank, f"node-{rank}", "cpu", pid=100 + rank) for rank in range(4)]
+
+
+def test_what_is_logged_is_read() -> None:
+    log = Flight()
+    axis = log.axis("tp", 4, 2, 1)
+    log.step = 7
+    log.enter("backward")
+    first = axis.begin("all_reduce", 4096, torch.bfloat16)
+    second = axis.begin("send", 12, torch.int64, peer=0)
+    third = axis.begin("send", 16, torch.float32, peer=0)
+    axis.wait(first, first)
+    axis.end(first, first)
+    axis.wait(second, third)
+    found = read(log.memory, 10)
+    assert (found["step"], found["phase"], found["pid"], found["checkpoint"]) == (7, "backward", os.getpid(), -1)
+    (shown,) = found["axes"]
+    assert [shown[key] for key in ("name", "first", "size", "position", "collectives")] == ["tp", 4, 2, 1, 1]
+    fields = ("operation", "number", "bytes", "dtype", "peer", "step")
+    assert [[record[key] for key in fields] for record in shown["records"]] == [
+        ["all_reduce", 1, 4096, "bfloat16", -1, 7],
+        ["send", 1, 12, "int64", 0, 7],
+        ["send", 2, 16, "float32", 0, 7],
+    ]
+    assert [record["ended"] > 0 for record in shown["records"]] == [True, False, False]
+    assert [record["number"] for record in found["waiting"]["records"]] == [1, 2]
+    axis.end(second, third)
+    assert read(log.memory, 1)["waiting"] is None
+
+
+def test_the_ring_keeps_the_newest() -> None:
+    log = Flight()
+    axis = log.axis("grad", 0, 2, 0)
+    for number in range(RING + 5):
+        place = axis.begin("all_gather", number, torch.float32)
+    axis.end(0, place)  # what was overwritten is left alone
+    (shown,) = read(log.memory, 2 * RING)["axes"]
+    assert [record["bytes"] for record in shown["records"]] == list(range(5, RING + 5))
+    assert all(record["ended"] > 0 for record in shown["records"])
+
+
+def test_a_log_outlives_a_process_that_was_killed() -> None:
+    board = Board(2)
+    child = os.fork()
+    if child == 0:
+        log = Flight(board[1])
+        log.step = 3
+        log.enter("forward")
+        log.axis("pp", 0, 2, 1).begin("barrier", 0, None)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    found = read(board[1], 5)
+    assert (found["pid"], found["step"], found["phase"]) == (child, 3, "forward")
+    assert found["axes"][0]["records"][0]["operation"] == "barrier"
+    assert read(board[0], 5)["pid"] == 0
+
+
+def test_files_of_dead_processes_are_swept_and_those_of_living_ones_not(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        file = FlightFile(tmp_path)
+        Flight(file.memory).raise_flag("failed")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    mine = FlightFile(Path(os.fspath(tmp_path / "elsewhere").replace("elsewhere", ".")))
+    assert mine.peer(child) is None, "the dead one's file was removed"
+    Flight(mine.memory).step = 1
+    other = mine.peer(os.getpid())
+    assert other is not None
+    assert read(other, 1)["pid"] == os.getpid()
+    assert mine.claim(7)
+    assert not mine.claim(7)
+    mine.sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"megapar-flight-{os.getpid()}"]
+    mine.remove()
+    assert not list(tmp_path.iterdir())
+
+
+# What logs say together
+
+
+class Job:
+    """Logs of four ranks: axis tp of ranks 0, 1 and of 2, 3; axis pp of 0, 2 and of 1, 3."""
+
+    def __init__(self) -> None:
+        self.flights = [Flight() for _ in range(4)]
+        self.tp = [log.axis("tp", rank // 2 * 2, 2, rank % 2) for rank, log in enumerate(self.flights)]
+        self.pp = [log.axis("pp", rank % 2, 2, rank // 2) for rank, log in enumerate(self.flights)]
+        for log in self.flights:
+            log.step = 5
+            log.enter("forward")
+
+    def logs(self, **states: str) -> dict[int, Any]:
+        """Read; `states` such as r2="stopped"."""
+        return {
+            rank: read(log.memory, 8) | {"state": states.get(f"r{rank}", "running")}
+            for rank, log in enumerate(self.flights)
+        }
+
+
+def wait(axis: AxisLog, operation: str, count: int = 4096, peer: int = -1) -> None:
+    place = axis.begin(operation, count, torch.float32, peer)
+    axis.wait(place, place)
+
+
+def test_the_rank_at_the_end_of_the_chain_is_named() -> None:
+    """Row S10: 0 waits for 1, which waits for 3, which waits for 2; 2 computes."""
+    job = Job()
+    wait(job.tp[0], "all_reduce")
+    wait(job.pp[1], "receive", peer=1)
+    wait(job.tp[3], "all_reduce")
+    found = diagnose(job.logs(), MEMBERS)
+    assert found is not None
+    assert found[1] == 2
+    assert found[0].startswith("rank 2 (process ")
+    assert "on node-2) did not arrive: it was in step 5, forward, for " in found[0]
+
+
+@pytest.mark.parametrize("state", ["stopped", "ended", "silent"])
+def test_a_process_that_is_gone_is_named_even_while_it_waits(state: str) -> None:
+    job = Job()
+    wait(job.tp[0], "all_reduce")
+    wait(job.pp[1], "receive", peer=1)
+    found = diagnose(job.logs(r1=state), MEMBERS)
+    assert found is not None
+    assert found[1] == 1
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    job = Job()
+    wait(job.tp[0], "all_reduce")
+    wait(job.pp[1], "receive", peer=1)
+    wait(job.tp[3], "all_reduce")
+    wait(job.pp[2], "send", peer=0)
+    found = diagnose(job.logs(), MEMBERS)
+    assert found is not None
+    assert found[0] == (
+        "ranks wait for each other: rank 0 waits for rank 1; rank 1 waits for rank 3; rank 2 waits for rank 0; "
+        "rank 3 waits for rank 2"
+    )
+
+
+MISMATCHES = [
+    (("all_reduce", 8, torch.float32), ("all_reduce", 16, torch.float32)),
+    (("all_reduce", 8, torch.float32), ("all_reduce", 8, torch.int64)),
+    (("all_reduce", 8, torch.float32), ("all_gather", 8, torch.float32)),
+    (("send", 8, torch.float32, 1), ("receive", 12, torch.float32, 0)),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), MISMATCHES)
+def test_operations_that_differ_are_named(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    """Row S11: kind, size or dtype at the same number, and messages of a link."""
+    job = Job()
+    for axis in job.tp:
+        axis.begin("all_reduce", 4, torch.float32)
+    assert diagnose(job.logs(), MEMBERS) is None
+    job.tp[2].begin(*one)
+    job.tp[3].begin(*other)
+    found = diagnose(job.logs(), MEMBERS)
+    assert found is not None
+    assert found[0].startswith(f"ranks did different things: {one[0]} ")
+    assert "on rank 2 (process " in found[0]
+    assert f"but {other[0]} " in found[0]
+
+
+def test_a_rank_that_nobody_can_read_is_named() -> None:
+    job = Job()
+    logs = job.logs()
+    del logs[3]
+    wait(job.tp[2], "all_reduce")
+    found = diagnose(logs, MEMBERS)
+    assert found == ("nothing was heard of rank 3: see their own messages", 3)
+    assert "node-3" in as_table(logs, MEMBERS)
+
+
+def test_clocks_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose clock is an hour late is named only if others wait for it."""
+    real = time.time
+    job = Job()
+    monkeypatch.setattr(flight.time, "time", lambda: real() - 3600)
+    job.flights[1].enter("forward")
+    wait(job.tp[0], "all_reduce")
+    monkeypatch.undo()
+    job.tp[1].begin("all_reduce", 4096, torch.float32)
+    wait(job.tp[3], "all_reduce")
+    found = diagnose(job.logs(), MEMBERS)
+    assert found is not None
+    assert found[1] == 2
