@@ -434,6 +434,22 @@ def test_half_precision_gradients_err_as_derived(precision: Precision) -> None:
             assert max(ratios.values()) < 3, f"{case}, {what}: {ratios}"
 
 
+# A batch that grows
+
+
+def test_no_step_waits_for_a_plan_where_the_batch_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(Case(Layout(LLAMA)), tmp_path)
+    config = replace(config, train=replace(config.train, batch_ramp=(2, 2, 30), micro_batch_size=2))
+    state, _ = start(config, context.single(), build_stages(config, context.single()))
+    monkeypatch.delattr("megapar.pipeline.runtime.lower_one")
+    train_as_the_program_does(state)
+    consumed = [line["consumed_samples"] for line in metrics(tmp_path)]
+    assert consumed == [2, 4, 6, 10, 14, 20], "batches of 2, 4 and 6"
+    assert f"step {LAST}/{LAST}" in capsys.readouterr().out
+
+
 # What is not finite
 
 

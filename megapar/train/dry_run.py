@@ -14,6 +14,7 @@ from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.params import spec_of
 from megapar.pipeline.schedules import make
+from megapar.train.report import length_of_run
 from megapar.train.trainer import assemble
 from megapar.validate import num_microbatches
 
@@ -117,7 +118,7 @@ def show(config: Config, build: Build, parameters: int, flops_per_token: int, co
         f"{parallel.vpp} stage(s) a rank, {parallel.schedule}\n"
         f"a step: {train.global_batch_size} samples x {train.seq_length} tokens = {tokens:,} tokens, "
         f"{num_microbatches(config)} micro-batches of {train.micro_batch_size} a replica, "
-        f"{flops_per_token * tokens / 1e15:,.3g} PFLOP; {train.steps:,} steps = {train.steps * tokens:,} tokens\n"
+        f"{flops_per_token * tokens / 1e15:,.3g} PFLOP; {length_of_run(config)}\n"
         f"vocabulary {vocabulary:,} -> {-(-vocabulary // 128) * 128:,} rows, padded to a multiple of 128",
         highlight=False,
     )

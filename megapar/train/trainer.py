@@ -60,7 +60,16 @@ def start(config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineSta
     initialise(stages.values(), config.train.seed)
     state = assemble(config, ctx, stages)
     notes = checkpoints.resume(state, Path(config.run_dir))
+    state.pipeline.prepare(_numbers_of_microbatches(state))
     return state, notes
+
+
+def _numbers_of_microbatches(state: TrainState) -> list[int]:
+    """Of all steps that follow; they differ where the global batch grows (train.batch_ramp)."""
+    train = state.config.train
+    first, last = train.batch_size(state.consumed_samples), train.global_batch_size
+    sizes = range(first, last, train.batch_ramp[1]) if train.batch_ramp else ()
+    return [size // (train.micro_batch_size * state.config.parallel.dp) for size in (*sizes, last)]
 
 
 def train(run: Run) -> None:
