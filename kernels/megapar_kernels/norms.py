@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar_kernels import apex
-from megapar_kernels.launch import Implementation, fused, multiprocessors, next_power_of_2, tl, triton
+from megapar_kernels.launch import Implementation, fused, launches, multiprocessors, next_power_of_2, tl, triton
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -250,7 +250,7 @@ def _forward(
     total = x if residual is None else torch.empty_like(x)
     tensors = x, residual, weight, bias, y, None if residual is None else total, mean, rstd
     config = forward_config(columns)
-    if not x.numel():
+    if not launches(x):
         return y, total, mean, rstd
     if config is None:
         _norm_forward_wide_kernel[(rows,)](*tensors, rows, columns, eps, WIDE_BLOCK, num_warps=WIDE_WARPS)

@@ -154,6 +154,14 @@ class GradBuffer:
         ]
         return intersect(merge(counted), self.shards())
 
+    def copies(self) -> list[Range]:
+        """The elements of this rank's shards that are not in `owned`: another rank counts its own copy of them."""
+        owned = self.owned()
+        starts = [0, *(stop for _, stop in owned)]
+        stops = [*(start for start, _ in owned), self.grads.numel()]
+        between = [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+        return intersect(between, self.shards())
+
     def not_finite(self) -> list[str]:
         """Parameters with an infinite or NaN gradient in this rank's shards, after finish()."""
         names = []

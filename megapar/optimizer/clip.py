@@ -1,5 +1,7 @@
 """The global gradient norm, every element of the model counted once, and clipping to it."""
 
+import math
+
 import torch
 from megapar_kernels.adamw import square_sum
 from megapar_kernels.launch import Implementation
@@ -14,11 +16,16 @@ from megapar.data_parallel.grad_buffer import GradBuffer
 def grad_norm(buffer: GradBuffer, ctx: ParallelContext, how: Implementation = "torch") -> Tensor:
     """L2 norm of the gradient of the global batch: 0-d fp32, equal on all ranks. A collective, after `buffer.finish()`.
 
-    Squares are summed in fp64, so that the norm does not depend on how layouts and buckets cut the gradient.
+    Squares are summed in fp64, so that the norm does not depend on how layouts and buckets cut the gradient. It is NaN
+    also if a gradient that this rank does not own, its copy of another rank's, is not finite: that copy updates weights
+    here.
     """
     total = torch.zeros((), dtype=torch.float64, device=buffer.grads.device)
     for start, stop in buffer.owned():
         total += square_sum(buffer.grads[start:stop], how)
+    for start, stop in buffer.copies():
+        # 0 where all are finite, which changes no bit of the norm; else NaN
+        total += 0.0 * torch.linalg.vector_norm(buffer.grads[start:stop], ord=math.inf)
     for axis in (ctx.tp, ctx.pp, ctx.grad) if buffer.sharded else (ctx.tp, ctx.pp):
         comm.all_reduce(total, axis)
     return total.sqrt().float()
@@ -26,5 +33,9 @@ def grad_norm(buffer: GradBuffer, ctx: ParallelContext, how: Implementation = "t
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """What gradients are multiplied by so that their norm is at most `max_norm`, 0 meaning any: 0-d, at most 1, NaN if
-    the norm is."""
+    the norm is.
+
+    max_norm / (norm + 1e-6), as torch.nn.utils.clip_grad_norm_ has it: so a norm between max_norm - 1e-6 and max_norm
+    is scaled down a little as well, and with a max_norm near 1e-6 or below so is any norm.
+    """
     return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)

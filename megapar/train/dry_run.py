@@ -1,20 +1,19 @@
 """The whole layout without training: every kind of rank is built on the meta device over torch's fake process group."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megapar import comm, context
+from megapar import comm, context, device
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.params import spec_of
 from megapar.pipeline.schedules import make
-from megapar.train.report import length_of_run
 from megapar.train.trainer import assemble
 from megapar.validate import num_microbatches
 
@@ -41,7 +40,11 @@ class RankReport:
 
 
 def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
-    """The ranks that need the same, by what they need. Data-parallel replicas do, so only the first is built."""
+    """The ranks that need the same, by what they need. Data-parallel replicas do, so only the first is built.
+
+    Activations are those that the kernels of `planned_device` keep.
+    """
+    config = _with_kernels_of_the_planned_device(config)
     parallel = config.parallel
     sizes = {"tp": parallel.tp, "cp": 1, "dp": parallel.dp, "pp": parallel.pp}
     world = parallel.tp * parallel.pp * parallel.dp
@@ -51,6 +54,20 @@ def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
         if position["dp"] == 0:
             kinds.setdefault(_report_rank(config, build, rank, world, position), []).append(rank)
     return kinds
+
+
+def planned_device(config: Config) -> str:
+    """cuda or cpu: what `launch.device` names, or what auto would choose on this machine."""
+    if config.launch.device != "auto":
+        return config.launch.device
+    return "cuda" if device.cuda_devices() else "cpu"
+
+
+def _with_kernels_of_the_planned_device(config: Config) -> Config:
+    """On the meta device `kernels.backend` auto means torch, and on GPUs it means Triton."""
+    if config.kernels.backend != "auto" or planned_device(config) == "cpu":
+        return config
+    return replace(config, kernels=replace(config.kernels, backend="triton"))
 
 
 def _report_rank(config: Config, build: Build, rank: int, world: int, position: Mapping[str, int]) -> RankReport:
@@ -118,10 +135,12 @@ def show(config: Config, build: Build, parameters: int, flops_per_token: int, co
         f"{parallel.vpp} stage(s) a rank, {parallel.schedule}\n"
         f"a step: {train.global_batch_size} samples x {train.seq_length} tokens = {tokens:,} tokens, "
         f"{num_microbatches(config)} micro-batches of {train.micro_batch_size} a replica, "
-        f"{flops_per_token * tokens / 1e15:,.3g} PFLOP; {length_of_run(config)}\n"
+        f"{flops_per_token * tokens / 1e15:,.3g} PFLOP; {train.steps:,} steps = "
+        f"{train.samples() * train.seq_length:,} tokens\n"
         f"vocabulary {vocabulary:,} -> {-(-vocabulary // 128) * 128:,} rows, padded to a multiple of 128",
         highlight=False,
     )
+    console.print(_planned_in_words(config), highlight=False)
     table = Table("ranks of replica 0", "pp", "stages", title="GiB on each rank")
     for name in ("parameters", "weights", "gradients", "optimizer", "activations", "total"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -130,3 +149,11 @@ def show(config: Config, build: Build, parameters: int, flops_per_token: int, co
         row = [" ".join(map(str, ranks)), str(r.pp), r.stages, f"{r.parameters:,}"]
         table.add_row(*row, *(f"{n / 2**30:,.3f}" for n in sizes))
     console.print(table)
+
+
+def _planned_in_words(config: Config) -> str:
+    name = {"cuda": "GPUs", "cpu": "CPUs"}[planned_device(config)]
+    if config.launch.device != "auto":
+        return f"planned for {name}"
+    other = "--launch.device cpu plans for CPUs" if name == "GPUs" else "--launch.device cuda plans for GPUs"
+    return f"planned for {name}, which launch.device auto chooses on this machine; {other}"
