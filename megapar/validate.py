@@ -168,7 +168,11 @@ def _derive(config: Config, world_size: int) -> Config:
         intermediate_size=model.intermediate_size or 4 * model.hidden_size,
     )
     parallel = replace(parallel, dp=parallel.dp or world_size // (parallel.tp * parallel.pp))
-    return replace(config, model=model, parallel=parallel)
+    # A reduce-scatter gives each replica its share of a bucket: 4 MiB (2^20 elements) keep it from waiting for latency.
+    # Megatron-LM's buckets grow alike, max(40 M, 1 M * dp) elements.
+    bucket_mb = config.optimizer.bucket_mb or max(64.0, 4.0 * parallel.dp)
+    optimizer = replace(config.optimizer, bucket_mb=bucket_mb)
+    return replace(config, model=model, parallel=parallel, optimizer=optimizer)
 
 
 def _grid(config: Config, world_size: int) -> Iterator[str]:

@@ -315,7 +315,7 @@ def test_all_problems_are_reported_at_once():
         ModelConfig(hidden_size=96, num_attention_heads=12),
         ParallelConfig(tp=8, order="tp-dp"),
         TrainConfig(global_batch_size=3, micro_batch_size=2),
-        OptimizerConfig(lr=-1.0, bucket_mb=0.0),
+        OptimizerConfig(lr=-1.0, bucket_mb=-1.0),
     )
     said = problems(config, 8)
     named = ["optimizer.lr", "optimizer.bucket_mb", "model.num_attention_heads", "parallel.order"]
@@ -387,6 +387,9 @@ def test_zeros_that_mean_derived_are_filled_in():
     assert config.parallel.dp == 4
     assert validate(config, 8) == config
     assert with_vocabulary(config, 300).model.vocab_size == 300
+    assert config.optimizer.bucket_mb == 64.0
+    assert validate(Config(train=TrainConfig(global_batch_size=512)), 512).optimizer.bucket_mb == 2048.0, "4 a replica"
+    assert validate(Config(optimizer=OptimizerConfig(bucket_mb=3.0)), 8).optimizer.bucket_mb == 3.0
     padded = Config(ModelConfig(vocab_size=512))
     assert with_vocabulary(padded, 300) == padded
     with pytest.raises(ConfigError, match=r"model\.vocab_size=512, data\.tokenizer=bytes: .* at least 513"):

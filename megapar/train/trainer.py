@@ -80,7 +80,8 @@ def train(run: Run) -> None:
     """
     state, options = run.state, run.state.config
     steps, ctx = options.train.steps, state.ctx
-    meter = Meter(ctx, run.flops_per_token, options.log.peak_tflops or device.peak_tflops(ctx.device))
+    peak_tflops = options.log.peak_tflops or device.peak_tflops(ctx.device, options.train.precision)
+    meter = Meter(ctx, run.flops_per_token, peak_tflops)
     with (
         checkpoints.Saver(state, run.run_dir) as saver,
         closing(Reporter(run.run_dir, options.log, steps, state.step, speaks=ctx.world.first)) as reporter,
