@@ -1,6 +1,7 @@
 """The machine: environment, device, backend, threads, determinism. The only reader of os.environ, the only place that
 knows "cuda"."""
 
+import errno
 import os
 import re
 import resource
@@ -296,6 +297,23 @@ def synchronize(device: torch.device) -> None:
 def host_buffer(numel: int, device: torch.device) -> torch.Tensor:
     """Uninitialised fp32 host memory that the device copies to at full speed: pinned for a GPU."""
     return torch.empty(numel, dtype=torch.float32, pin_memory=device.type == "cuda")
+
+
+def out_of_memory(error: BaseException) -> str:
+    """Why `error` means that memory or threads ran out, in a line; "" if it means something else."""
+    text = " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError):  # a GPU's: tried, total and free sizes stand in two sentences
+        return ". ".join(text.split(". ")[:3])
+    if "can't start new thread" in text:
+        return "can't start another thread: the limit of processes (ulimit -u) or memory (ulimit -v) is reached"
+    if "DefaultCPUAllocator" in text:
+        tried = re.search(r"you tried to allocate (\d+) bytes", text)
+        return f"the host refused {int(tried[1]) / 2**30:,.3f} GiB more" if tried else "the host refused more memory"
+    if "Storage size calculation overflowed" in text:
+        return text
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return text or "the host refused more memory"
+    return ""
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -35,7 +35,7 @@ def check(resolved: Resolved, world_size: int) -> Config:
 
 def run(resolved: Resolved, config: Config, env: device.Environment) -> None:
     """One rank's training."""
-    with reported(env.rank, config.run_dir):
+    with reported(env.rank, config.run_dir), dry_run.explaining_out_of_memory(config, build_stages, env.rank):
         ctx = join(config, env)
         train_data, validation_sets = open_loaders(config, ctx)
         with own(Path(config.run_dir), ctx):
