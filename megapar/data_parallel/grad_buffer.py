@@ -166,7 +166,8 @@ class GradBuffer:
         return intersect(between, self.shards())
 
     def not_finite(self) -> list[str]:
-        """Parameters with an infinite or NaN gradient in this rank's shards, after finish()."""
+        """Parameters with an infinite or NaN gradient in this rank's shards, after finish(), about in the order of the
+        backward pass."""
         names = []
         for slot in self.slots:
             parts = intersect([(slot.start, slot.stop)], self.shards())

@@ -19,7 +19,7 @@ from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event
 from megapar.precision import LossScale
 from megapar.random import initialise
-from megapar.train import checkpoints
+from megapar.train import checkpoints, diagnosis
 from megapar.train.data import TEST
 from megapar.train.metrics import Meter, Reporter
 from megapar.train.step import StepResult, TrainState, evaluate, train_step
@@ -91,11 +91,12 @@ def train(run: Run) -> None:
             trace: list[Event] | None = [] if options.log.timeline and state.step == steps - 1 else None
             meter.start()
             batches = meter.waited(data.next_step)
-            result = train_step(state, _on_device(batches, ctx), trace)
+            batches = _on_device(batches, ctx)
+            result = train_step(state, batches, trace)
             failed = not result.finite and not result.overflowed
             reporter.step(meter.stop(result, state.step + failed, state.consumed_samples))
             if not result.finite:
-                _explain_not_finite(state, result, reporter)
+                _explain_not_finite(state, batches, result, reporter)
             last = state.step == steps
             if trace is not None:
                 write_timeline(trace, ctx, run.run_dir)
@@ -108,18 +109,22 @@ def train(run: Run) -> None:
                 reporter.say(f"step {state.step}/{steps} | saved {path}")
 
 
-def _explain_not_finite(state: TrainState, result: StepResult, reporter: Reporter) -> None:
+def _explain_not_finite(
+    state: TrainState, batches: Sequence[MicroBatch], result: StepResult, reporter: Reporter
+) -> None:
     """Say which gradients left fp16's range, or raise NumericError if a smaller loss scale cannot mend it."""
-    where = comm.gather_json(state.grads.not_finite(), state.ctx.world, state.ctx.device)
-    names = ", ".join(sorted({name for rank in where for name in rank})[:3]) or "none"
     if not result.overflowed:
         raise NumericError(
-            f"step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} (not finite: {names})"
-            f"; the weights are those of step {state.step}. A lower optimizer.lr or a longer "
-            "optimizer.warmup_steps often helps"
+            f"step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; "
+            f"{diagnosis.explain(state, batches, result)}. No weight was changed: they are those of step {state.step}. "
+            "A lower optimizer.lr or a longer optimizer.warmup_steps often helps; --checkpoint.resume goes back further"
         )
+    here = [-state.ctx.pp.rank, state.grads.not_finite()]  # the last stage's backward runs first
+    everywhere = comm.gather_json(here, state.ctx.world, state.ctx.device)
+    names = [name for _, names in sorted(everywhere) for name in names]
+    first = ", ".join(list(dict.fromkeys(names))[:3]) or "none"
     reporter.say(
-        f"step {state.step}: no update, gradients overflowed fp16 (first of them: {names}); "
+        f"step {state.step}: no update, gradients overflowed fp16 (first in the backward pass: {first}); "
         f"loss scale {result.loss_scale.scale:,.0f} -> {state.loss_scale.scale:,.0f}"
     )
 
