@@ -243,6 +243,8 @@ def all_reduce_async(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     _check(x)
     if not x.is_contiguous():
         raise ValueError("all_reduce_async needs a contiguous tensor: the result is written in place")
+    if x.is_meta:
+        return Pending()  # a plan: shapes are all there is
     place = _begin(axis, "all_reduce", x, 2 * _bytes(x) * (axis.size - 1) // axis.size)
     if _is_gloo(axis) and _bytes(x) * (axis.size - 1) <= _SMALL:
         return _exchange_and_fold([x] * axis.size, axis, op).logged(axis, place, place)
@@ -269,6 +271,8 @@ def all_gather_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     _check(x)
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    if x.is_meta:
+        return out, Pending()
     place = _begin(axis, "all_gather", x, _bytes(x) * (axis.size - 1))
     if _is_gloo(axis):
         slices = out.chunk(axis.size)
@@ -298,6 +302,8 @@ def reduce_scatter_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
             f"reduce-scatter: dimension 0 of {tuple(x.shape)} does not divide by {axis.name} size {axis.size}"
         )
     x = x.contiguous()
+    if x.is_meta:
+        return x.new_empty((x.shape[0] // axis.size, *x.shape[1:])), Pending()
     place = _begin(axis, "reduce_scatter", x, _bytes(x) * (axis.size - 1) // axis.size)
     if _is_gloo(axis):
         slices = list(x.chunk(axis.size))

@@ -162,8 +162,8 @@ class OptimizerConfig:
     """Largest global gradient norm; larger gradients are scaled down to it. 0 never clips."""
     zero_stage: Literal[0, 1] = 1
     """0: every data-parallel rank holds all optimizer state; 1: each holds its shard (ZeRO-1, arXiv 1910.02054)."""
-    bucket_mb: float = 64.0
-    """Gradients are reduced in buckets of about this many MiB while the backward pass still runs."""
+    bucket_mb: float = 0.0
+    """MiB of gradients that are reduced at once, while the backward pass runs; 0: 4 for each replica, at least 64."""
     overlap_grad_reduce: bool = True
     """Reduce full buckets during the last backward pass instead of after it; changes no bit."""
 
@@ -227,7 +227,7 @@ class LogConfig:
     timeline: bool = False
     """Time the last step's forwards and backwards into run_dir/timeline.json, which tools/plot.py draws."""
     peak_tflops: float = 0.0
-    """Peak TFLOP/s of one device, for MFU; 0 leaves MFU out unless the GPU is known."""
+    """Peak TFLOP/s of one device at train.precision, for MFU; 0 leaves MFU out unless the GPU is known."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,21 @@ def single(device: torch.device | None = None, flight: Flight | None = None) -> 
     return ParallelContext(**axes, device=device or torch.device("cpu"), flight=flight or Flight())
 
 
+def planned(
+    rank: int, *, tp: int = 1, dp: int = 1, pp: int = 1, order: str = DEFAULT_ORDER, device: torch.device
+) -> ParallelContext:
+    """The context that `create` would give to `rank`, without process groups: on the meta device collectives give
+    shapes alone."""
+    sizes = {"tp": tp, "cp": 1, "dp": dp, "pp": pp}
+    place = coordinates(rank, sizes, order)
+    axes = {name: Axis(name, size, place[name], tuple(range(size))) for name, size in sizes.items()}
+    axes["grad"] = Axis("grad", dp, place["dp"], tuple(range(dp)))
+    axes["world"] = Axis("world", tp * dp * pp, rank, tuple(range(tp * dp * pp)))
+    at_an_end = pp > 1 and place["pp"] in (0, pp - 1)
+    axes["ends"] = Axis("ends", 2, int(place["pp"] > 0), (0, 1)) if at_an_end else Axis("ends")
+    return ParallelContext(**axes, device=device, flight=Flight())
+
+
 def create(
     *,
     tp: int = 1,

@@ -1,6 +1,7 @@
 """The machine: environment, device, backend, threads, determinism. The only reader of os.environ, the only place that
 knows "cuda"."""
 
+import errno
 import os
 import re
 import resource
@@ -8,15 +9,34 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from megapar_kernels.backend import Backend, Kernels, select
 
 from megapar.errors import ConfigError
 
-# bf16 dense peak of one device in TFLOP/s, NVIDIA's data sheets (without sparsity), by a part of the device's name.
-PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
+
+class Peak(NamedTuple):
+    """Dense peaks (without sparsity) of one device in TFLOP/s: bf16 and fp16, TF32 on tensor cores, fp32 without
+    them."""
+
+    half: float
+    tf32: float
+    fp32: float
+
+
+# From NVIDIA's data sheets, by a part of the device's name. The first that fits counts: "GB200" contains "B200".
+PEAK_TFLOPS = {
+    "GB200": Peak(2500.0, 1250.0, 80.0),
+    "B200": Peak(2250.0, 1125.0, 75.0),
+    "H100 PCIe": Peak(756.0, 378.0, 51.2),
+    "H100 NVL": Peak(835.0, 417.5, 60.0),
+    "H100": Peak(989.0, 494.5, 66.9),
+    "H200": Peak(989.0, 494.5, 66.9),
+    "A100": Peak(312.0, 156.0, 19.5),
+    "L40S": Peak(362.0, 183.0, 91.6),
+}
 
 
 @dataclass(frozen=True)
@@ -294,19 +314,47 @@ def host_buffer(numel: int, device: torch.device) -> torch.Tensor:
     return buffer
 
 
+def out_of_memory(error: BaseException) -> str:
+    """Why `error` means that memory or threads ran out, in a line; "" if it means something else."""
+    text = " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError):  # a GPU's: tried, total and free sizes stand in two sentences
+        return ". ".join(text.split(". ")[:3])
+    if "can't start new thread" in text:
+        return "can't start another thread: the limit of processes (ulimit -u) or memory (ulimit -v) is reached"
+    if "DefaultCPUAllocator" in text:
+        tried = re.search(r"you tried to allocate (\d+) bytes", text)
+        return f"the host refused {int(tried[1]) / 2**30:,.3f} GiB more" if tried else "the host refused more memory"
+    if "Storage size calculation overflowed" in text:
+        return text
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return text or "the host refused more memory"
+    return ""
+
+
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most device memory allocated so far; on a CPU the process's peak resident size."""
+    """Most device memory allocated so far; on a CPU this process's peak resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    found = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), re.MULTILINE) if status.is_file() else None
+    if found:
+        return int(found[1]) * 1024
+    # Elsewhere than on Linux. ru_maxrss outlives exec: it may be the peak of the program that started this one.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def peak_tflops(device: torch.device) -> float:
-    """The device's dense bf16 peak in TFLOP/s, 0 if it is not in the table."""
+def peak_tflops(device: torch.device, precision: Literal["fp32", "bf16", "fp16"] = "bf16") -> float:
+    """The device's dense peak in TFLOP/s for matrix products of `precision`, 0 if it is not in the table.
+
+    fp32 products run on tensor cores as TF32 only if torch was told to (torch.set_float32_matmul_precision).
+    """
     if device.type != "cuda":
         return 0.0
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), 0.0)
+    peak = next((peak for part, peak in PEAK_TFLOPS.items() if part in name), Peak(0.0, 0.0, 0.0))
+    if precision != "fp32":
+        return peak.half
+    return peak.fp32 if torch.get_float32_matmul_precision() == "highest" else peak.tf32
 
 
 def describe(device: torch.device) -> str:

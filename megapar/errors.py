@@ -75,6 +75,12 @@ class StorageError(MegaparError):
     exit_code = 7
 
 
+class OutOfMemoryError(MegaparError):
+    """A device or a process that has no memory, or may start no thread, for what the run needs."""
+
+    exit_code = 8
+
+
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
     """Around the writing of `path`: what the disk refuses is a StorageError that names it."""

@@ -94,22 +94,6 @@ def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
     return config
 
 
-def warnings(config: Config) -> list[str]:
-    """Lines about a validated config that runs, but not well."""
-    parallel, m = config.parallel, num_microbatches(config)
-    too_few, ragged = m < parallel.pp, parallel.vpp > 1 and m % parallel.pp > 0
-    if parallel.pp == 1 or not (too_few or ragged):
-        return []
-    better = 4 * parallel.pp if too_few else -(-m // parallel.pp) * parallel.pp
-    batch = better * config.train.micro_batch_size * parallel.dp
-    why = "are fewer than the pipeline's ranks" if too_few else "do not fill the interleaved schedule's last round"
-    text = (
-        f"{m} micro-batches a step {why}, which idle about {_bubble(config, m):.0%} of the time; "
-        f"train.global_batch_size={batch} would make it {_bubble(config, better):.0%}"
-    )
-    return [_problem(config, "parallel.pp parallel.vpp train.global_batch_size", text)]
-
-
 def num_microbatches(config: Config) -> int:
     """Forward passes that each data-parallel replica makes in one step."""
     return config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp)
@@ -185,7 +169,11 @@ def _derive(config: Config, world_size: int) -> Config:
         intermediate_size=model.intermediate_size or 4 * model.hidden_size,
     )
     parallel = replace(parallel, dp=parallel.dp or world_size // (parallel.tp * parallel.pp))
-    return replace(config, model=model, parallel=parallel)
+    # A reduce-scatter gives each replica its share of a bucket: 4 MiB (2^20 elements) keep it from waiting for latency.
+    # Megatron-LM's buckets grow alike, max(40 M, 1 M * dp) elements.
+    bucket_mb = config.optimizer.bucket_mb or max(64.0, 4.0 * parallel.dp)
+    optimizer = replace(config.optimizer, bucket_mb=bucket_mb)
+    return replace(config, model=model, parallel=parallel, optimizer=optimizer)
 
 
 def _grid(config: Config, world_size: int) -> Iterator[str]:
@@ -489,9 +477,3 @@ def _listed(numbers: list[int]) -> str:
 def _around(n: int, step: int) -> str:
     """The multiples of `step` next to `n`, 0 left out."""
     return _listed([multiple for multiple in (n // step * step, -(-n // step) * step) if multiple])
-
-
-def _bubble(config: Config, microbatches: int) -> float:
-    """Idle share of a balanced pipeline, (p - 1) / (v m + p - 1) (Narayanan et al., arXiv 2104.04473, section 2.2)."""
-    idle = config.parallel.pp - 1
-    return idle / (config.parallel.vpp * microbatches + idle)

@@ -29,7 +29,8 @@ from megapar.config import (
 )
 from megapar.config_io import Resolved, load, to_toml
 from megapar.errors import ConfigError
-from megapar.validate import changes, num_microbatches, validate, warnings, weight_options, with_vocabulary
+from megapar.train.report import length_of_run, warnings
+from megapar.validate import changes, num_microbatches, validate, weight_options, with_vocabulary
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts" / "configs"
 WORLD_SIZES = {"tiny": 1, "quickstart": 8, "gpt_125m": 1, "llama_7b": 8, "llama_70b": 64}
@@ -159,10 +160,32 @@ def test_c7_few_or_ragged_micro_batches_run_with_a_warning_that_names_the_bubble
     assert "train.global_batch_size=16 would make it 16%" in line  # 3 / (16 + 3)
     model, parallel = ModelConfig(num_hidden_layers=8), ParallelConfig(pp=4, vpp=2, schedule="interleaved")
     (line,) = warnings(validate(Config(model, parallel, TrainConfig(global_batch_size=6)), 4))
-    assert "about 20%" in line  # 3 / (2 * 6 + 3)
+    # The last two micro-batches of 6 go round alone: 3 / (2 * 6 + 3) = 20% would hold for a multiple of pp.
+    assert "about 27%" in line
     assert "train.global_batch_size=8 would make it 16%" in line  # 3 / (2 * 8 + 3)
     assert warnings(validate(Config(model, parallel, TrainConfig(global_batch_size=8)), 4)) == []
     assert warnings(validate(Config(train=TrainConfig(global_batch_size=1)), 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "microbatches", "idle"), [(8, 5, 4, 53), (4, 3, 5, 32), (2, 5, 1, 50), (4, 2, 6, 27), (4, 1, 2, 60)]
+)
+def test_c7_the_idle_share_is_that_of_the_plans_that_run(pp, vpp, microbatches, idle):
+    """Row C7. The formula (p - 1) / (v m + p - 1) would say 26, 17, 17, 20 and 60."""
+    parallel = ParallelConfig(pp=pp, vpp=vpp, schedule="interleaved" if vpp > 1 else "1f1b")
+    config = Config(ModelConfig(num_hidden_layers=40), parallel, TrainConfig(global_batch_size=microbatches))
+    (line,) = warnings(validate(config, pp))
+    assert f"idle about {idle}% of the time" in line
+
+
+def test_the_tokens_of_a_run_are_those_of_its_growing_batches():
+    train = TrainConfig(steps=10, global_batch_size=40, batch_ramp=(10, 10, 100), seq_length=12)
+    assert length_of_run(Config(train=train)) == f"10 steps of 120 to 480 tokens = {12 * train.samples():,} tokens"
+    consumed = 0
+    for _ in range(10):
+        consumed += train.batch_size(consumed)
+    assert train.samples() == consumed < 400
+    assert length_of_run(Config(train=replace(train, batch_ramp=()))) == "10 steps of 480 tokens = 4,800 tokens"
 
 
 def test_c8_an_unknown_key_or_flag_is_refused_with_what_was_meant(tmp_path):
@@ -292,7 +315,7 @@ def test_all_problems_are_reported_at_once():
         ModelConfig(hidden_size=96, num_attention_heads=12),
         ParallelConfig(tp=8, order="tp-dp"),
         TrainConfig(global_batch_size=3, micro_batch_size=2),
-        OptimizerConfig(lr=-1.0, bucket_mb=0.0),
+        OptimizerConfig(lr=-1.0, bucket_mb=-1.0),
     )
     said = problems(config, 8)
     named = ["optimizer.lr", "optimizer.bucket_mb", "model.num_attention_heads", "parallel.order"]
@@ -364,6 +387,9 @@ def test_zeros_that_mean_derived_are_filled_in():
     assert config.parallel.dp == 4
     assert validate(config, 8) == config
     assert with_vocabulary(config, 300).model.vocab_size == 300
+    assert config.optimizer.bucket_mb == 64.0
+    assert validate(Config(train=TrainConfig(global_batch_size=512)), 512).optimizer.bucket_mb == 2048.0, "4 a replica"
+    assert validate(Config(optimizer=OptimizerConfig(bucket_mb=3.0)), 8).optimizer.bucket_mb == 3.0
     padded = Config(ModelConfig(vocab_size=512))
     assert with_vocabulary(padded, 300) == padded
     with pytest.raises(ConfigError, match=r"model\.vocab_size=512, data\.tokenizer=bytes: .* at least 513"):

@@ -151,7 +151,7 @@ def test_unused_and_reused_parameters_have_their_gradient() -> None:
             second = (6 if bucket == TINY else 1) if waits else buckets
             assert early == ([0, second, buckets] if overlap else [0, 0, 0]), (rank, use, bucket, early)
         assert "gate" in result["late"]
-        assert "optimizer.overlap_grad_reduce false" in result["late"]
+        assert "--optimizer.no_overlap_grad_reduce" in result["late"]
 
 
 def two_stages_on_a_rank() -> list[list[int]]:
@@ -223,6 +223,11 @@ def test_a_parameter_without_a_spec_is_refused_by_name() -> None:
     """(row 33)"""
     with pytest.raises(TypeError, match="p1 of shape"):
         buffer_of(plain("a", 3), nn.Parameter(torch.zeros(2)))
+
+
+def test_a_parameter_that_needs_no_gradient_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"^b: requires_grad is False"):
+        buffer_of(plain("a", 3), plain("b", 2).requires_grad_(False))
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float64)])

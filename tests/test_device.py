@@ -1,5 +1,7 @@
 """Which rank this process is, by the launcher's variables, and which device it gets."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -193,3 +195,36 @@ def test_threads_are_the_option_or_omp_num_threads_or_the_cores(monkeypatch: pyt
     monkeypatch.delenv("OMP_NUM_THREADS")
     device.prepare(torch.device("cpu"), threads=0, cores=8, deterministic=False)
     assert chosen == [2, 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "tf32", "fp32"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0, 494.5, 66.9),
+        ("NVIDIA H100 PCIe", 756.0, 378.0, 51.2),
+        ("NVIDIA H100 NVL", 835.0, 417.5, 60.0),
+        ("NVIDIA GH200 480GB", 989.0, 494.5, 66.9),
+        ("NVIDIA B200", 2250.0, 1125.0, 75.0),
+        ("NVIDIA GB200", 2500.0, 1250.0, 80.0),
+        ("NVIDIA GeForce RTX 4090", 0.0, 0.0, 0.0),
+    ],
+)
+def test_the_peak_is_that_of_the_device_and_the_precision(
+    name: str, half: float, tf32: float, fp32: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    where = torch.device("cuda", 0)
+    assert device.peak_tflops(where, "bf16") == device.peak_tflops(where, "fp16") == half
+    assert device.peak_tflops(where, "fp32") == fp32
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert device.peak_tflops(where, "fp32") == tf32
+    assert device.peak_tflops(torch.device("cpu")) == 0.0
+
+
+def test_the_peak_memory_is_this_process_s_own() -> None:
+    """ru_maxrss outlives exec, so a small program would report what the large one that started it once held."""
+    program = "import torch; from megapar import device; print(device.peak_memory_bytes(torch.device('cpu')))"
+    held = bytearray(b"x") * 2**30
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    del held
+    assert 2**26 < int(child.stdout) < 2**30

@@ -19,7 +19,8 @@ from megapar.train.dry_run import RankReport, report
 from megapar.train.step import TrainState
 from megapar.validate import validate
 from tests.distributed import ON_GPUS, run_ranks
-from tests.grid import GPT, LLAMA, ONE_KV_HEAD, Layout, make_state, micro_batches
+from tests.grid import GPT, LLAMA, ONE_KV_HEAD, SAMPLES, Layout, make_state, micro_batches
+from tests.kernel_checks import needs_triton
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
 CONFIGS = sorted(SCRIPTS.glob("configs/*.toml"))
@@ -54,8 +55,9 @@ class KeptTensor:
         self.kept.add(self.x, -1)
 
 
-def held_bytes(state: TrainState) -> tuple[int, int, int, int]:
-    """Weights, gradients, optimizer state and most activations of a real step on this rank."""
+def held_bytes(state: TrainState, most_batches: int = SAMPLES) -> tuple[int, int, int, int]:
+    """Weights, gradients, optimizer state and most activations of a real step of so many micro-batches at most on this
+    rank."""
     weights = state.grads.params.untyped_storage()
     places = {weights.data_ptr(): 0}
     for item in state.optimizer.slices():
@@ -63,14 +65,14 @@ def held_bytes(state: TrainState) -> tuple[int, int, int, int]:
             places.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
     kept = Kept(state.grads.params)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda held: held if isinstance(held, Tensor) else held.x):
-        run_forwards_and_backwards(state.pipeline, state)
+        run_forwards_and_backwards(state.pipeline, state, most_batches)
     assert kept.now == 0, "all that was kept is released"
     return weights.nbytes(), state.grads.grads.untyped_storage().nbytes(), sum(places.values()), kept.peak
 
 
-def run_forwards_and_backwards(pipeline: PipelineRuntime, state: TrainState) -> None:
+def run_forwards_and_backwards(pipeline: PipelineRuntime, state: TrainState, most_batches: int) -> None:
     state.grads.zero()
-    pipeline.step(micro_batches(state.config, state.ctx, 0), 1.0, state.grads.begin)
+    pipeline.step(micro_batches(state.config, state.ctx, 0)[:most_batches], 1.0, state.grads.begin)
     state.grads.finish()
 
 
@@ -107,6 +109,46 @@ def test_predicted_bytes_are_those_of_real_ranks() -> None:
         assert len(expected) == 4 // config.parallel.dp
         for rank, numbers in expected.items():
             assert ranks[rank][number] == numbers, (config.parallel, rank)
+
+
+TWO_LAYERS = {"llama": replace(LLAMA, num_hidden_layers=2), "gpt": replace(GPT, num_hidden_layers=2)}
+FUSED = {
+    **{
+        f"{family}-{recompute}": Layout(model, recompute=recompute, backend="triton")
+        for family, model in TWO_LAYERS.items()
+        for recompute in ("none", "selective", "full")
+    },
+    "gpt-no-dropout": Layout(replace(TWO_LAYERS["gpt"], hidden_dropout=0.0, attention_dropout=0.0), backend="triton"),
+    "llama-loss-chunk": Layout(TWO_LAYERS["llama"], loss_chunk=8, backend="triton"),
+}
+
+
+@needs_triton
+@pytest.mark.skipif(ON_GPUS, reason="compares with interpreted kernels, which run on a CPU")
+@pytest.mark.parametrize("layout", FUSED.values(), ids=list(FUSED))
+def test_predicted_bytes_are_those_that_fused_kernels_keep(layout: Layout) -> None:
+    """Row C15. In bf16, on the real bytes of interpreted kernels; torch's own ops keep more."""
+    config = layout.config("bf16")
+    (expected,) = predicted(config).values()
+    assert held_bytes(make_state(config), most_batches=1) == expected
+    (by_torch,) = predicted(replace(layout, backend="torch").config("bf16")).values()
+    assert expected[3] < by_torch[3] or layout.model.family == "gpt"
+
+
+def test_a_plan_for_gpus_counts_what_their_kernels_keep() -> None:
+    """Row C15. `launch.device` decides, and large tensors go to Triton's kernels there."""
+    wide = replace(LLAMA, hidden_size=64, intermediate_size=192)
+    config = Layout(wide).config("bf16")
+    config = replace(config, train=replace(config.train, seq_length=2**15))
+
+    def activations(**options: str) -> int:
+        launch = replace(config.launch, device=options["device"])
+        kernels = replace(config.kernels, backend=options["backend"])
+        (numbers,) = predicted(replace(config, launch=launch, kernels=kernels)).values()
+        return numbers[3]
+
+    gpu, cpu = activations(device="cuda", backend="auto"), activations(device="cpu", backend="auto")
+    assert gpu == activations(device="cpu", backend="triton") < cpu == activations(device="cuda", backend="torch")
 
 
 @pytest.mark.skipif(ON_GPUS, reason="it is a CPU whose LayerNorm differs")

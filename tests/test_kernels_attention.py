@@ -6,6 +6,7 @@ import pytest
 import torch
 from megapar_kernels.attention import (
     causal_attention,
+    causal_attention_dropout,
     masked_causal_attention,
     packed_causal_attention,
     sdpa,
@@ -90,3 +91,38 @@ def test_varlen_attention_is_asked_only_for_what_it_serves() -> None:
     assert all(varlen_serves(OnGpu(*case)) for case in served)  # type: ignore[arg-type]
     assert not any(varlen_serves(OnGpu(*case)) for case in others)  # type: ignore[arg-type]
     assert not varlen_serves(torch.zeros(5, 4, 32, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("documents", [False, True])
+def test_dropout_attention_rounds_scores_no_more_than_its_inputs(dtype: torch.dtype, documents: bool) -> None:
+    """Row C17. Unscaled scores lie beyond fp16's 65504. Against fp64."""
+    torch.manual_seed(0)
+    shape = (24, 2, 3, 128)
+    near = torch.randn(1, 1, 1, 128, dtype=torch.float64) * 28.0  # what all queries and keys have in common
+    q, k, v = (torch.randn(shape, dtype=torch.float64) + common for common in (near, near, 0.0))
+    inputs = [x.to(DEVICE, dtype).requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    keep = torch.rand(2, 3, 24, 24, device=DEVICE) > 0.3
+    apart = (torch.arange(24, device=DEVICE) // 10).expand(2, 24) if documents else None
+    assert (exact[0][0, 0, 0] @ exact[1][0, 0, 0]).abs() > 70_000
+    found = causal_attention_dropout(*inputs, keep, 0.3, apart)
+    expected = reference_dropout_attention(*exact, keep, 0.3, apart)
+    grad = torch.randn(expected.shape, dtype=torch.float64, device=DEVICE)
+    found_grads = torch.autograd.grad(found, inputs, grad.to(dtype))
+    expected_grads = torch.autograd.grad(expected, exact, grad.to(dtype).double())
+    unit = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-11}[dtype]
+    assert relative_error(found, expected) < 2 * unit
+    for mine, theirs in zip(found_grads, expected_grads, strict=True):
+        assert relative_error(mine, theirs) < 28 * unit, "score gradients are rounded, and times 28 cancel in sums"
+
+
+def reference_dropout_attention(
+    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, keep_bnss: Tensor, p: float, documents_bs: Tensor | None
+) -> Tensor:
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbnd, k_sbnd, v_sbnd))
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    if documents_bs is not None:
+        hidden = hidden | (documents_bs[:, None, :, None] != documents_bs[:, None, None, :])
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) * keep_bnss / (1 - p) @ v).permute(2, 0, 1, 3).flatten(2)

@@ -1,6 +1,8 @@
 """AdamW on flat shards, the gradient norm and clipping."""
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +183,39 @@ def test_clip_coefficient() -> None:
     assert clip_coefficient(torch.tensor(0.0), 1.0).item() == 1.0
     assert clip_coefficient(torch.tensor(torch.inf), 1.0).item() == 0.0
     assert clip_coefficient(torch.tensor(torch.nan), 1.0).isnan()
+    assert clip_coefficient(torch.tensor(1e-9), 1e-8).item() == pytest.approx(0.01, rel=1e-2), "below max_norm"
+
+
+def norms_with_one_bad_element() -> dict[str, Any]:
+    """On tp 2: the norm of random gradients with and without a look at copies; then, for each parameter, rank and bad
+    value, the norm if the first element of that rank's part holds it."""
+    ctx = context.create(tp=2)
+    buffer = GradBuffer([Toy(ctx)], ctx, zero_stage=0, bucket_mb=1e-4, overlap=True)
+    buffer.grads.normal_(std=1e30, generator=torch.Generator().manual_seed(ctx.tp.rank))
+    norms: dict[str, Any] = {"looked": grad_norm(buffer, ctx), "numbers": buffer.copies()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffer, "copies", list)
+        norms["not looked"] = grad_norm(buffer, ctx)
+    for slot in buffer.slots:
+        for rank in (0, 1):
+            for bad in (math.nan, math.inf, -math.inf):
+                good = buffer.grads[slot.start].clone()
+                if ctx.tp.rank == rank:
+                    buffer.grads[slot.start] = bad
+                norms[f"{slot.name} {rank} {bad}"] = grad_norm(buffer, ctx)
+                buffer.grads[slot.start] = good
+    return norms
+
+
+def test_a_bad_element_in_any_copy_of_a_parameter_is_in_the_norm_of_all_ranks() -> None:
+    """Row C16. A copy that tp rank 1 does not own counts in no norm, but updates its weights."""
+    ranks = run_ranks(2, norms_with_one_bad_element)
+    assert ranks[1]["numbers"], "rank 1 holds copies"
+    for norms in ranks:
+        assert torch.equal(norms.pop("looked"), norms.pop("not looked")), "no bit of a finite norm changes"
+        norms.pop("numbers")
+        assert len(norms) > 30
+        assert not [case for case, norm in norms.items() if norm.isfinite()]
 
 
 def changed_by_decay_alone() -> list[dict[str, bool]]:

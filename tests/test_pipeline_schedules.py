@@ -10,10 +10,10 @@ import pytest
 
 from megapar.errors import ConfigError
 from megapar.pipeline import timeline
-from megapar.pipeline.lowering import Transfers, lower, producer
+from megapar.pipeline.lowering import Transfers, lower, lower_one, producer
 from megapar.pipeline.partition import explicit, partition
 from megapar.pipeline.schedules import Action, make, show
-from megapar.pipeline.timeline import simulate
+from megapar.pipeline.simulation import simulate
 
 GRID = [
     (name, pp, vpp, m)
@@ -149,6 +149,13 @@ def test_1f1b_holds_at_most_pp_minus_rank_micro_batches():
     for pp, m in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 8, 16)):
         live = simulate(plans_of("1f1b", pp, 1, m), 1, 2).peak_live
         assert live == [min(m, pp - rank) for rank in range(pp)]
+
+
+def test_the_plan_of_one_rank_is_the_one_among_all():
+    for name, pp, vpp, m in (("1f1b", 4, 1, 7), ("interleaved", 3, 2, 5), ("gpipe", 2, 2, 3)):
+        orders = make(name, pp, vpp, m)
+        plans = lower(orders, pp * vpp)
+        assert [lower_one(orders, pp * vpp, rank) for rank in range(pp)] == plans
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

@@ -47,12 +47,19 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
     parallel 2 halves and, the head's input being gathered twice, 3. The loss takes a maximum and three sums of fp32
     numbers per token.
 
+    A layer that is recomputed does its forward's 4 halves once more, but for its last collective: torch's checkpoint
+    stops when it has all that the backward pass needs, and nothing needs the MLP's sum. So 2 halves more, and with
+    sequence parallel, where that collective is a reduce-scatter, 3.
+
     A step: the squared gradient norm (fp64), and with sequence parallel the gradients of norm weights.
     """
     model, parallel, train = config.model, config.parallel, config.train
     first, last, layers = pp_rank == 0, pp_rank == parallel.pp - 1, parallel.partition[pp_rank]
     sequence = parallel.sequence_parallel
-    halves = layers * (10 if sequence else 8) + first * 2 + last * (3 if sequence else 2)
+    a_layer, recomputed = (10, 3) if sequence else (8, 2)
+    if train.recompute == "full":
+        a_layer += recomputed  # recompute_every 1
+    halves = layers * a_layer + first * 2 + last * (3 if sequence else 2)
     loss = last * _all_reduce(4 * 4 * train.seq_length * train.micro_batch_size, parallel.tp)
     norms = sequence * _all_reduce(4 * (2 * layers + last) * model.hidden_size, parallel.tp)
     one_micro_batch = halves * _all_reduce(hidden_bytes(config), parallel.tp) // 2 + loss

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar_kernels.launch import Implementation, exp, fused, next_power_of_2, tl, triton
+from megapar_kernels.launch import Implementation, exp, fused, launches, next_power_of_2, tl, triton
 
 __all__ = ["bias_gelu", "geglu", "gelu", "reglu_squared", "relu_squared", "swiglu"]
 
@@ -128,9 +128,9 @@ def config(columns: int) -> tuple[int, int, int]:
 
 
 def _launch(kernel: Any, *tensors: Tensor | None, rows: int, columns: int, activation: Activation, gated: bool) -> None:
-    row_block, column_block, warps = config(columns)
-    grid = triton.cdiv(rows, row_block), triton.cdiv(columns, column_block)
-    if rows * columns:
+    if tensors[0] is not None and launches(tensors[0]):
+        row_block, column_block, warps = config(columns)
+        grid = triton.cdiv(rows, row_block), triton.cdiv(columns, column_block)
         kernel[grid](*tensors, rows, columns, activation, gated, row_block, column_block, num_warps=warps)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapar_kernels.launch import Implementation
@@ -41,6 +42,31 @@ def causal_attention(
     return rearrange(y, "b n s d -> s b (n d)")
 
 
+class _Scores(torch.autograd.Function):
+    """q k^T of [b, n, s, d], in fp32 for 16-bit q and k (in their dtype for wider ones).
+
+    A 16-bit product would be rounded before it is scaled by 1 / sqrt(d): fp16 overflows at 65504, where torch's SDPA,
+    which sums and scales in fp32, is finite.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k)
+        if q.dtype.itemsize > 2:
+            return q @ k.transpose(-1, -2)
+        if not q.is_cuda:
+            return q.float() @ k.float().transpose(-1, -2)
+        product = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(-1, -2), out_dtype=torch.float32)
+        return product.unflatten(0, q.shape[:2])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = ctx.saved_tensors
+        grad = grad_scores.to(q.dtype)
+        return grad @ k, grad.transpose(-1, -2) @ q
+
+
 def causal_attention_dropout(
     q_sbnd: Tensor,
     k_sbnd: Tensor,
@@ -55,7 +81,8 @@ def causal_attention_dropout(
     Positions of different `documents_bs` do not attend to each other. `how` is the softmax's implementation.
     """
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-    scores, scale = (q @ k.transpose(-1, -2)).float(), 1.0 / math.sqrt(q.shape[-1])
+    scores: Tensor = _Scores.apply(q, k)
+    scale = 1.0 / math.sqrt(q.shape[-1])
     if documents_bs is None:
         probabilities = scaled_causal_softmax(scores, scale, how)
     else:

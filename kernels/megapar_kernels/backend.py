@@ -43,11 +43,14 @@ APEX = Kernels("apex", "triton", "triton", "triton", "triton", "triton", "apex",
 def select(backend: Backend, device: torch.device, attention: Literal["torch", "cudnn"] = "torch") -> Kernels:
     """What `kernels.backend` stands for on `device`: auto is triton on a GPU where it is installed, else torch.
 
-    On the meta device, where nothing is computed, all are torch. Weight gradients are torch's mixed-precision GEMM.
-    apex has norms, AdamW and weight gradients; triton does the rest. Raises ValueError, in one line, for a backend that
-    was asked for and cannot serve.
+    Weight gradients are torch's mixed-precision GEMM. apex has norms, AdamW and weight gradients; triton does the rest.
+    On the meta device nothing is computed, so nothing needs to be installed: auto is torch, and apex, whose norms keep
+    what ours keep for the backward pass, is triton. Raises ValueError, in one line, for a backend that was asked for
+    and cannot serve.
     """
-    if backend == "torch" or device.type == "meta" or (backend == "auto" and (device.type != "cuda" or not HAS_TRITON)):
+    if device.type == "meta":
+        return Kernels() if backend in ("auto", "torch") else FUSED
+    if backend == "torch" or (backend == "auto" and (device.type != "cuda" or not HAS_TRITON)):
         return Kernels(attention=attention)
     if not HAS_TRITON:
         raise ValueError(f"kernels.backend={backend}: triton is not installed; pip install triton, or choose torch")

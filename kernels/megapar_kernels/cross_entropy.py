@@ -10,7 +10,7 @@ One pass over maximum and sum: Milakov and Gimelshein, arXiv 1805.02867.
 import torch
 from torch import Tensor
 
-from megapar_kernels.launch import Implementation, exp, fused, next_power_of_2, tl, triton
+from megapar_kernels.launch import Implementation, exp, fused, launches, next_power_of_2, tl, triton
 
 _CACHED = 1 << 16  # elements
 _LEAST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -176,6 +176,8 @@ def statistics(
     result = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if not with_total:
         result[3] = 0.0
+    if not launches(logits):
+        return result
     steps, lanes, warps = statistics_config(columns)
     _statistics_kernel[(rows,)](
         logits, target.contiguous(), result, rows, columns, width, logits.stride(0),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar_kernels.launch import Implementation, fused, next_power_of_2, tl, triton
+from megapar_kernels.launch import Implementation, fused, launches, next_power_of_2, tl, triton
 
 _MASK = 0xFFFFFFFF
 
@@ -70,7 +70,7 @@ def _launch(x: Tensor, residual: Tensor | None, keys: Tensor, p: float) -> Tenso
     x, keys = x.contiguous(), keys.contiguous()
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     y = torch.empty_like(x, dtype=dtype)
-    if not y.numel():
+    if not launches(y):
         return y
     rows, columns = keys.numel(), x.shape[-1]
     tile_rows, block, warps = config(columns)

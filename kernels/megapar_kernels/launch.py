@@ -30,6 +30,7 @@ __all__ = [
     "exp",
     "fused",
     "interpreting",
+    "launches",
     "main_grad_of",
     "multiprocessors",
     "next_power_of_2",
@@ -58,8 +59,19 @@ def exp(x):  # type: ignore[no-untyped-def]
 
 
 def fused(how: Implementation, x: Tensor) -> bool:
-    """Whether a Triton kernel serves `x`: asked for, and large enough if on a GPU. (On a CPU it is interpreted.)"""
-    return how == "triton" and (not x.is_cuda or x.numel() >= SMALL)
+    """Whether a Triton kernel serves `x`: asked for, and large enough if on a GPU. (On a CPU it is interpreted.)
+
+    A meta tensor stands for one on a GPU, or on a CPU where kernels are interpreted.
+    """
+    if how != "triton":
+        return False
+    on_gpu = x.is_cuda or (x.is_meta and not interpreting())
+    return not on_gpu or x.numel() >= SMALL
+
+
+def launches(x: Tensor) -> bool:
+    """Whether there is anything to launch a kernel for: `x` has elements, and memory that holds them (not meta)."""
+    return x.numel() > 0 and not x.is_meta
 
 
 def interpreting() -> bool:

@@ -19,6 +19,7 @@ from megapar_kernels.launch import (
     Implementation,
     MainGrad,
     fused,
+    launches,
     main_grad_of,
     multiprocessors,
     next_power_of_2,
@@ -263,7 +264,7 @@ def _forward(
     total = x if residual is None else torch.empty_like(x)
     tensors = x, residual, weight, bias, y, None if residual is None else total, mean, rstd
     config = forward_config(columns)
-    if not x.numel():
+    if not launches(x):
         return y, total, mean, rstd
     if config is None:
         _norm_forward_wide_kernel[(rows,)](*tensors, rows, columns, eps, WIDE_BLOCK, num_warps=WIDE_WARPS)

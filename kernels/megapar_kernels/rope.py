@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar_kernels.launch import Implementation, fused, next_power_of_2, tl, triton
+from megapar_kernels.launch import Implementation, fused, launches, next_power_of_2, tl, triton
 
 __all__ = ["rotate", "rotate_qk"]
 
@@ -99,9 +99,9 @@ def _launch(
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     (s, b, q_heads, width), k_heads = q.shape, k.shape[2]
-    positions, heads, pairs, warps = config(max(q_heads, k_heads), width)
-    grid = triton.cdiv(s, positions), b, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
-    if q_out.numel() + k_out.numel():
+    if launches(q_out) or launches(k_out):
+        positions, heads, pairs, warps = config(max(q_heads, k_heads), width)
+        grid = triton.cdiv(s, positions), b, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
         _rotate_kernel[grid](
             *(q, k, cos_sd, sin_sd, q_out, k_out, s, q_heads, k_heads, *q.stride()[:3], *k.stride()[:3]),
             *(width, interleaved, inverse, positions, heads, pairs),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar_kernels.launch import Implementation, fused, next_power_of_2, tl, triton
+from megapar_kernels.launch import Implementation, fused, launches, next_power_of_2, tl, triton
 
 LONGEST = 16384  # columns that one program holds in registers; longer rows are torch's
 
@@ -84,7 +84,7 @@ class _ScaledSoftmax(torch.autograd.Function):
         y = torch.empty_like(scores)
         queries, columns = scores.shape[-2:]
         ctx.scale, ctx.causal = scale, mask_bnqk is None
-        if y.numel():
+        if launches(y):
             rows, block, warps = config(columns)
             heads, strides = (1, (0, 0, 0, 0)) if mask_bnqk is None else (mask_bnqk.shape[1], mask_bnqk.stride())
             _softmax_forward_kernel[(triton.cdiv(y.numel() // columns, rows),)](

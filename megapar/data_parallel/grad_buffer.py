@@ -50,7 +50,8 @@ class GradBuffer:
     `modules` are this rank's stages in order. Each distinct parameter gets `main_grad`, its place in `grads`: layers
     add to it, and gradients that autograd leaves in `.grad` are moved there. Buckets hold about `bucket_mb` MiB of
     gradient; `weight_gradient` is who adds 16-bit matrix products to it. Raises TypeError if a parameter has no
-    ParamSpec or parameters are not all fp32, all bf16 or all fp16.
+    ParamSpec or parameters are not all fp32, all bf16 or all fp16; ValueError if one needs no gradient, or `bucket_mb`
+    is not above 0.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class GradBuffer:
         overlap: bool,
         weight_gradient: Implementation = "torch",
     ):
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb is {bucket_mb}: validate() fills in the 0 of optimizer.bucket_mb")
         self.ctx = ctx
         self.sharded = zero_stage == 1
         self._overlap, self._weight_gradient = overlap, weight_gradient
@@ -82,6 +85,8 @@ class GradBuffer:
         self._shared, self._shared_numel = self._locate_shared_rows()
         self.counted = FlatRanges.of(self.owned(), ctx.device)
         """The elements of `grads` that this rank counts in the gradient norm."""
+        self.copied = FlatRanges.of(self.copies(), ctx.device)
+        """Those that other ranks count, of which this rank holds copies."""
         for index, slot in enumerate(self.slots):
             self._attach(slot, index)
 
@@ -157,8 +162,17 @@ class GradBuffer:
         ]
         return intersect(merge(counted), self.shards())
 
+    def copies(self) -> list[Range]:
+        """The elements of this rank's shards that are not in `owned`: another rank counts its own copy of them."""
+        owned = self.owned()
+        starts = [0, *(stop for _, stop in owned)]
+        stops = [*(start for start, _ in owned), self.grads.numel()]
+        between = [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+        return intersect(between, self.shards())
+
     def not_finite(self) -> list[str]:
-        """Parameters with an infinite or NaN gradient in this rank's shards, after finish()."""
+        """Parameters with an infinite or NaN gradient in this rank's shards, after finish(), about in the order of the
+        backward pass."""
         names = []
         for slot in self.slots:
             parts = intersect([(slot.start, slot.stop)], self.shards())
@@ -178,7 +192,7 @@ class GradBuffer:
                 f"gradient of {slot.name} added after finish(): call zero() first"
                 if self._finished
                 else f"gradient of {slot.name} added after its bucket was reduced, for it was added more often in the "
-                "last backward than in any step before: set optimizer.overlap_grad_reduce false"
+                "last backward than in any step before: --optimizer.no_overlap_grad_reduce reduces after it"
             )
         if not self._counting:
             return
@@ -249,8 +263,11 @@ def _move_grad(param: Tensor) -> None:
 
 
 def _collect(modules: Sequence[nn.Module]) -> list[Declared]:
-    """Each distinct parameter once, in reverse registration order."""
+    """Each distinct parameter once, in reverse registration order. Raises ValueError for one that needs no gradient."""
     names = {param: name for module in modules for name, param in module.named_parameters()}
+    frozen = [spec_of(param, name).name for param, name in names.items() if not param.requires_grad]
+    if frozen:
+        raise ValueError(f"{', '.join(frozen)}: requires_grad is False, and frozen parameters are not supported")
     return [(param, spec_of(param, name)) for param, name in reversed(names.items())]
 
 

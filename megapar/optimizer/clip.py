@@ -16,12 +16,16 @@ def grad_norm(
 ) -> Tensor:
     """L2 norm of the gradient of the global batch: 0-d fp32, equal on all ranks. A collective, after `buffer.finish()`.
 
-    Squares are summed in fp64, so that the norm does not depend on how layouts and buckets cut the gradient. `votes`, a
-    0-d number, is summed in place by the same messages over tp and pp, and over the replicas if their shards differ.
+    Squares are summed in fp64, so that the norm does not depend on how layouts and buckets cut the gradient. It is NaN
+    also if a gradient that this rank does not own, its copy of another rank's, is not finite: that copy updates weights
+    here. `votes`, a 0-d number, is summed in place by the same messages over tp and pp, and over the replicas if their
+    shards differ.
     """
     # The votes travel with the sum of squares: no message of their own.
     both = torch.zeros(2, dtype=torch.float64, device=buffer.grads.device)
     both[0] = square_sum(buffer.grads, how, buffer.counted)
+    # 0 where all copies are finite, which changes no bit of the norm; else NaN.
+    both[0] += 0.0 * square_sum(buffer.grads, how, buffer.copied)
     if votes is not None:
         both[1] = votes
     for axis in (ctx.tp, ctx.pp, ctx.grad) if buffer.sharded else (ctx.tp, ctx.pp):
@@ -33,5 +37,9 @@ def grad_norm(
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """What gradients are multiplied by so that their norm is at most `max_norm`, 0 meaning any: 0-d, at most 1, NaN if
-    the norm is."""
+    the norm is.
+
+    max_norm / (norm + 1e-6), as torch.nn.utils.clip_grad_norm_ has it: so a norm between max_norm - 1e-6 and max_norm
+    is scaled down a little as well, and with a max_norm near 1e-6 or below so is any norm.
+    """
     return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)

@@ -1,7 +1,7 @@
 """Executes one rank's plan over its stages. Knows no schedule by name, no model and no optimizer."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megapar.batch import MicroBatch, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
-from megapar.pipeline.lowering import Plan, Transfers, consumer, lower
+from megapar.pipeline.lowering import Plan, Transfers, consumer, lower_one
 from megapar.pipeline.schedules import Action, Event, make
 
 
@@ -77,12 +77,18 @@ class PipelineRuntime:
         run.execute(self._plan(len(batches), backward=False))
         return run.finish()
 
+    def prepare(self, numbers_of_microbatches: Iterable[int]) -> None:
+        """Make the plans of steps with these numbers of micro-batches now: a plan of thousands of actions takes up to a
+        second, in which a step would stall."""
+        for number in numbers_of_microbatches:
+            self._plan(number, backward=True)
+
     def _plan(self, num_microbatches: int, backward: bool) -> Plan:
         key = num_microbatches, backward
         if key not in self._plans:
             orders = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
             kept = [[action for action in order if backward or action.kind == "F"] for order in orders]
-            self._plans[key] = lower(kept, self.num_stages)[self.axis.rank]
+            self._plans[key] = lower_one(kept, self.num_stages, self.axis.rank)
         return self._plans[key]
 
 

@@ -1,17 +1,19 @@
-"""The whole layout without training: every kind of rank is built on the meta device over torch's fake process group."""
+"""The whole layout without training: every kind of rank is built on the meta device, without processes."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megapar import comm, context
+from megapar import context, device
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.config import Config
 from megapar.context import ParallelContext
+from megapar.errors import OutOfMemoryError
 from megapar.params import spec_of
 from megapar.pipeline.schedules import make
 from megapar.train.trainer import assemble
@@ -42,36 +44,48 @@ class RankReport:
 def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
     """The ranks that need the same, by what they need. Data-parallel replicas do, so only the first is built."""
     parallel = config.parallel
-    sizes = {"tp": parallel.tp, "cp": 1, "dp": parallel.dp, "pp": parallel.pp}
-    world = parallel.tp * parallel.pp * parallel.dp
     kinds: dict[RankReport, list[int]] = {}
-    for rank in range(world):
-        position = context.coordinates(rank, sizes, parallel.order)
-        if position["dp"] == 0:
-            kinds.setdefault(_report_rank(config, build, rank, world, position), []).append(rank)
+    for rank in range(parallel.tp * parallel.pp * parallel.dp):
+        if _context(config, rank).dp.first:
+            kinds.setdefault(report_rank(config, build, rank), []).append(rank)
     return kinds
 
 
-def _report_rank(config: Config, build: Build, rank: int, world: int, position: Mapping[str, int]) -> RankReport:
+def planned_device(config: Config) -> str:
+    """cuda or cpu: what `launch.device` names, or what auto would choose on this machine."""
+    if config.launch.device != "auto":
+        return config.launch.device
+    return "cuda" if device.cuda_devices() else "cpu"
+
+
+def _with_kernels_of_the_planned_device(config: Config) -> Config:
+    """On the meta device `kernels.backend` auto means torch, and on GPUs it means Triton."""
+    if config.kernels.backend != "auto" or planned_device(config) == "cpu":
+        return config
+    return replace(config, kernels=replace(config.kernels, backend="triton"))
+
+
+def _context(config: Config, rank: int) -> ParallelContext:
     parallel = config.parallel
-    if world > 1:
-        comm.initialize_fake(rank, world)
-    try:
-        ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, device=META)
-        stages = build(config, ctx)
-        state = assemble(config, ctx, stages)
-        kept = {number: _kept_bytes(stage, config) for number, stage in stages.items()}
-    finally:
-        comm.shutdown()
+    return context.planned(rank, tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, device=META)
+
+
+def report_rank(config: Config, build: Build, rank: int) -> RankReport:
+    """What `rank` needs, with the activations that the kernels of the planned device keep. Needs no process group."""
+    config = _with_kernels_of_the_planned_device(config)
+    ctx = _context(config, rank)
+    stages = build(config, ctx)
+    state = assemble(config, ctx, stages)
+    kept = {number: _kept_bytes(stage, config) for number, stage in stages.items()}
     params = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
     return RankReport(
-        position["pp"],
+        ctx.pp.rank,
         "; ".join(stage.title() for stage in stages.values()),
         sum(torch.Size(piece.local_shape).numel() for p in params for piece in spec_of(p).pieces),
         state.grads.params.nbytes,
         state.grads.grads.nbytes,
         state.optimizer.nbytes,
-        _peak(config, position["pp"], kept),
+        _peak(config, ctx.pp.rank, kept),
     )
 
 
@@ -117,10 +131,12 @@ def show(config: Config, build: Build, parameters: int, flops_per_token: int, co
         f"{parallel.vpp} stage(s) a rank, {parallel.schedule}\n"
         f"a step: {train.global_batch_size} samples x {train.seq_length} tokens = {tokens:,} tokens, "
         f"{num_microbatches(config)} micro-batches of {train.micro_batch_size} a replica, "
-        f"{flops_per_token * tokens / 1e15:,.3g} PFLOP; {train.steps:,} steps = {train.steps * tokens:,} tokens\n"
+        f"{flops_per_token * tokens / 1e15:,.3g} PFLOP; {train.steps:,} steps = "
+        f"{train.samples() * train.seq_length:,} tokens\n"
         f"vocabulary {vocabulary:,} -> {-(-vocabulary // 128) * 128:,} rows, padded to a multiple of 128",
         highlight=False,
     )
+    console.print(_planned_in_words(config), highlight=False)
     table = Table("ranks of replica 0", "pp", "stages", title="GiB on each rank")
     for name in ("parameters", "weights", "gradients", "optimizer", "activations", "total"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -129,3 +145,60 @@ def show(config: Config, build: Build, parameters: int, flops_per_token: int, co
         row = [" ".join(map(str, ranks)), str(r.pp), r.stages, f"{r.parameters:,}"]
         table.add_row(*row, *(f"{n / 2**30:,.3f}" for n in sizes))
     console.print(table)
+
+
+def _planned_in_words(config: Config) -> str:
+    name = {"cuda": "GPUs", "cpu": "CPUs"}[planned_device(config)]
+    if config.launch.device != "auto":
+        return f"planned for {name}"
+    other = "--launch.device cpu plans for CPUs" if name == "GPUs" else "--launch.device cuda plans for GPUs"
+    return f"planned for {name}, which launch.device auto chooses on this machine; {other}"
+
+
+# When memory runs out
+
+
+@contextmanager
+def explaining_out_of_memory(config: Config, build: Build, rank: int) -> Iterator[None]:
+    """Around a run on `rank`: where memory runs out, OutOfMemoryError says in one line what the rank needs and what
+    would help."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        reason = device.out_of_memory(error)
+        if not reason:
+            raise
+        text = f"{_needs(config, build, rank)} ({reason}); {_what_would_help(config)}"
+        raise OutOfMemoryError(text) from error
+
+
+def _needs(config: Config, build: Build, rank: int) -> str:
+    try:
+        needs = report_rank(config, build, rank)
+    except (MemoryError, RuntimeError):  # too large to be counted, or no memory is left to count with
+        return "out of memory"
+    parts = {
+        "weights": needs.weights,
+        "gradients": needs.gradients,
+        "optimizer": needs.optimizer,
+        "activations": needs.activations,
+    }
+    listed = ", ".join(f"{name} {size / 2**30:,.3f}" for name, size in parts.items())
+    return f"out of memory: this rank needs {needs.total / 2**30:,.3f} GiB by plan ({listed}) and workspace"
+
+
+def _what_would_help(config: Config) -> str:
+    """The first three that apply, of the options that save memory, cheap ones first."""
+    parallel, train = config.parallel, config.train
+    options = [
+        ("smaller train.micro_batch_size", train.micro_batch_size, train.micro_batch_size > 1),
+        ("train.recompute selective or full", train.recompute, train.recompute == "none"),
+        ("train.recompute full", train.recompute, train.recompute == "selective"),
+        ("optimizer.zero_stage 1", 0, config.optimizer.zero_stage == 0 and parallel.dp > 1),
+        ("kernels.loss_chunk 1024", config.kernels.loss_chunk, config.kernels.loss_chunk == 0),
+        ("larger parallel.tp", parallel.tp, True),
+        ("larger parallel.pp", parallel.pp, True),
+        ("shorter train.seq_length", train.seq_length, True),
+    ]
+    apply = [f"{text} (now {now})" for text, now, applies in options if applies]
+    return f"try {', '.join(apply[:2])} or {apply[2]}"

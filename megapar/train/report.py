@@ -18,7 +18,10 @@ from megapar import comm, device
 from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.errors import say, storing
-from megapar.validate import num_microbatches, warnings
+from megapar.pipeline.lowering import lower
+from megapar.pipeline.schedules import make
+from megapar.pipeline.simulation import simulate
+from megapar.validate import num_microbatches
 
 _NAMED = ("torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizers", "tiktoken", "liger-kernel")
 
@@ -59,6 +62,44 @@ def in_a_line(facts: Mapping[str, Any]) -> str:
     return f"{facts['date']} | {machine} | python {facts['python']}, {versions} | commit {facts['commit']}"
 
 
+def length_of_run(config: Config) -> str:
+    """Steps, tokens of a step and tokens of the whole run, in words."""
+    train = config.train
+    total = train.samples() * train.seq_length
+    first, last = (samples * train.seq_length for samples in (train.batch_size(0), train.global_batch_size))
+    tokens = f"{last:,}" if first == last else f"{first:,} to {last:,}"
+    return f"{train.steps:,} steps of {tokens} tokens = {total:,} tokens"
+
+
+def warnings(config: Config) -> list[str]:
+    """Lines about a validated config that runs, but not well."""
+    parallel, m = config.parallel, num_microbatches(config)
+    too_few = m < parallel.pp
+    ragged = parallel.vpp > 1 and m % parallel.pp > 0
+    if parallel.pp == 1 or not (too_few or ragged):
+        return []
+    better = 4 * parallel.pp if too_few else -(-m // parallel.pp) * parallel.pp
+    batch = better * config.train.micro_batch_size * parallel.dp
+    why = "are fewer than the pipeline's ranks" if too_few else "do not fill the interleaved schedule's last round"
+    return [
+        f"parallel.pp={parallel.pp}, parallel.vpp={parallel.vpp}, "
+        f"train.global_batch_size={config.train.global_batch_size}: {m} micro-batches a step {why}, which idle about "
+        f"{idle_share(config, m):.0%} of the time; train.global_batch_size={batch} would make it "
+        f"{idle_share(config, better):.0%}"
+    ]
+
+
+def idle_share(config: Config, microbatches: int) -> float:
+    """Share of all pipeline ranks' time in which they compute nothing, from the plans that would run: all stages cost
+    the same, a backward twice a forward, transfers nothing.
+
+    Where pp divides the micro-batches m this is (pp - 1) / (vpp m + pp - 1) (arXiv 2104.04473, section 2.2).
+    """
+    parallel = config.parallel
+    orders = make(parallel.schedule, parallel.pp, parallel.vpp, microbatches)
+    return simulate(lower(orders, parallel.pp * parallel.vpp), forward=1, backward=2).bubble
+
+
 def greet(config: Config, ctx: ParallelContext, parameters: int, notes: Sequence[str], config_toml: str) -> None:
     """Make the run folder, write config.toml and environment.json (`provenance`, and who computes each op), print
     what is about to run and, from `notes`, what was resumed."""
@@ -78,10 +119,7 @@ def greet(config: Config, ctx: ParallelContext, parameters: int, notes: Sequence
             f"{num_microbatches(config)} micro-batches of {train.micro_batch_size} a step; "
             f"recompute {train.recompute}; ZeRO stage {config.optimizer.zero_stage}; kernels {kernels}"
         )
-        say(
-            f"{train.steps:,} steps of {train.global_batch_size * train.seq_length:,} tokens; data "
-            f"{' '.join(config.data.train)}; run folder {run_dir}"
-        )
+        say(f"{length_of_run(config)}; data {' '.join(config.data.train)}; run folder {run_dir}")
         unseen = device.unseen_gpu() if config.launch.device == "auto" else ""
         if unseen:
             say(f"trains on the CPU: {unseen}")

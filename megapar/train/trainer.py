@@ -21,7 +21,7 @@ from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event
 from megapar.precision import LossScale
 from megapar.random import initialise
-from megapar.train import checkpoints
+from megapar.train import checkpoints, not_finite
 from megapar.train.data import TEST
 from megapar.train.metrics import Meter, Reporter
 from megapar.train.step import StepResult, TrainState, evaluate, train_step
@@ -76,7 +76,16 @@ def start(
     ctx.flight.step = state.step
     if state.step:
         ctx.flight.checkpoint(state.step)
+    state.pipeline.prepare(_numbers_of_microbatches(state))
     return state, notes
+
+
+def _numbers_of_microbatches(state: TrainState) -> list[int]:
+    """Of all steps that follow; they differ where the global batch grows (train.batch_ramp)."""
+    train = state.config.train
+    first, last = train.batch_size(state.consumed_samples), train.global_batch_size
+    sizes = range(first, last, train.batch_ramp[1]) if train.batch_ramp else ()
+    return [size // (train.micro_batch_size * state.config.parallel.dp) for size in (*sizes, last)]
 
 
 def train(run: Run) -> str:
@@ -91,7 +100,8 @@ def train(run: Run) -> str:
     steps, ctx, flight = options.train.steps, state.ctx, state.ctx.flight
     saves = options.checkpoint.every > 0 or options.checkpoint.save_last
     stop = False
-    meter = Meter(ctx, run.flops_per_token, options.log.peak_tflops or device.peak_tflops(ctx.device))
+    peak_tflops = options.log.peak_tflops or device.peak_tflops(ctx.device, options.train.precision)
+    meter = Meter(ctx, run.flops_per_token, peak_tflops)
     with (
         checkpoints.Saver(state, run.run_dir) as saver,
         _reporter(run) as reporter,
@@ -105,12 +115,13 @@ def train(run: Run) -> str:
             trace: list[Event] | None = [] if options.log.timeline and state.step == steps - 1 else None
             meter.start()
             batches = meter.waited(data.next_step)
+            batches = _on_device(batches, ctx)
             asked = run.asked_to_stop() != ""
-            result = train_step(state, _on_device(batches, ctx), trace, asked_to_stop=asked)
+            result = train_step(state, batches, trace, asked_to_stop=asked)
             failed = not result.finite and not result.overflowed
             reporter.step(meter.stop(result, state.step + failed, state.consumed_samples))
             if not result.finite:
-                _explain_not_finite(state, result, reporter)
+                _explain_not_finite(state, batches, result, reporter)
             last = state.step == steps
             stop = result.stop and not last
             if trace is not None:
@@ -149,18 +160,23 @@ def _reporter(run: Run) -> Reporter:
     return together(open_files, state.ctx, StorageError, "metrics not written")
 
 
-def _explain_not_finite(state: TrainState, result: StepResult, reporter: Reporter) -> None:
+def _explain_not_finite(
+    state: TrainState, batches: Sequence[MicroBatch], result: StepResult, reporter: Reporter
+) -> None:
     """Say which gradients left fp16's range, or raise NumericError if a smaller loss scale cannot mend it."""
-    where = comm.gather_json(state.grads.not_finite(), state.ctx.world, state.ctx.device)
-    names = ", ".join(sorted({name for rank in where for name in rank})[:3]) or "none"
     if not result.overflowed:
+        cause = not_finite.explain(state, batches, result)
         raise NumericError(
-            f"step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} (not finite: {names})"
-            f"; the weights are those of step {state.step}. A lower optimizer.lr or a longer "
-            "optimizer.warmup_steps often helps"
+            f"step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; "
+            f"{cause}. No weight was changed: they are those of step {state.step}. "
+            "A lower optimizer.lr or a longer optimizer.warmup_steps often helps; --checkpoint.resume goes back further"
         )
+    here = [-state.ctx.pp.rank, state.grads.not_finite()]  # the last stage's backward runs first
+    everywhere = comm.gather_json(here, state.ctx.world, state.ctx.device)
+    names = [name for _, names in sorted(everywhere) for name in names]
+    first = ", ".join(list(dict.fromkeys(names))[:3]) or "none"
     reporter.say(
-        f"step {state.step}: no update, gradients overflowed fp16 (first of them: {names}); "
+        f"step {state.step}: no update, gradients overflowed fp16 (first in the backward pass: {first}); "
         f"loss scale {result.loss_scale.scale:,.0f} -> {state.loss_scale.scale:,.0f}"
     )
 

@@ -75,7 +75,7 @@ def parameter_count(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, seq_length: int) -> int:
     """FLOPs of forward and backward for one token: 6 for each weight of a matrix multiplication (the head's included,
     the lookup not) and 6 * s * heads * head_dim a layer for causal attention, whose s^2 scores count half. As
-    Megatron-LM counts them."""
+    Megatron-LM counts them: attention over the whole sample, also where data.documents apart computes less."""
     matrices = sum(
         torch.Size(piece.shape).numel()
         for name, piece in logical_tensors(model).items()

@@ -1,0 +1,122 @@
+"""Memory or threads that run out end a run in one line: what the rank needs, and what would help."""
+
+import errno
+import json
+import re
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megapar_models.build import build_stages
+
+from megapar import context, device
+from megapar.config_io import load
+from megapar.errors import OutOfMemoryError
+from megapar.train import trainer
+from megapar.train.dry_run import explaining_out_of_memory, report, report_rank
+from megapar.validate import validate
+from tests.support import program
+
+GPU_WORDS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.00 GiB is "
+    "free. Including non-PyTorch memory, this process has 138.00 GiB memory in use."
+)
+
+
+def test_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
+    """Row C18. Building it: an allocation that the system refuses."""
+
+    def limit_memory() -> None:
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + 2**31, resource.RLIM_INFINITY))
+
+    ended = program.run("--model.hidden_size", "600000", cwd=tmp_path, plant=limit_memory)
+    assert ended.code == 8
+    (line,) = ended.err.splitlines()
+    assert re.match(
+        r"OutOfMemoryError: out of memory: this rank needs [\d.]+ GiB by plan \(weights [\d.]+, gradients [\d.]+, "
+        r"optimizer [\d.]+, activations [\d.]+\) and workspace \(the host refused [\d.]+ GiB more\); try ",
+        line,
+    )
+
+
+def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
+    """Row C18. In a step: the line tells the figures of that rank's stage, and the knobs that this run has left."""
+
+    def fill() -> None:
+        step = trainer.train_step
+
+        def full(state: Any, *rest: Any) -> Any:
+            if state.ctx.pp.last:
+                raise torch.OutOfMemoryError(GPU_WORDS)
+            return step(state, *rest)
+
+        trainer.train_step = full
+
+    flags = ("--launch.nproc", "2", "--parallel.pp", "2", "--train.recompute", "selective", "--kernels.loss_chunk", "8")
+    ended = program.run(*flags, cwd=tmp_path, plant=fill)
+    assert ended.code == 8
+    (line,) = (line for line in ended.err.splitlines() if line.startswith("OutOfMemoryError"))
+    config = validate(load([*program.TINY, *flags]).config, 2)
+    needs = report_rank(config, build_stages, 1)
+    assert f"rank 1: out of memory: this rank needs {needs.total / 2**30:,.3f} GiB by plan" in line
+    assert f"activations {needs.activations / 2**30:,.3f})" in line
+    assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity" in line
+    assert line.endswith(
+        "try train.recompute full (now selective), larger parallel.tp (now 1) or larger parallel.pp (now 2)"
+    )
+    facts = json.loads((tmp_path / "run/error.json").read_text())
+    assert (facts["class"], facts["exit_code"], facts["rank"]) == ("OutOfMemoryError", 8, 1)
+
+
+def test_no_thread_can_be_started(tmp_path: Path) -> None:
+    """Row C18."""
+
+    def refuse() -> None:
+        def start(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        threading.Thread.start = start  # type: ignore[method-assign]
+
+    ended = program.run(cwd=tmp_path, plant=refuse)
+    assert ended.code == 8
+    (line,) = ended.err.splitlines()
+    assert "can't start another thread: the limit of processes (ulimit -u)" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError(GPU_WORDS), "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "),
+        (
+            RuntimeError("x DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes."),
+            "1.000 ",
+        ),
+        (MemoryError(), "the host refused more memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
+        (OSError(errno.ENOENT, "No such file"), ""),
+        (RuntimeError("shapes differ"), ""),
+    ],
+)
+def test_other_errors_stay_what_they_are(error: Exception, said: str) -> None:
+    assert said in device.out_of_memory(error)
+    assert bool(device.out_of_memory(error)) == bool(said)
+    config = validate(load(list(program.TINY)).config, 1)
+    with (
+        pytest.raises(OutOfMemoryError if said else type(error)),
+        explaining_out_of_memory(config, build_stages, 0),
+    ):
+        raise error
+
+
+def test_planned_ranks_stand_where_created_ones_do() -> None:
+    """Without process groups; see test_context for those that have them."""
+    for rank in range(12):
+        ctx = context.planned(rank, tp=2, dp=2, pp=3, order="dp-tp-cp-pp", device=torch.device("meta"))
+        assert (ctx.dp.rank, ctx.tp.rank, ctx.pp.rank) == (rank % 2, rank // 2 % 2, rank // 4)
+        assert (ctx.ends.size, ctx.ends.rank) == {0: (2, 0), 1: (1, 0), 2: (2, 1)}[ctx.pp.rank]
+        assert (ctx.world.size, ctx.world.rank, ctx.grad.size) == (12, rank, 2)
+    assert len(report(validate(load(list(program.TINY)).config, 1), build_stages)) == 1
