@@ -374,6 +374,12 @@ def test_gpt_takes_dropout_and_odd_heads():
         (Config(run_dir=""), "run_dir='': must be printable text, not empty"),
         (Config(run_dir="a\nb"), "run_dir='a\\nb': must be printable text, not empty"),
         (Config(launch=LaunchConfig(nproc=8)), "launch.nproc=8: 1 ranks are running already"),
+        (
+            Config(launch=LaunchConfig(timeout_seconds=1e300)),
+            "launch.timeout_seconds=1e+300: must be from 1 to",
+        ),
+        (Config(launch=LaunchConfig(timeout_seconds=0.5)), "launch.timeout_seconds=0.5: must be from 1 to 604,800"),
+        (Config(launch=LaunchConfig(time_limit=-1.0)), "launch.time_limit=-1.0: must be at least 0"),
     ],
 )
 def test_an_option_that_could_not_be_obeyed_is_refused(config, said):

@@ -222,6 +222,13 @@ def test_the_ranks_of_a_killed_launcher_end(tmp_path: Path) -> None:
     assert program.run(*TWO, "--train.steps", "2", cwd=tmp_path).code == 0
 
 
+def test_more_threads_than_cores_can_use_are_refused(tmp_path: Path) -> None:
+    ended = program.run("--launch.threads", "20000", *TWO, cwd=tmp_path)
+    assert ended.code == 2
+    assert ended.err.startswith("ConfigError: launch.threads=20000: ")
+    assert not (tmp_path / "run").exists()
+
+
 # Interruptions
 
 
