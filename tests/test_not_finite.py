@@ -20,6 +20,7 @@ from megapar import context
 from megapar.config import LogConfig
 from megapar.data.delivery import Delivery
 from megapar.errors import NumericError
+from megapar.train import not_finite
 from megapar.train.data import open_loaders
 from megapar.train.step import TrainState
 from megapar.train.trainer import Run, start, train
