@@ -364,6 +364,7 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
 
 
 def barrier(axis: Axis) -> None:
+    """Wait until all ranks of `axis` have come here."""
     if axis.size > 1:
         place = -1 if axis.log is None else axis.log.begin("barrier", 0, None)
         Pending([dist.barrier(group=axis.group, async_op=True)]).logged(axis, place, place).wait()
