@@ -504,6 +504,12 @@ def test_metrics_that_the_disk_does_not_take_are_told_in_one_line(tmp_path: Path
     assert run_ranks(1, full_disk, tmp_path) == [f"cannot write {path}: File too large"]
 
 
+def test_a_tensorboard_folder_that_is_a_file_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(StorageError, match=f"^cannot write {tmp_path}/tensorboard: File exists$"):
+        Reporter(tmp_path, LogConfig(), steps=9, first_step=0, speaks=True)
+
+
 # fp16
 
 

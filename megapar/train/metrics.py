@@ -95,7 +95,8 @@ class Reporter:
         with storing(self._path):
             self._file = _open_truncated(self._path, first_step)
         if options.tensorboard:
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+            with storing(run_dir / "tensorboard"):
+                self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
         if self.console.is_terminal:
             columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
             self._progress = Progress(*columns, console=self.console)
