@@ -117,11 +117,23 @@ def _split(argv: Sequence[str]) -> list[_Flag]:
             flags[-1] = flags[-1]._replace(words=(*flags[-1].words, word))
         elif not problems:
             problems.append(f"{word!r} follows no flag; options look like --section.key value")
-    if sum(flag.option == "config" for flag in flags) > 1:
-        problems.append("--config is given twice; name one file, and let its `base` key name another")
+    problems += _given_twice(flags)
     if problems:
         raise ConfigError("\n".join(problems))
     return flags
+
+
+def _given_twice(flags: Sequence[_Flag]) -> list[str]:
+    """A problem for each option that several flags set: which of them was meant is not known."""
+    by_option: dict[str, list[str]] = {}
+    for flag in flags:
+        by_option.setdefault(flag.option, []).append(" ".join(flag.words))
+    problems = []
+    for option, given in by_option.items():
+        if len(given) > 1 and option != "help":
+            hint = "; its `base` key may name another file" if option == "config" else ""
+            problems.append(f"--{option} is given twice: {' and '.join(given)}; give it once{hint}")
+    return problems
 
 
 def _file_of(flag: _Flag) -> str:
@@ -149,7 +161,18 @@ def _parse(flags: Sequence[_Flag], config: Config) -> Config:
     if parsed is None:
         wrong = [flag for flag in flags if parse(flag.words) is None]
         raise ConfigError("\n".join(f"{' '.join(flag.words)}: expected {_expected_words(flag)}" for flag in wrong))
-    return Config(**{f.name: getattr(parsed, f.name) for f in fields(config)})
+    found = Config(**{f.name: getattr(parsed, f.name) for f in fields(config)})
+    values = flatten(found)
+    absurd = [flag for flag in flags if not _fits(values.get(flag.option))]
+    if absurd:
+        raise ConfigError("\n".join(f"{' '.join(flag.words)}: expected {_expected_words(flag)}" for flag in absurd))
+    return found
+
+
+def _fits(value: Any) -> bool:
+    """Whether whole numbers are within 64 bits, as TOML's are."""
+    items = value if isinstance(value, tuple) else (value,)
+    return all(-(2**63) <= item < 2**63 for item in items if type(item) is int)
 
 
 def _expected_words(flag: _Flag) -> str:
@@ -260,7 +283,7 @@ def _convert(raw: Any, annotation: Any) -> Any:
             return None
         items = [_convert(item, kinds[0]) for item in raw]
         return None if None in items else tuple(items)
-    if type(raw) is int and not -(2**63) <= raw < 2**63:
+    if not _fits(raw):
         return None
     if annotation is float and type(raw) is int:
         return float(raw)

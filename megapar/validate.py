@@ -6,6 +6,7 @@ once, a line each: the options with their values, why they do not fit, and what 
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -329,11 +330,7 @@ def _data(config: Config) -> Iterator[str]:
     if not entries:
         yield _problem(config, "data.train", "0 entries; give a .bin/.idx prefix, a blend of them, or synthetic")
     bad = [problem for text, entry in zip(data.train, entries, strict=True) if (problem := _entry_problem(text, entry))]
-    bad += [
-        f"data.train={source}: named twice; give it one weight, the sum"
-        for source in sorted({entry.source for entry in entries})
-        if sum(entry.source == source for entry in entries) > 1
-    ]
+    bad += _named_twice([entry.source for entry in entries])
     yield from bad or [*_amounts_of_blend(config, entries), *_stages(config, entries)]
     names = [name for name, _ in validation_sets(config)]
     if len(set(names)) < len(names):
@@ -352,6 +349,25 @@ def _data(config: Config) -> Iterator[str]:
     if data.tokenizer != "bytes" and not (kind in ("spm", "hf", "tiktoken") and file):
         text = "must be bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
         yield _problem(config, "data.tokenizer", text)
+
+
+def _named_twice(sources: Sequence[str]) -> list[str]:
+    """A problem for each source that stands in data.train more than once, under other spellings too."""
+    spellings: dict[str, list[str]] = {}
+    for source in sources:
+        spellings.setdefault(_one_spelling(source), []).append(source)
+    return [
+        f"data.train={names[0]}: named twice{'' if len(set(names)) == 1 else f', also as {names[1]}'}; "
+        "give it one weight, the sum"
+        for names in spellings.values()
+        if len(names) > 1
+    ]
+
+
+def _one_spelling(source: str) -> str:
+    """The same text for two paths to one place, as far as they tell: links are not followed."""
+    kind, colon, path = source.rpartition(":") if source.startswith("hf:") else ("", "", source)
+    return f"{kind}{colon}{os.path.abspath(path)}"
 
 
 def _entry_problem(text: str, entry: Entry) -> str:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -197,6 +198,34 @@ def test_c8_an_unknown_key_or_flag_is_refused_with_what_was_meant(tmp_path):
     assert load_refusal(["--lr=3"]) == "--lr: no such flag; did you mean optimizer.lr?"
     assert load_refusal(["--quux.wibble", "3"]) == "--quux.wibble: no such flag"
     assert load_refusal(["train.steps", "3"]).startswith("'train.steps' follows no flag")
+
+
+def test_c20_an_option_that_two_flags_set_is_refused_with_both():
+    said = load_refusal(["--train.steps", "3", "--train.seed", "1", "--train.steps=4"])
+    assert said == "--train.steps is given twice: --train.steps 3 and --train.steps=4; give it once"
+    said = load_refusal(["--launch.nproc", "2", "--log.tensorboard", "--log.no_tensorboard"])
+    assert said == "--log.tensorboard is given twice: --log.tensorboard and --log.no_tensorboard; give it once"
+
+
+def test_c20_a_source_under_two_spellings_is_refused_with_both():
+    def train_on(*entries):
+        return Config(data=DataConfig(train=entries))
+
+    said = refusal(train_on("1:a/b", "1:a/./x/../b"))
+    assert said == "data.train=a/b: named twice, also as a/./x/../b; give it one weight, the sum"
+    assert "also as" in refusal(train_on("1:a", f"1:{os.getcwd()}/a"))
+    assert "also as" in refusal(train_on("1:hf:json:data/x.jsonl", "1:hf:json:./data/x.jsonl"))
+    assert refusal(train_on("1:a", "2:a")) == "data.train=a: named twice; give it one weight, the sum"
+    validate(train_on("1:a", "1:b", "1:hf:json:a"), 1)
+
+
+def test_c9_a_number_beyond_64_bits_is_refused_in_flags_as_in_files(tmp_path):
+    file = write(tmp_path, "c.toml", "[train]\nsteps = 99999999999999999999999\n")
+    assert load_refusal(["--config", file]).endswith("steps = 99999999999999999999999: expected a whole number")
+    said = load_refusal(["--train.seed", "7", "--train.steps", "99999999999999999999999"])
+    assert said == "--train.steps 99999999999999999999999: expected a whole number"
+    said = load_refusal(["--parallel.partition", "1", "99999999999999999999999"])
+    assert said == "--parallel.partition 1 99999999999999999999999: expected whole numbers"
 
 
 @pytest.mark.parametrize(
@@ -409,7 +438,7 @@ def test_flags_win_over_files_over_bases_over_defaults_and_each_value_knows_its_
     base = write(tmp_path, "base.toml", "[train]\nsteps = 1\nseed = 2\n[model]\nhidden_size = 64\n")
     (tmp_path / "sub").mkdir()
     file = write(tmp_path / "sub", "c.toml", "base = '../base.toml'\n[train]\nseed = 3\nmicro_batch_size = 4\n")
-    resolved = load(["--config", file, "--train.micro-batch-size=5", "--train.steps", "6", "--train.steps", "7"])
+    resolved = load(["--config", file, "--train.micro-batch-size=5", "--train.steps", "7"])
     config, sources = resolved.config, resolved.sources
     assert (config.train.steps, config.train.seed, config.train.micro_batch_size) == (7, 3, 5)
     assert config.model.hidden_size == 64

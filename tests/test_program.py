@@ -26,7 +26,8 @@ FIELDS = [
 
 def start(*flags: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """The tiny run in folder `cwd`."""
-    command = [sys.executable, str(SCRIPTS / "pretrain.py"), *TINY, "--run_dir", "run", *flags]
+    run_dir = () if "--run_dir" in flags else ("--run_dir", "run")
+    command = [sys.executable, str(SCRIPTS / "pretrain.py"), *TINY, *run_dir, *flags]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, **pipes)
 

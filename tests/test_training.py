@@ -515,6 +515,12 @@ def test_metrics_that_the_disk_does_not_take_are_lost_and_told_once(tmp_path: Pa
     assert path.read_text() == '{"step": 1}\n{"step": 4}\n'
 
 
+def test_a_tensorboard_folder_that_is_a_file_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(StorageError, match=f"^cannot write {tmp_path}/tensorboard: File exists$"):
+        Reporter(tmp_path, LogConfig(), steps=9, first_step=0, speaks=True)
+
+
 # fp16
 
 

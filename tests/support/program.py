@@ -113,7 +113,9 @@ def start(
     *flags: str, cwd: Path, env: Mapping[str, str] | None = None, plant: Callable[[], None] | None = None
 ) -> Program:
     """Start the tiny configuration in folder `cwd`, with more flags; the run folder is `cwd`/run."""
-    return Program(PRETRAIN, (*TINY, *flags), cwd, env or {}, plant)
+    pairs = zip(TINY[::2], TINY[1::2], strict=True)
+    kept = [word for pair in pairs if pair[0] not in flags for word in pair]  # an option may be given once
+    return Program(PRETRAIN, (*kept, *flags), cwd, env or {}, plant)
 
 
 def run(
