@@ -36,7 +36,8 @@ AXES = 7
 _INTEGER = struct.Struct("=q")
 _BEAT = struct.Struct("=qqd")  # step, phase, when it began
 _WAIT = struct.Struct("=qqqd")  # axis + 1 (0: waits for nothing), first and last position in its ring, since
-_AXIS = struct.Struct("=16sqqqq")  # name, lowest rank, size, this rank's position, collectives so far
+_AXIS = struct.Struct("=16sqqq")  # name, lowest rank, size, this rank's position
+_COUNTS = struct.Struct("=qq")  # collectives so far, records so far: one write, as it costs part of each operation
 _RECORD = struct.Struct("=qqqqdd")  # number, operation and dtype and site and peer, bytes, step, started, ended
 _ENDED = struct.Struct("=d")
 _AT_BEAT, _AT_WAIT, _AT_PID, _AT_CHECKPOINT, _AT_FLAGS, _AT_ERROR = 0, 24, 56, 64, 72, 128
@@ -45,8 +46,8 @@ _ERROR_BYTES = 1 << 16
 _SITES, _SITE_BYTES = 256, 96
 _AT_SITES = _AT_ERROR + 8 + _ERROR_BYTES
 _AT_AXES = _AT_SITES + 8 + _SITES * _SITE_BYTES
-_AXIS_BYTES = 64 + RING * _RECORD.size  # 64: _AXIS and, behind it, how many records were written
-_AT_COUNT = 56
+_AT_COUNTS = 48  # behind _AXIS
+_AXIS_BYTES = 64 + RING * _RECORD.size  # 64: both of them
 BYTES = -(-(_AT_AXES + AXES * _AXIS_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE  # of address space; untouched pages cost 0
 
 _PREFIX = "megapar-flight-"
@@ -73,14 +74,16 @@ class AxisLog:
         else:
             number = self._sent.get((code, peer), 0) + 1
             self._sent[code, peer] = number
-        what = code | _dtype_code(flight.dtypes, dtype) << 8 | flight.site() << 16 | (peer + 1) << 32
+        dtype_code = flight.dtypes.get(dtype)
+        if dtype_code is None:
+            dtype_code = flight.dtypes[dtype] = _dtype_code(dtype)
+        what = code | dtype_code << 8 | flight.site() << 16 | (peer + 1) << 32
         position = self._count
         record = self._at + 64 + position % RING * _RECORD.size
         _RECORD.pack_into(flight.memory, record, number, what, sent, flight.step, time.time(), 0.0)
         # The counts come last: who reads them finds the record whole.
         self._count = position + 1
-        _INTEGER.pack_into(flight.memory, self._at + _AT_COUNT, self._count)
-        _INTEGER.pack_into(flight.memory, self._at + _AXIS.size - 8, self._collectives)
+        _COUNTS.pack_into(flight.memory, self._at + _AT_COUNTS, self._collectives, self._count)
         return position
 
     def wait(self, first: int, last: int) -> None:
@@ -88,12 +91,11 @@ class AxisLog:
         _WAIT.pack_into(self._flight.memory, _AT_WAIT, self._index + 1, first, last, time.time())
 
     def end(self, first: int, last: int) -> None:
-        """They have ended, and nothing is waited for."""
+        """They have ended."""
         memory, now = self._flight.memory, time.time()
         for position in range(first, last + 1):
             if position >= self._count - RING:  # else its place holds a newer operation
                 _ENDED.pack_into(memory, self._at + 64 + position % RING * _RECORD.size + 40, now)
-        _INTEGER.pack_into(memory, _AT_WAIT, 0)
 
     def fail(self, reason: str) -> str:
         """An operation failed; returns `reason`, with the cause where a monitor knows it."""
@@ -150,7 +152,7 @@ class Flight:
     def axis(self, name: str, first: int, size: int, position: int) -> AxisLog:
         """The log of an axis: its lowest rank, its size, and this rank's position on it."""
         log = AxisLog(self, self._axes)
-        _AXIS.pack_into(self.memory, _AT_AXES + self._axes * _AXIS_BYTES, name.encode(), first, size, position, 0)
+        _AXIS.pack_into(self.memory, _AT_AXES + self._axes * _AXIS_BYTES, name.encode(), first, size, position)
         self._axes += 1
         return log
 
@@ -172,13 +174,10 @@ class Flight:
         return number
 
 
-def _dtype_code(known: dict[object, int], dtype: object) -> int:
-    """The number of torch's `dtype` in DTYPES; `known` keeps what was found."""
-    code = known.get(dtype)
-    if code is None:
-        name = str(dtype).removeprefix("torch.")
-        code = known[dtype] = DTYPES.index(name) if name in DTYPES else 0
-    return code
+def _dtype_code(dtype: object) -> int:
+    """The number of torch's `dtype` in DTYPES."""
+    name = str(dtype).removeprefix("torch.")
+    return DTYPES.index(name) if name in DTYPES else 0
 
 
 def read(memory: Memory, last: int) -> dict[str, Any]:
@@ -192,9 +191,11 @@ def read(memory: Memory, last: int) -> dict[str, Any]:
     axes = [_read_axis(memory, index, last) for index in range(AXES)]
     waiting: dict[str, Any] | None = None
     if waits[0]:
-        axis = _read_axis(memory, waits[0] - 1, RING)
-        records = [r for r in axis["records"] if waits[1] <= r["position"] <= waits[2]]
-        waiting = {"axis": axis["name"], "records": records, "since": waits[3]}
+        at = _AT_AXES + (waits[0] - 1) * _AXIS_BYTES
+        records = [_read_record(memory, at, position) for position in range(waits[1], waits[2] + 1)]
+        records = [record for record in records if not record["ended"]]
+        if records:  # else it has gone on
+            waiting = {"axis": _text(memory[at : at + 16]), "records": records, "since": waits[3]}
     return {
         "pid": _integer(memory, _AT_PID),
         "step": step,
@@ -224,8 +225,8 @@ def _text(raw: bytes | memoryview) -> str:
 
 def _read_axis(memory: Memory, index: int, last: int) -> dict[str, Any]:
     at = _AT_AXES + index * _AXIS_BYTES
-    name, first, size, position, collectives = _AXIS.unpack_from(memory, at)
-    count = _integer(memory, at + _AT_COUNT)
+    name, first, size, position = _AXIS.unpack_from(memory, at)
+    collectives, count = _COUNTS.unpack_from(memory, at + _AT_COUNTS)
     records = [_read_record(memory, at, place) for place in range(max(0, count - min(last, RING)), count)]
     facts = {"name": _text(name), "first": first, "size": size, "position": position}
     return {**facts, "collectives": collectives, "records": records}
