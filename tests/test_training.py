@@ -24,7 +24,7 @@ from megapar.batch import MicroBatch
 from megapar.checkpoint.format import folder_name, read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config import CheckpointConfig, Config, LogConfig
-from megapar.errors import NumericError
+from megapar.errors import NumericError, StorageError
 from megapar.precision import LossScale, Precision
 from megapar.train import checkpoints
 from megapar.train.data import open_loaders
