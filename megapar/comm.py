@@ -104,7 +104,7 @@ def _bytes(x: Tensor) -> int:
 def _begin(axis: Axis, operation: str, x: Tensor, sent_bytes: int) -> int:
     """Count and log a collective that is about to start; its position in the log."""
     axis.traffic.record(operation, sent_bytes)
-    return -1 if axis.log is None else axis.log.begin(operation, _bytes(x), x.dtype)
+    return -1 if axis.log is None else axis.log.begin(operation, x.nbytes, x.dtype, module=__file__, depth=4)
 
 
 def _check(x: Tensor) -> None:
@@ -357,8 +357,10 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
         axis.traffic.record("send", _bytes(x))
     if axis.log is None:
         return _transfer(sends, receives, axis)
-    places = [axis.log.begin("send", _bytes(x), x.dtype, peer) for x, peer in sends]
-    places += [axis.log.begin("receive", _bytes(x), x.dtype, peer) for x, peer in receives]
+    messages = [("send", x, peer) for x, peer in sends] + [("receive", x, peer) for x, peer in receives]
+    places = []
+    for operation, x, peer in messages:
+        places.append(axis.log.begin(operation, x.nbytes, x.dtype, peer, module=__file__, depth=3))
     pending = _transfer(sends, receives, axis)
     return pending.logged(axis, places[0], places[-1]) if places else pending
 
@@ -366,7 +368,7 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
 def barrier(axis: Axis) -> None:
     """Wait until all ranks of `axis` have come here."""
     if axis.size > 1:
-        place = -1 if axis.log is None else axis.log.begin("barrier", 0, None)
+        place = -1 if axis.log is None else axis.log.begin("barrier", 0, None, module=__file__, depth=3)
         Pending([dist.barrier(group=axis.group, async_op=True)]).logged(axis, place, place).wait()
 
 

@@ -65,8 +65,13 @@ class AxisLog:
         self._count = self._collectives = 0
         self._sent: dict[tuple[int, int], int] = {}  # messages so far, by operation and peer
 
-    def begin(self, operation: str, sent: int, dtype: object, peer: int = -1) -> int:
-        """Log an operation that is about to start; returns its position. `peer` is a message's other end on `axis`."""
+    def begin(
+        self, operation: str, sent: int, dtype: object, peer: int = -1, *, module: str = "", depth: int = 2
+    ) -> int:
+        """Log an operation that is about to start; returns its position. `peer` is a message's other end on the axis.
+
+        The call site is the first caller outside the file `module`, `depth` calls up at least, 2 being who calls this.
+        """
         flight = self._flight
         code = _CODES[operation]
         if peer < 0:
@@ -77,7 +82,7 @@ class AxisLog:
         dtype_code = flight.dtypes.get(dtype)
         if dtype_code is None:
             dtype_code = flight.dtypes[dtype] = _dtype_code(dtype)
-        what = code | dtype_code << 8 | flight.site() << 16 | (peer + 1) << 32
+        what = code | dtype_code << 8 | flight.site(module, depth) << 16 | (peer + 1) << 32
         position = self._count
         record = self._at + 64 + position % RING * _RECORD.size
         _RECORD.pack_into(flight.memory, record, number, what, sent, flight.step, time.time(), 0.0)
@@ -156,11 +161,11 @@ class Flight:
         self._axes += 1
         return log
 
-    def site(self) -> int:
-        """The number of the line that called the module which called `begin`."""
-        frame = sys._getframe(2)
-        module = frame.f_code.co_filename
-        while frame.f_back is not None and frame.f_code.co_filename == module:
+    def site(self, module: str, depth: int) -> int:
+        """The number of the line that called into `module`, a file; it is `depth` calls up at least."""
+        # Each frame that Python hands out costs microseconds, so the walk starts where it nearly always ends.
+        frame = sys._getframe(depth)
+        while frame.f_code.co_filename == module and frame.f_back is not None:
             frame = frame.f_back
         code = frame.f_code
         known = self._sites.get((id(code), frame.f_lasti))

@@ -13,7 +13,7 @@ from tests.support import program
 from tests.support.program import Program
 from tests.test_program import free_port, slurm
 
-LONG = ("--train.steps", "100000", "--launch.timeout_seconds", "3")
+LONG = ("--train.steps", "100000", "--launch.timeout_seconds", "5")
 
 
 def on_two_hosts() -> None:

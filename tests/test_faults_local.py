@@ -16,11 +16,13 @@ import torch
 
 from megapar import comm
 from megapar.checkpoint import save
+from megapar.errors import CommunicationError
 from megapar.train import launch, step, trainer
 from tests.support import program
 from tests.support.program import Ended, Program
 
-LONG = ("--train.steps", "100000", "--launch.timeout_seconds", "3")
+LONG = ("--train.steps", "100000")
+HANGS = (*LONG, "--launch.timeout_seconds", "5")  # long enough for a busy machine's steps
 TWO = ("--launch.nproc", "2")
 FOUR = ("--launch.nproc", "4", "--parallel.tp", "2", "--parallel.pp", "2")
 IN_STEPS = " 2/100000 | loss"
@@ -48,7 +50,7 @@ def act_on(
     folder: Path, act: Callable[[Program, list[int]], None], *flags: str, ranks: int = 2, until: str = IN_STEPS
 ) -> Ended:
     """A long run that `act` is done to once it says `until`; asserts that no rank is left."""
-    running = program.start(*LONG, *(FOUR if ranks == 4 else TWO), *flags, cwd=folder)
+    running = program.start(*HANGS, *(FOUR if ranks == 4 else TWO), *flags, cwd=folder)
     pids = children(running, ranks)
     running.until(until)
     act(running, pids)
@@ -119,7 +121,7 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_phase(tmp_path: Path) 
 
         trainer.train = train
 
-    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=plant, timeout_seconds=60)
+    ended = program.run(*HANGS, *TWO, cwd=tmp_path, plant=plant, timeout_seconds=60)
     assert ended.code == 6
     assert ended.err.startswith("CommunicationError: rank 1 (process ")
     assert "it was in step 3, data, for " in ended.err
@@ -129,7 +131,7 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_phase(tmp_path: Path) 
 def test_operations_that_do_not_match_are_named_for_both_ranks(tmp_path: Path) -> None:
     """Row S11."""
     plant = on_rank(1, 2, lambda ctx: comm.all_gather(torch.zeros(300), ctx.grad))
-    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=plant, timeout_seconds=60)
+    ended = program.run(*HANGS, *TWO, cwd=tmp_path, plant=plant, timeout_seconds=60)
     assert ended.code == 6
     message = error(tmp_path)["message"]
     assert message.startswith("ranks did different things: all_reduce ")
@@ -198,6 +200,22 @@ def test_a_rank_that_ends_early_with_0_is_no_success(tmp_path: Path) -> None:
     assert ended.code == 6
     assert ended.err.startswith("CommunicationError: rank 1 (process ")
     assert "ended with exit code 0 before its run was complete in step 3" in ended.err
+
+
+def test_ranks_that_all_fail_alike_are_a_failure(tmp_path: Path) -> None:
+    """All are gone before the launcher has waited for a cause."""
+
+    def fail(*args: Any, **how: Any) -> None:
+        raise CommunicationError("planted")
+
+    def plant() -> None:
+        trainer.train = fail
+
+    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=plant, timeout_seconds=60)
+    assert ended.code == 6
+    assert "CommunicationError: " in ended.err
+    assert ended.err.endswith("planted\n")
+    assert error(tmp_path)["message"] == "planted"
 
 
 def test_a_bug_on_one_rank_is_told_by_its_traceback_alone(tmp_path: Path) -> None:

@@ -218,7 +218,8 @@ class _Launcher:
         if not self._failed_at:
             self._failed_at = time.monotonic()
             self._logs = local_logs(self._board, self._members)
-        if time.monotonic() - self._failed_at < _ECHO_SECONDS:
+        others_live = len(self._codes) < len(self._ranks)
+        if others_live and time.monotonic() - self._failed_at < _ECHO_SECONDS:
             return None
         found = diagnose(self._logs, self._members)
         if found is not None:
@@ -234,10 +235,10 @@ class _Launcher:
     def _over(self) -> tuple[int, Mapping[str, Any] | None] | None:
         """Every rank has ended well, or should have."""
         if len(self._codes) == len(self._ranks):
+            # `_primary` and `_echo` have answered for all other codes.
+            assert set(self._codes.values()) <= {0, _PREEMPTED}, self._codes
             stopped = [rank for rank, code in self._codes.items() if code == _PREEMPTED]
-            if not stopped:
-                return 0, None
-            return _PREEMPTED, read(self._board[stopped[0]], 0)["error"]
+            return (_PREEMPTED, read(self._board[stopped[0]], 0)["error"]) if stopped else (0, None)
         if self._codes and not self._over_at:
             self._over_at = time.monotonic()
         if self._over_at and time.monotonic() - self._over_at > _LEAVING_SECONDS:
