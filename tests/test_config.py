@@ -34,7 +34,7 @@ from megapar.train.report import length_of_run, warnings
 from megapar.validate import changes, num_microbatches, validate, weight_options, with_vocabulary
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts" / "configs"
-WORLD_SIZES = {"tiny": 1, "quickstart": 8, "gpt_125m": 1, "llama_7b": 8, "llama_70b": 64}
+WORLD_SIZES = {"tiny": 1, "laptop": 8, "quickstart": 8, "gpt_125m": 1, "llama_7b": 8, "llama_70b": 64}
 
 
 def problems(config: Config, world_size: int = 1) -> list[str]:
