@@ -221,7 +221,9 @@ class _Launcher:
         others_live = len(self._codes) < len(self._ranks)
         if others_live and time.monotonic() - self._failed_at < _ECHO_SECONDS:
             return None
-        found = diagnose(self._logs, self._members)
+        # Without a failed operation a rank has said itself what it lacks: the others did not come to the meeting, say.
+        in_operation = any("failed" in log["flags"] for log in self._logs.values())
+        found = diagnose(self._logs, self._members) if in_operation else None
         if found is not None:
             text, rank = found
             return _LOST, self._facts(rank, text, _LOST) | {"ranks": rows(self._logs, self._members)}
