@@ -37,8 +37,9 @@ def check(resolved: Resolved, world_size: int) -> Config:
 
 def run(resolved: Resolved, config: Config, env: device.Environment, board: Board | None = None) -> None:
     """One rank's training. `board`: where ranks of the local launcher log what they do."""
-    explained = dry_run.explaining_out_of_memory(config, build_stages, env.rank)
-    with rank_process(config, env, board) as process, explained:
+    explained = partial(dry_run.explaining_out_of_memory, config, build_stages, env.rank)
+    # Twice: around the start of the process's own threads, and within what reports for it from then on.
+    with explained(), rank_process(config, env, board) as process, explained():
         ctx = join(config, env, process)
         train_data, validation_sets = open_loaders(config, ctx)
         with own(run_dir := Path(config.run_dir), ctx):

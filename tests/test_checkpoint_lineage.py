@@ -198,10 +198,10 @@ def end_at_step(last: int) -> None:
 
     original = trainer.train_step
 
-    def train_step(state: Any, *args: Any) -> Any:
+    def train_step(state: Any, *args: Any, **named: Any) -> Any:
         if state.step == last - 1:
             os._exit(9)
-        return original(state, *args)
+        return original(state, *args, **named)
 
     trainer.train_step = train_step
 

@@ -210,13 +210,13 @@ def remove_run_folder(again: bool) -> None:
 
     original = trainer.train_step
 
-    def train_step(state: Any, *args: Any) -> Any:
+    def train_step(state: Any, *args: Any, **named: Any) -> Any:
         if state.step == 2:
             shutil.move("run", "moved")
             if again:
                 Path("run").mkdir()
                 (Path("run") / ".lock").write_text("")
-        return original(state, *args)
+        return original(state, *args, **named)
 
     trainer.train_step = train_step
 

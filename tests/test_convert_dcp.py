@@ -79,7 +79,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
     with pytest.MonkeyPatch.context() as patched:  # as an older version would have written it
         patched.setattr(stream, "check_finite", lambda name, values: values)
         write_weights(tmp_path / "native", CONFIG, shapes, tensors.__getitem__, shard_bytes=20_000)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up\.weight: holds NaN or infinity"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up\.weight.* not finite"):
         export(tmp_path / "native", tmp_path / "dcp")
     assert [path.name for path in tmp_path.iterdir()] == ["native"]
 

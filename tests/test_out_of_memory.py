@@ -49,10 +49,10 @@ def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
     def fill() -> None:
         step = trainer.train_step
 
-        def full(state: Any, *rest: Any) -> Any:
+        def full(state: Any, *rest: Any, **named: Any) -> Any:
             if state.ctx.pp.last:
                 raise torch.OutOfMemoryError(GPU_WORDS)
-            return step(state, *rest)
+            return step(state, *rest, **named)
 
         trainer.train_step = full
 

@@ -38,6 +38,9 @@ def hidden_bytes(config: Config) -> int:
     return 4 * config.train.seq_length * config.train.micro_batch_size * config.model.hidden_size
 
 
+NORM_BYTES = 16  # of one message: the squared gradient norm and the votes to stop, fp64 each
+
+
 def tensor_parallel(config: Config, pp_rank: int) -> int:
     """A layer and micro-batch: forward the outputs of attention and MLP are summed, backward the gradients of their
     inputs: 4 all-reduces of the hidden states. With sequence parallel each is a reduce-scatter and a gather, each half
@@ -51,7 +54,8 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
     stops when it has all that the backward pass needs, and nothing needs the MLP's sum. So 2 halves more, and with
     sequence parallel, where that collective is a reduce-scatter, 3.
 
-    A step: the squared gradient norm (fp64), and with sequence parallel the gradients of norm weights.
+    A step: the squared gradient norm and the votes to stop (fp64 each), and with sequence parallel the gradients of
+    norm weights.
     """
     model, parallel, train = config.model, config.parallel, config.train
     first, last, layers = pp_rank == 0, pp_rank == parallel.pp - 1, parallel.partition[pp_rank]
@@ -63,24 +67,29 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
     loss = last * _all_reduce(4 * 4 * train.seq_length * train.micro_batch_size, parallel.tp)
     norms = sequence * _all_reduce(4 * (2 * layers + last) * model.hidden_size, parallel.tp)
     one_micro_batch = halves * _all_reduce(hidden_bytes(config), parallel.tp) // 2 + loss
-    return micro_batches(config) * one_micro_batch + norms + _all_reduce(8, parallel.tp)
+    return micro_batches(config) * one_micro_batch + norms + _all_reduce(NORM_BYTES, parallel.tp)
 
 
 def pipeline_parallel(config: Config, pp_rank: int) -> int:
     """A micro-batch: hidden states to the next stage, their gradients to the one before, slices of them with sequence
-    parallel. A step: the squared gradient norm (fp64) and the loss (fp32)."""
+    parallel. A step: the squared gradient norm and the votes to stop (fp64 each), and the loss (fp32)."""
     parallel = config.parallel
     neighbours = (pp_rank > 0) + (pp_rank < parallel.pp - 1)
     message = hidden_bytes(config) // (parallel.tp if parallel.sequence_parallel else 1)
-    return micro_batches(config) * neighbours * message + _all_reduce(8, parallel.pp) + _all_reduce(4, parallel.pp)
+    return (
+        micro_batches(config) * neighbours * message
+        + _all_reduce(NORM_BYTES, parallel.pp)
+        + _all_reduce(4, parallel.pp)
+    )
 
 
 def data_parallel(config: Config, pp_rank: int) -> int:
     """A step: gradients are all-reduced, or (zero_stage 1) reduce-scattered and the new weights gathered, which sends
-    as much in fp32; then also the squared gradient norm (fp64). The number of targets and the loss (fp32)."""
+    as much in fp32; then also the squared gradient norm and the votes to stop (fp64 each). The number of targets and
+    the loss (fp32)."""
     dp, sharded = config.parallel.dp, config.optimizer.zero_stage == 1
     gradients = _all_reduce(4 * local_parameters(config, pp_rank), dp)
-    return gradients + sharded * _all_reduce(8, dp) + 2 * _all_reduce(4, dp)
+    return gradients + sharded * _all_reduce(NORM_BYTES, dp) + 2 * _all_reduce(4, dp)
 
 
 def _all_reduce(nbytes: int, ranks: int) -> int:

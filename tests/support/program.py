@@ -142,6 +142,8 @@ def _main(
     plant: Callable[[], None] | None,
 ) -> None:
     os.setsid()
+    # A test run in the background ignores SIGINT, and its forks would too: a program in a terminal does not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
