@@ -47,10 +47,15 @@ def gone(pids: list[int]) -> bool:
 
 
 def act_on(
-    folder: Path, act: Callable[[Program, list[int]], None], *flags: str, ranks: int = 2, until: str = IN_STEPS
+    folder: Path,
+    act: Callable[[Program, list[int]], None],
+    *flags: str,
+    hangs: tuple[str, ...] = HANGS,
+    ranks: int = 2,
+    until: str = IN_STEPS,
 ) -> Ended:
     """A long run that `act` is done to once it says `until`; asserts that no rank is left."""
-    running = program.start(*HANGS, *(FOUR if ranks == 4 else TWO), *flags, cwd=folder)
+    running = program.start(*hangs, *(FOUR if ranks == 4 else TWO), *flags, cwd=folder)
     pids = children(running, ranks)
     running.until(until)
     act(running, pids)
@@ -289,7 +294,7 @@ def test_ctrl_c_ends_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
         time.sleep(0.5)
         os.kill(pids[0], signal.SIGINT)
 
-    ended = act_on(tmp_path, stop_then_interrupt, "--launch.timeout_seconds", "500")
+    ended = act_on(tmp_path, stop_then_interrupt, hangs=LONG)
     assert ended.code == 130
     assert "rank 0 (process " in ended.err
 
@@ -407,7 +412,7 @@ def test_a_second_request_ends_at_once(tmp_path: Path) -> None:
         time.sleep(1.5)
         running.send(signal.SIGTERM)
 
-    ended = act_on(tmp_path, ask_twice, "--launch.timeout_seconds", "500")
+    ended = act_on(tmp_path, ask_twice, hangs=LONG)
     assert ended.code == 128 + signal.SIGTERM
     assert ended.err.endswith("(SIGTERM)\n")
 
