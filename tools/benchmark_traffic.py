@@ -39,7 +39,8 @@ def hidden_bytes(config: Config) -> int:
 
 
 NORM_BYTES = 16  # of one message: the squared gradient norm and the votes to stop, fp64 each
-LOSS_BYTES = 8  # of one message: the loss and the votes again, fp32 each, for ranks that the norm's do not reach
+# The votes travel again beside the loss, for ranks that the norm's messages do not reach; fp32 each.
+LOSS_BYTES = 8
 
 
 def tensor_parallel(config: Config, pp_rank: int) -> int:
@@ -73,7 +74,8 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
 
 def pipeline_parallel(config: Config, pp_rank: int) -> int:
     """A micro-batch: hidden states to the next stage, their gradients to the one before, slices of them with sequence
-    parallel. A step: the squared gradient norm and the votes to stop (fp64 each), and the loss with the votes (fp32 each)."""
+    parallel. A step: the squared gradient norm and the votes to stop (fp64 each), and the loss with the votes (fp32
+    each)."""
     parallel = config.parallel
     neighbours = (pp_rank > 0) + (pp_rank < parallel.pp - 1)
     message = hidden_bytes(config) // (parallel.tp if parallel.sequence_parallel else 1)
@@ -86,8 +88,8 @@ def pipeline_parallel(config: Config, pp_rank: int) -> int:
 
 def data_parallel(config: Config, pp_rank: int) -> int:
     """A step: gradients are all-reduced, or (zero_stage 1) reduce-scattered and the new weights gathered, which sends
-    as much in fp32; then also the squared gradient norm and the votes to stop (fp64 each). The number of targets (fp32),
-    and the loss with the votes (fp32 each)."""
+    as much in fp32; then also the squared gradient norm and the votes to stop (fp64 each). The number of targets
+    (fp32), and the loss with the votes (fp32 each)."""
     dp, sharded = config.parallel.dp, config.optimizer.zero_stage == 1
     gradients = _all_reduce(4 * local_parameters(config, pp_rank), dp)
     targets = _all_reduce(4, dp)
