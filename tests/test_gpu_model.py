@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.build import flops_per_token, parameter_count
-from torch import Tensor
 
 from megapar.batch import MicroBatch
 from megapar.config import Config, KernelsConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapar.train.dry_run import kept_for_backward
 from megapar.validate import validate
 from tests.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
@@ -120,19 +120,8 @@ def kept_by_autograd(model: ModelConfig, train: TrainConfig, loss_chunk: int) ->
     shape = train.micro_batch_size, train.seq_length
     tokens = torch.arange(train.seq_length).expand(shape).contiguous() % model.vocab_size
     batch = MicroBatch(tokens, tokens.clone(), torch.ones(shape), torch.zeros(shape[0], dtype=torch.int64))
-    known = {p.untyped_storage()._cdata for p in [*stage.parameters(), batch.targets_bs, batch.weights_bs]}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage._cdata not in known:
-            kept[storage._cdata] = storage
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss = stage(None, batch)
-    assert torch.isfinite(loss)
-    return sum(storage.nbytes() for storage in kept.values())
+    known = [*stage.parameters(), batch.targets_bs, batch.weights_bs]
+    return kept_for_backward(lambda: stage(None, batch), without=known)
 
 
 @needs_triton

@@ -124,7 +124,10 @@ def require_space(root: Path, needed: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if free < needed:
-        raise StorageError(f"{root} has {free:,} bytes free, the checkpoint needs {needed:,}: free some space")
+        raise StorageError(
+            f"{root} has {free:,} bytes free, the checkpoint needs {needed:,}: free some space, "
+            "choose another --run_dir, or train without checkpoints (--checkpoint.every 0 --checkpoint.no-save_last)"
+        )
 
 
 @dataclass(frozen=True)

@@ -124,11 +124,6 @@ class Saver:
         return share(state.optimizer.slices(), state.ctx.grad, not state.grads.sharded)
 
 
-def step_of(path: Path) -> int:
-    """The step of a checkpoint's folder."""
-    return int(path.name.removeprefix("step_"))
-
-
 def facts(state: TrainState) -> dict[str, Any]:
     """What a manifest says besides its tensors, as JSON types."""
     config, parallel = state.config, state.config.parallel

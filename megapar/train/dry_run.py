@@ -1,6 +1,6 @@
 """The whole layout without training: every kind of rank is built on the meta device, without processes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -96,7 +96,15 @@ def _kept_bytes(stage: PipelineStage, config: Config) -> int:
     batch = MicroBatch(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
     specs = stage.boundary(batch)
     inputs = [torch.empty(s.shape, dtype=s.dtype, device=META, requires_grad=True) for s in specs]
-    known = {p.untyped_storage()._cdata for p in stage.parameters()}
+    return kept_for_backward(lambda: stage(inputs[0] if inputs else None, batch), list(stage.parameters()))
+
+
+def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) -> int:
+    """Bytes of the storages that autograd keeps of `forward()` for its backward pass.
+
+    The storages of the tensors `without` are not counted. A storage that several tensors share is counted once.
+    """
+    known = {x.untyped_storage()._cdata for x in without}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -106,7 +114,7 @@ def _kept_bytes(stage: PipelineStage, config: Config) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        stage(inputs[0] if inputs else None, batch)
+        forward()
     return sum(storage.nbytes() for storage in kept.values())
 
 

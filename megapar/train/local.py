@@ -16,7 +16,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -44,7 +45,7 @@ def start_local_ranks(main: Main, nproc: int, run_dir: str) -> int:
     6: a rank was lost. Else the code of the first rank that failed. Only the cause is printed and stands in error.json.
     """
     board = Board(nproc)
-    with _store() as meeting:
+    with _store_file() as meeting:
         # Until a rank has handlers of its own it must not run this process's, which share a pipe with it.
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         signals = Signals(raises=False)
@@ -66,22 +67,21 @@ def start_local_ranks(main: Main, nproc: int, run_dir: str) -> int:
     return code
 
 
-class _store:  # noqa: N801 (a context manager, used as a function)
-    """The address of a file at which forked processes meet: on Linux memory without a name, elsewhere a temporary
-    file."""
+@contextmanager
+def _store_file() -> Iterator[str]:
+    """The URL of a file at which forked processes meet, for torch's FileStore.
 
-    def __enter__(self) -> str:
-        self._descriptor, self._path = -1, ""
-        if hasattr(os, "memfd_create"):
-            self._descriptor = os.memfd_create("megapar-store")
-            return f"file:///proc/self/fd/{self._descriptor}"
-        self._descriptor, self._path = tempfile.mkstemp(prefix="megapar-store-")
-        return f"file://{self._path}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
-        if self._path:
-            os.unlink(self._path)
+    On Linux the file is memory without a name, so that nothing is left behind however this process ends.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("megapar-store")
+        try:
+            yield f"file:///proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+        return
+    with tempfile.NamedTemporaryFile(prefix="megapar-store-") as file:
+        yield f"file://{file.name}"
 
 
 def _rank_main(rank: int, nproc: int, meeting: str, launcher: int, board: Board, main: Main) -> None:

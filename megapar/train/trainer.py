@@ -10,6 +10,7 @@ from typing import Any
 from megapar import comm, device
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.checkpoint.agreement import together
+from megapar.checkpoint.format import step_of
 from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.data.delivery import Delivery
@@ -134,7 +135,7 @@ def train(run: Run) -> str:
             flight.enter("save")
             saved = saver.save(state, ready=reporter.flush) if saver.due(state.step, last) or (stop and saves) else []
             for path in [*saved, *saver.completed(wait=last or stop)]:
-                flight.checkpoint(checkpoints.step_of(path))
+                flight.checkpoint(step_of(path))
                 reporter.say(f"step {state.step}/{steps} | saved {path}")
     return _why_stopped(run, saves) if stop else ""
 
