@@ -43,6 +43,7 @@ def test_one_pass_finds_the_crc_and_any_bad_value(size: int) -> None:
         spoilt[place] = -1e-38
         assert "negative" in examine("exp_avg_sq.p", spoilt)[1]
         assert examine("exp_avg.p", spoilt)[1] == ""
+    assert examine("main.p", torch.full((size,), 3e38))[1] == "", "a sum that overflows is only a suspicion"
     assert examine("main.p", torch.arange(5))[1] == ""
     assert "not finite" in examine("main.p", torch.tensor([1.0, math.nan], dtype=torch.bfloat16))[1]
     assert examine("main.p", torch.empty(0)) == (0, "")

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megapar.checkpoint.manifest import Span, encode, index, seal
@@ -40,7 +41,7 @@ STATE = ("main", "exp_avg", "exp_avg_sq")
 SECOND_MOMENT = "exp_avg_sq"
 _FOLDER = re.compile(r"step_(\d{8,})")
 _BLOCK = 1 << 16  # elements of a tensor that are judged while they lie in the cache
-_INF, _NEGATIVE_INF = 0x7F800000, 0xFF800000  # the bits of an fp32 infinity
+_INF = 0x7F800000  # the bits of an fp32 infinity
 _PARSED = 32  # tensors whose chunks stay in memory once they are parsed
 
 Sizes = tuple[int, ...]
@@ -277,24 +278,32 @@ def checksum(values: Tensor) -> int:
 def examine(name: str, values: Tensor) -> tuple[int, str]:
     """CRC-32 of a contiguous CPU tensor, and why no training can go on from its values; empty if it can.
 
-    Second moments, known by their `name`, must not be negative. Each block is judged while it lies in the cache, by the
-    bits of its values as integers, which takes half the time of comparing them as numbers: from inf and nan on, an
-    integer is at least that of inf, among the signed ones for positive values, among the unsigned for negative ones.
+    Second moments, known by their `name`, must not be negative. Each block is judged right after its CRC, while it lies
+    in the cache. The judgment may suspect a tensor that is fine, never miss one that is not; a suspect is looked at
+    exactly.
     """
     if values.dtype != torch.float32:
         return checksum(values), _problem_of(name, values)
-    bits = values.reshape(-1).numpy().view(np.uint32)
-    second_moment = name.startswith(f"{SECOND_MOMENT}.")
+    numbers = values.reshape(-1).numpy()
+    is_suspect = _may_be_negative_or_not_finite if name.startswith(f"{SECOND_MOMENT}.") else _may_be_not_finite
     crc32 = 0
     suspect = False
-    for first in range(0, len(bits), _BLOCK):
-        block = bits[first : first + _BLOCK]
+    for first in range(0, len(numbers), _BLOCK):
+        block = numbers[first : first + _BLOCK]
         crc32 = zlib.crc32(block.data, crc32)
-        if second_moment:
-            suspect = suspect or block.max() >= _INF
-        else:
-            suspect = suspect or block.max() >= _NEGATIVE_INF or block.view(np.int32).max() >= _INF
+        suspect = suspect or is_suspect(block)
     return crc32, _problem_of(name, values) if suspect else ""
+
+
+def _may_be_not_finite(block: NDArray[np.float32]) -> bool:
+    """A sum is not finite if one of its terms is not; very large terms may overflow it, too."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return not math.isfinite(np.add.reduce(block))
+
+
+def _may_be_negative_or_not_finite(block: NDArray[np.float32]) -> bool:
+    """By the bits as unsigned integers: inf and nan are the largest positive values, and negative ones are larger."""
+    return bool(block.view(np.uint32).max() >= _INF)
 
 
 def _problem_of(name: str, values: Tensor) -> str:
