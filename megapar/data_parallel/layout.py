@@ -1,15 +1,26 @@
-"""Where parameters lie in a flat buffer: pure arithmetic over element counts, and ranges of elements.
+"""Where parameters lie in a rank's flat memory: weights, gradients and optimizer state share these offsets.
 
-A range is [start, stop); a list of ranges is sorted and disjoint.
+Parameters lie in reverse registration order, about the order in which their gradients become final, in buckets. A
+bucket is reduced in one collective over the axis on which its parameters are replicated (`ParamSpec.replicas`). Under
+ZeRO each rank of that axis owns an equal slice of the bucket (Rajbhandari et al., arXiv 1910.02054), its shard.
+
+A range is [start, stop) in elements; a list of ranges is sorted and disjoint.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from megapar.context import Axis
+from megapar.params import ParamSpec, spec_of
 
 Range = tuple[int, int]
 
 ALIGNMENT = 64
-"""Elements. Parameters and shards start at multiples of it, so that a vectorised optimizer has no scalar remainder
+"""Elements. Parameters and shards start at multiples of it, so that a vectorized optimizer has no scalar remainder
 inside them: that rounds differently, and an element's update would depend on where the buffer happens to be cut."""
 
 
@@ -28,25 +39,85 @@ class Bucket(NamedTuple):
         return self.start + rank * length, self.start + (rank + 1) * length
 
 
-def lay_out(groups: Sequence[Sequence[int]], bucket_elements: int, shards: int) -> tuple[list[int], list[Bucket]]:
+@dataclass(frozen=True)
+class Group:
+    """Element counts of parameters that may share buckets, whose buckets are cut into `shards` equal slices.
+
+    `whole`: no parameter may lie in two slices.
+    """
+
+    counts: Sequence[int]
+    shards: int
+    whole: bool = False
+
+
+def lay_out(groups: Sequence[Group], bucket_elements: int) -> tuple[list[int], list[Bucket]]:
     """The first element of each parameter, in the order given, and the buckets.
 
-    `groups` holds parameters' element counts; a bucket holds parameters of one group only, is closed when it has
-    reached `bucket_elements`, and is padded so that `shards` equal, aligned slices make it up.
+    A bucket holds parameters of one group only, is closed when it has reached `bucket_elements`, and is padded so that
+    its group's equal, aligned slices make it up.
     """
     starts: list[int] = []
     buckets: list[Bucket] = []
     end = 0
-    for counts in groups:
-        bucket_start, first = end, len(starts)
-        for position, count in enumerate(counts):
-            starts.append(end)
-            end += _round_up(count, ALIGNMENT)
-            if end - bucket_start >= bucket_elements or position == len(counts) - 1:
-                end = bucket_start + _round_up(end - bucket_start, ALIGNMENT * shards)
-                buckets.append(Bucket(bucket_start, end, first, len(starts)))
-                bucket_start, first = end, len(starts)
+    for group in groups:
+        first = 0
+        filled = 0
+        for position, count in enumerate(group.counts):
+            filled += _round_up(count, ALIGNMENT)
+            if filled < bucket_elements and position < len(group.counts) - 1:
+                continue
+            counts = group.counts[first : position + 1]
+            inside, length = _place_whole(counts, group.shards) if group.whole else _place(counts, group.shards)
+            buckets.append(Bucket(end, end + length, len(starts), len(starts) + len(counts)))
+            starts += [end + start for start in inside]
+            end += length
+            first = position + 1
+            filled = 0
     return starts, buckets
+
+
+def _place(counts: Sequence[int], shards: int) -> tuple[list[int], int]:
+    """First element of each parameter in a bucket of its own, and the bucket's length; slices may cut parameters."""
+    starts = []
+    end = 0
+    for count in counts:
+        starts.append(end)
+        end += _round_up(count, ALIGNMENT)
+    return starts, _round_up(end, ALIGNMENT * shards)
+
+
+def _place_whole(counts: Sequence[int], shards: int) -> tuple[list[int], int]:
+    """The same with no parameter in two slices; the slices are as short as the order of the parameters allows."""
+    sizes = [_round_up(count, ALIGNMENT) for count in counts]
+    # The least length of a slice for which filling one after the other needs no more than `shards` slices.
+    low = max(max(sizes), _round_up(-(-sum(sizes) // shards), ALIGNMENT))
+    high = sum(sizes)
+    while low < high:
+        middle = (low + high) // 2 // ALIGNMENT * ALIGNMENT
+        if _slices_needed(sizes, middle) <= shards:
+            high = middle
+        else:
+            low = middle + ALIGNMENT
+    starts = []
+    end = 0
+    for size in sizes:
+        if end // low != (end + size - 1) // low:
+            end = _round_up(end, low)
+        starts.append(end)
+        end += size
+    return starts, low * shards
+
+
+def _slices_needed(sizes: Sequence[int], length: int) -> int:
+    needed = 1
+    filled = 0
+    for size in sizes:
+        if filled + size > length:
+            needed += 1
+            filled = 0
+        filled += size
+    return needed
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -68,7 +139,8 @@ def intersect(left: Sequence[Range], right: Sequence[Range]) -> list[Range]:
     common = []
     i = j = 0
     while i < len(left) and j < len(right):
-        start, stop = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        start = max(left[i][0], right[j][0])
+        stop = min(left[i][1], right[j][1])
         if start < stop:
             common.append((start, stop))
         if left[i][1] < right[j][1]:
@@ -76,3 +148,136 @@ def intersect(left: Sequence[Range], right: Sequence[Range]) -> list[Range]:
         else:
             j += 1
     return common
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place: elements [start, stop) of the buffers; [stop, end) is padding, which stays zero."""
+
+    param: nn.Parameter
+    spec: ParamSpec
+    start: int
+    stop: int
+    end: int
+    bucket: int
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+
+Declared = tuple[nn.Parameter, ParamSpec]
+
+
+class FlatLayout:
+    """Slots and buckets of all trained parameters of a rank's stages.
+
+    `modules` are this rank's stages in order. A bucket holds about `bucket_elements` elements. `sharded` says whether
+    each rank of a bucket's axis owns a slice of it (ZeRO) or all of it.
+
+    Raises TypeError if a parameter has no ParamSpec or parameters are not all fp32, all bf16 or all fp16.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], bucket_elements: int, *, sharded: bool):
+        declared = _collect(modules)
+        self.sharded = sharded
+        self.dtype = _common_dtype(declared)
+        groups = _in_groups(declared)
+        counted = [
+            Group([param.numel() for param, _ in group], group[0][1].replicas.size, group[0][1].whole)
+            for group in groups
+        ]
+        starts, self.buckets = lay_out(counted, bucket_elements)
+        self.slots = _slots([pair for group in groups for pair in group], starts, self.buckets)
+        self.numel = self.buckets[-1].stop if self.buckets else 0
+
+    def axis(self, bucket: Bucket) -> Axis:
+        """The axis over which the gradients of a bucket are summed."""
+        return self.slots[bucket.first].spec.replicas
+
+    def shard(self, bucket: Bucket) -> Range:
+        """The part of a bucket that this rank's optimizer updates."""
+        axis = self.axis(bucket)
+        return bucket.shard(axis.rank, axis.size) if self.sharded else (bucket.start, bucket.stop)
+
+    def shards(self) -> list[Range]:
+        """The elements that this rank's optimizer updates, in as few ranges as possible."""
+        return merge(self.shard(bucket) for bucket in self.buckets)
+
+    def counted(self) -> list[Range]:
+        """The elements that this rank counts in the gradient norm, and some padding (zeros).
+
+        Over all ranks each element of the model is counted once: by its owner, and there by the rank whose shard it is
+        in, or if nothing is sharded by the first of the replicas.
+        """
+        owned = [
+            (slot.start + start, slot.end if slot.start + stop == slot.stop else slot.start + stop)
+            for slot in self.slots
+            if self.sharded or slot.spec.replicas.first
+            for start, stop in slot.spec.owned_ranges()
+        ]
+        return intersect(merge(owned), self.shards())
+
+    def copies(self) -> list[Range]:
+        """The elements of this rank's shards that are not in `counted`: another rank counts its own copy of them."""
+        counted = self.counted()
+        starts = [0, *(stop for _, stop in counted)]
+        stops = [*(start for start, _ in counted), self.numel]
+        between = [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+        return intersect(between, self.shards())
+
+
+def _collect(modules: Sequence[nn.Module]) -> list[Declared]:
+    """Each distinct parameter that needs a gradient once, in reverse registration order."""
+    names = {param: name for module in modules for name, param in module.named_parameters() if param.requires_grad}
+    return [(param, spec_of(param, name)) for param, name in reversed(names.items())]
+
+
+def _common_dtype(params: Sequence[Declared]) -> torch.dtype:
+    """fp32, bf16 or fp16; fp32 if there is no parameter. Raises TypeError, naming parameters, for others and for
+    mixtures."""
+    if not params:
+        return torch.float32
+    first, first_spec = params[0]
+    if first.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"{first_spec.name} is {first.dtype}: parameters must be all torch.float32, bfloat16 or float16"
+        )
+    for param, spec in params:
+        if param.dtype != first.dtype:
+            raise TypeError(
+                f"{spec.name} is {param.dtype} and {first_spec.name} is {first.dtype}: all parameters must have one "
+                "dtype"
+            )
+    return first.dtype
+
+
+def _in_groups(params: Sequence[Declared]) -> list[list[Declared]]:
+    """Parameters that may share buckets: summed over the same axis, and replicated over the same other axes.
+
+    A sum over three and more ranks rounds by an element's place in its bucket. Copies of a parameter must not drift
+    apart, so the buckets that hold them look the same on all ranks that do, however their other parameters are cut.
+    """
+    groups: dict[tuple[tuple[str, ...], str, bool], list[Declared]] = {}
+    for param, spec in params:
+        key = (spec.replicated_over(), spec.replicas.name, spec.whole)
+        groups.setdefault(key, []).append((param, spec))
+    # Copies on other pipeline stages were registered there in another order.
+    for (replicated, _, _), group in groups.items():
+        if _TIES in replicated:
+            group.sort(key=lambda pair: pair[1].name)
+    # Tied parameters come last: the gradient of an embedding becomes final at the very end of the backward pass.
+    return [groups[key] for key in sorted(groups, key=lambda key: (_TIES in key[0], key))]
+
+
+_TIES = "ends"  # the axis of stages that hold copies of one parameter (megapar.context)
+
+
+def _slots(params: Sequence[Declared], starts: Sequence[int], buckets: Sequence[Bucket]) -> list[Slot]:
+    slots = []
+    for number, bucket in enumerate(buckets):
+        for i in range(bucket.first, bucket.last):
+            param, spec = params[i]
+            end = starts[i + 1] if i + 1 < bucket.last else bucket.stop
+            slots.append(Slot(param, spec, starts[i], starts[i] + param.numel(), end, number))
+    return slots

@@ -7,28 +7,29 @@ from torch import Tensor
 
 from megapar import comm
 from megapar.context import ParallelContext
-from megapar.data_parallel.grad_buffer import GradBuffer
+from megapar.data_parallel.reduce import Gradients
 
 
 @torch.no_grad()
 def grad_norm(
-    buffer: GradBuffer, ctx: ParallelContext, how: Implementation = "torch", votes: Tensor | None = None
+    gradients: Gradients, ctx: ParallelContext, impl: Implementation = "torch", votes: Tensor | None = None
 ) -> Tensor:
-    """L2 norm of the gradient of the global batch: 0-d fp32, equal on all ranks. A collective, after `buffer.finish()`.
+    """L2 norm of the gradient of the global batch: 0-d fp32, equal on all ranks. A collective, after
+    `gradients.finish()`.
 
     Squares are summed in fp64, so that the norm does not depend on how layouts and buckets cut the gradient. It is NaN
-    also if a gradient that this rank does not own, its copy of another rank's, is not finite: that copy updates weights
-    here. `votes`, a 0-d number, is summed in place by the same messages over tp and pp, and over the replicas if their
-    shards differ.
+    also if a gradient that this rank does not count, its copy of another rank's, is not finite: that copy updates
+    weights here. `votes`, a 0-d number, is summed over all ranks in place by the same messages.
     """
     # The votes travel with the sum of squares: no message of their own.
-    both = torch.zeros(2, dtype=torch.float64, device=buffer.grads.device)
-    both[0] = square_sum(buffer.grads, how, buffer.counted)
+    both = torch.zeros(2, dtype=torch.float64, device=gradients.flat.device)
+    both[0] = square_sum(gradients.flat, impl, gradients.counted)
     # 0 where all copies are finite, which changes no bit of the norm; else NaN.
-    both[0] += 0.0 * square_sum(buffer.grads, how, buffer.copied)
+    both[0] += 0.0 * square_sum(gradients.flat, impl, gradients.copied)
     if votes is not None:
         both[1] = votes
-    for axis in (ctx.tp, ctx.pp, ctx.grad) if buffer.sharded else (ctx.tp, ctx.pp):
+    # Together these axes reach all ranks, and each element is counted on one of them.
+    for axis in (ctx.tp, ctx.pp, ctx.grad):
         comm.all_reduce(both, axis)
     if votes is not None:
         votes.copy_(both[1])
