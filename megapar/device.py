@@ -301,13 +301,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def host_buffer(numel: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised fp32 host memory that the device copies to at full speed: pinned for a GPU.
+def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Uninitialized host memory, 1-D uint8, that the device copies to at full speed: pinned for a GPU.
 
     Memory of its own is pinned, as torch's allocator of pinned memory rounds sizes up to a power of two: up to twice.
     """
-    buffer = torch.empty(numel, dtype=torch.float32)
-    if device.type == "cuda" and numel:
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    if device.type == "cuda" and nbytes:
         runtime = torch.cuda.cudart()
         torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
         weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())

@@ -202,18 +202,18 @@ class MainGrad(Protocol):
     """Where training sums a parameter's gradient in fp32 over the micro-batches: the attribute `main_grad` of the
     parameter, if it has one.
 
-    A layer that computes a weight gradient itself adds it here, once a backward pass, and gives autograd None. Read the
-    attribute in the forward pass: under activation checkpointing the tensor that backward unpacks has no attributes.
+    A layer that computes a weight gradient itself adds it to `view`, of the parameter's shape, then calls `added`, once
+    a backward pass, and gives autograd None. Read the attribute in the forward pass: under activation checkpointing the
+    tensor that backward unpacks has no attributes.
     """
 
+    view: Tensor
+
+    def added(self) -> None:
+        """Tell that this backward pass's gradient has been added to `view`."""
+
     def add(self, grad: Tensor) -> None:
-        """Add `grad`, of the parameter's shape."""
-
-    def add_outer(self, grad_2d: Tensor, x_2d: Tensor, *, more: bool = False) -> None:
-        """Add grad_2d^T @ x_2d ([tokens, out] and [tokens, in] to [out, in]); `more` of the same addition follows."""
-
-    def add_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Add `rows` [n, in] to the rows numbered `ids` [n]; an id may occur often."""
+        """Add `grad`, of the parameter's shape and any dtype, and tell so."""
 
 
 def main_grad_of(param: Tensor) -> MainGrad | None:

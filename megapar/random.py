@@ -6,6 +6,7 @@ exactly.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -23,14 +24,14 @@ _MASK = 0xFFFFFFFF
 def _normal(piece: Piece, seed: int, std: float) -> Tensor:
     """This rank's part of N(0, std) for the logical tensor `piece`, fp32. Whole rows are drawn and then cut."""
     key = int.from_bytes(hashlib.blake2b(piece.name.encode(), digest_size=8).digest(), "little")
-    rows = range(piece.start, piece.stop) if piece.dim == 0 else range(piece.shape[0])
-    columns = slice(piece.start, piece.stop) if piece.dim == 1 else slice(None)
-    width = int(np.prod(piece.shape[1:], dtype=np.int64))
-    local = np.empty((len(rows), width if piece.dim != 1 else piece.stop - piece.start), np.float32)
-    for i, row in enumerate(rows):
+    rows, *others = piece.held.slices
+    row_shape = piece.shape[1:]
+    width = math.prod(row_shape)
+    local = np.empty(piece.local_shape, np.float32)
+    for i, row in enumerate(range(rows.start, rows.stop)):
         stream = np.random.Generator(np.random.Philox(key=[seed, key], counter=[0, 0, row, 0]))
-        local[i] = stream.standard_normal(width, np.float32)[columns]
-    return torch.from_numpy(local).mul_(std).view(piece.local_shape)
+        local[i] = stream.standard_normal(width, np.float32).reshape(row_shape)[tuple(others)]
+    return torch.from_numpy(local).mul_(std)
 
 
 @torch.no_grad()

@@ -152,7 +152,7 @@ def make_state(config: Config) -> TrainState:
 
 def held_gradients(state: TrainState) -> list[layouts.Held]:
     """Reduced gradients; with ZeRO-1 every rank holds only its shards of them, so they are gathered first."""
-    if state.grads.sharded:
-        for bucket in state.grads.buckets:
-            comm.all_gather_shard_async(state.grads.grads[bucket.start : bucket.stop], state.ctx.grad).wait()
+    if state.grads.layout.sharded:
+        for bucket in state.grads.layout.buckets:
+            comm.all_gather_shard_async(state.grads.flat[bucket.start : bucket.stop], state.ctx.grad).wait()
     return layouts.held(state.pipeline.stages.values(), state.ctx, layouts.main_gradients)

@@ -60,7 +60,7 @@ def held(
     for param in unique_parameters(modules):
         spec, flat, last = spec_of(param), values(param).reshape(-1), 0
         for piece, first, last in spec.segments():
-            partial = unsummed and (spec.tie or (spec.tp_sum and piece.shared))
+            partial = unsummed and any(axis.size > 1 for axis in piece.partial)
             parts.append(Held(piece, flat[first:last].view(piece.local_shape).clone(), partial, ctx.grad.rank))
         assert not flat[last:].any(), f"{spec.name}: padding is not zero"
     return parts
@@ -83,11 +83,6 @@ def assemble(ranks: Sequence[Sequence[Held]]) -> dict[str, Tensor]:
     return tensors
 
 
-def _cut(tensor: Tensor, piece: Piece) -> Tensor:
-    """The view of a logical tensor that the piece's rank holds."""
-    return tensor if piece.dim is None else tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
-
-
 def _assemble_one(name: str, found: Sequence[Held]) -> Tensor:
     shape, partial = found[0].piece.shape, found[0].partial
     tensor, owners = found[0].values.new_zeros(shape), torch.zeros(shape, dtype=torch.int)
@@ -95,14 +90,15 @@ def _assemble_one(name: str, found: Sequence[Held]) -> Tensor:
     for part in found:
         piece = part.piece
         assert (piece.shape, part.partial) == (shape, partial), f"{name}: ranks disagree on its spec"
-        place, seen = _cut(tensor, piece), _cut(written, piece)
+        place, seen = tensor[piece.held.slices], written[piece.held.slices]
         if partial:
             place += part.values
         else:
             assert torch.equal(place[seen], part.values[seen]), f"{name}: copies differ"
             place.copy_(part.values)
         seen.fill_(True)
-        owners.narrow(piece.dim or 0, piece.own_start, piece.own_stop - piece.own_start).add_(1)
+        if piece.owned is not None:
+            owners[piece.owned.slices] += 1
     assert written.all(), f"{name}: some elements are held by no rank"
     assert (owners == 1).all(), f"{name}: owned ranges overlap or leave gaps"
     return tensor
@@ -114,7 +110,7 @@ def fill(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> None:
     for param in unique_parameters(modules):
         param.zero_()
         for piece, first, last in spec_of(param).segments():
-            param.view(-1)[first:last].copy_(_cut(tensors[piece.name], piece).reshape(-1))
+            param.view(-1)[first:last].copy_(tensors[piece.name][piece.held.slices].reshape(-1))
 
 
 def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-5) -> None:

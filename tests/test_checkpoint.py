@@ -86,7 +86,7 @@ def save_state(state: TrainState, root: Path) -> Path:
         root,
         slices=state.optimizer.slices(),
         ctx=state.ctx,
-        replicated=not state.grads.sharded,
+        replicated=not state.grads.layout.sharded,
         step=state.step,
         consumed_samples=state.consumed_samples,
         layout={"tp": state.ctx.tp.size, "pp": state.ctx.pp.size, "dp": state.ctx.dp.size},
@@ -107,7 +107,7 @@ def load_state(state: TrainState, path: Path) -> None:
 def contents(state: TrainState) -> list[Tensor]:
     """All that a step reads of this rank's past."""
     kept = [getattr(item, name).clone() for item in state.optimizer.slices() for name in STATE]
-    return [*kept, state.grads.params.clone(), torch.tensor([state.step, state.optimizer.step_count])]
+    return [*kept, state.weights.flat.clone(), torch.tensor([state.step, state.optimizer.step_count])]
 
 
 def resume_twice(root: str, configs: list[Config]) -> list[tuple[list[Tensor], list[Tensor]]]:
@@ -340,14 +340,14 @@ def test_weights_alone_are_where_training_goes_on_from(tmp_path: Path, precision
         params = [param for stage in state.pipeline.stages.values() for param in stage.parameters()]
         load_weights(path, slices=weight_slices(params), ctx=state.ctx, model_config=MODEL_CONFIG)
         state.optimizer.refresh_main_from_params()
-    loaded = state.grads.params.clone()
-    assert torch.equal(loaded, source.grads.params)
+    loaded = state.weights.flat.clone()
+    assert torch.equal(loaded, source.weights.flat)
     assert all(not item.exp_avg.any() and not item.exp_avg_sq.any() for item in state.optimizer.slices())
-    state.grads.grads.uniform_(-1, 1)
+    state.grads.flat.uniform_(-1, 1)
     state.optimizer.step(lr=0.0)
-    assert torch.equal(state.grads.params, loaded)
+    assert torch.equal(state.weights.flat, loaded)
     state.optimizer.step(lr=1e-2)
-    moved = (state.grads.params - loaded).abs()
+    moved = (state.weights.flat - loaded).abs()
     assert 0 < moved.max() < 0.05
 
 
@@ -408,7 +408,7 @@ def test_a_run_starts_from_another_runs_weights(tmp_path: Path) -> None:
     (path,) = Saver(source, tmp_path / "source").save(source)
     state, notes = initialised(config, tmp_path / "run", path)
     assert notes == [f"started from the weights of {path}, step 0"]
-    assert torch.equal(state.grads.params, source.grads.params)
+    assert torch.equal(state.weights.flat, source.weights.flat)
     for mine, theirs in zip(state.optimizer.slices(), source.optimizer.slices(), strict=True):
         assert torch.equal(mine.main, theirs.main)
         assert not mine.exp_avg.any()

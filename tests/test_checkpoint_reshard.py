@@ -20,11 +20,11 @@ from megapar.checkpoint.load import differences, fill, load_weights, weight_slic
 from megapar.checkpoint.save import publish, share, write_part
 from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.context import Axis, ParallelContext, coordinates, single
-from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.errors import CheckpointError
-from megapar.optimizer.adamw import AdamW, ShardSlice
+from megapar.optimizer.adamw import ShardSlice
 from megapar.params import ParamSpec
 from megapar.validate import validate
+from tests.support.flat import flatten
 
 LLAMA = ModelConfig(
     family="llama",
@@ -90,10 +90,10 @@ def rank_slices(model: ModelConfig, layout: Layout, rank: int) -> list[ShardSlic
     ctx = layout.context(rank)
     stages = build_stages(layout.config(model), ctx)
     options = layout.config(model).optimizer
-    buffer = GradBuffer(
+    buffer = flatten(
         list(stages.values()), ctx, zero_stage=options.zero_stage, bucket_mb=options.bucket_mb, overlap=False
     )
-    return list(AdamW(buffer, options).slices())
+    return list(buffer.adamw(options).slices())
 
 
 @cache

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from megapar import context
 from megapar.config import OptimizerConfig
 from megapar.context import ParallelContext
-from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from tests.distributed import run_ranks
+from tests.support.flat import Flat, flatten
 from tests.toy import Reference, Toy, local
 
 TINY, ALL = 1e-4, 64.0  # MiB: a bucket of about 26 elements, that is a parameter each; one bucket a group
@@ -54,8 +54,8 @@ class Case:
         )
 
 
-def make_buffer(modules: Sequence[nn.Module], ctx: ParallelContext, options: OptimizerConfig) -> GradBuffer:
-    return GradBuffer(
+def make_buffer(modules: Sequence[nn.Module], ctx: ParallelContext, options: OptimizerConfig) -> Flat:
+    return flatten(
         modules,
         ctx,
         zero_stage=options.zero_stage,
@@ -87,21 +87,21 @@ def train(case: Case, ctx: ParallelContext) -> dict[str, Any]:
     """A few steps of the toy, compared with one process at each; returns what ranks must agree on."""
     toy = Toy(ctx, case.kv_heads, case.dtype)
     buffer = make_buffer([toy], ctx, case.options)
-    adamw, reference = AdamW(buffer, case.options), Reference(case.options, case.kv_heads)
+    adamw, reference = buffer.adamw(case.options), Reference(case.options, case.kv_heads)
     early = []
     for step in range(case.steps):
         count = case.microbatches * ctx.dp.size
         samples = range(step * count, (step + 1) * count)
         mine = samples[ctx.dp.rank * case.microbatches : (ctx.dp.rank + 1) * case.microbatches]
-        buffer.zero()
+        buffer.gradients.zero()
         before = sum(ctx.grad.traffic.calls.values())
         for i, sample in enumerate(mine):
             if i == len(mine) - 1:
-                buffer.begin()
+                buffer.gradients.begin()
             (toy(sample) / count).backward()
         early.append(sum(ctx.grad.traffic.calls.values()) - before)
-        buffer.finish()
-        norm = grad_norm(buffer, ctx)
+        buffer.gradients.finish()
+        norm = grad_norm(buffer.gradients, ctx)
         if case.compare:
             expected = reference.gradients(samples)
             check_gradients(adamw, expected, case)
@@ -113,7 +113,7 @@ def train(case: Case, ctx: ParallelContext) -> dict[str, Any]:
                 weight = padded(local(param.spec, reference.weights), param)
                 assert_close(param.flatten(), weight, f"{case}: weight {name} after step {step}")
     pieces = {
-        piece.name: (piece.start, param.detach().flatten()[first:last].view(piece.local_shape).clone())
+        piece.name: (piece.held.offset[0], param.detach().flatten()[first:last].view(piece.local_shape).clone())
         for param in toy.parameters()
         for piece, first, last in param.spec.segments()
     }
@@ -124,14 +124,17 @@ def train(case: Case, ctx: ParallelContext) -> dict[str, Any]:
         "pieces": pieces,
         "norm": norm,
         "early": early,
-        "buckets": len(buffer.buckets),
+        "buckets": len(buffer.layout.buckets),
         "updated": updated,
         "sizes": {slot.name: slot.param.numel() for slot in buffer.slots},
         "line": (ctx.tp.rank, ctx.pp.rank),
         "places": {
-            (slot.name, ctx.tp.rank if slot.spec.tie else 0): (slot.start - bucket.start, bucket.stop - bucket.start)
-            for slot, bucket in ((slot, buffer.buckets[slot.bucket]) for slot in buffer.slots)
-            if slot.spec.tie or all(piece.dim is None for piece in slot.spec.pieces)
+            (slot.name, 0 if "tp" in slot.spec.replicated_over() else ctx.tp.rank): (
+                slot.start - bucket.start,
+                bucket.stop - bucket.start,
+            )
+            for slot, bucket in ((slot, buffer.layout.buckets[slot.bucket]) for slot in buffer.slots)
+            if slot.spec.replicated_over()
         },
     }
 

@@ -10,20 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar import context
-from megapar.context import ParallelContext
-from megapar.data_parallel.grad_buffer import GradBuffer
-from megapar.params import ONES, ZEROS, ParamSpec, Piece, parameter, replicated
+from megapar.context import Axis, ParallelContext
+from megapar.params import ONES, ParamSpec, parameter, replicated
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, Sharding, column_linear
 from tests.distributed import run_ranks
+from tests.support.flat import Flat, flatten
 
 TINY, ALL = 1e-4, 64.0
 STEPS, MICROBATCHES, WIDTH = 3, 3, 16
 Use = Callable[[int, int, int], bool]  # (data-parallel rank, step, micro-batch) -> whether the parameter is used
 
 
-def plain(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+def plain(name: str, *shape: int, dtype: torch.dtype = torch.float32, replicas: Axis | None = None) -> nn.Parameter:
     """A parameter that every tensor rank holds, drawn from its shape."""
-    spec = ParamSpec((replicated(name, shape, context.single().tp),), ONES, decay=True)
+    spec = ParamSpec(
+        (replicated(name, shape, context.single().tp),), ONES, decay=True, replicas=replicas or Axis("grad")
+    )
     param = parameter(spec, shape, dtype=dtype, device="cpu")
     param.data.copy_(torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 0.5)
     return param
@@ -33,12 +35,12 @@ class Net(nn.Module):
     """Branches of layers that add weight gradients themselves, a matrix used as embedding and as head, and a `gate`
     that may be left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: Axis) -> None:
         super().__init__()
-        sharding = Sharding(context.single().tp, False, torch.float32, torch.device("cpu"))
+        sharding = Sharding(context.single().tp, replicas, False, torch.float32, torch.device("cpu"))
         self.sharding = sharding
-        self.word = plain("word", 10, WIDTH)
-        self.gate = plain("gate", WIDTH)
+        self.word = plain("word", 10, WIDTH, replicas=replicas)
+        self.gate = plain("gate", WIDTH, replicas=replicas)
         columns = [Columns.even(name, WIDTH, sharding.tp) for name in ("left", "right", "twice")]
         self.left, self.right, self.twice = (
             ColumnParallelLinear(WIDTH, [column], sharding, init=ONES, bias=True) for column in columns
@@ -71,7 +73,7 @@ def ids(rank: int, step: int, microbatch: int) -> Tensor:
 
 def expected_gradients(ranks: int, step: int, use: Use) -> dict[str, Tensor]:
     """By autograd alone, in one process."""
-    net = Net()
+    net = Net(Axis("grad"))
     for rank in range(ranks):
         for i in range(MICROBATCHES):
             net(ids(rank, step, i), use(rank, step, i), True).backward()
@@ -80,18 +82,18 @@ def expected_gradients(ranks: int, step: int, use: Use) -> dict[str, Tensor]:
 
 def run(ctx: ParallelContext, use: Use, zero_stage: int, bucket_mb: float, overlap: bool) -> list[int]:
     """A few backward passes without updates, compared with one process. Returns each step's early reductions."""
-    net, rank = Net(), ctx.dp.rank
-    buffer = GradBuffer([net], ctx, zero_stage=zero_stage, bucket_mb=bucket_mb, overlap=overlap)
+    net, rank = Net(ctx.grad), ctx.dp.rank
+    buffer = flatten([net], ctx, zero_stage=zero_stage, bucket_mb=bucket_mb, overlap=overlap)
     early = []
     for step in range(STEPS):
-        buffer.zero()
+        buffer.gradients.zero()
         before = sum(ctx.grad.traffic.calls.values())
         for i in range(MICROBATCHES):
             if i == MICROBATCHES - 1:
-                buffer.begin()
+                buffer.gradients.begin()
             net(ids(rank, step, i), use(rank, step, i), rank == 0).backward()
         early.append(sum(ctx.grad.traffic.calls.values()) - before)
-        buffer.finish()
+        buffer.gradients.finish()
         for name, want in expected_gradients(ctx.dp.size, step, use).items():
             slot = next(slot for slot in buffer.slots if slot.param is net.get_parameter(name))
             for start, stop in buffer.shards():
@@ -158,11 +160,14 @@ def two_stages_on_a_rank() -> list[list[int]]:
     """The last backward belongs to the first stage alone; the second has been final since before begin()."""
     ctx = context.create(dp=2)
     first, second = nn.Module(), nn.Module()
-    first.weight, second.weight = plain("first", WIDTH, WIDTH), plain("second", WIDTH)
-    buffer = GradBuffer([first, second], ctx, zero_stage=0, bucket_mb=TINY, overlap=True)
+    first.weight, second.weight = (
+        plain("first", WIDTH, WIDTH, replicas=ctx.grad),
+        plain("second", WIDTH, replicas=ctx.grad),
+    )
+    buffer = flatten([first, second], ctx, zero_stage=0, bucket_mb=TINY, overlap=True)
     seen = []
     for _ in range(2):
-        buffer.zero()
+        buffer.gradients.zero()
         hidden, counts = [], [sum(ctx.grad.traffic.calls.values())]
         for i in range(MICROBATCHES):
             x = torch.full((WIDTH,), float(i + ctx.dp.rank)) @ first.weight
@@ -171,11 +176,11 @@ def two_stages_on_a_rank() -> list[list[int]]:
             hidden.append((x, leaf.grad))
         for i, (x, grad) in enumerate(hidden):
             if i == MICROBATCHES - 1:
-                buffer.begin()
+                buffer.gradients.begin()
                 counts.append(sum(ctx.grad.traffic.calls.values()))
             x.backward(grad)
         counts.append(sum(ctx.grad.traffic.calls.values()))
-        buffer.finish()
+        buffer.gradients.finish()
         seen.append([b - a for a, b in itertools.pairwise(counts)])
     return seen
 
@@ -189,8 +194,8 @@ def accumulate_bf16() -> tuple[Tensor, Tensor]:
     """One gradient of about 1, then 255 of about 1e-3, all bf16, on each of two ranks; the sum and that in fp64."""
     ctx = context.create(dp=2)
     module = nn.Module()
-    module.weight = plain("weight", 50, dtype=torch.bfloat16)
-    buffer = GradBuffer([module], ctx, zero_stage=1, bucket_mb=ALL, overlap=True)
+    module.weight = plain("weight", 50, dtype=torch.bfloat16, replicas=ctx.grad)
+    buffer = flatten([module], ctx, zero_stage=1, bucket_mb=ALL, overlap=True)
     exact = torch.zeros(50, dtype=torch.float64)
     for rank in range(2):
         generator = torch.Generator().manual_seed(rank)
@@ -199,7 +204,7 @@ def accumulate_bf16() -> tuple[Tensor, Tensor]:
             exact += grad.double()
             if rank == ctx.dp.rank:
                 module.weight.backward(grad)
-    buffer.finish()
+    buffer.gradients.finish()
     start, stop = buffer.shards()[0]
     return buffer.grads[start : min(stop, 50)].clone(), exact[start : min(stop, 50)]
 
@@ -212,11 +217,11 @@ def test_gradients_of_bf16_weights_accumulate_in_fp32() -> None:
     assert ((got - exact) / exact).abs().max() < 1e-5
 
 
-def buffer_of(*params: nn.Parameter) -> GradBuffer:
+def buffer_of(*params: nn.Parameter) -> Flat:
     module = nn.Module()
     for i, param in enumerate(params):
         module.register_parameter(f"p{i}", param)
-    return GradBuffer([module], context.single(), zero_stage=1, bucket_mb=ALL, overlap=True)
+    return flatten([module], context.single(), zero_stage=1, bucket_mb=ALL, overlap=True)
 
 
 def test_a_parameter_without_a_spec_is_refused_by_name() -> None:
@@ -225,9 +230,10 @@ def test_a_parameter_without_a_spec_is_refused_by_name() -> None:
         buffer_of(plain("a", 3), nn.Parameter(torch.zeros(2)))
 
 
-def test_a_parameter_that_needs_no_gradient_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"^b: requires_grad is False"):
-        buffer_of(plain("a", 3), plain("b", 2).requires_grad_(False))
+def test_a_parameter_that_needs_no_gradient_has_no_place() -> None:
+    frozen = plain("b", 2).requires_grad_(False)
+    assert [slot.name for slot in buffer_of(plain("a", 3), frozen).slots] == ["a"]
+    assert not hasattr(frozen, "main_grad")
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float64)])
@@ -236,22 +242,15 @@ def test_mixed_and_other_dtypes_are_refused_by_name(dtypes: Sequence[torch.dtype
         buffer_of(plain("a", 3, dtype=dtypes[0]), plain("b", 3, dtype=dtypes[1]))
 
 
-def test_only_rows_may_be_shared_over_tensor_ranks() -> None:
-    piece = Piece("a", (4, 4), 1, 0, 2, 0, 2, shared=True)
-    param = parameter(ParamSpec((piece,), ZEROS, decay=True, tp_sum=True), (4, 2), dtype=torch.float32, device="cpu")
-    with pytest.raises(ValueError, match="a is shared over tp along dimension 1"):
-        buffer_of(param)
-
-
 def test_calls_out_of_order_are_refused() -> None:
     param = plain("a", 3)
     buffer = buffer_of(param)
-    buffer.begin()
-    for call in (buffer.begin, buffer.zero):
+    buffer.gradients.begin()
+    for call in (buffer.gradients.begin, buffer.gradients.zero):
         with pytest.raises(RuntimeError, match=r"finish\(\)"):
             call()
-    buffer.finish()
-    for call in (buffer.begin, buffer.finish, (param * 2).sum().backward):
+    buffer.gradients.finish()
+    for call in (buffer.gradients.begin, buffer.gradients.finish, (param * 2).sum().backward):
         with pytest.raises(RuntimeError, match=r"zero\(\)"):
             call()
 

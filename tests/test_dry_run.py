@@ -58,16 +58,16 @@ class KeptTensor:
 def held_bytes(state: TrainState, most_batches: int = SAMPLES) -> tuple[int, int, int, int]:
     """Weights, gradients, optimizer state and most activations of a real step of so many micro-batches at most on this
     rank."""
-    weights = state.grads.params.untyped_storage()
+    weights = state.weights.flat.untyped_storage()
     places = {weights.data_ptr(): 0}
     for item in state.optimizer.slices():
         for x in (item.main, item.exp_avg, item.exp_avg_sq):
             places.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
-    kept = Kept(state.grads.params)
+    kept = Kept(state.weights.flat)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda held: held if isinstance(held, Tensor) else held.x):
         run_forwards_and_backwards(state.pipeline, state, most_batches)
     assert kept.now == 0, "all that was kept is released"
-    return weights.nbytes(), state.grads.grads.untyped_storage().nbytes(), sum(places.values()), kept.peak
+    return weights.nbytes(), state.grads.flat.untyped_storage().nbytes(), sum(places.values()), kept.peak
 
 
 def run_forwards_and_backwards(pipeline: PipelineRuntime, state: TrainState, most_batches: int) -> None:

@@ -8,9 +8,9 @@ from megapar_kernels import norms
 from torch import Tensor, nn
 
 from megapar import context, recompute
-from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.params import ONES, ParamSpec, parameter, replicated
 from tests.kernel_checks import DEVICE, compare, needs_triton, relative_error
+from tests.support.flat import flatten
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 
@@ -152,7 +152,9 @@ class Norm(nn.Module):
         self.name = name
         generator = torch.Generator().manual_seed(columns)
         for kind in ("weight", "bias") if "layer" in name else ("weight",):
-            spec = ParamSpec((replicated(kind, (columns,), context.single().tp),), ONES, decay=False)
+            spec = ParamSpec(
+                (replicated(kind, (columns,), context.single().tp),), ONES, decay=False, replicas=context.single().grad
+            )
             param = parameter(spec, (columns,), dtype=torch.bfloat16, device=DEVICE)
             param.data.copy_(1 + 0.2 * torch.randn(columns, generator=generator))
             setattr(self, kind, param)
@@ -179,7 +181,7 @@ def test_parameters_of_training_get_their_gradients_in_fp32(name: str, recompute
     once a micro-batch it would be off by more than 1e-3, and added by the gradient buffer's hook as well by 1."""
     for rows, columns in ((37, 96), (5, 17000)):  # the second is wide: its weight's gradient is a kernel of its own
         norm = Norm(name, columns)
-        buffer = GradBuffer([norm], context.single(DEVICE), zero_stage=0, bucket_mb=1, overlap=False)
+        buffer = flatten([norm], context.single(DEVICE), zero_stage=0, bucket_mb=1, overlap=False)
         draw = partial(torch.randn, (rows, columns), generator=torch.Generator().manual_seed(rows))
         batches = [[draw().bfloat16().to(DEVICE) for _ in range(1 + ("add" in name))] for _ in range(4)]
         upstream = draw().bfloat16().to(DEVICE)
@@ -188,7 +190,7 @@ def test_parameters_of_training_get_their_gradients_in_fp32(name: str, recompute
             leaves = [x.clone().requires_grad_() for x in batch]
             recompute.run(recomputed, norm, *leaves).backward(upstream)
             assert all(x.grad is not None for x in leaves)
-        buffer.finish()
+        buffer.gradients.finish()
         for param, right in zip(norm.parameters(), exact, strict=True):
             assert param.grad is None
             assert relative_error(param.main_grad.view, right) < 1e-6  # type: ignore[attr-defined]
@@ -198,11 +200,11 @@ def test_parameters_of_training_get_their_gradients_in_fp32(name: str, recompute
 def test_frozen_parameters_get_no_gradient() -> None:
     """Neither in their main gradient nor from autograd."""
     norm = Norm("layer_norm", 96)
-    buffer = GradBuffer([norm], context.single(DEVICE), zero_stage=0, bucket_mb=1, overlap=False)
+    buffer = flatten([norm], context.single(DEVICE), zero_stage=0, bucket_mb=1, overlap=False)
     norm.bias.requires_grad_(False)
     x = torch.randn(8, 96, device=DEVICE).bfloat16().requires_grad_()
     norm(x).sum().backward()
-    buffer.finish()
+    buffer.gradients.finish()
     assert norm.weight.main_grad.view.any()  # type: ignore[union-attr]
     assert not norm.bias.main_grad.view.any()  # type: ignore[union-attr]
     assert norm.bias.grad is None

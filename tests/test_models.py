@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, RopeScaling
-from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.validate import validate
 from tests import layouts, reference_models, tiny_models
+from tests.support.flat import flatten
 
 PRESETS = Path(__file__).parents[1] / "pretrain_scripts/configs/models"
 PUBLISHED = {
@@ -118,9 +118,9 @@ def test_bf16_gradients_equal_plain_pytorch_to_bf16_rounding(name: str) -> None:
     both signs, lie between loss and farthest weight: 2^-4 holds also for key biases, whose terms nearly cancel."""
     config, ctx = tiny_models.config(MODELS[name], precision="bf16"), context.single()
     stage, batch = tiny_models.build(config, ctx), tiny_models.batch(config.model)
-    buffer = GradBuffer([stage], ctx, zero_stage=0, bucket_mb=1.0, overlap=True)
+    buffer = flatten([stage], ctx, zero_stage=0, bucket_mb=1.0, overlap=True)
     stage(None, batch).backward()
-    buffer.finish()
+    buffer.gradients.finish()
     rounded = {n: t.bfloat16() for n, t in tiny_models.random_tensors(config.model).items()}
     _, expected = reference_models.loss_and_gradients(config.model, rounded, [batch])
     found = layouts.assemble([layouts.held([stage], ctx, layouts.main_gradients)])
@@ -169,7 +169,7 @@ def test_tied_embedding_on_one_rank_is_one_parameter(vpp: int) -> None:
     stages = build_stages(config, context.single())
     layouts.fill(stages.values(), tiny_models.random_tensors(config.model))
     assert stages[vpp - 1].head is stages[0].embedding_weight()
-    buffer = GradBuffer(list(stages.values()), context.single(), zero_stage=1, bucket_mb=1.0, overlap=True)
+    buffer = flatten(list(stages.values()), context.single(), zero_stage=1, bucket_mb=1.0, overlap=True)
     assert [slot.name for slot in buffer.slots].count("embedding.weight") == 1
     assert sum(p.numel() for p in layouts.unique_parameters(stages.values())) == (
         parameter_count(config.model) + (256 - 131) * 48
@@ -178,7 +178,7 @@ def test_tied_embedding_on_one_rank_is_one_parameter(vpp: int) -> None:
     for stage in stages.values():
         x = stage(x, batch)
     x.backward()
-    buffer.finish()
+    buffer.gradients.finish()
     _, expected = reference_models.loss_and_gradients(config.model, tiny_models.random_tensors(config.model), [batch])
     found = layouts.held(stages.values(), context.single(), layouts.main_gradients)
     layouts.assert_close(layouts.assemble([found]), expected)

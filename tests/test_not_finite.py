@@ -35,7 +35,7 @@ LAYOUT = Layout(LLAMA, pp=2, dp=2, micro_batch_size=3, recompute="full", partiti
 def in_a_weight(_: pytest.MonkeyPatch, state: TrainState) -> None:
     """Of one replica."""
     if state.ctx.world.rank == 3:
-        (slot,) = (slot for slot in state.grads.slots if slot.name == "layers.3.mlp.down.weight")
+        (slot,) = (slot for slot in state.grads.layout.slots if slot.name == "layers.3.mlp.down.weight")
         slot.param.data[5, 7] = math.nan
 
 
@@ -72,13 +72,13 @@ def in_a_reduction(patch: pytest.MonkeyPatch, state: TrainState) -> None:
     def planted() -> None:
         finish()
         if state.step == 1 and state.ctx.world.rank == 2:
-            state.grads.grads[state.grads.shards()[0][0]] = math.nan
+            state.grads.flat[state.grads.layout.shards()[0][0]] = math.nan
 
     patch.setattr(state.grads, "finish", planted)
 
 
 def by_the_learning_rate(_: pytest.MonkeyPatch, state: TrainState) -> None:
-    for slot in state.grads.slots:
+    for slot in state.grads.layout.slots:
         slot.param.data.mul_(1e25)
 
 

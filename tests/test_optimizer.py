@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from megapar import context
 from megapar.config import OptimizerConfig
-from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.params import ZEROS, ParamSpec, parameter, replicated
 from tests.distributed import run_ranks
+from tests.support.flat import Flat, flatten
 from tests.toy import DECAYED, Toy
 
 OPTIONS = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -23,16 +23,16 @@ SHAPES = {"matrix": (9, 13), "vector": (70,), "table": (5, 31), "one": (1,)}
 DECAY = {"matrix": True, "vector": True, "table": False, "one": False}
 
 
-def make(dtype: torch.dtype, bucket_mb: float = 64.0) -> tuple[nn.Module, GradBuffer, AdamW]:
+def make(dtype: torch.dtype, bucket_mb: float = 64.0) -> tuple[nn.Module, Flat, AdamW]:
     ctx = context.single()
     module = nn.Module()
     for name, shape in SHAPES.items():
-        spec = ParamSpec((replicated(name, shape, ctx.tp),), ZEROS, decay=DECAY[name])
+        spec = ParamSpec((replicated(name, shape, ctx.tp),), ZEROS, decay=DECAY[name], replicas=ctx.grad)
         param = parameter(spec, shape, dtype=dtype, device="cpu")
         param.data.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))))
         module.register_parameter(name, param)
-    buffer = GradBuffer([module], ctx, zero_stage=1, bucket_mb=bucket_mb, overlap=True)
-    return module, buffer, AdamW(buffer, OPTIONS)
+    buffer = flatten([module], ctx, zero_stage=1, bucket_mb=bucket_mb, overlap=True)
+    return module, buffer, buffer.adamw(OPTIONS)
 
 
 def random_gradients(step: int) -> Iterator[tuple[str, Tensor]]:
@@ -44,11 +44,11 @@ def random_gradients(step: int) -> Iterator[tuple[str, Tensor]]:
         )
 
 
-def set_gradients(module: nn.Module, buffer: GradBuffer, step: int) -> None:
-    buffer.zero()
+def set_gradients(module: nn.Module, buffer: Flat, step: int) -> None:
+    buffer.gradients.zero()
     for name, grad in random_gradients(step):
         getattr(module, name).main_grad.add(grad)
-    buffer.finish()
+    buffer.gradients.finish()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,7 +93,7 @@ def test_bucket_size_changes_no_bit() -> None:
         module, buffer, adamw = make(torch.float32, bucket_mb)
         for step in range(20):
             set_gradients(module, buffer, step)
-            adamw.step(0.01, clip_coefficient(grad_norm(buffer, buffer.ctx), 1.0))
+            adamw.step(0.01, clip_coefficient(grad_norm(buffer.gradients, buffer.ctx), 1.0))
         results.append({s.spec.name: torch.stack([s.main, s.exp_avg, s.exp_avg_sq]) for s in adamw.slices()})
     for result in results[1:]:
         assert all(torch.equal(result[name], results[0][name]) for name in SHAPES)
@@ -158,20 +158,20 @@ def test_a_loaded_step_count_decides_the_bias_correction() -> None:
 def test_the_gradients_are_left_clipped() -> None:
     module, buffer, adamw = make(torch.float32)
     set_gradients(module, buffer, 0)
-    norm = grad_norm(buffer, buffer.ctx)
+    norm = grad_norm(buffer.gradients, buffer.ctx)
     adamw.step(0.01, clip_coefficient(norm, norm.item() / 4))
-    assert grad_norm(buffer, buffer.ctx).item() == pytest.approx(norm.item() / 4, rel=1e-4)
+    assert grad_norm(buffer.gradients, buffer.ctx).item() == pytest.approx(norm.item() / 4, rel=1e-4)
 
 
 def test_the_norm_of_many_elements_is_exact() -> None:
     """4 million: a plain fp32 sum of squares errs by 1e-4 here (row 33)."""
     module = nn.Module()
     ctx = context.single()
-    spec = ParamSpec((replicated("w", (2**22,), ctx.tp),), ZEROS, decay=True)
+    spec = ParamSpec((replicated("w", (2**22,), ctx.tp),), ZEROS, decay=True, replicas=ctx.grad)
     module.w = parameter(spec, (2**22,), dtype=torch.float32, device="cpu")
-    buffer = GradBuffer([module], ctx, zero_stage=0, bucket_mb=64.0, overlap=True)
+    buffer = flatten([module], ctx, zero_stage=0, bucket_mb=64.0, overlap=True)
     buffer.grads.normal_(generator=torch.Generator().manual_seed(0))
-    norm = grad_norm(buffer, ctx)
+    norm = grad_norm(buffer.gradients, ctx)
     assert norm.dtype == torch.float32
     assert norm.shape == ()
     assert norm.item() == pytest.approx(buffer.grads.double().norm().item(), rel=1e-7)
@@ -190,19 +190,19 @@ def norms_with_one_bad_element() -> dict[str, Any]:
     """On tp 2: the norm of random gradients with and without a look at copies; then, for each parameter, rank and bad
     value, the norm if the first element of that rank's part holds it."""
     ctx = context.create(tp=2)
-    buffer = GradBuffer([Toy(ctx)], ctx, zero_stage=0, bucket_mb=1e-4, overlap=True)
+    buffer = flatten([Toy(ctx)], ctx, zero_stage=0, bucket_mb=1e-4, overlap=True)
     buffer.grads.normal_(std=1e30, generator=torch.Generator().manual_seed(ctx.tp.rank))
-    norms: dict[str, Any] = {"looked": grad_norm(buffer, ctx), "numbers": buffer.copies()}
+    norms: dict[str, Any] = {"looked": grad_norm(buffer.gradients, ctx), "numbers": buffer.layout.copies()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffer, "copies", list)
-        norms["not looked"] = grad_norm(buffer, ctx)
+        norms["not looked"] = grad_norm(buffer.gradients, ctx)
     for slot in buffer.slots:
         for rank in (0, 1):
             for bad in (math.nan, math.inf, -math.inf):
                 good = buffer.grads[slot.start].clone()
                 if ctx.tp.rank == rank:
                     buffer.grads[slot.start] = bad
-                norms[f"{slot.name} {rank} {bad}"] = grad_norm(buffer, ctx)
+                norms[f"{slot.name} {rank} {bad}"] = grad_norm(buffer.gradients, ctx)
                 buffer.grads[slot.start] = good
     return norms
 
@@ -226,9 +226,9 @@ def changed_by_decay_alone() -> list[dict[str, bool]]:
         for zero_stage in (0, 1):
             toy = Toy(ctx)
             before = {name: param.detach().clone() for name, param in toy.named_parameters()}
-            buffer = GradBuffer([toy], ctx, zero_stage=zero_stage, bucket_mb=1e-4, overlap=True)
-            adamw = AdamW(buffer, OPTIONS)
-            buffer.finish()
+            buffer = flatten([toy], ctx, zero_stage=zero_stage, bucket_mb=1e-4, overlap=True)
+            adamw = buffer.adamw(OPTIONS)
+            buffer.gradients.finish()
             adamw.step(0.5)
             for name, param in toy.named_parameters():
                 want = before[name] * 0.95

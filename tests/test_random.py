@@ -18,10 +18,10 @@ from torch import Tensor
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig
-from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.random import initialise, keep_mask, row_keys
 from tests import layouts, tiny_models
 from tests.distributed import ON_GPUS, rank_device, run_ranks
+from tests.support.flat import flatten
 
 # Three key/value heads on four ranks: groups of query heads straddle ranks.
 STRADDLING = tiny_models.model(
@@ -241,7 +241,7 @@ def recompute_everywhere(tp: int, precision: str) -> list[tuple[list[Tensor], Te
     for mode, every in RECOMPUTES:
         config = tiny_models.config(model, tp, tp > 1, precision=precision, recompute=mode, recompute_every=every)
         stage = tiny_models.build(config, ctx)
-        buffer = GradBuffer([stage], ctx, zero_stage=0, bucket_mb=1.0, overlap=True)
+        buffer = flatten([stage], ctx, zero_stage=0, bucket_mb=1.0, overlap=True)
         layer, core = gpt.GPTLayer.forward, Attention._core
         with (
             mock.patch.object(gpt.GPTLayer, "forward", autospec=True, side_effect=layer) as layers,
@@ -250,7 +250,7 @@ def recompute_everywhere(tp: int, precision: str) -> list[tuple[list[Tensor], Te
             losses = [stage(None, tiny_models.batch(model, seed)) for seed in (0, 1)]
             for loss in losses:
                 loss.backward()
-            buffer.finish()
+            buffer.gradients.finish()
         results.append(([x.detach() for x in losses], buffer.grads, layers.call_count, cores.call_count))
     return results
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megapar import comm, context
 from megapar.config import ModelConfig
 from megapar.context import Axis, ParallelContext
-from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.params import Init
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.layers import (
@@ -34,6 +33,7 @@ from megapar.tensor_parallel.regions import (
 )
 from tests import layouts, reference_models, tiny_models
 from tests.distributed import rank_device, run_ranks
+from tests.support.flat import flatten
 
 CPU = torch.device("cpu")
 
@@ -368,10 +368,10 @@ def train_model(model: ModelConfig, tp: int, sequence_parallel: bool) -> dict[st
     found: dict[str, Any] = {"loss": loss.item()}
     found["unsummed"] = layouts.held([stage], ctx, layouts.gradients, unsummed=True)
     stage.zero_grad()
-    buffer = GradBuffer([stage], ctx, zero_stage=0, bucket_mb=0.05, overlap=True)
+    buffer = flatten([stage], ctx, zero_stage=0, bucket_mb=0.05, overlap=True)
     for batch in batches:
         stage(None, batch).backward()
-    buffer.finish()
+    buffer.gradients.finish()
     found["summed"] = layouts.held([stage], ctx, layouts.main_gradients)
     return found
 

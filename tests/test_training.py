@@ -40,7 +40,7 @@ Bits = dict[str, Tensor]
 
 def bits(state: TrainState) -> Bits:
     """All that this rank carries from step to step: weights as the model has them, main weights and moments."""
-    found = {"weights": state.grads.params.clone()}
+    found = {"weights": state.weights.flat.clone()}
     for place, item in enumerate(state.optimizer.slices()):
         for name in ("main", "exp_avg", "exp_avg_sq"):
             found[f"{name} of {item.spec.name} ({place})"] = getattr(item, name).clone()
@@ -320,7 +320,7 @@ def gradients(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, 
     state.grads.zero()
     losses = state.pipeline.step(batches, scale / tokens, state.grads.begin)
     state.grads.finish()
-    state.grads.grads.div_(scale)
+    state.grads.flat.div_(scale)
     return mean_loss(losses, tokens, state.ctx).item(), held_gradients(state)
 
 
@@ -461,7 +461,7 @@ def poisoned(folder: Path) -> dict[str, Any]:
     state = started(config)
     train_step(state, micro_batches(config, state.ctx, 0))
     if state.ctx.pp.last:
-        (slot,) = (slot for slot in state.grads.slots if slot.name == "layers.4.mlp_norm.weight")
+        (slot,) = (slot for slot in state.grads.layout.slots if slot.name == "layers.4.mlp_norm.weight")
         slot.param.data[0] = math.nan
     before, said = bits(state), io.StringIO()
     with redirect_stdout(said), pytest.raises(NumericError) as caught:

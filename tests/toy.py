@@ -5,6 +5,7 @@ each computes a different share of its gradient."""
 import math
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from megapar.config import OptimizerConfig
 from megapar.context import Axis, ParallelContext
 from megapar.optimizer.clip import clip_coefficient
-from megapar.params import ZEROS, ParamSpec, Piece, cut, parameter, replicated, sharded, spec_of
+from megapar.params import ZEROS, Box, ParamSpec, Piece, copied, cut, parameter, replicated, sharded, spec_of
 
 Q_HEADS, HEAD, WIDTH = 6, 2, 40
 DECAYED = {"embed", "q", "k", "v", "row"}
@@ -53,27 +54,30 @@ def kv_piece(name: str, kv_heads: int, tp: Axis) -> Piece:
     start, stop = held_rows(kv_heads, tp.rank, tp.size)
     before = held_rows(kv_heads, tp.rank - 1, tp.size)[1] if tp.rank else 0
     own = max(start, before)
-    return Piece(name, (kv_heads * HEAD, WIDTH), 0, start, stop, own, stop, shared=tp.size > 1)
+    piece = sharded(name, (kv_heads * HEAD, WIDTH), {0: (start, stop)})
+    return replace(piece, owned=Box((own, 0), (stop - own, WIDTH)), partial=(tp,))
 
 
 def specs(ctx: ParallelContext, kv_heads: int) -> dict[str, ParamSpec]:
     """What this rank's stage holds: without a pipeline all; else embed, q+k+v, norm | row, bias, scale, embed again."""
-    tp, many, wanted = ctx.tp, ctx.tp.size > 1, shapes(kv_heads)
-    embed = sharded("embed", wanted["embed"], 0, cut(11, tp))
+    tp, wanted = ctx.tp, shapes(kv_heads)
+    embed = copied(sharded("embed", wanted["embed"], {0: cut(11, tp)}), ctx.ends, partial=True)
     q_first, q_last = cut(Q_HEADS, tp)
-    q = sharded("q", wanted["q"], 0, (q_first * HEAD, q_last * HEAD))
-    fused = (q, kv_piece("k", kv_heads, tp), kv_piece("v", kv_heads, tp))
+    q = sharded("q", wanted["q"], {0: (q_first * HEAD, q_last * HEAD)})
+
+    def spec(*pieces: Piece, decay: bool) -> ParamSpec:
+        return ParamSpec(pieces, ZEROS, decay=decay, replicas=ctx.grad)
+
     first = {
-        "embed": ParamSpec((embed,), ZEROS, decay=True, tie=ctx.pp.size > 1),
-        "qkv": ParamSpec(fused, ZEROS, decay=True, tp_sum=many),
-        "norm": ParamSpec((replicated("norm", wanted["norm"], tp),), ZEROS, decay=False, tp_sum=many),
+        "embed": spec(embed, decay=True),
+        "qkv": spec(q, kv_piece("k", kv_heads, tp), kv_piece("v", kv_heads, tp), decay=True),
+        "norm": spec(replicated("norm", wanted["norm"], tp, partial=True), decay=False),
     }
-    copy = Piece("embed", embed.shape, 0, embed.start, embed.stop, embed.start, embed.start)
     last = {
-        "row": ParamSpec((sharded("row", wanted["row"], 1, cut(90, tp)),), ZEROS, decay=True),
-        "bias": ParamSpec((replicated("bias", wanted["bias"], tp),), ZEROS, decay=False),
-        "scale": ParamSpec((replicated("scale", wanted["scale"], tp),), ZEROS, decay=False),
-        "embed": ParamSpec((copy,), ZEROS, decay=True, tie=True),
+        "row": spec(sharded("row", wanted["row"], {1: cut(90, tp)}), decay=True),
+        "bias": spec(replicated("bias", wanted["bias"], tp), decay=False),
+        "scale": spec(replicated("scale", wanted["scale"], tp), decay=False),
+        "embed": spec(embed, decay=True),
     }
     if ctx.pp.size == 1:
         return {**last, **first}
@@ -82,11 +86,7 @@ def specs(ctx: ParallelContext, kv_heads: int) -> dict[str, ParamSpec]:
 
 def local(spec: ParamSpec, whole: Mapping[str, Tensor]) -> Tensor:
     """This rank's part of a parameter, out of whole tensors by piece name; without its padding rows."""
-    parts = []
-    for piece in spec.pieces:
-        tensor = whole[piece.name]
-        parts.append(tensor if piece.dim is None else tensor.narrow(piece.dim, piece.start, piece.stop - piece.start))
-    return torch.cat(parts)
+    return torch.cat([whole[piece.name][piece.held.slices] for piece in spec.pieces])
 
 
 class Toy(nn.Module):
@@ -110,15 +110,18 @@ class Toy(nn.Module):
         whole = {}
         for piece in spec.pieces:
             holders = torch.ones(piece.shape)
-            if spec.tp_sum and piece.shared:
+            if piece.is_partial_over("tp"):
                 holders.zero_()
                 for rank, weight in enumerate(weights):
-                    rows = held_rows(self.kv_heads, rank, tp.size) if piece.dim == 0 else (0, piece.shape[0])
+                    rows = (0, piece.shape[0])
+                    if piece.name in ("k", "v"):
+                        rows = held_rows(self.kv_heads, rank, tp.size)
                     holders[slice(*rows)] += weight
                 holders.reciprocal_().mul_(weights[tp.rank])
             whole[piece.name] = holders
         first = 0.3 + 0.1 * (sample % 3)
-        tied = (first, 1 - first)[ends.rank] if spec.tie and ends.size == 2 else 1.0
+        is_tied = ends.size == 2 and any(piece.is_partial_over("ends") for piece in spec.pieces)
+        tied = (first, 1 - first)[ends.rank] if is_tied else 1.0
         return local(spec, whole) * tied
 
     def forward(self, sample: int) -> Tensor:

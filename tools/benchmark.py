@@ -128,8 +128,7 @@ def load_weights(modules: Iterable[nn.Module], weights: Weights) -> None:
     for param in {id(p): p for module in modules for p in module.parameters()}.values():
         param.zero_()
         for piece, first, last in spec_of(param).segments():
-            whole = weights[piece.name]
-            part = whole if piece.dim is None else whole.narrow(piece.dim, piece.start, piece.stop - piece.start)
+            part = weights[piece.name][piece.held.slices]
             param.view(-1)[first:last].copy_(part.flatten())
 
 

@@ -32,7 +32,6 @@ from rich.table import Table
 
 from megapar import context, device
 from megapar.batch import MicroBatch
-from megapar.checkpoint.format import STATE
 from megapar.checkpoint.load import load
 from megapar.config import CheckpointConfig, Config, LaunchConfig, ModelConfig, TrainConfig
 from megapar.errors import MegaparError, reported
@@ -100,7 +99,7 @@ def step(state: TrainState) -> tuple[float, float]:
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """The state as DCP takes it."""
-    return {f"{name}.{s.spec.name}": getattr(s, name).detach() for s in state.optimizer.slices() for name in STATE}
+    return {f"{name}.{s.spec.name}": x.detach() for s in state.optimizer.slices() for name, x in s.tensors.items()}
 
 
 def copy(source: Path, target: Path) -> None:

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megapar import context
-from megapar.checkpoint.format import STATE, Chunk, Manifest, boxes, folder_name, is_complete, read_manifest
+from megapar.checkpoint.format import Chunk, Manifest, boxes, folder_name, is_complete, read_manifest
 from megapar.checkpoint.save import publish
 from megapar.config import Config, ModelConfig
 from megapar.errors import reported
@@ -44,6 +44,7 @@ MODEL = ModelConfig(
     intermediate_size=28672,
     vocab_size=32000,
 )
+STATE = ("main", "exp_avg", "exp_avg_sq")  # what AdamW keeps
 TP, PP = 8, 8
 FACTS: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
 Parts = list[dict[str, Any] | None]

@@ -39,8 +39,7 @@ def hidden_bytes(config: Config) -> int:
 
 
 NORM_BYTES = 16  # of one message: the squared gradient norm and the votes to stop, fp64 each
-# The votes travel again beside the loss, for ranks that the norm's messages do not reach; fp32 each.
-LOSS_BYTES = 8
+LOSS_BYTES = 4  # of one message: the loss sum, fp32
 
 
 def tensor_parallel(config: Config, pp_rank: int) -> int:
@@ -74,8 +73,7 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
 
 def pipeline_parallel(config: Config, pp_rank: int) -> int:
     """A micro-batch: hidden states to the next stage, their gradients to the one before, slices of them with sequence
-    parallel. A step: the squared gradient norm and the votes to stop (fp64 each), and the loss with the votes (fp32
-    each)."""
+    parallel. A step: the squared gradient norm and the votes to stop (fp64 each), and the loss (fp32)."""
     parallel = config.parallel
     neighbours = (pp_rank > 0) + (pp_rank < parallel.pp - 1)
     message = hidden_bytes(config) // (parallel.tp if parallel.sequence_parallel else 1)
@@ -88,13 +86,13 @@ def pipeline_parallel(config: Config, pp_rank: int) -> int:
 
 def data_parallel(config: Config, pp_rank: int) -> int:
     """A step: gradients are all-reduced, or (zero_stage 1) reduce-scattered and the new weights gathered, which sends
-    as much in fp32; then also the squared gradient norm and the votes to stop (fp64 each). The number of targets
-    (fp32), and the loss with the votes (fp32 each)."""
-    dp, sharded = config.parallel.dp, config.optimizer.zero_stage == 1
+    as much in fp32; then the squared gradient norm and the votes to stop (fp64 each). The number of targets and the
+    loss (fp32 each)."""
+    dp = config.parallel.dp
     gradients = _all_reduce(4 * local_parameters(config, pp_rank), dp)
     targets = _all_reduce(4, dp)
     loss = _all_reduce(LOSS_BYTES, dp)
-    return gradients + sharded * _all_reduce(NORM_BYTES, dp) + targets + loss
+    return gradients + _all_reduce(NORM_BYTES, dp) + targets + loss
 
 
 def _all_reduce(nbytes: int, ranks: int) -> int:

@@ -29,7 +29,7 @@ from torch import Tensor
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.checkpoint import dcp, megatron
-from megapar.checkpoint.format import WEIGHTS, Manifest, Sizes, read_manifest
+from megapar.checkpoint.format import MAIN, Manifest, Sizes, read_manifest
 from megapar.checkpoint.huggingface import (
     Recipe,
     Weights,
@@ -186,10 +186,8 @@ def native_to_hf(options: NativeToHf) -> None:
     manifest = read_manifest(options.src)
     config = saved_config(manifest)
     shapes = native_shapes(config.model)
-    (state,) = WEIGHTS
-    wrong = differences(
-        manifest, {f"{state}.{name}": shape for name, shape in shapes.items()}, WEIGHTS, weight_options(config)
-    )
+    kinds = {f"{MAIN}.{name}": ("float32", shape) for name, shape in shapes.items()}
+    wrong = differences(manifest, kinds, weight_options(config), weights_alone=True)
     if wrong:
         raise CheckpointError(f"{options.src}: tensors are not those of its model: {'; '.join(wrong[:8])}")
     dtype = model_dtype(config.train.precision) if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -241,8 +239,7 @@ def megatron_to_native(options: MegatronToNative) -> None:
 
 def native_to_dcp(options: NativeToDcp) -> None:
     """Raises CheckpointError for a damaged checkpoint; DST then does not exist."""
-    (state,) = WEIGHTS
-    total = sum(name.startswith(f"{state}.") for name in read_manifest(options.src).tensors)
+    total = sum(name.startswith(f"{MAIN}.") for name in read_manifest(options.src).tensors)
     with progress(total) as advance:
         keys = dcp.export(options.src, options.dst, advance)
     print(f"{options.dst}: {len(keys)} tensors, fp32; load with torch.distributed.checkpoint.load")

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapar import context
-from megapar.params import MainGrad
+from megapar.data_parallel.accumulate import MainGradView
+from megapar.linear import MatrixProducts
 from megapar.random import row_keys
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
@@ -302,7 +303,7 @@ def _weight_gradient_case(model: Model) -> Case:
         return main_grad, m.floats(tokens, rows, grad=False), m.floats(tokens, columns, grad=False)
 
     def ours(main_grad: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-        MainGrad(main_grad, lambda: None).add_outer(grad, x)
+        MatrixProducts().add_weight_gradient(main_grad, grad, x)
         return main_grad
 
     return Case(
@@ -322,7 +323,7 @@ def _linear_cross_entropy_case(model: Model, how: Implementation) -> Case:
 
     def make(m: Maker) -> tuple[Any, ...]:
         weight = (m.floats(vocab, hidden, grad=False) * hidden**-0.5).requires_grad_()
-        weight.main_grad = MainGrad(torch.zeros_like(weight, dtype=torch.float32), lambda: None)  # as in training
+        weight.main_grad = MainGradView(torch.zeros_like(weight, dtype=torch.float32), lambda: None)  # as in training
         return m.floats(tokens, hidden), weight, m.ids(tokens, below=vocab)
 
     def ours(x_2d: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, s
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megapar.checkpoint.format import WEIGHTS, Manifest, dtype_of, read_manifest
+from megapar.checkpoint.format import MAIN, Manifest, dtype_of, read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.checkpoint.stream import check_finite, new_folder
 
 CONFIG = "model_config.json"
-PREFIX = f"{WEIGHTS[0]}."
+PREFIX = f"{MAIN}."
 
 
 class _Streaming(DefaultSavePlanner):

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,64 +32,41 @@ from torch import Tensor
 
 from megapar.checkpoint.manifest import Span, encode, index, seal
 from megapar.errors import CheckpointError
-from megapar.params import ParamSpec, Piece
+from megapar.params import ParamSpec, Piece, Sizes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-WEIGHTS = ("main",)
-STATE = ("main", "exp_avg", "exp_avg_sq")
+# What a tensor is to its parameter is the first part of its name. An optimizer names the rest of its state.
+MAIN = "main"  # the weights, fp32
+BUFFER = "buffer"  # a tensor that is state but no parameter
 SECOND_MOMENT = "exp_avg_sq"
 _FOLDER = re.compile(r"step_(\d{8,})")
 _BLOCK = 1 << 16  # elements of a tensor that are judged while they lie in the cache
 _INF = 0x7F800000  # the bits of an fp32 infinity
 _PARSED = 32  # tensors whose chunks stay in memory once they are parsed
 
-Sizes = tuple[int, ...]
 
-
-class WeightSlice(Protocol):
-    """Flat elements [start, stop) of a local parameter; `main` is a 1-D view of their weights."""
-
-    @property
-    def spec(self) -> ParamSpec: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def main(self) -> Tensor: ...
-
-
-class StateSlice(WeightSlice, Protocol):
-    """The same elements' Adam moments besides, all fp32."""
-
-    @property
-    def exp_avg(self) -> Tensor: ...
-    @property
-    def exp_avg_sq(self) -> Tensor: ...
-
-
-class Box(NamedTuple):
-    """An axis-aligned box of a tensor; its elements lie in flat order from `position` on."""
+class FlatBox(NamedTuple):
+    """A box of a tensor whose elements lie in flat order from `position` on."""
 
     offset: Sizes
     size: Sizes
     position: int
 
 
-def boxes(shape: Sizes, start: int, stop: int) -> Iterator[Box]:
+def boxes(shape: Sizes, start: int, stop: int) -> Iterator[FlatBox]:
     """The flat row-major range [start, stop) of a tensor, in order, as at most 2 * len(shape) - 1 boxes."""
     if start >= stop:
         return
     if len(shape) < 2:
-        yield Box((start,)[: len(shape)], (stop - start,)[: len(shape)], start)
+        yield FlatBox((start,)[: len(shape)], (stop - start,)[: len(shape)], start)
         return
     row = math.prod(shape[1:])
     first_whole, end_whole = -(-start // row), stop // row
 
-    def within(number: int, low: int, high: int) -> Iterator[Box]:
+    def within(number: int, low: int, high: int) -> Iterator[FlatBox]:
         for box in boxes(shape[1:], low, high):
-            yield Box((number, *box.offset), (1, *box.size), number * row + box.position)
+            yield FlatBox((number, *box.offset), (1, *box.size), number * row + box.position)
 
     if end_whole < first_whole:
         yield from within(end_whole, start - end_whole * row, stop - end_whole * row)
@@ -98,21 +75,20 @@ def boxes(shape: Sizes, start: int, stop: int) -> Iterator[Box]:
         yield from within(first_whole - 1, start - (first_whole - 1) * row, row)
     if first_whole < end_whole:
         whole = (end_whole - first_whole, *shape[1:])
-        yield Box((first_whole, *(0 for _ in shape[1:])), whole, first_whole * row)
+        yield FlatBox((first_whole, *(0 for _ in shape[1:])), whole, first_whole * row)
     if end_whole * row < stop:
         yield from within(end_whole, 0, stop - end_whole * row)
 
 
-def logical_boxes(spec: ParamSpec, start: int, stop: int) -> Iterator[tuple[Piece, Box]]:
+def logical_boxes(spec: ParamSpec, start: int, stop: int) -> Iterator[tuple[Piece, FlatBox]]:
     """Flat elements [start, stop) of the local parameter as boxes of its logical tensors; padding rows are in none.
 
     Offsets count in the logical tensor, positions in the local parameter.
     """
     for piece, first, last in spec.segments():
         for box in boxes(piece.local_shape, max(start, first) - first, min(stop, last) - first):
-            shift = piece.start if piece.dim is not None else 0
-            offset = tuple(o + shift * (d == piece.dim) for d, o in enumerate(box.offset))
-            yield piece, Box(offset, box.size, first + box.position)
+            offset = tuple(held + inside for held, inside in zip(piece.held.offset, box.offset, strict=True))
+            yield piece, FlatBox(offset, box.size, first + box.position)
 
 
 class Chunk(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megapar.checkpoint.format import WEIGHTS, Manifest, Sizes
+from megapar.checkpoint.format import MAIN, Manifest, Sizes
 from megapar.checkpoint.load import Reader
 from megapar.checkpoint.stream import CODES, TensorInfo, check_finite, named, shards, write_file
 from megapar.errors import CheckpointError
@@ -183,12 +183,11 @@ def native_tensor(weights: Weights, place: Place) -> Tensor:
 
 def hugging_face_tensor(path: Path, manifest: Manifest, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """A recipe's tensor out of the native checkpoint `path`. Raises CheckpointError if a chunk is damaged."""
-    (state,) = WEIGHTS
     out = torch.empty(recipe.shape, dtype=dtype)
     rows, first = out.t() if recipe.transposed else out, 0
     for name, shape in recipe.parts:
         with Reader(path, manifest) as reader:  # one for each tensor, so that its pages are let go
-            reader.fill(f"{state}.{name}", (0,) * len(shape), rows[first : first + shape[0]])
+            reader.fill(f"{MAIN}.{name}", (0,) * len(shape), rows[first : first + shape[0]])
         first += shape[0]
     return out
 

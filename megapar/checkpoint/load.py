@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,16 +17,13 @@ from torch import Tensor
 from megapar import comm
 from megapar.checkpoint.agreement import from_first, together
 from megapar.checkpoint.format import (
+    BUFFER,
+    MAIN,
     MANIFEST,
-    STATE,
-    WEIGHTS,
     Check,
     Chunk,
     ForeignCheckpointError,
     Manifest,
-    Sizes,
-    StateSlice,
-    WeightSlice,
     checkpoint_folders,
     dtype_name,
     dtype_of,
@@ -41,8 +38,11 @@ from megapar.checkpoint.format import (
 )
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError
-from megapar.params import ParamSpec, spec_of
+from megapar.params import Sizes, StateSlice, spec_of
 
+Kind = tuple[str, Sizes]  # dtype and shape of a tensor
+
+WEIGHTS = (MAIN, BUFFER)
 _MOST_DIFFERENCES = 40
 _MOST_NEARBY = 5  # checkpoints that a message names
 _DOING = "checkpoint not loaded"
@@ -120,11 +120,11 @@ def load(
     Raises CheckpointError on every rank, before anything is changed if names, shapes, dtypes or `model_config` differ
     or a file is missing or cut, later if a chunk's contents are damaged.
     """
-    return _load(path, list(slices), STATE, ctx, model_config)
+    return _load(path, list(slices), ctx, model_config)
 
 
 def load_weights(
-    path: Path, *, slices: Iterable[WeightSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
+    path: Path, *, slices: Iterable[StateSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
 ) -> Manifest:
     """`load` for the weights alone, as for evaluation, generation or a new run from old weights.
 
@@ -132,58 +132,56 @@ def load_weights(
     parameters as after `load`. With `weight_slices(parameters)` the parameters themselves are filled, cast to their
     dtype, and nothing is left to do; an optimizer must then be made afterwards, or its old main weights return.
     """
-    return _load(path, list(slices), WEIGHTS, ctx, model_config)
+    return _load(path, weights_of(slices), ctx, model_config, weights_alone=True)
 
 
 def load_fitting(
-    path: Path, *, slices: Iterable[WeightSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
+    path: Path, *, slices: Iterable[StateSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
 ) -> list[str]:
     """`load_weights` for what fits: tensors of the same name and shape, in fp32. All others are left as they are; a
     line for each comes back, and for each difference of the models."""
-    held = list(slices)
-    wanted = _wanted_shapes(held, WEIGHTS, ctx)
+    held = weights_of(slices)
+    wanted = _wanted_kinds(held, ctx)
     manifest = verified_manifest(path, ctx)
-    different = _differences(manifest, wanted, WEIGHTS, ctx, model_config)
+    different = _differences(manifest, wanted, ctx, model_config, weights_alone=True)
     fitting = wanted.keys() - {line.partition(": ")[0] for line in different}
-    together(lambda: fill(path, manifest, held, WEIGHTS, fitting), ctx, CheckpointError, _DOING)
+    together(lambda: fill(path, manifest, held, fitting), ctx, CheckpointError, _DOING)
     return different
 
 
-@dataclass(frozen=True)
-class ParameterSlice:
-    """A whole local parameter as a slice of weights; `main` is its flat view in its own dtype."""
-
-    spec: ParamSpec
-    start: int
-    stop: int
-    main: Tensor
-
-
-def weight_slices(parameters: Iterable[Tensor]) -> Iterator[ParameterSlice]:
-    """The parameters of a model without an optimizer, for `load_weights`."""
+def weight_slices(parameters: Iterable[Tensor]) -> Iterator[StateSlice]:
+    """Whole local parameters without optimizer state, in their own dtype: for `load_weights`."""
     for param in parameters:
-        yield ParameterSlice(spec_of(param), 0, param.numel(), param.detach().view(-1))
+        yield StateSlice(param, spec_of(param), 0, param.numel(), {MAIN: param.detach().view(-1)})
+
+
+def weights_of(slices: Iterable[StateSlice]) -> list[StateSlice]:
+    """The slices without the optimizer's state."""
+    return [replace(item, tensors={name: x for name, x in item.tensors.items() if name in WEIGHTS}) for item in slices]
 
 
 def _load(
     path: Path,
-    slices: Sequence[WeightSlice],
-    states: Sequence[str],
+    slices: Sequence[StateSlice],
     ctx: ParallelContext,
     model_config: Mapping[str, Any],
+    *,
+    weights_alone: bool = False,
 ) -> Manifest:
-    wanted = _wanted_shapes(slices, states, ctx)
+    wanted = _wanted_kinds(slices, ctx)
     manifest = verified_manifest(path, ctx)
-    lines = _differences(manifest, wanted, states, ctx, model_config)
+    lines = _differences(manifest, wanted, ctx, model_config, weights_alone=weights_alone)
     if lines:
         stored = {name.split(".")[0] for name in manifest.tensors}
-        alone = "; it holds weights alone: --checkpoint.init_from starts from them" if stored == {*WEIGHTS} else ""
-        head = f"{path} does not fit this run{alone if len(states) > 1 else ''} (checkpoint | run):"
+        hint = ""
+        if stored <= {*WEIGHTS} and not weights_alone:
+            hint = "; it holds weights alone: --checkpoint.init_from starts from them"
+        head = f"{path} does not fit this run{hint} (checkpoint | run):"
         raise _everywhere(CheckpointError("\n  ".join([head, *_shortened(lines)])))
     try:
-        together(lambda: fill(path, manifest, slices, states), ctx, CheckpointError, _DOING)
+        together(lambda: fill(path, manifest, slices), ctx, CheckpointError, _DOING)
     except CheckpointError as error:
-        option = "resume" if len(states) > 1 else "init_from"
+        option = "init_from" if weights_alone else "resume"
         advice = together(lambda: going_back(path, option) if ctx.world.first else None, ctx, CheckpointError, _DOING)
         raise _everywhere(CheckpointError(f"{error}; {from_first(advice, ctx)}")) from error
     return manifest
@@ -209,13 +207,17 @@ def verified_manifest(path: Path, ctx: ParallelContext) -> Manifest:
 
 def _differences(
     manifest: Manifest,
-    wanted: Mapping[str, Sizes],
-    states: Sequence[str],
+    wanted: Mapping[str, Kind],
     ctx: ParallelContext,
     model_config: Mapping[str, Any],
+    *,
+    weights_alone: bool,
 ) -> list[str]:
     """`differences` as rank 0 finds them, on every rank."""
-    found: list[str] = from_first(differences(manifest, wanted, states, model_config) if ctx.world.first else None, ctx)
+    mine: list[str] = []
+    if ctx.world.first:
+        mine = differences(manifest, wanted, model_config, weights_alone=weights_alone)
+    found: list[str] = from_first(mine, ctx)
     return found
 
 
@@ -225,36 +227,54 @@ def _everywhere(error: CheckpointError) -> CheckpointError:
     return error
 
 
-def _wanted_shapes(slices: Iterable[WeightSlice], states: Sequence[str], ctx: ParallelContext) -> dict[str, Sizes]:
-    """The whole model's tensors. Tensor-parallel ranks hold parts of the same ones, so two axes see them all."""
-    shapes = {f"{state}.{piece.name}": piece.shape for item in slices for piece in item.spec.pieces for state in states}
-    for axis in (ctx.grad, ctx.pp):
-        for others in comm.gather_json(shapes, axis, ctx.device):
-            shapes |= {name: tuple(shape) for name, shape in others.items()}
-    return shapes
+def _wanted_kinds(slices: Iterable[StateSlice], ctx: ParallelContext) -> dict[str, Kind]:
+    """Dtype and shape of every tensor that any rank holds a part of, by its name in a checkpoint."""
+    kinds = {
+        f"{name}.{piece.name}": (_stored_dtype(name, tensor), piece.shape)
+        for item in slices
+        for piece in item.spec.pieces
+        for name, tensor in item.tensors.items()
+    }
+    # Together these axes reach all ranks.
+    for axis in (ctx.tp, ctx.grad, ctx.pp):
+        for others in comm.gather_json(kinds, axis, ctx.device):
+            kinds |= {name: (dtype, tuple(shape)) for name, (dtype, shape) in others.items()}
+    return kinds
+
+
+def _stored_dtype(name: str, tensor: Tensor) -> str:
+    """Weights are stored in fp32, whatever the model computes in."""
+    return dtype_name(torch.float32 if name == MAIN else tensor.dtype)
 
 
 def differences(
-    manifest: Manifest, wanted: Mapping[str, Sizes], states: Sequence[str], model_config: Mapping[str, Any]
+    manifest: Manifest, wanted: Mapping[str, Kind], model_config: Mapping[str, Any], *, weights_alone: bool = False
 ) -> list[str]:
-    """Why the checkpoint does not fit, a line for each reason; empty if it does."""
+    """Why the checkpoint does not fit, a line for each reason; empty if it does.
+
+    `wanted` are the dtype and shape of each tensor that a run asks for. `weights_alone`: what else the checkpoint holds
+    does not matter.
+    """
     stored, ours = flatten(manifest.model_config), flatten(json.loads(json.dumps(model_config)))
     lines = [
         f"model.{key}: {stored.get(key, 'not stated')} | {ours.get(key, 'not stated')}"
         for key in sorted(stored.keys() | ours.keys())
         if stored.get(key) != ours.get(key)
     ]
-    held = {name: kind for name, kind in manifest.kinds().items() if name.split(".")[0] in states}
+    held = manifest.kinds()
+    if weights_alone:
+        held = {name: kind for name, kind in held.items() if name.split(".")[0] in WEIGHTS}
     for name in sorted(held.keys() | wanted.keys()):
         dtype, shape = held.get(name, ("", ()))
+        wanted_dtype, wanted_shape = wanted.get(name, ("", ()))
         if name not in held:
-            lines.append(f"{name}: missing | {list(wanted[name])}")
+            lines.append(f"{name}: missing | {list(wanted_shape)}")
         elif name not in wanted:
             lines.append(f"{name}: {list(shape)} | unknown")
-        elif shape != wanted[name]:
-            lines.append(f"{name}: shape {list(shape)} | {list(wanted[name])}")
-        elif dtype != dtype_name(torch.float32):
-            lines.append(f"{name}: dtype {dtype} | {dtype_name(torch.float32)}")
+        elif shape != wanted_shape:
+            lines.append(f"{name}: shape {list(shape)} | {list(wanted_shape)}")
+        elif dtype != wanted_dtype:
+            lines.append(f"{name}: dtype {dtype} | {wanted_dtype}")
     return lines
 
 
@@ -274,22 +294,21 @@ def _shortened(lines: list[str]) -> list[str]:
 def fill(
     path: Path,
     manifest: Manifest,
-    slices: Iterable[WeightSlice],
-    states: Sequence[str],
+    slices: Iterable[StateSlice],
     names: Container[str] | None = None,
 ) -> None:
     """Read every element that `slices` hold, or those of the tensors `names`; elements of no logical tensor become
     zero. Raises CheckpointError."""
     with Reader(path, manifest) as reader:
         for item in slices:
-            for state in states:
-                flat: Tensor = getattr(item, state)
+            for state, flat in item.tensors.items():
                 end = item.start
                 for piece, box in logical_boxes(item.spec, item.start, item.stop):
-                    begin, end = box.position, box.position + math.prod(box.size)
-                    name, target = f"{state}.{piece.name}", flat[begin - item.start : end - item.start].view(box.size)
+                    begin = box.position
+                    end = begin + math.prod(box.size)
+                    name = f"{state}.{piece.name}"
                     if names is None or name in names:
-                        reader.fill(name, box.offset, target)
+                        reader.fill(name, box.offset, flat[begin - item.start : end - item.start].view(box.size))
                 flat[end - item.start :].zero_()
 
 

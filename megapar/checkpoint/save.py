@@ -8,14 +8,13 @@ import os
 import shutil
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,12 +22,10 @@ from megapar import comm, device
 from megapar.checkpoint.agreement import Problem, any_rank, from_first, relayed, shared_error, together, until_all
 from megapar.checkpoint.folder import KEEP_ALL, Keep, prune, require_space
 from megapar.checkpoint.format import (
-    STATE,
-    Box,
     Chunk,
     Entry,
+    FlatBox,
     Manifest,
-    StateSlice,
     check_files,
     check_tensors,
     dtype_name,
@@ -39,9 +36,9 @@ from megapar.checkpoint.format import (
     write_latest,
     write_manifest,
 )
-from megapar.context import Axis, ParallelContext
+from megapar.context import ParallelContext
 from megapar.errors import NumericError, StorageError
-from megapar.params import ParamSpec, Piece
+from megapar.params import Piece, StateSlice
 
 _REMEDY = "a lower optimizer.lr or a longer optimizer.warmup_steps often helps from the newest checkpoint on"
 _PAUSE_SECONDS = 0.01  # between looks at what other ranks have come to
@@ -210,8 +207,8 @@ def save(
 ) -> Path:
     """Write `root`/step_<step>, complete or not at all, and return it. A collective over `ctx.world`.
 
-    `slices` are all that this rank holds of the optimizer's state. `replicated` says that all ranks of `ctx.grad` hold
-    the same slices in the same order (ZeRO stage 0); each then writes its share of them. The mappings hold JSON types.
+    `slices` are all that this rank holds of the optimizer's state. `replicated` says that all replicas hold the same
+    slices in the same order (ZeRO stage 0); each then writes its share of them. The mappings hold JSON types.
     A checkpoint of the same step is replaced once this one is whole.
 
     Raises StorageError on every rank if any rank fails; what was complete in `root` is untouched.
@@ -224,56 +221,63 @@ def save(
         "trainer": dict(trainer),
         "data": dict(data),
     }
-    return Save(root, share(slices, ctx.grad, replicated), ctx, facts).finish()
+    return Save(root, share(slices) if replicated else list(slices), ctx, facts).finish()
 
 
-@dataclass(frozen=True)
-class HostSlice:
-    """A slice's state at one moment, in host memory."""
-
-    spec: ParamSpec
-    start: int
-    stop: int
-    main: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+def snapshot_bytes(slices: Iterable[StateSlice]) -> int:
+    """The size of the buffer that `snapshot` needs."""
+    return sum(_aligned_bytes(tensor) for item in slices for tensor in item.tensors.values())
 
 
-def state_numel(slices: Iterable[StateSlice]) -> int:
-    return len(STATE) * sum(item.stop - item.start for item in slices)
+def snapshot(slices: Iterable[StateSlice], buffer: Tensor) -> list[StateSlice]:
+    """Copies of the slices' tensors in `buffer`, 1-D uint8 of `snapshot_bytes(slices)` bytes in host memory.
 
-
-def snapshot(slices: Iterable[StateSlice], buffer: Tensor) -> list[HostSlice]:
-    """Copies of the slices in `buffer`, 1-D fp32 of `state_numel(slices)` elements.
-
-    To be read once the device is synchronised, if the buffer is pinned.
+    To be read once the device is synchronized, if the buffer is pinned.
     """
-    copies, position = [], 0
+    copies = []
+    position = 0
     for item in slices:
-        length = item.stop - item.start
-        parts = buffer[position : position + len(STATE) * length].view(len(STATE), length)
-        for part, state in zip(parts, STATE, strict=True):
-            part.copy_(getattr(item, state).detach(), non_blocking=True)
-        copies.append(HostSlice(item.spec, item.start, item.stop, *parts))
-        position += parts.numel()
+        tensors = {}
+        for name, tensor in item.tensors.items():
+            place = buffer[position : position + tensor.nbytes].view(tensor.dtype)
+            place.copy_(tensor.detach(), non_blocking=True)
+            tensors[name] = place
+            position += _aligned_bytes(tensor)
+        copies.append(replace(item, tensors=tensors))
     return copies
 
 
-def share(slices: Iterable[StateSlice], grad: Axis, replicated: bool) -> list[StateSlice]:
-    """The slices that this rank writes: all, or every n-th of those that all n ranks of `grad` hold."""
-    return list(slices)[grad.rank :: grad.size] if replicated else list(slices)
+def _aligned_bytes(tensor: Tensor) -> int:
+    """Rounded up, so that the next tensor starts where any dtype may."""
+    return -(-tensor.nbytes // 8) * 8
 
 
-def owned_boxes(item: StateSlice) -> Iterator[tuple[Piece, Box]]:
-    """What this rank stores of a slice: each element of a logical tensor is owned by one tensor-parallel rank."""
+def share(slices: Iterable[StateSlice]) -> list[StateSlice]:
+    """The slices that this rank writes of those that all its replicas hold: every n-th, of n replicas."""
+    mine = []
+    counts: Counter[str] = Counter()
+    for item in slices:
+        replicas = item.spec.replicas
+        if counts[replicas.name] % replicas.size == replicas.rank:
+            mine.append(item)
+        counts[replicas.name] += 1
+    return mine
+
+
+def owned_boxes(item: StateSlice) -> Iterator[tuple[Piece, FlatBox]]:
+    """What this rank stores of a slice: each element of a logical tensor is owned by one rank of a replica."""
     for first, last in item.spec.owned_ranges():
         yield from logical_boxes(item.spec, max(first, item.start), min(last, item.stop))
 
 
 def needed_bytes(mine: Sequence[StateSlice], ctx: ParallelContext) -> int:
-    """Disk space that a checkpoint takes in which each rank writes its `mine`, rather too much. A collective."""
-    sizes = [math.prod(box.size) for item in mine for _, box in owned_boxes(item)]
-    needed = len(STATE) * sum(size * torch.float32.itemsize + _CHUNK_OVERHEAD for size in sizes)
+    """An upper estimate of a checkpoint's bytes on disk, summed over ranks that write `mine` each. A collective."""
+    needed = sum(
+        math.prod(box.size) * tensor.itemsize + _CHUNK_OVERHEAD
+        for item in mine
+        for _, box in owned_boxes(item)
+        for tensor in item.tensors.values()
+    )
     return sum(comm.gather_json(needed, ctx.world, ctx.device))
 
 
@@ -290,9 +294,9 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
     for item in slices:
         for piece, box in owned_boxes(item):
             begin = box.position - item.start
-            for state in STATE:
+            for state, tensor in item.tensors.items():
                 name = f"{state}.{piece.name}"
-                flat: Tensor = getattr(item, state)[begin : begin + math.prod(box.size)]
+                flat = tensor[begin : begin + math.prod(box.size)]
                 values = flat.detach().view(box.size).cpu()
                 crc32, problem = examine(name, values)
                 if problem:

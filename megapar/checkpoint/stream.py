@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megapar.checkpoint.format import (
-    WEIGHTS,
+    MAIN,
     Chunk,
     Entry,
     Manifest,
@@ -135,15 +135,14 @@ def write_weights(
     `make` returns the logical tensor of a name in `shapes`, fp32. `trainer.weights_only` in the manifest says that no
     run can go on from it with its moments.
     """
-    (state,) = WEIGHTS
-    plan = {f"{state}.{name}": TensorInfo(shape, torch.float32) for name, shape in shapes.items()}
+    plan = {f"{MAIN}.{name}": TensorInfo(shape, torch.float32) for name, shape in shapes.items()}
     tensors: dict[str, Entry] = {}
     files: dict[str, int] = {}
     for number, shard in enumerate(shards(plan, shard_bytes)):
         file = f"weights_{number:05d}.safetensors"
 
         def stored(name: str, file: str = file) -> Tensor:
-            values = make(name.removeprefix(f"{state}.")).contiguous()
+            values = make(name.removeprefix(f"{MAIN}.")).contiguous()
             shape = tuple(values.shape)
             chunk = Chunk(file, name, (0,) * len(shape), shape, checksum(values))
             tensors[name] = Entry(shape, dtype_name(values.dtype), (chunk,))

@@ -81,13 +81,14 @@ def partial_sums(layout: FlatLayout) -> list[PartialSum]:
 
 
 def _aligned(layout: FlatLayout, axis: Axis) -> list[PartialSum]:
-    whole = [
-        (slot.start, slot.stop)
+    held = [
+        (slot.start + first, slot.start + last)
         for slot in layout.slots
-        if axis.name in slot.spec.replicated_over() and slot.spec.pieces[0].is_partial_over(axis.name)
+        if axis.name in slot.spec.replicated_over()
+        for piece, first, last in slot.spec.segments()
+        if piece.is_partial_over(axis.name)
     ]
-    runs = intersect(merge(whole), layout.shards())
-    return [_Aligned(axis, runs)] if whole else []
+    return [_Aligned(axis, intersect(merge(held), layout.shards()))] if held else []
 
 
 def _overlapping(layout: FlatLayout, axis: Axis) -> list[PartialSum]:

@@ -1,4 +1,4 @@
-"""What training asks of an optimizer; which one a run uses is chosen in one place (`megapar.train.trainer.assemble`)."""
+"""What training asks of an optimizer. Which one a run uses is chosen in `megapar.train.trainer.assemble`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,7 +7,7 @@ parameter has one, and the input gradient's communication runs while the weight 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -15,83 +15,55 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megapar import comm
 from megapar.context import Axis
+from megapar.linear import MatrixProducts, linear
 from megapar.params import (
     ONES,
     ZEROS,
+    Box,
     Init,
     ParamSpec,
     Piece,
+    copied,
     cut,
     main_grad_of,
     parameter,
     replicated,
     sharded,
 )
-from megapar.tensor_parallel.regions import reduce_from_tp, scatter_sum
+from megapar.tensor_parallel.regions import LOCAL, input_region, reduce_from_tp, scatter_sum
 
 VOCAB_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What every layer needs to know to build its slice."""
+    """What every layer needs to know to build its slice.
+
+    `tp` cuts its weights; over `replicas` its gradients are summed and its optimizer state is sharded.
+    """
 
     tp: Axis
+    replicas: Axis
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
+    products: MatrixProducts = field(default_factory=MatrixProducts)
 
     @property
     def splits_sequence(self) -> bool:
         return self.sequence_parallel and self.tp.size > 1
 
-
-class _Linear(torch.autograd.Function):
-    """y = x W^T + b. `entry` says how x enters tensor-parallel work: `gather` an [s/tp, b, i] slice (sequence
-    parallel), `copy` the same x on every rank, `none` when x is already this rank's slice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entry: str, tp: Axis) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.entry, ctx.tp = entry, tp
-        ctx.main_grad = main_grad_of(weight)  # now: recompute hands the backward pass a copy without attributes
-        return F.linear(comm.all_gather(x, tp) if entry == "gather" else x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        gathering, reducing = comm.Pending(), comm.Pending()
-        if ctx.entry == "gather" and needs_weight:
-            x, gathering = comm.all_gather_async(x, ctx.tp)
-        grad_x = grad_weight = None
-        if needs_x:
-            grad_x = grad_y @ weight
-            gathering.wait()
-            if ctx.entry == "copy":
-                reducing = comm.all_reduce_async(grad_x, ctx.tp)
-            elif ctx.entry == "gather":
-                grad_x, reducing = comm.reduce_scatter_async(grad_x, ctx.tp)
-        gathering.wait()
-        grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
-        if needs_weight:
-            x_2d = x.reshape(-1, x.shape[-1])
-            if ctx.main_grad is None:
-                grad_weight = grad_2d.t() @ x_2d
-            else:
-                ctx.main_grad.add_outer(grad_2d, x_2d)
-        grad_bias = grad_2d.sum(0) if needs_bias else None
-        reducing.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+    def parameter(self, pieces: tuple[Piece, ...], shape: Sequence[int], init: Init, *, decay: bool) -> nn.Parameter:
+        """An uninitialized parameter of the local `shape`: `pieces`, one after the other, then padding rows."""
+        spec = ParamSpec(pieces, init, decay=decay, replicas=self.replicas)
+        return parameter(spec, shape, dtype=self.dtype, device=self.device)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
     """[s or s/tp, b, i] to this rank's columns [s, b, o/tp]."""
-    entry = "none" if sharding.tp.size == 1 else "gather" if sharding.sequence_parallel else "copy"
-    return _Linear.apply(x, weight, bias, entry, sharding.tp)
+    region = input_region(sharding.tp, sharding.sequence_parallel)
+    return linear(x, weight, bias, region, sharding.products)
 
 
 @dataclass(frozen=True)
@@ -115,9 +87,13 @@ class Columns:
         start, stop = cut(size, tp)
         return cls(name, size, start, stop, start, stop)
 
-    def piece(self, kind: Literal["weight", "bias"], shape: tuple[int, ...]) -> Piece:
-        owned = self.own_start, self.own_stop
-        return Piece(f"{self.name}.{kind}", shape, 0, self.start, self.stop, *owned, shared=self.shared)
+    def piece(self, kind: Literal["weight", "bias"], shape: tuple[int, ...], tp: Axis) -> Piece:
+        """The weight's or the bias's rows; of rows that several ranks hold, each computes a part of the gradient."""
+        return replace(
+            sharded(f"{self.name}.{kind}", shape, {0: (self.start, self.stop)}),
+            owned=Box((self.own_start, *(0 for _ in shape[1:])), (self.own_stop - self.own_start, *shape[1:])),
+            partial=(tp,) if self.shared else (),
+        )
 
 
 class ColumnParallelLinear(nn.Module):
@@ -130,13 +106,14 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, in_features: int, columns: Sequence[Columns], sharding: Sharding, *, init: Init, bias: bool):
         super().__init__()
         self.sharding = sharding
-        shared = any(c.shared for c in columns)
+        tp = sharding.tp
         rows = sum(c.stop - c.start for c in columns)
-        place: dict[str, Any] = {"dtype": sharding.dtype, "device": sharding.device}
-        weights = tuple(c.piece("weight", (c.size, in_features)) for c in columns)
-        self.weight = parameter(ParamSpec(weights, init, decay=True, tp_sum=shared), (rows, in_features), **place)
-        biases = tuple(c.piece("bias", (c.size,)) for c in columns)
-        self.bias = parameter(ParamSpec(biases, ZEROS, decay=False, tp_sum=shared), (rows,), **place) if bias else None
+        weights = tuple(c.piece("weight", (c.size, in_features), tp) for c in columns)
+        self.weight = sharding.parameter(weights, (rows, in_features), init, decay=True)
+        self.bias = None
+        if bias:
+            biases = tuple(c.piece("bias", (c.size,), tp) for c in columns)
+            self.bias = sharding.parameter(biases, (rows,), ZEROS, decay=False)
 
     def forward(self, x_sbi: Tensor) -> Tensor:
         return column_linear(x_sbi, self.weight, self.bias, self.sharding)
@@ -157,14 +134,13 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.sharding = sharding
         start, stop = cut(in_features, sharding.tp)
-        place: dict[str, Any] = {"dtype": sharding.dtype, "device": sharding.device}
-        weight = sharded(f"{name}.weight", (out_features, in_features), 1, (start, stop))
-        self.weight = parameter(ParamSpec((weight,), init, decay=True), (out_features, stop - start), **place)
+        weight = sharded(f"{name}.weight", (out_features, in_features), {1: (start, stop)})
+        self.weight = sharding.parameter((weight,), weight.local_shape, init, decay=True)
         self.bias = replicated_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
 
     def forward(self, x_sbi: Tensor) -> Tensor:
         tp = self.sharding.tp
-        partial = _Linear.apply(x_sbi, self.weight, None, "none", tp)
+        partial = linear(x_sbi, self.weight, None, LOCAL, self.sharding.products)
         y = scatter_sum(partial, tp) if self.sharding.sequence_parallel else reduce_from_tp(partial, tp)
         return y if self.bias is None else y + self.bias
 
@@ -174,9 +150,8 @@ def replicated_vector(name: str, size: int, init: Init, sharding: Sharding, *, p
 
     Its gradient is a partial sum where the rank sees only its slice of the sequence, or of the heads (`partial`).
     """
-    sums = sharding.tp.size > 1 and (partial or sharding.sequence_parallel)
-    spec = ParamSpec((replicated(name, (size,), sharding.tp),), init, decay=False, tp_sum=sums)
-    return parameter(spec, (size,), dtype=sharding.dtype, device=sharding.device)
+    piece = replicated(name, (size,), sharding.tp, partial=partial or sharding.sequence_parallel)
+    return sharding.parameter((piece,), (size,), init, decay=False)
 
 
 def norm_weight(name: str, size: int, sharding: Sharding, *, partial: bool = False) -> nn.Parameter:
@@ -203,7 +178,8 @@ class _Lookup(torch.autograd.Function):
         # Zeros are added to row 0 where ids are outside: to leave them out, a GPU would have to wait for their number.
         ids, rows = local.reshape(-1), grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1])
         if ctx.main_grad is not None:
-            ctx.main_grad.add_rows(ids, rows)
+            ctx.main_grad.view.index_add_(0, ids, rows.float())
+            ctx.main_grad.added()
             return None, None, None
         return None, torch.zeros_like(weight).index_add_(0, ids, rows), None
 
@@ -224,29 +200,34 @@ def vocabulary_parameter(
     sharding: Sharding,
     *,
     init: Init,
-    tie: bool = False,
-    copy: bool = False,
+    tied: Axis | None = None,
 ) -> nn.Parameter:
-    """[rows, h] of a vocabulary matrix. `tie`: one of two copies on different stages; `copy`: the one that owns
-    nothing."""
+    """[rows, h] of a vocabulary matrix. `tied`: the axis of pipeline stages that hold copies of it, whose gradients are
+    summed; the first of them owns it."""
     start, stop, rows = vocabulary_cut(vocab_size, sharding.tp)
-    piece = sharded(name, (vocab_size, hidden_size), 0, (start, stop))
-    if copy:
-        piece = replace(piece, own_stop=start)
-    spec = ParamSpec((piece,), init, decay=True, tie=tie)
-    return parameter(spec, (rows, hidden_size), dtype=sharding.dtype, device=sharding.device)
+    piece = sharded(name, (vocab_size, hidden_size), {0: (start, stop)})
+    if tied is not None:
+        piece = copied(piece, tied, partial=True)
+    return sharding.parameter((piece,), (rows, hidden_size), init, decay=True)
 
 
 class VocabParallelEmbedding(nn.Module):
     """Token embedding cut by vocabulary rows: ids [s, b] to [s, b, h], or [s/tp, b, h] with sequence parallel."""
 
     def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, sharding: Sharding, *, init: Init, tie: bool = False
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        sharding: Sharding,
+        *,
+        init: Init,
+        tied: Axis | None = None,
     ):
         super().__init__()
         self.sharding = sharding
         self.start, self.stop, _ = vocabulary_cut(vocab_size, sharding.tp)
-        self.weight = vocabulary_parameter(f"{name}.weight", vocab_size, hidden_size, sharding, init=init, tie=tie)
+        self.weight = vocabulary_parameter(f"{name}.weight", vocab_size, hidden_size, sharding, init=init, tied=tied)
 
     def forward(self, ids_sb: Tensor) -> Tensor:
         partial = _Lookup.apply(ids_sb - self.start, self.weight, self.stop - self.start)

@@ -13,14 +13,12 @@ from megapar_kernels.launch import Implementation
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar import comm
+from megapar.comm import Pending
 from megapar.context import Axis
-from megapar.params import MainGrad, main_grad_of
+from megapar.linear import InputRegion, MatrixProducts
+from megapar.params import main_grad_of
 from megapar.tensor_parallel.cross_entropy import CrossEntropy
-
-
-def _nothing() -> None:
-    pass
+from megapar.tensor_parallel.regions import input_region
 
 
 def _chunks(x_2d: Tensor, weight: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
@@ -32,50 +30,60 @@ def _chunks(x_2d: Tensor, weight: Tensor, chunk_rows: int) -> Iterator[tuple[sli
         yield chunk, torch.mm(x_2d[chunk], weight.t(), out=memory[: chunk.stop - first])
 
 
-def _reduce_async(grad_x: Tensor, entry: str, tp: Axis) -> tuple[Tensor, comm.Pending]:
-    if entry == "gather":
-        return comm.reduce_scatter_async(grad_x, tp)
-    return grad_x, comm.all_reduce_async(grad_x, tp)
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, target: Tensor, entropy: CrossEntropy, entry: str, chunk_rows: int
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        entropy: CrossEntropy,
+        region: InputRegion,
+        products: MatrixProducts,
+        chunk_rows: int,
     ) -> Tensor:
-        full = comm.all_gather(x, entropy.tp) if entry == "gather" else x
+        full = region.enter(x)
         chunks = _chunks(full.reshape(-1, full.shape[-1]), weight, chunk_rows)
         statistics = [entropy.statistics(logits, target[rows]) for rows, logits in chunks]
         loss, highest, exp_sum = entropy.losses(torch.cat(statistics, dim=1), target)
         ctx.save_for_backward(x, weight, target, highest, exp_sum)
-        ctx.entropy, ctx.entry, ctx.chunk_rows = entropy, entry, chunk_rows
-        ctx.main_grad = main_grad_of(weight)  # now: recompute hands the backward pass a copy without attributes
+        ctx.entropy = entropy
+        ctx.region = region
+        ctx.products = products
+        ctx.chunk_rows = chunk_rows
+        # Read it here: under activation checkpointing the tensor that backward unpacks has no attributes.
+        ctx.main_grad = main_grad_of(weight)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, target, highest, exp_sum = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        x = comm.all_gather(x, ctx.entropy.tp) if ctx.entry == "gather" else x
-        x_2d, pending = x.reshape(-1, x.shape[-1]), comm.Pending()
+        x = ctx.region.enter(x)
+        x_2d = x.reshape(-1, x.shape[-1])
+        leaving = Pending()
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
-        main_grad = ctx.main_grad
-        if main_grad is None and needs_weight:
-            main_grad = MainGrad(torch.zeros_like(weight, dtype=torch.float32), _nothing)
+        # Chunks' gradients are summed in fp32, as in the main gradient, also where there is none.
+        total = ctx.main_grad.view if ctx.main_grad else None
+        if needs_weight and total is None:
+            total = torch.zeros_like(weight, dtype=torch.float32)
         rowwise = (target, highest, *ctx.entropy.scales(target, highest, exp_sum, grad_loss))
         for rows, logits in _chunks(x_2d, weight, ctx.chunk_rows):
             grad = ctx.entropy.gradient(logits, *(values[rows] for values in rowwise), inplace=True)
-            last = rows.stop == x_2d.shape[0]
             if grad_x is not None:
                 torch.mm(grad, weight, out=grad_x.view(x_2d.shape)[rows])
-                if last:
-                    grad_x, pending = _reduce_async(grad_x, ctx.entry, ctx.entropy.tp)
+                if rows.stop == x_2d.shape[0]:
+                    grad_x, leaving = ctx.region.leave_async(grad_x)  # runs during the last weight gradient
             if needs_weight:
-                main_grad.add_outer(grad, x_2d[rows], more=not last)
-        pending.wait()
-        grad_weight = main_grad.view.to(weight.dtype) if needs_weight and ctx.main_grad is None else None
-        return grad_x, grad_weight, None, None, None, None
+                ctx.products.add_weight_gradient(total, grad, x_2d[rows])
+        grad_weight = None
+        if needs_weight and ctx.main_grad:
+            ctx.main_grad.added()
+        elif total is not None:
+            grad_weight = total.to(weight.dtype)
+        leaving.wait()
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -91,6 +99,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     how: Implementation = "torch",
+    products: MatrixProducts | None = None,
 ) -> Tensor:
     """Loss of each token, fp32 [s, b]: `vocab_parallel_cross_entropy` of the logits x W^T, of which no more than
     `chunk_rows` tokens' are held at a time.
@@ -102,7 +111,9 @@ def linear_cross_entropy(
     """
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
-    entry = "none" if tp.size == 1 else "gather" if sequence_parallel else "copy"
+    region = input_region(tp, sequence_parallel)
     entropy = CrossEntropy.of(weight.shape[0], vocab_size, start, tp, label_smoothing, z_loss, how)
     target = targets_sb.reshape(-1)
-    return _LinearCrossEntropy.apply(x_sbh, weight, target, entropy, entry, chunk_rows).view(targets_sb.shape)
+    return _LinearCrossEntropy.apply(
+        x_sbh, weight, target, entropy, region, products or MatrixProducts(), chunk_rows
+    ).view(targets_sb.shape)

@@ -1,40 +1,93 @@
 """Autograd collectives over the tensor-parallel axis: the f and g of Megatron (Shoeybi et al., arXiv 1909.08053,
 section 3) and of sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2).
 
-    function                 forward          backward
-    copy_to_tp      (f)      identity         all-reduce
+    region or function       forward          backward
+    Copy            (f)      identity         all-reduce
     reduce_from_tp  (f bar)  all-reduce       identity
-    gather_sequence (g)      all-gather       reduce-scatter
+    Gather          (g)      all-gather       reduce-scatter
     scatter_sum     (g bar)  reduce-scatter   all-gather
     scatter_sequence         own slice        all-gather
 
-Gathers and scatters are along dimension 0, the sequence. At tp size 1 all of them are the identity.
+f and g are objects, because a linear layer overlaps their communication with its products (`megapar.linear`). Gathers
+and scatters are along dimension 0, the sequence. At tp size 1 all of them are the identity.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapar import comm
+from megapar.comm import Pending
 from megapar.context import Axis
+from megapar.linear import InputRegion
 
 
-def _slice(x: Tensor, tp: Axis) -> Tensor:
-    if x.shape[0] % tp.size:
-        raise ValueError(f"sequence parallel: length {x.shape[0]} does not divide by tp {tp.size}")
-    return x.chunk(tp.size)[tp.rank].contiguous()
+@dataclass(frozen=True)
+class Local:
+    """The input is this rank's slice already, or there is one rank."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
+        return x, Pending()
+
+    def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
+        return grad_x, Pending()
 
 
-class _Copy(torch.autograd.Function):
+@dataclass(frozen=True)
+class Copy(Local):
+    """f: the same input on every rank. Each rank's gradient of it is a part of the sum."""
+
+    tp: Axis
+
+    def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
+        return grad_x, comm.all_reduce_async(grad_x, self.tp)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """g: each rank has its slice [s/tp, ...] of the input [s, ...]."""
+
+    tp: Axis
+
+    def enter(self, x: Tensor) -> Tensor:
+        return comm.all_gather(x, self.tp)
+
+    def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
+        return comm.all_gather_async(x, self.tp)
+
+    def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
+        return comm.reduce_scatter_async(grad_x, self.tp)
+
+
+LOCAL = Local()
+
+
+def input_region(tp: Axis, sequence_parallel: bool) -> InputRegion:
+    """How activations between layers enter a column-parallel layer."""
+    if tp.size == 1:
+        return LOCAL
+    return Gather(tp) if sequence_parallel else Copy(tp)
+
+
+class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, region: InputRegion) -> Tensor:
+        ctx.region = region
+        entered = region.enter(x)
+        # An input that is returned as it is would be taken for one that was changed in place.
+        return x.view_as(x) if entered is x else entered
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return comm.all_reduce(grad.clone(), ctx.tp), None
+        # A copy: autograd may use the gradient elsewhere, too, and the reduction writes into it.
+        grad_x, leaving = ctx.region.leave_async(grad.clone(memory_format=torch.contiguous_format))
+        leaving.wait()
+        return grad_x, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -45,17 +98,6 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return comm.all_gather(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return comm.reduce_scatter(grad, ctx.tp), None
 
 
 class _ScatterSum(torch.autograd.Function):
@@ -73,7 +115,9 @@ class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
         ctx.tp = tp
-        return _slice(x, tp)
+        if x.shape[0] % tp.size:
+            raise ValueError(f"sequence parallel: length {x.shape[0]} does not divide by tp {tp.size}")
+        return x.chunk(tp.size)[tp.rank].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -81,18 +125,18 @@ class _ScatterSequence(torch.autograd.Function):
 
 
 def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
-    """The same `x` on every rank enters tensor-parallel work: gradients are summed on the way back."""
-    return _Copy.apply(x, tp) if tp.size > 1 else x
+    """f: the same `x` on every rank enters tensor-parallel work; its gradients are summed on the way back."""
+    return _Enter.apply(x, Copy(tp)) if tp.size > 1 else x
+
+
+def gather_sequence(x: Tensor, tp: Axis) -> Tensor:
+    """g: [s/tp, ...] to [s, ...] for tensor-parallel work, whose input gradients are partial sums."""
+    return _Enter.apply(x, Gather(tp)) if tp.size > 1 else x
 
 
 def reduce_from_tp(x: Tensor, tp: Axis) -> Tensor:
     """Sum the ranks' partial results."""
     return _Reduce.apply(x, tp) if tp.size > 1 else x
-
-
-def gather_sequence(x: Tensor, tp: Axis) -> Tensor:
-    """[s/tp, ...] to [s, ...] for tensor-parallel work, whose input gradients are partial sums."""
-    return _GatherSequence.apply(x, tp) if tp.size > 1 else x
 
 
 def scatter_sum(x: Tensor, tp: Axis) -> Tensor:
@@ -101,5 +145,6 @@ def scatter_sum(x: Tensor, tp: Axis) -> Tensor:
 
 
 def scatter_sequence(x: Tensor, tp: Axis) -> Tensor:
-    """This rank's [s/tp, ...] of an [s, ...] that is the same on every rank."""
+    """This rank's [s/tp, ...] of an [s, ...] that is the same on every rank. Raises ValueError if tp does not divide
+    s."""
     return _ScatterSequence.apply(x, tp) if tp.size > 1 else x

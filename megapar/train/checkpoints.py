@@ -13,14 +13,16 @@ from torch import Tensor
 
 from megapar import device
 from megapar.checkpoint.agreement import from_first, together
+from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
 from megapar.checkpoint.format import Manifest
 from megapar.checkpoint.lineage import Lineage, lineage_of, new_id, set_aside
 from megapar.checkpoint.load import choose, load, load_fitting, load_weights
-from megapar.checkpoint.save import Save, needed_bytes, share, snapshot, state_numel
+from megapar.checkpoint.save import Save, needed_bytes, share, snapshot, snapshot_bytes
 from megapar.config import flatten
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, CommunicationError, StorageError
+from megapar.params import StateSlice
 from megapar.precision import LossScale
 from megapar.train.data import ORDER, compare
 from megapar.train.step import TrainState
@@ -109,7 +111,7 @@ class Saver:
 
     def _copied(self, mine: list[Any], where: torch.device) -> tuple[list[Any], Tensor]:
         """Host copies of the slices, and the memory that they lie in."""
-        buffer = self._idle.pop() if self._idle else device.host_buffer(state_numel(mine), where)
+        buffer = self._idle.pop() if self._idle else device.host_buffer(snapshot_bytes(mine), where)
         copies = snapshot(mine, buffer)
         device.synchronize(where)
         return copies, buffer
@@ -121,7 +123,9 @@ class Saver:
         return save.finish()
 
     def _mine(self, state: TrainState) -> list[Any]:
-        return share(state.optimizer.slices(), state.ctx.grad, not state.grads.sharded)
+        trained = state.optimizer.slices()
+        mine = list(trained) if state.grads.layout.sharded else share(trained)
+        return mine + share(fixed_slices(state.stages.values(), to_save=True))
 
 
 def facts(state: TrainState) -> dict[str, Any]:
@@ -190,7 +194,7 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
     if path is None:
         notes = _start_from_weights(state)
     else:
-        manifest = load(path, slices=state.optimizer.slices(), ctx=ctx, model_config=weight_options(state.config))
+        manifest = load(path, slices=_all_slices(state), ctx=ctx, model_config=weight_options(state.config))
         found = position(manifest)
         notes = compare(manifest.data, state.data, path, accept=state.config.data.accept_changed)
         notes = [f"resumed step {manifest.step} from {path}", *_go_on(state, manifest, found), *notes]
@@ -200,6 +204,10 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
     doing = "checkpoints of an abandoned branch not set aside"
     moved = together(lambda: set_aside(root, state.lineage) if ctx.world.first else [], ctx, StorageError, doing)
     return [*notes, *moved]
+
+
+def _all_slices(state: TrainState) -> list[StateSlice]:
+    return [*state.optimizer.slices(), *fixed_slices(state.stages.values())]
 
 
 def _go_on(state: TrainState, manifest: Manifest, found: Position) -> list[str]:
@@ -218,7 +226,7 @@ def _start_from_weights(state: TrainState) -> list[str]:
     options = state.config.checkpoint
     if options.init_from == "none":
         return []
-    path, slices, model_config = Path(options.init_from), state.optimizer.slices(), weight_options(state.config)
+    path, slices, model_config = Path(options.init_from), _all_slices(state), weight_options(state.config)
     different: list[str] = []
     if options.strict:
         load_weights(path, slices=slices, ctx=state.ctx, model_config=model_config)

@@ -82,8 +82,8 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
         ctx.pp.rank,
         "; ".join(stage.title() for stage in stages.values()),
         sum(torch.Size(piece.local_shape).numel() for p in params for piece in spec_of(p).pieces),
-        state.grads.params.nbytes,
-        state.grads.grads.nbytes,
+        state.weights.flat.nbytes,
+        state.grads.flat.nbytes,
         state.optimizer.nbytes,
         _peak(config, ctx.pp.rank, kept),
     )

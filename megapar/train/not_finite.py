@@ -68,7 +68,7 @@ def explain(state: TrainState, batches: Sequence[MicroBatch], result: StepResult
 
 def not_finite_weights(state: TrainState) -> list[str]:
     """Names of this rank's parameters that hold an infinite or NaN element, in the model's order."""
-    return [slot.name for slot in reversed(state.grads.slots) if not _finite(slot.param.detach())]
+    return [slot.name for slot in reversed(state.grads.layout.slots) if not _finite(slot.param.detach())]
 
 
 def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: float) -> list[Finding]:
@@ -87,7 +87,7 @@ def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: fl
 def _not_finite_gradients(state: TrainState) -> list[str]:
     """In the order of the backward pass; sums over this rank's micro-batches, not yet reduced."""
     grads = state.grads
-    return [slot.name for slot in grads.slots if not _finite(grads.grads[slot.start : slot.stop])]
+    return [slot.name for slot in grads.layout.slots if not _finite(grads.flat[slot.start : slot.stop])]
 
 
 class _Watch:

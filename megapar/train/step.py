@@ -6,14 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from megapar_kernels.backend import Kernels
 from torch import Tensor
 
 from megapar import comm
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.config import Config
 from megapar.context import ParallelContext
-from megapar.data_parallel.grad_buffer import GradBuffer
-from megapar.optimizer.adamw import AdamW
+from megapar.data_parallel.reduce import Gradients
+from megapar.data_parallel.weights import FlatWeights
+from megapar.optimizer.base import Optimizer
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.optimizer.schedule import learning_rate
 from megapar.pipeline.runtime import PipelineRuntime
@@ -34,8 +36,10 @@ class TrainState:
     ctx: ParallelContext
     stages: Mapping[int, PipelineStage]
     pipeline: PipelineRuntime
-    grads: GradBuffer
-    optimizer: AdamW
+    weights: FlatWeights
+    grads: Gradients
+    optimizer: Optimizer
+    kernels: Kernels
     loss_scale: LossScale
     step: int = 0
     consumed_samples: int = 0
@@ -73,18 +77,10 @@ def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor
     return comm.all_reduce(tokens, ctx.grad).clamp_(min=1.0)
 
 
-def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext, votes: Tensor | None = None) -> Tensor:
-    """The step's loss over all its tokens, on every rank; only last stages have sums.
-
-    `votes`, a 0-d fp32 number, is summed in place by the same messages over replicas and stages.
-    """
+def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext) -> Tensor:
+    """The step's loss over all its tokens, on every rank; only last stages have sums."""
     total = torch.stack(list(loss_sums)).sum() if loss_sums else torch.zeros((), device=ctx.device)
-    if votes is None:
-        return comm.all_reduce(comm.all_reduce(total, ctx.grad), ctx.pp) / tokens
-    both = torch.stack([total, votes])
-    comm.all_reduce(comm.all_reduce(both, ctx.grad), ctx.pp)
-    votes.copy_(both[1])
-    return both[0] / tokens
+    return comm.all_reduce(comm.all_reduce(total, ctx.grad), ctx.pp) / tokens
 
 
 def train_step(
@@ -93,7 +89,7 @@ def train_step(
     """Forward and backward over this rank's micro-batches, then one AdamW update if loss and norm are finite.
 
     `trace` collects when each forward and backward ran. `asked_to_stop` on any rank is `stop` in the result on every
-    rank. That costs no message: it goes with the norm over tp, then with the loss over replicas and stages.
+    rank. That costs no message: it goes with the gradient norm.
     """
     ctx, options, scale = state.ctx, state.config.optimizer, state.loss_scale.scale
     ctx.flight.enter("forward")
@@ -103,9 +99,9 @@ def train_step(
     ctx.flight.enter("reduce")
     state.grads.finish()
     votes = torch.full((), float(asked_to_stop), device=ctx.device)
-    norm = grad_norm(state.grads, ctx, state.optimizer.how, votes) / scale
+    norm = grad_norm(state.grads, ctx, state.kernels.adamw, votes) / scale
     lr = learning_rate(state.step, options, state.config.train.steps)
-    loss = mean_loss(loss_sums, tokens, ctx, votes)
+    loss = mean_loss(loss_sums, tokens, ctx)
     stop = votes.item() > 0
     result = StepResult(loss.item(), norm.item(), lr, tokens.item(), replace(state.loss_scale), stop)
     ctx.flight.enter("optimizer")

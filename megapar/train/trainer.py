@@ -15,7 +15,9 @@ from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader
-from megapar.data_parallel.grad_buffer import GradBuffer
+from megapar.data_parallel.layout import FlatLayout
+from megapar.data_parallel.reduce import Gradients
+from megapar.data_parallel.weights import FlatWeights
 from megapar.errors import NumericError, StorageError, storing
 from megapar.optimizer.adamw import AdamW
 from megapar.pipeline.runtime import PipelineRuntime
@@ -29,22 +31,35 @@ from megapar.train.step import StepResult, TrainState, evaluate, train_step
 
 
 def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineStage]) -> TrainState:
-    """Runtime, gradient buffer and optimizer around this rank's `stages` (global number to module), at step 0.
+    """Runtime, flat weights and gradients, and optimizer around this rank's `stages` (global number to module), at
+    step 0.
 
-    The optimizer's main weights start from the stages' weights: initialise those before.
+    The optimizer's main weights start from the stages' weights: initialize those before.
     """
-    options, kernels = config.optimizer, device.choose_kernels(config.kernels.backend, ctx.device)
-    grads = GradBuffer(
-        list(stages.values()),
-        ctx,
-        zero_stage=options.zero_stage,
-        bucket_mb=options.bucket_mb,
-        overlap=options.overlap_grad_reduce,
-        weight_gradient=kernels.weight_gradient,
+    options = config.optimizer
+    kernels = device.choose_kernels(config.kernels.backend, ctx.device)
+    layout = FlatLayout(list(stages.values()), bucket_elements(options.bucket_mb), sharded=options.zero_stage > 0)
+    weights = FlatWeights(layout, ctx.device)
+    grads = Gradients(layout, ctx.device, overlap=options.overlap_grad_reduce)
+    return TrainState(
+        config=config,
+        ctx=ctx,
+        stages=stages,
+        pipeline=PipelineRuntime(stages, ctx, config.parallel.schedule, config.parallel.vpp),
+        weights=weights,
+        grads=grads,
+        optimizer=AdamW(weights, grads, options, kernels.adamw),
+        kernels=kernels,
+        loss_scale=LossScale.of(config.train.precision),
     )
-    pipeline = PipelineRuntime(stages, ctx, config.parallel.schedule, config.parallel.vpp)
-    optimizer = AdamW(grads, options, kernels.adamw)
-    return TrainState(config, ctx, stages, pipeline, grads, optimizer, LossScale.of(config.train.precision))
+
+
+def bucket_elements(bucket_mb: float) -> int:
+    """The fp32 gradients in `bucket_mb` MiB. Raises ValueError if there are none."""
+    elements = int(bucket_mb * 2**20 / 4)
+    if elements < 1:
+        raise ValueError(f"bucket_mb is {bucket_mb}: validate() fills in the 0 of optimizer.bucket_mb")
+    return elements
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import torch
 from megapar.config import Config, ModelConfig
 from megapar.context import ParallelContext, single
 from megapar.device import choose_kernels
+from megapar.linear import MatrixProducts
 from megapar.params import Piece, spec_of
 from megapar.pipeline.partition import explicit, partition
 from megapar.precision import model_dtype
@@ -21,13 +22,22 @@ def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
     """This rank's stages by global stage number, on the context's device, uninitialised. Stage s sits on pipeline rank
     s % pp. `config` is validated; a context on the meta device gives shapes alone."""
     model = config.model
+    kernels = choose_kernels(config.kernels.backend, ctx.device)
+    sharding = Sharding(
+        ctx.tp,
+        ctx.grad,
+        config.parallel.sequence_parallel,
+        model_dtype(config.train.precision),
+        ctx.device,
+        MatrixProducts(kernels.weight_gradient),
+    )
     blueprint = Blueprint(
         model,
-        Sharding(ctx.tp, config.parallel.sequence_parallel, model_dtype(config.train.precision), ctx.device),
+        sharding,
         Recompute(config.train.recompute, config.train.recompute_every),
         config.train.seed,
-        tie_stages=model.tie_word_embeddings and ctx.pp.size > 1,
-        kernels=choose_kernels(config.kernels.backend, ctx.device),
+        tied=ctx.ends if model.tie_word_embeddings and ctx.pp.size > 1 else None,
+        kernels=kernels,
         z_loss=config.train.z_loss,
         loss_chunk=config.kernels.loss_chunk,
     )
@@ -61,7 +71,8 @@ def stage_layers(config: Config) -> list[range]:
 
 def logical_tensors(model: ModelConfig) -> dict[str, Piece]:
     """Every logical tensor of the model by name, a tied embedding once."""
-    sharding = Sharding(single().tp, False, torch.float32, torch.device("meta"))
+    alone = single()
+    sharding = Sharding(alone.tp, alone.grad, False, torch.float32, torch.device("meta"))
     blueprint = Blueprint(model, sharding, Recompute(), seed=0)
     stage = FAMILIES[model.family](blueprint, range(model.num_hidden_layers), first=True, last=True)
     return {piece.name: piece for param in stage.parameters() for piece in spec_of(param).pieces}

@@ -8,7 +8,7 @@ from megapar_kernels.norms import add_layer_norm, layer_norm
 from torch import Tensor, nn
 
 from megapar.batch import MicroBatch
-from megapar.params import ZEROS, ParamSpec, parameter, replicated
+from megapar.params import ZEROS, replicated
 from megapar.tensor_parallel.layers import (
     ColumnParallelLinear,
     Columns,
@@ -98,10 +98,10 @@ class GPTStage(Stage):
         super().__init__(blueprint, layers, first=first, last=last, tied=tied)
         self.positions = None
         if first:
-            shape, sharding = (blueprint.model.max_position_embeddings, blueprint.model.hidden_size), blueprint.sharding
-            piece = replicated("positions.weight", shape, sharding.tp)
-            spec = ParamSpec((piece,), blueprint.init, decay=True, tp_sum=sharding.splits_sequence)
-            self.positions = parameter(spec, shape, dtype=sharding.dtype, device=sharding.device)
+            sharding = blueprint.sharding
+            shape = (blueprint.model.max_position_embeddings, blueprint.model.hidden_size)
+            piece = replicated("positions.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
+            self.positions = sharding.parameter((piece,), shape, blueprint.init, decay=True)
 
     def make_layer(self, number: int) -> nn.Module:
         return GPTLayer(number, self.blueprint)

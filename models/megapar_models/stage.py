@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megapar import recompute
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.config import ModelConfig
+from megapar.context import Axis
 from megapar.params import Init
 from megapar.random import row_keys
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -30,14 +31,17 @@ from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What every module of a model is built from. `tie_stages`: the tied embedding has a copy on the last pipeline
-    rank. `loss_chunk`: tokens whose logits are held at once, 0 meaning all of a micro-batch."""
+    """What every module of a model is built from.
+
+    `tied`: the axis of pipeline stages that hold copies of a tied embedding; None if one stage holds all of it.
+    `loss_chunk`: tokens whose logits are held at once, 0 meaning all of a micro-batch.
+    """
 
     model: ModelConfig
     sharding: Sharding
     recompute: recompute.Recompute
     seed: int
-    tie_stages: bool = False
+    tied: Axis | None = None
     kernels: Kernels = field(default_factory=Kernels)
     z_loss: float = 0.0
     loss_chunk: int = 0
@@ -90,7 +94,7 @@ class Stage(PipelineStage):
                 model.hidden_size,
                 sharding,
                 init=blueprint.init,
-                tie=blueprint.tie_stages,
+                tied=blueprint.tied,
             )
         self.layers = nn.ModuleDict({str(number): self.make_layer(number) for number in layers})
         if last:
@@ -119,15 +123,15 @@ class Stage(PipelineStage):
         return self.embedding(batch.tokens_bs.t())
 
     def _make_head(self) -> nn.Parameter:
-        model, tie = self.blueprint.model, self.blueprint.model.tie_word_embeddings
+        model = self.blueprint.model
+        tie = model.tie_word_embeddings
         return vocabulary_parameter(
             "embedding.weight" if tie else "head.weight",
             model.vocab_size,
             model.hidden_size,
             self.blueprint.sharding,
             init=self.blueprint.init,
-            tie=tie,
-            copy=tie,
+            tied=self.blueprint.tied if tie else None,
         )
 
     def title(self) -> str:
@@ -168,7 +172,11 @@ class Stage(PipelineStage):
         }
         if 0 < blueprint.loss_chunk < targets_sb.numel():
             assert self.norm is not None
-            how |= {"sequence_parallel": sharding.splits_sequence, "chunk_rows": blueprint.loss_chunk}
+            how |= {
+                "sequence_parallel": sharding.splits_sequence,
+                "chunk_rows": blueprint.loss_chunk,
+                "products": sharding.products,
+            }
             losses_sb = linear_cross_entropy(self.norm(x_sbh), self.head, *where, **how)
         else:
             losses_sb = vocab_parallel_cross_entropy(self.logits(x_sbh), *where, **how, inplace=True)

@@ -1,0 +1,50 @@
+"""Flat weights and gradients around modules, as `megapar.train.trainer.assemble` makes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megapar.config import OptimizerConfig
+from megapar.context import ParallelContext
+from megapar.data_parallel.layout import FlatLayout, Range, Slot
+from megapar.data_parallel.reduce import Gradients
+from megapar.data_parallel.weights import FlatWeights
+from megapar.optimizer.adamw import AdamW
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A rank's flat buffers; `adamw` makes an optimizer of them."""
+
+    ctx: ParallelContext
+    layout: FlatLayout
+    weights: FlatWeights
+    gradients: Gradients
+
+    @property
+    def grads(self) -> Tensor:
+        return self.gradients.flat
+
+    @property
+    def params(self) -> Tensor:
+        return self.weights.flat
+
+    @property
+    def slots(self) -> list[Slot]:
+        return self.layout.slots
+
+    def shards(self) -> list[Range]:
+        return self.layout.shards()
+
+    def adamw(self, options: OptimizerConfig, **named: Any) -> AdamW:
+        return AdamW(self.weights, self.gradients, options, **named)
+
+
+def flatten(
+    modules: Sequence[nn.Module], ctx: ParallelContext, *, zero_stage: int, bucket_mb: float, overlap: bool = True
+) -> Flat:
+    layout = FlatLayout(modules, int(bucket_mb * 2**18), sharded=zero_stage > 0)
+    weights = FlatWeights(layout, ctx.device)
+    return Flat(ctx, layout, weights, Gradients(layout, ctx.device, overlap=overlap))
