@@ -145,7 +145,8 @@ def failing(call: str, number: int) -> Callable[[], None]:
         real = getattr(owner, name)
 
         def refuse(*args: Any, **named: Any) -> Any:
-            if "step_00000004" in str(args[0]) or call in ("fsync", "sync"):
+            paths = [str(value) for value in args if isinstance(value, Path)]
+            if any("step_00000004" in path for path in paths) or call in ("fsync", "sync"):
                 raise OSError(number, os.strerror(number))
             return real(*args, **named)
 
