@@ -220,6 +220,8 @@ def _read(file: str) -> tuple[str, dict[str, Any]]:
         found = re.search(r"line (\d+)", str(error))
         line = int(found[1]) if found else text.count("\n") + 1
         raise ConfigError(f"{file}:{line}: not valid TOML: {error}") from None
+    except RecursionError:  # of tomllib, which calls itself for each bracket
+        raise ConfigError(f"{file}:1: not valid TOML: lists or tables are nested too deeply") from None
     if not table:
         raise ConfigError(
             f"{file}:1: sets nothing; a config holds sections of options, such as [train] with steps = 100"
@@ -232,7 +234,11 @@ def _typed(file: str, text: str, table: Mapping[str, Any]) -> dict[str, Any]:
     types = option_types()
     options: dict[str, Any] = {}
     problems = []
-    for path, raw in _paths(table):
+    try:
+        entries = list(_paths(table))
+    except RecursionError:  # a dotted name of thousands of parts, which tomllib does read
+        raise ConfigError(f"{file}:1: a name has too many parts; options look like section.key") from None
+    for path, raw in entries:
         where = f"{file}:{_line(text, path)}: {path}"
         if any(known.startswith(path + ".") for known in types):
             problems.append(f"{where}: is a section, not an option: write [{path}]")

@@ -64,6 +64,10 @@ class Environment:
         return self.launcher in ("torchrun", "slurm")
 
 
+# What a launcher tells each process apart. The other variables are the same on all ranks.
+_OWN_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+
+
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
     """This process's rank, from torchrun's variables (RANK, WORLD_SIZE ...), else from those of a Slurm step, else one
     process.
@@ -79,8 +83,12 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def first_to_speak() -> bool:
-    """Whether this process is rank 0 as far as its variables tell, before anything has judged them."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    """Whether this process tells errors before ranks know each other: rank 0, or a process whose own variables are
+    wrong, because no other process can tell that."""
+    try:
+        return environment().rank == 0
+    except ConfigError as error:
+        return not error.everywhere or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def in_slurm_step(env: Mapping[str, str]) -> bool:
@@ -107,15 +115,24 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     text = env.get(name, "" if default is None else str(default))
     if not re.fullmatch(r"\d+", text):
         shown = f"{name}={text!r}" if name in env else f"{name} is not set"
-        raise ConfigError(f"{shown}: a launcher sets it to a whole number; use torchrun, srun or --launch.nproc")
+        error = ConfigError(f"{shown}: a launcher sets it to a whole number; use torchrun, srun or --launch.nproc")
+        error.everywhere = name not in _OWN_VARIABLES
+        raise error
     return int(text)
+
+
+def _of_this_process(text: str) -> ConfigError:
+    """An error in what a launcher told this process alone: other ranks do not raise it."""
+    error = ConfigError(text)
+    error.everywhere = False
+    return error
 
 
 def _torchrun_environment(env: Mapping[str, str]) -> Environment:
     rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     local_rank, local_world_size = _number(env, "LOCAL_RANK", 0), _number(env, "LOCAL_WORLD_SIZE", 1)
     if rank >= world_size:
-        raise ConfigError(f"RANK={rank}, WORLD_SIZE={world_size}: ranks count from 0 to {world_size - 1}")
+        raise _of_this_process(f"RANK={rank}, WORLD_SIZE={world_size}: ranks count from 0 to {world_size - 1}")
     if local_rank >= local_world_size:
         local_world_size = local_rank + 1  # set by hand: LOCAL_RANK alone says how many there are at least
     # torchrun's agent serves the store of its workers; without the agent rank 0 does.
@@ -138,7 +155,8 @@ def _slurm_environment(env: Mapping[str, str]) -> Environment:
     world_size = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
     local_world_size = _tasks_on_this_node(env)
     if rank >= world_size:
-        raise ConfigError(f"SLURM_PROCID={rank} of {world_size} tasks: this process inherited another step's variables")
+        text = f"SLURM_PROCID={rank} of {world_size} tasks: this process inherited another step's variables"
+        raise _of_this_process(text)
     # srun binds a task to its own cores if it was told how many: then they are not shared out again.
     cores = _number(env, "SLURM_CPUS_PER_TASK", max(1, usable_cores() // local_world_size))
     example = "export the first node's name and a free port, as pretrain_scripts/llama_70b_slurm.sh does"
@@ -177,7 +195,7 @@ def _tasks_on_this_node(env: Mapping[str, str]) -> int:
         tasks += [int(match[1])] * int(match[2] or 1)
     node = _number(env, "SLURM_NODEID", 0)
     if node >= len(tasks):
-        raise ConfigError(f"SLURM_NODEID={node}, SLURM_TASKS_PER_NODE={text!r}: this node is not in the list")
+        raise _of_this_process(f"SLURM_NODEID={node}, SLURM_TASKS_PER_NODE={text!r}: this node is not in the list")
     return tasks[node]
 
 

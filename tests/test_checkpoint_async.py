@@ -24,6 +24,7 @@ from megapar.errors import NumericError, StorageError
 from megapar.params import ZEROS, ParamSpec, Piece
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.distributed import run_ranks
+from tests.support.checkpoints import MODEL, toy_slices
 from tests.test_checkpoint import (
     files_limited_to,
     kill_saves,
@@ -32,7 +33,6 @@ from tests.test_checkpoint import (
     outcome,
     step,
 )
-from tests.test_checkpoint_format import MODEL, toy_slices
 
 FACTS = {"consumed_samples": 0, "layout": {}, "model_config": MODEL, "trainer": {}, "data": {}}
 CONFIGS = [

@@ -18,8 +18,8 @@ from megapar.optimizer.adamw import AdamW
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.distributed import run_ranks
 from tests.support import program
+from tests.support.checkpoints import MODEL, edit_tensor, load_toy, save_toy, toy_slices
 from tests.test_checkpoint import make_config, make_state, outcome, step
-from tests.test_checkpoint_format import MODEL, edit_tensor, load_toy, save_toy, toy_slices
 
 NONE = {"main": math.nan, "exp_avg": -math.inf, "exp_avg_sq": -1e-30}
 

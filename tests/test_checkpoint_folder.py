@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shutil
 import socket
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from megapar.config import CheckpointConfig, Config
 from megapar.train.checkpoints import FOLDER, own
 from megapar.validate import validate
 from tests.distributed import run_ranks
+from tests.support.checkpoints import killed_at, load_toy, save_toy, toy_slices
 from tests.test_checkpoint import outcome
-from tests.test_checkpoint_format import load_toy, save_toy, toy_slices
 
 ALONE = context.single()
 
@@ -72,25 +71,6 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000002"]
 
 
-def die_at(calls: list[tuple[Any, str]], number: int) -> Callable[..., None]:
-    """A save of step 2 in a process that ends, as by kill -9, at the `number`-th of the calls that commit it."""
-    count = 0
-
-    def dying(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            if count == number:
-                os._exit(9)
-            count += 1
-            return original(*args, **kwargs)
-
-        return call
-
-    for owner, name in calls:
-        setattr(owner, name, dying(getattr(owner, name)))
-    return save_toy  # type: ignore[return-value]
-
-
 COMMITS = [(saving, "_write_file"), (saving, "write_manifest"), (saving, "sync_folder"), (Path, "rename")]
 COMMITS += [(saving.shutil, "rmtree"), (Path, "replace")]
 
@@ -102,12 +82,9 @@ def test_a_kill_at_each_commit_point(tmp_path: Path, again: bool, number: int) -
     save_toy(tmp_path, 1)
     if again:
         save_toy(tmp_path, 2)
-    fork = multiprocessing.get_context("fork")
-    writer = fork.Process(target=lambda: (die_at(COMMITS, number)(tmp_path, 2), os._exit(0)))
-    writer.start()
-    writer.join()
+    killed = killed_at(COMMITS, number, lambda: save_toy(tmp_path, 2))
     points = 6 if again else 5  # file, manifest, [rename of the old one,] rename, sync, [rmtree,] latest
-    assert writer.exitcode == (9 if number < points + again else 0)
+    assert killed == (number < points + again)
     sweep(tmp_path)
     names = [path.name for path in tmp_path.iterdir()]
     assert {"latest", "step_00000001"} <= set(names) <= {"latest", "step_00000001", "step_00000002"}

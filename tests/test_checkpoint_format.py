@@ -1,8 +1,6 @@
 """Boxes, coverage, discovery, and every way in which a checkpoint can be wrong."""
 
-import hashlib
 import itertools
-import json
 import math
 import pickle
 import shutil
@@ -29,12 +27,21 @@ from megapar.checkpoint.format import (
     logical_boxes,
     read_manifest,
 )
-from megapar.checkpoint.load import choose, load
-from megapar.checkpoint.save import owned_boxes, save
+from megapar.checkpoint.load import choose
+from megapar.checkpoint.save import owned_boxes
 from megapar.errors import CheckpointError
 from megapar.params import ZEROS, ParamSpec, Piece
-
-MODEL = {"hidden_size": 6, "rope": {"factor": 1.0}, "tie_word_embeddings": False}
+from tests.support.checkpoints import (
+    FILE,
+    MANIFEST,
+    MODEL,
+    edit_bytes,
+    edit_manifest,
+    flip_bit,
+    load_toy,
+    save_toy,
+    toy_slices,
+)
 
 
 @st.composite
@@ -114,39 +121,6 @@ def test_owned_boxes_cover_each_logical_tensor_once(
     assert all((count == 1).all() for count in counts.values())
 
 
-def toy_slices(step: int = 1, columns: int = 5) -> list[Any]:
-    """Two whole parameters with values that the step decides."""
-    slices = []
-    for number, shape in enumerate([(6, columns), (7,)]):
-        spec = ParamSpec((Piece(f"p{number}", shape, None, 0, shape[0], 0, shape[0]),), ZEROS, decay=True)
-        state = {
-            name: torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(100 * step + 10 * number + i))
-            for i, name in enumerate(("main", "exp_avg", "exp_avg_sq"))
-        }
-        state["exp_avg_sq"].abs_()  # means of squares: nothing saves a negative one
-        slices.append(SimpleNamespace(spec=spec, start=0, stop=math.prod(shape), **state))
-    return slices
-
-
-def save_toy(root: Path, step: int) -> Path:
-    return save(
-        root,
-        slices=toy_slices(step),
-        ctx=context.single(),
-        replicated=False,
-        step=step,
-        consumed_samples=8 * step,
-        layout={"dp": 1},
-        model_config=MODEL,
-        trainer={"lr": 0.1, "loss_scale": 1 / 3},
-        data={"seed": 5},
-    )
-
-
-def load_toy(path: Path, slices: list[Any], model_config: dict[str, Any] | None = None) -> Any:
-    return load(path, slices=slices, ctx=context.single(), model_config=model_config or MODEL)
-
-
 def test_load_returns_what_was_saved_and_only_whole_folders_have_names(tmp_path: Path) -> None:
     path = save_toy(tmp_path, 3)
     assert path == tmp_path / "step_00000003"
@@ -159,38 +133,6 @@ def test_load_returns_what_was_saved_and_only_whole_folders_have_names(tmp_path:
             assert torch.equal(getattr(loaded, state), getattr(saved, state))
     assert (manifest.step, manifest.consumed_samples, manifest.layout) == (3, 24, {"dp": 1})
     assert (manifest.trainer, manifest.data) == ({"lr": 0.1, "loss_scale": 1 / 3}, {"seed": 5})
-
-
-def edit_manifest(path: Path, edit: Callable[[dict[str, Any]], None], *, sign: bool = True) -> None:
-    document = json.loads((path / "manifest.json").read_text())
-    edit(document["body"])
-    if sign:
-        text = json.dumps(document["body"], sort_keys=True)
-        document["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(document, sort_keys=True))
-
-
-def edit_bytes(path: Path, edit: Callable[[bytearray], None]) -> None:
-    content = bytearray((path / FILE).read_bytes())
-    edit(content)
-    (path / FILE).write_bytes(content)
-
-
-def edit_tensor(path: Path, key: str, edit: Callable[[torch.Tensor], Any]) -> None:
-    """Change a stored box, to which the manifest then attests, as if it had been saved so."""
-    tensors = load_file(path / FILE)
-    edit(tensors[key])
-    save_file(tensors, path / FILE)
-    name, _, number = key.rpartition("#")
-
-    def attest(body: dict[str, Any]) -> None:
-        body["tensors"][name]["chunks"][int(number)][4] = checkpoint_format.checksum(tensors[key])
-
-    edit_manifest(path, attest)
-
-
-def flip_bit(content: bytearray) -> None:
-    content[-20] ^= 1
 
 
 def swap_file(path: Path, content: bytes) -> None:
@@ -236,8 +178,6 @@ def lose_chunk(body: dict[str, Any]) -> None:
     body["tensors"]["exp_avg.p0"]["chunks"] = []
 
 
-FILE = "rank_00000.safetensors"
-MANIFEST = "manifest.json"
 CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a flipped bit": (lambda p: edit_bytes(p, flip_bit), FILE, "CRC-32"),
     "a truncated shard": (lambda p: edit_bytes(p, lambda b: b.__delitem__(slice(-9, None))), FILE, "bytes, the manif"),

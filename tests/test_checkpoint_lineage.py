@@ -1,9 +1,7 @@
 """Runs that go back, begin anew or come from elsewhere: which checkpoints and which lines of metrics stay theirs."""
 
 import json
-import multiprocessing
 import os
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,10 @@ from megapar.checkpoint.folder import sweep
 from megapar.checkpoint.format import checkpoint_folders, open_manifest, step_of
 from megapar.checkpoint.lineage import leads_to, lineage_of, set_aside
 from megapar.checkpoint.load import choose
-from megapar.checkpoint.save import save
 from megapar.errors import CheckpointError
 from megapar.train.metrics import cut_back
 from tests.support import program
-from tests.test_checkpoint_format import MODEL, load_toy, save_toy, toy_slices
+from tests.support.checkpoints import killed_at, load_toy, save_toy, toy_slices
 
 EVERY = ("--checkpoint.every", "2", "--log.no-tensorboard")
 
@@ -30,18 +27,7 @@ def steps(root: Path) -> list[int]:
 
 
 def save_of(root: Path, step: int, lineage: list[tuple[str, int]]) -> Path:
-    return save(
-        root,
-        slices=toy_slices(step),
-        ctx=context.single(),
-        replicated=False,
-        step=step,
-        consumed_samples=0,
-        layout={},
-        model_config=MODEL,
-        trainer={"lineage": [list(start) for start in lineage]},
-        data={},
-    )
+    return save_toy(root, step, {"lineage": [list(start) for start in lineage]})
 
 
 def metric_steps(run: Path) -> list[int]:
@@ -94,40 +80,15 @@ CALLS: list[tuple[Any, str]] = [(lineages.os, "fsync"), (Path, "replace"), (line
 CALLS += [(Path, "mkdir"), (Path, "rename"), (lineages, "write_latest"), (Path, "unlink")]
 
 
-def dying(calls: list[tuple[Any, str]], number: int) -> Callable[[Path, Any], None]:
-    """`set_aside` in a process that ends, as by kill -9, at the `number`-th of these calls."""
-    count = 0
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            if count == number:
-                os._exit(9)
-            count += 1
-            return original(*args, **kwargs)
-
-        return call
-
-    for owner, name in calls:
-        setattr(owner, name, wrap(getattr(owner, name)))
-    return set_aside  # type: ignore[return-value]
-
-
 def test_a_kill_at_any_moment_of_setting_aside_leaves_one_branch_whole(tmp_path: Path) -> None:
     """Row K21: the next start sees the old branch as it was, or the new one alone; no checkpoint is lost."""
-    fork = multiprocessing.get_context("fork")
     lineage = [("a", 0), ("b", 2)]
     number, seen, ended = 0, set(), False
     while not ended:
         root = tmp_path / str(number)
         for step in (2, 4, 6):
             save_of(root, step, [("a", 0)])
-        killed = fork.Process(
-            target=lambda number=number, root=root: (dying(CALLS, number)(root, lineage), os._exit(0))
-        )
-        killed.start()
-        killed.join()
-        ended = killed.exitcode == 0
+        ended = not killed_at(CALLS, number, lambda root=root: set_aside(root, lineage))  # type: ignore[misc]
         sweep(root)
         aside = steps(root / "abandoned-b")
         assert sorted([*steps(root), *aside]) == [2, 4, 6]

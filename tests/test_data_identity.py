@@ -15,7 +15,7 @@ from megapar.train import data
 from megapar.train.data import ORDER, compare
 from tests.distributed import run_ranks
 from tests.support import program
-from tests.test_checkpoint_format import edit_manifest
+from tests.support.checkpoints import edit_manifest
 
 FLAGS = ("--model.vocab_size", "257", "--checkpoint.every", "2", "--log.no-tensorboard", "--train.steps")
 

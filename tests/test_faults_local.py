@@ -17,33 +17,13 @@ import torch
 from megapar import comm
 from megapar.checkpoint import save
 from megapar.errors import CommunicationError
-from megapar.train import launch, step, trainer
+from megapar.train import launch, trainer
 from tests.support import program
+from tests.support.faults import FOUR, LONG, TWO, children, error, gone, on_rank
 from tests.support.program import Ended, Program
 
-LONG = ("--train.steps", "100000")
 HANGS = (*LONG, "--launch.timeout_seconds", "5")  # long enough for a busy machine's steps
-TWO = ("--launch.nproc", "2")
-FOUR = ("--launch.nproc", "4", "--parallel.tp", "2", "--parallel.pp", "2")
 IN_STEPS = " 2/100000 | loss"
-
-
-def children(running: Program, count: int) -> list[int]:
-    """Process numbers of the ranks, once all have started."""
-    for _ in range(1000):
-        if len(running.children()) == count:
-            return running.children()
-        time.sleep(0.02)
-    raise AssertionError(f"{running.children()} instead of {count} ranks:\n{running.err}")
-
-
-def gone(pids: list[int]) -> bool:
-    """Whether none of the processes is left, waiting for the kernel to remove them."""
-    for _ in range(500):
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def act_on(
@@ -62,27 +42,6 @@ def act_on(
     ended = running.wait(60)
     assert gone(pids), "ranks are left"
     return ended
-
-
-def error(folder: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((folder / "run/error.json").read_text())
-    return facts
-
-
-def on_rank(rank: int, at: int, act: Callable[[Any], None]) -> Callable[[], None]:
-    """Plants `act(ctx)` at the beginning of step `at` (counted from 0) on one rank."""
-
-    def plant() -> None:
-        real = step.count_targets
-
-        def count_targets(batches: Any, ctx: Any) -> Any:
-            if ctx.world.rank == rank and ctx.flight.step == at + 1:
-                act(ctx)
-            return real(batches, ctx)
-
-        step.count_targets = count_targets
-
-    return plant
 
 
 # A rank that hangs

@@ -107,11 +107,16 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
         return None
     try:
         facts = json.loads(path.read_bytes())
-        missing = {"documents", "tokens", "tokenizer", "append_eod", "sources", "sha256"} - set(facts)
-    except (ValueError, TypeError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not the description of a .bin/.idx pair: {error}") from error
+    if not isinstance(facts, dict):
+        raise DataError(f"{path}: not the description of a .bin/.idx pair: no JSON object")
+    missing = {"documents", "tokens", "tokenizer", "append_eod", "sources", "sha256"} - set(facts)
     if missing:
         raise DataError(f"{path}: not the description of a .bin/.idx pair: no {', '.join(sorted(missing))}")
+    tokenizer = facts["tokenizer"]
+    if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("sha256"), str) or "spec" not in tokenizer:
+        raise DataError(f"{path}: not the description of a .bin/.idx pair: tokenizer has no spec and sha256")
     return facts
 
 

@@ -5,6 +5,7 @@ error go to files, so a test can read them while the program runs. A test that m
 interpreter uses a subprocess instead (tests/test_program.py).
 """
 
+import logging
 import multiprocessing
 import os
 import runpy
@@ -151,6 +152,8 @@ def _main(
     sys.stdin = open(os.devnull)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    logging.getLogger().handlers.clear()  # pytest's, which keep warnings from standard error
+    tempfile.tempdir = None  # remembered from this process: `env` may name another folder
     os.chdir(cwd)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.update(env)

@@ -1,0 +1,172 @@
+"""What the tests of faults share: layouts, ways to end processes, and what must be left of a run that was ended."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megapar.checkpoint.format import checkpoint_folders, find_complete
+from megapar.train import step
+from tests.support import program
+from tests.support.program import Ended, Program
+
+TWO = ("--launch.nproc", "2")
+FOUR = ("--launch.nproc", "4", "--parallel.tp", "2", "--parallel.pp", "2")
+LAYOUTS = {
+    "one": (),
+    "dp2": TWO,
+    "tp2": (*TWO, "--parallel.tp", "2"),
+    "pp2": (*TWO, "--parallel.pp", "2"),
+    "tp2pp2": FOUR,
+}
+RANKS = {"one": 1, "dp2": 2, "tp2": 2, "pp2": 2, "tp2pp2": 4}
+LONG = ("--train.steps", "100000")
+SPEED = ("step_seconds", "data_seconds", "tokens_per_second", "tflops_per_device", "mfu", "peak_memory_bytes")
+
+
+def children(running: Program, count: int) -> list[int]:
+    """Process numbers of the ranks, once all have started."""
+    for _ in range(1000):
+        if len(running.children()) == count:
+            return running.children()
+        time.sleep(0.02)
+    raise AssertionError(f"{running.children()} instead of {count} ranks:\n{running.err}")
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether none of the processes is left, waiting for the kernel to remove them."""
+    for _ in range(500):
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def error(folder: Path) -> dict[str, Any]:
+    """What error.json says of the run in `folder`/run."""
+    facts: dict[str, Any] = json.loads((folder / "run/error.json").read_text())
+    return facts
+
+
+def on_rank(rank: int, at: int, act: Callable[[Any], None]) -> Callable[[], None]:
+    """Plants `act(ctx)` at the beginning of step `at` (counted from 0) on one rank."""
+
+    def plant() -> None:
+        real = step.count_targets
+
+        def count_targets(batches: Any, ctx: Any) -> Any:
+            if ctx.world.rank == rank and ctx.flight.step == at + 1:
+                act(ctx)
+            return real(batches, ctx)
+
+        step.count_targets = count_targets
+
+    return plant
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what depends on the machine's speed: equal means bitwise equal."""
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in SPEED} for line in lines]
+
+
+def weights(folder: Path, at: int) -> dict[str, bytes]:
+    """The ranks' files of the checkpoint after step `at`."""
+    shards = (folder / f"run/checkpoints/step_{at:08d}").glob("rank_*")
+    return {path.name: path.read_bytes() for path in shards}
+
+
+class Scene:
+    """A folder in which programs run one after the other, and what they must leave there.
+
+    Programs run in `work`. Their temporary files go to `tmp`, so that a file that one leaves behind is found.
+    """
+
+    def __init__(self, folder: Path):
+        self.work, self.tmp = folder / "work", folder / "tmp"
+        for path in (self.work, self.tmp):
+            path.mkdir(exist_ok=True)
+
+    def start(
+        self, *flags: str, env: Mapping[str, str] | None = None, plant: Callable[[], None] | None = None
+    ) -> Program:
+        return program.start(*flags, cwd=self.work, env={"TMPDIR": str(self.tmp), **(env or {})}, plant=plant)
+
+    def run(
+        self,
+        *flags: str,
+        env: Mapping[str, str] | None = None,
+        plant: Callable[[], None] | None = None,
+        timeout_seconds: float = 60,
+    ) -> Ended:
+        """Run a program to its end, and assert that nothing of it is left."""
+        running = self.start(*flags, env=env, plant=plant)
+        return self.finish(running, timeout_seconds)
+
+    def finish(self, running: Program, timeout_seconds: float = 60) -> Ended:
+        """Wait for the end, and assert that no process, no temporary file, no shared memory and no traceback is
+        left."""
+        ended = running.wait(timeout_seconds)
+        pids = [running.pid, *members(self.work)]
+        for _ in range(500):
+            if not session(running.pid):
+                break
+            time.sleep(0.02)
+        assert session(running.pid) == [], f"processes are left\n{ended.err}"
+        assert os.listdir(self.tmp) == []
+        names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+        assert [name for name in names if any(f"-{pid}" in name or f"_{pid}_" in name for pid in pids)] == []
+        assert "Traceback" not in ended.err, ended.err
+        assert "Error in " not in ended.err, ended.err
+        return ended
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.work / "run/checkpoints"
+
+    def check_checkpoints(self, out: str = "") -> list[int]:
+        """Assert that each folder of a checkpoint is complete, and that those are there which `out` says are saved;
+        the steps of all, the newest first."""
+        folders = checkpoint_folders(self.checkpoints)
+        assert list(find_complete(self.checkpoints)) == folders
+        said = [Path(line.partition("| saved ")[2]).name for line in out.splitlines() if "| saved " in line]
+        missing = set(said) - {folder.name for folder in folders}
+        assert not missing, f"lost: {missing}"
+        return [int(folder.name.removeprefix("step_")) for folder in folders]
+
+
+def session(leader: int) -> list[int]:
+    """The living processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader and fields[0] != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def members(folder: Path) -> list[int]:
+    """Process numbers of the ranks, in their order, as the run folder tells them; none before it is there."""
+    try:
+        listed = json.loads((folder / "run/ranks.json").read_text())["ranks"]
+    except OSError:
+        return []
+    return [member["pid"] for member in listed]
+
+
+def send(number: signal.Signals, victim: str, launched: bool) -> None:
+    """Send a signal from within a rank to `victim`: launcher, all, or rank N of the run in this folder.
+
+    `launched`: whether a launcher of ours started the ranks; else the only process is rank 0 and launcher as well.
+    """
+    if victim == "all":
+        os.killpg(0, number)
+    elif victim == "launcher":
+        os.kill(os.getppid() if launched else os.getpid(), number)
+    else:
+        os.kill(members(Path())[int(victim.removeprefix("rank"))], number)
