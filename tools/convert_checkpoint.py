@@ -451,8 +451,8 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
 
 
 class Reference(NamedTuple):
-    """Another implementation with the same weights. `logits` takes tokens [s] and the first position wanted, and returns
-    [s - first, v]. `misread` says which options of ours are not the reference's, if it can."""
+    """Another implementation with the same weights. `logits` takes tokens [s] and the first position that is wanted;
+    returns [s - first, v]. `misread` says which options of ours are not the reference's, if it can."""
 
     name: str
     logits: Callable[[Tensor, int], Tensor]
