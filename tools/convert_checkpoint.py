@@ -55,7 +55,7 @@ from megapar.config import (
 from megapar.config_io import part_toml
 from megapar.data.prepared import read_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
-from megapar.data.tokenizer_files import compare_with_transformers, write_missing
+from megapar.data.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
 from megapar.errors import CheckpointError, ConfigError, DataError, reported
 from megapar.precision import model_dtype
 from megapar.validate import Entry, validate, weight_options
@@ -63,7 +63,7 @@ from megapar.validate import Entry, validate, weight_options
 HF_CONFIG, CONFIG, PARITY, GENERATION = "config.json", "config.toml", "parity.json", "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", GENERATION),
+    *("vocab.json", "merges.txt", "chat_template.jinja", GENERATION, CODE),
 )
 TOKENIZERS = {"hf": "tokenizer.json", "spm": "tokenizer.model"}
 PRECISION: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
@@ -437,12 +437,16 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
         print(f"the tokenizer is not verified: {why}", file=sys.stderr)
         return {"verified": False, "why": why}
     facts, problems = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
+    if problems and (folder / TOKENIZERS["hf"]).exists():
+        # The model_type's class may rebuild the tokenizer. An auto_map would be a burden where it does not.
+        read_as_it_is(folder)
+        facts, still = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
+        problems = problems if still else []
     if problems:
         told = "; ".join([*problems, lacks] if lacks else problems)
         raise CheckpointError(
             f"{options.dst}: the exported tokenizer is not that of the training, {training.spec}: {told}; nothing was "
-            "written. transformers may choose a class by model_type that ignores tokenizer.json, where "
-            "PreTrainedTokenizerFast.from_pretrained reads it as it is; --no-verify_tokenizer writes the folder"
+            "written; --no-verify_tokenizer writes the folder"
         )
     return {"verified": True, "trained_with": training.spec, **facts}
 
