@@ -5,7 +5,7 @@ Ranks call `held` and return its list; the parent calls `assemble` on all of the
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +61,16 @@ def held(
         spec, flat, last = spec_of(param), values(param).reshape(-1), 0
         for piece, first, last in spec.segments():
             partial = unsummed and any(axis.size > 1 for axis in piece.partial)
-            parts.append(Held(piece, flat[first:last].view(piece.local_shape).clone(), partial, ctx.grad.rank))
+            parts.append(
+                Held(_without_axes(piece), flat[first:last].view(piece.local_shape).clone(), partial, ctx.grad.rank)
+            )
         assert not flat[last:].any(), f"{spec.name}: padding is not zero"
     return parts
+
+
+def _without_axes(piece: Piece) -> Piece:
+    """To be sent to the test's process: process groups stay where they are."""
+    return replace(piece, replicated=(), partial=())
 
 
 def assemble(ranks: Sequence[Sequence[Held]]) -> dict[str, Tensor]:

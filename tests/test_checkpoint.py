@@ -12,7 +12,6 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,20 +21,29 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.checkpoint.format import STATE, checkpoint_folders, find_complete, logical_boxes, read_manifest
-from megapar.checkpoint.load import Reader, choose, load, load_weights, weight_slices
+from megapar.checkpoint.format import checkpoint_folders, find_complete, logical_boxes, read_manifest
+from megapar.checkpoint.load import Reader, choose, load, load_weights
 from megapar.checkpoint.save import save
 from megapar.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, MegaparError, StorageError
-from megapar.params import ZEROS, ParamSpec, sharded
+from megapar.params import sharded
 from megapar.random import initialise
 from megapar.train.checkpoints import Saver
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble, start
 from megapar.validate import validate
 from tests.distributed import run_ranks
-from tests.support.checkpoints import edit_manifest, load_toy, save_toy, toy_slices
+from tests.support.checkpoints import (
+    STATE,
+    edit_manifest,
+    load_toy,
+    make_slice,
+    save_toy,
+    spec_of_piece,
+    toy_slices,
+    whole_spec,
+)
 
 SAMPLES, LENGTH = 4, 8
 MODEL = ModelConfig(
@@ -106,7 +114,7 @@ def load_state(state: TrainState, path: Path) -> None:
 
 def contents(state: TrainState) -> list[Tensor]:
     """All that a step reads of this rank's past."""
-    kept = [getattr(item, name).clone() for item in state.optimizer.slices() for name in STATE]
+    kept = [item.tensors[name].clone() for item in state.optimizer.slices() for name in STATE]
     return [*kept, state.weights.flat.clone(), torch.tensor([state.step, state.optimizer.step_count])]
 
 
@@ -175,9 +183,9 @@ def test_a_checkpoint_wanders_through_layouts_unchanged(tmp_path: Path) -> None:
 def cut_slices(ctx: ParallelContext) -> list[Any]:
     """One tensor cut over all ranks."""
     rows = (3 * ctx.world.rank, 3 * ctx.world.rank + 3)
-    spec = ParamSpec((sharded("p", (3 * ctx.world.size, 50), 0, rows),), ZEROS, decay=True)
+    spec = spec_of_piece(sharded("p", (3 * ctx.world.size, 50), {0: rows}))
     state = {name: torch.full((150,), float(ctx.world.rank)) for name in STATE}
-    return [SimpleNamespace(spec=spec, start=0, stop=150, **state)]
+    return [make_slice(spec, 0, 150, **state)]
 
 
 @contextmanager
@@ -214,8 +222,7 @@ def fail_in_turn(root: str) -> list[tuple[str, int, str]]:
         outcomes.append(outcome(lambda: attempt(mine)))
     outcomes.append(outcome(lambda: attempt([] if rank == 1 else mine)))
     outcomes.append(outcome(lambda: attempt([*mine, *cut_slices(ctx)] if rank == 3 else mine)))
-    large = ParamSpec((sharded("p", (10**15,), 0, (0, 10**15)),), ZEROS, decay=True)
-    huge = SimpleNamespace(**{**vars(mine[0]), "spec": large, "stop": 10**15})
+    huge = replace(mine[0], spec=whole_spec("p", (10**15,)), stop=10**15)
     outcomes.append(outcome(lambda: attempt([huge] if rank == 3 else mine)))
     outcomes.append(outcome(lambda: attempt(mine, folder / "step_00000001" / "manifest.json")))
     return outcomes
@@ -246,7 +253,7 @@ def load_wrongly(root: str) -> list[tuple[str, int, str]]:
     facts = {"consumed_samples": 0, "layout": {}, "model_config": {"layers": 3}, "trainer": {}, "data": {}}
     path = save(folder, slices=mine, ctx=ctx, replicated=False, step=1, **facts)  # type: ignore[arg-type]
     outcomes = [outcome(lambda: load(path, slices=mine, ctx=ctx, model_config={"layers": 4}))]
-    other = SimpleNamespace(**{**vars(mine[0]), "spec": ParamSpec((sharded("q", (12,), 0, (0, 12)),), ZEROS, True)})
+    other = replace(mine[0], spec=whole_spec("q", (12,)))
     unknown = [other] if ctx.world.rank == 3 else []
     outcomes.append(outcome(lambda: load(path, slices=[*mine, *unknown], ctx=ctx, model_config={"layers": 3})))
     if ctx.world.rank == 1:
@@ -309,7 +316,7 @@ def kill_saves(write: Callable[[Path, int, Connection], None], ahead: int, root:
         target = toy_slices(0)
         load_toy(complete[0], target)
         for loaded, expected in zip(target, toy_slices(newest), strict=True):
-            assert all(torch.equal(getattr(loaded, name), getattr(expected, name)) for name in STATE)
+            assert all(torch.equal(loaded.tensors[name], expected.tensors[name]) for name in STATE)
     assert killed_inside, "no kill fell into a save: the test proves nothing"
 
 
@@ -325,24 +332,20 @@ def test_kill_9_many_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("into", ["optimizer", "parameters"])
-def test_weights_alone_are_where_training_goes_on_from(tmp_path: Path, precision: str, into: str) -> None:
+def test_weights_alone_are_where_training_goes_on_from(tmp_path: Path, precision: str) -> None:
     """Row 40: a step of learning rate 0 changes no bit, a later step moves from the loaded weights."""
     config = make_config(precision=precision)
     source = make_state(config, seed=1)
     step(source)
     path = save_state(source, tmp_path)
     state = make_state(config, seed=2)
-    if into == "optimizer":
-        load_weights(path, slices=state.optimizer.slices(), ctx=state.ctx, model_config=MODEL_CONFIG)
-        state.optimizer.refresh_params_from_main()
-    else:
-        params = [param for stage in state.pipeline.stages.values() for param in stage.parameters()]
-        load_weights(path, slices=weight_slices(params), ctx=state.ctx, model_config=MODEL_CONFIG)
-        state.optimizer.refresh_main_from_params()
+    load_weights(path, slices=state.optimizer.slices(), ctx=state.ctx, model_config=MODEL_CONFIG)
+    state.optimizer.refresh_params_from_main()
     loaded = state.weights.flat.clone()
     assert torch.equal(loaded, source.weights.flat)
-    assert all(not item.exp_avg.any() and not item.exp_avg_sq.any() for item in state.optimizer.slices())
+    for item in state.optimizer.slices():
+        assert not item.tensors["exp_avg"].any()
+        assert not item.tensors["exp_avg_sq"].any()
     state.grads.flat.uniform_(-1, 1)
     state.optimizer.step(lr=0.0)
     assert torch.equal(state.weights.flat, loaded)
@@ -367,13 +370,13 @@ def test_a_checkpoint_asked_for_by_name_must_be_complete(tmp_path: Path) -> None
 def test_state_on_a_gpu_is_saved_and_loaded_bitwise(tmp_path: Path) -> None:
     """Boxes that are cut within rows, so that copies into the device's memory are strided."""
     device = torch.device("cuda", 0)
-    ctx, piece = context.single(device), sharded("p", (6, 5), 1, (0, 5))
+    ctx, piece = context.single(device), sharded("p", (6, 5), {})
 
     def cut(bounds: list[int], values: Tensor) -> list[Any]:
-        spec = ParamSpec((piece,), ZEROS, decay=True)
+        spec = spec_of_piece(piece)
         flats = [values.flatten()[a:b].clone() for a, b in pairwise(bounds)]
         return [
-            SimpleNamespace(spec=spec, start=a, stop=b, **{name: flat.clone() for name in STATE})
+            make_slice(spec, a, b, **{name: flat.clone() for name in STATE})
             for (a, b), flat in zip(pairwise(bounds), flats, strict=True)
         ]
 
@@ -383,7 +386,7 @@ def test_state_on_a_gpu_is_saved_and_loaded_bitwise(tmp_path: Path) -> None:
     target = cut([0, 3, 11, 22, 30], torch.zeros_like(values))
     load(path, slices=target, ctx=ctx, model_config={})
     for name in STATE:
-        loaded = torch.cat([getattr(item, name) for item in target]).view(6, 5)
+        loaded = torch.cat([item.tensors[name] for item in target]).view(6, 5)
         assert loaded.device == device
         assert torch.equal(loaded, values)
 
@@ -411,7 +414,7 @@ def test_a_run_starts_from_another_runs_weights(tmp_path: Path) -> None:
     assert torch.equal(state.weights.flat, source.weights.flat)
     for mine, theirs in zip(state.optimizer.slices(), source.optimizer.slices(), strict=True):
         assert torch.equal(mine.main, theirs.main)
-        assert not mine.exp_avg.any()
+        assert not mine.tensors["exp_avg"].any()
     assert (state.step, state.consumed_samples, state.optimizer.step_count) == (0, 0, 0)
     step(state)
     Saver(state, tmp_path / "run").save(state)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +15,14 @@ import torch
 
 from megapar import context, device
 from megapar.checkpoint import save as saving
-from megapar.checkpoint.format import STATE, checkpoint_folders, find_complete, read_manifest
+from megapar.checkpoint.format import checkpoint_folders, find_complete, read_manifest
 from megapar.checkpoint.load import Reader
-from megapar.checkpoint.save import Save, snapshot, state_numel
+from megapar.checkpoint.save import Save, snapshot, snapshot_bytes
 from megapar.config import CheckpointConfig, Config
 from megapar.errors import NumericError, StorageError
-from megapar.params import ZEROS, ParamSpec, Piece
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.distributed import run_ranks
-from tests.support.checkpoints import MODEL, toy_slices
+from tests.support.checkpoints import MODEL, STATE, make_slice, toy_slices, whole_spec
 from tests.test_checkpoint import (
     files_limited_to,
     kill_saves,
@@ -60,7 +58,7 @@ def save_both_ways(root: str, configs: list[Config]) -> None:
                     if name == "async" and state.step == 3:
                         for item in state.optimizer.slices():
                             item.main.zero_()
-                            item.exp_avg.fill_(torch.nan)
+                            item.tensors["exp_avg"].fill_(torch.nan)
                 list(saver.completed(wait=True))
 
 
@@ -171,7 +169,7 @@ def write_behind_for_ever(root: Path, first: int, done: Connection) -> None:
     number = first
     while True:
         slices = toy_slices(number)
-        copies = snapshot(slices, torch.empty(state_numel(slices)))
+        copies = snapshot(slices, torch.empty(snapshot_bytes(slices)))
         for item in slices:
             item.main.zero_()
         facts = {**FACTS, "step": number}
@@ -197,17 +195,15 @@ def test_kill_9_during_asynchronous_saves_many_times(tmp_path: Path) -> None:
 def test_a_gpus_state_is_copied_to_pinned_memory_before_it_changes(tmp_path: Path) -> None:
     """K15 on a GPU: 256 MB a tensor are overwritten right after the copy."""
     where, size = torch.device("cuda", 0), 1 << 26
-    spec = ParamSpec((Piece("p", (size,), None, 0, size, 0, size),), ZEROS, decay=True)
-    item = SimpleNamespace(
-        spec=spec, start=0, stop=size, **{state: torch.full((size,), 2.0, device=where) for state in STATE}
-    )
-    buffer = device.host_buffer(state_numel([item]), where)
+    tensors = {state: torch.full((size,), 2.0, device=where) for state in STATE}
+    item = make_slice(whole_spec("p", (size,)), 0, size, **tensors)
+    buffer = device.host_buffer(snapshot_bytes([item]), where)
     assert buffer.is_pinned()
     copies = snapshot([item], buffer)
     device.synchronize(where)
     save = Save(tmp_path, copies, context.single(where), {**FACTS, "step": 1})
     for state in STATE:
-        getattr(item, state).fill_(-1.0)
+        item.tensors[state].fill_(-1.0)
     path = save.finish()
     assert json.loads((path / "manifest.json").read_text())["body"]["step"] == 1
     with Reader(path, read_manifest(path)) as reader:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megapar import context
-from megapar.checkpoint.format import STATE, checkpoint_folders, examine
+from megapar.checkpoint.format import checkpoint_folders, examine
 from megapar.checkpoint.load import load, load_weights, weight_slices
 from megapar.config import CheckpointConfig
 from megapar.errors import CheckpointError, NumericError
@@ -18,7 +18,7 @@ from megapar.optimizer.adamw import AdamW
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.distributed import run_ranks
 from tests.support import program
-from tests.support.checkpoints import MODEL, edit_tensor, load_toy, save_toy, toy_slices
+from tests.support.checkpoints import MODEL, STATE, edit_tensor, load_toy, save_toy, toy_slices
 from tests.test_checkpoint import make_config, make_state, outcome, step
 
 NONE = {"main": math.nan, "exp_avg": -math.inf, "exp_avg_sq": -1e-30}
@@ -61,7 +61,7 @@ def spoil_and_save(root: str) -> list[tuple[str, int, str]]:
             list(saver.completed(wait=True))
             for name, value in NONE.items():
                 state.step += 1
-                flat = getattr(next(state.optimizer.slices()), name)
+                flat = next(state.optimizer.slices()).tensors[name]
                 kept = flat[3].clone()
                 if state.ctx.world.rank == 1:
                     flat[3] = value

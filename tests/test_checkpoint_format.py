@@ -5,9 +5,9 @@ import math
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from megapar.checkpoint.format import (
 from megapar.checkpoint.load import choose
 from megapar.checkpoint.save import owned_boxes
 from megapar.errors import CheckpointError
-from megapar.params import ZEROS, ParamSpec, Piece
+from megapar.params import Box, sharded
 from tests.support.checkpoints import (
     FILE,
     MANIFEST,
@@ -39,8 +39,11 @@ from tests.support.checkpoints import (
     edit_manifest,
     flip_bit,
     load_toy,
+    make_slice,
     save_toy,
+    spec_of_piece,
     toy_slices,
+    whole_spec,
 )
 
 
@@ -107,16 +110,16 @@ def test_owned_boxes_cover_each_logical_tensor_once(
         start, stop = rank * rows // tp, (rank + 1) * rows // tp
         low = max(0, start - 1)
         pieces = (
-            Piece("a", (rows, columns), 0, start, stop, start, stop),
-            Piece("b", (rows, columns), 0, low, stop, start, stop, shared=tp > 1),
+            sharded("a", (rows, columns), {0: (start, stop)}),
+            replace(sharded("b", (rows, columns), {0: (low, stop)}), owned=Box((start, 0), (stop - start, columns))),
         )
-        spec = ParamSpec(pieces, ZEROS, decay=True)
+        spec = spec_of_piece(*pieces)
         total = (2 * stop - start - low + padding) * columns
         middle = data.draw(st.integers(0, total))
         for first, last in ((0, middle), (middle, total)):
             held = list(logical_boxes(spec, first, last))
             assert sum(math.prod(box.size) for _, box in held) == max(0, min(last, total - padding * columns) - first)
-            for piece, box in owned_boxes(SimpleNamespace(spec=spec, start=first, stop=last)):  # type: ignore[arg-type]
+            for piece, box in owned_boxes(make_slice(spec, first, last)):
                 counts[piece.name][tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))] += 1
     assert all((count == 1).all() for count in counts.values())
 
@@ -130,7 +133,7 @@ def test_load_returns_what_was_saved_and_only_whole_folders_have_names(tmp_path:
     manifest = load_toy(path, target)
     for loaded, saved in zip(target, toy_slices(3), strict=True):
         for state in ("main", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(getattr(loaded, state), getattr(saved, state))
+            assert torch.equal(loaded.tensors[state], saved.tensors[state])
     assert (manifest.step, manifest.consumed_samples, manifest.layout) == (3, 24, {"dp": 1})
     assert (manifest.trainer, manifest.data) == ({"lr": 0.1, "loss_scale": 1 / 3}, {"seed": 5})
 
@@ -248,9 +251,7 @@ def test_another_model_is_a_table_of_differences_and_nothing_is_loaded(tmp_path:
     path = save_toy(tmp_path, 3)
     edit_manifest(path, lambda body: body["tensors"]["exp_avg.p1"].update(dtype="int32"))
     target = toy_slices(9, columns=4)
-    target[1].spec = ParamSpec((Piece("p1", (7,), None, 0, 7, 0, 7),), ZEROS, decay=True)
-    extra = Piece("p2", (7,), None, 0, 7, 0, 7)
-    target.append(SimpleNamespace(**{**vars(target[1]), "spec": ParamSpec((extra,), ZEROS, decay=True)}))
+    target.append(replace(target[1], spec=whole_spec("p2", (7,))))
     with pytest.raises(CheckpointError) as caught:
         load_toy(path, target, {**MODEL, "hidden_size": 8, "rope": {"factor": 2.0}})
     lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
@@ -325,7 +326,7 @@ def test_the_frozen_checkpoint_of_format_1_loads_for_ever() -> None:
     manifest = load_toy(frozen, target)
     for loaded, state in itertools.product(target, ("main", "exp_avg", "exp_avg_sq")):
         values = torch.arange(loaded.stop) / 8 + len(state) + loaded.spec.pieces[0].shape[0]
-        assert torch.equal(getattr(loaded, state), values)
+        assert torch.equal(loaded.tensors[state], values)
     assert (manifest.step, manifest.consumed_samples, manifest.layout) == (2, 16, {"dp": 2})
     assert manifest.trainer == {"updates": 2, "loss_scale": None}
     assert len(manifest.files) == 2

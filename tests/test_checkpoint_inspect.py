@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megapar import context
-from megapar.checkpoint.format import STATE
 from megapar.checkpoint.save import save
 from megapar.errors import CheckpointError
-from tests.support.checkpoints import MODEL, edit_bytes, edit_tensor, flip_bit, save_toy, toy_slices
+from tests.support.checkpoints import MODEL, STATE, edit_bytes, edit_tensor, flip_bit, save_toy, toy_slices
 from tools.inspect_checkpoint import Options, inspect
 
 TOOL = Path(__file__).parents[1] / "tools" / "inspect_checkpoint.py"

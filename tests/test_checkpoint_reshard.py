@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from megapar_models.build import build_stages, logical_tensors
 from torch import Tensor
 
-from megapar.checkpoint.format import STATE, read_manifest
+from megapar import context
+from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import differences, fill, load_weights, weight_slices
 from megapar.checkpoint.save import publish, share, write_part
 from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.context import Axis, ParallelContext, coordinates, single
+from megapar.context import ParallelContext, single
 from megapar.errors import CheckpointError
-from megapar.optimizer.adamw import ShardSlice
-from megapar.params import ParamSpec
+from megapar.params import ParamSpec, StateSlice
 from megapar.validate import validate
+from tests.support.checkpoints import STATE
 from tests.support.flat import flatten
 
 LLAMA = ModelConfig(
@@ -77,15 +78,11 @@ class Layout:
 
     def context(self, rank: int) -> ParallelContext:
         """Where `rank` stands, without process groups: enough to build its part of the model."""
-        sizes = {"tp": self.tp, "cp": 1, "dp": self.dp, "pp": self.pp}
-        at = coordinates(rank, sizes)
-        axes = {name: Axis(name, size, at[name]) for name, size in sizes.items()}
-        grad, world = Axis("grad", self.dp, at["dp"]), Axis("world", self.world, rank)
-        return ParallelContext(**axes, grad=grad, ends=Axis("ends"), world=world, device=torch.device("cpu"))
+        return context.planned(rank, tp=self.tp, dp=self.dp, pp=self.pp, device=torch.device("cpu"))
 
 
 @cache
-def rank_slices(model: ModelConfig, layout: Layout, rank: int) -> list[ShardSlice]:
+def rank_slices(model: ModelConfig, layout: Layout, rank: int) -> list[StateSlice]:
     """What this rank's optimizer holds. Every user overwrites all of it."""
     ctx = layout.context(rank)
     stages = build_stages(layout.config(model), ctx)
@@ -113,18 +110,17 @@ def held(tensors: Mapping[str, Tensor], spec: ParamSpec, numel: int, state: str)
     parts = []
     for piece in spec.pieces:
         tensor = tensors[f"{state}.{piece.name}"]
-        narrow = tensor if piece.dim is None else tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
-        parts.append(narrow.flatten())
+        parts.append(tensor[piece.held.slices].flatten())
     flat = torch.cat(parts)
     return torch.cat([flat, flat.new_zeros(numel - flat.numel())])
 
 
-def expected(model: ModelConfig, slices: list[ShardSlice]) -> Iterator[tuple[str, Tensor, Tensor]]:
+def expected(model: ModelConfig, slices: list[StateSlice]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(name, this slice's view, what it should hold) of all state."""
     for item in slices:
         for state in STATE:
             values = held(whole(model), item.spec, item.param.numel(), state)[item.start : item.stop]
-            yield f"{state}.{item.spec.name}", getattr(item, state), values
+            yield f"{state}.{item.spec.name}", item.tensors[state], values
 
 
 def save_simulated(model: ModelConfig, layout: Layout, root: Path) -> Path:
@@ -135,7 +131,7 @@ def save_simulated(model: ModelConfig, layout: Layout, root: Path) -> Path:
         slices = rank_slices(model, layout, rank)
         for _, view, values in expected(model, slices):
             view.copy_(values)
-        mine = share(slices, layout.context(rank).grad, layout.zero_stage == 0)
+        mine = share(slices) if layout.zero_stage == 0 else slices
         parts.append(write_part(temporary, rank, mine))
     publish(temporary, root, FACTS, parts)
     return root / "step_00000003"
@@ -148,7 +144,7 @@ def check_load(model: ModelConfig, path: Path, layout: Layout) -> None:
         slices = rank_slices(model, layout, rank)
         for _, view, _ in expected(model, slices):
             view.fill_(torch.nan)
-        fill(path, manifest, slices, STATE)
+        fill(path, manifest, slices)
         for name, view, values in expected(model, slices):
             assert torch.equal(view, values), f"{layout} rank {rank}: {name}"
             names.add(name)
@@ -190,11 +186,12 @@ def test_tied_embeddings_and_one_kv_head_in_every_layout(tmp_path: Path) -> None
 def test_all_layouts_store_the_same_tensors(tmp_path: Path) -> None:
     """Every tensor once, in its true shape, however often ranks hold it; 12 bytes an element in all."""
     names = {f"{state}.{name}": piece.shape for name, piece in logical_tensors(GPT).items() for state in STATE}
+    kinds = {name: ("float32", shape) for name, shape in names.items()}
     for number, layout in enumerate(LAYOUTS):
         manifest = read_manifest(save_simulated(GPT, layout, tmp_path / str(number)))
         assert {name: entry.shape for name, entry in manifest.tensors.items()} == names
         assert {entry.dtype for entry in manifest.tensors.values()} == {"float32"}
-        assert not differences(manifest, names, STATE, {})
+        assert not differences(manifest, kinds, {})
         elements = sum(torch.Size(chunk.size).numel() for e in manifest.tensors.values() for chunk in e.chunks)
         assert elements == sum(torch.Size(shape).numel() for shape in names.values())
 
@@ -248,7 +245,7 @@ def test_a_rank_reads_no_file_that_holds_nothing_of_its_own(tmp_path: Path) -> N
         slices = rank_slices(LLAMA, layout, rank)
         if layout.context(rank).pp.first:
             with pytest.raises(CheckpointError, match="not readable as safetensors"):
-                fill(path, manifest, slices, STATE)
+                fill(path, manifest, slices)
         else:
-            fill(path, manifest, slices, STATE)
+            fill(path, manifest, slices)
             assert all(torch.equal(view, values) for _, view, values in expected(LLAMA, slices))

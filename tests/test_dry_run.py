@@ -61,7 +61,7 @@ def held_bytes(state: TrainState, most_batches: int = SAMPLES) -> tuple[int, int
     weights = state.weights.flat.untyped_storage()
     places = {weights.data_ptr(): 0}
     for item in state.optimizer.slices():
-        for x in (item.main, item.exp_avg, item.exp_avg_sq):
+        for x in (item.main, item.tensors["exp_avg"], item.tensors["exp_avg_sq"]):
             places.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
     kept = Kept(state.weights.flat)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda held: held if isinstance(held, Tensor) else held.x):

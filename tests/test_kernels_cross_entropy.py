@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar import context
 from megapar.context import Axis
-from megapar.params import MainGrad
+from megapar.data_parallel.accumulate import MainGradView
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from tests.distributed import rank_device, run_ranks
@@ -347,7 +347,7 @@ def linear_on_rank(tp: Axis, device: torch.device, case: tuple, *, sequence_para
     added: list[Tensor] = []
     if main:
         view = torch.ones(weight.shape, device=device)
-        weight.main_grad = MainGrad(view, lambda: added.append(view.clone()))  # type: ignore[attr-defined]
+        weight.main_grad = MainGradView(view, lambda: added.append(view.clone()))  # type: ignore[attr-defined]
     losses = linear_cross_entropy(
         x, weight, p["targets"], VOCAB, start, tp, sequence_parallel=sequence_parallel, chunk_rows=7,
         label_smoothing=smoothing, z_loss=z_loss, how=how,

@@ -177,7 +177,7 @@ def tensors_of_layers() -> dict[str, Tensor]:
 def examine_layers(ctx: ParallelContext, sequence_parallel: bool) -> dict[str, Any]:
     """Outputs and gradients of each layer for losses that weigh every element differently, and what must not matter."""
     tp, size = ctx.tp, ctx.tp.size
-    layers = make_layers(Sharding(tp, sequence_parallel, torch.float64, ctx.device))
+    layers = make_layers(Sharding(tp, ctx.grad, sequence_parallel, torch.float64, ctx.device))
     column, row, embedding = layers
     layouts.fill(layers, tensors_of_layers())
     rows = slice(8 * tp.rank // size, 8 * (tp.rank + 1) // size) if sequence_parallel else slice(0, 8)

@@ -43,7 +43,7 @@ def bits(state: TrainState) -> Bits:
     found = {"weights": state.weights.flat.clone()}
     for place, item in enumerate(state.optimizer.slices()):
         for name in ("main", "exp_avg", "exp_avg_sq"):
-            found[f"{name} of {item.spec.name} ({place})"] = getattr(item, name).clone()
+            found[f"{name} of {item.spec.name} ({place})"] = item.tensors[name].clone()
     return found
 
 

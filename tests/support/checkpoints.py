@@ -7,34 +7,51 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megapar import context
 from megapar.checkpoint import format as checkpoint_format
 from megapar.checkpoint.load import load
 from megapar.checkpoint.save import save
-from megapar.params import ZEROS, ParamSpec, Piece
+from megapar.context import Axis
+from megapar.params import ZEROS, ParamSpec, Piece, StateSlice, sharded
 
 MODEL = {"hidden_size": 6, "rope": {"factor": 1.0}, "tie_word_embeddings": False}
 FILE = "rank_00000.safetensors"
 MANIFEST = "manifest.json"
 
 
+STATE = ("main", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
+
+
+def spec_of_piece(*pieces: Piece) -> ParamSpec:
+    return ParamSpec(pieces, ZEROS, decay=True, replicas=Axis("grad"))
+
+
+def whole_spec(name: str, shape: Sequence[int]) -> ParamSpec:
+    """A parameter that one rank holds whole."""
+    return spec_of_piece(sharded(name, shape, {}))
+
+
+def make_slice(spec: ParamSpec, start: int, stop: int, **tensors: Tensor) -> StateSlice:
+    return StateSlice(torch.empty(0), spec, start, stop, tensors)
+
+
 def toy_slices(step: int = 1, columns: int = 5) -> list[Any]:
     """Two whole parameters with values that the step decides."""
     slices = []
     for number, shape in enumerate([(6, columns), (7,)]):
-        spec = ParamSpec((Piece(f"p{number}", shape, None, 0, shape[0], 0, shape[0]),), ZEROS, decay=True)
+        spec = whole_spec(f"p{number}", shape)
         state = {
             name: torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(100 * step + 10 * number + i))
             for i, name in enumerate(("main", "exp_avg", "exp_avg_sq"))
         }
         state["exp_avg_sq"].abs_()  # means of squares: nothing saves a negative one
-        slices.append(SimpleNamespace(spec=spec, start=0, stop=math.prod(shape), **state))
+        slices.append(make_slice(spec, 0, math.prod(shape), **state))
     return slices
 
 
