@@ -1,7 +1,7 @@
 """What data, models and pipeline hand each other: a micro-batch of samples, and a pipeline stage that takes it."""
 
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ class MicroBatch:
     sum.
 
     `sample_ids_b` are positions in the run's global sample order: they key dropout, so no layout changes a mask.
+    `positions_s` are the positions in their samples of the s rows that this rank holds: rotary tables, learned positions
+    and dropout keys read them. Unless given, the rank holds whole samples: 0, 1, ... s - 1. `loss_scale`, 0-d fp32,
+    multiplies the gradient of every loss (`add_loss`); None outside of training.
     `starts` tells samples that are several documents, which do not attend to each other: int32 [documents + 1], where
     each document starts among the positions of all samples, one sample after another, and b * s at the end. None: each
     sample is one document.
@@ -23,6 +26,13 @@ class MicroBatch:
     weights_bs: Tensor  # float32
     sample_ids_b: Tensor  # int64
     starts: Tensor | None = None
+    positions_s: Tensor = None  # type: ignore[assignment]  # int64, filled in below
+    loss_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.positions_s is None:
+            whole = torch.arange(self.seq_length, device=self.tokens_bs.device)
+            object.__setattr__(self, "positions_s", whole)
 
     @property
     def size(self) -> int:
@@ -33,10 +43,9 @@ class MicroBatch:
         return self.tokens_bs.shape[1]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        moved = {
-            f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if f.name != "starts"
-        }
-        return MicroBatch(**moved, starts=None if self.starts is None else self.starts.to(device, non_blocking=True))
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {name: x.to(device, non_blocking=True) for name, x in tensors.items() if x is not None}
+        return replace(self, **moved)
 
     def documents_bs(self) -> Tensor:
         """Number of the document that each position is in, counted over all samples; needs `starts`."""
@@ -44,11 +53,32 @@ class MicroBatch:
         place = torch.arange(self.tokens_bs.numel(), dtype=torch.int32, device=self.starts.device)
         return (torch.searchsorted(self.starts, place, right=True) - 1).view(self.tokens_bs.shape)
 
-    def positions_bs(self) -> Tensor:
+    def document_positions_bs(self) -> Tensor:
         """Position of each token in its document; needs `starts`."""
         assert self.starts is not None
         place = torch.arange(self.tokens_bs.numel(), device=self.starts.device).view(self.tokens_bs.shape)
         return place - self.starts[self.documents_bs()]
+
+
+class _AddLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grad, scale, None
+
+
+def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch) -> Tensor:
+    """`x`, whose backward pass also runs that of `loss`, a 0-d fp32 sum over the batch's target tokens.
+
+    So a stage before the last trains on a loss of its own, such as a router's balance, weighted as the step's loss is.
+    The value itself is not reported.
+    """
+    return x if batch.loss_scale is None else _AddLoss.apply(x, loss, batch.loss_scale)
 
 
 class TensorSpec(NamedTuple):

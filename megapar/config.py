@@ -81,7 +81,7 @@ class ParallelConfig:
     """Data-parallel replicas; 0 means the world size divided by tp * pp."""
     vpp: int = 1
     """Pipeline stages on each rank; more than 1 needs schedule interleaved (or gpipe)."""
-    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    schedule: str = "1f1b"
     """Order of forwards and backwards: 1f1b keeps at most pp micro-batches, gpipe all; interleaved idles least."""
     sequence_parallel: bool = False
     """Split activations between matrices over tp along the sequence; train.seq_length must divide by tp."""
@@ -98,7 +98,7 @@ class TrainConfig:
     steps: int = 100
     """Optimizer steps."""
     global_batch_size: int = 8
-    """Samples a step over all ranks; a multiple of micro_batch_size * dp."""
+    """Samples a step over all ranks; a multiple of micro_batch_size. Replicas may hold different numbers of them."""
     batch_ramp: tuple[int, ...] = ()
     """START INCREMENT SAMPLES: the global batch grows from START in equal stretches of the run's first SAMPLES."""
     micro_batch_size: int = 1
@@ -119,6 +119,8 @@ class TrainConfig:
     """Validation samples of one evaluation, rounded up to whole global batches."""
     z_loss: float = 0.0
     """Weight of log(sum exp logits)^2 in the loss, which keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
+    trainable: tuple[str, ...] = ()
+    """Patterns of parameter names, such as layers.1?.mlp.*, that are trained; the others are frozen. None: all train."""
     deterministic: bool = False
     """Ask torch for deterministic kernels on GPUs (slower); on a CPU runs repeat bitwise anyhow."""
 

@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -82,7 +82,7 @@ class Axis:
 @dataclass(frozen=True)
 class ParallelContext:
     """Where this rank stands. `grad` is dp x cp, over which gradients are summed and ZeRO shards are cut;
-    `ends` holds the first and last pipeline stage of this rank's line (tied embeddings), size 1 on ranks in between.
+    `ends` holds the ranks of this pipeline on which copies of a tied embedding live, size 1 on all others.
     `flight` is where this rank writes what it is doing."""
 
     tp: Axis
@@ -111,7 +111,14 @@ def single(device: torch.device | None = None, flight: Flight | None = None) -> 
 
 
 def planned(
-    rank: int, *, tp: int = 1, dp: int = 1, pp: int = 1, order: str = DEFAULT_ORDER, device: torch.device
+    rank: int,
+    *,
+    tp: int = 1,
+    dp: int = 1,
+    pp: int = 1,
+    order: str = DEFAULT_ORDER,
+    ends: Iterable[int] | None = None,
+    device: torch.device,
 ) -> ParallelContext:
     """The context that `create` would give to `rank`, without process groups: on the meta device collectives give
     shapes alone."""
@@ -120,9 +127,16 @@ def planned(
     axes = {name: Axis(name, size, place[name], tuple(range(size))) for name, size in sizes.items()}
     axes["grad"] = Axis("grad", dp, place["dp"], tuple(range(dp)))
     axes["world"] = Axis("world", tp * dp * pp, rank, tuple(range(tp * dp * pp)))
-    at_an_end = pp > 1 and place["pp"] in (0, pp - 1)
-    axes["ends"] = Axis("ends", 2, int(place["pp"] > 0), (0, 1)) if at_an_end else Axis("ends")
+    holders = _holders(ends, pp)
+    axes["ends"] = Axis("ends")
+    if place["pp"] in holders:
+        axes["ends"] = Axis("ends", len(holders), holders.index(place["pp"]), tuple(range(len(holders))))
     return ParallelContext(**axes, device=device, flight=Flight())
+
+
+def _holders(ends: Iterable[int] | None, pp: int) -> list[int]:
+    """The pipeline ranks that hold a tied embedding, each once."""
+    return sorted({0, pp - 1} if ends is None else set(ends))
 
 
 def create(
@@ -132,12 +146,14 @@ def create(
     pp: int = 1,
     cp: int = 1,
     order: str = DEFAULT_ORDER,
+    ends: Iterable[int] | None = None,
     device: torch.device | None = None,
     timeout_seconds: float = 300.0,
     flight: Flight | None = None,
 ) -> ParallelContext:
     """Make the process groups. A collective: every rank of an initialised world calls it with the same arguments.
     Collectives that take longer than `timeout_seconds` raise; torch's groups do not inherit it from the world's.
+    `ends` are the pipeline ranks that hold a tied embedding: the first and the last one unless given.
     `flight` is where this rank logs its operations; without one it is memory of this process alone.
 
     Raises ValueError if the sizes do not multiply to the world size or `order` does not name each axis once.
@@ -173,7 +189,7 @@ def create(
         dp=axis("dp", rank_groups(sizes, ["dp"], order)),
         pp=axis("pp", lines),
         grad=axis("grad", rank_groups(sizes, ["dp", "cp"], order)),
-        ends=axis("ends", [(line[0], line[-1]) if pp > 1 else line for line in lines]),
+        ends=axis("ends", [tuple(line[place] for place in _holders(ends, pp)) for line in lines]),
         world=axis("world", [tuple(range(world_size))]),
         device=device or torch.device("cpu"),
         flight=flight,

@@ -96,8 +96,8 @@ def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
 
 
 def num_microbatches(config: Config) -> int:
-    """Forward passes that each data-parallel replica makes in one step."""
-    return config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp)
+    """Forward passes that a data-parallel replica makes in one step, at most: some may make one fewer."""
+    return -(-config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp))
 
 
 def blend_stages(config: Config) -> list[tuple[int, tuple[float, ...]]]:
@@ -276,10 +276,11 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _batch(config: Config) -> Iterator[str]:
-    batch, step = config.train.global_batch_size, config.train.micro_batch_size * config.parallel.dp
+    batch = config.train.global_batch_size
+    step = config.train.micro_batch_size
     if batch % step:
-        text = f"must be a multiple of micro_batch_size * dp = {step}; use {_around(batch, step)}"
-        yield _problem(config, "train.global_batch_size train.micro_batch_size parallel.dp", text)
+        text = f"must be a multiple of train.micro_batch_size {step}; use {_around(batch, step)}"
+        yield _problem(config, "train.global_batch_size train.micro_batch_size", text)
     if not (ramp := config.train.batch_ramp):
         return
     options = "train.batch_ramp train.global_batch_size"
@@ -289,8 +290,8 @@ def _batch(config: Config) -> Iterator[str]:
         text = "START plus a number of INCREMENTs must be the global batch"
         yield _problem(config, options, f"{text}; such as {step} {step} {ramp[2]}")
     elif ramp[0] % step or ramp[1] % step:
-        text = f"START and INCREMENT must be multiples of micro_batch_size * dp = {step}"
-        yield _problem(config, f"{options} train.micro_batch_size parallel.dp", text)
+        text = f"START and INCREMENT must be multiples of train.micro_batch_size {step}"
+        yield _problem(config, f"{options} train.micro_batch_size", text)
 
 
 def _train(config: Config) -> Iterator[str]:

@@ -16,6 +16,7 @@ from megapar.config_io import Resolved, load, to_toml
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import Preempted, open_streams, reported
 from megapar.flight import Board
+from megapar.pipeline import schedules
 from megapar.recompute import preload
 from megapar.train import dry_run
 from megapar.train.checkpoints import own
@@ -30,6 +31,7 @@ from megapar.validate import validate, with_vocabulary
 def check(resolved: Resolved, world_size: int) -> Config:
     """The configuration that `world_size` ranks can run, derived values filled in."""
     config = validate(resolved.config, world_size)
+    schedules.find(config.parallel.schedule)
     if config.model.vocab_size and (config.dry_run or config.data.train == ("synthetic",)):
         return config  # whatever the tokenizer, no text will be read
     return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)

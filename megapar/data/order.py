@@ -61,8 +61,8 @@ def micro_batch_positions(
 ) -> NDArray[np.int64]:
     """Positions [micro-batches, micro_batch_size] of one dp rank in the step that starts after `consumed_samples`.
 
-    The step is [consumed, consumed + global_batch_size); micro-batch u of it is its u-th slice of
-    dp_size * micro_batch_size positions, of which rank i takes the i-th micro_batch_size.
+    The step is [consumed, consumed + global_batch_size). Its micro-batches are dealt in turns: of dp_size ranks, rank i
+    takes the i-th, then the i + dp_size-th, and so on. If they do not divide evenly, the last ranks have one fewer.
     """
     step = consumed_samples + np.arange(global_batch_size, dtype=np.int64)
-    return step.reshape(-1, dp_size, micro_batch_size)[:, dp_rank]
+    return step.reshape(-1, micro_batch_size)[dp_rank::dp_size]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from megapar.batch import MicroBatch, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
 from megapar.pipeline.lowering import Plan, Transfers, consumer, lower_one
-from megapar.pipeline.schedules import Action, Event, make
+from megapar.pipeline.schedules import Action, Event, make, placement
 
 
 class Stage(Protocol):
@@ -32,7 +32,8 @@ class Stage(Protocol):
 class PipelineRuntime:
     """The stages of this rank and the order in which micro-batches go through them.
 
-    `stages` maps stage numbers to modules: stage s belongs to rank s % pp, and there are pp * vpp of them. A pipeline
+    `stages` maps stage numbers to modules: the schedule says on which rank each of the pp * vpp stages
+    lives. A pipeline
     of one rank is no special case: it has no transfers, and with one stage it is gradient accumulation.
     Raises ValueError if `stages` are not this rank's, ConfigError if `schedule` cannot hold vpp stages on a rank.
     """
@@ -43,7 +44,8 @@ class PipelineRuntime:
         self.schedule, self.vpp, self.num_stages = schedule, vpp, ctx.pp.size * vpp
         self._plans: dict[tuple[int, bool], Plan] = {}
         make(schedule, self.axis.size, vpp, 1)
-        mine = list(range(self.axis.rank, self.num_stages, self.axis.size))
+        place = placement(schedule, self.axis.size, vpp)
+        mine = [stage for stage, rank in enumerate(place) if rank == self.axis.rank]
         if sorted(self.stages) != mine:
             raise ValueError(f"pp rank {self.axis.rank} needs stages {mine}, but was given {sorted(self.stages)}")
 
@@ -62,9 +64,12 @@ class PipelineRuntime:
         `trace` collects an Event for each action, in seconds of this machine's monotonic clock; it starts when its
         inputs have arrived. On an accelerator tracing waits for each action, which slows the step.
         """
+        scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
+        # A stage before the last may add a loss of its own, whose gradient it scales itself.
+        batches = [replace(batch, loss_scale=scale) for batch in batches]
         plan = self._plan(len(batches), backward=True)
-        last = max(i for i, item in enumerate(plan) if isinstance(item, Action) and item.kind == "B")
-        run = _Pass(self, batches, torch.as_tensor(scale, dtype=torch.float32, device=self.device), trace)
+        last = max((i for i, item in enumerate(plan) if isinstance(item, Action) and item.kind == "B"), default=0)
+        run = _Pass(self, batches, scale, trace)
         run.execute(plan[:last])
         on_last_backward()
         run.execute(plan[last:])
@@ -85,6 +90,8 @@ class PipelineRuntime:
 
     def _plan(self, num_microbatches: int, backward: bool) -> Plan:
         key = num_microbatches, backward
+        if num_microbatches == 0:  # another replica has them all
+            return []
         if key not in self._plans:
             orders = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
             kept = [[action for action in order if backward or action.kind == "F"] for order in orders]

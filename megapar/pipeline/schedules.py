@@ -1,12 +1,15 @@
 """Pipeline schedules as data: a list of actions for each pipeline rank, to print, compare and test without a process.
 
-A schedule says only in which order each rank computes. `lowering` inserts the transfers, `runtime` executes the result.
-Stage s sits on rank s % pp, so with vpp stages a rank, chunk c of rank r is stage c * pp + r.
+A schedule says on which rank each stage lives and in which order each rank computes, no more. `lowering` inserts the
+transfers, `runtime` executes the result.
 """
 
+import importlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megapar.config import ParallelConfig
 from megapar.errors import ConfigError
 
 Kind = Literal["F", "B"]
@@ -32,20 +35,65 @@ class Event(NamedTuple):
     end: float
 
 
+def looped(pp: int, vpp: int) -> list[int]:
+    """Stage s lives on rank s % pp: chunk c of rank r is stage c * pp + r."""
+    return [stage % pp for stage in range(pp * vpp)]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`orders(pp, vpp, num_microbatches)` gives each pipeline rank's actions; `place(pp, vpp)` the rank on which each
+    of the pp * vpp stages lives, vpp of them on each."""
+
+    orders: Callable[[int, int, int], list[list[Action]]]
+    place: Callable[[int, int], list[int]] = looped
+
+
+def find(name: str) -> Schedule:
+    """The schedule of that name in SCHEDULES, or one outside of megapar, named `package.module:SCHEDULE`.
+
+    Raises ConfigError if there is none.
+    """
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ConfigError(
+            f"parallel.schedule {name!r} is unknown; there are {', '.join(SCHEDULES)}, or package.module:SCHEDULE"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"parallel.schedule {name!r} cannot be imported: {error}") from None
+    if not isinstance(found, Schedule):
+        raise ConfigError(f"parallel.schedule {name!r} is no megapar.pipeline.schedules.Schedule")
+    return found
+
+
+def placement(name: str, pp: int, vpp: int) -> list[int]:
+    """The pipeline rank on which each stage lives."""
+    return find(name).place(pp, vpp)
+
+
+def embedding_ranks(parallel: ParallelConfig) -> tuple[int, int]:
+    """The pipeline ranks of the first and the last stage: both need tokens or targets, and hold a tied embedding."""
+    place = placement(parallel.schedule, parallel.pp, parallel.vpp)
+    return place[0], place[-1]
+
+
 def make(name: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
-    """Each pipeline rank's actions in order, for schedule `name` (see SCHEDULES) over pp * vpp stages.
+    """Each pipeline rank's actions in order, for schedule `name` (see `find`) over pp * vpp stages.
 
     Any number of micro-batches from 1 works. Raises ConfigError for an unknown name, sizes below 1, or a schedule that
     cannot hold vpp stages on a rank.
     """
-    if name not in SCHEDULES:
-        raise ConfigError(f"parallel.schedule {name!r} is unknown; there are {', '.join(SCHEDULES)}")
+    schedule = find(name)
     for flag, value in (("parallel.pp", pp), ("parallel.vpp", vpp), ("the number of micro-batches", num_microbatches)):
         if value < 1:
             raise ConfigError(f"{flag} is {value}, but a pipeline needs at least 1")
     if name == "1f1b" and vpp > 1:
         raise ConfigError(f"parallel.vpp {vpp} needs parallel.schedule interleaved: 1f1b runs one stage on each rank")
-    return SCHEDULES[name](pp, vpp, num_microbatches)
+    return schedule.orders(pp, vpp, num_microbatches)
 
 
 def show(orders: Sequence[Iterable[object]]) -> str:
@@ -104,8 +152,8 @@ def _warm_up_alternate_drain(forwards: list[Action], backwards: list[Action], wa
     return order + backwards[len(forwards[warmup:]) :]
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], list[list[Action]]]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
+SCHEDULES = {
+    "gpipe": Schedule(gpipe),
+    "1f1b": Schedule(one_f_one_b),
+    "interleaved": Schedule(interleaved),
 }

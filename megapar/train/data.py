@@ -53,7 +53,7 @@ def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[s
             seq_length=train.seq_length,
             dp_rank=ctx.dp.rank,
             dp_size=ctx.dp.size,
-            needs_tokens=ctx.pp.first or ctx.pp.last,
+            needs_tokens=ctx.pp.rank in embedding_ranks(config.parallel),
             treatment=treatment,
         )
 

@@ -67,7 +67,15 @@ def _with_kernels_of_the_planned_device(config: Config) -> Config:
 
 def _context(config: Config, rank: int) -> ParallelContext:
     parallel = config.parallel
-    return context.planned(rank, tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, device=META)
+    return context.planned(
+        rank,
+        tp=parallel.tp,
+        dp=parallel.dp,
+        pp=parallel.pp,
+        order=parallel.order,
+        ends=embedding_ranks(parallel),
+        device=META,
+    )
 
 
 def report_rank(config: Config, build: Build, rank: int) -> RankReport:
@@ -82,7 +90,7 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
         ctx.pp.rank,
         "; ".join(stage.title() for stage in stages.values()),
         sum(torch.Size(piece.local_shape).numel() for p in params for piece in spec_of(p).pieces),
-        state.weights.flat.nbytes,
+        state.weights.flat.nbytes + sum(p.nbytes for p in params if not p.requires_grad),
         state.grads.flat.nbytes,
         state.optimizer.nbytes,
         _peak(config, ctx.pp.rank, kept),

@@ -123,6 +123,7 @@ def join(config: Config, env: device.Environment, process: RankProcess) -> Paral
         dp=parallel.dp,
         pp=parallel.pp,
         order=parallel.order,
+        ends=embedding_ranks(parallel),
         device=chosen,
         timeout_seconds=timeout,
         flight=process.flight,

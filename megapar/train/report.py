@@ -73,19 +73,27 @@ def length_of_run(config: Config) -> str:
 
 def warnings(config: Config) -> list[str]:
     """Lines about a validated config that runs, but not well."""
-    parallel, m = config.parallel, num_microbatches(config)
+    parallel = config.parallel
+    m = num_microbatches(config)
+    lines = []
+    left_over = config.train.global_batch_size // config.train.micro_batch_size % parallel.dp
+    if left_over:
+        lines.append(
+            f"parallel.dp={parallel.dp}: {left_over} replicas run {m} micro-batches a step, the others {m - 1} and wait"
+        )
     too_few = m < parallel.pp
     ragged = parallel.vpp > 1 and m % parallel.pp > 0
     if parallel.pp == 1 or not (too_few or ragged):
-        return []
+        return lines
     better = 4 * parallel.pp if too_few else -(-m // parallel.pp) * parallel.pp
     batch = better * config.train.micro_batch_size * parallel.dp
     why = "are fewer than the pipeline's ranks" if too_few else "do not fill the interleaved schedule's last round"
     return [
+        *lines,
         f"parallel.pp={parallel.pp}, parallel.vpp={parallel.vpp}, "
         f"train.global_batch_size={config.train.global_batch_size}: {m} micro-batches a step {why}, which idle about "
         f"{idle_share(config, m):.0%} of the time; train.global_batch_size={batch} would make it "
-        f"{idle_share(config, better):.0%}"
+        f"{idle_share(config, better):.0%}",
     ]
 
 

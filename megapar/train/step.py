@@ -73,7 +73,9 @@ class StepResult:
 def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor:
     """Sum of loss weights over all samples of the step on all ranks, at least 1, fp32: the only divisor, applied
     once."""
-    tokens = torch.stack([batch.weights_bs.sum() for batch in batches]).sum().to(ctx.device)
+    tokens = torch.zeros((), device=ctx.device)
+    if batches:  # else another replica has all of the step's micro-batches
+        tokens = torch.stack([batch.weights_bs.sum() for batch in batches]).sum().to(ctx.device)
     return comm.all_reduce(tokens, ctx.grad).clamp_(min=1.0)
 
 

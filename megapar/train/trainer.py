@@ -28,6 +28,7 @@ from megapar.train import checkpoints, not_finite
 from megapar.train.data import TEST
 from megapar.train.metrics import Meter, Reporter
 from megapar.train.step import StepResult, TrainState, evaluate, train_step
+from megapar.train.trainable import freeze_others
 
 
 def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineStage]) -> TrainState:
@@ -86,9 +87,10 @@ def start(
     `data` is the `identity` of the data that the run reads, which a checkpoint's must equal.
     """
     initialise(stages.values(), config.train.seed)
+    notes = freeze_others(stages.values(), config.train.trainable, ctx)
     state = assemble(config, ctx, stages)
     state.data = data or {}
-    notes = checkpoints.resume(state, Path(config.run_dir))
+    notes += checkpoints.resume(state, Path(config.run_dir))
     ctx.flight.step = state.step
     if state.step:
         ctx.flight.checkpoint(state.step)
@@ -101,7 +103,8 @@ def _numbers_of_microbatches(state: TrainState) -> list[int]:
     train = state.config.train
     first, last = train.batch_size(state.consumed_samples), train.global_batch_size
     sizes = range(first, last, train.batch_ramp[1]) if train.batch_ramp else ()
-    return [size // (train.micro_batch_size * state.config.parallel.dp) for size in (*sizes, last)]
+    dp = state.ctx.dp
+    return [len(range(dp.rank, size // train.micro_batch_size, dp.size)) for size in (*sizes, last)]
 
 
 def train(run: Run) -> str:

@@ -126,7 +126,7 @@ class Attention(nn.Module):
         """Dropout mask [b, n, s, s], keyed by sample, global head and query position."""
         device = info.batch.sample_ids_b.device
         head = torch.arange(self.heads.q_start, self.heads.q_stop, device=device)[None, :, None]
-        position = torch.arange(length, device=device)[None, None, :]
+        position = info.batch.positions_s[None, None, :]
         keys = row_keys(
             self.blueprint.seed, 4 * self.number + 1, info.batch.sample_ids_b[:, None, None], head, position
         )

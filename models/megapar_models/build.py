@@ -19,9 +19,10 @@ FAMILIES: dict[str, type[Stage]] = {"gpt": GPTStage, "llama": LlamaStage}
 
 
 def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
-    """This rank's stages by global stage number, on the context's device, uninitialised. Stage s sits on pipeline rank
-    s % pp. `config` is validated; a context on the meta device gives shapes alone."""
+    """This rank's stages by global stage number, on the context's device, uninitialized. The schedule says where each
+    stage lives. `config` is validated; a context on the meta device gives shapes alone."""
     model = config.model
+    first_rank, last_rank = embedding_ranks(config.parallel)
     kernels = choose_kernels(config.kernels.backend, ctx.device)
     sharding = Sharding(
         ctx.tp,
@@ -36,16 +37,18 @@ def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
         sharding,
         Recompute(config.train.recompute, config.train.recompute_every),
         config.train.seed,
-        tied=ctx.ends if model.tie_word_embeddings and ctx.pp.size > 1 else None,
+        tied=ctx.ends if model.tie_word_embeddings and first_rank != last_rank else None,
         kernels=kernels,
         z_loss=config.train.z_loss,
         loss_chunk=config.kernels.loss_chunk,
     )
     layers = stage_layers(config)
     stages: dict[int, Stage] = {}
-    for number in range(ctx.pp.rank, len(layers), ctx.pp.size):
+    for number, rank in enumerate(placement(config.parallel.schedule, ctx.pp.size, config.parallel.vpp)):
+        if rank != ctx.pp.rank:
+            continue
         tied = None
-        if model.tie_word_embeddings and ctx.pp.size == 1 and 0 < number == len(layers) - 1:
+        if model.tie_word_embeddings and first_rank == last_rank and 0 < number == len(layers) - 1:
             tied = stages[0].embedding_weight()
         stages[number] = FAMILIES[model.family](
             blueprint, layers[number], first=number == 0, last=number == len(layers) - 1, tied=tied

@@ -17,7 +17,7 @@ from megapar.tensor_parallel.layers import (
     replicated_vector,
 )
 from megapar_models.attention import Attention
-from megapar_models.stage import Blueprint, Pass, Stage, hidden_keys
+from megapar_models.stage import Blueprint, Pass, Stage, hidden_keys, rows_of_rank
 
 
 class LayerNorm(nn.Module):
@@ -114,13 +114,9 @@ class GPTStage(Stage):
         parallel each rank adds its own."""
         assert self.positions is not None
         x_sbh = super().embed(batch, info)
-        sharding, p = self.blueprint.sharding, self.blueprint.model.hidden_dropout if self.training else 0.0
-        first = sharding.tp.rank * x_sbh.shape[0] if sharding.splits_sequence else 0
-        own = slice(first, first + x_sbh.shape[0])
-        if batch.starts is None:
-            x_sbh = x_sbh + self.positions[own, None]
-        else:
-            x_sbh = x_sbh + F.embedding(batch.positions_bs().t()[own], self.positions)
+        p = self.blueprint.model.hidden_dropout if self.training else 0.0
+        positions = batch.positions_s[:, None] if batch.starts is None else batch.document_positions_bs().t()
+        x_sbh = x_sbh + F.embedding(rows_of_rank(positions, self.blueprint.sharding), self.positions)
         if not p:
             return x_sbh
         return x_sbh * keep_mask(hidden_keys(x_sbh, info, 0, self.blueprint), x_sbh.shape[-1], p) / (1.0 - p)

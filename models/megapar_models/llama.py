@@ -16,12 +16,12 @@ from megapar_models.attention import Attention
 from megapar_models.stage import Blueprint, Pass, Stage
 
 
-def rope_tables(model: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [s, d], fp32, of each position's angles, repeated over both halves of a head (arXiv 2104.09864).
+def rope_tables(model: ModelConfig, positions_s: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [s, d], fp32, of the angles of `positions_s`, repeated over both halves of a head (arXiv 2104.09864).
 
     `rope_scaling` stretches wavelengths as Hugging Face's rope types `linear` and `llama3` do.
     """
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32, device=device) / model.head_dim
+    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32, device=positions_s.device) / model.head_dim
     frequency = 1.0 / model.rope_theta**exponents
     scaling = model.rope_scaling
     if scaling.rope_type == "linear":
@@ -31,7 +31,7 @@ def rope_tables(model: ModelConfig, length: int, device: torch.device) -> tuple[
         width = scaling.high_freq_factor - scaling.low_freq_factor
         kept = ((turns_in_context - scaling.low_freq_factor) / width).clamp(0, 1)
         frequency = kept * frequency + (1 - kept) * frequency / scaling.factor
-    angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency
+    angles = positions_s.to(torch.float32)[:, None] * frequency
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -104,5 +104,5 @@ class LlamaStage(Stage):
         return RMSNorm(name, self.blueprint)
 
     def make_pass(self, batch: MicroBatch) -> Pass:
-        rope = rope_tables(self.blueprint.model, batch.seq_length, batch.tokens_bs.device)
+        rope = rope_tables(self.blueprint.model, batch.positions_s)
         return Pass(batch, rope)

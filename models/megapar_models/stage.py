@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from megapar_kernels.backend import Kernels
 from torch import Tensor, nn
 
@@ -67,10 +66,15 @@ class Pass:
 def hidden_keys(x_sbh: Tensor, info: Pass, use: int, blueprint: Blueprint) -> Tensor:
     """Keys [s or s/tp, b] of the dropout mask of hidden states, by sample and global position; `use` numbers the
     place."""
-    length, sharding = x_sbh.shape[0], blueprint.sharding
-    offset = sharding.tp.rank * length if sharding.splits_sequence else 0
-    position = torch.arange(offset, offset + length, device=x_sbh.device)
-    return row_keys(blueprint.seed, use, info.batch.sample_ids_b[None, :], position[:, None])
+    position_s = rows_of_rank(info.batch.positions_s, blueprint.sharding)
+    return row_keys(blueprint.seed, use, info.batch.sample_ids_b[None, :], position_s[:, None])
+
+
+def rows_of_rank(x_s: Tensor, sharding: Sharding) -> Tensor:
+    """The part of [s, ...] that this rank holds between layers: all of it, or [s/tp, ...] with sequence parallel."""
+    if not sharding.splits_sequence:
+        return x_s
+    return x_s.chunk(sharding.tp.size)[sharding.tp.rank]
 
 
 class Stage(PipelineStage):
