@@ -13,9 +13,9 @@ class MicroBatch:
     sum.
 
     `sample_ids_b` are positions in the run's global sample order: they key dropout, so no layout changes a mask.
-    `positions_s` are the positions in their samples of the s rows that this rank holds: rotary tables, learned positions
-    and dropout keys read them. Unless given, the rank holds whole samples: 0, 1, ... s - 1. `loss_scale`, 0-d fp32,
-    multiplies the gradient of every loss (`add_loss`); None outside of training.
+    `positions_s` are the positions in their samples of the s rows that this rank holds: rotary tables, learned
+    positions and dropout keys read them. Unless given, the rank holds whole samples: 0, 1, ... s - 1. `loss_scale`, 0-d
+    fp32, multiplies the gradient of every loss (`add_loss`); None outside of training.
     `starts` tells samples that are several documents, which do not attend to each other: int32 [documents + 1], where
     each document starts among the positions of all samples, one sample after another, and b * s at the end. None: each
     sample is one document.

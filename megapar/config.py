@@ -120,7 +120,7 @@ class TrainConfig:
     z_loss: float = 0.0
     """Weight of log(sum exp logits)^2 in the loss, which keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
     trainable: tuple[str, ...] = ()
-    """Patterns of parameter names, such as layers.1?.mlp.*, that are trained; the others are frozen. None: all train."""
+    """Patterns of names of parameters that are trained, such as layers.1?.mlp.*; others are frozen. None: all train."""
     deterministic: bool = False
     """Ask torch for deterministic kernels on GPUs (slower); on a CPU runs repeat bitwise anyhow."""
 

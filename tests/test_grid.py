@@ -67,6 +67,7 @@ WORLD_2 = [
     Layout(LLAMA, tp=2, sequence_parallel=True, recompute="full", every=2),
     Layout(LLAMA, dp=2, zero_stage=0, micro_batch_size=2),
     Layout(LLAMA, dp=2, zero_stage=1, micro_batch_size=3, overlap=False),
+    Layout(LLAMA, dp=2, micro_batch_size=4),  # 2 and 1 micro-batches
     Layout(LLAMA, pp=2, partition=(1, 4)),
     Layout(LLAMA, pp=2, vpp=2, schedule="interleaved", micro_batch_size=4),
     Layout(LLAMA, pp=2, micro_batch_size=SAMPLES),
@@ -89,6 +90,10 @@ WORLD_4 = [
     Layout(GPT, tp=2, pp=2, vpp=2, schedule="interleaved", sequence_parallel=True, micro_batch_size=4),
     Layout(LLAMA, pp=4, micro_batch_size=4),
     Layout(LLAMA, dp=4, micro_batch_size=3),
+    Layout(LLAMA, dp=4, micro_batch_size=6),  # two replicas have none
+    Layout(GPT, dp=2, pp=2, micro_batch_size=4, zero_stage=0),  # 2 and 1 micro-batches
+    Layout(LLAMA, dp=2, pp=2, vpp=2, schedule="tests.test_width:BACK_AND_FORTH", micro_batch_size=2),
+    Layout(GPT, tp=2, pp=2, vpp=2, schedule="tests.test_width:BACK_AND_FORTH", micro_batch_size=3),
     Layout(GPT, dp=2, tp=2, sequence_parallel=True, micro_batch_size=3, packed=True),
 ]
 WORLD_8 = [

@@ -21,6 +21,7 @@ from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, open_dataset
 from megapar.data.tokenizer import load_tokenizer, made_by
 from megapar.errors import DataError
+from megapar.pipeline.schedules import embedding_ranks
 from megapar.validate import Entry, blend_stages, validation_sets
 
 TEST = "test"  # the set that is evaluated after the last step only

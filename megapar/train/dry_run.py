@@ -15,7 +15,8 @@ from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.errors import OutOfMemoryError
 from megapar.params import spec_of
-from megapar.pipeline.schedules import make
+from megapar.pipeline.schedules import embedding_ranks, make
+from megapar.train.trainable import freeze
 from megapar.train.trainer import assemble
 from megapar.validate import num_microbatches
 
@@ -83,6 +84,7 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     config = _with_kernels_of_the_planned_device(config)
     ctx = _context(config, rank)
     stages = build(config, ctx)
+    freeze(stages.values(), config.train.trainable)
     state = assemble(config, ctx, stages)
     kept = {number: _kept_bytes(stage, config) for number, stage in stages.items()}
     params = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()

@@ -20,6 +20,7 @@ from megapar.config import Config, flatten
 from megapar.context import ParallelContext
 from megapar.errors import CommunicationError, ConfigError, MegaparError, reported
 from megapar.flight import Board, Flight, FlightFile
+from megapar.pipeline.schedules import embedding_ranks
 from megapar.rendezvous import Member
 from megapar.train.monitor import Monitor
 from megapar.train.report import write_json

@@ -8,6 +8,7 @@ from megapar.device import choose_kernels
 from megapar.linear import MatrixProducts
 from megapar.params import Piece, spec_of
 from megapar.pipeline.partition import explicit, partition
+from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar.precision import model_dtype
 from megapar.recompute import Recompute
 from megapar.tensor_parallel.layers import Sharding
