@@ -289,6 +289,46 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
+def all_to_all_async(
+    x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis
+) -> tuple[Tensor, Pending]:
+    """Start sending the first `sent_rows[0]` rows of `x` to position 0 of `axis`, the next to position 1,
+    and so on; the result holds the rows from position 0, then those from position 1, ..., to be read after `wait`.
+
+    `received_rows[i]` is what position i sends here. Raises ValueError unless there is a count for each position and
+    `x` has as many rows as it sends.
+    """
+    if len(sent_rows) != axis.size or len(received_rows) != axis.size or sum(sent_rows) != x.shape[0]:
+        raise ValueError(
+            f"all_to_all of {x.shape[0]} rows over {axis.size} ranks was given counts {list(sent_rows)} and "
+            f"{list(received_rows)}: one for each rank, and as many rows sent as there are"
+        )
+    if axis.size == 1:
+        return x, Pending()
+    _check(x)
+    x = x.contiguous()
+    out = x.new_empty((sum(received_rows), *x.shape[1:]))
+    if x.is_meta:
+        return out, Pending()
+    outgoing = x.split(list(sent_rows))
+    place = _begin(axis, "all_to_all", x, _bytes(x) - _bytes(outgoing[axis.rank]))
+    if not _is_gloo(axis):
+        work = dist.all_to_all_single(out, x, list(received_rows), list(sent_rows), group=axis.group, async_op=True)
+        return out, Pending([work], [out, x]).logged(axis, place, place)
+    arriving = out.split(list(received_rows))
+    arriving[axis.rank].copy_(outgoing[axis.rank])
+    sends = [(outgoing[peer], peer) for peer in _peers(axis) if sent_rows[peer]]
+    receives = [(arriving[peer], peer) for peer in _peers(axis) if received_rows[peer]]
+    return out, _transfer(sends, receives, axis).logged(axis, place, place)
+
+
+def all_to_all(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
+    """`all_to_all_async`, waited for."""
+    out, pending = all_to_all_async(x, sent_rows, received_rows, axis)
+    pending.wait()
+    return out
+
+
 def reduce_scatter_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     """Start summing `x` over `axis`; this rank's slice of dimension 0 is the result, to be read after `wait`.
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 Phase = Literal["start", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluate", "end"]
 PHASES: tuple[Phase, ...] = ("start", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluate", "end")
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "receive", "barrier")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "receive", "barrier", "all_to_all")
 # In words for people; a dtype that is not here is logged as "other".
 DTYPES = ("other", "float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool")
 _CODES = {name: code for code, name in enumerate(OPERATIONS)}

@@ -15,6 +15,7 @@ from megapar import comm, context
 from megapar.comm import Pending
 from megapar.context import Axis, Traffic
 from megapar.errors import CommunicationError
+from megapar.tensor_parallel.regions import exchange_rows
 from tests.distributed import ON_GPUS, rank_device, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -95,6 +96,29 @@ def check_exchange(axis: Axis) -> None:
     pending.wait()  # a second wait on the works themselves would never return
 
 
+def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
+    """Position i sends (3 i + 2 j) % 4 rows to position j, so that some send nothing; strided, and by autograd."""
+    counts = [[(3 * i + 2 * j) % 4 for j in range(axis.size)] for i in range(axis.size)]
+    sent = counts[axis.rank]
+    received = [row[axis.rank] for row in counts]
+    all_x = [numbers(rank, (sum(counts[rank]), 5), dtype) for rank in range(axis.size)]
+    parts = [x.split(row)[axis.rank] for x, row in zip(all_x, counts, strict=True)]
+    before = axis.traffic.sent.get("all_to_all", 0)
+    for x in (all_x[axis.rank].clone(), strided(all_x[axis.rank])):
+        assert torch.equal(comm.all_to_all(x, sent, received, axis), torch.cat(parts))
+    to_others = (sum(sent) - sent[axis.rank]) * 5 * dtype.itemsize
+    assert axis.traffic.sent["all_to_all"] - before == 2 * to_others
+    with pytest.raises(ValueError, match="all_to_all of"):
+        comm.all_to_all(all_x[axis.rank], [*sent[1:], sent[0] + 1], received, axis)
+    if dtype.is_floating_point:
+        x = all_x[axis.rank].clone().requires_grad_()
+        y = exchange_rows(x, sent, received, axis)
+        factors = [torch.full((len(part), 1), 2.0 + source) for source, part in enumerate(parts)]
+        (y * torch.cat(factors).to(y.device, dtype) * (1 + axis.rank)).sum().backward()
+        targets = torch.cat([torch.full((n, 5), float(1 + j)) for j, n in enumerate(sent)])
+        assert torch.equal(x.grad.cpu().float(), targets * (2 + axis.rank))
+
+
 def every_function(sizes: dict[str, int]) -> None:
     ctx = context.create(**sizes, device=rank_device(dist.get_rank()))
     for name in sizes:
@@ -106,6 +130,7 @@ def every_function(sizes: dict[str, int]) -> None:
                     check_all_reduce(axis, all_x, variant)
                     check_gathers_and_scatters(axis, all_x, variant)
             check_shards(axis, dtype)
+            check_all_to_all(axis, dtype)
         check_exchange(axis)
         values = [{"rank": r, "text": "ä" * 40 * r, "list": [None, True, 1.5, 2**40] * r} for r in range(axis.size)]
         assert comm.gather_json(values[axis.rank], axis, ctx.device) == values

@@ -7,11 +7,13 @@ section 3) and of sequence parallelism (Korthikanti et al., arXiv 2205.05198, se
     Gather          (g)      all-gather       reduce-scatter
     scatter_sum     (g bar)  reduce-scatter   all-gather
     scatter_sequence         own slice        all-gather
+    exchange_rows            all-to-all       all-to-all
 
 f and g are objects, because a linear layer overlaps their communication with its products (`megapar.linear`). Gathers
 and scatters are along dimension 0, the sequence. At tp size 1 all of them are the identity.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +126,19 @@ class _ScatterSequence(torch.autograd.Function):
         return comm.all_gather(grad, ctx.tp), None
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
+        ctx.sent = sent
+        ctx.received = received
+        ctx.axis = axis
+        return comm.all_to_all(x, sent, received, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return comm.all_to_all(grad, ctx.received, ctx.sent, ctx.axis), None, None, None
+
+
 def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
     """f: the same `x` on every rank enters tensor-parallel work; its gradients are summed on the way back."""
     return _Enter.apply(x, Copy(tp)) if tp.size > 1 else x
@@ -148,3 +163,9 @@ def scatter_sequence(x: Tensor, tp: Axis) -> Tensor:
     """This rank's [s/tp, ...] of an [s, ...] that is the same on every rank. Raises ValueError if tp does not divide
     s."""
     return _ScatterSequence.apply(x, tp) if tp.size > 1 else x
+
+
+def exchange_rows(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
+    """Send the first `sent_rows[0]` rows of x [rows, ...] to position 0 of `axis`, the next to position 1, and so on;
+    returns what the ranks have sent here, `received_rows[i]` rows from position i. Gradients go the way back."""
+    return _ExchangeRows.apply(x, tuple(sent_rows), tuple(received_rows), axis) if axis.size > 1 else x

@@ -1,0 +1,161 @@
+"""Frozen parameters, state that is no parameter, and losses of stages before the last."""
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megapar import context
+from megapar.batch import MicroBatch, add_loss
+from megapar.checkpoint.fixed import fixed_slices
+from megapar.checkpoint.format import read_manifest
+from megapar.checkpoint.load import Reader, load
+from megapar.checkpoint.save import save, share
+from megapar.errors import ConfigError
+from megapar.params import ZEROS, ParamSpec, cut, sharded
+from megapar.pipeline.runtime import PipelineRuntime
+from megapar.train.checkpoints import Saver
+from megapar.train.step import train_step
+from megapar.train.trainable import freeze_others
+from megapar.train.trainer import start
+from tests import layouts
+from tests.distributed import run_ranks
+from tests.grid import GPT, LLAMA, Layout, make_state, micro_batches
+
+FACTS: dict[str, Any] = {"step": 1, "consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
+
+
+def train_a_part(layout: Layout, patterns: tuple[str, ...], run_dir: Path, resume: bool = False) -> dict[str, Any]:
+    """Two steps of training what matches `patterns` alone, saved; or one more step of what was saved."""
+    config = layout.config("bf16" if layout.model is GPT else "fp32")
+    config = replace(config, run_dir=str(run_dir), train=replace(config.train, trainable=patterns))
+    if not resume:
+        config = replace(config, checkpoint=replace(config.checkpoint, resume="none"))
+    fresh = make_state(config)
+    state, notes = start(config, fresh.ctx, fresh.stages)
+    for step in [2] if resume else [0, 1]:
+        result = train_step(state, micro_batches(config, state.ctx, step))
+    trained = {slot.name for slot in state.grads.layout.slots}
+    Saver(state, run_dir).save(state)
+    stages = state.stages.values()
+    return {"weights": layouts.held(stages, state.ctx), "loss": result.loss, "notes": notes, "trained": trained}
+
+
+@pytest.mark.parametrize(
+    ("layout", "patterns"),
+    [
+        (Layout(LLAMA, tp=2, pp=2, micro_batch_size=3), ("layers.1.*", "layers.4.mlp.*", "norm.*")),
+        # The first pipeline stage has nothing to train.
+        (Layout(GPT, dp=2, pp=2, micro_batch_size=3), ("layers.4.*", "norm.*")),
+    ],
+    ids=["llama-tp2-pp2", "gpt-bf16-dp2-pp2"],
+)
+def test_what_is_frozen_stays_and_the_rest_trains_as_in_one_process(
+    tmp_path: Path, layout: Layout, patterns: tuple[str, ...]
+) -> None:
+    """Saved, and resumed in another layout."""
+    single = Layout(layout.model, micro_batch_size=3)
+    alone = train_a_part(single, patterns, tmp_path / "one")
+    ranks = run_ranks(4, train_a_part, layout, patterns, tmp_path / "many")
+    initial = make_state(single.config()).stages.values()
+    before = layouts.assemble([layouts.held(initial, context.single())])
+    found = layouts.assemble([rank["weights"] for rank in ranks])
+    rtol = 1e-5 if layout.model is LLAMA else 1e-2
+    layouts.assert_close(found, layouts.assemble([alone["weights"]]), rtol)
+    for name, tensor in found.items():
+        is_trained = any(fnmatchcase(name, pattern) for pattern in patterns)
+        assert torch.equal(tensor.float(), before[name].to(tensor.dtype).float()) != is_trained, name
+    assert (min(len(rank["trained"]) for rank in ranks) == 0) == (layout.model is GPT)
+    assert ranks[0]["notes"][0].startswith("trains ")
+    assert ranks[0]["notes"] == alone["notes"]
+    again = train_a_part(single, patterns, tmp_path / "many", resume=True)
+    on = train_a_part(single, patterns, tmp_path / "one", resume=True)
+    assert again["loss"] == pytest.approx(on["loss"], rel=rtol)
+    layouts.assert_close(layouts.assemble([again["weights"]]), layouts.assemble([on["weights"]]), rtol)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("layers.9.*", "norm.*"), "layers.9.*: matches no parameter"),
+        (("layers.?.attention.q.*",), "layers.?.attention.q.*: matches a part of"),
+    ],
+)
+def test_a_pattern_that_cannot_be_followed_is_refused_by_name(patterns: tuple[str, ...], message: str) -> None:
+    state = make_state(Layout(LLAMA).config())
+    with pytest.raises(ConfigError) as caught:
+        freeze_others(state.stages.values(), patterns, state.ctx)
+    assert message in str(caught.value)
+
+
+class Balanced(nn.Module):
+    """A buffer that is state: cut over tp, the same on all replicas."""
+
+    def __init__(self, ctx: context.ParallelContext, values: Tensor):
+        super().__init__()
+        piece = sharded("bias", (10,), {0: cut(10, ctx.tp)})
+        buffer = values[piece.held.slices].clone()
+        buffer.spec = ParamSpec((piece,), ZEROS, decay=False, replicas=ctx.grad)  # type: ignore[attr-defined]
+        self.register_buffer("bias", buffer)
+
+
+def save_a_buffer(root: Path) -> str:
+    ctx = context.create(tp=2, dp=2)
+    module = Balanced(ctx, torch.arange(10.0))
+    return str(save(root, slices=share(fixed_slices([module], to_save=True)), ctx=ctx, replicated=False, **FACTS))
+
+
+def test_state_that_is_no_parameter_is_saved_and_loads_in_another_layout(tmp_path: Path) -> None:
+    path = Path(run_ranks(4, save_a_buffer, tmp_path)[0])
+    manifest = read_manifest(path)
+    assert list(manifest.tensors) == ["buffer.bias"]
+    with Reader(path, manifest) as reader:
+        assert torch.equal(reader.tensor("buffer.bias"), torch.arange(10.0))
+    module = Balanced(context.single(), torch.zeros(10))
+    load(path, slices=fixed_slices([module]), ctx=context.single(), model_config={})
+    assert torch.equal(module.bias, torch.arange(10.0))
+
+
+class WithOwnLoss(nn.Module):
+    """Three stages in one: the middle one adds a loss of its own."""
+
+    def __init__(self, stage: int):
+        super().__init__()
+        self.stage = stage
+        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 6).double() * (stage + 1))
+
+    def boundary(self, batch: MicroBatch) -> tuple[()]:
+        return ()
+
+    def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        y = self.weight * (batch.tokens_bs.double() if x is None else x)
+        if self.stage == 1:
+            y = add_loss(y, own_loss(self.weight, batch).float(), batch)
+        return y if self.stage < 2 else (y.tanh() * batch.weights_bs).sum()
+
+
+def own_loss(weight: Tensor, batch: MicroBatch) -> Tensor:
+    return (weight.square() * batch.weights_bs.double().sum(0)).sum()
+
+
+def test_a_stage_before_the_last_trains_on_a_loss_of_its_own() -> None:
+    """Its gradient has the scale of the step's loss, whatever that is."""
+    stages = {number: WithOwnLoss(number) for number in range(3)}
+    runtime = PipelineRuntime(stages, context.single(), "gpipe", 3)
+    tokens = torch.arange(24).view(4, 6) % 5
+    weights = 0.5 + torch.rand(4, 6, generator=torch.Generator().manual_seed(1))
+    batches = [MicroBatch(tokens[i : i + 2], tokens[i : i + 2], weights[i : i + 2], torch.arange(2)) for i in (0, 2)]
+    runtime.step(batches, scale=0.125)
+    expected = {number: WithOwnLoss(number) for number in range(3)}
+    for batch in batches:
+        x: Tensor | None = None
+        for stage in expected.values():
+            x = stage(x, batch)
+        assert x is not None
+        (0.125 * (x + own_loss(expected[1].weight, batch))).backward()
+    for number, stage in stages.items():
+        torch.testing.assert_close(stage.weight.grad, expected[number].weight.grad, rtol=1e-6, atol=0)
