@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from megapar_models import huggingface
+from megapar_models.convert.stream import TensorInfo, shards
 from megapar_models.huggingface import from_hugging_face, to_hugging_face
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megapar.checkpoint.format import read_manifest
-from megapar.checkpoint.stream import TensorInfo, shards
 from megapar.config import CheckpointConfig, Config, ModelConfig, RopeScaling
 from megapar.config_io import load
 from megapar.errors import CheckpointError, ConfigError, StorageError
@@ -390,7 +390,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
     source = save_model(tmp_path / "hf", CASES[0])
     options = HfToNative(source, tmp_path / "native", verify=False)
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("megapar.checkpoint.stream.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("megapar_models.convert.stream.shutil.disk_usage", lambda path: usage)
     refused(StorageError, options, "1,000 are free")
 
 

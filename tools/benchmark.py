@@ -59,8 +59,9 @@ from megapar import comm, context, device
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError, MegaparError, reported
+from megapar.files import write_json
 from megapar.params import spec_of
-from megapar.train.report import in_a_line, provenance, write_json
+from megapar.provenance import in_a_line, provenance
 from megapar.train.step import train_step
 from megapar.train.trainer import assemble
 from megapar.validate import validate

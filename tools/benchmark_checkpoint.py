@@ -36,9 +36,10 @@ from megapar.checkpoint.format import STATE
 from megapar.checkpoint.load import load
 from megapar.config import CheckpointConfig, Config, LaunchConfig, ModelConfig, TrainConfig
 from megapar.errors import MegaparError, reported
+from megapar.files import write_json
+from megapar.provenance import in_a_line, provenance
 from megapar.random import initialise
 from megapar.train.checkpoints import Saver
-from megapar.train.report import in_a_line, provenance, write_json
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
 from megapar.validate import validate, weight_options

@@ -48,7 +48,8 @@ from rich.table import Table
 from megapar import device
 from megapar.config import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError, MegaparError, reported, storing
-from megapar.train.report import in_a_line, provenance, write_json
+from megapar.files import write_json
+from megapar.provenance import in_a_line, provenance
 from megapar.validate import num_microbatches, validate
 
 PRESETS = Path(__file__).parents[1] / "pretrain_scripts/configs/models"

@@ -32,8 +32,9 @@ from megapar.checkpoint.format import STATE, Chunk, Manifest, boxes, folder_name
 from megapar.checkpoint.save import publish
 from megapar.config import Config, ModelConfig
 from megapar.errors import reported
+from megapar.files import write_json
 from megapar.params import spec_of
-from megapar.train.report import in_a_line, provenance, write_json
+from megapar.provenance import in_a_line, provenance
 from megapar.validate import validate
 
 MODEL = ModelConfig(

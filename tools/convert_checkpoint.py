@@ -20,6 +20,18 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import tyro
 from megapar_models.build import build_stages, logical_tensors
+from megapar_models.convert import dcp, megatron, megatron_core
+from megapar_models.convert.huggingface import (
+    Recipe,
+    Weights,
+    hugging_face_tensor,
+    native_tensor,
+    places,
+    recipes,
+    write_model,
+)
+from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
+from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
 from megapar_models.huggingface import CONV1D, MODULES, TIED, canonical_name, from_hugging_face, to_hugging_face, told
 from megapar_models.stage import Stage
 from rich.console import Console
@@ -29,19 +41,8 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.checkpoint import dcp, megatron, megatron_core
 from megapar.checkpoint.format import WEIGHTS, Manifest, Sizes, read_manifest
-from megapar.checkpoint.huggingface import (
-    Recipe,
-    Weights,
-    hugging_face_tensor,
-    native_tensor,
-    places,
-    recipes,
-    write_model,
-)
 from megapar.checkpoint.load import differences, load_weights, weight_slices
-from megapar.checkpoint.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
 from megapar.config import (
     Config,
     DataConfig,
@@ -55,7 +56,6 @@ from megapar.config import (
 from megapar.config_io import part_toml
 from megapar.data.prepared import read_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
-from megapar.data.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
 from megapar.errors import CheckpointError, ConfigError, DataError, reported
 from megapar.precision import model_dtype
 from megapar.validate import Entry, validate, weight_options

@@ -7,7 +7,7 @@ import peers
 from rich.console import Console
 from rich.table import Table
 
-from megapar.train.report import in_a_line
+from megapar.provenance import in_a_line
 
 
 def number(value: float | None, form: str) -> str:

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from megapar import device
 from megapar.errors import ConfigError, reported, storing
-from megapar.train.report import provenance, write_json
+from megapar.files import write_json
+from megapar.provenance import provenance
 
 HERE = Path(__file__).parent
 NOT_RUN = "not run"

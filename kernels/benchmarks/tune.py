@@ -39,7 +39,8 @@ from timing import Stopwatch
 
 from megapar import device
 from megapar.errors import ConfigError, reported, storing
-from megapar.train.report import in_a_line, provenance, write_json
+from megapar.files import write_json
+from megapar.provenance import in_a_line, provenance
 
 Config = tuple[int, ...]  # what the functions that choose a configuration return
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megapar import device
-from megapar.checkpoint.agreement import from_first, together
+from megapar.agreement import from_first, together
 from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
 from megapar.checkpoint.format import Manifest
 from megapar.checkpoint.lineage import Lineage, lineage_of, new_id, set_aside

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar import comm
-from megapar.checkpoint.agreement import together
+from megapar.agreement import together
 from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.data.blend import BLEND_VERSION, Stage

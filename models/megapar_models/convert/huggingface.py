@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megapar.checkpoint.format import WEIGHTS, Manifest, Sizes
 from megapar.checkpoint.load import Reader
-from megapar.checkpoint.stream import CODES, TensorInfo, check_finite, named, shards, write_file
 from megapar.errors import CheckpointError
+from megapar_models.convert.stream import CODES, TensorInfo, check_finite, named, shards, write_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

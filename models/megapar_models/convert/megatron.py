@@ -25,10 +25,10 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megapar.checkpoint.format import Sizes, dtype_name
 from megapar.checkpoint.load import flatten
-from megapar.checkpoint.megatron_args import unsupported
-from megapar.checkpoint.stream import CODES, check_finite, named
 from megapar.config import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
+from megapar_models.convert.megatron_args import unsupported
+from megapar_models.convert.stream import CODES, check_finite, named
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -1,6 +1,6 @@
 """Logits of Megatron-Core's own GPTModel on a classic checkpoint, which a conversion is compared with.
 
-`megapar.checkpoint.megatron` reads Megatron's args into our options. An arg that changes the model and that it does not
+`convert.megatron` reads Megatron's args into our options. An arg that changes the model and that it does not
 know, or reads wrongly, would make a wrong model without a word. Here Megatron-Core builds its model from all of the
 args itself, as Megatron-LM does in `core_transformer_config_from_args` and `gpt_builder` (core_v0.16.1). Such an arg
 then shows as a difference of logits.
@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.checkpoint.megatron import MegatronCheckpoint
-from megapar.checkpoint.megatron_args import HARMLESS
 from megapar.config import ModelConfig
 from megapar.errors import CheckpointError
+from megapar_models.convert.megatron import MegatronCheckpoint
+from megapar_models.convert.megatron_args import HARMLESS
 
 PACKAGE = "megatron-core"
 
