@@ -11,8 +11,8 @@ All train the same Llama from the same weights on the same batches, in fp32, on 
 - Agreement: losses and gradient norms of every step against plain PyTorch in one process. Contenders that compute
   something else, or bytes that differ from the formulas, end the run with exit code 70.
 
-Models of billions of weights in bf16 on one GPU, with MFU: benchmark_gpu.py. Checkpoints: benchmark_checkpoint.py.
-Kernels: kernels/benchmarks/run.py.
+Models of billions of weights in bf16 on one GPU, with MFU: gpu.py.
+Kernels: kernels/run.py.
 """
 
 import json
@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
-from benchmark_peers import (
+from benchmarks.peers import (
     DDP,
     FSDP2,
     FSDP2Reshard,
@@ -48,7 +48,7 @@ from benchmark_peers import (
     TensorParallelLoss,
     Weights,
 )
-from benchmark_traffic import expected_traffic
+from benchmarks.traffic import expected_traffic
 from megapar_models.build import build_stages, stage_layers
 from rich.console import Console
 from rich.progress import Progress
@@ -426,7 +426,7 @@ def check_options(options: Options) -> None:
     if options.device == "cuda" and device.cuda_devices() < most:
         raise ConfigError(
             f"--device cuda: --layouts {' '.join(options.layouts)} needs {most} GPUs, there are "
-            f"{device.cuda_devices()}; choose --layouts single, --device cpu, or tools/benchmark_gpu.py for one GPU"
+            f"{device.cuda_devices()}; choose --layouts single, --device cpu, or tools/benchmark.py gpu for one GPU"
         )
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import peers
+from benchmarks.kernels import peers
 from rich.console import Console
 from rich.table import Table
 

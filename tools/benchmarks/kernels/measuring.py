@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import peers
+from benchmarks.kernels import peers
 import torch
-from ops import Case, Direction, Maker
-from timing import ROTATED_BYTES, Stopwatch
+from benchmarks.kernels.ops import Case, Direction, Maker
+from benchmarks.kernels.timing import ROTATED_BYTES, Stopwatch
 from torch import Tensor
 
 from megapar.errors import NumericError

@@ -1,4 +1,4 @@
-"""What tools/benchmark_gpu.py compares megapar with, and the weights that all start from."""
+"""What benchmarks/gpu.py compares megapar with, and the weights that all start from."""
 
 import zlib
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from benchmark_peers import Llama, Peer, Result, Weights, clip, make_optimizer
+from benchmarks.peers import Llama, Peer, Result, Weights, clip, make_optimizer
 from megapar_models.build import logical_tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
