@@ -28,7 +28,7 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG
 # and the rooms behind it. `main` are the programs that a person starts: they alone name a model family.
 KERNELS, MODELS = "megapar_kernels", "megapar_models"
 CONVERT = f"{MODELS}.convert"
-PROGRAMS = ("tools", "pretrain_scripts", "kernels", "tests")  # kernels/ holds benchmarks beside the package
+PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchmark.py calls tools/benchmarks benchmarks
 FOUNDATION = {
     f"megapar.{name}": "foundation"
     for name in (
@@ -59,9 +59,9 @@ ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm.py", "megapar/context.py"}
 # The export to torch's checkpoints is written by torch's own; the benchmark's contenders are its own ways to train.
 DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {
     "models/megapar_models/convert/dcp.py": ("torch.distributed.checkpoint",),
-    "tools/benchmark_checkpoint.py": ("torch.distributed.checkpoint",),
+    "tools/benchmarks/checkpoint.py": ("torch.distributed.checkpoint",),
 }
-PYTORCH_CONTENDERS = {"tools/benchmark.py", "tools/benchmark_peers.py"}
+PYTORCH_CONTENDERS = {"tools/benchmarks/layouts.py", "tools/benchmarks/peers.py"}
 
 # Kernels import nothing of ours, and must know how many multiprocessors there are.
 KNOW_CUDA = {"megapar/device.py", "kernels/megapar_kernels/launch.py"}
@@ -240,7 +240,7 @@ def test_a_training_imports_no_preparation_conversion_or_benchmark() -> None:
     files = closure("pretrain_scripts.pretrain")
     names = {relative(path) for path in files}
     assert "megapar/train/step.py" in names
-    others = ("tools/", "kernels/benchmarks/", "megapar/data/preprocess.py", "models/megapar_models/convert/")
+    others = ("tools/", "megapar/data/preprocess.py", "models/megapar_models/convert/")
     assert not [name for name in names if name.startswith(others)]
 
 

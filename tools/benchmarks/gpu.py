@@ -34,17 +34,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks import layouts
-from benchmarks import gpu_profile
 import torch
 import tyro
-from benchmarks.peers import Peer, Result
-from benchmarks.gpu_contenders import Compiled, CompiledDry, MixedPrecision, RandomWeights
-from benchmarks.gpu_model import H200, OFF, Job, Prediction, plain_peak_bytes, predict
 from megapar_models.build import flops_per_token, parameter_count
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import gpu_profile, layouts
+from benchmarks.gpu_contenders import Compiled, CompiledDry, MixedPrecision, RandomWeights
+from benchmarks.gpu_model import H200, OFF, Job, Prediction, plain_peak_bytes, predict
+from benchmarks.peers import Peer, Result
 from megapar import device
 from megapar.config import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError, MegaparError, reported, storing

@@ -33,6 +33,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
+from megapar_models.build import build_stages, stage_layers
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor, nn
+
 from benchmarks.peers import (
     DDP,
     FSDP2,
@@ -49,12 +55,6 @@ from benchmarks.peers import (
     Weights,
 )
 from benchmarks.traffic import expected_traffic
-from megapar_models.build import build_stages, stage_layers
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from torch import Tensor, nn
-
 from megapar import comm, context, device
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -107,7 +107,7 @@ class Megapar(Peer):
     name = "megapar"
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
-        super().__init__(config, device)
+        super().__init__(config, weights, device)
         parallel = config.parallel
         self.ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, device=device)
         stages = build_stages(config, self.ctx)

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels import peers
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.kernels import peers
 from megapar.provenance import in_a_line
 
 

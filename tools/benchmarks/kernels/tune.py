@@ -26,17 +26,17 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from benchmarks.kernels import ops
 import torch
 import tyro
-from benchmarks.kernels.measuring import Bench, Inputs, KernelError, brief, check, evaluate, times
 from megapar_kernels import adamw, cross_entropy, norms, rope
 from megapar_kernels.launch import interpreting
-from benchmarks.kernels.ops import LLAMA_8B, TINY, Case, Direction, cases
 from rich.console import Console
 from rich.table import Table
-from benchmarks.kernels.timing import Stopwatch
 
+from benchmarks.kernels import ops
+from benchmarks.kernels.measuring import Bench, Inputs, KernelError, brief, check, evaluate, times
+from benchmarks.kernels.ops import LLAMA_8B, TINY, Case, Direction, cases
+from benchmarks.kernels.timing import Stopwatch
 from megapar import device
 from megapar.errors import ConfigError, reported, storing
 from megapar.files import write_json

@@ -1,0 +1,41 @@
+"""Starts a benchmark: python tools/benchmark.py [WHAT] [flags]. `WHAT --help` says what it measures, and its flags.
+
+layouts      training beside PyTorch's own ways, on a CPU or on GPUs; the one without a WHAT
+checkpoint   saving and loading
+data         preparation of text
+delivery     batches from data sets of any size
+manifest     what the index of a checkpoint of many ranks costs
+gpu          training models of billions of weights on one GPU
+kernels      every fused kernel on one GPU
+tune         other launch configurations of the fused kernels
+"""
+
+import runpy
+import sys
+
+MODULES = {
+    "layouts": "benchmarks.layouts",
+    "checkpoint": "benchmarks.checkpoint",
+    "data": "benchmarks.data",
+    "delivery": "benchmarks.delivery",
+    "manifest": "benchmarks.manifest",
+    "gpu": "benchmarks.gpu",
+    "kernels": "benchmarks.kernels.run",
+    "tune": "benchmarks.kernels.tune",
+}
+
+
+def main() -> int:
+    name = "layouts"
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+        name = sys.argv.pop(1)
+    if name not in MODULES:
+        print(f"ConfigError: {name}: no such benchmark; {', '.join(MODULES)} are", file=sys.stderr)
+        return 2
+    # A program of its own, so that only what it measures is imported.
+    runpy.run_module(MODULES[name], run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
