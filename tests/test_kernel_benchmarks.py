@@ -155,7 +155,7 @@ def test_a_wrong_kernel_fails_and_is_not_timed(program: ModuleType) -> None:
 def test_a_wrong_kernel_ends_the_program_after_all_others(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import ops  # type: ignore[import-not-found]
+    from benchmarks.kernels import ops
 
     monkeypatch.setattr(ops.norms, "rms_norm", lambda x, weight, eps, how: x)
     with pytest.raises(program.KernelError, match=r"^RMSNorm tiny 8x32: ") as raised:
@@ -365,7 +365,7 @@ def test_a_crash_ends_no_other_contender_and_fails_the_program(
     file = tmp_path / "out.json"
 
     def measure(config: Any, kind: type, steps: int, where: torch.device) -> Any:
-        if kind is training.benchmark.Megapar:
+        if kind is training.layouts.Megapar:
             kill_myself()
         return {"seconds": [1.0], "results": [[1.0, 1.0]], "peak_bytes": 1}
 
@@ -378,8 +378,8 @@ def test_a_crash_ends_no_other_contender_and_fails_the_program(
 
 
 def test_a_process_that_hangs_is_ended(training: ModuleType) -> None:
-    with pytest.raises(training.benchmark.BenchmarkError, match=r"not done after 0\.5 seconds"):
-        training.benchmark.run_ranks(1, "cpu", lambda where: time.sleep(600), seconds=0.5)
+    with pytest.raises(training.layouts.BenchmarkError, match=r"not done after 0\.5 seconds"):
+        training.layouts.run_ranks(1, "cpu", lambda where: time.sleep(600), seconds=0.5)
 
 
 def test_lack_of_memory_is_told_from_other_failures(training: ModuleType) -> None:
