@@ -14,6 +14,7 @@ from megapar import device
 from megapar.config import Config
 from megapar.config_io import Resolved, load, to_toml
 from megapar.data.tokenizer import load_tokenizer
+from megapar.derive import with_vocabulary
 from megapar.errors import Preempted, open_streams, reported
 from megapar.flight import Board
 from megapar.recompute import preload
@@ -24,7 +25,7 @@ from megapar.train.launch import join, leave, rank_process, refuse_too_many_thre
 from megapar.train.local import start_local_ranks
 from megapar.train.report import greet
 from megapar.train.trainer import Run, start, train
-from megapar.validate import validate, with_vocabulary
+from megapar.validate import validate
 
 
 def check(resolved: Resolved, world_size: int) -> Config:

@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import megapar.config
+from megapar.checkpoint.compatible import changes, weight_options
 from megapar.config import (
     Config,
     DataConfig,
@@ -29,9 +30,10 @@ from megapar.config import (
     unflatten,
 )
 from megapar.config_io import Resolved, load, to_toml
+from megapar.derive import num_microbatches, with_vocabulary
 from megapar.errors import ConfigError
 from megapar.train.report import length_of_run, warnings
-from megapar.validate import changes, num_microbatches, validate, weight_options, with_vocabulary
+from megapar.validate import validate
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts" / "configs"
 WORLD_SIZES = {"tiny": 1, "laptop": 8, "quickstart": 8, "gpt_125m": 1, "llama_7b": 8, "llama_70b": 64}

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from megapar.checkpoint.compatible import weight_options
 from megapar.config import ModelConfig
 from megapar.errors import CheckpointError, ConfigError
-from megapar.validate import weight_options
 from tests import tiny_models
 from tests.distributed import run_ranks
 from tools.convert_checkpoint import NativeToDcp, native_to_dcp

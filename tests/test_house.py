@@ -34,7 +34,7 @@ FOUNDATION = {
     for name in (
         *("config", "config_io", "validate", "device", "context", "comm", "params"),
         *("random", "recompute", "precision", "batch", "errors", "rendezvous", "flight", "agreement"),
-        *("files", "provenance"),
+        *("files", "provenance", "messages", "derive", "data.spec"),
     )
 }
 ENGINES = {f"megapar.{name}" for name in ("pipeline", "data_parallel", "optimizer", "data", "checkpoint")}

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
+from megapar.checkpoint.compatible import weight_options
 from megapar.checkpoint.format import WEIGHTS, Manifest, Sizes, read_manifest
 from megapar.checkpoint.load import differences, load_weights, weight_slices
 from megapar.config import (
@@ -55,10 +56,11 @@ from megapar.config import (
 )
 from megapar.config_io import part_toml
 from megapar.data.prepared import read_sidecar
+from megapar.data.spec import Entry
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, DataError, reported
 from megapar.precision import model_dtype
-from megapar.validate import Entry, validate, weight_options
+from megapar.validate import validate
 
 HF_CONFIG, CONFIG, PARITY, GENERATION = "config.json", "config.toml", "parity.json", "generation_config.json"
 TOKENIZER_FILES = (

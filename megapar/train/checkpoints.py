@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megapar import device
 from megapar.agreement import from_first, together
+from megapar.checkpoint.compatible import changes, weight_options
 from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
 from megapar.checkpoint.format import Manifest
 from megapar.checkpoint.lineage import Lineage, lineage_of, new_id, set_aside
@@ -24,7 +25,6 @@ from megapar.errors import CheckpointError, CommunicationError, StorageError
 from megapar.precision import LossScale
 from megapar.train.data import ORDER, compare
 from megapar.train.step import TrainState
-from megapar.validate import changes, weight_options
 
 FOLDER = "checkpoints"
 _UNDER_WAY = 2  # saves at a time: one that writes and one that waits with its copy of the state

@@ -19,9 +19,9 @@ from megapar.data.order import ORDER_VERSION
 from megapar.data.prepared import read_sidecar
 from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, open_dataset
+from megapar.data.spec import Entry, blend_stages, validation_sets
 from megapar.data.tokenizer import load_tokenizer, made_by
 from megapar.errors import DataError
-from megapar.validate import Entry, blend_stages, validation_sets
 
 TEST = "test"  # the set that is evaluated after the last step only
 WHOLE = (0.0, 1.0)

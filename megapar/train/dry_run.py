@@ -13,11 +13,11 @@ from megapar import context, device
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.config import Config
 from megapar.context import ParallelContext
+from megapar.derive import num_microbatches
 from megapar.errors import OutOfMemoryError
 from megapar.params import spec_of
 from megapar.pipeline.schedules import make
 from megapar.train.trainer import assemble
-from megapar.validate import num_microbatches
 
 META = torch.device("meta")
 Build = Callable[[Config, ParallelContext], Mapping[int, PipelineStage]]

@@ -9,13 +9,13 @@ import torch
 from megapar import comm, device
 from megapar.config import Config
 from megapar.context import ParallelContext
+from megapar.derive import num_microbatches
 from megapar.errors import say, storing
 from megapar.files import write_json
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make
 from megapar.pipeline.simulation import simulate
 from megapar.provenance import provenance
-from megapar.validate import num_microbatches
 
 
 def length_of_run(config: Config) -> str:

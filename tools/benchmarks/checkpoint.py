@@ -32,6 +32,7 @@ from rich.table import Table
 
 from megapar import context, device
 from megapar.batch import MicroBatch
+from megapar.checkpoint.compatible import weight_options
 from megapar.checkpoint.format import STATE
 from megapar.checkpoint.load import load
 from megapar.config import CheckpointConfig, Config, LaunchConfig, ModelConfig, TrainConfig
@@ -42,7 +43,7 @@ from megapar.random import initialise
 from megapar.train.checkpoints import Saver
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
-from megapar.validate import validate, weight_options
+from megapar.validate import validate
 
 
 class BenchmarkError(MegaparError):

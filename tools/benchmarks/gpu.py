@@ -46,10 +46,11 @@ from benchmarks.gpu_model import H200, OFF, Job, Prediction, plain_peak_bytes, p
 from benchmarks.peers import Peer, Result
 from megapar import device
 from megapar.config import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.derive import num_microbatches
 from megapar.errors import ConfigError, MegaparError, reported, storing
 from megapar.files import write_json
 from megapar.provenance import in_a_line, provenance
-from megapar.validate import num_microbatches, validate
+from megapar.validate import validate
 
 PRESETS = Path(__file__).parents[2] / "pretrain_scripts/configs/models"
 WARMUP = 2
