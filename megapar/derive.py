@@ -6,12 +6,13 @@ from typing import Any
 from megapar.config import Config
 from megapar.errors import ConfigError
 from megapar.messages import problem
+from megapar.model_rules import ModelRules
 
 
-def derive(config: Config, world_size: int) -> Config:
+def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
     """The config with zeros and "auto" that mean "derived" filled in, for `world_size` ranks."""
     model, parallel = config.model, config.parallel
-    activation: Any = {"llama": "silu", "gpt": "gelu_pytorch_tanh"}[model.family]
+    activation: Any = rules.activations[0]
     model = replace(
         model,
         hidden_act=activation if model.hidden_act == "auto" else model.hidden_act,

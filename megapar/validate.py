@@ -8,11 +8,12 @@ import math
 from collections.abc import Iterator
 from itertools import chain
 
-from megapar.config import Config, RopeScaling, flatten
+from megapar.config import Config, flatten
 from megapar.data.spec import data_problems
 from megapar.derive import derive
 from megapar.errors import ConfigError
 from megapar.messages import around, divisors, listed, problem, shown
+from megapar.model_rules import ModelRules
 
 _BELOW_ONE = {"model.hidden_dropout", "model.attention_dropout", "optimizer.betas"}
 # An option may be 0 if that is its default, or if it stands here.
@@ -28,26 +29,22 @@ _MAY_BE_ZERO = {path for path, default in flatten(Config()).items() if default =
     "optimizer.zero_stage",
 }
 _WEEK_SECONDS = 7 * 24 * 3600
-_ROPE_SCALING = tuple(f"model.rope_scaling.{name}" for name in flatten(RopeScaling()))
-_UNUSED_BY_FAMILY = {
-    "llama": ("model.hidden_dropout", "model.attention_dropout"),
-    "gpt": ("model.attention_bias", "model.qk_norm", "model.rope_theta", *_ROPE_SCALING),
-}
-_UNUSED_BY_ROPE_TYPE = {"default": _ROPE_SCALING[1:], "linear": _ROPE_SCALING[2:], "llama3": ()}
 
 
-def validate(config: Config, world_size: int) -> Config:
+def validate(config: Config, world_size: int, rules: ModelRules) -> Config:
     """The config with what means "derived" (zeros, auto) filled in, for `world_size` ranks.
 
-    `model.vocab_size` 0 stays: see `derive.with_vocabulary`. Raises ConfigError with a line for each problem.
+    `rules` are those of the family that `model.family` names. `model.vocab_size` 0 stays: see `derive.with_vocabulary`.
+    Raises ConfigError with a line for each problem.
     """
     sizes = list(_sizes(config))
     problems = [*sizes, *_amounts(config), *_launch(config, world_size)]
     if not sizes:  # arithmetic with sizes below their least value would report nonsense
         grid = list(_grid(config, world_size))  # while it does not fit, dp is unknown and no batch can be judged
-        derived = derive(config, world_size)
-        checks = (_family, _layout, _pipeline, _train, _optimizer, data_problems, _checkpoint)
-        problems += [*grid, *_heads(config), *chain.from_iterable(check(derived) for check in checks)]
+        derived = derive(config, world_size, rules)
+        checks = (_layout, _pipeline, _train, _optimizer, data_problems, _checkpoint)
+        problems += [*grid, *_heads(config, rules), *_model(derived, rules)]
+        problems += chain.from_iterable(check(derived) for check in checks)
         problems += [] if grid else _batch(derived)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -102,7 +99,7 @@ def _grid(config: Config, world_size: int) -> Iterator[str]:
         yield problem(config, "parallel.dp", f"{text}dp {world_size // (tp * pp)} fits, as does 0, which means it")
 
 
-def _heads(config: Config) -> Iterator[str]:
+def _heads(config: Config, rules: ModelRules) -> Iterator[str]:
     """Checks of a config as given: whether its head_dim is derived decides what to say."""
     model, tp = config.model, config.parallel.tp
     heads, kv_heads, hidden = model.num_attention_heads, model.num_key_value_heads, model.hidden_size
@@ -110,7 +107,7 @@ def _heads(config: Config) -> Iterator[str]:
     if not model.head_dim and hidden % heads:
         text = f"the width must divide by the heads; use hidden_size {around(hidden, heads)}, or set model.head_dim"
         yield problem(config, width, text)
-    elif model.family == "llama" and (model.head_dim or hidden // heads) % 2:
+    elif rules.even_head_dim and (model.head_dim or hidden // heads) % 2:
         text = "rotary embeddings turn pairs, so a head's width must be even"
         yield problem(config, width, f"{text}; {model.head_dim or hidden // heads} is odd")
     if kv_heads and heads % kv_heads:
@@ -121,24 +118,16 @@ def _heads(config: Config) -> Iterator[str]:
         yield problem(config, "model.num_attention_heads parallel.tp", text)
 
 
-def _family(config: Config) -> Iterator[str]:
+def _model(config: Config, rules: ModelRules) -> Iterator[str]:
+    """What the family refuses."""
     defaults, values = flatten(Config()), flatten(config)
-    model = config.model
-    for path in _UNUSED_BY_FAMILY[model.family]:
+    for path in rules.unused:
         if values[path] != defaults[path]:
-            yield problem(config, path, f"family {model.family} has no such thing; leave it at {shown(defaults[path])}")
-    if model.family == "gpt":
-        if model.hidden_act == "silu":
-            yield problem(config, "model.hidden_act", "family gpt has gelu_pytorch_tanh or relu2")
-        return
-    scaling = model.rope_scaling
-    for path in _UNUSED_BY_ROPE_TYPE[scaling.rope_type]:
-        if values[path] != defaults[path]:
-            text = f"rope_type {scaling.rope_type} does not use it; set model.rope_scaling.rope_type, or leave it out"
+            text = f"family {rules.name} has no such thing; leave it at {shown(defaults[path])}"
             yield problem(config, path, text)
-    if scaling.rope_type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
-        options = "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor"
-        yield problem(config, options, "low must be below high; Llama 3.1 uses 1 and 4")
+    if config.model.hidden_act not in rules.activations:
+        yield problem(config, "model.hidden_act", f"family {rules.name} has {' or '.join(rules.activations)}")
+    yield from rules.problems(config)
 
 
 def _layout(config: Config) -> Iterator[str]:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megapar_models.build import build_stages, flops_per_token, parameter_count
+from megapar_models.registry import validate
 from rich.console import Console
 
 from megapar import device
@@ -25,7 +26,6 @@ from megapar.train.launch import join, leave, rank_process, refuse_too_many_thre
 from megapar.train.local import start_local_ranks
 from megapar.train.report import greet
 from megapar.train.trainer import Run, start, train
-from megapar.validate import validate
 
 
 def check(resolved: Resolved, world_size: int) -> Config:

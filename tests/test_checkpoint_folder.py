@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megapar_models.registry import validate
 
 from megapar import context
 from megapar.checkpoint import folder as folders
@@ -19,7 +20,6 @@ from megapar.checkpoint.folder import Keep, check, exclusive, prune, sweep
 from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.config import CheckpointConfig, Config
 from megapar.train.checkpoints import FOLDER, own
-from megapar.validate import validate
 from tests.distributed import run_ranks
 from tests.test_checkpoint import outcome
 from tests.test_checkpoint_format import load_toy, save_toy, toy_slices

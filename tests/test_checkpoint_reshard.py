@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megapar_models.build import build_stages, logical_tensors
+from megapar_models.registry import validate
 from torch import Tensor
 
 from megapar.checkpoint.format import STATE, read_manifest
@@ -24,7 +25,6 @@ from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.errors import CheckpointError
 from megapar.optimizer.adamw import AdamW, ShardSlice
 from megapar.params import ParamSpec
-from megapar.validate import validate
 
 LLAMA = ModelConfig(
     family="llama",

@@ -11,11 +11,11 @@ from megapar_models.convert import stream
 from megapar_models.convert.dcp import CONFIG as OPTIONS
 from megapar_models.convert.dcp import export
 from megapar_models.convert.stream import write_weights
+from megapar_models.registry import weight_options
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from megapar.checkpoint.compatible import weight_options
 from megapar.config import ModelConfig
 from megapar.errors import CheckpointError, ConfigError
 from tests import tiny_models

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models import huggingface
+from megapar_models.convert.config_json import from_hugging_face, to_hugging_face
 from megapar_models.convert.stream import TensorInfo, shards
-from megapar_models.huggingface import from_hugging_face, to_hugging_face
+from megapar_models.registry import FAMILIES, validate
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from megapar.config_io import load
 from megapar.errors import CheckpointError, ConfigError, StorageError
 from megapar.train import checkpoints
 from megapar.train.step import train_step
-from megapar.validate import validate
 from tests.distributed import run_ranks
 from tests.grid import Layout, make_state, micro_batches
 from tools import convert_checkpoint
@@ -434,12 +433,11 @@ def test_parity_refuses_a_wrong_conversion(wrong: str, tmp_path: Path, monkeypat
     """Keys and values exchanged; long wavelengths not stretched, which shows beyond the original context."""
     source = save_model(tmp_path / "hf", replace(CASES[0]))
     if wrong == "names":
-        table = dict(huggingface.MODULES["llama"])
-        table["layers.*.attention.k"], table["layers.*.attention.v"] = (
-            table["layers.*.attention.v"],
-            table["layers.*.attention.k"],
-        )
-        monkeypatch.setitem(huggingface.MODULES, "llama", table)
+        names = FAMILIES["llama"].hugging_face
+        assert names is not None
+        keys, values = (names.modules[f"layers.*.attention.{letter}"] for letter in "kv")
+        monkeypatch.setitem(names.modules, "layers.*.attention.k", values)
+        monkeypatch.setitem(names.modules, "layers.*.attention.v", keys)
     else:
         read = convert_checkpoint.from_hugging_face
         forgetful = lambda raw: replace(read(raw), rope_scaling=RopeScaling())  # noqa: E731

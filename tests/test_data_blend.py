@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megapar_models.registry import validate
 from numpy.typing import NDArray
 
 from megapar.config import Config, DataConfig, TrainConfig
@@ -11,7 +12,6 @@ from megapar.data.blend import BLEND_VERSION, BLOCK, PARTS, Blend, Stage, block_
 from megapar.data.loader import Mixture
 from megapar.data.spec import blend_stages
 from megapar.errors import ConfigError
-from megapar.validate import validate
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.build import flops_per_token, parameter_count
+from megapar_models.registry import validate
 
 from megapar.batch import MicroBatch
 from megapar.config import Config, KernelsConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapar.train.dry_run import kept_for_backward
-from megapar.validate import validate
 from tests.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 ROOT = Path(__file__).parents[1]

@@ -34,7 +34,8 @@ FOUNDATION = {
     for name in (
         *("config", "config_io", "validate", "device", "context", "comm", "params"),
         *("random", "recompute", "precision", "batch", "errors", "rendezvous", "flight", "agreement"),
-        *("files", "provenance", "messages", "derive", "data.spec"),
+        *("files", "provenance", "messages", "derive", "model_rules", "data.spec"),
+        "checkpoint.compatible",
     )
 }
 ENGINES = {f"megapar.{name}" for name in ("pipeline", "data_parallel", "optimizer", "data", "checkpoint")}

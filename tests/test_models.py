@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.build import build_stages, flops_per_token, parameter_count
+from megapar_models.registry import validate
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, RopeScaling
 from megapar.data_parallel.grad_buffer import GradBuffer
-from megapar.validate import validate
 from tests import layouts, reference_models, tiny_models
 
 PRESETS = Path(__file__).parents[1] / "pretrain_scripts/configs/models"

@@ -21,6 +21,7 @@ import torch
 import tyro
 from megapar_models.build import build_stages, logical_tensors
 from megapar_models.convert import dcp, megatron, megatron_core
+from megapar_models.convert.config_json import canonical_name, from_hugging_face, names_of, to_hugging_face, told
 from megapar_models.convert.huggingface import (
     Recipe,
     Weights,
@@ -32,7 +33,7 @@ from megapar_models.convert.huggingface import (
 )
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
 from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
-from megapar_models.huggingface import CONV1D, MODULES, TIED, canonical_name, from_hugging_face, to_hugging_face, told
+from megapar_models.registry import validate, weight_options
 from megapar_models.stage import Stage
 from rich.console import Console
 from rich.progress import Progress
@@ -41,7 +42,6 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.checkpoint.compatible import weight_options
 from megapar.checkpoint.format import WEIGHTS, Manifest, Sizes, read_manifest
 from megapar.checkpoint.load import differences, load_weights, weight_slices
 from megapar.config import (
@@ -60,7 +60,6 @@ from megapar.data.spec import Entry
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, DataError, reported
 from megapar.precision import model_dtype
-from megapar.validate import validate
 
 HF_CONFIG, CONFIG, PARITY, GENERATION = "config.json", "config.toml", "parity.json", "generation_config.json"
 TOKENIZER_FILES = (
@@ -154,10 +153,10 @@ def hf_to_native(options: HfToNative) -> None:
     config = whole_config(from_hugging_face(raw))
     for line in told(raw):
         print(f"warning: {line}", file=sys.stderr)
-    family = config.model.family
+    names = names_of(config.model)
     shapes, wanted = native_shapes(config.model), hf_recipes(config.model)
-    weights = Weights(options.src, lambda name: canonical_name(name, family))
-    weights.check(wanted, TIED[family] if config.model.tie_word_embeddings else {})
+    weights = Weights(options.src, lambda name: canonical_name(name, names))
+    weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
     kinds = [f"{kind}:{options.dst / name}" for kind, name in TOKENIZERS.items() if (options.src / name).is_file()]
     config = replace(
         config,
@@ -341,7 +340,8 @@ def native_shapes(model: ModelConfig) -> dict[str, Sizes]:
 
 
 def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
-    return recipes(native_shapes(model), MODULES[model.family], CONV1D)
+    names = names_of(model)
+    return recipes(native_shapes(model), names.modules, names.transposed)
 
 
 # Files

@@ -6,17 +6,16 @@ from pathlib import Path
 import torch
 import tyro
 from megapar_models.build import build_stages
+from megapar_models.registry import validate, weight_options
 from megapar_models.stage import Stage
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.checkpoint.compatible import weight_options
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import load_weights, weight_slices
 from megapar.config import Config, LaunchConfig, ParallelConfig, unflatten
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import reported
-from megapar.validate import validate
 
 
 @dataclass

@@ -1,12 +1,13 @@
 """Which options of a run decide what its checkpoints can go on with, and which have changed since."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from megapar.config import Config, RopeScaling, flatten
+from megapar.config import Config, flatten
+from megapar.model_rules import ROPE_SCALING
 
-# Of the model's options, those that any weights go with; gpt's position table makes one exception.
+# Of the model's options, those that any weights go with, unless they are sizes of a family's weights.
 _FREE_OF_WEIGHTS = {
     "model.max_position_embeddings",
     "model.rope_theta",
@@ -14,13 +15,16 @@ _FREE_OF_WEIGHTS = {
     "model.hidden_dropout",
     "model.attention_dropout",
     "model.initializer_range",
-    *(f"model.rope_scaling.{name}" for name in flatten(RopeScaling())),
+    *ROPE_SCALING,
 }
 
 
-def weight_options(config: Config) -> dict[str, Any]:
-    """The model's options that decide which weights there are, by name: no run with others can go on from them."""
-    free = _FREE_OF_WEIGHTS - ({"model.max_position_embeddings"} if config.model.family == "gpt" else set())
+def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any]:
+    """The model's options that decide which weights there are, by name: no run with others can go on from them.
+
+    `sizes`: options by dotted path that are sizes of this family's weights (`PipelineStage.sizes_of_weights`).
+    """
+    free = _FREE_OF_WEIGHTS.difference(sizes)
     options = {path: value for path, value in flatten(config).items() if path.startswith("model.") and path not in free}
     return {path.removeprefix("model."): value for path, value in options.items()}
 

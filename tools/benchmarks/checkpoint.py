@@ -26,13 +26,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 from megapar_models.build import build_stages
+from megapar_models.registry import validate, weight_options
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from megapar import context, device
 from megapar.batch import MicroBatch
-from megapar.checkpoint.compatible import weight_options
 from megapar.checkpoint.format import STATE
 from megapar.checkpoint.load import load
 from megapar.config import CheckpointConfig, Config, LaunchConfig, ModelConfig, TrainConfig
@@ -43,7 +43,6 @@ from megapar.random import initialise
 from megapar.train.checkpoints import Saver
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
-from megapar.validate import validate
 
 
 class BenchmarkError(MegaparError):

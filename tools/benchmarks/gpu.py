@@ -37,6 +37,7 @@ from typing import Any, Literal
 import torch
 import tyro
 from megapar_models.build import flops_per_token, parameter_count
+from megapar_models.registry import validate
 from rich.console import Console
 from rich.table import Table
 
@@ -50,7 +51,6 @@ from megapar.derive import num_microbatches
 from megapar.errors import ConfigError, MegaparError, reported, storing
 from megapar.files import write_json
 from megapar.provenance import in_a_line, provenance
-from megapar.validate import validate
 
 PRESETS = Path(__file__).parents[2] / "pretrain_scripts/configs/models"
 WARMUP = 2

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from megapar_models.build import build_stages, stage_layers
+from megapar_models.registry import validate
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -64,7 +65,6 @@ from megapar.params import spec_of
 from megapar.provenance import in_a_line, provenance
 from megapar.train.step import train_step
 from megapar.train.trainer import assemble
-from megapar.validate import validate
 
 LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2"]
 WARMUP = 1  # steps: DTensor fills its caches, megapar learns when buckets are full, pipelining asks for shapes

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import tyro
 from megapar_models.build import build_stages
+from megapar_models.registry import validate
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +36,6 @@ from megapar.errors import reported
 from megapar.files import write_json
 from megapar.params import spec_of
 from megapar.provenance import in_a_line, provenance
-from megapar.validate import validate
 
 MODEL = ModelConfig(
     hidden_size=8192,

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megapar.checkpoint.compatible import weight_options
 from megapar.checkpoint.format import (
     WEIGHTS,
     Chunk,
@@ -28,6 +27,7 @@ from megapar.checkpoint.format import (
 )
 from megapar.config import Config, flatten
 from megapar.errors import CheckpointError, ConfigError, StorageError
+from megapar_models.registry import weight_options
 
 SHARD_BYTES = 5_000_000_000
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
