@@ -1,5 +1,6 @@
 """Words that messages share: options with their values, and the numbers that would work."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from megapar.config import Config, flatten
@@ -30,3 +31,10 @@ def listed(numbers: list[int]) -> str:
 def around(n: int, step: int) -> str:
     """The multiples of `step` next to `n`, 0 left out."""
     return listed([multiple for multiple in (n // step * step, -(-n // step) * step) if multiple])
+
+
+def first_few(items: Iterable[str], most: int = 8, separator: str = ", ") -> str:
+    """The first of `items`, and how many more there are."""
+    found = list(items)
+    more = len(found) - most
+    return separator.join(found[:most]) + (f" and {more} more" if more > 0 else "")

@@ -213,15 +213,14 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert file.stat().st_ino != before, "written in place"
     assert list(tmp_path.iterdir()) == [file]
 
-    def half(path: Path, text: str) -> None:
-        with open(path, "w") as target:
-            target.write(text[: len(text) // 2])
+    def full(path: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(StorageError, match="No space left"):
         write_json(file, {"second": 2})
     assert json.loads(file.read_text()) == {"first": 1}
+    assert list(tmp_path.iterdir()) == [file], "a draft is left behind"
 
 
 # What is measured first, and what when time is up

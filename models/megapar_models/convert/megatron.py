@@ -27,8 +27,9 @@ from megapar.checkpoint.format import Sizes, dtype_name
 from megapar.checkpoint.load import flatten
 from megapar.config import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
+from megapar.messages import first_few
 from megapar_models.convert.megatron_args import unsupported
-from megapar_models.convert.stream import CODES, check_finite, named
+from megapar_models.convert.stream import CODES, check_finite
 from megapar_models.family import Megatron
 from megapar_models.registry import FAMILIES
 
@@ -130,9 +131,9 @@ class MegatronCheckpoint:
         the same on all: norms, row biases, positions, tied embeddings. No other weight is read."""
         sources = {_fused(name) for name in shapes}
         tied = {"head.weight"} if self.model.tie_word_embeddings else set()
-        problems = [f"missing {named(sorted(sources - self.parts.keys()))}"] * bool(sources - self.parts.keys())
+        problems = [f"missing {first_few(sorted(sources - self.parts.keys()))}"] * bool(sources - self.parts.keys())
         unknown = self.parts.keys() - sources - tied
-        problems += [f"unexpected {named(sorted(unknown))}"] * bool(unknown)
+        problems += [f"unexpected {first_few(sorted(unknown))}"] * bool(unknown)
         for name, shape in shapes.items():
             problems += self._problem(name, shape) if _fused(name) in self.parts else []
         copies = zip(self.parts.get("embedding.weight", ()), self.parts.get("head.weight", ()), strict=False)
@@ -142,7 +143,7 @@ class MegatronCheckpoint:
         ):
             problems.append("tied, but the last stage's embedding differs from the first's")
         if problems:
-            raise CheckpointError(f"{self.folder}: not the model of its args: {'; '.join(problems[:8])}")
+            raise CheckpointError(f"{self.folder}: not the model of its args: {first_few(problems, separator='; ')}")
 
     def _problem(self, name: str, shape: Sizes) -> list[str]:
         parts = self.parts[_fused(name)]
