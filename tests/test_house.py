@@ -28,7 +28,7 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG
 # and the rooms behind it. `main` are the programs that a person starts: they alone name a model family.
 KERNELS, MODELS = "megapar_kernels", "megapar_models"
 CONVERT = f"{MODELS}.convert"
-PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchmark.py calls tools/benchmarks benchmarks
+PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchmarks is imported as benchmarks
 FOUNDATION = {
     f"megapar.{name}": "foundation"
     for name in (
