@@ -16,6 +16,7 @@ setup(
     packages=[
         *find_packages(".", include=["megapar", "megapar.*"]),
         "megapar_models",
+        "megapar_models.convert",
         "megapar_kernels",
     ],
     package_data={"megapar": ["py.typed"]},

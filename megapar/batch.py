@@ -92,6 +92,9 @@ class PipelineStage(nn.Module):
     """A run of a model's layers: `forward(x, batch)` of what the stage before returned (None on the first) gives hidden
     states, or on the last stage the loss sum, an fp32 scalar."""
 
+    sizes_of_weights: tuple[str, ...] = ()
+    """Options by dotted path that are sizes of this model's weights, though not of those of every model."""
+
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
         """Shapes and dtypes of the tensors in `x`; empty on the first stage."""
         raise NotImplementedError

@@ -29,8 +29,9 @@ class RopeScaling:
 class ModelConfig:
     """The transformer, in Hugging Face's config.json names."""
 
-    family: Literal["llama", "gpt"] = "llama"
-    """llama (also Mistral, Qwen): RMSNorm, RoPE, SwiGLU. gpt (GPT-2): LayerNorm, learned positions, GELU, biases."""
+    family: str = "llama"
+    """llama (also Mistral, Qwen): RMSNorm, RoPE, SwiGLU. gpt (GPT-2): LayerNorm, learned positions, GELU, biases.
+    MODULE:NAME is one of your own, a megapar_models.family.Family."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 4

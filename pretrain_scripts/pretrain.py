@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 
 from megapar_models.build import build_stages, flops_per_token, parameter_count
+from megapar_models.registry import validate
 from rich.console import Console
 
 from megapar import device
 from megapar.config import Config
 from megapar.config_io import Resolved, load, to_toml
 from megapar.data.tokenizer import load_tokenizer
+from megapar.derive import with_vocabulary
 from megapar.errors import Preempted, open_streams, reported
 from megapar.flight import Board
 from megapar.pipeline import schedules
@@ -25,7 +27,6 @@ from megapar.train.launch import join, leave, rank_process, refuse_too_many_thre
 from megapar.train.local import start_local_ranks
 from megapar.train.report import greet
 from megapar.train.trainer import Run, start, train
-from megapar.validate import validate, with_vocabulary
 
 
 def check(resolved: Resolved, world_size: int) -> Config:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megapar_kernels.backend import Backend
 from megapar_models.build import build_stages
+from megapar_models.registry import validate
 from torch import Tensor
 
 from megapar import comm, context
@@ -17,7 +18,6 @@ from megapar.data.order import micro_batch_positions
 from megapar.random import initialise
 from megapar.train.step import TrainState
 from megapar.train.trainer import assemble
-from megapar.validate import validate
 from tests import layouts
 from tests.distributed import rank_device
 

@@ -1,4 +1,5 @@
-"""The two model families once more, in plain eager PyTorch: what every layout must agree with.
+"""The two model families once more, in plain eager PyTorch: what every layout must agree with. Which positions and
+which MLP a model has is seen from its tensors.
 
 Nothing here is shared with the models under test but `ModelConfig`'s numbers and the names of logical tensors. Any
 float dtype works; the dtype of the given tensors is that of all arithmetic.
@@ -67,7 +68,7 @@ def attention(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) ->
     q, k, v = heads("q"), heads("k"), heads("v")
     if model.qk_norm:
         q, k = norm(model, tensors, f"{name}.q_norm", q), norm(model, tensors, f"{name}.k_norm", k)
-    if model.family == "llama":
+    if "positions.weight" not in tensors:
         q, k = rotate(model, q), rotate(model, k)
     outputs = []
     for head in range(model.num_attention_heads):
@@ -80,7 +81,7 @@ def attention(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) ->
 
 def mlp(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
     up = linear(tensors, f"{name}.up", x_bsh)
-    if model.family == "gpt":
+    if f"{name}.gate.weight" not in tensors:
         return linear(tensors, f"{name}.down", activate(model, up))
     return linear(tensors, f"{name}.down", activate(model, linear(tensors, f"{name}.gate", x_bsh)) * up)
 
@@ -96,7 +97,7 @@ def activate(model: ModelConfig, x: Tensor) -> Tensor:
 def logits(model: ModelConfig, tensors: Tensors, tokens_bs: Tensor) -> Tensor:
     """[b, s, v] of the true vocabulary, without dropout."""
     x = tensors["embedding.weight"][tokens_bs]
-    if model.family == "gpt":
+    if "positions.weight" in tensors:
         x = x + tensors["positions.weight"][: tokens_bs.shape[1]]
     for number in range(model.num_hidden_layers):
         name = f"layers.{number}"

@@ -30,6 +30,17 @@ def test_contenders_compute_the_same_and_bytes_equal_the_formulas(tmp_path):
             assert contender.get("sent") == contender.get("formula")
 
 
+def test_the_first_word_chooses_the_benchmark():
+    """It must be one of those that --help of the door lists."""
+    command = [sys.executable, str(ROOT / "tools/benchmark.py")]
+    done = subprocess.run([*command, "speed"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ConfigError: speed: no such benchmark; layouts, checkpoint,")
+    helped = subprocess.run([*command, "manifest", "--help"], capture_output=True, text=True, timeout=120, check=False)
+    assert helped.returncode == 0, helped.stderr
+    assert "--ranks" in helped.stdout
+
+
 def test_a_width_that_dtensor_cannot_cut_is_refused():
     done = benchmark("--hidden", "384")
     assert done.returncode == 2

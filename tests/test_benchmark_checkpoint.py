@@ -1,18 +1,18 @@
-"""tools/benchmark_checkpoint.py at a size of seconds."""
+"""tools/benchmark.py checkpoint and manifest at a size of seconds."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-TOOL = Path(__file__).parent.parent / "tools/benchmark_checkpoint.py"
+TOOL = Path(__file__).parent.parent / "tools/benchmark.py"
 SIZES = ("--hidden", "64", "--num_hidden_layers", "2", "--vocab_size", "256", "--rounds", "2")
 
 
 def test_every_contender_moves_the_same_bytes_and_each_figure_is_there(tmp_path: Path) -> None:
     """The tool itself ends with 70 if a load is not bitwise what was saved."""
     file = tmp_path / "out.json"
-    command = [sys.executable, str(TOOL), *SIZES, "--folder", str(tmp_path), "--json", str(file)]
+    command = [sys.executable, str(TOOL), "checkpoint", *SIZES, "--folder", str(tmp_path), "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
@@ -29,8 +29,7 @@ def test_every_contender_moves_the_same_bytes_and_each_figure_is_there(tmp_path:
 def test_the_cost_of_a_manifest_is_measured_for_each_number_of_ranks(tmp_path: Path) -> None:
     """A rank that uses a manifest takes less memory than all of it as text."""
     file = tmp_path / "out.json"
-    tool = TOOL.with_name("benchmark_manifest.py")
-    command = [sys.executable, str(tool), "--ranks", "64", "512", "--layers", "8", "--json", str(file)]
+    command = [sys.executable, str(TOOL), "manifest", "--ranks", "64", "512", "--layers", "8", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]

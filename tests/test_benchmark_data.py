@@ -1,4 +1,4 @@
-"""tools/benchmark_data.py and tools/benchmark_delivery.py at sizes of seconds."""
+"""tools/benchmark.py data and delivery at sizes of seconds."""
 
 import json
 import subprocess
@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TOOLS = Path(__file__).parent.parent / "tools"
+TOOL = Path(__file__).parent.parent / "tools/benchmark.py"
 
 
-def run(tool: str, file: Path, *flags: str) -> dict[str, Any]:
-    command = [sys.executable, str(TOOLS / tool), *flags, "--json", str(file)]
+def run(what: str, file: Path, *flags: str) -> dict[str, Any]:
+    command = [sys.executable, str(TOOL), what, *flags, "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(file.read_text())
@@ -19,7 +19,7 @@ def run(tool: str, file: Path, *flags: str) -> dict[str, Any]:
 
 def test_preprocessing_is_measured_for_each_tokenizer_and_number_of_workers(tmp_path: Path) -> None:
     flags = ("--megabytes", "2", "--rounds", "1", "--workers", "1", "2", "--vocab_size", "512")
-    found = run("benchmark_data.py", tmp_path / "out.json", *flags)
+    found = run("data", tmp_path / "out.json", *flags)
     assert [one["tokenizer"] for one in found["runs"]] == ["spm", "hf", "tiktoken"]
     for one in found["runs"]:
         assert list(one["medians"]) == ["bare 1", "preprocess 1", "bare 2", "preprocess 2"]
@@ -34,7 +34,7 @@ def test_delivery_is_measured_for_each_size_and_sums_up_what_steps_waited(tmp_pa
     lines = [json.dumps({"data_seconds": waited, "step_seconds": seconds}) for waited, seconds in steps]
     metrics.write_text("\n".join([*lines, json.dumps({"step": 3, "validation_loss": 1.0})]))
     flags = ("--samples", "1000", "1000000", "--steps", "3", "--documents", "1000", "--metrics", str(metrics))
-    found = run("benchmark_delivery.py", tmp_path / "out.json", *flags)
+    found = run("delivery", tmp_path / "out.json", *flags)
     assert [row["samples"] for row in found["delivery"]] == [1000, 1_000_000]
     assert all(min(row.values()) > 0 for row in found["delivery"])
     assert found["waiting"] == 0.05

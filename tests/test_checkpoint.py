@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.build import build_stages
+from megapar_models.registry import validate
 from torch import Tensor
 
 from megapar import context
@@ -32,7 +33,6 @@ from megapar.random import initialise
 from megapar.train.checkpoints import Saver
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble, start
-from megapar.validate import validate
 from tests.distributed import run_ranks
 from tests.support.checkpoints import (
     STATE,

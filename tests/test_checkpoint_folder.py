@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megapar_models.registry import validate
 
 from megapar import context
 from megapar.checkpoint import folder as folders
@@ -18,7 +19,6 @@ from megapar.checkpoint.folder import Keep, check, exclusive, prune, sweep
 from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.config import CheckpointConfig, Config
 from megapar.train.checkpoints import FOLDER, own
-from megapar.validate import validate
 from tests.distributed import run_ranks
 from tests.support.checkpoints import killed_at, load_toy, save_toy, toy_slices
 from tests.test_checkpoint import outcome

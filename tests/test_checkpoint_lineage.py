@@ -76,7 +76,7 @@ def test_what_is_set_aside_is_what_does_not_lead_here(tmp_path: Path) -> None:
     assert choose("auto", tmp_path, context.single()) is None
 
 
-CALLS: list[tuple[Any, str]] = [(lineages.os, "fsync"), (Path, "replace"), (lineages, "sync_folder")]
+CALLS: list[tuple[Any, str]] = [(os, "fsync"), (Path, "replace"), (lineages, "sync_folder")]
 CALLS += [(Path, "mkdir"), (Path, "rename"), (lineages, "write_latest"), (Path, "unlink")]
 
 

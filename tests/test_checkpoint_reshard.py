@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megapar_models.build import build_stages, logical_tensors
+from megapar_models.registry import validate
 from torch import Tensor
 
 from megapar import context
@@ -23,7 +24,6 @@ from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig,
 from megapar.context import ParallelContext, single
 from megapar.errors import CheckpointError
 from megapar.params import ParamSpec, StateSlice
-from megapar.validate import validate
 from tests.support.checkpoints import STATE
 from tests.support.flat import flatten
 

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from megapar import comm, context
-from megapar.checkpoint import agreement
+from megapar import agreement, comm, context
+from megapar.agreement import from_first, together
 from megapar.checkpoint import folder as folders
 from megapar.checkpoint import load as loading
 from megapar.checkpoint import save as saving
-from megapar.checkpoint.agreement import from_first, together
 from megapar.checkpoint.folder import exclusive
 from megapar.checkpoint.format import checkpoint_folders
 from megapar.checkpoint.load import load

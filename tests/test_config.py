@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from megapar_models.registry import validate, weight_options
 
 import megapar.config
+from megapar.checkpoint.compatible import changes
 from megapar.config import (
     Config,
     DataConfig,
@@ -29,9 +31,9 @@ from megapar.config import (
     unflatten,
 )
 from megapar.config_io import Resolved, load, to_toml
+from megapar.derive import num_microbatches, with_vocabulary
 from megapar.errors import ConfigError
 from megapar.train.report import length_of_run, warnings
-from megapar.validate import changes, num_microbatches, validate, weight_options, with_vocabulary
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts" / "configs"
 WORLD_SIZES = {"tiny": 1, "laptop": 8, "quickstart": 8, "gpt_125m": 1, "llama_7b": 8, "llama_70b": 64}
@@ -130,9 +132,10 @@ def test_c5_validation_needs_no_torch_and_so_precedes_every_process_group():
 import sys
 from megapar.config_io import load
 from megapar.errors import ConfigError
+from megapar.model_rules import ModelRules
 from megapar.validate import validate
 try:
-    validate(load(["--parallel.tp", "2"]).config, 3)
+    validate(load(["--parallel.tp", "2"]).config, 3, ModelRules(name="llama", activations=("silu",)))
 except ConfigError as error:
     print(error)
 sys.exit("torch" in sys.modules)

@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megapar_models.build import logical_tensors
+from megapar_models.convert import stream
+from megapar_models.convert.dcp import CONFIG as OPTIONS
+from megapar_models.convert.dcp import export
+from megapar_models.convert.stream import write_weights
+from megapar_models.registry import weight_options
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from megapar.checkpoint import stream
-from megapar.checkpoint.dcp import CONFIG as OPTIONS
-from megapar.checkpoint.dcp import export
-from megapar.checkpoint.stream import write_weights
 from megapar.config import ModelConfig
 from megapar.errors import CheckpointError, ConfigError
-from megapar.validate import weight_options
 from tests import tiny_models
 from tests.distributed import run_ranks
 from tools.convert_checkpoint import NativeToDcp, native_to_dcp

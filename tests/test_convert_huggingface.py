@@ -13,19 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models import huggingface
-from megapar_models.huggingface import from_hugging_face, to_hugging_face
+from megapar_models.convert.config_json import from_hugging_face, to_hugging_face
+from megapar_models.convert.stream import TensorInfo, shards
+from megapar_models.registry import FAMILIES, validate
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megapar.checkpoint.format import read_manifest
-from megapar.checkpoint.stream import TensorInfo, shards
 from megapar.config import CheckpointConfig, Config, ModelConfig, RopeScaling
 from megapar.config_io import load
 from megapar.errors import CheckpointError, ConfigError, StorageError
 from megapar.train import checkpoints
 from megapar.train.step import train_step
-from megapar.validate import validate
 from tests.distributed import run_ranks
 from tests.grid import Layout, make_state, micro_batches
 from tools import convert_checkpoint
@@ -390,7 +389,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
     source = save_model(tmp_path / "hf", CASES[0])
     options = HfToNative(source, tmp_path / "native", verify=False)
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("megapar.checkpoint.stream.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("megapar_models.convert.stream.shutil.disk_usage", lambda path: usage)
     refused(StorageError, options, "1,000 are free")
 
 
@@ -434,12 +433,11 @@ def test_parity_refuses_a_wrong_conversion(wrong: str, tmp_path: Path, monkeypat
     """Keys and values exchanged; long wavelengths not stretched, which shows beyond the original context."""
     source = save_model(tmp_path / "hf", replace(CASES[0]))
     if wrong == "names":
-        table = dict(huggingface.MODULES["llama"])
-        table["layers.*.attention.k"], table["layers.*.attention.v"] = (
-            table["layers.*.attention.v"],
-            table["layers.*.attention.k"],
-        )
-        monkeypatch.setitem(huggingface.MODULES, "llama", table)
+        names = FAMILIES["llama"].hugging_face
+        assert names is not None
+        keys, values = (names.modules[f"layers.*.attention.{letter}"] for letter in "kv")
+        monkeypatch.setitem(names.modules, "layers.*.attention.k", values)
+        monkeypatch.setitem(names.modules, "layers.*.attention.v", keys)
     else:
         read = convert_checkpoint.from_hugging_face
         forgetful = lambda raw: replace(read(raw), rope_scaling=RopeScaling())  # noqa: E731

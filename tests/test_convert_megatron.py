@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from megapar_models.build import logical_tensors
+from megapar_models.convert.megatron import FILE, TRACKER, MegatronCheckpoint, read
 from torch import Tensor
 
-from megapar.checkpoint.megatron import FILE, TRACKER, MegatronCheckpoint, read
 from megapar.config import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
 from tests import reference_models, tiny_models

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megapar_models.convert import megatron, megatron_args, megatron_core
 
-from megapar.checkpoint import megatron, megatron_args, megatron_core
 from megapar.config import ModelConfig
 from megapar.errors import CheckpointError
 from tests import tiny_models

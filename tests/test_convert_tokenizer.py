@@ -12,14 +12,14 @@ import pytest
 import sentencepiece
 import tokenizers
 from megapar_models.build import logical_tensors
+from megapar_models.convert.stream import write_weights
+from megapar_models.convert.tokenizer_files import TEXTS, check_texts, differences, sentencepiece_json
+from megapar_models.registry import validate
 
-from megapar.checkpoint.stream import write_weights
 from megapar.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
 from megapar.data.preprocess import Recipe, preprocess
 from megapar.data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
-from megapar.data.tokenizer_files import TEXTS, check_texts, differences, sentencepiece_json
 from megapar.errors import CheckpointError, DataError
-from megapar.validate import validate
 from tests import tiny_models
 from tests.test_data_text import hugging_face
 from tools import convert_checkpoint

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megapar_models.registry import validate
 from numpy.typing import NDArray
 
 from megapar.config import Config, DataConfig, TrainConfig
 from megapar.data.blend import BLEND_VERSION, BLOCK, PARTS, Blend, Stage, block_counts, parts_of
 from megapar.data.loader import Mixture
+from megapar.data.spec import blend_stages
 from megapar.errors import ConfigError
-from megapar.validate import blend_stages, validate
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megapar_models.registry import validate
 
 from megapar import context
 from megapar.batch import MicroBatch
@@ -27,7 +28,6 @@ from megapar.data.sources import ChunkDataset, SyntheticDataset
 from megapar.errors import ConfigError, DataError
 from megapar.train.data import open_loaders
 from megapar.train.step import count_targets
-from megapar.validate import validate
 from tests.distributed import run_ranks
 
 S = 8

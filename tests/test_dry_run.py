@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from megapar_models.build import build_stages, parameter_count
+from megapar_models.registry import validate
 from torch import Tensor
 
 from megapar.config import Config, ParallelConfig, TrainConfig
@@ -17,7 +18,6 @@ from megapar.config_io import load
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.train.dry_run import RankReport, report
 from megapar.train.step import TrainState
-from megapar.validate import validate
 from tests.distributed import ON_GPUS, run_ranks
 from tests.grid import GPT, LLAMA, ONE_KV_HEAD, SAMPLES, Layout, make_state, micro_batches
 from tests.kernel_checks import needs_triton

@@ -1,5 +1,5 @@
-"""tools/gpu_model.py: its milliseconds and shares are those of the table that it was made from, its counts those of the
-presets, and the bytes that it says autograd keeps are those that autograd keeps."""
+"""tools/benchmarks/gpu_model.py: its milliseconds and shares are those of the table that it was made from, its counts
+those of the presets, and the bytes that it says autograd keeps are those that autograd keeps."""
 
 import re
 import tomllib
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.build import flops_per_token, parameter_count
+from megapar_models.registry import validate
 
 from megapar.batch import MicroBatch
 from megapar.config import Config, KernelsConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapar.train.dry_run import kept_for_backward
-from megapar.validate import validate
 from tests.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,7 @@ GIB = 2**30
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import gpu_model  # type: ignore[import-not-found]
+    from benchmarks import gpu_model
 
     return gpu_model
 
@@ -109,13 +109,12 @@ def test_memory_of_8b(tools: ModuleType) -> None:
 def kept_by_autograd(model: ModelConfig, train: TrainConfig, loss_chunk: int) -> int:
     """Bytes of all storages that a forward pass through the whole model leaves for the backward pass, without those of
     parameters and of the batch; Triton's kernels interpreted."""
-    import benchmark  # type: ignore[import-not-found]
-    import gpu_contenders  # type: ignore[import-not-found]
+    from benchmarks import gpu_contenders, layouts
 
     cpu = torch.device("cpu")
     kernels = KernelsConfig(backend="triton", loss_chunk=loss_chunk)
     config = validate(Config(model=model, parallel=ParallelConfig(dp=1), train=train, kernels=kernels), 1)
-    contender = benchmark.Megapar(config, gpu_contenders.RandomWeights(config.model, cpu), cpu)
+    contender = layouts.Megapar(config, gpu_contenders.RandomWeights(config.model, cpu), cpu)
     (stage,) = contender.state.stages.values()
     shape = train.micro_batch_size, train.seq_length
     tokens = torch.arange(train.seq_length).expand(shape).contiguous() % model.vocab_size

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.build import build_stages
+from megapar_models.registry import validate
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,6 @@ from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig,
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.train.step import TrainState, count_targets, mean_loss
 from megapar.train.trainer import assemble
-from megapar.validate import validate
 from tests.grid import GPT, LLAMA, STRADDLING
 
 META = torch.device("meta")

@@ -27,12 +27,15 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG
 # Who may import whom. A module is in the room of the longest name here that it starts with; each room may import itself
 # and the rooms behind it. `main` are the programs that a person starts: they alone name a model family.
 KERNELS, MODELS = "megapar_kernels", "megapar_models"
-PROGRAMS = ("tools", "pretrain_scripts", "kernels", "tests")  # kernels/ holds benchmarks beside the package
+CONVERT = f"{MODELS}.convert"
+PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchmarks is imported as benchmarks
 FOUNDATION = {
     f"megapar.{name}": "foundation"
     for name in (
         *("config", "config_io", "validate", "device", "context", "comm", "params"),
-        *("random", "recompute", "precision", "batch", "errors", "rendezvous", "flight"),
+        *("random", "recompute", "precision", "batch", "errors", "rendezvous", "flight", "agreement"),
+        *("files", "provenance", "messages", "derive", "model_rules", "data.spec"),
+        "checkpoint.compatible",
     )
 }
 ENGINES = {f"megapar.{name}" for name in ("pipeline", "data_parallel", "optimizer", "data", "checkpoint")}
@@ -46,8 +49,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megapar.data": {"foundation"},
     "megapar.checkpoint": {"foundation"},
     MODELS: {"foundation", "megapar.tensor_parallel", KERNELS},
+    CONVERT: {"foundation", "megapar.checkpoint", "megapar.data", MODELS},  # only programs import it
     "megapar.train": {"foundation", *ENGINES},
-    "main": {"foundation", "megapar.tensor_parallel", *ENGINES, "megapar.train", MODELS, KERNELS},
+    "main": {"foundation", "megapar.tensor_parallel", *ENGINES, "megapar.train", MODELS, CONVERT, KERNELS},
 }
 # Single modules that reach further: which layers a stage holds is arithmetic of the pipeline, costs are the model's.
 ALSO = {("megapar_models.build", "megapar.pipeline.partition")}
@@ -55,10 +59,10 @@ ALSO = {("megapar_models.build", "megapar.pipeline.partition")}
 ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm.py", "megapar/context.py"}
 # The export to torch's checkpoints is written by torch's own; the benchmark's contenders are its own ways to train.
 DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {
-    "megapar/checkpoint/dcp.py": ("torch.distributed.checkpoint",),
-    "tools/benchmark_checkpoint.py": ("torch.distributed.checkpoint",),
+    "models/megapar_models/convert/dcp.py": ("torch.distributed.checkpoint",),
+    "tools/benchmarks/checkpoint.py": ("torch.distributed.checkpoint",),
 }
-PYTORCH_CONTENDERS = {"tools/benchmark.py", "tools/benchmark_peers.py"}
+PYTORCH_CONTENDERS = {"tools/benchmarks/layouts.py", "tools/benchmarks/peers.py"}
 
 # Kernels import nothing of ours, and must know how many multiprocessors there are.
 KNOW_CUDA = {"megapar/device.py", "kernels/megapar_kernels/launch.py"}
@@ -130,7 +134,8 @@ def room(module: str) -> str:
     found = [name for name in (*FOUNDATION, *MAY_IMPORT) if within(module, name)]
     if not found:
         raise KeyError(f"{module} is in no room of MAY_IMPORT")
-    return FOUNDATION.get(found[0], found[0])
+    longest = max(found, key=len)
+    return FOUNDATION.get(longest, longest)
 
 
 def ours(name: str) -> bool:
@@ -236,7 +241,7 @@ def test_a_training_imports_no_preparation_conversion_or_benchmark() -> None:
     files = closure("pretrain_scripts.pretrain")
     names = {relative(path) for path in files}
     assert "megapar/train/step.py" in names
-    others = ("tools/", "kernels/benchmarks/", "megapar/data/preprocess.py", "megapar/checkpoint/megatron.py")
+    others = ("tools/", "megapar/data/preprocess.py", "models/megapar_models/convert/")
     assert not [name for name in names if name.startswith(others)]
 
 

@@ -2,6 +2,7 @@
 claimed that was not measured, and a wrong kernel is found out."""
 
 import ast
+import importlib
 import json
 import multiprocessing
 import os
@@ -23,11 +24,10 @@ from megapar_kernels.backend import Kernels
 from megapar_kernels.launch import HAS_TRITON, triton
 
 from megapar.errors import ConfigError, StorageError
-from megapar.train.report import write_json
+from megapar.files import write_json
 from tests.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "kernels/benchmarks"
 BOTH_WAYS = {
     *("cross entropy", "RMSNorm", "add + RMSNorm", "LayerNorm", "add + LayerNorm", "SwiGLU", "GeGLU", "ReLU²"),
     *("bias + GELU", "RoPE", "dropout + add", "causal softmax", "attention"),
@@ -35,39 +35,36 @@ BOTH_WAYS = {
 ONE_WAY = {"AdamW": "forward", "square sum": "forward", "weight gradient": "forward", "linear cross entropy": "both"}
 
 
-def run(program: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / program), *flags]
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools/benchmark.py"), *words]
     settings = {"env": os.environ | environment, "capture_output": True, "text": True, "timeout": 120, "check": False}
     return subprocess.run(command, **settings)
 
 
-def kernel_benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A program of kernels/benchmarks as a module."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for module in ("run", "tune", "measuring", "ops", "peers", "timing", "report"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    return __import__(name)
+def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of tools/benchmarks, imported anew."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    for module in [module for module in sys.modules if module.startswith("benchmarks")]:
+        monkeypatch.delitem(sys.modules, module)
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """kernels/benchmarks/run.py"""
-    return kernel_benchmark("run", monkeypatch)
+    """tools/benchmarks/kernels/run.py"""
+    return benchmark("kernels.run", monkeypatch)
 
 
 @pytest.fixture
 def tune(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """kernels/benchmarks/tune.py"""
-    return kernel_benchmark("tune", monkeypatch)
+    """tools/benchmarks/kernels/tune.py"""
+    return benchmark("kernels.tune", monkeypatch)
 
 
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """tools/benchmark_gpu.py"""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import benchmark_gpu  # type: ignore[import-not-found]
-
-    return benchmark_gpu
+    """tools/benchmarks/gpu.py"""
+    return benchmark("gpu", monkeypatch)
 
 
 def in_a_fork(body: Callable[[], object]) -> int:
@@ -88,7 +85,7 @@ def test_a_dry_run_has_every_op_in_every_direction_and_no_figure(tmp_path: Path)
     if HAS_TRITON and triton.__version__ < "3.7":
         pytest.skip(f"the interpreter of triton {triton.__version__} does not understand numpy {np.__version__}")
     file = tmp_path / "out.json"
-    done = run("kernels/benchmarks/run.py", "--dry_run", "--json", str(file), TRITON_INTERPRET="1")
+    done = run("kernels", "--dry_run", "--json", str(file), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(file.read_text())
     assert results["kernels"]["norm"] == ("triton" if HAS_TRITON else "torch")
@@ -158,7 +155,7 @@ def test_a_wrong_kernel_fails_and_is_not_timed(program: ModuleType) -> None:
 def test_a_wrong_kernel_ends_the_program_after_all_others(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import ops  # type: ignore[import-not-found]
+    from benchmarks.kernels import ops
 
     monkeypatch.setattr(ops.norms, "rms_norm", lambda x, weight, eps, how: x)
     with pytest.raises(program.KernelError, match=r"^RMSNorm tiny 8x32: ") as raised:
@@ -173,7 +170,7 @@ def test_a_wrong_kernel_ends_the_program_after_all_others(
 
 
 def test_a_kill_leaves_what_was_measured(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Killed in its second op, kernels/benchmarks/run.py has written the first."""
+    """Killed in its second op, tools/benchmark.py kernels has written the first."""
     file = tmp_path / "out.json"
     compete, calls = program.compete, []
 
@@ -192,7 +189,7 @@ def test_a_kill_leaves_what_was_measured(program: ModuleType, monkeypatch: pytes
 
 
 def test_a_kill_leaves_what_was_trained(training: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Killed while its second contender runs, tools/benchmark_gpu.py has written the first."""
+    """Killed while its second contender runs, tools/benchmark.py gpu has written the first."""
     file = tmp_path / "out.json"
     take, calls = training.Session.take, []
 
@@ -216,15 +213,14 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert file.stat().st_ino != before, "written in place"
     assert list(tmp_path.iterdir()) == [file]
 
-    def half(path: Path, text: str) -> None:
-        with open(path, "w") as target:
-            target.write(text[: len(text) // 2])
+    def full(path: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(StorageError, match="No space left"):
         write_json(file, {"second": 2})
     assert json.loads(file.read_text()) == {"first": 1}
+    assert list(tmp_path.iterdir()) == [file], "a draft is left behind"
 
 
 # What is measured first, and what when time is up
@@ -368,7 +364,7 @@ def test_a_crash_ends_no_other_contender_and_fails_the_program(
     file = tmp_path / "out.json"
 
     def measure(config: Any, kind: type, steps: int, where: torch.device) -> Any:
-        if kind is training.benchmark.Megapar:
+        if kind is training.layouts.Megapar:
             kill_myself()
         return {"seconds": [1.0], "results": [[1.0, 1.0]], "peak_bytes": 1}
 
@@ -381,8 +377,8 @@ def test_a_crash_ends_no_other_contender_and_fails_the_program(
 
 
 def test_a_process_that_hangs_is_ended(training: ModuleType) -> None:
-    with pytest.raises(training.benchmark.BenchmarkError, match=r"not done after 0\.5 seconds"):
-        training.benchmark.run_ranks(1, "cpu", lambda where: time.sleep(600), seconds=0.5)
+    with pytest.raises(training.layouts.BenchmarkError, match=r"not done after 0\.5 seconds"):
+        training.layouts.run_ranks(1, "cpu", lambda where: time.sleep(600), seconds=0.5)
 
 
 def test_lack_of_memory_is_told_from_other_failures(training: ModuleType) -> None:
@@ -623,7 +619,7 @@ def test_dry_training_on_one_gpu_computes_the_same_everywhere(tmp_path: Path) ->
     with tied embeddings, and with full recompute and a chunked loss."""
     file = tmp_path / "out.json"
     flags = ("--workloads", "1b", "8b", "--micro_batch_size", "2", "--micro_batches", "2", "--steps", "1")
-    done = run("tools/benchmark_gpu.py", "--dry_run", *flags, "--json", str(file))
+    done = run("gpu", "--dry_run", *flags, "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(file.read_text())
     assert [found["workload"] for found in results["runs"]] == ["1b", "8b"]

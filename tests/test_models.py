@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.build import build_stages, flops_per_token, parameter_count
+from megapar_models.registry import validate
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, RopeScaling
-from megapar.validate import validate
 from tests import layouts, reference_models, tiny_models
 from tests.support.flat import flatten
 

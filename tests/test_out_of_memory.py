@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.build import build_stages
+from megapar_models.registry import validate
 
 from megapar import context, device
 from megapar.config_io import load
 from megapar.errors import OutOfMemoryError
 from megapar.train import trainer
 from megapar.train.dry_run import explaining_out_of_memory, report, report_rank
-from megapar.validate import validate
 from tests.support import program
 
 GPU_WORDS = (

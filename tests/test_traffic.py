@@ -15,7 +15,7 @@ from tests.distributed import run_ranks
 from tests.grid import GPT, LENGTH, LLAMA, SAMPLES, Layout, make_state, micro_batches
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
-from benchmark_traffic import expected_traffic
+from benchmarks.traffic import expected_traffic
 
 PLAIN = replace(  # biases and norms of heads send gradients that the formulas leave out
     LLAMA, attention_bias=False, qk_norm=False, hidden_size=64, head_dim=16, intermediate_size=128, vocab_size=128

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import torch
 from megapar_models.build import build_stages, logical_tensors
+from megapar_models.registry import validate
 from megapar_models.stage import Stage
 from torch import Tensor
 
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
-from megapar.validate import validate
 from tests import layouts
 
 LENGTH = 48  # beyond what rope_scaling calls the original context in some tests

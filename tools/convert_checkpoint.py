@@ -19,19 +19,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
-from megapar_models.build import build_stages, logical_tensors
-from megapar_models.huggingface import CONV1D, MODULES, TIED, canonical_name, from_hugging_face, to_hugging_face, told
-from megapar_models.stage import Stage
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from torch import Tensor
-
-from megapar import context
-from megapar.batch import MicroBatch
-from megapar.checkpoint import dcp, megatron, megatron_core
-from megapar.checkpoint.format import MAIN, Manifest, Sizes, read_manifest
-from megapar.checkpoint.huggingface import (
+from megapar_models.build import logical_tensors
+from megapar_models.convert import dcp, megatron, megatron_core
+from megapar_models.convert.config_json import canonical_name, from_hugging_face, names_of, to_hugging_face, told
+from megapar_models.convert.huggingface import (
     Recipe,
     Weights,
     hugging_face_tensor,
@@ -40,25 +31,32 @@ from megapar.checkpoint.huggingface import (
     recipes,
     write_model,
 )
-from megapar.checkpoint.load import differences, load_weights, weight_slices
-from megapar.checkpoint.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
+from megapar_models.convert.saved import load_model, saved_config
+from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
+from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
+from megapar_models.registry import validate, weight_options
+from megapar_models.stage import Stage
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from megapar.batch import MicroBatch
+from megapar.checkpoint.format import MAIN, Sizes, read_manifest
+from megapar.checkpoint.load import differences
 from megapar.config import (
     Config,
     DataConfig,
-    LaunchConfig,
     ModelConfig,
-    ParallelConfig,
     TrainConfig,
-    flatten,
-    unflatten,
 )
 from megapar.config_io import part_toml
 from megapar.data.prepared import read_sidecar
+from megapar.data.spec import Entry
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
-from megapar.data.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
 from megapar.errors import CheckpointError, ConfigError, DataError, reported
+from megapar.messages import first_few
 from megapar.precision import model_dtype
-from megapar.validate import Entry, validate, weight_options
 
 HF_CONFIG, CONFIG, PARITY, GENERATION = "config.json", "config.toml", "parity.json", "generation_config.json"
 TOKENIZER_FILES = (
@@ -152,10 +150,10 @@ def hf_to_native(options: HfToNative) -> None:
     config = whole_config(from_hugging_face(raw))
     for line in told(raw):
         print(f"warning: {line}", file=sys.stderr)
-    family = config.model.family
+    names = names_of(config.model)
     shapes, wanted = native_shapes(config.model), hf_recipes(config.model)
-    weights = Weights(options.src, lambda name: canonical_name(name, family))
-    weights.check(wanted, TIED[family] if config.model.tie_word_embeddings else {})
+    weights = Weights(options.src, lambda name: canonical_name(name, names))
+    weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
     kinds = [f"{kind}:{options.dst / name}" for kind, name in TOKENIZERS.items() if (options.src / name).is_file()]
     config = replace(
         config,
@@ -192,7 +190,7 @@ def native_to_hf(options: NativeToHf) -> None:
     kinds = {f"{MAIN}.{name}": ("float32", shape) for name, shape in shapes.items()}
     wrong = differences(manifest, kinds, weight_options(config), weights_alone=True)
     if wrong:
-        raise CheckpointError(f"{options.src}: tensors are not those of its model: {'; '.join(wrong[:8])}")
+        raise CheckpointError(f"{options.src}: tensors are not those of its model: {first_few(wrong, separator='; ')}")
     dtype = model_dtype(config.train.precision) if options.dtype == "auto" else getattr(torch, options.dtype)
     training = training_tokenizer(config, options)
     origin = described_by(config, options)
@@ -274,20 +272,6 @@ def whole_config(model: ModelConfig) -> Config:
     return validate(Config(model=model, train=TrainConfig(seq_length=min(2048, model.max_position_embeddings))), 1)
 
 
-def saved_config(manifest: Manifest, **train: Any) -> Config:
-    """The options that a checkpoint was made with, for one process; `train` changes some of that section.
-
-    Where its data lay is kept but not judged: no text will be read.
-    """
-    saved = {
-        path: tuple(value) if isinstance(value, list) else value for path, value in manifest.trainer["config"].items()
-    }
-    config = unflatten(flatten(Config()) | saved)  # options that are newer than the checkpoint have their default
-    train_section: TrainConfig = replace(config.train, **train)
-    alone = replace(config, parallel=ParallelConfig(), launch=LaunchConfig(), train=train_section, data=DataConfig())
-    return replace(validate(alone, 1), data=config.data)
-
-
 def described_by(config: Config, options: NativeToHf) -> Path | None:
     """The folder whose config.json and generation settings go with the export, or None if the export has its own.
 
@@ -336,7 +320,8 @@ def native_shapes(model: ModelConfig) -> dict[str, Sizes]:
 
 
 def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
-    return recipes(native_shapes(model), MODULES[model.family], CONV1D)
+    names = names_of(model)
+    return recipes(native_shapes(model), names.modules, names.transposed)
 
 
 # Files
@@ -542,13 +527,10 @@ def prompts(model: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
 
 def load_fp32(checkpoint: Path, dtype: torch.dtype) -> tuple[Config, Stage]:
     """The whole model in one stage, in fp32 from weights rounded to `dtype`."""
-    ctx = context.single()
-    config = saved_config(read_manifest(checkpoint), precision="fp32")
-    stage = build_stages(config, ctx)[0]
-    load_weights(checkpoint, slices=weight_slices(stage.parameters()), ctx=ctx, model_config=weight_options(config))
+    config, stage = load_model(checkpoint, precision="fp32")
     for param in stage.parameters():
         param.copy_(param.to(dtype))
-    return config, stage.eval()
+    return config, stage
 
 
 def native_logits(stage: Stage, tokens_s: Tensor, first: int) -> Tensor:

@@ -1,21 +1,17 @@
 """Continue a text with a trained model: one process, whatever layout trained it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import tyro
-from megapar_models.build import build_stages
+from megapar_models.convert.saved import load_model
 from megapar_models.stage import Stage
 
-from megapar import context
 from megapar.batch import MicroBatch
-from megapar.checkpoint.format import read_manifest
-from megapar.checkpoint.load import load_weights, weight_slices
-from megapar.config import Config, LaunchConfig, ParallelConfig, unflatten
+from megapar.config import Config
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import reported
-from megapar.validate import validate, weight_options
 
 
 @dataclass
@@ -32,20 +28,6 @@ class Arguments:
     """Divides the logits; 0 always takes the likeliest token."""
     seed: int = 0
     """Of the sampling."""
-
-
-def load_model(checkpoint: Path) -> tuple[Config, Stage]:
-    """The whole model in one stage, in evaluation mode. Raises CheckpointError if the checkpoint is damaged."""
-    saved = {path: _tuples(value) for path, value in read_manifest(checkpoint).trainer["config"].items()}
-    config = validate(replace(unflatten(saved), parallel=ParallelConfig(), launch=LaunchConfig()), world_size=1)
-    ctx = context.create()
-    stage = build_stages(config, ctx)[0]
-    load_weights(checkpoint, slices=weight_slices(stage.parameters()), ctx=ctx, model_config=weight_options(config))
-    return config, stage.eval()
-
-
-def _tuples(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
 
 
 @torch.no_grad()

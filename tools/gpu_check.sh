@@ -78,9 +78,9 @@ lane="-m gpu"
 case $stage in
     facts) command="$python tools/gpu_facts.py --json $folder/facts.json" ;;
     tests) command="$python -m pytest $lane $side_by_side -v -rs -p no:cacheprovider --junitxml $folder/tests.xml $tests" ;;
-    tune) command="$python kernels/benchmarks/tune.py $dry_run --json $folder/tune.json" ;;
-    train) command="$python tools/benchmark_gpu.py $dry_run --json $folder/train.json" ;;
-    kernels) command="$python kernels/benchmarks/run.py $dry_run --json $folder/kernels.json" ;;
+    tune) command="$python tools/benchmark.py tune $dry_run --json $folder/tune.json" ;;
+    train) command="$python tools/benchmark.py gpu $dry_run --json $folder/train.json" ;;
+    kernels) command="$python tools/benchmark.py kernels $dry_run --json $folder/kernels.json" ;;
 esac
 
 # INT first: pytest and the benchmarks then say what they have; KILL for what hangs in the driver.

@@ -7,7 +7,6 @@ branch, of which the newest step is the one to go on from. Nothing is deleted.
 """
 
 import json
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from megapar.checkpoint.format import checkpoint_folders, open_manifest, step_of, sync_folder, write_latest
 from megapar.errors import CheckpointError
+from megapar.files import replace_file
 
 Lineage = list[tuple[str, int]]
 
@@ -57,12 +57,7 @@ def set_aside(root: Path, lineage: Lineage) -> list[str]:
     abandoned = _abandoned(root, lineage)
     if not abandoned:
         return []
-    draft = root / f"{PLAN}.{new_id()}.tmp"
-    with open(draft, "w") as file:
-        json.dump({"lineage": lineage}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(root / PLAN)
+    replace_file(root / PLAN, json.dumps({"lineage": lineage}).encode(), sync=True)
     sync_folder(root)
     complete_plan(root)
     names = ", ".join(path.name for path in reversed(abandoned))

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megapar import comm
-from megapar.checkpoint.agreement import from_first, together
+from megapar.agreement import from_first, together
 from megapar.checkpoint.format import (
     BUFFER,
     MAIN,

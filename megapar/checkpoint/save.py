@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar import comm, device
-from megapar.checkpoint.agreement import Problem, any_rank, from_first, relayed, shared_error, together, until_all
+from megapar.agreement import Problem, any_rank, from_first, relayed, shared_error, together, until_all
 from megapar.checkpoint.folder import KEEP_ALL, Keep, prune, require_space
 from megapar.checkpoint.format import (
     Chunk,

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from megapar.data.indexed import IndexedDataset, IndexedWriter, merge
 from megapar.data.order import permute
-from megapar.errors import ConfigError, DataError, storing
+from megapar.errors import ConfigError, DataError
+from megapar.files import write_json
 
 _BLOCK = 1 << 20
 _GATHERED = 1 << 10  # documents fetched at a time
@@ -93,11 +94,7 @@ def sidecar_path(prefix: str | Path) -> Path:
 def write_sidecar(prefix: str | Path, facts: dict[str, Any]) -> None:
     """Write `facts` and the hashes of the pair."""
     hashes = {name: sha256(Path(f"{prefix}.{name}")) for name in ("bin", "idx")}
-    path = sidecar_path(prefix)
-    with storing(path):
-        draft = path.with_name(path.name + ".tmp")
-        draft.write_text(json.dumps(facts | {"sha256": hashes}, indent=1) + "\n")
-        draft.replace(path)
+    write_json(sidecar_path(prefix), facts | {"sha256": hashes})
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:

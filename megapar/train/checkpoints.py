@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megapar import device
-from megapar.checkpoint.agreement import from_first, together
+from megapar.agreement import from_first, together
+from megapar.checkpoint.compatible import changes, weight_options
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
 from megapar.checkpoint.format import Manifest
@@ -26,7 +27,6 @@ from megapar.params import StateSlice
 from megapar.precision import LossScale
 from megapar.train.data import ORDER, compare
 from megapar.train.step import TrainState
-from megapar.validate import changes, weight_options
 
 FOLDER = "checkpoints"
 _UNDER_WAY = 2  # saves at a time: one that writes and one that waits with its copy of the state
@@ -135,7 +135,7 @@ def facts(state: TrainState) -> dict[str, Any]:
         "step": state.step,
         "consumed_samples": state.consumed_samples,
         "layout": {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "vpp": parallel.vpp},
-        "model_config": weight_options(config),
+        "model_config": _weight_options(state),
         "trainer": {
             "updates": state.optimizer.step_count,
             "loss_scale": asdict(state.loss_scale) if state.loss_scale.dynamic else None,
@@ -144,6 +144,12 @@ def facts(state: TrainState) -> dict[str, Any]:
         },
         "data": {"train": list(config.data.train), "tokenizer": config.data.tokenizer, **ORDER, **state.data},
     }
+
+
+def _weight_options(state: TrainState) -> dict[str, Any]:
+    # All stages are of one family.
+    stage = next(iter(state.stages.values()))
+    return weight_options(state.config, stage.sizes_of_weights)
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,7 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
     if path is None:
         notes = _start_from_weights(state)
     else:
-        manifest = load(path, slices=_all_slices(state), ctx=ctx, model_config=weight_options(state.config))
+        manifest = load(path, slices=_all_slices(state), ctx=ctx, model_config=_weight_options(state))
         found = position(manifest)
         notes = compare(manifest.data, state.data, path, accept=state.config.data.accept_changed)
         notes = [f"resumed step {manifest.step} from {path}", *_go_on(state, manifest, found), *notes]
@@ -226,7 +232,7 @@ def _start_from_weights(state: TrainState) -> list[str]:
     options = state.config.checkpoint
     if options.init_from == "none":
         return []
-    path, slices, model_config = Path(options.init_from), _all_slices(state), weight_options(state.config)
+    path, slices, model_config = Path(options.init_from), _all_slices(state), _weight_options(state)
     different: list[str] = []
     if options.strict:
         load_weights(path, slices=slices, ctx=state.ctx, model_config=model_config)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar import comm
-from megapar.checkpoint.agreement import together
+from megapar.agreement import together
 from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.data.blend import BLEND_VERSION, Stage
@@ -19,10 +19,10 @@ from megapar.data.order import ORDER_VERSION
 from megapar.data.prepared import read_sidecar
 from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, open_dataset
+from megapar.data.spec import Entry, blend_stages, validation_sets
 from megapar.data.tokenizer import load_tokenizer, made_by
 from megapar.errors import DataError
 from megapar.pipeline.schedules import embedding_ranks
-from megapar.validate import Entry, blend_stages, validation_sets
 
 TEST = "test"  # the set that is evaluated after the last step only
 WHOLE = (0.0, 1.0)

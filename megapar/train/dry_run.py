@@ -13,12 +13,12 @@ from megapar import context, device
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.config import Config
 from megapar.context import ParallelContext
+from megapar.derive import num_microbatches
 from megapar.errors import OutOfMemoryError
 from megapar.params import spec_of
 from megapar.pipeline.schedules import embedding_ranks, make
 from megapar.train.trainable import freeze
 from megapar.train.trainer import assemble
-from megapar.validate import num_microbatches
 
 META = torch.device("meta")
 Build = Callable[[Config, ParallelContext], Mapping[int, PipelineStage]]

@@ -19,11 +19,11 @@ from megapar import comm, context, device, rendezvous
 from megapar.config import Config, flatten
 from megapar.context import ParallelContext
 from megapar.errors import CommunicationError, ConfigError, MegaparError, reported
+from megapar.files import write_json
 from megapar.flight import Board, Flight, FlightFile
 from megapar.pipeline.schedules import embedding_ranks
 from megapar.rendezvous import Member
 from megapar.train.monitor import Monitor
-from megapar.train.report import write_json
 from megapar.train.signals import Signals
 
 _WATCHDOG_MARGIN_SECONDS = 2.0  # that the monitor speaks before NCCL's watchdog ends the process

@@ -27,6 +27,7 @@ from megapar.batch import MicroBatch
 from megapar.config import LogConfig
 from megapar.context import ParallelContext
 from megapar.errors import say, storing, tell
+from megapar.files import replace_file
 from megapar.train.step import StepResult
 
 _PATIENCE_SECONDS = 10.0  # for the last lines of a run that failed
@@ -258,8 +259,8 @@ def cut_back(path: Path, last_step: int, abandoned: Path) -> None:
         logging.getLogger(__name__).warning(message, path, foreign, abandoned)
     if moved:
         # Written whole before the lines leave their file: a kill in between leaves them in both.
-        _replace(abandoned, moved)
-        _replace(path, kept)
+        replace_file(abandoned, b"".join(moved))
+        replace_file(path, b"".join(kept))
 
 
 def _step(text: bytes) -> int | None:
@@ -270,9 +271,3 @@ def _step(text: bytes) -> int | None:
         return None
     step = line.get("step") if isinstance(line, dict) else None
     return step if type(step) is int else None
-
-
-def _replace(path: Path, lines: list[bytes]) -> None:
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_bytes(b"".join(lines))
-    draft.replace(path)

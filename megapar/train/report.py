@@ -1,65 +1,21 @@
-"""What a run says before its first step, and what it keeps of how it was made."""
+"""What a run says before its first step."""
 
-import json
-import os
-import platform
-import shutil
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megapar import comm, device
 from megapar.config import Config
 from megapar.context import ParallelContext
+from megapar.derive import num_microbatches
 from megapar.errors import say, storing
+from megapar.files import write_json
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make
 from megapar.pipeline.simulation import simulate
-from megapar.validate import num_microbatches
-
-_NAMED = ("torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizers", "tiktoken", "liger-kernel")
-
-
-def provenance(where: torch.device) -> dict[str, Any]:
-    """When, on what, with which versions and of which commit a run or a benchmark is, as JSON types."""
-    installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = ""
-    if shutil.which("git"):
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": device.describe(where),
-        "load_average": os.getloadavg()[0],
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "versions": {name: installed[name] for name in _NAMED if name in installed},
-        "commit": commit or "unknown",
-    }
-
-
-def write_json(file: Path, facts: Mapping[str, Any]) -> None:
-    """Replace `file` at once: whoever reads it, also after a kill, finds the old text or the new, never half of one.
-
-    Raises StorageError if the disk does not take it.
-    """
-    beside = file.with_name(f"{file.name}.{os.getpid()}")
-    with storing(file):
-        beside.write_text(json.dumps(facts, indent=1) + "\n")
-        os.replace(beside, file)
-
-
-def in_a_line(facts: Mapping[str, Any]) -> str:
-    """What `provenance` found, for people."""
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    machine = f"{facts['hardware']} ({facts['processor']}, load {facts['load_average']:.1f})"
-    return f"{facts['date']} | {machine} | python {facts['python']}, {versions} | commit {facts['commit']}"
+from megapar.provenance import provenance
 
 
 def length_of_run(config: Config) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megapar import comm, device
+from megapar.agreement import together
 from megapar.batch import MicroBatch, PipelineStage
-from megapar.checkpoint.agreement import together
 from megapar.checkpoint.format import step_of
 from megapar.config import Config
 from megapar.context import ParallelContext

@@ -12,11 +12,8 @@ from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar.precision import model_dtype
 from megapar.recompute import Recompute
 from megapar.tensor_parallel.layers import Sharding
-from megapar_models.gpt import GPTStage
-from megapar_models.llama import LlamaStage
+from megapar_models.registry import find
 from megapar_models.stage import Blueprint, Stage
-
-FAMILIES: dict[str, type[Stage]] = {"gpt": GPTStage, "llama": LlamaStage}
 
 
 def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
@@ -51,7 +48,7 @@ def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
         tied = None
         if model.tie_word_embeddings and first_rank == last_rank and 0 < number == len(layers) - 1:
             tied = stages[0].embedding_weight()
-        stages[number] = FAMILIES[model.family](
+        stages[number] = find(model.family).stage(
             blueprint, layers[number], first=number == 0, last=number == len(layers) - 1, tied=tied
         )
     return stages
@@ -78,7 +75,7 @@ def logical_tensors(model: ModelConfig) -> dict[str, Piece]:
     alone = single()
     sharding = Sharding(alone.tp, alone.grad, False, torch.float32, torch.device("meta"))
     blueprint = Blueprint(model, sharding, Recompute(), seed=0)
-    stage = FAMILIES[model.family](blueprint, range(model.num_hidden_layers), first=True, last=True)
+    stage = find(model.family).stage(blueprint, range(model.num_hidden_layers), first=True, last=True)
     return {piece.name: piece for param in stage.parameters() for piece in spec_of(param).pieces}
 
 

@@ -92,6 +92,8 @@ class GPTLayer(nn.Module):
 class GPTStage(Stage):
     """A run of GPT-2 layers; the first stage also holds the position table, learned and added to the embedding."""
 
+    sizes_of_weights = ("model.max_position_embeddings",)
+
     def __init__(
         self, blueprint: Blueprint, layers: range, *, first: bool, last: bool, tied: nn.Parameter | None = None
     ):

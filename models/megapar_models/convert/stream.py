@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from megapar.checkpoint.format import (
 )
 from megapar.config import Config, flatten
 from megapar.errors import CheckpointError, ConfigError, StorageError
-from megapar.validate import weight_options
+from megapar_models.registry import weight_options
 
 SHARD_BYTES = 5_000_000_000
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
@@ -45,13 +45,6 @@ class TensorInfo(NamedTuple):
 
 
 Plan = Mapping[str, TensorInfo]
-
-
-def named(names: Iterable[str], most: int = 8) -> str:
-    """The first of `names`, and how many more there are, for an error."""
-    found = list(names)
-    more = len(found) - most
-    return ", ".join(found[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 @contextmanager

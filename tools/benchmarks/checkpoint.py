@@ -26,6 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 from megapar_models.build import build_stages
+from megapar_models.registry import validate, weight_options
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -35,12 +36,12 @@ from megapar.batch import MicroBatch
 from megapar.checkpoint.load import load
 from megapar.config import CheckpointConfig, Config, LaunchConfig, ModelConfig, TrainConfig
 from megapar.errors import MegaparError, reported
+from megapar.files import write_json
+from megapar.provenance import in_a_line, provenance
 from megapar.random import initialise
 from megapar.train.checkpoints import Saver
-from megapar.train.report import in_a_line, provenance, write_json
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
-from megapar.validate import validate, weight_options
 
 
 class BenchmarkError(MegaparError):

@@ -1,6 +1,6 @@
 """Logits of Megatron-Core's own GPTModel on a classic checkpoint, which a conversion is compared with.
 
-`megapar.checkpoint.megatron` reads Megatron's args into our options. An arg that changes the model and that it does not
+`convert.megatron` reads Megatron's args into our options. An arg that changes the model and that it does not
 know, or reads wrongly, would make a wrong model without a word. Here Megatron-Core builds its model from all of the
 args itself, as Megatron-LM does in `core_transformer_config_from_args` and `gpt_builder` (core_v0.16.1). Such an arg
 then shows as a difference of logits.
@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.checkpoint.megatron import MegatronCheckpoint
-from megapar.checkpoint.megatron_args import HARMLESS
 from megapar.config import ModelConfig
 from megapar.errors import CheckpointError
+from megapar_models.convert.megatron import MegatronCheckpoint
+from megapar_models.convert.megatron_args import HARMLESS
+from megapar_models.registry import FAMILIES
 
 PACKAGE = "megatron-core"
 
@@ -179,7 +180,8 @@ def _values_of(model: ModelConfig) -> dict[str, Any]:
     """What `config_values` and `model_values` would return for the args of `model`."""
     from megatron.core.activations import squared_relu
 
-    llama = model.family == "llama"
+    described = FAMILIES[model.family].megatron
+    assert described is not None, "megatron.read gives a family that Megatron has"
     scaling = model.rope_scaling
     acts = {"silu": F.silu, "relu2": squared_relu, "gelu_pytorch_tanh": F.gelu}
     return {
@@ -189,17 +191,17 @@ def _values_of(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": model.num_key_value_heads,
         "kv_channels": model.head_dim,
         "ffn_hidden_size": model.intermediate_size,
-        "normalization": "RMSNorm" if llama else "LayerNorm",
+        "normalization": described.normalization,
         "layernorm_epsilon": model.rms_norm_eps,
-        "add_bias_linear": not llama,
+        "add_bias_linear": described.add_bias_linear,
         "add_qkv_bias": model.attention_bias,
         "qk_layernorm": model.qk_norm,
         "activation_func": acts[model.hidden_act],
-        "gated_linear_unit": llama,
+        "gated_linear_unit": described.swiglu,
         "bias_activation_fusion": model.hidden_act == "gelu_pytorch_tanh",
         "max_sequence_length": model.max_position_embeddings,
         "share_embeddings_and_output_weights": model.tie_word_embeddings,
-        "position_embedding_type": "rope" if llama else "learned_absolute",
+        "position_embedding_type": described.position_embedding_type,
         "rotary_base": model.rope_theta,
         "rope_scaling": scaling.rope_type == "llama3",
         "rope_scaling_factor": scaling.factor if scaling.rope_type == "llama3" else 8.0,

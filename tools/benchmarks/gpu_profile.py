@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from gpu_model import CATEGORIES, OFF
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu_model import CATEGORIES, OFF
 from megapar import device
 
 OTHER = "copies and other"

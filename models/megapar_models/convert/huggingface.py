@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megapar.checkpoint.format import MAIN, Manifest, Sizes
 from megapar.checkpoint.load import Reader
-from megapar.checkpoint.stream import CODES, TensorInfo, check_finite, named, shards, write_file
 from megapar.errors import CheckpointError
+from megapar.messages import first_few
+from megapar_models.convert.stream import CODES, TensorInfo, check_finite, shards, write_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -83,7 +84,7 @@ class Weights:
                 if name is not None:
                     self.tensors[name] = Stored(file, key, info)
         if absent:
-            raise CheckpointError(f"{folder / INDEX}: names tensors that no file holds: {named(sorted(absent))}")
+            raise CheckpointError(f"{folder / INDEX}: names tensors that no file holds: {first_few(sorted(absent))}")
 
     def _listed(self) -> dict[str, str]:
         path = self.folder / INDEX
@@ -142,14 +143,14 @@ class Weights:
                 raise CheckpointError(f"{self.folder}: tie_word_embeddings, but {copy} differs from {tied[copy]}")
             del self.tensors[copy]
         missing, unexpected = wanted.keys() - self.tensors.keys(), self.tensors.keys() - wanted.keys()
-        problems = [f"missing {named(sorted(missing))}"] * bool(missing)
-        problems += [f"unexpected {named(sorted(unexpected))}"] * bool(unexpected)
+        problems = [f"missing {first_few(sorted(missing))}"] * bool(missing)
+        problems += [f"unexpected {first_few(sorted(unexpected))}"] * bool(unexpected)
         shaped = [
             f"{name} has shape {list(self.tensors[name].info.shape)}, not {list(recipe.shape)}"
             for name, recipe in wanted.items()
             if name not in missing and self.tensors[name].info.shape != recipe.shape
         ]
-        problems += [named(shaped)] * bool(shaped)
+        problems += [first_few(shaped)] * bool(shaped)
         if problems:
             raise CheckpointError(f"{self.folder}: tensors are not those of its config.json: {'; '.join(problems)}")
 

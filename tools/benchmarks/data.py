@@ -38,7 +38,8 @@ from megapar import device
 from megapar.data.preprocess import Recipe, preprocess, read_documents
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
 from megapar.errors import ConfigError, reported
-from megapar.train.report import in_a_line, provenance, write_json
+from megapar.files import write_json
+from megapar.provenance import in_a_line, provenance
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import peers
 from rich.console import Console
 from rich.table import Table
 
-from megapar.train.report import in_a_line
+from benchmarks.kernels import peers
+from megapar.provenance import in_a_line
 
 
 def number(value: float | None, form: str) -> str:

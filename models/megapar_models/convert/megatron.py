@@ -25,10 +25,13 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megapar.checkpoint.format import Sizes, dtype_name
 from megapar.checkpoint.load import flatten
-from megapar.checkpoint.megatron_args import unsupported
-from megapar.checkpoint.stream import CODES, check_finite, named
 from megapar.config import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
+from megapar.messages import first_few
+from megapar_models.convert.megatron_args import unsupported
+from megapar_models.convert.stream import CODES, check_finite
+from megapar_models.family import Megatron
+from megapar_models.registry import FAMILIES
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -128,9 +131,9 @@ class MegatronCheckpoint:
         the same on all: norms, row biases, positions, tied embeddings. No other weight is read."""
         sources = {_fused(name) for name in shapes}
         tied = {"head.weight"} if self.model.tie_word_embeddings else set()
-        problems = [f"missing {named(sorted(sources - self.parts.keys()))}"] * bool(sources - self.parts.keys())
+        problems = [f"missing {first_few(sorted(sources - self.parts.keys()))}"] * bool(sources - self.parts.keys())
         unknown = self.parts.keys() - sources - tied
-        problems += [f"unexpected {named(sorted(unknown))}"] * bool(unknown)
+        problems += [f"unexpected {first_few(sorted(unknown))}"] * bool(unknown)
         for name, shape in shapes.items():
             problems += self._problem(name, shape) if _fused(name) in self.parts else []
         copies = zip(self.parts.get("embedding.weight", ()), self.parts.get("head.weight", ()), strict=False)
@@ -140,7 +143,7 @@ class MegatronCheckpoint:
         ):
             problems.append("tied, but the last stage's embedding differs from the first's")
         if problems:
-            raise CheckpointError(f"{self.folder}: not the model of its args: {'; '.join(problems[:8])}")
+            raise CheckpointError(f"{self.folder}: not the model of its args: {first_few(problems, separator='; ')}")
 
     def _problem(self, name: str, shape: Sizes) -> list[str]:
         parts = self.parts[_fused(name)]
@@ -164,7 +167,7 @@ class MegatronCheckpoint:
             return torch.cat(parts, 1)
         if not name.endswith(_ROWS):
             return parts[0]
-        if model.family == "llama" and ".mlp." in name:  # each rank's gate above its up
+        if self.args.get("swiglu") and ".mlp." in name:  # each rank's gate above its up
             return torch.cat([part.chunk(2)[".up." in name] for part in parts])
         rows = torch.cat(parts)
         if ".attention." not in name:
@@ -292,7 +295,7 @@ def model_of(args: Mapping[str, Any], vocab_size: int, where: Path, accepted: Co
         raise CheckpointError(f"{where}: args do not say how many of {rows} token ids are true: give --vocab_size N")
     hidden = _stated(args, where, int, "hidden_size")
     return ModelConfig(
-        family=family,  # type: ignore[arg-type]
+        family=family,
         hidden_size=hidden,
         num_hidden_layers=_stated(args, where, int, "num_layers"),
         num_attention_heads=heads,
@@ -305,7 +308,7 @@ def model_of(args: Mapping[str, Any], vocab_size: int, where: Path, accepted: Co
         rope_scaling=_rope_scaling(args, where),
         hidden_act=act,  # type: ignore[arg-type]
         rms_norm_eps=_stated(args, where, float, "norm_epsilon", "layernorm_epsilon"),
-        attention_bias=family == "llama" and bool(args.get("add_qkv_bias")),
+        attention_bias="model.attention_bias" not in FAMILIES[family].unused and bool(args.get("add_qkv_bias")),
         qk_norm=bool(args.get("qk_layernorm")),
         tie_word_embeddings=not args.get("untie_embeddings_and_output_weights"),
         initializer_range=args.get("init_method_std") or ModelConfig.initializer_range,
@@ -320,18 +323,24 @@ def _stated(args: Mapping[str, Any], where: Path, kind: type, *fields: str) -> A
     return args[field]
 
 
+def megatron_families() -> Iterator[tuple[str, Megatron]]:
+    """(name, args of Megatron-LM) of each family that Megatron's GPT model can be."""
+    for name, family in FAMILIES.items():
+        if family.megatron is not None:
+            yield name, family.megatron
+
+
 def _family(args: Mapping[str, Any], where: Path) -> tuple[str, str]:
     """(family, hidden_act). An option of neither family, or of the other one, is refused by name."""
     swiglu = bool(args.get("swiglu"))
+    family, needs = next((name, found) for name, found in megatron_families() if found.swiglu == swiglu)
     rotary = "rope" if args.get("use_rotary_position_embeddings") else "learned_absolute"
+    norms_of_heads = bool(args.get("qk_layernorm"))
     wanted = {
-        "normalization": ("RMSNorm" if swiglu else "LayerNorm", args.get("normalization") or "LayerNorm"),
-        "position_embedding_type": (
-            "rope" if swiglu else "learned_absolute",
-            args.get("position_embedding_type") or rotary,
-        ),
-        "add_bias_linear": (not swiglu, args.get("add_bias_linear", True)),
-        "qk_layernorm": (swiglu and bool(args.get("qk_layernorm")), bool(args.get("qk_layernorm"))),
+        "normalization": (needs.normalization, args.get("normalization") or "LayerNorm"),
+        "position_embedding_type": (needs.position_embedding_type, args.get("position_embedding_type") or rotary),
+        "add_bias_linear": (needs.add_bias_linear, args.get("add_bias_linear", True)),
+        "qk_layernorm": (norms_of_heads and "model.qk_norm" not in FAMILIES[family].unused, norms_of_heads),
     }
     for field, (needed, found) in wanted.items():
         if found != needed:
@@ -340,14 +349,14 @@ def _family(args: Mapping[str, Any], where: Path) -> tuple[str, str]:
                 f"{where}: args.{field} is {found!r}: {also} args.swiglu only {needed!r} is supported"
             )
     if swiglu:
-        return "llama", "silu"
+        return family, "silu"
     if args.get("squared_relu"):
-        return "gpt", "relu2"
+        return family, "relu2"
     if not (args.get("bias_gelu_fusion", True) or args.get("openai_gelu")):
         raise CheckpointError(
             f"{where}: args.bias_gelu_fusion is False: GELU by erf is not supported, its tanh form is (openai_gelu too)"
         )
-    return "gpt", "gelu_pytorch_tanh"
+    return family, "gelu_pytorch_tanh"
 
 
 def _rope_scaling(args: Mapping[str, Any], where: Path) -> RopeScaling:

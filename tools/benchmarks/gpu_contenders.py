@@ -1,4 +1,4 @@
-"""What tools/benchmark_gpu.py compares megapar with, and the weights that all start from."""
+"""What benchmarks/gpu.py compares megapar with, and the weights that all start from."""
 
 import zlib
 from collections.abc import Iterator, Mapping
@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from benchmark_peers import Llama, Peer, Result, Weights, clip, make_optimizer
 from megapar_models.build import logical_tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.peers import Llama, Peer, Result, Weights, clip, make_optimizer
 from megapar.config import Config, ModelConfig
 
 
@@ -59,7 +59,7 @@ class MixedPrecision(Peer):
     backend: str | None = None
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
-        super().__init__(config, device)
+        super().__init__(config, weights, device)
         with torch.device("meta"):  # in fp32, which shall take no memory
             model = Llama(config.model, config.train.seq_length, range(config.model.num_hidden_layers)).bfloat16()
         self.model = model.to_empty(device=device)
@@ -109,7 +109,7 @@ class MixedPrecision(Peer):
         norm = clip([], self.mains, self.config.optimizer.clip_grad, None)
         self.optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(self.params, self.mains)
+            torch._foreach_copy_([*self.params], self.mains)
         return Result(total.item() / targets_bs.numel(), norm)
 
 

@@ -184,11 +184,11 @@ class Result(NamedTuple):
 
 
 class Peer(ABC):
-    """One way to train. `step` trains on a global batch."""
+    """One way to train, from `weights`. `step` trains on a global batch."""
 
     name: str
 
-    def __init__(self, config: Config, device: torch.device):
+    def __init__(self, config: Config, weights: Weights, device: torch.device):
         self.config = config
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -210,7 +210,7 @@ class Plain(Peer):
     name = "PyTorch"
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
-        super().__init__(config, device)
+        super().__init__(config, weights, device)
         self.model: nn.Module = self.parallelize(build(config, weights, device))
         params = list(self.model.parameters())
         self.split = [p for p in params if is_split(p)]
@@ -377,7 +377,7 @@ class Pipeline1F1B(Peer):
     name = "pipelining 1F1B"
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
-        super().__init__(config, device)
+        super().__init__(config, weights, device)
         first = sum(config.parallel.partition[: self.rank])
         model = build(config, weights, device, range(first, first + config.parallel.partition[self.rank]))
         self.params = list(model.parameters())

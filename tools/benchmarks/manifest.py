@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import tyro
 from megapar_models.build import build_stages
+from megapar_models.registry import validate
 from rich.console import Console
 from rich.table import Table
 
@@ -32,9 +33,9 @@ from megapar.checkpoint.format import Chunk, Manifest, boxes, folder_name, is_co
 from megapar.checkpoint.save import publish
 from megapar.config import Config, ModelConfig
 from megapar.errors import reported
+from megapar.files import write_json
 from megapar.params import spec_of
-from megapar.train.report import in_a_line, provenance, write_json
-from megapar.validate import validate
+from megapar.provenance import in_a_line, provenance
 
 MODEL = ModelConfig(
     hidden_size=8192,

@@ -28,7 +28,8 @@ from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.sources import ChunkDataset
 from megapar.errors import DataError, reported
-from megapar.train.report import in_a_line, provenance, write_json
+from megapar.files import write_json
+from megapar.provenance import in_a_line, provenance
 
 LONGEST = 2**31 - 1  # tokens of a document that the format holds
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import peers
 import torch
-from ops import Case, Direction, Maker
-from timing import ROTATED_BYTES, Stopwatch
 from torch import Tensor
 
+from benchmarks.kernels import peers
+from benchmarks.kernels.ops import Case, Direction, Maker
+from benchmarks.kernels.timing import ROTATED_BYTES, Stopwatch
 from megapar.errors import NumericError
 from megapar.params import main_grad_of
 

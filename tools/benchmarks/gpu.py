@@ -9,7 +9,7 @@ graph. With full recompute it recomputes its layers as well.
 MFU is tokens/s * FLOPs of a token / the GPU's dense bf16 peak (megapar.device.PEAK_TFLOPS). FLOPs of a token are
 6 * (weights of matrices, the head's included) + 6 * s * heads * head_dim * layers: forward and backward, causal
 attention counted half, no recomputation (megapar_models.build.flops_per_token). The first steps, which compile, are not
-counted. Every figure of megapar is printed beside what tools/gpu_model.py predicts for an H200.
+counted. Every figure of megapar is printed beside what benchmarks/gpu_model.py predicts for an H200.
 
 Order: megapar on every workload, one profiled step, plain PyTorch, torch.compile. Each measurement runs alone, in a
 fresh process, for at most three minutes. The JSON file is written again after each of them, so that nothing measured is
@@ -34,24 +34,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import benchmark
-import gpu_profile
 import torch
 import tyro
-from benchmark_peers import Peer, Result
-from gpu_contenders import Compiled, CompiledDry, MixedPrecision, RandomWeights
-from gpu_model import H200, OFF, Job, Prediction, plain_peak_bytes, predict
 from megapar_models.build import flops_per_token, parameter_count
+from megapar_models.registry import validate
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import gpu_profile, layouts
+from benchmarks.gpu_contenders import Compiled, CompiledDry, MixedPrecision, RandomWeights
+from benchmarks.gpu_model import H200, OFF, Job, Prediction, plain_peak_bytes, predict
+from benchmarks.peers import Peer, Result
 from megapar import device
 from megapar.config import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.derive import num_microbatches
 from megapar.errors import ConfigError, MegaparError, reported, storing
-from megapar.train.report import in_a_line, provenance, write_json
-from megapar.validate import num_microbatches, validate
+from megapar.files import write_json
+from megapar.provenance import in_a_line, provenance
 
-PRESETS = Path(__file__).parents[1] / "pretrain_scripts/configs/models"
+PRESETS = Path(__file__).parents[2] / "pretrain_scripts/configs/models"
 WARMUP = 2
 TOLERANCES = {"loss": 1e-2, "grad_norm": 5e-2}  # relative: bf16 activations, rounded at other places
 TARGET_MFU = 0.45
@@ -133,7 +134,7 @@ class TrainingError(MegaparError):
 
 def contender_class(name: ContenderName, dry_run: bool) -> type[Peer]:
     if name == "megapar":
-        return benchmark.Megapar
+        return layouts.Megapar
     if name == "torch":
         return MixedPrecision
     return CompiledDry if dry_run else Compiled
@@ -203,7 +204,7 @@ def facts_of(where: torch.device) -> dict[str, Any]:
 def take_steps(contender: Peer, config: Config, steps: int, where: torch.device) -> tuple[list[float], list[Result]]:
     """Seconds and result of each step."""
     seconds, results = [], []
-    for tokens_bs, targets_bs in benchmark.make_batches(config, steps):
+    for tokens_bs, targets_bs in layouts.make_batches(config, steps):
         tokens, targets = tokens_bs.to(where), targets_bs.to(where)
         device.synchronize(where)
         start = time.perf_counter()
@@ -231,9 +232,9 @@ def measure(config: Config, kind: type[Peer], steps: int, where: torch.device) -
 
 def measure_kernels(config: Config, where: torch.device) -> dict[str, Any]:
     """megapar's kernels in one step that is not the first: (name, launches, milliseconds) and the step's own time."""
-    contender = build(benchmark.Megapar, config, where)
+    contender = build(layouts.Megapar, config, where)
     seconds, _ = take_steps(contender, config, WARMUP, where)
-    tokens, targets = (x.to(where) for x in benchmark.make_batches(config, 1)[0])
+    tokens, targets = (x.to(where) for x in layouts.make_batches(config, 1)[0])
     kernels = gpu_profile.record(lambda: contender.step(tokens, targets), where)
     return {"step_ms": seconds[-1] * 1e3, "kernels": kernels}
 
@@ -323,8 +324,8 @@ class Session:
         """`body(device)` in a process of its own, with a status: ok, out of memory, or what went wrong."""
         left = (self.options.minutes + GRACE_MINUTES - self.minutes()) * 60
         try:
-            found = benchmark.run_ranks(1, self.where, body, seconds=round(min(CONTENDER_SECONDS, left), 1))[0]
-        except benchmark.BenchmarkError as error:
+            found = layouts.run_ranks(1, self.where, body, seconds=round(min(CONTENDER_SECONDS, left), 1))[0]
+        except layouts.BenchmarkError as error:
             lines = str(error).strip().splitlines()
             if out_of_memory(error):
                 return {"status": "out of memory", "detail": lines[-1][:300]}
@@ -482,7 +483,7 @@ def report(options: Options, runs: Sequence[dict[str, Any]]) -> Table:
 
 def prediction_table(runs: Sequence[dict[str, Any]]) -> Table:
     """Every measured figure beside its prediction; those that differ by more than OFF are marked."""
-    table = Table(title="Measured beside the model of an H200 (tools/gpu_model.py)")
+    table = Table(title="Measured beside the model of an H200 (benchmarks/gpu_model.py)")
     for column in ("workload", "contender", "figure"):
         table.add_column(column)
     for column in ("measured", "predicted", "ratio", f"off by > {OFF:.0%}"):
@@ -512,7 +513,7 @@ def main(options: Options) -> None:
         raise ConfigError("there is no GPU here; --dry_run trains a tiny model on the CPU, without figures")
     with storing(options.json):
         options.json.parent.mkdir(parents=True, exist_ok=True)
-    facts = benchmark.run_ranks(1, "cpu" if options.dry_run else "cuda", facts_of, seconds=CONTENDER_SECONDS)[0]
+    facts = layouts.run_ranks(1, "cpu" if options.dry_run else "cuda", facts_of, seconds=CONTENDER_SECONDS)[0]
     session = Session(options, facts, began)
     session.write()
     session.work(plan(options, options.workloads or default_workloads(session.large)))

@@ -1,4 +1,4 @@
-"""A model of one GPU's time and memory in training: what tools/benchmark_gpu.py prints beside every measured figure.
+"""A model of one GPU's time and memory in training: what benchmarks/gpu.py prints beside every measured figure.
 
 Pure arithmetic for the Llama family without biases in bf16, with the fused kernels of kernels/megapar_kernels and one
 process. Symbols: T tokens of a micro-batch, s sequence, h hidden, L layers, n query heads, k key/value heads, d width
@@ -290,7 +290,7 @@ def _peak_bytes(job: Job) -> dict[str, int]:
 
 
 def plain_peak_bytes(job: Job) -> int:
-    """Of the same training in torch's own eager ops (benchmark_gpu.MixedPrecision), about.
+    """Of the same training in torch's own eager ops (gpu_contenders.MixedPrecision), about.
 
     18 bytes a parameter there too. A layer keeps input and norm twice, rotated q and k, v, attention's result, gate,
     its sigmoid product, up and the product. The loss takes fp32 logits: log-softmax, the gradient of its result and its

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import peers
 import torch
 import torch.nn.functional as F
 from megapar_kernels import activations, attention, norms
@@ -15,10 +14,11 @@ from megapar_kernels.dropout import dropout_add
 from megapar_kernels.launch import Implementation
 from megapar_kernels.rope import rotate_qk
 from megapar_kernels.softmax import scaled_causal_softmax
-from peers import EPS, Op
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.kernels import peers
+from benchmarks.kernels.peers import EPS, Op
 from megapar import context
 from megapar.data_parallel.accumulate import MainGradView
 from megapar.linear import MatrixProducts

@@ -26,20 +26,21 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import ops
 import torch
 import tyro
-from measuring import Bench, Inputs, KernelError, brief, check, evaluate, times
 from megapar_kernels import adamw, cross_entropy, norms, rope
 from megapar_kernels.launch import interpreting
-from ops import LLAMA_8B, TINY, Case, Direction, cases
 from rich.console import Console
 from rich.table import Table
-from timing import Stopwatch
 
+from benchmarks.kernels import ops
+from benchmarks.kernels.measuring import Bench, Inputs, KernelError, brief, check, evaluate, times
+from benchmarks.kernels.ops import LLAMA_8B, TINY, Case, Direction, cases
+from benchmarks.kernels.timing import Stopwatch
 from megapar import device
 from megapar.errors import ConfigError, reported, storing
-from megapar.train.report import in_a_line, provenance, write_json
+from megapar.files import write_json
+from megapar.provenance import in_a_line, provenance
 
 Config = tuple[int, ...]  # what the functions that choose a configuration return
 

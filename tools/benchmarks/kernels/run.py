@@ -7,9 +7,9 @@ measured copy; a contender's speed is the ratio of its time to ours.
 
 Three rounds: our kernels and eager torch for all ops, then Liger-Kernel, then torch.compile, whose compilation takes
 longest. After every op of every round all that is known is written to the JSON file, by default
-kernels/benchmarks/results/<gpu>.json; a bar chart is drawn beside it at the end. --dry_run does all of it once on the
-CPU, at tiny shapes, and claims no figure (TRITON_INTERPRET=1 interprets the kernels; without it torch's own ops stand
-in).
+tools/benchmarks/kernels/results/<gpu>.json; a bar chart is drawn beside it at the end. --dry_run does all of it once on
+the CPU, at tiny shapes, and claims no figure (TRITON_INTERPRET=1 interprets the kernels; without it torch's own ops
+stand in).
 """
 
 import re
@@ -20,21 +20,32 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import peers
 import torch
 import tyro
-from measuring import OTHER_RESULT, Bench, Contender, KernelError, brief, check, errors, evaluate, measure
 from megapar_kernels.launch import interpreting
-from ops import LLAMA_8B, LLAMA_70B, TINY, Case, Model, Target, cases
-from report import draw, print_report
 from rich.console import Console
 from rich.progress import Progress
-from timing import Stopwatch
 from torch import Tensor
 
+from benchmarks.kernels import peers
+from benchmarks.kernels.measuring import (
+    OTHER_RESULT,
+    Bench,
+    Contender,
+    KernelError,
+    brief,
+    check,
+    errors,
+    evaluate,
+    measure,
+)
+from benchmarks.kernels.ops import LLAMA_8B, LLAMA_70B, TINY, Case, Model, Target, cases
+from benchmarks.kernels.report import draw, print_report
+from benchmarks.kernels.timing import Stopwatch
 from megapar import device
 from megapar.errors import ConfigError, reported, storing
-from megapar.train.report import provenance, write_json
+from megapar.files import write_json
+from megapar.provenance import provenance
 
 HERE = Path(__file__).parent
 NOT_RUN = "not run"

@@ -1,0 +1,43 @@
+"""What follows from the options of a run: values that were left to be derived, and numbers that they decide."""
+
+from dataclasses import replace
+from typing import Any
+
+from megapar.config import Config
+from megapar.errors import ConfigError
+from megapar.messages import problem
+from megapar.model_rules import ModelRules
+
+
+def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
+    """The config with zeros and "auto" that mean "derived" filled in, for `world_size` ranks."""
+    model, parallel = config.model, config.parallel
+    activation: Any = rules.activations[0]
+    model = replace(
+        model,
+        hidden_act=activation if model.hidden_act == "auto" else model.hidden_act,
+        num_key_value_heads=model.num_key_value_heads or model.num_attention_heads,
+        head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
+        intermediate_size=model.intermediate_size or 4 * model.hidden_size,
+    )
+    parallel = replace(parallel, dp=parallel.dp or world_size // (parallel.tp * parallel.pp))
+    # A reduce-scatter gives each replica its share of a bucket: 4 MiB (2^20 elements) keep it from waiting for latency.
+    # Megatron-LM's buckets grow alike, max(40 M, 1 M * dp) elements.
+    bucket_mb = config.optimizer.bucket_mb or max(64.0, 4.0 * parallel.dp)
+    optimizer = replace(config.optimizer, bucket_mb=bucket_mb)
+    return replace(config, model=model, parallel=parallel, optimizer=optimizer)
+
+
+def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
+    """The config with the tokenizer's size for `model.vocab_size` 0. Raises ConfigError if a given size is smaller."""
+    if config.model.vocab_size == 0:
+        return replace(config, model=replace(config.model, vocab_size=tokenizer_size))
+    if config.model.vocab_size < tokenizer_size:
+        text = f"the tokenizer has {tokenizer_size} ids; use 0 for its size, or at least {tokenizer_size}"
+        raise ConfigError(problem(config, "model.vocab_size data.tokenizer", text))
+    return config
+
+
+def num_microbatches(config: Config) -> int:
+    """Forward passes that a data-parallel replica makes in one step, at most: some may make one fewer."""
+    return -(-config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp))

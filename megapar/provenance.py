@@ -1,0 +1,42 @@
+"""Under which circumstances a run or a benchmark was made: date, hardware, versions, commit."""
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapar import device
+
+_NAMED = ("torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizers", "tiktoken", "liger-kernel")
+
+
+def provenance(where: torch.device) -> dict[str, Any]:
+    """When, on what, with which versions and of which commit a run or a benchmark is, as JSON types."""
+    installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = ""
+    if shutil.which("git"):
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": device.describe(where),
+        "load_average": os.getloadavg()[0],
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "versions": {name: installed[name] for name in _NAMED if name in installed},
+        "commit": commit or "unknown",
+    }
+
+
+def in_a_line(facts: Mapping[str, Any]) -> str:
+    """What `provenance` found, for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    machine = f"{facts['hardware']} ({facts['processor']}, load {facts['load_average']:.1f})"
+    return f"{facts['date']} | {machine} | python {facts['python']}, {versions} | commit {facts['commit']}"

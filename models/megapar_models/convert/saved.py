@@ -1,0 +1,45 @@
+"""A native checkpoint's options and its whole model, in one process, whatever layout wrote it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megapar import context
+from megapar.checkpoint.format import Manifest, read_manifest
+from megapar.checkpoint.load import load_weights, weight_slices
+from megapar.config import Config, DataConfig, LaunchConfig, ParallelConfig, TrainConfig, flatten, unflatten
+from megapar.errors import CheckpointError
+from megapar_models.build import build_stages
+from megapar_models.registry import validate, weight_options
+from megapar_models.stage import Stage
+
+
+def saved_config(manifest: Manifest, **train: Any) -> Config:
+    """The options that a checkpoint was made with, for one process; `train` changes some of that section.
+
+    Options that are newer than the checkpoint have their default. Where its data lay is kept but not judged: no text
+    will be read. Raises CheckpointError if the checkpoint does not say its options.
+    """
+    stated = manifest.trainer.get("config")
+    if not isinstance(stated, dict):
+        raise CheckpointError(f"checkpoint of step {manifest.step}: trainer.config is {stated!r}, not a run's options")
+    # JSON has no tuples.
+    saved = {path: tuple(value) if isinstance(value, list) else value for path, value in stated.items()}
+    config = unflatten(flatten(Config()) | saved)
+    # Without data there is nothing to evaluate, which is judged too.
+    unused: dict[str, Any] = {"eval_every": TrainConfig.eval_every, "eval_samples": TrainConfig.eval_samples}
+    train_section = replace(config.train, **unused, **train)
+    alone = replace(config, parallel=ParallelConfig(), launch=LaunchConfig(), train=train_section, data=DataConfig())
+    return replace(validate(alone, 1), data=config.data)
+
+
+def load_model(checkpoint: Path, **train: Any) -> tuple[Config, Stage]:
+    """The model that a checkpoint holds, in one stage on the CPU, in evaluation mode; `train` as in `saved_config`.
+
+    Raises CheckpointError if the checkpoint is damaged.
+    """
+    config = saved_config(read_manifest(checkpoint), **train)
+    ctx = context.single()
+    stage = build_stages(config, ctx)[0]
+    load_weights(checkpoint, slices=weight_slices(stage.parameters()), ctx=ctx, model_config=weight_options(config))
+    return config, stage.eval()

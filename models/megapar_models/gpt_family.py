@@ -1,0 +1,97 @@
+"""The GPT-2 family: the options that it reads, and its names at Hugging Face and in Megatron-LM."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megapar.config import ModelConfig
+from megapar.errors import ConfigError
+from megapar.model_rules import ROPE_SCALING
+from megapar_models.family import Family, HuggingFace, Megatron, ModelType
+from megapar_models.gpt import GPTStage
+
+# Hugging Face
+
+# It keeps q, k and v stacked in one.
+_MODULES = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "layers.*.attention_norm": "transformer.h.*.ln_1",
+    "layers.*.attention.q": "transformer.h.*.attn.c_attn",
+    "layers.*.attention.k": "transformer.h.*.attn.c_attn",
+    "layers.*.attention.v": "transformer.h.*.attn.c_attn",
+    "layers.*.attention.o": "transformer.h.*.attn.c_proj",
+    "layers.*.mlp_norm": "transformer.h.*.ln_2",
+    "layers.*.mlp.up": "transformer.h.*.mlp.c_fc",
+    "layers.*.mlp.down": "transformer.h.*.mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+# Their Conv1D modules, whose weights are [in, out].
+_CONV1D = {f"transformer.h.*.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+_FIELDS = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "n_positions": "max_position_embeddings",
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "resid_pdrop": "hidden_dropout",
+    "attn_pdrop": "attention_dropout",
+    "initializer_range": "initializer_range",
+}
+_DEFAULTS = {
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+    "resid_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "initializer_range": 0.02,
+}
+_FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+
+
+def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    whole = model.num_key_value_heads == model.num_attention_heads
+    if not whole or model.num_attention_heads * model.head_dim != model.hidden_size:
+        raise ConfigError(
+            "model.num_key_value_heads, model.head_dim: gpt2 of Hugging Face has as many key/value heads as heads, "
+            "of width hidden_size / num_attention_heads"
+        )
+    if model.hidden_act == "gelu_pytorch_tanh":
+        fields["activation_function"] = "gelu_new"
+    fields["embd_pdrop"] = model.hidden_dropout
+    return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **fields, **_FIXED}
+
+
+def _told(raw: Mapping[str, Any]) -> list[str]:
+    embedding, residual = raw.get("embd_pdrop", 0.1), raw.get("resid_pdrop", 0.1)
+    if embedding != residual:
+        both = "model.hidden_dropout is the latter for both, and training may choose another"
+        return [f"config.json: embd_pdrop={embedding} differs from resid_pdrop={residual}: {both}"]
+    return []
+
+
+GPT = Family(
+    name="gpt",
+    stage=GPTStage,
+    activations=("gelu_pytorch_tanh", "relu2"),
+    unused=("model.attention_bias", "model.qk_norm", "model.rope_theta", *ROPE_SCALING),
+    hugging_face=HuggingFace(
+        model_types={"gpt2": ModelType(_DEFAULTS, _FIXED)},
+        modules=_MODULES,
+        fields=_FIELDS,
+        activations={"gelu_new": "gelu_pytorch_tanh", "gelu_pytorch_tanh": "gelu_pytorch_tanh", "relu2": "relu2"},
+        tied={"lm_head.weight": "transformer.wte.weight"},
+        transposed=_CONV1D,
+        base_prefix="transformer.",
+        write=_write,
+        told=_told,
+    ),
+    megatron=Megatron(
+        swiglu=False, normalization="LayerNorm", position_embedding_type="learned_absolute", add_bias_linear=True
+    ),
+)

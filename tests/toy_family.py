@@ -1,0 +1,52 @@
+"""A model family outside the project's tree, as a user writes one: --model.family tests.toy_family:FAMILY.
+
+Attention and MLP of a layer read the same norm, as in GPT-J and PaLM (arXiv 2204.02311).
+"""
+
+from collections.abc import Iterator
+
+from megapar_models.attention import Attention
+from megapar_models.family import Family
+from megapar_models.llama import LlamaMLP, LlamaStage, RMSNorm
+from megapar_models.stage import Blueprint, Pass
+from torch import Tensor, nn
+
+from megapar.config import Config
+from megapar.messages import problem
+from megapar.model_rules import ROPE_SCALING
+
+
+class ParallelLayer(nn.Module):
+    """x + attention(norm(x)) + mlp(norm(x))."""
+
+    def __init__(self, number: int, blueprint: Blueprint):
+        super().__init__()
+        self.norm = RMSNorm(f"layers.{number}.norm", blueprint)
+        self.attention = Attention(number, blueprint, qkv_bias=False, out_bias=False)
+        self.mlp = LlamaMLP(number, blueprint)
+
+    def forward(self, x_sbh: Tensor, info: Pass) -> Tensor:
+        normed = self.norm(x_sbh)
+        return x_sbh + self.attention(normed, info) + self.mlp(normed)
+
+
+class ParallelStage(LlamaStage):
+    """A run of such layers, with Llama's embedding, rotary positions, last norm and head."""
+
+    def make_layer(self, number: int) -> nn.Module:
+        return ParallelLayer(number, self.blueprint)
+
+
+def refuse_deep_models(config: Config) -> Iterator[str]:
+    if config.model.num_hidden_layers > 8:
+        yield problem(config, "model.num_hidden_layers", "this family has at most 8")
+
+
+FAMILY = Family(
+    name="parallel",
+    stage=ParallelStage,
+    activations=("silu",),
+    unused=("model.attention_bias", "model.hidden_dropout", "model.attention_dropout", *ROPE_SCALING),
+    even_head_dim=True,
+    problems=refuse_deep_models,
+)

@@ -1,0 +1,1 @@
+"""Everything that measures; python tools/benchmark.py starts it."""

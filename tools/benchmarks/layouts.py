@@ -1,0 +1,460 @@
+"""megapar beside plain PyTorch, DDP, FSDP2, DTensor tensor parallel and torch.distributed.pipelining, in one run.
+
+All train the same Llama from the same weights on the same batches, in fp32, on one thread each. What is measured:
+
+- Time: in each layout all contenders live in the same two processes and take turns step by step, in an order that is
+  reversed every round, so that noise of the machine hits neighbours alike. A ratio is taken within a round; the table
+  has the median over rounds and the range. CPU time is beside it: it does not count waiting, nor other programs.
+- Memory: each contender alone in fresh processes, the highest resident size (on a GPU, allocated bytes) above what the
+  process held when torch, the process group and the weights to load were there.
+- Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`.
+- Agreement: losses and gradient norms of every step against plain PyTorch in one process. Contenders that compute
+  something else, or bytes that differ from the formulas, end the run with exit code 70.
+
+Models of billions of weights in bf16 on one GPU, with MFU: gpu.py.
+Kernels: kernels/run.py.
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from megapar_models.build import build_stages, stage_layers
+from megapar_models.registry import validate
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks.peers import (
+    DDP,
+    FSDP2,
+    FSDP2Reshard,
+    Llama,
+    Peer,
+    Pipeline1F1B,
+    Plain,
+    Result,
+    SequenceTensorParallel,
+    SequenceTensorParallelLoss,
+    TensorParallel,
+    TensorParallelLoss,
+    Weights,
+)
+from benchmarks.traffic import expected_traffic
+from megapar import comm, context, device
+from megapar.batch import MicroBatch
+from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.errors import ConfigError, MegaparError, reported
+from megapar.files import write_json
+from megapar.params import spec_of
+from megapar.provenance import in_a_line, provenance
+from megapar.train.step import train_step
+from megapar.train.trainer import assemble
+
+LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2"]
+WARMUP = 1  # steps: DTensor fills its caches, megapar learns when buckets are full, pipelining asks for shapes
+# Relative, loose for the norm's sake: torch sums squares in fp32, which errs by 6e-4 in a matrix of 2 million elements
+# on a CPU, and by as much changes the update after clipping.
+TOLERANCES = {"loss": 1e-4, "grad_norm": 1e-2}
+
+
+class BenchmarkError(MegaparError):
+    """The numbers are worthless: contenders disagree, or a rank failed."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure megapar against PyTorch's own ways to train, on this machine."""
+
+    hidden: tuple[int, ...] = (256, 512)
+    """Widths of the model: heads are 64 wide, two query heads share a key/value head, the MLP is 11/4 as wide."""
+    layouts: tuple[LayoutName, ...] = ("single", "dp2", "tp2", "tp2+sp", "pp2")
+    """single is one process; the others are two: data, tensor (with sequence) and pipeline parallel."""
+    steps: int = 5
+    """Timed steps of each contender, after one that warms up."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda needs a GPU for each process."""
+    json: Path | None = None
+    """Write all numbers to this file."""
+    num_hidden_layers: int = 4
+    """Transformer layers."""
+    vocab_size: int = 4096
+    """Token ids."""
+    seq_length: int = 256
+    """Tokens of a sample."""
+    global_batch_size: int = 8
+    """Samples of a step over all processes; micro-batches hold one."""
+
+
+class Megapar(Peer):
+    """megapar, put together as its trainer does."""
+
+    name = "megapar"
+
+    def __init__(self, config: Config, weights: Weights, device: torch.device):
+        super().__init__(config, weights, device)
+        parallel = config.parallel
+        self.ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, device=device)
+        stages = build_stages(config, self.ctx)
+        load_weights(stages.values(), weights)
+        self.state = assemble(config, self.ctx, stages)
+
+    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
+        batches = [
+            MicroBatch(tokens, targets, torch.ones_like(targets, dtype=torch.float32), torch.zeros_like(targets[:, 0]))
+            for tokens, targets in self.micro_batches(tokens_bs, targets_bs, self.ctx.dp.size)
+        ]
+        result = train_step(self.state, batches)
+        return Result(result.loss, result.grad_norm)
+
+
+@torch.no_grad()
+def load_weights(modules: Iterable[nn.Module], weights: Weights) -> None:
+    """Copy this rank's slices of logical tensors into its parameters, zeros into padding rows."""
+    for param in {id(p): p for module in modules for p in module.parameters()}.values():
+        param.zero_()
+        for piece, first, last in spec_of(param).segments():
+            part = weights[piece.name][piece.held.slices]
+            param.view(-1)[first:last].copy_(part.flatten())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to place the model, and who can: classes of contenders, megapar's own as (name, zero_stage)."""
+
+    parallel: ParallelConfig
+    peers: tuple[type[Peer], ...]
+    megapar: tuple[tuple[str, Literal[0, 1]], ...] = (("megapar", 1),)
+
+    @property
+    def world(self) -> int:
+        return self.parallel.tp * self.parallel.pp * self.parallel.dp
+
+    @property
+    def contenders(self) -> dict[str, tuple[type[Peer], Literal[0, 1]]]:
+        """Class and zero_stage by name; megapar as it is by default comes first."""
+        return {name: (Megapar, stage) for name, stage in self.megapar} | {p.name: (p, 0) for p in self.peers}
+
+
+LAYOUTS: dict[str, Layout] = {
+    "single": Layout(ParallelConfig(dp=1), (Plain,)),
+    "dp2": Layout(ParallelConfig(dp=2), (DDP, FSDP2, FSDP2Reshard), (("megapar", 1), ("megapar, zero_stage 0", 0))),
+    "tp2": Layout(ParallelConfig(dp=1, tp=2), (TensorParallel, TensorParallelLoss)),
+    "tp2+sp": Layout(
+        ParallelConfig(dp=1, tp=2, sequence_parallel=True), (SequenceTensorParallel, SequenceTensorParallelLoss)
+    ),
+    "pp2": Layout(ParallelConfig(dp=1, pp=2), (Pipeline1F1B,)),
+}
+
+
+def make_config(options: Options, hidden: int, layout: Layout, zero_stage: Literal[0, 1]) -> Config:
+    """What is trained, derived values filled in, with megapar's balance of stages written out, for the peer as well.
+
+    Raises ConfigError for a width that is no multiple of 256.
+    """
+    if hidden % 256:
+        raise ConfigError(f"--hidden {hidden} must be a multiple of 256: DTensor cannot share key/value heads over tp")
+    config = Config(
+        model=ModelConfig(
+            hidden_size=hidden,
+            num_hidden_layers=options.num_hidden_layers,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 128,
+            intermediate_size=hidden * 11 // 4,
+            vocab_size=options.vocab_size,
+        ),
+        parallel=layout.parallel,
+        train=TrainConfig(global_batch_size=options.global_batch_size, seq_length=options.seq_length),
+        optimizer=OptimizerConfig(lr=1e-3, schedule="constant", zero_stage=zero_stage),
+    )
+    stages = tuple(len(layers) for layers in stage_layers(validate(config, layout.world)))
+    return validate(replace(config, parallel=replace(config.parallel, partition=stages)), layout.world)
+
+
+def make_weights(config: Config) -> Weights:
+    """Logical tensors: matrices N(0, 0.02), norms near 1 but not 1, so that a norm left out shows."""
+    with torch.device("meta"):
+        shapes = Llama(config.model, 1, range(config.model.num_hidden_layers)).state_dict()
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(x.shape, generator=generator) * 0.02 + (x.ndim == 1) for name, x in shapes.items()}
+
+
+def make_batches(config: Config, count: int) -> list[tuple[Tensor, Tensor]]:
+    """(tokens, targets) [samples, s] of each step; low ids are likelier, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(2)
+    shape = config.train.global_batch_size, config.train.seq_length + 1
+    samples = [(config.model.vocab_size * torch.rand(shape, generator=generator) ** 3).long() for _ in range(count)]
+    return [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in samples]
+
+
+def run_ranks(world: int, where: str, body: Callable[[torch.device], Any], seconds: float | None = None) -> list[Any]:
+    """`body(device)` on `world` forked processes that can talk; returns what each returned (JSON types), by rank.
+
+    Raises BenchmarkError with the traceback of the first rank that failed, or if a rank was killed, or if the ranks are
+    not done after `seconds` (None: wait without end). Ranks that still run are ended.
+    """
+    fork = multiprocessing.get_context("fork")
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [fork.Process(target=_rank_main, args=(body, rank, world, where, folder)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        running = list(ranks)
+        while running and all(process.exitcode in (None, 0) for process in ranks) and time.monotonic() < end:
+            wait([process.sentinel for process in running], None if seconds is None else max(end - time.monotonic(), 0))
+            running = [process for process in running if process.exitcode is None]
+        codes = [process.exitcode for process in ranks]  # before the kills below
+        for process in ranks:
+            process.kill()
+            process.join()
+        for rank in range(world):
+            error = Path(folder, f"error_{rank}")
+            if error.exists():
+                raise BenchmarkError(f"rank {rank} of {world} failed:\n{error.read_text()}")
+        if lost := [code for code in codes if code]:
+            raise BenchmarkError(f"a rank ended without a result, exit code {lost[0]}")
+        if running:
+            raise BenchmarkError(f"not done after {seconds} seconds, and ended")
+        return [json.loads(Path(folder, f"result_{rank}").read_text()) for rank in range(world)]
+
+
+def _rank_main(body: Callable[[torch.device], Any], rank: int, world: int, where: str, folder: str) -> None:
+    try:
+        chosen = device.choose(where, rank, world)
+        device.prepare(chosen, threads=1, deterministic=False)
+        if world > 1:
+            store = dist.FileStore(f"{folder}/store", world)
+            comm.initialize(device.backend(chosen), rank, world, store=store, device=chosen)
+        Path(folder, f"result_{rank}").write_text(json.dumps(body(chosen)))
+        if world > 1:
+            dist.barrier()
+    except BaseException:
+        Path(folder, f"error_{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+    # No interpreter shutdown: fully_shard over gloo sometimes aborts in it, after all work is done.
+    os._exit(0)
+
+
+def resident_bytes(where: torch.device) -> int:
+    """What this process holds now: resident size, or bytes allocated on its GPU."""
+    if where.type == "cuda":
+        return torch.cuda.memory_allocated(where)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def build_contender(options: Options, hidden: int, layout: Layout, name: str, where: torch.device) -> Peer:
+    kind, zero_stage = layout.contenders[name]
+    config = make_config(options, hidden, layout, zero_stage)
+    return kind(config, make_weights(config), where)
+
+
+def measure_time(options: Options, hidden: int, layout: Layout, names: Sequence[str], where: torch.device) -> Any:
+    """On each rank: for each contender the seconds, results and bytes sent of every step, warm-up included."""
+    contenders = {name: build_contender(options, hidden, layout, name, where) for name in names}
+    measured: dict[str, dict[str, list[Any]]] = {
+        n: {"seconds": [], "cpu": [], "results": [], "sent": []} for n in names
+    }
+    config = make_config(options, hidden, layout, 0)
+    for number, batch in enumerate(make_batches(config, WARMUP + options.steps)):
+        tokens_bs, targets_bs = (x.to(where) for x in batch)
+        for name in names if number % 2 else reversed(names):
+            contender, record = contenders[name], measured[name]
+            before = contender.ctx.traffic() if isinstance(contender, Megapar) else {}
+            synchronize(layout.world, where)
+            start, start_cpu = time.perf_counter(), time.process_time()
+            result = contender.step(tokens_bs, targets_bs)
+            synchronize(layout.world, where)
+            record["seconds"].append(time.perf_counter() - start)
+            record["cpu"].append(time.process_time() - start_cpu)
+            record["results"].append(result)
+            if isinstance(contender, Megapar):
+                sent = contender.ctx.traffic()
+                record["sent"].append({axis: sent[axis] - before.get(axis, 0) for axis in sent})
+    return measured
+
+
+def synchronize(world: int, where: torch.device) -> None:
+    device.synchronize(where)
+    if world > 1:
+        dist.barrier()
+
+
+def measure_memory(options: Options, hidden: int, layout: Layout, name: str, where: torch.device) -> Any:
+    """Bytes: (held before the contender was built, peak after two steps)."""
+    kind, zero_stage = layout.contenders[name]
+    config = make_config(options, hidden, layout, zero_stage)
+    weights = make_weights(config)
+    before = resident_bytes(where)
+    contender = kind(config, weights, where)
+    for tokens_bs, targets_bs in make_batches(config, 2):
+        contender.step(tokens_bs.to(where), targets_bs.to(where))
+    return before, device.peak_memory_bytes(where)
+
+
+def run_layout(options: Options, hidden: int, layout_name: str, reference: Sequence[Result]) -> dict[str, Any]:
+    """Everything about one layout at one width, as it goes into the JSON file."""
+    layout = LAYOUTS[layout_name]
+    ranks = run_ranks(
+        layout.world, options.device, partial(measure_time, options, hidden, layout, list(layout.contenders))
+    )
+    tokens = options.global_batch_size * options.seq_length
+    contenders = []
+    for name, (kind, zero_stage) in layout.contenders.items():
+        seconds = ranks[0][name]["seconds"][WARMUP:]
+        memory = run_ranks(layout.world, options.device, partial(measure_memory, options, hidden, layout, name))
+        ratios = [theirs / ours for theirs, ours in zip(seconds, ranks[0]["megapar"]["seconds"][WARMUP:], strict=True)]
+        contender = {
+            "name": name,
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / statistics.median(seconds),
+            "megapar_is_faster": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+            "cpu_seconds": [rank[name]["cpu"][WARMUP:] for rank in ranks],
+            "cpu_time_over_megapar": cpu_seconds(ranks, name) / cpu_seconds(ranks, "megapar"),
+            "peak_bytes": [peak for _, peak in memory],
+            "peak_bytes_above_start": [peak - before for before, peak in memory],
+            "errors": {what: largest_error(ranks[0][name]["results"], reference, what) for what in TOLERANCES},
+        }
+        if kind is Megapar:
+            contender["sent"] = [rank[name]["sent"][-1] for rank in ranks]
+            config = make_config(options, hidden, layout, zero_stage)
+            contender["formula"] = [
+                expected_traffic(config, rank if layout.parallel.pp > 1 else 0) for rank in range(layout.world)
+            ]
+        contenders.append(contender)
+    return {"hidden": hidden, "layout": layout_name, "contenders": contenders}
+
+
+def cpu_seconds(ranks: Sequence[dict[str, Any]], name: str) -> float:
+    """Median over steps of the CPU time of all ranks: what is left of a step when nobody waits."""
+    return statistics.median(map(sum, zip(*(rank[name]["cpu"][WARMUP:] for rank in ranks), strict=True)))
+
+
+def largest_error(results: Sequence[Sequence[float]], reference: Sequence[Result], field: str) -> float:
+    """Over all steps, relative to plain PyTorch in one process."""
+    place = Result._fields.index(field)
+    return max(abs(r[place] - e[place]) / abs(e[place]) for r, e in zip(results, reference, strict=True))
+
+
+def measure_reference(options: Options, hidden: int, where: torch.device) -> Any:
+    """Results of plain PyTorch in one process for every step."""
+    config = make_config(options, hidden, LAYOUTS["single"], 0)
+    plain = Plain(config, make_weights(config), where)
+    batches = make_batches(config, WARMUP + options.steps)
+    return [plain.step(tokens_bs.to(where), targets_bs.to(where)) for tokens_bs, targets_bs in batches]
+
+
+def problems(run: dict[str, Any]) -> list[str]:
+    """What makes a layout's numbers worthless: other results than plain PyTorch's, other bytes than the formulas'."""
+    found = []
+    for contender in run["contenders"]:
+        name = f"hidden {run['hidden']}, {run['layout']}, {contender['name']}"
+        for what, error in contender["errors"].items():
+            if not error <= TOLERANCES[what]:
+                found.append(f"{name}: {what} differs by {error:.1e}, above {TOLERANCES[what]}: another computation")
+        if contender.get("sent") != contender.get("formula"):
+            found.append(f"{name}: bytes by axis {contender['sent']} are not the formulas' {contender['formula']}")
+    return found
+
+
+def speed_table(runs: Sequence[dict[str, Any]]) -> Table:
+    """The fastest of torch's own in bold: what megapar wants to reach."""
+    table = Table(
+        title="megapar's speed over that of each contender, whose losses and norms differ from plain PyTorch's"
+    )
+    for column in ("hidden", "layout", "contender"):
+        table.add_column(column)
+    for column in ("tokens/s", "speed", "range", "CPU time", "peak MiB a rank", "loss", "norm"):
+        table.add_column(column, justify="right")
+    for run in runs:
+        peers = [c for c in run["contenders"] if "sent" not in c]
+        fastest = max(peers, key=lambda c: c["tokens_per_second"])
+        for contender in run["contenders"]:
+            ratio = contender["megapar_is_faster"]
+            table.add_row(
+                str(run["hidden"]),
+                run["layout"],
+                contender["name"],
+                f"{contender['tokens_per_second']:,.0f}",
+                f"{ratio['median']:.2f}x",
+                f"{ratio['min']:.2f}-{ratio['max']:.2f}",
+                f"{contender['cpu_time_over_megapar']:.2f}x",
+                " ".join(f"{n / 2**20:,.0f}" for n in contender["peak_bytes_above_start"]),
+                *(f"{error:.0e}" for error in contender["errors"].values()),
+                style="bold" if contender is fastest else None,
+                end_section=contender is run["contenders"][-1],
+            )
+    return table
+
+
+def traffic_table(runs: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="Bytes that rank 0 of megapar sends in a step")
+    for column in ("hidden", "layout", "contender", "axis"):
+        table.add_column(column)
+    for column in ("measured", "formula"):
+        table.add_column(column, justify="right")
+    for run in runs:
+        for contender in (c for c in run["contenders"] if "sent" in c):
+            sent, formula = contender["sent"][0], contender["formula"][0]
+            for axis in sorted(sent | formula):
+                numbers = (f"{bytes_.get(axis, 0):,}" for bytes_ in (sent, formula))
+                table.add_row(str(run["hidden"]), run["layout"], contender["name"], axis, *numbers)
+    return table
+
+
+def check_options(options: Options) -> None:
+    """Raise ConfigError for what cannot be measured, before anything is."""
+    for name in options.layouts:
+        for hidden in options.hidden:
+            make_config(options, hidden, LAYOUTS[name], 1)
+    most = max(LAYOUTS[name].world for name in options.layouts)
+    if options.device == "cuda" and device.cuda_devices() < most:
+        raise ConfigError(
+            f"--device cuda: --layouts {' '.join(options.layouts)} needs {most} GPUs, there are "
+            f"{device.cuda_devices()}; choose --layouts single, --device cpu, or tools/benchmark.py gpu for one GPU"
+        )
+
+
+def main(options: Options) -> None:
+    """Measure, print both tables, write the JSON file; raises BenchmarkError if the numbers are worthless."""
+    check_options(options)
+    torch.set_num_threads(1)
+    runs = []
+    with Progress(auto_refresh=False, console=Console(stderr=True)) as progress:
+        task = progress.add_task("measuring", total=len(options.hidden) * len(options.layouts))
+        for hidden in options.hidden:
+            reference = run_ranks(1, options.device, partial(measure_reference, options, hidden))[0]
+            for name in options.layouts:
+                progress.update(task, description=f"hidden {hidden}, {name}", refresh=True)
+                runs.append(run_layout(options, hidden, name, [Result(*r) for r in reference]))
+                progress.update(task, advance=1, refresh=True)
+    console = Console(width=130)  # narrower, numbers would be cut
+    console.print(speed_table(runs))
+    console.print(traffic_table(runs))
+    facts = provenance(device.choose(options.device, 0, 1))
+    console.print(in_a_line(facts))
+    if options.json:
+        facts |= {"options": {k: str(v) for k, v in asdict(options).items() if k != "json"}}
+        write_json(options.json, facts | {"runs": runs})
+    found = [problem for run in runs for problem in problems(run)]
+    if found:
+        raise BenchmarkError("\n".join(found))
+
+
+if __name__ == "__main__":
+    with reported():
+        main(tyro.cli(Options, description=__doc__))
