@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Build the documentation into DIR: bash tools/build_docs.sh DIR. A broken link or an unknown page ends it with an error.
+# Build the documentation into DIR: bash tools/build_docs.sh DIR [mkdocs option ...]
+# A broken link or an unknown page ends it with an error.
 # Needs the docs extra (pip install -c constraints.txt -e '.[docs]') and no network.
 set -euo pipefail
-if [ $# -ne 1 ]; then
-    echo "usage: bash tools/build_docs.sh DIR" >&2
+if [ $# -eq 0 ]; then
+    echo "usage: bash tools/build_docs.sh DIR [mkdocs option ...]" >&2
     exit 2
 fi
 site=$(realpath -m "$1")
@@ -14,4 +15,4 @@ if [ -d "$site" ] && [ -n "$(ls -A "$site")" ] && [ ! -f "$site/objects.inv" ]; 
 fi
 cd "$(dirname "$0")/.."
 # Not --quiet: mkdocs then counts no warnings, and strict means nothing. The variable silences Material's advertisement.
-NO_MKDOCS_2_WARNING=1 exec "${PYTHON:-python}" -m mkdocs build --strict --site-dir "$site"
+NO_MKDOCS_2_WARNING=1 exec "${PYTHON:-python}" -m mkdocs build --strict --site-dir "$site" "${@:2}"
