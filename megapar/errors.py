@@ -21,11 +21,13 @@ from megapar.flight import Flight
 class MegaparError(Exception):
     """Base of every error that a user can cause or mend; printed without a traceback.
 
-    `everywhere`: all ranks raise it with the same words, so that rank 0 alone prints it.
+    `everywhere`: all ranks raise it with the same words, so that rank 0 alone prints it. `told`: another rank of this
+    host prints it, as it has the same words.
     """
 
     exit_code = 70
     everywhere = False
+    told = False
     patience_seconds = 0.0
 
 
@@ -64,7 +66,6 @@ class CommunicationError(MegaparError):
 
     exit_code = 6
     patience_seconds = 1.0
-    told = False  # whether another rank of this host tells it
     ranks: Sequence[Any] = ()  # where all ranks stood, if that is known, as JSON types
     culprit: Mapping[str, Any] = {}  # rank, host, pid, step and phase of the rank that is missing, if it is known
 
@@ -153,15 +154,16 @@ def reported(
 ) -> Iterator[None]:
     """Around a program's main: a MegaparError becomes one line on stderr, error.json in `run_dir`, and its exit code.
 
-    Errors that all ranks raise are told by rank 0 alone. `launcher_tells`: this rank leaves its error in `flight`, and
-    the launcher, which knows those of all ranks, tells one. An interruption is one line, and exits with 128 plus the
-    signal's number. Everything else is a bug: its traceback is printed here, and the code is 70.
+    Errors that all ranks raise are told by rank 0 alone; of ranks on one host that raise the same words, one tells.
+    `launcher_tells`: this rank leaves its error in `flight`, and the launcher, which knows those of all ranks, tells
+    one. An interruption is one line, and exits with 128 plus the signal's number. Everything else is a bug: its
+    traceback is printed here, and the code is 70.
     """
     flight = flight or Flight()
     try:
         yield
     except MegaparError as error:
-        facts = {"everywhere": error.everywhere} | error_facts(error, rank, flight)
+        facts = {"everywhere": error.everywhere, "told": error.told} | error_facts(error, rank, flight)
         flight.post_error(facts)
         if not launcher_tells:
             time.sleep(error.patience_seconds if not facts.get("ranks") else 0)

@@ -298,10 +298,11 @@ class FlightFile:
         except (OSError, ValueError):  # another container's process, or its log is being made
             return None
 
-    def claim(self, pid: int) -> bool:
-        """Whether this is the first call on this host for the job whose lowest rank here is process `pid`."""
+    def claim(self, pid: int, what: str = "") -> bool:
+        """Whether this is the first call for `what`, some letters, on this host by a rank of the job whose lowest rank
+        here is process `pid`."""
         try:
-            os.close(os.open(self._folder / f"{_PREFIX}{pid}.told", os.O_CREAT | os.O_EXCL, 0o600))
+            os.close(os.open(self._folder / f"{_PREFIX}{pid}{what}.told", os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
             return False
         return True

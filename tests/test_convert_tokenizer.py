@@ -128,21 +128,36 @@ def test_an_export_encodes_as_training_did(kind: str, spec: str, tmp_path: Path)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == ours.eod
 
 
-def test_a_tokenizer_that_transformers_rebuilds_is_refused(tmp_path: Path) -> None:
-    """Row I6: for model_type qwen2 transformers cuts words as Qwen does, whatever tokenizer.json says."""
-    for name in ("hf", "spm, dummy prefix"):
-        spec = make_tokenizer(tmp_path / name, name)
-        source = make_checkpoint(tmp_path / f"native {name}", "qwen2", data=DataConfig(tokenizer=spec))
-        options = NativeToHf(source, tmp_path / f"export {name}", verify=False)
-        refused(options, "texts are encoded otherwise by AutoTokenizer (Qwen2Tokenizer)", "PreTrainedTokenizerFast")
-        native_to_hf(replace(options, verify_tokenizer=False))
-        assert report(options.dst) == {"verified": False, "why": "--no-verify_tokenizer"}
-        ours = load_tokenizer(spec)
-        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(options.dst)
+@pytest.mark.parametrize("name", ["hf", "bytes", "spm, dummy prefix"])
+def test_a_tokenizer_that_transformers_would_rebuild_is_read_as_it_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row I6: for model_type qwen2 transformers cuts words as Qwen does, whatever tokenizer.json and tokenizer_class
+    say. An auto_map ends that, with and without trust_remote_code."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    spec = make_tokenizer(tmp_path / "tokenizer", name)
+    source = make_checkpoint(tmp_path / "native", "qwen2", data=DataConfig(tokenizer=spec))
+    options = NativeToHf(source, tmp_path / "export", tokenizer=spec, verify=False)
+    native_to_hf(options)
+    assert (report(options.dst)["verified"], report(options.dst)["different"]) == (True, 0)
+    ours = load_tokenizer(spec)
+    for trust in (None, False, True):
+        theirs = transformers.AutoTokenizer.from_pretrained(options.dst, trust_remote_code=trust)
         assert not differences(ours, lambda text, theirs=theirs: theirs(text)["input_ids"], TEXTS)
+        assert theirs.eos_token_id == ours.eod
+    again = replace(options, dst=tmp_path / "again", like=options.dst)  # its files are enough to export again
+    native_to_hf(again)
+    theirs = transformers.AutoTokenizer.from_pretrained(again.dst, trust_remote_code=True)
+    assert not differences(ours, lambda text: theirs(text)["input_ids"], TEXTS)
+    beside = options.dst / "tokenizer_config.json"
+    facts = json.loads(beside.read_text())
+    del facts["auto_map"]
+    beside.write_text(json.dumps(facts))
+    theirs = transformers.AutoTokenizer.from_pretrained(options.dst)
+    assert differences(ours, lambda text: theirs(text)["input_ids"], TEXTS), "transformers needs no auto_map any more"
 
 
-def test_qwens_own_tokenizer_is_not(tmp_path: Path) -> None:
+def test_qwens_own_tokenizer_needs_nothing(tmp_path: Path) -> None:
     path = hugging_face(tmp_path, post_processor=None, truncation=None, padding=None)
     whole = tokenizers.Tokenizer.from_file(str(path))
     qwens = transformers.Qwen2Tokenizer()._tokenizer
@@ -151,6 +166,7 @@ def test_qwens_own_tokenizer_is_not(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "native", "qwen2", data=DataConfig(tokenizer=f"hf:{path}"))
     native_to_hf(NativeToHf(source, tmp_path / "export", verify=False))
     assert report(tmp_path / "export")["different"] == 0
+    assert "auto_map" not in json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
 
 
 def test_files_of_another_tokenizer_or_end_are_refused(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megapar.data.indexed import IndexedWriter
 from tests.support import program
 from tests.support.program import Program
 from tests.test_program import free_port, slurm
@@ -85,3 +87,39 @@ def test_a_request_to_one_rank_stops_all(tmp_path: Path) -> None:
     assert ended[0].err.startswith("Preempted: stopped by SIGUSR1 after step ")
     left = {f"megapar-flight-{rank.pid}" for rank in ranks} & set(os.listdir("/dev/shm"))
     assert not left, "a run that ends well removes its flight logs"
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_an_error_that_ranks_share_is_told_once(tmp_path: Path, axis: str) -> None:
+    """Each rank of a tensor group, and the first and the last pipeline stage, read the same bad token."""
+    tokens = np.zeros(4000, dtype=np.int64)
+    tokens[1700] = 300
+    with IndexedWriter(tmp_path / "bad", np.dtype(np.uint16)) as writer:
+        writer.add_document(tokens)
+    port = free_port()
+    flags = (f"--parallel.{axis}", "2", "--model.vocab_size", "300", "--data.train", "bad", "--train.steps", "100")
+    ranks = [program.start(*flags, cwd=tmp_path, env=slurm(rank, 2, port)) for rank in (0, 1)]
+    ended = [rank.wait(60) for rank in ranks]
+    assert [rank.code for rank in ended] == [3, 3]
+    lines = [line for rank in ended for line in rank.err.splitlines() if "Error" in line]
+    assert len(lines) == 1, lines
+    assert "offset 1700: token id 300" in lines[0]
+    facts = json.loads((tmp_path / "run/error.json").read_text())
+    assert (facts["class"], facts["exit_code"]) == ("DataError", 3)
+    assert "offset 1700: token id 300" in facts["message"]
+    assert facts["step"] >= 1
+    assert "told" not in facts
+
+
+def test_errors_of_ranks_that_differ_are_all_told(tmp_path: Path) -> None:
+    """Two ranks of a data-parallel group read two bad tokens at once."""
+    tokens = np.full(4000, 300, dtype=np.int64)
+    with IndexedWriter(tmp_path / "bad", np.dtype(np.uint16)) as writer:
+        writer.add_document(tokens)
+    port = free_port()
+    flags = ("--parallel.dp", "2", "--model.vocab_size", "300", "--data.train", "bad")
+    ranks = [program.start(*flags, cwd=tmp_path, env=slurm(rank, 2, port)) for rank in (0, 1)]
+    ended = [rank.wait(60) for rank in ranks]
+    assert [rank.code for rank in ended] == [3, 3]
+    for rank in ended:
+        assert sum("DataError" in line for line in rank.err.splitlines()) == 1, rank.err

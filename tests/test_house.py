@@ -63,7 +63,7 @@ KNOW_CUDA = {"megapar/device.py", "kernels/megapar_kernels/launch.py"}
 # Never required: imported where somebody asks for them. (apex on PyPI is another package: see kernels' apex.py.)
 OPTIONAL = (
     *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "liger_kernel", "transformers"),
-    *("tokenizers", "tiktoken", "zstandard", "pyarrow", "datasets", "mkdocs"),
+    *("tokenizers", "tiktoken", "zstandard", "pyarrow", "datasets", "megatron", "mkdocs"),
 )
 
 # Distributions whose import is not their name.

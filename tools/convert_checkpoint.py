@@ -1,7 +1,8 @@
 """Checkpoints of Hugging Face to native ones and back, of Megatron-LM to native ones, of native ones to torch's, on one
 CPU, a tensor at a time.
 
-What is written is compared with transformers first: the largest difference of logits, in fp32, goes to parity.json.
+What is written is compared with transformers first, on request with Megatron-Core: the largest difference of logits, in
+fp32, goes to parity.json.
 """
 
 import importlib.metadata
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.checkpoint import dcp, megatron
+from megapar.checkpoint import dcp, megatron, megatron_core
 from megapar.checkpoint.format import WEIGHTS, Manifest, Sizes, read_manifest
 from megapar.checkpoint.huggingface import (
     Recipe,
@@ -54,7 +55,7 @@ from megapar.config import (
 from megapar.config_io import part_toml
 from megapar.data.prepared import read_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
-from megapar.data.tokenizer_files import compare_with_transformers, write_missing
+from megapar.data.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
 from megapar.errors import CheckpointError, ConfigError, DataError, reported
 from megapar.precision import model_dtype
 from megapar.validate import Entry, validate, weight_options
@@ -62,7 +63,7 @@ from megapar.validate import Entry, validate, weight_options
 HF_CONFIG, CONFIG, PARITY, GENERATION = "config.json", "config.toml", "parity.json", "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", GENERATION),
+    *("vocab.json", "merges.txt", "chat_template.jinja", GENERATION, CODE),
 )
 TOKENIZERS = {"hf": "tokenizer.json", "spm": "tokenizer.model"}
 PRECISION: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
@@ -127,6 +128,8 @@ class MegatronToNative:
     """The tokenizer's size, beyond which rows are padding; 0 takes what Megatron's --vocab-size was."""
     accept_args: tuple[str, ...] = ()
     """Names of Megatron's args that do not change what the model computes, though we do not know them."""
+    verify: bool = False
+    """Compare logits with Megatron-Core (pip install megatron-core), which loads the whole model twice, on the CPU."""
     shard_bytes: int = SHARD_BYTES
     """Largest file, unless one tensor is larger."""
 
@@ -144,7 +147,7 @@ class NativeToDcp:
 def hf_to_native(options: HfToNative) -> None:
     """Raises ConfigError for an unsupported config.json, CheckpointError for other tensors than it says, before
     anything is written."""
-    check_reference(options.verify)
+    check_transformers(options.verify)
     raw = read_json(options.src / HF_CONFIG)
     config = whole_config(from_hugging_face(raw))
     for line in told(raw):
@@ -175,14 +178,14 @@ def hf_to_native(options: HfToNative) -> None:
         named_options = ("model", "data.tokenizer") if kinds else ("model",)
         (folder / CONFIG).write_text(part_toml(config, named_options))
         if options.verify:
-            write_json(folder / PARITY, verify(folder, options.src, weights.dtype))
+            write_json(folder / PARITY, verify(folder, transformers_reference(options.src), weights.dtype))
     print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
 
 
 def native_to_hf(options: NativeToHf) -> None:
     """Raises ConfigError if Hugging Face has no such model, CheckpointError for a damaged checkpoint, before anything
     is written (damage inside a chunk: before DST exists)."""
-    check_reference(options.verify)
+    check_transformers(options.verify)
     manifest = read_manifest(options.src)
     config = saved_config(manifest)
     shapes = native_shapes(config.model)
@@ -213,17 +216,23 @@ def native_to_hf(options: NativeToHf) -> None:
         if origin is not None and not (folder / GENERATION).exists():
             copy_files(origin, folder, (GENERATION,))
         compared = {"tokenizer": verify_tokenizer(folder, training, config.model, options)}
-        logits = verify(options.src, folder, dtype) if options.verify else {"prompts": []}
+        reference = transformers_reference(folder) if options.verify else None
+        logits = verify(options.src, reference, dtype) if reference else {"prompts": []}
         write_json(folder / PARITY, {**logits, **compared})
     print(f"{options.dst}: {raw['model_type']}, {raw['torch_dtype']}, step {manifest.step} of {options.src}")
 
 
 def megatron_to_native(options: MegatronToNative) -> None:
     """Raises CheckpointError for files that are damaged, unsafe or of an unsupported model, before anything is
-    written."""
+    written; ConfigError if the comparison is wanted and Megatron-Core is not installed."""
+    if options.verify and not megatron_core.is_installed():
+        raise ConfigError(
+            "--verify compares with Megatron-Core, which is not installed: pip install megatron-core, or do not verify"
+        )
     source = megatron.read(options.src, options.vocab_size, options.accept_args)
     dtypes = {part.dtype for parts in source.parts.values() for part in parts}
-    precision = PRECISION[dtypes.pop() if len(dtypes) == 1 else torch.float32]
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    precision = PRECISION[dtype]
     length = min(TrainConfig.seq_length, source.model.max_position_embeddings)
     config = validate(Config(model=source.model, train=TrainConfig(precision=precision, seq_length=length)), 1)
     shapes = native_shapes(config.model)
@@ -235,6 +244,8 @@ def megatron_to_native(options: MegatronToNative) -> None:
                 folder, config, shapes, lambda name: advance(source.tensor(name)), shard_bytes=options.shard_bytes
             )
         (folder / CONFIG).write_text(part_toml(config, ("model",)))
+        if options.verify:
+            write_json(folder / PARITY, verify(folder, megatron_reference(source, dtype), dtype))
     print(f"{source.folder}, iteration {source.iteration}, read")
     print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
 
@@ -426,12 +437,16 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
         print(f"the tokenizer is not verified: {why}", file=sys.stderr)
         return {"verified": False, "why": why}
     facts, problems = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
+    if problems and (folder / TOKENIZERS["hf"]).exists():
+        # The model_type's class may rebuild the tokenizer. An auto_map would be a burden where it does not.
+        read_as_it_is(folder)
+        facts, still = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
+        problems = problems if still else []
     if problems:
         told = "; ".join([*problems, lacks] if lacks else problems)
         raise CheckpointError(
             f"{options.dst}: the exported tokenizer is not that of the training, {training.spec}: {told}; nothing was "
-            "written. transformers may choose a class by model_type that ignores tokenizer.json, where "
-            "PreTrainedTokenizerFast.from_pretrained reads it as it is; --no-verify_tokenizer writes the folder"
+            "written; --no-verify_tokenizer writes the folder"
         )
     return {"verified": True, "trained_with": training.spec, **facts}
 
@@ -439,46 +454,71 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
 # Parity
 
 
-def check_reference(wanted: bool) -> None:
+class Reference(NamedTuple):
+    """Another implementation with the same weights. `logits` takes tokens [s] and the first position that is wanted;
+    returns [s - first, v]. `misread` says which options of ours are not the reference's, if it can."""
+
+    name: str
+    logits: Callable[[Tensor, int], Tensor]
+    misread: Callable[[ModelConfig], list[str]] = lambda model: []
+
+
+def check_transformers(wanted: bool) -> None:
     if wanted and importlib.util.find_spec("transformers") is None:
         raise ConfigError(
             "--verify compares with transformers, which is not installed: pip install 'megapar[convert]' or --no-verify"
         )
 
 
-def verify(native: Path, hugging_face: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """Print how far logits are apart; returns it for parity.json. Raises CheckpointError beyond the tolerance."""
-    rows = parity(native, hugging_face, dtype)
-    table = Table("prompt", "tokens", "compared from", "largest logit", "largest difference", "relative")
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
-    reference = f"transformers {importlib.metadata.version('transformers')}"
-    worst = max(row["relative"] for row in rows)
-    if not math.isfinite(sum(row["relative"] for row in rows)):
-        raise CheckpointError(f"{native}: logits are not finite, though the weights are: this model overflows")
-    if not worst <= TOLERANCE:
-        raise CheckpointError(
-            f"logits differ from those of {reference} by {worst:.3g} of the largest, more than {TOLERANCE}; "
-            "nothing was written: the conversion is wrong for this model"
-        )
-    facts = {"reference": reference, "computed_in": "float32", "weights": str(dtype).removeprefix("torch.")}
-    return {**facts, "tolerance": TOLERANCE, "prompts": rows}
-
-
-@torch.no_grad()
-def parity(native: Path, hugging_face: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Largest logit difference on each prompt, both models in fp32 from weights in `dtype`."""
+def transformers_reference(folder: Path) -> Reference:
+    """The model in a Hugging Face folder, in fp32."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    theirs = AutoModelForCausalLM.from_pretrained(hugging_face, dtype=torch.float32, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+    def logits(tokens_s: Tensor, first: int) -> Tensor:
+        return model(tokens_s[None], logits_to_keep=len(tokens_s) - first).logits[0]
+
+    return Reference(f"transformers {importlib.metadata.version('transformers')}", logits)
+
+
+def megatron_reference(source: megatron.MegatronCheckpoint, dtype: torch.dtype) -> Reference:
+    """Megatron-Core's model of a classic checkpoint, in fp32 from weights rounded to `dtype`."""
+    model = megatron_core.MegatronModel(source, dtype)
+    return Reference(megatron_core.version(), lambda tokens_s, first: model.logits(tokens_s)[first:], model.misread)
+
+
+def verify(native: Path, reference: Reference, dtype: torch.dtype) -> dict[str, Any]:
+    """Print how far logits are apart; returns it for parity.json. Raises CheckpointError beyond the tolerance."""
+    config, rows = parity(native, reference, dtype)
+    table = Table("prompt", "tokens", "compared from", "largest logit", "largest difference", "relative")
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+    worst = max(row["relative"] for row in rows)
+    if not math.isfinite(sum(row["relative"] for row in rows)):
+        raise CheckpointError(f"{native}: logits are not finite, though the weights are: this model overflows")
+    if not worst <= TOLERANCE:
+        misread = "; ".join(reference.misread(config.model))
+        raise CheckpointError(
+            f"logits differ from those of {reference.name} by {worst:.3g} of the largest, more than {TOLERANCE}; "
+            "nothing was written: the conversion is wrong for this model" + (f": {misread}" if misread else "")
+        )
+    facts = {"reference": reference.name, "computed_in": "float32", "weights": str(dtype).removeprefix("torch.")}
+    return {**facts, "tolerance": TOLERANCE, "prompts": rows}
+
+
+@torch.no_grad()
+def parity(native: Path, reference: Reference, dtype: torch.dtype) -> tuple[Config, list[dict[str, Any]]]:
+    """The options of `native`, and the largest logit difference on each prompt, both models in fp32 from weights in
+    `dtype`."""
     config, stage = load_fp32(native, dtype)
     rows = []
     for name, tokens_s, first in prompts(config.model):
         ours_sv = native_logits(stage, tokens_s, first)[:, : config.model.vocab_size]
-        theirs_sv = theirs(tokens_s[None], logits_to_keep=len(tokens_s) - first).logits[0]
+        theirs_sv = reference.logits(tokens_s, first)[:, : config.model.vocab_size]
         largest, difference = float(theirs_sv.abs().max()), float((ours_sv - theirs_sv).abs().max())
         rows.append(
             {
@@ -490,7 +530,7 @@ def parity(native: Path, hugging_face: Path, dtype: torch.dtype) -> list[dict[st
                 "relative": difference / largest,
             }
         )
-    return rows
+    return config, rows
 
 
 def prompts(model: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:

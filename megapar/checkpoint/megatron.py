@@ -82,6 +82,7 @@ _ROWS = (
     *("embedding.weight", "head.weight", "mlp.gate.weight", "mlp.up.weight", "mlp.up.bias"),
     *(f"attention.{letter}.{kind}" for letter in "qkv" for kind in ("weight", "bias")),
 )
+_FUSED_ROWS = ("attention.qkv.weight", "attention.qkv.bias")
 
 
 class _Left:
@@ -97,16 +98,30 @@ class _Left:
 @dataclass(frozen=True)
 class MegatronCheckpoint:
     """`parts`: every tensor rank's part of a tensor, in order, by our names but with q/k/v and gate/up fused as
-    Megatron has them. They are mapped: pages are read when a tensor is made, and the system may drop them again."""
+    Megatron has them. They are mapped: pages are read when a tensor is made, and the system may drop them again.
+    `args`: Megatron's own, without those whose values are objects of its classes."""
 
     folder: Path
     iteration: int
     model: ModelConfig
     parts: Mapping[str, tuple[Tensor, ...]]
+    args: Mapping[str, Any]
 
     def tensor(self, name: str) -> Tensor:
         """A logical tensor, fp32."""
         return self._joined(name, self.parts[_fused(name)]).float()
+
+    def gathered(self, name: str) -> Tensor:
+        """A tensor of `parts` as a single tensor rank of Megatron would hold it, with the padding rows."""
+        parts = self.parts[name]
+        if name.endswith(_COLUMNS):
+            return torch.cat(parts, 1)
+        if not name.endswith((*_ROWS, *_FUSED_ROWS)):
+            return parts[0]
+        if self.args.get("swiglu") and ".mlp." in name:
+            halves = [part.chunk(2) for part in parts]
+            return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+        return torch.cat(parts)
 
     def check(self, shapes: Mapping[str, Sizes]) -> None:
         """Raises CheckpointError unless the parts make exactly the tensors of `shapes`, and what several ranks hold is
@@ -194,7 +209,8 @@ def read(source: Path, vocab_size: int = 0, accepted: Collection[str] = ()) -> M
     layers = {name.split(".")[1] for name in parts if name.startswith("layers.")}
     if len(layers) != model.num_hidden_layers:
         raise CheckpointError(f"{folder}: holds {len(layers)} layers, args.num_layers is {model.num_hidden_layers}")
-    return MegatronCheckpoint(folder, first.get("iteration") or 0, model, parts)
+    plain = {name: value for name, value in args.items() if not isinstance(value, _Left)}
+    return MegatronCheckpoint(folder, first.get("iteration") or 0, model, parts, plain)
 
 
 def find(source: Path) -> Path:

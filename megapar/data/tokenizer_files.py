@@ -10,6 +10,7 @@ from megapar.errors import ConfigError
 
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
+CODE = "tokenizer_as_it_is.py"
 _SYMBOLS = 32  # special tokens that texts are made of; some tokenizers reserve hundreds
 
 # Two tokenizers that encode all of these alike are taken for the same one. Each text shows something that rebuilt
@@ -104,6 +105,28 @@ def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, c
         facts = {**_config(names, context), **written}
         (folder / CONFIG).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
     return ""
+
+
+_AS_IT_IS = """from transformers import PreTrainedTokenizerFast
+
+
+class AsItIs(PreTrainedTokenizerFast):
+    \"\"\"Reads tokenizer.json as it is. AutoTokenizer takes this class with trust_remote_code alone.\"\"\"
+"""
+
+
+def read_as_it_is(folder: Path) -> None:
+    """Let AutoTokenizer read tokenizer.json in `folder` as it is, also where the class of the model_type would not.
+
+    For some values of model_type, qwen2 among them, transformers 5 ignores tokenizer_class, unless there is an auto_map
+    (AutoTokenizer.from_pretrained, transformers 5.23). Without trust_remote_code it then drops the auto_map, and does
+    follow tokenizer_class. With trust_remote_code it takes the class in the file CODE, which does the same.
+    """
+    written = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
+    written["tokenizer_class"] = "PreTrainedTokenizerFast"
+    written["auto_map"] = {"AutoTokenizer": [None, f"{CODE.removesuffix('.py')}.AsItIs"]}
+    (folder / CONFIG).write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n")
+    (folder / CODE).write_text(_AS_IT_IS)
 
 
 def compare_with_transformers(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> tuple[dict[str, Any], list[str]]:

@@ -18,7 +18,7 @@ import torch
 from megapar import comm, context, device, rendezvous
 from megapar.config import Config, flatten
 from megapar.context import ParallelContext
-from megapar.errors import CommunicationError, ConfigError, reported
+from megapar.errors import CommunicationError, ConfigError, MegaparError, reported
 from megapar.flight import Board, Flight, FlightFile
 from megapar.rendezvous import Member
 from megapar.train.monitor import Monitor
@@ -26,6 +26,7 @@ from megapar.train.report import write_json
 from megapar.train.signals import Signals
 
 _WATCHDOG_MARGIN_SECONDS = 2.0  # that the monitor speaks before NCCL's watchdog ends the process
+_TELLING_SECONDS = 0.5  # that a rank leaves to another one, which tells the error of both
 _MOST_THREADS_PER_CORE = 4
 STARTED = time.monotonic()  # of this program; forked ranks inherit it
 
@@ -80,6 +81,12 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
             except CommunicationError as error:
                 error.ranks, error.culprit = monitor.table, monitor.culprit()
                 error.told = not monitor.speaks()
+                raise
+            except MegaparError as error:
+                if not error.everywhere and not monitor.tells(f"{type(error).__name__}: {error}"):
+                    error.told = True
+                    # Where a rank ends, torchrun ends the others: the one that tells must come first.
+                    error.patience_seconds = _TELLING_SECONDS
                 raise
     finally:
         monitor.close()

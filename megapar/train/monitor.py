@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 from megapar.errors import interrupted_at, tell
@@ -110,8 +111,18 @@ class Monitor:
 
     def speaks(self) -> bool:
         """Whether this rank is the first of its host that has something to tell about what `explain` found."""
-        here = [member.pid for member in self.members if member.host == socket.gethostname()]
-        return self._file is None or not self._answer or self._file.claim(here[0])
+        return self._file is None or not self._answer or self._file.claim(self._lowest_pid())
+
+    def tells(self, words: str) -> bool:
+        """Whether no other rank of this host tells an error with the same `words`. Ranks that raise the same words have
+        one cause: all ranks of a tensor group read the same bad token, say."""
+        if self._file is None or not self.members:  # the local launcher tells one error for all; or nobody is known yet
+            return True
+        return self._file.claim(self._lowest_pid(), f"-{blake2b(words.encode(), digest_size=8).hexdigest()}")
+
+    def _lowest_pid(self) -> int:
+        """The process number of the job's lowest rank on this host, which names the job here."""
+        return next(member.pid for member in self.members if member.host == socket.gethostname())
 
     def logs(self) -> dict[int, Log]:
         """The logs of all ranks that can be read here, each with the state of its process."""

@@ -1,0 +1,279 @@
+"""Logits of Megatron-Core's own GPTModel on a classic checkpoint, which a conversion is compared with.
+
+`megapar.checkpoint.megatron` reads Megatron's args into our options. An arg that changes the model and that it does not
+know, or reads wrongly, would make a wrong model without a word. Here Megatron-Core builds its model from all of the
+args itself, as Megatron-LM does in `core_transformer_config_from_args` and `gpt_builder` (core_v0.16.1). Such an arg
+then shows as a difference of logits.
+
+The model is whole (one tensor and one pipeline rank), in fp32 and on the CPU, where a GPU's own kernels are not needed.
+"""
+
+import importlib.util
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapar.checkpoint.megatron import MegatronCheckpoint
+from megapar.checkpoint.megatron_args import HARMLESS
+from megapar.config import ModelConfig
+from megapar.errors import CheckpointError
+
+PACKAGE = "megatron-core"
+
+# Fields of TransformerConfig that say how Megatron runs a model rather than what it computes: kernels, precision,
+# layout, recomputation, initialization, and kinds of models that `megatron.read` has refused. They keep the defaults of
+# Megatron-Core, which run on a CPU.
+_RUNNING = re.compile(
+    r"(account_for|config_logger|cp_comm|cuda_graph|disable|distribute_saved|enable_cuda|external_cuda|fine_grained|first"
+    r"_last|fp4|fp8|fused|inference|init|log_max|memory|min_offloaded|moe|num_layers_(at|in)|offload|output_layer_init"
+    r"|persist|pipeline|qk_clip|quant|recompute|symmetric|tp_only|transformer_impl|use)_?"
+    r"|.*(init_method.*|_fusion|_backend)"
+)
+
+# Megatron-Core's names of a layer's tensors by ours, with its local layers.
+_LAYER = {
+    "attention_norm": "input_layernorm",
+    "attention.qkv": "self_attention.linear_qkv",
+    "attention.q_norm": "self_attention.q_layernorm",
+    "attention.k_norm": "self_attention.k_layernorm",
+    "attention.o": "self_attention.linear_proj",
+    "mlp_norm": "pre_mlp_layernorm",
+    "mlp.up": "mlp.linear_fc1",
+    "mlp.down": "mlp.linear_fc2",
+}
+_OUTSIDE = {
+    "embedding": "embedding.word_embeddings",
+    "positions": "embedding.position_embeddings",
+    "norm": "decoder.final_layernorm",
+    "head": "output_layer",
+}
+
+
+def is_installed() -> bool:
+    """Whether Megatron-Core can be imported. It is not imported for that."""
+    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
+
+
+def version() -> str:
+    """Such as "megatron-core 0.16.1"."""
+    from megatron.core import package_info
+
+    return f"{PACKAGE} {package_info.__version__}"
+
+
+class MegatronModel:
+    """Megatron-Core's GPTModel with the weights of `source`, in fp32 from weights rounded to `dtype`.
+
+    Raises CheckpointError if Megatron-Core refuses the args or the weights.
+    """
+
+    def __init__(self, source: MegatronCheckpoint, dtype: torch.dtype):
+        tensors = {name: tensor.to(dtype).float() for name, tensor in _weights(source).items()}
+        rows = len(tensors[f"{_OUTSIDE['embedding']}.weight"])
+        with warnings.catch_warnings():
+            # Megatron-Core warns of each library for GPUs that is not there.
+            warnings.simplefilter("ignore")
+            config = config_values(source.args)
+            model = model_values(source.args)
+            try:
+                with _on_one_cpu():
+                    self._model = _build(config, model, rows)
+                self._model.load_state_dict(tensors, strict=True)
+            except (AssertionError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+                reason = " ".join(str(error).split())
+                text = f"{source.folder}: {version()} does not build the model of its args: {reason}"
+                raise CheckpointError(text) from error
+        self._values = config | model
+
+    @torch.no_grad()
+    def logits(self, tokens_s: Tensor) -> Tensor:
+        """[s, v], with the padding rows of Megatron's vocabulary."""
+        positions_s = torch.arange(len(tokens_s))
+        # Where it is given no mask, Megatron-Core makes this one on a GPU. True stands for what is not seen.
+        mask_bass = torch.ones(1, 1, len(tokens_s), len(tokens_s), dtype=torch.bool).triu(1)
+        with _on_one_cpu():
+            logits_bsv: Tensor = self._model(tokens_s[None], positions_s[None], mask_bass)
+        return logits_bsv[0]
+
+    def misread(self, model: ModelConfig) -> list[str]:
+        """The args that do not describe `model`: Megatron-Core's value of each, and what it would be of `model`."""
+        ours = _values_of(model)
+        names = sorted(
+            name for name in {*self._values, *ours} if name not in HARMLESS and not name.endswith("_dropout")
+        )
+        defaults = _defaults()
+        pairs = [
+            (name, self._values.get(name, defaults.get(name)), ours.get(name, defaults.get(name))) for name in names
+        ]
+        return [
+            f"{name} is {_shown(theirs)} there, {_shown(found)} here"
+            for name, theirs, found in pairs
+            if theirs != found
+        ]
+
+
+def config_values(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Megatron-Core's TransformerConfig that decide what a model computes, out of `args`."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    # Any field that has an arg's name is taken from it, whether our reader knows it or not.
+    layout = {field.name for field in fields(ModelParallelConfig)}
+    names = {field.name for field in fields(TransformerConfig)} - layout
+    values = {name: args[name] for name in names if name in args and not _RUNNING.fullmatch(name)}
+    # Args that have another name than the field, or are turned into another value.
+    values["layernorm_epsilon"] = args.get("norm_epsilon") or args.get("layernorm_epsilon")
+    values["layernorm_zero_centered_gamma"] = bool(
+        args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")
+    )
+    if not args.get("group_query_attention"):
+        values["num_query_groups"] = args["num_attention_heads"]
+    return values | _activation(args)
+
+
+def _activation(args: Mapping[str, Any]) -> dict[str, Any]:
+    from megatron.core.activations import quick_gelu, squared_relu
+
+    if args.get("swiglu"):
+        return {"activation_func": F.silu, "gated_linear_unit": True, "bias_activation_fusion": False}
+    if args.get("squared_relu"):
+        return {"activation_func": squared_relu, "gated_linear_unit": False, "bias_activation_fusion": False}
+    if args.get("quick_geglu"):
+        return {"activation_func": quick_gelu, "gated_linear_unit": True, "bias_activation_fusion": False}
+    # The fused function is GELU's tanh form, the other one GELU by erf.
+    fused = args.get("bias_gelu_fusion", True)
+    return {"activation_func": F.gelu, "gated_linear_unit": False, "bias_activation_fusion": fused}
+
+
+def model_values(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of Megatron-Core's GPTModel itself, out of `args`.
+
+    gpt_builder passes no rope_scaling_factor, so GPTModel computes with its default of 8 whatever the arg says.
+    """
+    return {
+        "max_sequence_length": args["max_position_embeddings"],
+        "share_embeddings_and_output_weights": not args.get("untie_embeddings_and_output_weights"),
+        "position_embedding_type": _position_embedding(args),
+        "rotary_percent": 1.0 if args.get("rotary_percent") is None else args["rotary_percent"],
+        "rotary_base": args.get("rotary_base") or 10000,
+        "rope_scaling": bool(args.get("use_rope_scaling")),
+        "seq_len_interpolation_factor": args.get("rotary_seq_len_interpolation_factor"),
+    }
+
+
+def _position_embedding(args: Mapping[str, Any]) -> str:
+    older = "rope" if args.get("use_rotary_position_embeddings") else "learned_absolute"
+    return args.get("position_embedding_type") or older
+
+
+def _values_of(model: ModelConfig) -> dict[str, Any]:
+    """What `config_values` and `model_values` would return for the args of `model`."""
+    from megatron.core.activations import squared_relu
+
+    llama = model.family == "llama"
+    scaling = model.rope_scaling
+    acts = {"silu": F.silu, "relu2": squared_relu, "gelu_pytorch_tanh": F.gelu}
+    return {
+        "num_layers": model.num_hidden_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.intermediate_size,
+        "normalization": "RMSNorm" if llama else "LayerNorm",
+        "layernorm_epsilon": model.rms_norm_eps,
+        "add_bias_linear": not llama,
+        "add_qkv_bias": model.attention_bias,
+        "qk_layernorm": model.qk_norm,
+        "activation_func": acts[model.hidden_act],
+        "gated_linear_unit": llama,
+        "bias_activation_fusion": model.hidden_act == "gelu_pytorch_tanh",
+        "max_sequence_length": model.max_position_embeddings,
+        "share_embeddings_and_output_weights": model.tie_word_embeddings,
+        "position_embedding_type": "rope" if llama else "learned_absolute",
+        "rotary_base": model.rope_theta,
+        "rope_scaling": scaling.rope_type == "llama3",
+        "rope_scaling_factor": scaling.factor if scaling.rope_type == "llama3" else 8.0,
+        "seq_len_interpolation_factor": scaling.factor if scaling.rope_type == "linear" else None,
+    }
+
+
+def _defaults() -> dict[str, Any]:
+    """Megatron-Core's values of what neither the args nor our options say."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = {field.name: field.default for field in fields(TransformerConfig)}
+    return config | {"rotary_percent": 1.0, "rope_scaling_factor": 8.0}
+
+
+def _shown(value: Any) -> str:
+    return getattr(value, "__name__", repr(value))
+
+
+def _weights(source: MegatronCheckpoint) -> dict[str, Tensor]:
+    """All tensors as one tensor and one pipeline rank of Megatron-Core holds them, by its names."""
+    found = {}
+    for name in source.parts:
+        # The last pipeline stage has a copy of a tied embedding; in one stage there is none.
+        if name == "head.weight" and not source.args.get("untie_embeddings_and_output_weights"):
+            continue
+        layer, inside = re.fullmatch(r"(layers\.\d+\.)?(.+)", name).groups()  # type: ignore[union-attr]
+        module, _, kind = inside.rpartition(".")
+        theirs = f"decoder.{layer}{_LAYER[module]}" if layer else _OUTSIDE[module]
+        found[f"{theirs}.{kind}"] = source.gathered(name)
+    return found
+
+
+def _build(config: Mapping[str, Any], model: Mapping[str, Any], rows: int) -> nn.Module:
+    """GPTModel with weights that are not set yet. `rows`: token ids with padding."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    whole = TransformerConfig(**config, use_cpu_initialization=True, perform_initialization=False)
+    layers = get_gpt_layer_local_spec(
+        qk_layernorm=whole.qk_layernorm, qk_l2_norm=whole.qk_l2_norm, normalization=whole.normalization
+    )
+    groups = ProcessGroupCollection(tp=_OneRank(), pp=_OneRank(), cp=_OneRank(), embd=None)
+    return GPTModel(whole, layers, vocab_size=rows, parallel_output=False, pg_collection=groups, **model).eval()
+
+
+class _OneRank:
+    """Stands for a process group of one rank, so that torch.distributed need not be initialized."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+@contextmanager
+def _on_one_cpu() -> Iterator[None]:
+    """Let Megatron-Core build and run a model on a CPU, without torch.distributed. All of its stand-ins are here."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import GlobalMemoryBuffer
+
+    with ExitStack() as stack:
+        # Layers use the groups that they are given only where torch.distributed is initialized.
+        stack.enter_context(patch("torch.distributed.is_initialized", return_value=True))
+        # The rotary table and the buffer of attention scores lie on CUDA's current device, wherever the weights are.
+        stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
+        # Attention forks CUDA's random state for its dropout, also where there is none.
+        no_state = SimpleNamespace(fork=nullcontext)
+        stack.enter_context(patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", return_value=no_state))
+        # Else initialize_model_parallel makes that buffer, which needs torch.distributed.
+        stack.enter_context(patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()))
+        # Its fused functions are compiled at their first call, which needs a C++ compiler on a CPU.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
