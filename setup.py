@@ -37,6 +37,8 @@ setup(
         # What preprocessing reads or tokenises with, imported where it is asked for: hf:, tiktoken:, .zst, .parquet.
         # The tests have all but pyarrow, which takes 170 MB.
         "data": ["tokenizers>=0.21", "tiktoken>=0.8", "zstandard>=0.22", "pyarrow>=17"],
+        # What tools/build_docs.sh needs: the last mkdocs before 2, its theme, and API pages out of docstrings.
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings>=1,<2", "mkdocstrings-python>=2,<3"],
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3",  # the suite on all cores: half the time
@@ -48,6 +50,10 @@ setup(
             "tokenizers>=0.21",
             "tiktoken>=0.8",
             "zstandard>=0.22",
+            "mkdocs>=1.6,<2",
+            "mkdocs-material>=9.7,<10",
+            "mkdocstrings>=1,<2",
+            "mkdocstrings-python>=2,<3",
         ],
     },
 )

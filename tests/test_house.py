@@ -1,16 +1,14 @@
 """The rules of the house, as CONTRIBUTING.md states them: who may import whom, what stands in one place only, sizes,
-declared dependencies, and documents that tell the truth."""
+declared dependencies, and faults that tests guard against. tests/test_docs.py has the rules of documents."""
 
 import ast
-import json
-import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +20,6 @@ SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 PACKAGES = ("megapar", "models/megapar_models", "kernels/megapar_kernels")
 LIBRARY = [path for path in SOURCES if path.relative_to(ROOT).as_posix().startswith(PACKAGES)]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/faults.md")]
 
 # Who may import whom. A module is in the room of the longest name here that it starts with; each room may import itself
 # and the rooms behind it. `main` are the programs that a person starts: they alone name a model family.
@@ -32,7 +29,7 @@ PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchma
 FOUNDATION = {
     f"megapar.{name}": "foundation"
     for name in (
-        *("config", "config_io", "validate", "device", "context", "comm", "params"),
+        *("config", "config_io", "validate", "device", "context", "comm", "params", "linear"),
         *("random", "recompute", "precision", "batch", "errors", "rendezvous", "flight", "agreement"),
         *("files", "provenance", "messages", "derive", "model_rules", "data.spec"),
         "checkpoint.compatible",
@@ -70,7 +67,7 @@ KNOW_CUDA = {"megapar/device.py", "kernels/megapar_kernels/launch.py"}
 # Never required: imported where somebody asks for them. (apex on PyPI is another package: see kernels' apex.py.)
 OPTIONAL = (
     *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "liger_kernel", "transformers"),
-    *("tokenizers", "tiktoken", "zstandard", "pyarrow", "datasets", "megatron"),
+    *("tokenizers", "tiktoken", "zstandard", "pyarrow", "datasets", "megatron", "mkdocs"),
 )
 
 # Distributions whose import is not their name.
@@ -300,15 +297,19 @@ def test_ruff_and_mypy_are_clean() -> None:
 
 
 @cache
-def requirements() -> tuple[list[str], list[str]]:
-    """install_requires and the dev extra of setup.py."""
+def setup_argument(name: str) -> Any:
+    """The value of an argument of setup() in setup.py."""
     call = next(
         node
         for node in ast.walk(tree(ROOT / "setup.py"))
         if isinstance(node, ast.Call) and dotted(node.func) == "setup"
     )
-    values = {keyword.arg: keyword.value for keyword in call.keywords}
-    return ast.literal_eval(values["install_requires"]), ast.literal_eval(values["extras_require"])["dev"]
+    return ast.literal_eval(next(keyword.value for keyword in call.keywords if keyword.arg == name))
+
+
+def requirements() -> tuple[list[str], list[str]]:
+    """install_requires and the dev extra of setup.py."""
+    return setup_argument("install_requires"), setup_argument("extras_require")["dev"]
 
 
 def normal(requirement: str) -> str:
@@ -356,16 +357,7 @@ def test_constraints_pin_every_dependency_and_a_torch_that_setup_allows() -> Non
     assert set(re.findall(r"torch==([\d.]+)", scripts)) <= {pinned["torch"]}
 
 
-# Documents
-
-
-def test_links_of_the_documents_lead_somewhere() -> None:
-    wrong = []
-    for document in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
-            if "://" not in target and not (document.parent / target).exists():
-                wrong.append(f"{document.name}: {target}")
-    assert not wrong, "\n".join(wrong)
+# Faults
 
 
 def rows(text: str) -> set[str]:
@@ -391,45 +383,3 @@ def test_each_fault_is_guarded_by_a_test_that_cites_it() -> None:
         cited |= {name.upper() for name in re.findall(r"def test_([kcdsi]\d+)_", text)}
     assert len(listed) > 70
     assert listed == cited, f"no test cites {sorted(listed - cited)}; not in the list: {sorted(cited - listed)}"
-
-
-def fenced_commands(document: Path) -> list[str]:
-    """Lines of the document's ```bash blocks, continued lines joined."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
-    lines = re.sub(r"\\\n\s*", "", "".join(blocks)).splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
-
-
-def assert_part_of_the_suite(command: str) -> None:
-    """`python -m pytest FILE ...` names files, or tests in them, that `tests/run.sh` runs."""
-    for word in shlex.split(command)[3:]:
-        file, _, test = word.partition("::")
-        assert (ROOT / file) in TESTS, command
-        names = {node.name for node in ast.walk(tree(ROOT / file)) if isinstance(node, ast.FunctionDef)}
-        assert not test or test in names, command
-
-
-def test_readme_commands(tmp_path: Path) -> None:
-    """The two scripts and parts of the suite are there; all other commands are run, in order, in an empty folder."""
-    for name in ("pretrain_scripts", "tools", "README.md"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    commands = fenced_commands(ROOT / "README.md")
-    assert len(commands) > 10
-    for command in commands:
-        if command.startswith("python -m pytest "):
-            assert_part_of_the_suite(command)
-        elif command in ("bash pretrain_scripts/quickstart.sh", "bash tests/run.sh"):
-            subprocess.run(["bash", "-n", command.split()[1]], cwd=ROOT, check=True)
-        else:
-            run = subprocess.run(
-                ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-            )
-            assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
-    promised = re.findall(r"^step (\d)/5 \| loss ([\d.]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert [int(step) for step, _ in promised] == [1, 2, 3, 4, 5]
-    for folder in ("one", "eight"):
-        lines = (tmp_path / "runs" / folder / "metrics.jsonl").read_text().splitlines()
-        losses = [json.loads(line)["loss"] for line in lines]
-        assert losses == pytest.approx([float(loss) for _, loss in promised], abs=1e-3)

@@ -34,7 +34,7 @@ def draw_loss(run_dir: Path, entropies: Path | None) -> Path:
     lines = [json.loads(text) for text in metrics.read_text().splitlines()]
     train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     validation = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
     axes.plot(*zip(*train, strict=True), label="training loss", linewidth=1.2)
     if validation:
         axes.plot(*zip(*validation, strict=True), "o-", color="tab:red", label="held-out loss")
@@ -43,7 +43,9 @@ def draw_loss(run_dir: Path, entropies: Path | None) -> Path:
             axes.axhline(value, color="gray", linestyle=style, label=f"{name} entropy {value:.2f}")
     axes.set(xlabel="step", ylabel="nats per token", title=f"{run_dir.name}: loss")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False)
     path = run_dir / "loss.png"
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -58,7 +60,8 @@ def draw_timeline(run_dir: Path) -> Path | None:
     rows = json.loads(source.read_text())
     events = [Event(rank, Action(kind, stage, mb), start, end) for rank, kind, stage, mb, start, end in rows]
     path = run_dir / "timeline.png"
-    draw(events, path, f"{run_dir.name}: pipeline ranks of the first replica, last step")
+    with plt.rc_context({"font.size": 14}):  # the picture is wide, and mostly seen at half its size
+        draw(events, path, f"{run_dir.name}: pipeline ranks of the first replica, last step")
     return path
 
 

@@ -1,0 +1,213 @@
+"""Pages of the documentation that are made from the code, for mkdocs (mkdocs.yml names this file as a hook).
+
+- `options.md`: every option, from the dataclasses of the configuration and the sentence under each field.
+- `api/*.md`: a page a package, whose docstrings mkdocstrings renders.
+- README.md, CONTRIBUTING.md and CHANGELOG.md as pages, so that no text exists twice.
+- A page for each file of the repository that a document links to, so that links work here as they do in the repository.
+"""
+
+import ast
+import inspect
+import posixpath
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from megapar.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PACKAGE_FOLDERS = ("megapar", "models/megapar_models", "kernels/megapar_kernels")
+LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?\)")
+LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".txt": "text", "": "text"}
+
+
+# mkdocs calls these by their names
+
+
+def on_config(config: Any) -> Any:
+    """Append the API pages to the navigation."""
+    config.nav.append({"API": [{title: page} for page, (title, _) in api_pages().items()]})
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages."""
+    from mkdocs.structure.files import File, InclusionLevel
+
+    for repository_path, page in DOCUMENTS.items():
+        files.append(File.generated(config, page, content=(ROOT / repository_path).read_text()))
+    files.append(File.generated(config, "options.md", content=options_page()))
+    for page, (_, text) in api_pages().items():
+        files.append(File.generated(config, page, content=text))
+    for repository_path in sorted(linked_files()):
+        page = site_path(repository_path)
+        text = file_page(repository_path)
+        files.append(File.generated(config, page, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Point links to files of the repository at their pages."""
+    sources = {site: repository for repository, site in DOCUMENTS.items()}
+    origin = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    return rewrite_links(markdown, origin)
+
+
+# Links
+
+
+def site_path(repository_path: str) -> str:
+    """Where the site has a file of the repository."""
+    if repository_path in DOCUMENTS:
+        return DOCUMENTS[repository_path]
+    if repository_path.startswith("docs/"):
+        return repository_path.removeprefix("docs/")
+    return f"files/{repository_path}.md"
+
+
+def rewrite_links(markdown: str, origin: str) -> str:
+    """The text of document `origin` (a path in the repository) with links that lead to the same files on the site.
+
+    A link to a file that is not there stays as it is: mkdocs then refuses it.
+    """
+    folder = posixpath.dirname(site_path(origin))
+
+    def site_link(match: re.Match[str]) -> str:
+        target = repository_target(match[2], origin)
+        if target is None:
+            return match[0]
+        return f"{match[1]}{posixpath.relpath(site_path(target), folder or '.')}{match[3] or ''})"
+
+    return LINK.sub(site_link, markdown)
+
+
+def repository_target(link: str, origin: str) -> str | None:
+    """The file of the repository that `link` in document `origin` names; None if it is no such file."""
+    if "://" in link:
+        return None
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
+    return target if (ROOT / target).is_file() else None
+
+
+def linked_files() -> set[str]:
+    """Files outside docs/ that documents link to."""
+    documents = [ROOT / name for name in DOCUMENTS] + sorted((ROOT / "docs").rglob("*.md"))
+    found = set()
+    for document in documents:
+        origin = document.relative_to(ROOT).as_posix()
+        for match in LINK.finditer(document.read_text()):
+            target = repository_target(match[2], origin)
+            if target is not None and target not in DOCUMENTS and not target.startswith("docs/"):
+                found.add(target)
+    return found
+
+
+def file_page(repository_path: str) -> str:
+    """A page that shows a file."""
+    path = ROOT / repository_path
+    language = LANGUAGES.get(path.suffix, "text")
+    front_matter = "---\nsearch:\n  exclude: true\n---\n\n"
+    return f"{front_matter}# {repository_path}\n\n``````{language}\n{path.read_text()}``````\n"
+
+
+# API
+
+
+def api_pages() -> dict[str, tuple[str, str]]:
+    """Title and text of a page for each package with code, by the page's path."""
+    pages = {}
+    for folder in PACKAGE_FOLDERS:
+        root = ROOT / folder
+        for package in [root, *sorted(path for path in root.rglob("*") if path.is_dir())]:
+            name = package.relative_to(root.parent).as_posix().replace("/", ".")
+            modules = sorted(path.stem for path in package.glob("*.py") if path.stem != "__init__")
+            if modules:
+                blocks = [f"::: {name}.{module}" for module in modules]
+                pages[f"api/{name}.md"] = (name, "\n\n".join([f"# {name}", *blocks]) + "\n")
+    return pages
+
+
+# Options
+
+
+def options_page() -> str:
+    """Every option with its type, default and meaning."""
+    parts = [
+        "# Options",
+        "Every option of a training run. In TOML an option is a key of its section (`[model]`, `hidden_size = 256`). "
+        "As a flag it has a dotted name (`--model.hidden_size 256`). A switch has two flags: `--train.deterministic` "
+        "and `--train.no_deterministic`. Values come from the defaults, then from `--config` files, then from flags.",
+        "This page is made from the dataclasses of the configuration. `--help` prints the same sentences.",
+    ]
+    top = [field for field in fields(Config) if not is_dataclass(get_type_hints(Config)[field.name])]
+    parts += ["## The run", _table(Config, top, "")]
+    parts += list(_sections(Config, ""))
+    return "\n\n".join(parts) + "\n"
+
+
+def _sections(options: Any, prefix: str) -> Iterator[str]:
+    """A heading and a table for each section, sections within sections behind their own."""
+    for name, section in get_type_hints(options).items():
+        if not is_dataclass(section):
+            continue
+        types = get_type_hints(section)
+        yield f"## {prefix}{name}"
+        yield inspect.cleandoc(section.__doc__ or "")
+        yield _table(section, [f for f in fields(section) if not is_dataclass(types[f.name])], f"{prefix}{name}.")
+        yield from _sections(section, f"{prefix}{name}.")
+
+
+def _table(options: Any, chosen: list[Field[Any]], prefix: str) -> str:
+    sentences, types = sentences_of(options), get_type_hints(options)
+    rows = ["| option | value | default | meaning |", "|---|---|---|---|"]
+    for field in chosen:
+        cells = (
+            f"`{prefix}{field.name}`",
+            type_name(types[field.name]),
+            f"`{_default(field)}`",
+            sentences[field.name],
+        )
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def _default(field: Field[Any]) -> str:
+    """The default as TOML spells it."""
+    assert field.default is not MISSING, field.name
+    value = field.default
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return str(list(value)).replace("'", '"')
+    return str(value)
+
+
+def type_name(annotation: Any) -> str:
+    """What may be given, in words."""
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        inner = get_args(annotation)
+        if inner[-1] is Ellipsis:
+            return f"list of {type_name(inner[0])}"
+        return f"{len(inner)} of {type_name(inner[0])}"
+    return {int: "whole number", float: "number", bool: "switch", str: "text"}[annotation]
+
+
+def sentences_of(options: Any) -> dict[str, str]:
+    """The string under each field of a dataclass, in one line, by the field's name."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for node, behind in zip(body.body, body.body[1:], strict=False):
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        if isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant):
+            found[ast.unparse(node.target)] = " ".join(str(behind.value.value).split())
+    return found

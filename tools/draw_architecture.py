@@ -1,0 +1,146 @@
+"""Draw docs/images/architecture.svg: who may import whom, from the table that tests/test_house.py enforces.
+
+A box is a room: a package, or modules that count as one. It lies above all rooms that it may import. Arrows that follow
+from others are left out.
+"""
+
+import runpy
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURE = ROOT / "docs/images/architecture.svg"
+
+WIDTH, MARGIN, GAP = 1000, 16, 14  # pixels
+FLOOR_GAP = 34  # between floors, where the arrows are
+TITLE_HEIGHT, LINE_HEIGHT, PADDING = 20, 16, 12
+CHARACTER_WIDTH = 6.3  # of the modules' names
+COLORS = ("#eceff1", "#e3f2fd", "#e8f5e9", "#fff8e1", "#fbe9e7", "#f3e5f5")  # of the floors, from the ground
+
+
+@dataclass
+class Box:
+    """A room on the picture, in pixels."""
+
+    x: float
+    width: float
+    y: float = 0.0
+    height: float = 0.0
+
+    @property
+    def center(self) -> float:
+        return self.x + self.width / 2
+
+
+def floors(may_import: Mapping[str, set[str]]) -> dict[str, int]:
+    """Each room's floor: 0 for a room that imports nothing, else one above the highest room that it may import."""
+    found: dict[str, int] = {}
+
+    def floor(room: str) -> int:
+        if room not in found:
+            found[room] = 1 + max((floor(below) for below in may_import[room]), default=-1)
+        return found[room]
+
+    for room in may_import:
+        floor(room)
+    return found
+
+
+def direct(may_import: Mapping[str, set[str]]) -> dict[str, list[str]]:
+    """The rooms below each room, without those that another of them may import (transitive reduction)."""
+    kept = {}
+    for room, below in may_import.items():
+        implied = {deeper for other in below for deeper in may_import[other]}
+        kept[room] = [other for other in may_import if other in below - implied]
+    return kept
+
+
+def place(may_import: Mapping[str, set[str]]) -> dict[str, Box]:
+    """Columns for the rooms that stand on the two lowest floors; a higher room is as wide as the rooms that it uses."""
+    floor, below = floors(may_import), direct(may_import)
+    columns = [room for room in may_import if floor[room] == 2]
+    width = (WIDTH - 2 * MARGIN + GAP) / len(columns) - GAP
+    boxes = {room: Box(MARGIN + i * (width + GAP), width) for i, room in enumerate(columns)}
+    for room in sorted(may_import, key=lambda room: floor[room]):
+        if floor[room] < 2:
+            boxes[room] = Box(MARGIN, WIDTH - 2 * MARGIN)
+        elif floor[room] > 2:
+            used = [boxes[other] for other in below[room]]
+            left, right = min(box.x for box in used), max(box.x + box.width for box in used)
+            boxes[room] = Box(left, right - left)
+    return boxes
+
+
+def draw(may_import: Mapping[str, set[str]], modules: Mapping[str, Sequence[str]]) -> str:
+    """The picture as SVG; `modules` are the names that stand in each room."""
+    floor, boxes = floors(may_import), place(may_import)
+    lines = {room: _wrapped(modules[room], boxes[room].width) for room in may_import}
+    y = float(MARGIN)
+    for level in range(max(floor.values()), -1, -1):
+        rooms = [room for room in may_import if floor[room] == level]
+        height = TITLE_HEIGHT + LINE_HEIGHT * max(len(lines[room]) for room in rooms) + 2 * PADDING
+        for room in rooms:
+            boxes[room].y, boxes[room].height = y, height
+        y += height + FLOOR_GAP
+    parts = [_head(y - FLOOR_GAP + MARGIN)]
+    for room, others in direct(may_import).items():
+        parts += [_arrow(boxes[room], boxes[other]) for other in others]
+    parts += [_box(room, boxes[room], lines[room], COLORS[floor[room] % len(COLORS)]) for room in may_import]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _wrapped(names: Sequence[str], width: float) -> list[str]:
+    return textwrap.wrap(", ".join(names), int((width - 2 * PADDING) / CHARACTER_WIDTH), break_long_words=False)
+
+
+def _head(height: float) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" font-family="Helvetica, Arial, '
+        'sans-serif" role="img" aria-label="Who may import whom">\n'
+        f'<rect width="{WIDTH}" height="{height:g}" fill="white"/>\n'
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M0,0 L8,4 L0,8 z" fill="#607d8b"/></marker></defs>'
+    )
+
+
+def _arrow(above: Box, below: Box) -> str:
+    """Straight down, from the middle of the narrower of the two."""
+    x = above.center if above.width < below.width else below.center
+    start, end = above.y + above.height, below.y
+    return (
+        f'<path d="M{x:g},{start:g} V{end:g}" stroke="#607d8b" stroke-width="1.5" fill="none" marker-end="url(#tip)"/>'
+    )
+
+
+def _box(room: str, box: Box, lines: Sequence[str], color: str) -> str:
+    title = "programs" if room == "main" else room.removeprefix("megapar.")
+    title_y = box.y + PADDING + 13
+    texts = [f'<text x="{box.center:g}" y="{title_y:g}" font-size="14" font-weight="bold">{escape(title)}</text>']
+    for number, line in enumerate(lines, 1):
+        y = title_y + 4 + number * LINE_HEIGHT
+        texts.append(f'<text x="{box.center:g}" y="{y:g}" font-size="12" fill="#37474f">{escape(line)}</text>')
+    frame = (
+        f'<rect x="{box.x:g}" y="{box.y:g}" width="{box.width:g}" height="{box.height:g}" rx="6" '
+        f'fill="{color}" stroke="#90a4ae"/>'
+    )
+    return "\n".join([frame, '<g text-anchor="middle" fill="#1c2a33">', *texts, "</g>"])
+
+
+def picture() -> str:
+    """The picture of the repository as it is now. Needs the dev extra, because it reads a test's table."""
+    house = runpy.run_path(str(ROOT / "tests/test_house.py"))
+    modules: dict[str, list[str]] = {room: [] for room in house["MAY_IMPORT"]}
+    for path in house["LIBRARY"]:
+        if path.stem != "__init__":
+            modules[house["room"](house["module_name"](path))].append(path.stem)
+    modules["main"] = ["pretrain_scripts", "tools"]
+    return draw(house["MAY_IMPORT"], modules)
+
+
+if __name__ == "__main__":
+    PICTURE.parent.mkdir(exist_ok=True)
+    PICTURE.write_text(picture())
+    print(PICTURE)
