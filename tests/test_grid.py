@@ -28,7 +28,7 @@ def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
     shown: dict[str, Any] = {"initial": layouts.held(stages, state.ctx), "steps": []}
     for step in range(STEPS):
         result = train_step(state, micro_batches(config, state.ctx, step, packed))
-        if state.kernels.adamw == "triton":  # torch's AdamW leaves the gradient clipped
+        if state.grads.impl == "triton":  # torch's AdamW leaves the gradient clipped
             state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
         shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), layouts.held(stages, state.ctx)))
     return shown

@@ -50,8 +50,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megapar.train": {"foundation", *ENGINES},
     "main": {"foundation", "megapar.tensor_parallel", *ENGINES, "megapar.train", MODELS, CONVERT, KERNELS},
 }
-# Single modules that reach further: which layers a stage holds is arithmetic of the pipeline, costs are the model's.
-ALSO = {("megapar_models.build", "megapar.pipeline.partition")}
+# Single modules that reach further: which layers a stage holds, and where it lives, is the pipeline's to say.
+ALSO = {
+    ("megapar_models.build", "megapar.pipeline.partition"),
+    ("megapar_models.build", "megapar.pipeline.schedules"),
+}
 
 ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm.py", "megapar/context.py"}
 # The export to torch's checkpoints is written by torch's own; the benchmark's contenders are its own ways to train.

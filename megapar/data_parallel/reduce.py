@@ -12,6 +12,7 @@ from enum import Enum
 
 import torch
 from megapar_kernels.adamw import FlatRanges
+from megapar_kernels.launch import Implementation
 
 from megapar import comm
 from megapar.data_parallel.accumulate import accumulate
@@ -28,11 +29,15 @@ class _Phase(Enum):
 class Gradients:
     """A rank's gradients: `flat`, 1-D fp32 with the offsets of `layout`, and their reduction over replicas.
 
-    `overlap`: buckets are reduced during the last backward pass, not all after it.
+    `overlap`: buckets are reduced during the last backward pass, not all after it. `impl` is who adds up the squares
+    for the gradient norm.
     """
 
-    def __init__(self, layout: FlatLayout, device: torch.device, *, overlap: bool = True):
+    def __init__(
+        self, layout: FlatLayout, device: torch.device, *, overlap: bool = True, impl: Implementation = "torch"
+    ):
         self.layout = layout
+        self.impl: Implementation = impl
         self.flat = accumulate(layout, device, self._added)
         self.counted = FlatRanges.of(layout.counted(), device)
         """The elements of `flat` that this rank counts in the gradient norm."""

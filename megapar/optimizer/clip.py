@@ -2,7 +2,6 @@
 
 import torch
 from megapar_kernels.adamw import square_sum
-from megapar_kernels.launch import Implementation
 from torch import Tensor
 
 from megapar import comm
@@ -11,9 +10,7 @@ from megapar.data_parallel.reduce import Gradients
 
 
 @torch.no_grad()
-def grad_norm(
-    gradients: Gradients, ctx: ParallelContext, impl: Implementation = "torch", votes: Tensor | None = None
-) -> Tensor:
+def grad_norm(gradients: Gradients, ctx: ParallelContext, votes: Tensor | None = None) -> Tensor:
     """L2 norm of the gradient of the global batch: 0-d fp32, equal on all ranks. A collective, after
     `gradients.finish()`.
 
@@ -23,9 +20,9 @@ def grad_norm(
     """
     # The votes travel with the sum of squares: no message of their own.
     both = torch.zeros(2, dtype=torch.float64, device=gradients.flat.device)
-    both[0] = square_sum(gradients.flat, impl, gradients.counted)
+    both[0] = square_sum(gradients.flat, gradients.impl, gradients.counted)
     # 0 where all copies are finite, which changes no bit of the norm; else NaN.
-    both[0] += 0.0 * square_sum(gradients.flat, impl, gradients.copied)
+    both[0] += 0.0 * square_sum(gradients.flat, gradients.impl, gradients.copied)
     if votes is not None:
         both[1] = votes
     # Together these axes reach all ranks, and each element is counted on one of them.

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from megapar_kernels.backend import Kernels
 from torch import Tensor
 
 from megapar import comm
@@ -39,7 +38,6 @@ class TrainState:
     weights: FlatWeights
     grads: Gradients
     optimizer: Optimizer
-    kernels: Kernels
     loss_scale: LossScale
     step: int = 0
     consumed_samples: int = 0
@@ -101,7 +99,7 @@ def train_step(
     ctx.flight.enter("reduce")
     state.grads.finish()
     votes = torch.full((), float(asked_to_stop), device=ctx.device)
-    norm = grad_norm(state.grads, ctx, state.kernels.adamw, votes) / scale
+    norm = grad_norm(state.grads, ctx, votes) / scale
     lr = learning_rate(state.step, options, state.config.train.steps)
     loss = mean_loss(loss_sums, tokens, ctx)
     stop = votes.item() > 0

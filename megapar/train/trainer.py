@@ -41,7 +41,7 @@ def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, Pipeline
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
     layout = FlatLayout(list(stages.values()), bucket_elements(options.bucket_mb), sharded=options.zero_stage > 0)
     weights = FlatWeights(layout, ctx.device)
-    grads = Gradients(layout, ctx.device, overlap=options.overlap_grad_reduce)
+    grads = Gradients(layout, ctx.device, overlap=options.overlap_grad_reduce, impl=kernels.adamw)
     return TrainState(
         config=config,
         ctx=ctx,
@@ -50,7 +50,6 @@ def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, Pipeline
         weights=weights,
         grads=grads,
         optimizer=AdamW(weights, grads, options, kernels.adamw),
-        kernels=kernels,
         loss_scale=LossScale.of(config.train.precision),
     )
 
