@@ -137,13 +137,12 @@ def test_exit_codes_are_those_of_the_classes_and_signals() -> None:
     assert listed == expected
 
 
-def test_the_files_to_read_are_about_3000_lines() -> None:
-    """And the README and the page give the number that they have, to the next hundred or two."""
+def test_the_files_to_read_have_about_as_many_lines_as_documents_say() -> None:
     text = (ROOT / "docs/reading.md").read_text()
     files = re.findall(r"^\| \d+ \| \[[^]]*\]\(\.\./([^)]+)\)", text, re.MULTILINE)
     assert len(files) > 15
     lines = sum((ROOT / name).read_text().count("\n") for name in files)
-    assert 2500 < lines < 3600
+    assert 2500 < lines < 3800, "about 3,000 lines: leave out what is not needed to know how a step works"
     for document, pattern in (("README.md", r"these ([\d,]+) lines"), ("docs/reading.md", r"About ([\d,]+) lines")):
         found = re.search(pattern, (ROOT / document).read_text())
         assert found, document
