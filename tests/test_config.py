@@ -146,13 +146,19 @@ sys.exit("torch" in sys.modules)
 
 
 def test_c6_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
-    train = TrainConfig(global_batch_size=10, micro_batch_size=2)
+    train = TrainConfig(global_batch_size=10, micro_batch_size=4)
     message = refusal(Config(train=train), 2)
-    assert message.startswith("train.global_batch_size=10, train.micro_batch_size=2, parallel.dp=2: ")
+    assert message.startswith("train.global_batch_size=10, train.micro_batch_size=4: ")
     assert message.endswith("use 8 or 12")
     for works in (8, 12):
         validate(Config(train=replace(train, global_batch_size=works)), 2)
     assert refusal(Config(train=replace(train, global_batch_size=1)), 2).endswith("use 4")
+
+
+def test_replicas_that_have_fewer_micro_batches_are_told():
+    config = validate(Config(train=TrainConfig(global_batch_size=20, micro_batch_size=4)), 3)
+    assert num_microbatches(config) == 2
+    assert warnings(config) == ["parallel.dp=3: 2 replicas run 2 micro-batches a step, the others 1 and wait"]
 
 
 def test_c7_few_or_ragged_micro_batches_run_with_a_warning_that_names_the_bubble():

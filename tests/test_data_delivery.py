@@ -182,7 +182,7 @@ def sizes(train: TrainConfig) -> list[int]:
         ((4,), "three numbers"),
         ((4, 5, 100), "START plus a number of INCREMENTs must be the global batch"),
         ((16, 4, 100), "START plus"),
-        ((2, 14, 100), "multiples of micro_batch_size * dp = 4"),
+        ((3, 13, 100), "multiples of train.micro_batch_size 2"),
         ((0, 4, 100), "must be at least 1"),
     ],
 )

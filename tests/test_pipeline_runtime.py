@@ -316,4 +316,11 @@ def test_stages_of_another_rank_and_impossible_schedules_are_refused():
     with pytest.raises(ConfigError, match="interleaved"):
         PipelineRuntime({}, ctx, "1f1b", 2)
     with pytest.raises(ConfigError, match="micro-batches is 0"):
-        PipelineRuntime({0: ToyStage(0, 1)}, ctx, "1f1b", 1).step([])
+        make("1f1b", 1, 1, 0)
+
+
+def test_a_replica_without_micro_batches_runs_an_empty_step() -> None:
+    told: list[str] = []
+    runtime = PipelineRuntime({0: ToyStage(0, 1)}, context.single(), "1f1b", 1)
+    assert runtime.step([], on_last_backward=lambda: told.append("last")) == []
+    assert told == ["last"], "its gradients of zero must be reduced, too"
