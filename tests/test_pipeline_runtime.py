@@ -153,7 +153,7 @@ def fifty_steps() -> None:
 
 def test_fifty_steps_with_random_lengths_finish():
     """(row 28): lengths change from micro-batch to micro-batch and ranks run at changing speeds."""
-    run_ranks(4, fifty_steps, timeout_seconds=60)
+    run_ranks(4, fifty_steps)
 
 
 def evaluations() -> None:

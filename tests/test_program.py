@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megapar.config_io import load
+from tests.support.progress import CAP_SECONDS
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
 TINY = ("--config", str(SCRIPTS / "configs/tiny.toml"), "--launch.device", "cpu")
@@ -34,7 +35,7 @@ def start(*flags: str, cwd: Path, env: Mapping[str, str] | None = None) -> subpr
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit code, stdout and stderr."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=CAP_SECONDS)
     return process.returncode, out, err
 
 
