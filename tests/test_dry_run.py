@@ -15,11 +15,11 @@ from torch import Tensor
 from megapar.config import Config, ParallelConfig, TrainConfig
 from megapar.config_io import load
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.train.dry_run import RankReport, report
+from megapar.train.dry_run import RankReport, report, report_rank
 from megapar.train.step import TrainState
 from megapar.validate import validate
 from tests.distributed import ON_GPUS, run_ranks
-from tests.grid import GPT, LLAMA, ONE_KV_HEAD, SAMPLES, Layout, make_state, micro_batches
+from tests.grid import GPT, LLAMA, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, make_state, micro_batches
 from tests.kernel_checks import needs_triton
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
@@ -168,6 +168,25 @@ def test_full_recompute_keeps_the_inputs_of_layers() -> None:
     )
     layer = 24 * 1 * LLAMA.hidden_size * 4
     assert (two - one, seven - one) == (layer, 6 * layer)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(ONE_KV_HEAD, tp=4, pp=2, recompute="selective"),
+        Layout(STRADDLING, tp=4, dp=2, sequence_parallel=True),
+        Layout(GPT, tp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3),
+    ],
+    ids=["one-kv-head", "straddling", "gpt"],
+)
+def test_ranks_whose_memory_is_not_counted_again_need_the_same(layout: Layout) -> None:
+    config = layout.config()
+    ranks_of_replica_0 = 0
+    for kind, ranks in report(config, build_stages).items():
+        for rank in ranks:
+            assert report_rank(config, build_stages, rank) == kind, rank
+            ranks_of_replica_0 += 1
+    assert ranks_of_replica_0 == layout.tp * layout.pp
 
 
 @pytest.fixture(scope="module")
