@@ -18,7 +18,7 @@ def run(tool: str, file: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_preprocessing_is_measured_for_each_tokenizer_and_number_of_workers(tmp_path: Path) -> None:
-    flags = ("--megabytes", "2", "--rounds", "1", "--workers", "1", "2", "--vocab_size", "512")
+    flags = ("--megabytes", "1", "--rounds", "1", "--workers", "1", "2", "--vocab_size", "512")
     found = run("benchmark_data.py", tmp_path / "out.json", *flags)
     assert [one["tokenizer"] for one in found["runs"]] == ["spm", "hf", "tiktoken"]
     for one in found["runs"]:

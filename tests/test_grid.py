@@ -125,14 +125,15 @@ def test_layout_changes_nothing(layout: Layout) -> None:
     check_on_ranks(layout)
 
 
-def few(model: ModelConfig) -> ModelConfig:
-    return replace(model, num_hidden_layers=2)
+def of_layers(model: ModelConfig, count: int) -> ModelConfig:
+    return replace(model, num_hidden_layers=count)
 
 
+# One layer uses every kernel.
 FUSED = [
-    Layout(few(LLAMA), tp=2, sequence_parallel=True, micro_batch_size=6, backend="triton"),
-    Layout(few(GPT), pp=2, micro_batch_size=6, recompute="selective", backend="triton"),
-    Layout(few(ONE_KV_HEAD), dp=2, micro_batch_size=6, backend="triton", loss_chunk=100),
+    Layout(of_layers(LLAMA, 1), tp=2, sequence_parallel=True, micro_batch_size=6, backend="triton"),
+    Layout(of_layers(GPT, 2), pp=2, micro_batch_size=6, recompute="selective", backend="triton"),
+    Layout(of_layers(ONE_KV_HEAD, 1), dp=2, micro_batch_size=6, backend="triton", loss_chunk=100),
 ]
 
 

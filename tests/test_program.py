@@ -3,6 +3,7 @@ and in the run folder."""
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from megapar.config_io import load
+from megapar.validate import validate
 from tests.support.progress import CAP_SECONDS
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
@@ -194,14 +196,74 @@ def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     assert f"resumed step {done} from" in out
 
 
-@pytest.mark.parametrize(
-    "script", sorted(SCRIPTS.glob("l*.sh")) + sorted(SCRIPTS.glob("gpt*.sh")), ids=lambda p: p.stem
-)
-def test_every_launch_script_dry_runs(script: Path) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = ["bash", str(script), "--dry_run"]
-    environment = {**os.environ, "PATH": path, "SLURM_NTASKS": "1"}
+STAND_IN = """#!/bin/sh
+printf '%s\\n' "${0##*/}" "MASTER_ADDR=$MASTER_ADDR" "CUDA_DEVICE_MAX_CONNECTIONS=$CUDA_DEVICE_MAX_CONNECTIONS" "$@"
+"""
+"""Stands in for python, torchrun and srun: prints its name, two variables and its arguments, a line each."""
+
+
+def started_by(script: Path, folder: Path, *flags: str) -> tuple[str, list[str], list[str]]:
+    """The program that a launch script starts, the program's own flags, and those of pretrain.py."""
+    for name in ("python", "torchrun", "srun", "scontrol"):
+        (folder / name).write_text(STAND_IN if name != "scontrol" else "#!/bin/sh\necho node7\necho node8\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "SLURM_JOB_NODELIST": "node[7-8]"}
+    if "torchrun" in script.stem:
+        environment |= {"MASTER_ADDR": "node7", "NODE_RANK": "3"}
+    command = ["bash", str(script), *flags]
     run = subprocess.run(command, cwd=SCRIPTS.parent, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert " parameters; " in run.stdout
-    assert "GiB on each rank" in run.stdout
+    name, address, connections, *words = run.stdout.splitlines()
+    if name != "python":
+        assert address == "MASTER_ADDR=node7"
+    if script.stem.startswith("llama"):
+        assert connections == "CUDA_DEVICE_MAX_CONNECTIONS=1"
+    at = words.index("pretrain_scripts/pretrain.py")
+    return name, words[:at], words[at + 1 :]
+
+
+LAUNCHERS = {
+    "gpt_125m_1gpu": "python",
+    "laptop": "python",
+    "llama_7b_8gpu": "python",
+    "llama_70b_slurm": "srun",
+    "llama_70b_torchrun": "torchrun",
+}
+
+
+def test_every_launch_script_is_known() -> None:
+    assert {path.stem for path in SCRIPTS.glob("*.sh")} - {"quickstart", "setup"} == set(LAUNCHERS)
+
+
+@pytest.mark.parametrize(("script", "launcher"), LAUNCHERS.items(), ids=list(LAUNCHERS))
+def test_every_launch_script_starts_ranks_with_options_that_can_run(script: str, launcher: str, tmp_path: Path) -> None:
+    """With --dry_run the plan is printed by one process (tests/test_dry_run.py prints every configuration's); without,
+    the launcher starts as many ranks as the options need. More options reach pretrain.py."""
+    text = (SCRIPTS / f"{script}.sh").read_text()
+    more = ("--train.seed", "7")
+    for flags in (more, ("--dry_run", *more)):
+        name, of_launcher, words = started_by(SCRIPTS / f"{script}.sh", tmp_path, *flags)
+        config = load(words).config
+        assert config.train.seed == 7
+        assert config.dry_run == ("--dry_run" in flags)
+        parallel = config.parallel
+        world = parallel.tp * parallel.pp * max(parallel.dp, 1)
+        validate(config, world)
+        if config.dry_run:
+            assert (name, of_launcher) == ("python", [])
+        elif name == "torchrun":
+            assert name == launcher
+            options = dict(zip(of_launcher[::2], of_launcher[1::2], strict=True))
+            assert int(options["--nnodes"]) * int(options["--nproc-per-node"]) == world
+            assert (options["--node-rank"], options["--master-addr"]) == ("3", "node7")
+        elif name == "srun":
+            text = (SCRIPTS / f"{script}.sh").read_text()
+            nodes, tasks = (
+                int(n) for n in re.findall(r"^#SBATCH --(?:nodes|ntasks-per-node)=(\d+)", text, re.MULTILINE)
+            )
+            assert (name, of_launcher) == (launcher, ["python"])
+            assert nodes * tasks == world
+        else:
+            assert (name, of_launcher) == (launcher, [])
+            assert max(config.launch.nproc, 1) == world
