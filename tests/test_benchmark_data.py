@@ -3,10 +3,16 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TOOLS = Path(__file__).parent.parent / "tools"
+sys.path.append(str(TOOLS))
+import benchmark_data
+from build_corpus import Arguments as CorpusArguments
 
 
 def run(tool: str, file: Path, *flags: str) -> dict[str, Any]:
@@ -17,9 +23,15 @@ def run(tool: str, file: Path, *flags: str) -> dict[str, Any]:
     return found
 
 
-def test_preprocessing_is_measured_for_each_tokenizer_and_number_of_workers(tmp_path: Path) -> None:
-    flags = ("--megabytes", "1", "--rounds", "1", "--workers", "1", "2", "--vocab_size", "512")
-    found = run("benchmark_data.py", tmp_path / "out.json", *flags)
+def test_preprocessing_is_measured_for_each_tokenizer_and_number_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of a corpus this small, 3 percent for validation may be no document at all.
+    monkeypatch.setattr(benchmark_data, "CorpusArguments", partial(CorpusArguments, validation_percent=50.0))
+    file = tmp_path / "out.json"
+    options = {"megabytes": 0.2, "rounds": 1, "workers": (1, 2), "vocab_size": 512}
+    benchmark_data.main(benchmark_data.Options(**options, json=file))
+    found = json.loads(file.read_text())
     assert [one["tokenizer"] for one in found["runs"]] == ["spm", "hf", "tiktoken"]
     for one in found["runs"]:
         assert list(one["medians"]) == ["bare 1", "preprocess 1", "bare 2", "preprocess 2"]
