@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-TOOLS = Path(__file__).parent.parent / "tools"
-sys.path.append(str(TOOLS))
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
 import benchmark_data
-from build_corpus import Arguments as CorpusArguments
+import build_corpus
+
+TOOLS = Path(__file__).parent.parent / "tools"
 
 
 def run(tool: str, file: Path, *flags: str) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def test_preprocessing_is_measured_for_each_tokenizer_and_number_of_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of a corpus this small, 3 percent for validation may be no document at all.
-    monkeypatch.setattr(benchmark_data, "CorpusArguments", partial(CorpusArguments, validation_percent=50.0))
+    monkeypatch.setattr(benchmark_data, "CorpusArguments", partial(build_corpus.Arguments, validation_percent=50.0))
     file = tmp_path / "out.json"
     options = {"megabytes": 0.2, "rounds": 1, "workers": (1, 2), "vocab_size": 512}
     benchmark_data.main(benchmark_data.Options(**options, json=file))

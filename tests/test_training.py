@@ -77,8 +77,9 @@ def trained_bits(cases: Sequence[Case]) -> list[tuple[list[float], Bits]]:
 def test_repetition_overlap_and_recompute_change_no_bit() -> None:
     """Two launches of dp 2 x tp 2 x pp 2 with dropout, and in the first also every way to overlap and to recompute
     (rows 22 and 35 at the level of training)."""
-    dropout = Layout(GPT, dp=2, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2)
-    llama = Layout(LLAMA, dp=2, tp=2, pp=2, micro_batch_size=3)
+    three = {"num_hidden_layers": 3}  # a stage of one layer and one of two
+    dropout = Layout(replace(GPT, **three), dp=2, tp=2, pp=2, sequence_parallel=True, micro_batch_size=3)
+    llama = Layout(replace(LLAMA, **three), dp=2, tp=2, pp=2, micro_batch_size=3)
     base = [Case(dropout), Case(dropout, "bf16"), Case(llama)]
     variants = [
         (0, Case(replace(dropout, overlap=False))),
