@@ -17,8 +17,8 @@ from megapar.checkpoint.load import choose
 from megapar.errors import CheckpointError
 from megapar.train.checkpoints import position
 from tests.support import program
+from tests.support.processes import TINY, finish, start
 from tests.test_checkpoint_format import edit_bytes, edit_manifest, flip_bit, save_toy
-from tests.test_program import TINY, finish, start
 
 ASYNC = ("--checkpoint.every", "1", "--checkpoint.async_save", "--checkpoint.keep_last", "2")
 

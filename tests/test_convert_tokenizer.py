@@ -21,7 +21,7 @@ from megapar.data.tokenizer_files import TEXTS, check_texts, differences, senten
 from megapar.errors import CheckpointError, DataError
 from megapar.validate import validate
 from tests import tiny_models
-from tests.test_data_text import hugging_face
+from tests.support.tokenizers import hugging_face
 from tools import convert_checkpoint
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
 

@@ -5,11 +5,9 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +15,13 @@ import pytest
 
 from megapar.config_io import load
 from megapar.validate import validate
-from tests.support.progress import CAP_SECONDS
+from tests.support.processes import TINY, finish, free_port, slurm, start
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
-TINY = ("--config", str(SCRIPTS / "configs/tiny.toml"), "--launch.device", "cpu")
 FIELDS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "consumed_samples", "step_seconds", "data_seconds"),
     *("tokens_per_second", "tflops_per_device", "mfu", "peak_memory_bytes", "comm_bytes"),
 ]
-
-
-def start(*flags: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """The tiny run in folder `cwd`."""
-    run_dir = () if "--run_dir" in flags else ("--run_dir", "run")
-    command = [sys.executable, str(SCRIPTS / "pretrain.py"), *TINY, *run_dir, *flags]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, **pipes)
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    out, err = process.communicate(timeout=CAP_SECONDS)
-    return process.returncode, out, err
-
-
-def slurm(rank: int, world: int, port: int) -> dict[str, str]:
-    variables = {"STEP_ID": 0, "STEP_NUM_TASKS": world, "PROCID": rank, "LOCALID": rank, "TASKS_PER_NODE": world}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {f"SLURM_{name}": str(value) for name, value in variables.items()} | address
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
