@@ -34,7 +34,7 @@ from megapar.train.checkpoints import Saver
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble, start
 from megapar.validate import validate
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 from tests.test_checkpoint_format import edit_manifest, load_toy, save_toy, toy_slices
 
 SAMPLES, LENGTH = 4, 8

@@ -23,7 +23,7 @@ from megapar.config import CheckpointConfig, Config
 from megapar.errors import NumericError, StorageError
 from megapar.params import ZEROS, ParamSpec, Piece
 from megapar.train.checkpoints import FOLDER, Saver
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 from tests.test_checkpoint import (
     files_limited_to,
     kill_saves,

@@ -16,8 +16,8 @@ from megapar.config import CheckpointConfig
 from megapar.errors import CheckpointError, NumericError
 from megapar.optimizer.adamw import AdamW
 from megapar.train.checkpoints import FOLDER, Saver
-from tests.distributed import run_ranks
 from tests.support import program
+from tests.support.distributed import run_ranks
 from tests.test_checkpoint import make_config, make_state, outcome, step
 from tests.test_checkpoint_format import MODEL, edit_tensor, load_toy, save_toy, toy_slices
 

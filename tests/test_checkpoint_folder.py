@@ -20,7 +20,7 @@ from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.config import CheckpointConfig, Config
 from megapar.train.checkpoints import FOLDER, own
 from megapar.validate import validate
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 from tests.test_checkpoint import outcome
 from tests.test_checkpoint_format import load_toy, save_toy, toy_slices
 

@@ -20,7 +20,7 @@ from megapar.data.tokenizer import SentencePieceTokenizer, load_tokenizer, train
 from megapar.data.tokenizer_files import TEXTS, check_texts, differences, sentencepiece_json
 from megapar.errors import CheckpointError, DataError
 from megapar.validate import validate
-from tests import tiny_models
+from tests.support import tiny_models
 from tests.support.tokenizers import hugging_face
 from tools import convert_checkpoint
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf

@@ -14,7 +14,7 @@ from megapar.context import ParallelContext
 from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.params import ONES, ZEROS, ParamSpec, Piece, parameter, replicated
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, Sharding, column_linear
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 
 TINY, ALL = 1e-4, 64.0
 STEPS, MICROBATCHES, WIDTH = 3, 3, 16

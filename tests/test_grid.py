@@ -13,10 +13,20 @@ from torch import Tensor
 from megapar.config import Config, ModelConfig
 from megapar.optimizer.clip import clip_coefficient
 from megapar.train.step import train_step
-from tests import layouts
-from tests.distributed import run_ranks
-from tests.grid import GPT, LLAMA, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, held_gradients, make_state, micro_batches
-from tests.kernel_checks import needs_triton
+from tests.support import layouts
+from tests.support.distributed import run_ranks
+from tests.support.grid import (
+    GPT,
+    LLAMA,
+    ONE_KV_HEAD,
+    SAMPLES,
+    STRADDLING,
+    Layout,
+    held_gradients,
+    make_state,
+    micro_batches,
+)
+from tests.support.kernel_checks import needs_triton
 
 STEPS = 2
 

@@ -24,7 +24,7 @@ from megapar_kernels.launch import HAS_TRITON, triton
 
 from megapar.errors import ConfigError, StorageError
 from megapar.train.report import write_json
-from tests.kernel_checks import needs_triton  # which also repairs Triton's interpreter
+from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "kernels/benchmarks"

@@ -10,7 +10,7 @@ from megapar_kernels import adamw
 from megapar_kernels.adamw import UNIT, Decayed, FlatRanges, adamw_step, square_sum
 from torch import Tensor
 
-from tests.kernel_checks import DEVICE, Guarded, needs_triton, poisoned, relative_error
+from tests.support.kernel_checks import DEVICE, Guarded, needs_triton, poisoned, relative_error
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megapar import context, recompute
 from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.params import ONES, ParamSpec, parameter, replicated
-from tests.kernel_checks import DEVICE, compare, needs_triton, relative_error
+from tests.support.kernel_checks import DEVICE, compare, needs_triton, relative_error
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 

@@ -15,7 +15,7 @@ from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, RopeScaling
 from megapar.data_parallel.grad_buffer import GradBuffer
 from megapar.validate import validate
-from tests import layouts, reference_models, tiny_models
+from tests.support import layouts, reference_models, tiny_models
 
 PRESETS = Path(__file__).parents[1] / "pretrain_scripts/configs/models"
 PUBLISHED = {

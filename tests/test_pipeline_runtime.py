@@ -15,7 +15,7 @@ from megapar.batch import MicroBatch, TensorSpec
 from megapar.errors import ConfigError
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import make
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 
 WIDTH, VOCAB = 6, 11
 LAYOUTS = (("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3))

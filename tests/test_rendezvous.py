@@ -21,8 +21,8 @@ from megapar.context import single
 from megapar.errors import CommunicationError, ConfigError
 from megapar.rendezvous import Member, differences, hashes_of_our_files, in_runs, meet
 from megapar.train.launch import leave, what_ranks_share
-from tests.distributed import run_ranks
 from tests.support import program
+from tests.support.distributed import run_ranks
 from tests.support.progress import CAP_SECONDS
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 
 
 def rank_and_world() -> tuple[int, int]:

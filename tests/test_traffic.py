@@ -9,8 +9,8 @@ from megapar_models.build import stage_layers
 
 from megapar.config import Config
 from megapar.train.step import train_step
-from tests.distributed import run_ranks
-from tests.grid import GPT, LENGTH, LLAMA, SAMPLES, Layout, make_state, micro_batches
+from tests.support.distributed import run_ranks
+from tests.support.grid import GPT, LENGTH, LLAMA, SAMPLES, Layout, make_state, micro_batches
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
 from benchmark_traffic import expected_traffic

@@ -31,9 +31,19 @@ from megapar.train.data import open_loaders
 from megapar.train.metrics import Reporter
 from megapar.train.step import TrainState, count_targets, mean_loss, train_step
 from megapar.train.trainer import Run, start, train
-from tests import layouts
-from tests.distributed import rank_device, run_ranks
-from tests.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, SAMPLES, Layout, held_gradients, make_state, micro_batches
+from tests.support import layouts
+from tests.support.distributed import rank_device, run_ranks
+from tests.support.grid import (
+    GPT,
+    LENGTH,
+    LLAMA,
+    ONE_KV_HEAD,
+    SAMPLES,
+    Layout,
+    held_gradients,
+    make_state,
+    micro_batches,
+)
 
 Bits = dict[str, Tensor]
 

@@ -13,7 +13,7 @@ from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
 from megapar.validate import validate
-from tests import layouts
+from tests.support import layouts
 
 LENGTH = 48  # beyond what rope_scaling calls the original context in some tests
 

@@ -18,8 +18,8 @@ from megapar.random import initialise
 from megapar.train.step import TrainState
 from megapar.train.trainer import assemble
 from megapar.validate import validate
-from tests import layouts
-from tests.distributed import rank_device
+from tests.support import layouts
+from tests.support.distributed import rank_device
 
 SAMPLES, LENGTH = 12, 24
 
