@@ -33,7 +33,6 @@ from megapar.random import initialise
 from megapar.train.checkpoints import Saver
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble, start
-from tests.distributed import run_ranks
 from tests.support.checkpoints import (
     STATE,
     edit_manifest,
@@ -44,6 +43,7 @@ from tests.support.checkpoints import (
     toy_slices,
     whole_spec,
 )
+from tests.support.distributed import run_ranks
 
 SAMPLES, LENGTH = 4, 8
 MODEL = ModelConfig(

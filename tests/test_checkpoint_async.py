@@ -21,8 +21,8 @@ from megapar.checkpoint.save import Save, snapshot, snapshot_bytes
 from megapar.config import CheckpointConfig, Config
 from megapar.errors import NumericError, StorageError
 from megapar.train.checkpoints import FOLDER, Saver
-from tests.distributed import run_ranks
 from tests.support.checkpoints import MODEL, STATE, make_slice, toy_slices, whole_spec
+from tests.support.distributed import run_ranks
 from tests.test_checkpoint import (
     files_limited_to,
     kill_saves,

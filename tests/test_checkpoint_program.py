@@ -18,7 +18,7 @@ from megapar.errors import CheckpointError
 from megapar.train.checkpoints import position
 from tests.support import program
 from tests.support.checkpoints import edit_bytes, edit_manifest, flip_bit, save_toy
-from tests.test_program import TINY, finish, start
+from tests.support.processes import TINY, finish, start
 
 ASYNC = ("--checkpoint.every", "1", "--checkpoint.async_save", "--checkpoint.keep_last", "2")
 

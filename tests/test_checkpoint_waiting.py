@@ -25,7 +25,7 @@ from megapar.config import CheckpointConfig
 from megapar.context import ParallelContext
 from megapar.errors import StorageError
 from megapar.train.checkpoints import FOLDER, Saver
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 from tests.test_checkpoint import MODEL_CONFIG, cut_slices, make_config, make_state, step
 
 MEETINGS = 5

@@ -16,7 +16,7 @@ from megapar.comm import Pending
 from megapar.context import Axis, Traffic
 from megapar.errors import CommunicationError
 from megapar.tensor_parallel.regions import exchange_rows
-from tests.distributed import ON_GPUS, rank_device, run_ranks
+from tests.support.distributed import ON_GPUS, rank_device, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 SHAPES = ((12,), (12, 5), (24, 2, 3))  # dimension 0 divides by 2, 3 and 4

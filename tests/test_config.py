@@ -140,7 +140,7 @@ except ConfigError as error:
     print(error)
 sys.exit("torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "does not divide world size 3" in done.stdout
 
@@ -533,7 +533,7 @@ model: family hidden_size num_hidden_layers num_attention_heads num_key_value_he
 model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings
 parallel: tp pp dp vpp schedule sequence_parallel partition order
 train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
-    eval_every eval_samples z_loss deterministic
+    eval_every eval_samples z_loss trainable deterministic
 optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage bucket_mb
     overlap_grad_reduce
 data: train stages split validation documents fim_rate fim_tokens workers tokenizer accept_changed

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megapar.config import ModelConfig
 from megapar.errors import CheckpointError, ConfigError
-from tests import tiny_models
-from tests.distributed import run_ranks
+from tests.support import tiny_models
+from tests.support.distributed import run_ranks
 from tools.convert_checkpoint import NativeToDcp, native_to_dcp
 
 CONFIG = tiny_models.config(tiny_models.model("llama", num_key_value_heads=2, attention_bias=True))

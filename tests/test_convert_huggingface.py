@@ -25,8 +25,8 @@ from megapar.config_io import load
 from megapar.errors import CheckpointError, ConfigError, StorageError
 from megapar.train import checkpoints
 from megapar.train.step import train_step
-from tests.distributed import run_ranks
-from tests.grid import Layout, make_state, micro_batches
+from tests.support.distributed import run_ranks
+from tests.support.grid import Layout, make_state, micro_batches
 from tools import convert_checkpoint
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
 from tools.generate import load_model, next_logits

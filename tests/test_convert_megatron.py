@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megapar.config import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
-from tests import reference_models, tiny_models
+from tests.support import reference_models, tiny_models
 from tools import convert_checkpoint
 from tools.convert_checkpoint import MegatronToNative
 

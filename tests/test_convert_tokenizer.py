@@ -20,8 +20,8 @@ from megapar.config import CheckpointConfig, Config, DataConfig, ModelConfig, Tr
 from megapar.data.preprocess import Recipe, preprocess
 from megapar.data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
 from megapar.errors import CheckpointError, DataError
-from tests import tiny_models
-from tests.test_data_text import hugging_face
+from tests.support import tiny_models
+from tests.support.tokenizers import hugging_face
 from tools import convert_checkpoint
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
 

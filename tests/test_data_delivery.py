@@ -28,7 +28,7 @@ from megapar.data.sources import ChunkDataset, SyntheticDataset
 from megapar.errors import ConfigError, DataError
 from megapar.train.data import open_loaders
 from megapar.train.step import count_targets
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 
 S = 8
 RAMP = TrainConfig(global_batch_size=72, batch_ramp=(36, 36, 100))

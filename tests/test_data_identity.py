@@ -13,9 +13,9 @@ from megapar.data.sources import stream_fingerprints
 from megapar.errors import DataError
 from megapar.train import data
 from megapar.train.data import ORDER, compare
-from tests.distributed import run_ranks
 from tests.support import program
 from tests.support.checkpoints import edit_manifest
+from tests.support.distributed import run_ranks
 
 FLAGS = ("--model.vocab_size", "257", "--checkpoint.every", "2", "--log.no-tensorboard", "--train.steps")
 

@@ -14,9 +14,9 @@ from megapar.config import OptimizerConfig
 from megapar.context import ParallelContext
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.clip import clip_coefficient, grad_norm
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 from tests.support.flat import Flat, flatten
-from tests.toy import Reference, Toy, local
+from tests.support.toy import Reference, Toy, local
 
 TINY, ALL = 1e-4, 64.0  # MiB: a bucket of about 26 elements, that is a parameter each; one bucket a group
 

@@ -13,7 +13,7 @@ from megapar import context
 from megapar.context import Axis, ParallelContext
 from megapar.params import ONES, ParamSpec, parameter, replicated
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, Sharding, column_linear
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 from tests.support.flat import Flat, flatten
 
 TINY, ALL = 1e-4, 64.0

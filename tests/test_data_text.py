@@ -7,11 +7,9 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 
 from megapar.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapar.data.entropy import cross_entropies
@@ -21,6 +19,7 @@ from megapar.data.preprocess import Recipe, preprocess
 from megapar.data.tokenizer import load_tokenizer, made_by, train_sentencepiece
 from megapar.errors import ConfigError, DataError
 from megapar.train import data as train_data
+from tests.support.tokenizers import hugging_face
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [
@@ -72,27 +71,6 @@ def test_training_twice_gives_the_same_file(tmp_path: Path):
     for name in ("a", "b"):
         train_sentencepiece(["one two three two one\n" * 300], 280, tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
-def hugging_face(folder: Path, **added: Any) -> Path:
-    """A byte-level BPE tokenizer.json as the library saves it, which truncates, pads and puts a token first."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<s>", "<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.enable_truncation(16)
-    tokenizer.enable_padding(length=16)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    facts = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(facts | added))
-    return folder / "tokenizer.json"
 
 
 def byte_pairs(path: Path, *merges: bytes) -> Path:

@@ -2,7 +2,7 @@
 and preset numbers that add up."""
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,11 +16,11 @@ from torch import Tensor
 from megapar.config import Config, ParallelConfig, TrainConfig
 from megapar.config_io import load
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.train.dry_run import RankReport, report
+from megapar.train.dry_run import RankReport, report, report_rank
 from megapar.train.step import TrainState
-from tests.distributed import ON_GPUS, run_ranks
-from tests.grid import GPT, LLAMA, ONE_KV_HEAD, SAMPLES, Layout, make_state, micro_batches
-from tests.kernel_checks import needs_triton
+from tests.support.distributed import ON_GPUS, run_ranks
+from tests.support.grid import GPT, LLAMA, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, make_state, micro_batches
+from tests.support.kernel_checks import needs_triton
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
 CONFIGS = sorted(SCRIPTS.glob("configs/*.toml"))
@@ -76,8 +76,8 @@ def run_forwards_and_backwards(pipeline: PipelineRuntime, state: TrainState, mos
     state.grads.finish()
 
 
-def on_ranks(configs: Sequence[Config]) -> list[tuple[int, int, int, int]]:
-    return [held_bytes(make_state(config)) for config in configs]
+def held_bytes_on_ranks(config: Config) -> tuple[int, int, int, int]:
+    return held_bytes(make_state(config))
 
 
 def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
@@ -87,28 +87,32 @@ def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
 
 
 @pytest.mark.skipif(ON_GPUS, reason="GPUs have kernels of their own, which keep less")
-def test_predicted_bytes_are_those_of_real_ranks() -> None:
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        (Layout(LLAMA, tp=2, pp=2, sequence_parallel=True), "fp32"),
+        (Layout(ONE_KV_HEAD, pp=2, dp=2, vpp=2, schedule="interleaved"), "fp32"),
+        (Layout(GPT, tp=2, dp=2, recompute="selective", micro_batch_size=3), "fp32"),
+        (Layout(GPT, pp=4, schedule="gpipe", zero_stage=0, micro_batch_size=2), "fp32"),
+        (Layout(LLAMA, dp=4, zero_stage=1), "fp32"),
+        (Layout(LLAMA, tp=4, micro_batch_size=6), "fp32"),
+        (Layout(LLAMA, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2), "bf16"),
+        (Layout(LLAMA, dp=2, tp=2, recompute="selective", micro_batch_size=3), "bf16"),
+        (Layout(ONE_KV_HEAD, pp=4), "bf16"),
+    ],
+    ids=[
+        *("tp2-pp2-sp", "pp2-dp2-vpp2", "tp2-dp2-selective", "pp4-gpipe-zero0", "dp4", "tp4"),
+        *("tp2-pp2-sp-bf16", "dp2-tp2-selective-bf16", "pp4-bf16"),
+    ],
+)
+def test_predicted_bytes_are_those_of_real_ranks(layout: Layout, precision: str) -> None:
     """Weights, gradients, optimizer state; and activations at their peak, in the order of the schedule."""
-    fp32 = [
-        Layout(LLAMA, tp=2, pp=2, sequence_parallel=True),
-        Layout(ONE_KV_HEAD, pp=2, dp=2, vpp=2, schedule="interleaved"),
-        Layout(GPT, tp=2, dp=2, recompute="selective", micro_batch_size=3),
-        Layout(GPT, pp=4, schedule="gpipe", zero_stage=0, micro_batch_size=2),
-        Layout(LLAMA, dp=4, zero_stage=1),
-        Layout(LLAMA, tp=4),
-    ]
-    bf16 = [
-        Layout(LLAMA, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),
-        Layout(LLAMA, dp=2, tp=2, recompute="selective"),
-        Layout(ONE_KV_HEAD, pp=4),
-    ]
-    configs = [layout.config() for layout in fp32] + [layout.config("bf16") for layout in bf16]
-    ranks = run_ranks(4, on_ranks, configs)
-    for number, config in enumerate(configs):
-        expected = predicted(config)
-        assert len(expected) == 4 // config.parallel.dp
-        for rank, numbers in expected.items():
-            assert ranks[rank][number] == numbers, (config.parallel, rank)
+    config = layout.config(precision)
+    ranks = run_ranks(4, held_bytes_on_ranks, config)
+    expected = predicted(config)
+    assert len(expected) == 4 // config.parallel.dp
+    for rank, numbers in expected.items():
+        assert ranks[rank] == numbers, rank
 
 
 TWO_LAYERS = {"llama": replace(LLAMA, num_hidden_layers=2), "gpt": replace(GPT, num_hidden_layers=2)}
@@ -168,6 +172,25 @@ def test_full_recompute_keeps_the_inputs_of_layers() -> None:
     )
     layer = 24 * 1 * LLAMA.hidden_size * 4
     assert (two - one, seven - one) == (layer, 6 * layer)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(ONE_KV_HEAD, tp=4, pp=2, recompute="selective"),
+        Layout(STRADDLING, tp=4, dp=2, sequence_parallel=True),
+        Layout(GPT, tp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3),
+    ],
+    ids=["one-kv-head", "straddling", "gpt"],
+)
+def test_ranks_whose_memory_is_not_counted_again_need_the_same(layout: Layout) -> None:
+    config = layout.config()
+    ranks_of_replica_0 = 0
+    for kind, ranks in report(config, build_stages).items():
+        for rank in ranks:
+            assert report_rank(config, build_stages, rank) == kind, rank
+            ranks_of_replica_0 += 1
+    assert ranks_of_replica_0 == layout.tp * layout.pp
 
 
 @pytest.fixture(scope="module")

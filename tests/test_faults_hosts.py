@@ -12,8 +12,8 @@ import pytest
 
 from megapar.data.indexed import IndexedWriter
 from tests.support import program
+from tests.support.processes import free_port, slurm
 from tests.support.program import Program
-from tests.test_program import free_port, slurm
 
 LONG = ("--train.steps", "100000", "--launch.timeout_seconds", "5")
 

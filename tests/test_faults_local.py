@@ -85,7 +85,7 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_phase(tmp_path: Path) 
 
         trainer.train = train
 
-    ended = program.run(*HANGS, *TWO, cwd=tmp_path, plant=plant, timeout_seconds=60)
+    ended = program.run(*HANGS, *TWO, cwd=tmp_path, plant=plant)
     assert ended.code == 6
     assert ended.err.startswith("CommunicationError: rank 1 (process ")
     assert "it was in step 3, data, for " in ended.err
@@ -95,7 +95,7 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_phase(tmp_path: Path) 
 def test_operations_that_do_not_match_are_named_for_both_ranks(tmp_path: Path) -> None:
     """Row S11."""
     plant = on_rank(1, 2, lambda ctx: comm.all_gather(torch.zeros(300), ctx.grad))
-    ended = program.run(*HANGS, *TWO, cwd=tmp_path, plant=plant, timeout_seconds=60)
+    ended = program.run(*HANGS, *TWO, cwd=tmp_path, plant=plant)
     assert ended.code == 6
     message = error(tmp_path)["message"]
     assert message.startswith("ranks did different things: all_reduce ")
@@ -132,7 +132,7 @@ def test_a_rank_killed_at_the_start_is_named(tmp_path: Path) -> None:
 
         launch.join = join
 
-    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=plant, timeout_seconds=60)
+    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=plant)
     assert ended.code == 6
     assert "rank 1 (process " in ended.err
     assert "was ended by SIGKILL in start" in ended.err
@@ -149,7 +149,7 @@ def test_a_rank_killed_in_a_save_costs_only_that_save(tmp_path: Path) -> None:
 
         save.write_part = write_part
 
-    ended = program.run(*LONG, *TWO, "--checkpoint.every", "2", cwd=tmp_path, plant=plant, timeout_seconds=60)
+    ended = program.run(*LONG, *TWO, "--checkpoint.every", "2", cwd=tmp_path, plant=plant)
     assert ended.code == 6
     assert "was ended by SIGKILL in step 4, save" in ended.err
     ended = program.run(*TWO, "--train.steps", "3", cwd=tmp_path)
@@ -160,7 +160,7 @@ def test_a_rank_killed_in_a_save_costs_only_that_save(tmp_path: Path) -> None:
 
 def test_a_rank_that_ends_early_with_0_is_no_success(tmp_path: Path) -> None:
     """Row S12."""
-    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=on_rank(1, 2, lambda ctx: os._exit(0)), timeout_seconds=60)
+    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=on_rank(1, 2, lambda ctx: os._exit(0)))
     assert ended.code == 6
     assert ended.err.startswith("CommunicationError: rank 1 (process ")
     assert "ended with exit code 0 before its run was complete in step 3" in ended.err
@@ -175,7 +175,7 @@ def test_ranks_that_all_fail_alike_are_a_failure(tmp_path: Path) -> None:
     def plant() -> None:
         trainer.train = fail
 
-    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=plant, timeout_seconds=60)
+    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=plant)
     assert ended.code == 6
     assert "CommunicationError: " in ended.err
     assert ended.err.endswith("planted\n")
@@ -186,7 +186,7 @@ def test_a_bug_on_one_rank_is_told_by_its_traceback_alone(tmp_path: Path) -> Non
     def bug(ctx: Any) -> None:
         raise KeyError("planted")
 
-    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=on_rank(1, 2, bug), timeout_seconds=60)
+    ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=on_rank(1, 2, bug))
     assert ended.code == 70
     assert ended.err.startswith("Traceback")
     assert "CommunicationError" not in ended.err

@@ -12,7 +12,7 @@ from megapar_models.convert.saved import load_model, saved_config
 from megapar.checkpoint.format import read_manifest
 from megapar.config import flatten
 from megapar.errors import CheckpointError
-from tests import tiny_models
+from tests.support import tiny_models
 from tools.generate import Arguments, generate
 
 CONFIG = tiny_models.config(tiny_models.model("llama", num_hidden_layers=1, vocab_size=257))

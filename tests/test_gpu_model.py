@@ -16,7 +16,7 @@ from megapar_models.registry import validate
 from megapar.batch import MicroBatch
 from megapar.config import Config, KernelsConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapar.train.dry_run import kept_for_backward
-from tests.kernel_checks import needs_triton  # which also repairs Triton's interpreter
+from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "pretrain_scripts/configs/models"

@@ -23,7 +23,7 @@ from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig,
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.train.step import TrainState, count_targets, mean_loss
 from megapar.train.trainer import assemble
-from tests.grid import GPT, LLAMA, STRADDLING
+from tests.support.grid import GPT, LLAMA, STRADDLING
 
 META = torch.device("meta")
 FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)

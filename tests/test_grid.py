@@ -1,6 +1,6 @@
 """The grid: every layout trains as one process does. Loss, every gradient and every weight after two steps, in fp32."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -13,10 +13,20 @@ from torch import Tensor
 from megapar.config import Config, ModelConfig
 from megapar.optimizer.clip import clip_coefficient
 from megapar.train.step import train_step
-from tests import layouts
-from tests.distributed import run_ranks
-from tests.grid import GPT, LLAMA, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, held_gradients, make_state, micro_batches
-from tests.kernel_checks import needs_triton
+from tests.support import layouts
+from tests.support.distributed import run_ranks
+from tests.support.grid import (
+    GPT,
+    LLAMA,
+    ONE_KV_HEAD,
+    SAMPLES,
+    STRADDLING,
+    Layout,
+    held_gradients,
+    make_state,
+    micro_batches,
+)
+from tests.support.kernel_checks import needs_triton
 
 STEPS = 2
 
@@ -32,10 +42,6 @@ def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
             state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
         shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), layouts.held(stages, state.ctx)))
     return shown
-
-
-def on_ranks(layouts_of_one_world: list[Layout]) -> list[dict[str, Any]]:
-    return [train_two_steps(layout.config(), layout.packed) for layout in layouts_of_one_world]
 
 
 @cache
@@ -62,9 +68,14 @@ def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
         layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]))
 
 
-WORLD_2 = [
-    Layout(LLAMA, tp=2),
-    Layout(LLAMA, tp=2, sequence_parallel=True, recompute="full", every=2),
+def check_on_ranks(layout: Layout) -> None:
+    check(layout, run_ranks(layout.world, train_two_steps, layout.config(), layout.packed))
+
+
+# A micro-batch of a layer costs a tensor-parallel layout several messages, so these have fewer of them.
+GRID = [
+    Layout(LLAMA, tp=2, micro_batch_size=3),
+    Layout(LLAMA, tp=2, sequence_parallel=True, recompute="full", every=2, micro_batch_size=4),
     Layout(LLAMA, dp=2, zero_stage=0, micro_batch_size=2),
     Layout(LLAMA, dp=2, zero_stage=1, micro_batch_size=3, overlap=False),
     Layout(LLAMA, dp=2, micro_batch_size=4),  # 2 and 1 micro-batches
@@ -72,18 +83,16 @@ WORLD_2 = [
     Layout(LLAMA, pp=2, vpp=2, schedule="interleaved", micro_batch_size=4),
     Layout(LLAMA, pp=2, micro_batch_size=SAMPLES),
     Layout(GPT, pp=2, schedule="gpipe", recompute="selective"),
-    Layout(GPT, tp=2, sequence_parallel=True, recompute="selective"),
-    Layout(ONE_KV_HEAD, tp=2, sequence_parallel=True),
+    Layout(GPT, tp=2, sequence_parallel=True, recompute="selective", micro_batch_size=3),
+    Layout(ONE_KV_HEAD, tp=2, sequence_parallel=True, micro_batch_size=4),
     Layout(ONE_KV_HEAD, dp=2),
-    Layout(LLAMA, tp=2, sequence_parallel=True, loss_chunk=7),
+    Layout(LLAMA, tp=2, sequence_parallel=True, loss_chunk=7, micro_batch_size=2),
     Layout(ONE_KV_HEAD, pp=2, loss_chunk=5),
     Layout(LLAMA, tp=2, sequence_parallel=True, micro_batch_size=3, packed=True),
     Layout(GPT, pp=2, micro_batch_size=2, recompute="selective", packed=True),
-]
-WORLD_4 = [
-    Layout(LLAMA, tp=4, sequence_parallel=True),
-    Layout(ONE_KV_HEAD, tp=4),
-    Layout(STRADDLING, tp=4, sequence_parallel=True),
+    Layout(LLAMA, tp=4, sequence_parallel=True, micro_batch_size=4),
+    Layout(ONE_KV_HEAD, tp=4, micro_batch_size=3),
+    Layout(STRADDLING, tp=4, sequence_parallel=True, micro_batch_size=6),
     Layout(LLAMA, dp=2, tp=2, recompute="full", micro_batch_size=2),
     Layout(GPT, dp=2, pp=2, recompute="full"),
     Layout(ONE_KV_HEAD, dp=2, pp=2, zero_stage=0, order="pp-dp-cp-tp"),
@@ -95,46 +104,60 @@ WORLD_4 = [
     Layout(LLAMA, dp=2, pp=2, vpp=2, schedule="tests.test_width:BACK_AND_FORTH", micro_batch_size=2),
     Layout(GPT, tp=2, pp=2, vpp=2, schedule="tests.test_width:BACK_AND_FORTH", micro_batch_size=3),
     Layout(GPT, dp=2, tp=2, sequence_parallel=True, micro_batch_size=3, packed=True),
-]
-WORLD_8 = [
-    Layout(LLAMA, dp=2, tp=2, pp=2, sequence_parallel=True, recompute="selective"),
+    Layout(LLAMA, dp=2, tp=2, pp=2, sequence_parallel=True, recompute="selective", micro_batch_size=3),
     Layout(GPT, dp=2, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),
     Layout(ONE_KV_HEAD, tp=4, pp=2, vpp=3, schedule="interleaved", sequence_parallel=True, micro_batch_size=4),
-    Layout(STRADDLING, dp=2, tp=4, zero_stage=0),
+    Layout(STRADDLING, dp=2, tp=4, zero_stage=0, micro_batch_size=3),
     Layout(LLAMA, dp=2, pp=4, schedule="gpipe", micro_batch_size=2),
 ]
+MODELS = {LLAMA: "llama", GPT: "gpt", ONE_KV_HEAD: "one_kv_head", STRADDLING: "straddling"}
+SHORT = {"sequence_parallel": "sp", "zero_stage": "zero", "micro_batch_size": "batch", "loss_chunk": "chunk"}
+
+
+def name(layout: Layout) -> str:
+    """What differs from one rank's defaults, as a case is called: llama-tp2-sp-batch3."""
+    parts = [MODELS.get(layout.model, layout.model.family)]
+    for field in fields(Layout):
+        value = getattr(layout, field.name)
+        if field.name == "model" or value == field.default:
+            continue
+        word = SHORT.get(field.name, field.name)
+        if isinstance(value, bool):
+            parts.append(word if value else f"no_{word}")
+        elif isinstance(value, str):
+            parts.append(value.replace("-", "_"))
+        elif isinstance(value, tuple):
+            parts.append(word + "_".join(map(str, value)))
+        else:
+            parts.append(f"{word}{value}")
+    return "-".join(parts)
 
 
 @pytest.mark.gpus
-@pytest.mark.parametrize("grid", [WORLD_2, WORLD_4, WORLD_8], ids=["2 ranks", "4 ranks", "8 ranks"])
-def test_layout_changes_nothing(grid: list[Layout]) -> None:
+@pytest.mark.parametrize("layout", GRID, ids=name)
+def test_layout_changes_nothing(layout: Layout) -> None:
     """Rows 1, 2, 4, 5, 7, 8, 10, 11, 15, 21, 24, 25, 29, 33 and 34."""
-    ranks = run_ranks(grid[0].world, on_ranks, grid)
-    for number, layout in enumerate(grid):
-        try:
-            check(layout, [rank[number] for rank in ranks])
-        except AssertionError as error:
-            raise AssertionError(f"{layout}: {error}") from error
+    check_on_ranks(layout)
 
 
-def few(model: ModelConfig) -> ModelConfig:
-    return replace(model, num_hidden_layers=2)
+def of_layers(model: ModelConfig, count: int) -> ModelConfig:
+    return replace(model, num_hidden_layers=count)
 
 
+# One layer uses every kernel.
 FUSED = [
-    Layout(few(LLAMA), tp=2, sequence_parallel=True, micro_batch_size=6, backend="triton"),
-    Layout(few(GPT), pp=2, micro_batch_size=6, recompute="selective", backend="triton"),
-    Layout(few(ONE_KV_HEAD), dp=2, micro_batch_size=6, backend="triton", loss_chunk=100),
+    Layout(of_layers(LLAMA, 1), tp=2, sequence_parallel=True, micro_batch_size=6, backend="triton"),
+    Layout(of_layers(GPT, 2), pp=2, micro_batch_size=6, recompute="selective", backend="triton"),
+    Layout(of_layers(ONE_KV_HEAD, 1), dp=2, micro_batch_size=6, backend="triton", loss_chunk=100),
 ]
 
 
 @needs_triton
 @pytest.mark.gpus
-def test_fused_kernels_change_nothing() -> None:
+@pytest.mark.parametrize("layout", FUSED, ids=name)
+def test_fused_kernels_change_nothing(layout: Layout) -> None:
     """Every op by Triton's kernels, interpreted on a CPU, against one process with torch's ops."""
-    ranks = run_ranks(2, on_ranks, FUSED)
-    for number, layout in enumerate(FUSED):
-        check(layout, [rank[number] for rank in ranks])
+    check_on_ranks(layout)
 
 
 @st.composite
@@ -161,11 +184,11 @@ def random_layouts(draw: st.DrawFn) -> Layout:
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(layout=random_layouts())
 def test_random_layouts_change_nothing(layout: Layout) -> None:
-    check(layout, [rank[0] for rank in run_ranks(layout.world, on_ranks, [layout])])
+    check_on_ranks(layout)
 
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(layout=random_layouts())
 def test_many_random_layouts_change_nothing(layout: Layout) -> None:
-    check(layout, [rank[0] for rank in run_ranks(layout.world, on_ranks, [layout])])
+    check_on_ranks(layout)

@@ -25,7 +25,7 @@ from megapar_kernels.launch import HAS_TRITON, triton
 
 from megapar.errors import ConfigError, StorageError
 from megapar.files import write_json
-from tests.kernel_checks import needs_triton  # which also repairs Triton's interpreter
+from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 ROOT = Path(__file__).parents[1]
 BOTH_WAYS = {

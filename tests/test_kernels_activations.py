@@ -9,7 +9,7 @@ import torch
 from megapar_kernels.activations import bias_gelu, geglu, gelu, reglu_squared, relu_squared, swiglu
 from torch import Tensor
 
-from tests.kernel_checks import DEVICE, Guarded, compare, needs_triton, relative_error
+from tests.support.kernel_checks import DEVICE, Guarded, compare, needs_triton, relative_error
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from megapar_kernels.attention import (
 )
 from torch import Tensor
 
-from tests.kernel_checks import DEVICE, relative_error
+from tests.support.kernel_checks import DEVICE, relative_error
 
 pytestmark = pytest.mark.gpu
 

@@ -16,8 +16,8 @@ from megapar.context import Axis
 from megapar.data_parallel.accumulate import MainGradView
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
-from tests.distributed import rank_device, run_ranks
-from tests.kernel_checks import DEVICE, compare, needs_triton, poisoned, relative_error
+from tests.support.distributed import rank_device, run_ranks
+from tests.support.kernel_checks import DEVICE, compare, needs_triton, poisoned, relative_error
 
 pytestmark = pytest.mark.gpu
 

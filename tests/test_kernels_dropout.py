@@ -8,7 +8,7 @@ from megapar_kernels.dropout import dropout_add, keep_mask, mix
 from torch import Tensor
 
 from megapar.random import row_keys
-from tests.kernel_checks import DEVICE, Guarded, compare, needs_triton, poisoned
+from tests.support.kernel_checks import DEVICE, Guarded, compare, needs_triton, poisoned
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megapar import context, recompute
 from megapar.params import ONES, ParamSpec, parameter, replicated
-from tests.kernel_checks import DEVICE, compare, needs_triton, relative_error
 from tests.support.flat import flatten
+from tests.support.kernel_checks import DEVICE, compare, needs_triton, relative_error
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 

@@ -8,7 +8,7 @@ import torch
 from megapar_kernels.rope import rotate, rotate_qk
 from torch import Tensor
 
-from tests.kernel_checks import DEVICE, TOLERANCE, Guarded, compare, needs_triton, relative_error
+from tests.support.kernel_checks import DEVICE, TOLERANCE, Guarded, compare, needs_triton, relative_error
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from megapar_kernels.attention import causal_attention, causal_attention_dropout
 from megapar_kernels.softmax import scaled_causal_softmax, scaled_masked_softmax
 from torch import Tensor
 
-from tests.kernel_checks import DEVICE, compare, needs_triton, poisoned, relative_error
+from tests.support.kernel_checks import DEVICE, compare, needs_triton, poisoned, relative_error
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 

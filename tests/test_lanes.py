@@ -33,7 +33,7 @@ def test_torch_is_imported_after_the_lane_is_chosen() -> None:
 
 ASK_THEN_FORK = """
 import os
-import tests.distributed
+import tests.support.distributed
 import torch
 torch.cuda.is_available()
 torch.cuda.device_count()

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, RopeScaling
-from tests import layouts, reference_models, tiny_models
+from tests.support import layouts, reference_models, tiny_models
 from tests.support.flat import flatten
 
 PRESETS = Path(__file__).parents[1] / "pretrain_scripts/configs/models"

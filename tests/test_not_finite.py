@@ -24,8 +24,8 @@ from megapar.train import not_finite
 from megapar.train.data import open_loaders
 from megapar.train.step import TrainState
 from megapar.train.trainer import Run, start, train
-from tests.distributed import rank_device, run_ranks
-from tests.grid import LLAMA, SAMPLES, Layout
+from tests.support.distributed import rank_device, run_ranks
+from tests.support.grid import LLAMA, SAMPLES, Layout
 
 Plant = Callable[[pytest.MonkeyPatch, TrainState], None]
 # Rank 0: first replica, layers 0-2. 1: second replica, layers 0-2. 2 and 3: the same replicas, layers 3-4 and the head.

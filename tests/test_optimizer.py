@@ -14,9 +14,9 @@ from megapar.config import OptimizerConfig
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.params import ZEROS, ParamSpec, parameter, replicated
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 from tests.support.flat import Flat, flatten
-from tests.toy import DECAYED, Toy
+from tests.support.toy import DECAYED, Toy
 
 OPTIONS = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 # Decay is what the spec says: a matrix without and a vector with it are among them.

@@ -15,7 +15,7 @@ from megapar.batch import MicroBatch, TensorSpec
 from megapar.errors import ConfigError
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import make
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 
 WIDTH, VOCAB = 6, 11
 LAYOUTS = (("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3))
@@ -153,7 +153,7 @@ def fifty_steps() -> None:
 
 def test_fifty_steps_with_random_lengths_finish():
     """(row 28): lengths change from micro-batch to micro-batch and ranks run at changing speeds."""
-    run_ranks(4, fifty_steps, timeout_seconds=60)
+    run_ranks(4, fifty_steps)
 
 
 def evaluations() -> None:

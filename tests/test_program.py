@@ -3,50 +3,25 @@ and in the run folder."""
 
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megapar.config_io import load
+from megapar.validate import validate
+from tests.support.processes import TINY, finish, free_port, slurm, start
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
-TINY = ("--config", str(SCRIPTS / "configs/tiny.toml"), "--launch.device", "cpu")
 FIELDS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "consumed_samples", "step_seconds", "data_seconds"),
     *("tokens_per_second", "tflops_per_device", "mfu", "peak_memory_bytes", "comm_bytes"),
 ]
-
-
-def start(*flags: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """The tiny run in folder `cwd`."""
-    run_dir = () if "--run_dir" in flags else ("--run_dir", "run")
-    command = [sys.executable, str(SCRIPTS / "pretrain.py"), *TINY, *run_dir, *flags]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, **pipes)
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
-
-
-def slurm(rank: int, world: int, port: int) -> dict[str, str]:
-    variables = {"STEP_ID": 0, "STEP_NUM_TASKS": world, "PROCID": rank, "LOCALID": rank, "TASKS_PER_NODE": world}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {f"SLURM_{name}": str(value) for name, value in variables.items()} | address
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -193,14 +168,74 @@ def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     assert f"resumed step {done} from" in out
 
 
-@pytest.mark.parametrize(
-    "script", sorted(SCRIPTS.glob("l*.sh")) + sorted(SCRIPTS.glob("gpt*.sh")), ids=lambda p: p.stem
-)
-def test_every_launch_script_dry_runs(script: Path) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = ["bash", str(script), "--dry_run"]
-    environment = {**os.environ, "PATH": path, "SLURM_NTASKS": "1"}
+STAND_IN = """#!/bin/sh
+printf '%s\\n' "${0##*/}" "MASTER_ADDR=$MASTER_ADDR" "CUDA_DEVICE_MAX_CONNECTIONS=$CUDA_DEVICE_MAX_CONNECTIONS" "$@"
+"""
+"""Stands in for python, torchrun and srun: prints its name, two variables and its arguments, a line each."""
+
+
+def started_by(script: Path, folder: Path, *flags: str) -> tuple[str, list[str], list[str]]:
+    """The program that a launch script starts, the program's own flags, and those of pretrain.py."""
+    for name in ("python", "torchrun", "srun", "scontrol"):
+        (folder / name).write_text(STAND_IN if name != "scontrol" else "#!/bin/sh\necho node7\necho node8\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "SLURM_JOB_NODELIST": "node[7-8]"}
+    if "torchrun" in script.stem:
+        environment |= {"MASTER_ADDR": "node7", "NODE_RANK": "3"}
+    command = ["bash", str(script), *flags]
     run = subprocess.run(command, cwd=SCRIPTS.parent, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert " parameters; " in run.stdout
-    assert "GiB on each rank" in run.stdout
+    name, address, connections, *words = run.stdout.splitlines()
+    if name != "python":
+        assert address == "MASTER_ADDR=node7"
+    if script.stem.startswith("llama"):
+        assert connections == "CUDA_DEVICE_MAX_CONNECTIONS=1"
+    at = words.index("pretrain_scripts/pretrain.py")
+    return name, words[:at], words[at + 1 :]
+
+
+LAUNCHERS = {
+    "gpt_125m_1gpu": "python",
+    "laptop": "python",
+    "llama_7b_8gpu": "python",
+    "llama_70b_slurm": "srun",
+    "llama_70b_torchrun": "torchrun",
+}
+
+
+def test_every_launch_script_is_known() -> None:
+    assert {path.stem for path in SCRIPTS.glob("*.sh")} - {"quickstart", "setup"} == set(LAUNCHERS)
+
+
+@pytest.mark.parametrize(("script", "launcher"), LAUNCHERS.items(), ids=list(LAUNCHERS))
+def test_every_launch_script_starts_ranks_with_options_that_can_run(script: str, launcher: str, tmp_path: Path) -> None:
+    """With --dry_run the plan is printed by one process (tests/test_dry_run.py prints every configuration's); without,
+    the launcher starts as many ranks as the options need. More options reach pretrain.py."""
+    text = (SCRIPTS / f"{script}.sh").read_text()
+    more = ("--train.seed", "7")
+    for flags in (more, ("--dry_run", *more)):
+        name, of_launcher, words = started_by(SCRIPTS / f"{script}.sh", tmp_path, *flags)
+        config = load(words).config
+        assert config.train.seed == 7
+        assert config.dry_run == ("--dry_run" in flags)
+        parallel = config.parallel
+        world = parallel.tp * parallel.pp * max(parallel.dp, 1)
+        validate(config, world)
+        if config.dry_run:
+            assert (name, of_launcher) == ("python", [])
+        elif name == "torchrun":
+            assert name == launcher
+            options = dict(zip(of_launcher[::2], of_launcher[1::2], strict=True))
+            assert int(options["--nnodes"]) * int(options["--nproc-per-node"]) == world
+            assert (options["--node-rank"], options["--master-addr"]) == ("3", "node7")
+        elif name == "srun":
+            text = (SCRIPTS / f"{script}.sh").read_text()
+            nodes, tasks = (
+                int(n) for n in re.findall(r"^#SBATCH --(?:nodes|ntasks-per-node)=(\d+)", text, re.MULTILINE)
+            )
+            assert (name, of_launcher) == (launcher, ["python"])
+            assert nodes * tasks == world
+        else:
+            assert (name, of_launcher) == (launcher, [])
+            assert max(config.launch.nproc, 1) == world

@@ -20,8 +20,8 @@ from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig
 from megapar.params import Box, Piece
 from megapar.random import initialise, keep_mask, row_keys
-from tests import layouts, tiny_models
-from tests.distributed import ON_GPUS, rank_device, run_ranks
+from tests.support import layouts, tiny_models
+from tests.support.distributed import ON_GPUS, rank_device, run_ranks
 from tests.support.flat import flatten
 
 # Three key/value heads on four ranks: groups of query heads straddle ranks.

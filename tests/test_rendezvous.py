@@ -21,8 +21,9 @@ from megapar.context import single
 from megapar.errors import CommunicationError, ConfigError
 from megapar.rendezvous import Member, differences, hashes_of_our_files, in_runs, meet
 from megapar.train.launch import leave, what_ranks_share
-from tests.distributed import run_ranks
 from tests.support import program
+from tests.support.distributed import run_ranks
+from tests.support.progress import CAP_SECONDS
 
 
 def meet_all(members: Sequence[Member], shared: Sequence[dict[str, Any]], timeout_seconds: float = 20) -> list[str]:
@@ -233,14 +234,14 @@ def test_torchrun_restarts_workers_twice_and_they_resume(tmp_path: Path) -> None
         wait_for(tmp_path / f"run/checkpoints/step_{step:08}", agent)
         workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
         os.kill(int(workers[-1]), signal.SIGKILL)
-    out, _ = agent.communicate(timeout=120)
+    out, _ = agent.communicate(timeout=CAP_SECONDS)
     assert agent.returncode == 0, out
     assert out.count("resumed step ") == 2, out
     assert "step 60/60" in out
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + CAP_SECONDS
     while not path.exists():
         assert process.poll() is None, "ended before"
         assert time.monotonic() < end, f"no {path.name}"

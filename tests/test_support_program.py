@@ -28,5 +28,5 @@ def test_a_signal_ends_it_and_is_told(tmp_path: Path) -> None:
 def test_a_program_that_never_ends_is_killed(tmp_path: Path) -> None:
     running = program.start("--train.steps", "100000", cwd=tmp_path)
     with pytest.raises(AssertionError, match="still running"):
-        running.wait(timeout_seconds=2)
+        running.wait(cap_seconds=2)
     assert not running.process.is_alive()

@@ -31,8 +31,8 @@ from megapar.tensor_parallel.regions import (
     scatter_sequence,
     scatter_sum,
 )
-from tests import layouts, reference_models, tiny_models
-from tests.distributed import rank_device, run_ranks
+from tests.support import layouts, reference_models, tiny_models
+from tests.support.distributed import rank_device, run_ranks
 from tests.support.flat import flatten
 
 CPU = torch.device("cpu")

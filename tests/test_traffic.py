@@ -1,9 +1,7 @@
 """Bytes that ranks send in a step, counted by comm, are those of README's table."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,8 @@ from megapar_models.build import stage_layers
 
 from megapar.config import Config
 from megapar.train.step import train_step
-from tests.distributed import run_ranks
-from tests.grid import GPT, LENGTH, LLAMA, SAMPLES, Layout, make_state, micro_batches
+from tests.support.distributed import run_ranks
+from tests.support.grid import GPT, LENGTH, LLAMA, SAMPLES, Layout, make_state, micro_batches
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
 from benchmarks.traffic import expected_traffic
@@ -20,19 +18,17 @@ from benchmarks.traffic import expected_traffic
 PLAIN = replace(  # biases and norms of heads send gradients that the formulas leave out
     LLAMA, attention_bias=False, qk_norm=False, hidden_size=64, head_dim=16, intermediate_size=128, vocab_size=128
 )
+BATCH = 6  # so that a step is two micro-batches
 
 
-def sent_in_a_step(configs: Sequence[Config]) -> list[dict[str, int]]:
-    """Bytes by axis that this rank sends in the second step of each configuration."""
-    sent = []
-    for config in configs:
-        state = make_state(config)
-        train_step(state, micro_batches(config, state.ctx, 0))
-        before = state.ctx.traffic()
-        train_step(state, micro_batches(config, state.ctx, 1))
-        after = state.ctx.traffic()
-        sent.append({axis: n - before[axis] for axis, n in after.items() if n > before[axis]})
-    return sent
+def sent_in_a_step(config: Config) -> dict[str, int]:
+    """Bytes by axis that this rank sends in the second step."""
+    state = make_state(config)
+    train_step(state, micro_batches(config, state.ctx, 0))
+    before = state.ctx.traffic()
+    train_step(state, micro_batches(config, state.ctx, 1))
+    after = state.ctx.traffic()
+    return {axis: n - before[axis] for axis, n in after.items() if n > before[axis]}
 
 
 def with_partition(config: Config) -> Config:
@@ -40,14 +36,13 @@ def with_partition(config: Config) -> Config:
     return replace(config, parallel=replace(config.parallel, partition=partition))
 
 
-def test_bytes_of_tensor_parallel_steps_are_those_of_the_formulas() -> None:
-    layouts = [
-        Layout(PLAIN, tp=2, sequence_parallel=sequence_parallel, recompute=recompute)
-        for sequence_parallel, recompute in product((False, True), ("none", "selective", "full"))
-    ]
-    configs = [with_partition(layout.config()) for layout in layouts]
-    for sent in run_ranks(2, sent_in_a_step, configs):
-        assert sent == [expected_traffic(config, 0) for config in configs]
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
+def test_bytes_of_tensor_parallel_steps_are_those_of_the_formulas(sequence_parallel: bool, recompute: str) -> None:
+    layout = Layout(PLAIN, tp=2, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch_size=BATCH)
+    config = with_partition(layout.config())
+    for sent in run_ranks(2, sent_in_a_step, config):
+        assert sent == expected_traffic(config, 0)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +53,10 @@ def test_bytes_of_tensor_parallel_steps_are_those_of_the_formulas() -> None:
 def test_full_recompute_sends_what_the_readme_says(model, sequence_parallel: bool, more: int) -> None:
     """Times m L A (t-1)/t, for m micro-batches, L layers and hidden states of A bytes. A dropout's mask is made after
     the sum over tp, so that a recomputed layer with hidden dropout runs to its end."""
-    layouts = [
-        Layout(model, tp=2, sequence_parallel=sequence_parallel, recompute=recompute) for recompute in ("none", "full")
-    ]
+    found = []
+    for recompute in ("none", "full"):
+        layout = Layout(model, tp=2, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch_size=BATCH)
+        found.append(run_ranks(2, sent_in_a_step, layout.config()))
     unit = SAMPLES * model.num_hidden_layers * (LENGTH * model.hidden_size * 4) * (2 - 1) // 2
-    for none, full in run_ranks(2, sent_in_a_step, [layout.config() for layout in layouts]):
+    for none, full in zip(*found, strict=True):
         assert full["tp"] - none["tp"] == more * unit

@@ -22,9 +22,9 @@ from megapar.train.checkpoints import Saver
 from megapar.train.step import train_step
 from megapar.train.trainable import freeze_others
 from megapar.train.trainer import start
-from tests import layouts
-from tests.distributed import run_ranks
-from tests.grid import GPT, LLAMA, Layout, make_state, micro_batches
+from tests.support import layouts
+from tests.support.distributed import run_ranks
+from tests.support.grid import GPT, LLAMA, Layout, make_state, micro_batches
 
 FACTS: dict[str, Any] = {"step": 1, "consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
 

@@ -31,9 +31,19 @@ from megapar.train.data import open_loaders
 from megapar.train.metrics import Reporter
 from megapar.train.step import TrainState, count_targets, mean_loss, train_step
 from megapar.train.trainer import Run, start, train
-from tests import layouts
-from tests.distributed import rank_device, run_ranks
-from tests.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, SAMPLES, Layout, held_gradients, make_state, micro_batches
+from tests.support import layouts
+from tests.support.distributed import rank_device, run_ranks
+from tests.support.grid import (
+    GPT,
+    LENGTH,
+    LLAMA,
+    ONE_KV_HEAD,
+    SAMPLES,
+    Layout,
+    held_gradients,
+    make_state,
+    micro_batches,
+)
 
 Bits = dict[str, Tensor]
 
@@ -77,8 +87,9 @@ def trained_bits(cases: Sequence[Case]) -> list[tuple[list[float], Bits]]:
 def test_repetition_overlap_and_recompute_change_no_bit() -> None:
     """Two launches of dp 2 x tp 2 x pp 2 with dropout, and in the first also every way to overlap and to recompute
     (rows 22 and 35 at the level of training)."""
-    dropout = Layout(GPT, dp=2, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2)
-    llama = Layout(LLAMA, dp=2, tp=2, pp=2, micro_batch_size=3)
+    three = {"num_hidden_layers": 3}  # a stage of one layer and one of two
+    dropout = Layout(replace(GPT, **three), dp=2, tp=2, pp=2, sequence_parallel=True, micro_batch_size=3)
+    llama = Layout(replace(LLAMA, **three), dp=2, tp=2, pp=2, micro_batch_size=3)
     base = [Case(dropout), Case(dropout, "bf16"), Case(llama)]
     variants = [
         (0, Case(replace(dropout, overlap=False))),

@@ -25,7 +25,7 @@ from megapar.optimizer.base import Optimizer, Shard, StateTensor
 from megapar.optimizer.clip import grad_norm
 from megapar.params import ONES, ZEROS, ParamSpec, cut, parameter, sharded
 from megapar.pipeline.schedules import Action, Schedule
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 
 SAMPLES, STEPS, LR = 8, 3, 0.1
 FACTS: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}

@@ -173,15 +173,15 @@ class FlatRanges:
         """Made once: the table is copied to the device."""
         ranges = tuple(ranges)
         steps, block, _ = square_sum_config()
-        tiles: list[Range] = []
+        tiles = [torch.empty(0, 2, dtype=torch.int64)]
         for start, stop in ranges:
-            # Tiles begin at multiples of UNIT but for the first: then all of their loads are 16 bytes wide.
-            first = start
-            while first < stop:
-                last = min(first // UNIT * UNIT + steps * block, stop)
-                tiles.append((first, last))
-                first = last
-        return cls(ranges, torch.tensor(tiles, dtype=torch.int64).view(-1, 2).to(device))
+            if start < stop:
+                # Tiles begin at multiples of UNIT but for the first: then all of their loads are 16 bytes wide.
+                second = start // UNIT * UNIT + steps * block
+                inner = torch.arange(second, max(second, stop), steps * block)
+                edges = torch.cat((torch.tensor([start]), inner, torch.tensor([stop])))
+                tiles.append(torch.stack((edges[:-1], edges[1:]), dim=1))
+        return cls(ranges, torch.cat(tiles).to(device))
 
 
 @triton.jit

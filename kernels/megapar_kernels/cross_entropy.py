@@ -25,8 +25,8 @@ def _statistics(logits: Tensor, target: Tensor, columns: int, with_total: bool) 
     mine = (target >= 0) & (target < columns)
     picked = torch.where(mine, z.gather(-1, torch.where(mine, target, 0)[:, None])[:, 0].to(wide), 0.0)
     exp_sum, total = torch.empty_like(maximum), torch.zeros_like(maximum)
-    # All rows at once on a GPU; on a CPU as many as its cache holds: new pages would cost more than the arithmetic.
-    rows = max(len(z) if z.is_cuda else _CACHED // columns, 1)
+    # All rows at once, but on a CPU as many as its cache holds: new pages would cost more than the arithmetic.
+    rows = max(_CACHED // columns if z.is_cpu else len(z), 1)
     for block in (slice(first, first + rows) for first in range(0, len(z), rows)):
         shifted = z[block] - maximum[block, None]
         if with_total:

@@ -43,13 +43,32 @@ class RankReport:
 
 
 def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
-    """The ranks that need the same, by what they need. Data-parallel replicas do, so only the first is built."""
+    """The ranks that need the same, by what they need.
+
+    Data-parallel replicas need the same, so only the first is built. Tensor ranks whose parameters have the same shapes
+    need the same too, so memory is counted for the first of them.
+    """
     parallel = config.parallel
     kinds: dict[RankReport, list[int]] = {}
+    by_shapes: dict[tuple[object, ...], RankReport] = {}
     for rank in range(parallel.tp * parallel.pp * parallel.dp):
-        if _context(config, rank).dp.first:
-            kinds.setdefault(report_rank(config, build, rank), []).append(rank)
+        ctx = _context(config, rank)
+        if not ctx.dp.first:
+            continue
+        shapes = _local_shapes(build(config, ctx))
+        if shapes not in by_shapes:
+            by_shapes[shapes] = report_rank(config, build, rank)
+        kinds.setdefault(by_shapes[shapes], []).append(rank)
     return kinds
+
+
+def _local_shapes(stages: Mapping[int, PipelineStage]) -> tuple[object, ...]:
+    """By stage and parameter: its shape with padding, and the shapes of this rank's parts of logical tensors."""
+    return tuple(
+        (number, param.shape, tuple(piece.local_shape for piece in spec_of(param).pieces))
+        for number, stage in stages.items()
+        for param in stage.parameters()
+    )
 
 
 def planned_device(config: Config) -> str:

@@ -5,6 +5,7 @@ error go to files, so a test can read them while the program runs. A test that m
 interpreter uses a subprocess instead (tests/test_program.py).
 """
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # checkpoint() imports it when first used: once here rather than in every fork
+
+from tests.support.progress import CAP_SECONDS, Watch, processes_of_session
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "pretrain_scripts/pretrain.py"
@@ -55,7 +58,11 @@ class Program:
         fork = multiprocessing.get_context("fork")
         torch.set_num_threads(1)  # a fork among the threads of OpenMP hangs at its first parallel region
         self.process = fork.Process(target=_main, args=(script, flags, cwd, env, self.folder, plant))
-        self.process.start()
+        gc.freeze()  # a fork that collects garbage would copy all pages that it shares with this process
+        try:
+            self.process.start()
+        finally:
+            gc.unfreeze()
 
     @property
     def pid(self) -> int:
@@ -85,24 +92,40 @@ class Program:
         text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         return [int(word) for word in text.split()]
 
-    def until(self, text: str, timeout_seconds: float = 60) -> None:
-        """Wait until standard output or standard error contains `text`. Raises AssertionError if it never does."""
-        end = time.monotonic() + timeout_seconds
+    def until(self, text: str, idle_seconds: float = 60) -> None:
+        """Wait until standard output or standard error contains `text`.
+
+        Raises AssertionError if the program ends before, or uses almost no CPU time for `idle_seconds`.
+        """
+        watch = self._watch(idle_seconds)
+        looks = 0
         while text not in self.out and text not in self.err:
             assert self.process.is_alive(), f"ended ({self.process.exitcode}) before {text!r}:\n{self.out}{self.err}"
-            if time.monotonic() > end:
+            looks += 1
+            if looks % 50 == 0 and watch.hung():
                 self.kill_all()  # pytest would wait for it at its own end
-                raise AssertionError(f"no {text!r} within {timeout_seconds} s:\n{self.out}{self.err}")
+                raise AssertionError(f"no {text!r}, and idle for {idle_seconds} s:\n{self.out}{self.err}")
             time.sleep(0.02)
 
-    def wait(self, timeout_seconds: float = 120) -> Ended:
-        """Wait for the end. After the time, every process of the session is killed and AssertionError raised."""
-        self.process.join(timeout_seconds)
-        if self.process.is_alive():
-            self.kill_all()
-            raise AssertionError(f"still running after {timeout_seconds} s:\n{self.out}{self.err}")
+    def wait(self, idle_seconds: float = 60, cap_seconds: float = CAP_SECONDS) -> Ended:
+        """Wait for the end.
+
+        If the program uses almost no CPU time for `idle_seconds`, or still runs after `cap_seconds`, every process of
+        its session is killed and AssertionError raised.
+        """
+        watch = self._watch(idle_seconds, cap_seconds)
+        while self.process.is_alive():
+            if watch.hung():
+                self.kill_all()
+                raise AssertionError(
+                    f"still running, idle for {idle_seconds} s or after {cap_seconds} s:\n{self.out}{self.err}"
+                )
+            self.process.join(1)
         assert self.process.exitcode is not None
         return Ended(self.process.exitcode, self.out, self.err)
+
+    def _watch(self, idle_seconds: float, cap_seconds: float = CAP_SECONDS) -> Watch:
+        return Watch(idle_seconds, lambda: processes_of_session(self.pid), cap_seconds)
 
     def kill_all(self) -> None:
         """End every process of the program's session at once."""
@@ -124,10 +147,9 @@ def run(
     cwd: Path,
     env: Mapping[str, str] | None = None,
     plant: Callable[[], None] | None = None,
-    timeout_seconds: float = 120,
 ) -> Ended:
     """`start`, then wait for the end."""
-    return start(*flags, cwd=cwd, env=env, plant=plant).wait(timeout_seconds)
+    return start(*flags, cwd=cwd, env=env, plant=plant).wait()
 
 
 def _text(path: Path) -> str:

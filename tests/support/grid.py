@@ -18,8 +18,8 @@ from megapar.data.order import micro_batch_positions
 from megapar.random import initialise
 from megapar.train.step import TrainState
 from megapar.train.trainer import assemble
-from tests import layouts
-from tests.distributed import rank_device
+from tests.support import layouts
+from tests.support.distributed import rank_device
 
 SAMPLES, LENGTH = 12, 24
 

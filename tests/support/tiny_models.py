@@ -13,7 +13,7 @@ from torch import Tensor
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
-from tests import layouts
+from tests.support import layouts
 
 LENGTH = 48  # beyond what rope_scaling calls the original context in some tests
 

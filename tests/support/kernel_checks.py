@@ -1,5 +1,5 @@
 """How kernels are compared: against fp64 by relative norm, on poisoned outputs and guarded inputs; natively on a GPU,
-interpreted on a CPU (by Triton's interpreter as tests/triton_interpreter.py repairs it)."""
+interpreted on a CPU (by Triton's interpreter as tests/support/triton_interpreter.py repairs it)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from megapar_kernels import launch
 from megapar_kernels.launch import HAS_TRITON
 from torch import Tensor
 
-from tests import triton_interpreter
+from tests.support import triton_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float64: 0.0}

@@ -4,11 +4,13 @@ In the lane `-m gpus` (tests/run.sh --gpus) ranks have a GPU each and use NCCL; 
 machine's number of GPUs then says so and counts as skipped.
 """
 
+import gc
 import multiprocessing
 import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch._dynamo  # checkpoint() imports it when first used: once here rathe
 import torch.distributed as dist
 
 from megapar import comm, device
+from tests.support.progress import Watch
 
 ON_GPUS = os.environ.get("MEGAPAR_TEST_LANE") == "gpus"  # set by tests/conftest.py
 
@@ -34,7 +37,7 @@ def _rank_main(body: Callable[..., Any], rank: int, world: int, folder: str, arg
         if ON_GPUS:
             torch.cuda.set_device(mine)
         store = dist.FileStore(f"{folder}/store", world)
-        comm.initialize(device.backend(mine), rank, world, store=store, timeout_seconds=60, device=mine)
+        comm.initialize(device.backend(mine), rank, world, store=store, timeout_seconds=300, device=mine)
         result = body(*args)
         dist.barrier()
         torch.save(result, f"{folder}/result_{rank}.pt")
@@ -45,28 +48,49 @@ def _rank_main(body: Callable[..., Any], rank: int, world: int, folder: str, arg
     os._exit(0)
 
 
-def run_ranks(world: int, body: Callable[..., Any], *args: Any, timeout_seconds: float = 120) -> list[Any]:
+def run_ranks(world: int, body: Callable[..., Any], *args: Any, idle_seconds: float = 60) -> list[Any]:
     """`body(*args)` on `world` forked ranks; returns what each rank returned (anything torch.save takes), on the CPU.
 
-    Raises AssertionError with every failing rank's traceback, also when a rank dies or outlasts the time.
+    Raises AssertionError with every failing rank's traceback, also when a rank dies, or when ranks have not ended and
+    together used almost no CPU time for `idle_seconds`.
     """
     if os.environ.get("MEGAPAR_TEST_LANE") == "gpu":
         raise AssertionError("forked ranks do not belong to the lane -m gpu: mark the test gpus")
     if ON_GPUS and world > torch.cuda.device_count():
         pytest.skip(f"not run: needs {world} GPUs, this machine has {torch.cuda.device_count()}")
-    torch.set_num_threads(1)
-    fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [fork.Process(target=_rank_main, args=(body, r, world, folder, args)) for r in range(world)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(timeout_seconds)
-        hung = [r for r, process in enumerate(ranks) if process.is_alive()]
-        for process in ranks:
-            process.kill()
+        ranks = _start(world, body, folder, args)
+        hung = _join(ranks, idle_seconds)
         errors = [f"rank {p.name[6:]}:\n{p.read_text()}" for p in sorted(Path(folder).glob("error_*"))]
         dead = [r for r, process in enumerate(ranks) if process.exitcode not in (0, None) and r not in hung]
         if errors or hung or dead:
             raise AssertionError("\n".join([*errors, f"hung ranks {hung}, failed ranks {dead}"]))
         return [torch.load(f"{folder}/result_{r}.pt", weights_only=False, map_location="cpu") for r in range(world)]
+
+
+def _start(world: int, body: Callable[..., Any], folder: str, args: tuple[Any, ...]) -> list[ForkProcess]:
+    torch.set_num_threads(1)  # a fork among the threads of OpenMP hangs at its first parallel region
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_rank_main, args=(body, rank, world, folder, args)) for rank in range(world)]
+    # A rank that collects garbage would write to, and so copy, every page of objects that it shares with this process.
+    # With this a start takes 0.1 s, so that keeping ranks for the next test would save next to nothing.
+    gc.freeze()
+    try:
+        for process in ranks:
+            process.start()
+    finally:
+        gc.unfreeze()
+    return ranks
+
+
+def _join(ranks: list[ForkProcess], idle_seconds: float) -> list[int]:
+    """Wait for the end of all ranks; those that hung, which are killed."""
+    watch = Watch(idle_seconds, lambda: [process.pid for process in ranks if process.pid and process.is_alive()])
+    for process in ranks:
+        while process.is_alive() and not watch.hung():
+            process.join(1)
+    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for process in ranks:
+        process.kill()
+        process.join()
+    return hung
