@@ -24,7 +24,7 @@ setup(
         "torch>=2.11,<2.14",  # tensors, autograd, SDPA, checkpoint(), the collectives
         "triton>=3.6; sys_platform == 'linux'",  # fused kernels; torch's own ops serve where there is none
         "einops>=0.8",  # shape changes that read as what they mean
-        "numpy>=1.26",  # memory-mapped tokens and counter-based weight initialisation
+        "numpy>=1.26",  # memory-mapped tokens and counter-based weight initialization
         "safetensors>=0.4",  # checkpoints that hold tensors and cannot hold code
         "sentencepiece>=0.2",  # the tokenizer that the quickstart trains
         "tyro>=1.0",  # dataclasses to a command line with --help
@@ -34,7 +34,7 @@ setup(
     ],
     extras_require={
         "convert": ["transformers>=5"],  # what tools/convert_checkpoint.py compares logits with
-        # What preprocessing reads or tokenises with, imported where it is asked for: hf:, tiktoken:, .zst, .parquet.
+        # What preprocessing reads or tokenizes with, imported where it is asked for: hf:, tiktoken:, .zst, .parquet.
         # The tests have all but pyarrow, which takes 170 MB.
         "data": ["tokenizers>=0.21", "tiktoken>=0.8", "zstandard>=0.22", "pyarrow>=17"],
         # What tools/build_docs.sh needs: the last mkdocs before 2, its theme, and API pages out of docstrings.

@@ -22,7 +22,7 @@ Problem = list[str]  # the class of an error and what it says: JSON types, for o
 _PAUSE_SECONDS = 0.01  # between looks at what other ranks have come to
 
 
-def together(action: Callable[[], T], ctx: ParallelContext, kind: type[MegaparError], doing: str) -> T:
+def on_all_ranks(action: Callable[[], T], ctx: ParallelContext, kind: type[MegaparError], doing: str) -> T:
     """Run `action` on every rank and return what it returned here. A collective over `ctx.world`.
 
     `action` runs in a thread and calls no collective; it may take longer than launch.timeout_seconds. Raises `kind` (or
@@ -99,7 +99,9 @@ def in_one_line(error: Exception) -> str:
 
 
 def shared_error(problems: Sequence[Problem | None], kind: type[MegaparError], doing: str) -> MegaparError | None:
-    """What every rank should raise where `problems` befell the ranks, in rank order; None if none did.
+    """Build one exception, the same on all ranks, from the problems of all ranks in their order (None: succeeded).
+
+    Returns None if all succeeded. `kind` is the exception's class, `doing` says in words what failed.
 
     A value that is not finite stays a NumericError, because another exit code tells restarters not to try again.
     """

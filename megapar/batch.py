@@ -90,7 +90,11 @@ class TensorSpec(NamedTuple):
 
 class PipelineStage(nn.Module):
     """A run of a model's layers: `forward(x, batch)` of what the stage before returned (None on the first) gives hidden
-    states, or on the last stage the loss sum, an fp32 scalar."""
+    states, or on the last stage the loss sum, an fp32 scalar.
+
+    Each micro-batch may have its own shapes, and a link may carry several tensors (a tuple). Floating-point tensors on
+    a link get a gradient (zeros if the taker did not use them), others are only passed on.
+    """
 
     sizes_of_weights: tuple[str, ...] = ()
     """Options by dotted path that are sizes of this model's weights, though not of those of every model."""

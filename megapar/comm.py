@@ -65,7 +65,8 @@ class Pending:
 
     def wait(self) -> None:
         """Wait for the works, then run `then`, once."""
-        works, self._works = self._works, []
+        works = self._works
+        self._works = []
         if works and self._logged is not None:
             log, first, last = self._logged
             log.wait(first, last)
@@ -77,7 +78,8 @@ class Pending:
             with _as_communication_errors():
                 for work in works:
                     work.wait()
-        then, self._then = self._then, None
+        then = self._then
+        self._then = None
         if then is not None:
             then()
         self._tensors = []
@@ -127,19 +129,25 @@ def _peers(axis: Axis) -> list[int]:
 
 
 def _exchange_and_fold(outgoing: Sequence[Tensor], axis: Axis, op: str = "sum") -> Pending:
-    """Start sending `outgoing[i]` to position i; after `wait` this rank's own item is what all have sent it and it,
-    folded in the order of ranks."""
-    own = outgoing[axis.rank]
-    arriving = {peer: torch.empty_like(own) for peer in _peers(axis)}
-    sends, receives = [(outgoing[peer], peer) for peer in arriving], [(x, peer) for peer, x in arriving.items()]
+    """Start sending `outgoing[i]` to position i.
+
+    After `wait`, outgoing[axis.rank] holds the reduction of all ranks' tensors for this rank, in rank order.
+    """
+    result = outgoing[axis.rank]
+    arriving = {peer: torch.empty_like(result) for peer in _peers(axis)}
+    sends = [(outgoing[peer], peer) for peer in arriving]
+    receives = [(x, peer) for peer, x in arriving.items()]
 
     def fold() -> None:
-        parts = [arriving.get(position, own) for position in range(axis.size)]
-        into = own if axis.rank < 2 else parts[0]  # a + b is b + a
-        for part in (part for part in parts if part is not into):
-            _FOLDS[op](into, part, out=into)
-        if into is not own:
-            own.copy_(into)
+        parts = [arriving.get(position, result) for position in range(axis.size)]
+        # The order of ranks begins with 0 and 1, and a + b equals b + a bit by bit: so ranks 0 and 1 may accumulate in
+        # their own tensor, which saves a copy. The others accumulate in what rank 0 has sent.
+        total = result if axis.rank < 2 else parts[0]
+        for part in parts:
+            if part is not total:
+                _FOLDS[op](total, part, out=total)
+        if total is not result:
+            result.copy_(total)
 
     return _transfer(sends, receives, axis).followed_by(fold)
 
@@ -427,7 +435,7 @@ def post(key: str, value: Any) -> None:
 
 
 def collect(key: str) -> Any | None:
-    """Take away what a rank has posted under `key`; None as long as that is nothing. Any thread may call it."""
+    """Pop the value that a rank has posted under `key`; None if nothing has been posted yet. Any thread may call it."""
     with _as_communication_errors():
         store = dist.distributed_c10d._get_default_store()
         if not store.check([key]):

@@ -135,9 +135,11 @@ class TrainConfig:
 
     def samples(self) -> int:
         """Samples of the whole run."""
-        consumed, left = 0, self.steps
+        consumed = 0
+        left = self.steps
         while left and (size := self.batch_size(consumed)) < self.global_batch_size:
-            consumed, left = consumed + size, left - 1
+            consumed = consumed + size
+            left = left - 1
         return consumed + left * self.global_batch_size
 
 

@@ -67,7 +67,8 @@ def to_toml(resolved: Resolved, derived: Config | None = None) -> str:
     `derived` is what `validate` made of it: where the two differ (a 0 that means "the world size decides") the value
     that the run uses stands in the comment, so the file serves other world sizes too.
     """
-    values, used = flatten(resolved.config), flatten(derived or resolved.config)
+    values = flatten(resolved.config)
+    used = flatten(derived or resolved.config)
     lines = {}
     for path, value in values.items():
         comment = "".join(c if c.isprintable() else "?" for c in resolved.sources[path])
@@ -268,7 +269,8 @@ def _sections() -> set[str]:
 
 def _line(text: str, path: str) -> int:
     """Number of the line that sets `path` (or opens its table); the first line if it is written in an unusual way."""
-    table, nearest = "", 1
+    table = ""
+    nearest = 1
     for number, line in enumerate(text.split("\n"), 1):
         if header := re.match(r"\s*\[+\s*([\w.-]+)\s*\]", line):
             table = header[1] + "."

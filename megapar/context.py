@@ -151,7 +151,7 @@ def create(
     timeout_seconds: float = 300.0,
     flight: Flight | None = None,
 ) -> ParallelContext:
-    """Make the process groups. A collective: every rank of an initialised world calls it with the same arguments.
+    """Make the process groups. A collective: every rank of an initialized world calls it with the same arguments.
     Collectives that take longer than `timeout_seconds` raise; torch's groups do not inherit it from the world's.
     `ends` are the pipeline ranks that hold a tied embedding: the first and the last one unless given.
     `flight` is where this rank logs its operations; without one it is memory of this process alone.

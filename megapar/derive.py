@@ -11,7 +11,8 @@ from megapar.model_rules import ModelRules
 
 def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
     """The config with zeros and "auto" that mean "derived" filled in, for `world_size` ranks."""
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     activation: Any = rules.activations[0]
     model = replace(
         model,

@@ -129,8 +129,10 @@ def _of_this_process(text: str) -> ConfigError:
 
 
 def _torchrun_environment(env: Mapping[str, str]) -> Environment:
-    rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-    local_rank, local_world_size = _number(env, "LOCAL_RANK", 0), _number(env, "LOCAL_WORLD_SIZE", 1)
+    rank = _number(env, "RANK")
+    world_size = _number(env, "WORLD_SIZE")
+    local_rank = _number(env, "LOCAL_RANK", 0)
+    local_world_size = _number(env, "LOCAL_WORLD_SIZE", 1)
     if rank >= world_size:
         raise _of_this_process(f"RANK={rank}, WORLD_SIZE={world_size}: ranks count from 0 to {world_size - 1}")
     if local_rank >= local_world_size:

@@ -60,8 +60,8 @@ class NumericError(MegaparError):
 class CommunicationError(MegaparError):
     """A rank that was lost, or a collective that outlasted its time.
 
-    Mostly the echo of another rank's end, so it waits before it is told: a launcher that sees that rank first ends this
-    one meanwhile, and the cause alone is told.
+    It is usually a consequence of another rank's failure. So it is reported with a delay, in which a launcher may end
+    this rank: then only the cause is reported.
     """
 
     exit_code = 6

@@ -40,10 +40,16 @@ _AXIS = struct.Struct("=16sqqq")  # name, lowest rank, size, this rank's positio
 _COUNTS = struct.Struct("=qq")  # collectives so far, records so far: one write, as it costs part of each operation
 _RECORD = struct.Struct("=qqqqdd")  # number, operation and dtype and site and peer, bytes, step, started, ended
 _ENDED = struct.Struct("=d")
-_AT_BEAT, _AT_WAIT, _AT_PID, _AT_CHECKPOINT, _AT_FLAGS, _AT_ERROR = 0, 24, 56, 64, 72, 128
+_AT_BEAT = 0
+_AT_WAIT = 24
+_AT_PID = 56
+_AT_CHECKPOINT = 64
+_AT_FLAGS = 72
+_AT_ERROR = 128
 _FLAGS = ("armed", "owns", "done", "failed")  # see `Flight.raise_flag`
 _ERROR_BYTES = 1 << 16
-_SITES, _SITE_BYTES = 256, 96
+_SITES = 256
+_SITE_BYTES = 96
 _AT_SITES = _AT_ERROR + 8 + _ERROR_BYTES
 _AT_AXES = _AT_SITES + 8 + _SITES * _SITE_BYTES
 _AT_COUNTS = 48  # behind _AXIS
@@ -60,7 +66,8 @@ class AxisLog:
     """The operations of one rank on one axis. Only the thread that starts operations may call its methods."""
 
     def __init__(self, flight: "Flight", index: int):
-        self._flight, self._index = flight, index
+        self._flight = flight
+        self._index = index
         self._at = _AT_AXES + index * _AXIS_BYTES
         self._count = self._collectives = 0
         self._sent: dict[tuple[int, int], int] = {}  # messages so far, by operation and peer
@@ -97,7 +104,8 @@ class AxisLog:
 
     def end(self, first: int, last: int) -> None:
         """They have ended."""
-        memory, now = self._flight.memory, time.time()
+        memory = self._flight.memory
+        now = time.time()
         for position in range(first, last + 1):
             if position >= self._count - RING:  # else its place holds a newer operation
                 _ENDED.pack_into(memory, self._at + 64 + position % RING * _RECORD.size + 40, now)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from megapar_kernels import apex
-from megapar_kernels.launch import Implementation
+from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 

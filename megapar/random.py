@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megapar.params import Piece, spec_of
 
-__all__ = ["initialise", "keep_mask", "row_keys"]
+__all__ = ["initialize", "keep_mask", "row_keys"]
 
 _MASK = 0xFFFFFFFF
 
@@ -35,7 +35,7 @@ def _normal(piece: Piece, seed: int, std: float) -> Tensor:
 
 
 @torch.no_grad()
-def initialise(modules: Iterable[nn.Module], seed: int) -> None:
+def initialize(modules: Iterable[nn.Module], seed: int) -> None:
     """Fill every parameter as its spec says; padding rows become zero."""
     for param in {id(p): p for module in modules for p in module.parameters()}.values():
         spec = spec_of(param)

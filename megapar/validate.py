@@ -87,7 +87,9 @@ def _amount_problem(path: str, value: float) -> str:
 
 def _grid(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
-    tp, pp, dp = parallel.tp, parallel.pp, parallel.dp
+    tp = parallel.tp
+    pp = parallel.pp
+    dp = parallel.dp
     if world_size % (tp * pp):
         text = (
             f"tp({tp})*pp({pp})={tp * pp} does not divide world size {world_size}; tp*pp may be "
@@ -101,8 +103,11 @@ def _grid(config: Config, world_size: int) -> Iterator[str]:
 
 def _heads(config: Config, rules: ModelRules) -> Iterator[str]:
     """Checks of a config as given: whether its head_dim is derived decides what to say."""
-    model, tp = config.model, config.parallel.tp
-    heads, kv_heads, hidden = model.num_attention_heads, model.num_key_value_heads, model.hidden_size
+    model = config.model
+    tp = config.parallel.tp
+    heads = model.num_attention_heads
+    kv_heads = model.num_key_value_heads
+    hidden = model.hidden_size
     width = "model.head_dim" if model.head_dim else "model.hidden_size model.num_attention_heads"
     if not model.head_dim and hidden % heads:
         text = f"the width must divide by the heads; use hidden_size {around(hidden, heads)}, or set model.head_dim"
@@ -120,7 +125,8 @@ def _heads(config: Config, rules: ModelRules) -> Iterator[str]:
 
 def _model(config: Config, rules: ModelRules) -> Iterator[str]:
     """What the family refuses."""
-    defaults, values = flatten(Config()), flatten(config)
+    defaults = flatten(Config())
+    values = flatten(config)
     for path in rules.unused:
         if values[path] != defaults[path]:
             text = f"family {rules.name} has no such thing; leave it at {shown(defaults[path])}"
@@ -131,7 +137,9 @@ def _model(config: Config, rules: ModelRules) -> Iterator[str]:
 
 
 def _layout(config: Config) -> Iterator[str]:
-    tp, width, length = config.parallel.tp, config.model.intermediate_size, config.train.seq_length
+    tp = config.parallel.tp
+    width = config.model.intermediate_size
+    length = config.train.seq_length
     if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
         yield problem(config, "parallel.order", "must name tp, cp, dp and pp once each, such as tp-cp-dp-pp")
     if width % tp:
@@ -146,8 +154,10 @@ def _layout(config: Config) -> Iterator[str]:
 
 
 def _pipeline(config: Config) -> Iterator[str]:
-    parallel, layers = config.parallel, config.model.num_hidden_layers
-    stages, partition = parallel.pp * parallel.vpp, parallel.partition
+    parallel = config.parallel
+    layers = config.model.num_hidden_layers
+    stages = parallel.pp * parallel.vpp
+    partition = parallel.partition
     if parallel.vpp > 1 and parallel.schedule == "1f1b":
         text = "1f1b runs one stage on each rank; set parallel.schedule interleaved (or gpipe), or parallel.vpp 1"
         yield problem(config, "parallel.vpp parallel.schedule", text)
@@ -193,7 +203,8 @@ def _batch(config: Config) -> Iterator[str]:
 
 
 def _train(config: Config) -> Iterator[str]:
-    train, defaults = config.train, Config().train
+    train = config.train
+    defaults = Config().train
     if train.recompute_every > 1 and train.recompute != "full":
         text = "only recompute full has an every; set train.recompute full, or train.recompute_every 1"
         yield problem(config, "train.recompute_every train.recompute", text)
@@ -205,7 +216,8 @@ def _train(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    optimizer, steps = config.optimizer, config.train.steps
+    optimizer = config.optimizer
+    steps = config.train.steps
     if optimizer.schedule != "wsd" and optimizer.decay_steps:
         text = "only schedule wsd has a decay of its own; set optimizer.schedule wsd, or leave decay_steps at 0"
         yield problem(config, "optimizer.decay_steps optimizer.schedule", text)

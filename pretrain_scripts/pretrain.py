@@ -21,11 +21,11 @@ from megapar.flight import Board
 from megapar.pipeline import schedules
 from megapar.recompute import preload
 from megapar.train import dry_run
-from megapar.train.checkpoints import own
+from megapar.train.checkpoints import lock_run_dir
 from megapar.train.data import identity, open_loaders
 from megapar.train.launch import join, leave, rank_process, refuse_too_many_threads
 from megapar.train.local import start_local_ranks
-from megapar.train.report import greet
+from megapar.train.report import write_run_header
 from megapar.train.trainer import Run, start, train
 
 
@@ -45,12 +45,12 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
     with explained(), rank_process(config, env, board) as process, explained():
         ctx = join(config, env, process)
         train_data, validation_sets = open_loaders(config, ctx)
-        with own(run_dir := Path(config.run_dir), ctx):
-            process.own(run_dir)
+        with lock_run_dir(run_dir := Path(config.run_dir), ctx):
+            process.claim_run_dir(run_dir)
             data = identity(train_data, validation_sets)
             state, notes = start(config, ctx, build_stages(config, ctx), data)
             train_data.consumed_samples = state.consumed_samples
-            greet(config, ctx, parameter_count(config.model), notes, to_toml(resolved, config))
+            write_run_header(config, ctx, parameter_count(config.model), notes, to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length)
             process.arm()
             stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop))
@@ -61,7 +61,8 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
 
 def plan(resolved: Resolved) -> None:
     """Print what each rank of the layout would hold. How this process was started does not matter."""
-    parallel, launch = resolved.config.parallel, resolved.config.launch
+    parallel = resolved.config.parallel
+    launch = resolved.config.launch
     config = check(resolved, launch.nproc or parallel.tp * parallel.pp * max(parallel.dp, 1))
     flops = flops_per_token(config.model, config.train.seq_length)
     dry_run.show(config, build_stages, parameter_count(config.model), flops, Console(width=140))

@@ -29,7 +29,7 @@ from megapar.config import CheckpointConfig, Config, ModelConfig, OptimizerConfi
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, MegaparError, StorageError
 from megapar.params import sharded
-from megapar.random import initialise
+from megapar.random import initialize
 from megapar.train.checkpoints import Saver
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble, start
@@ -73,7 +73,7 @@ def make_state(config: Config, seed: int = 1) -> TrainState:
     parallel = config.parallel
     ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp)
     stages = build_stages(config, ctx)
-    initialise(stages.values(), seed)
+    initialize(stages.values(), seed)
     return assemble(config, ctx, stages)
 
 
@@ -395,7 +395,7 @@ def differing(config: Config, **changes: Any) -> Config:
     return validate(replace(config, model=replace(config.model, **changes)), 1)
 
 
-def initialised(config: Config, run_dir: Path, init_from: Path, strict: bool = True) -> tuple[TrainState, list[str]]:
+def initialized(config: Config, run_dir: Path, init_from: Path, strict: bool = True) -> tuple[TrainState, list[str]]:
     """As the program starts: what came of `checkpoint.init_from`."""
     options = CheckpointConfig(init_from=str(init_from), strict=strict)
     config = replace(config, run_dir=str(run_dir), checkpoint=options)
@@ -409,7 +409,7 @@ def test_a_run_starts_from_another_runs_weights(tmp_path: Path) -> None:
     source = make_state(config, seed=1)
     step(source)
     (path,) = Saver(source, tmp_path / "source").save(source)
-    state, notes = initialised(config, tmp_path / "run", path)
+    state, notes = initialized(config, tmp_path / "run", path)
     assert notes == [f"started from the weights of {path}, step 0"]
     assert torch.equal(state.weights.flat, source.weights.flat)
     for mine, theirs in zip(state.optimizer.slices(), source.optimizer.slices(), strict=True):
@@ -418,13 +418,13 @@ def test_a_run_starts_from_another_runs_weights(tmp_path: Path) -> None:
     assert (state.step, state.consumed_samples, state.optimizer.step_count) == (0, 0, 0)
     step(state)
     Saver(state, tmp_path / "run").save(state)
-    assert "resumed step 1" in initialised(config, tmp_path / "run", path)[1][0]
+    assert "resumed step 1" in initialized(config, tmp_path / "run", path)[1][0]
 
     other = differing(config, num_hidden_layers=4, qk_norm=True, intermediate_size=24)
     with pytest.raises(CheckpointError) as caught:
-        initialised(other, tmp_path / "other", path)
+        initialized(other, tmp_path / "other", path)
     assert "model.num_hidden_layers: 3 | 4" in str(caught.value)
-    state, notes = initialised(other, tmp_path / "other", path, strict=False)
+    state, notes = initialized(other, tmp_path / "other", path, strict=False)
     fresh = make_state(other, seed=other.train.seed)
     assert "does not fit (checkpoint | run): main.layers.3.attention.q.weight: missing | [16, 12]" in notes
     lacking = {line.split()[6].removesuffix(":") for line in notes if ": main." in line}

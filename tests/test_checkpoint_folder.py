@@ -18,7 +18,7 @@ from megapar.checkpoint import save as saving
 from megapar.checkpoint.folder import Keep, check, exclusive, prune, sweep
 from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.config import CheckpointConfig, Config
-from megapar.train.checkpoints import FOLDER, own
+from megapar.train.checkpoints import FOLDER, lock_run_dir
 from tests.support.checkpoints import killed_at, load_toy, save_toy, toy_slices
 from tests.support.distributed import run_ranks
 from tests.test_checkpoint import outcome
@@ -99,7 +99,7 @@ def test_a_second_job_is_refused_and_a_dead_ones_lock_is_not(tmp_path: Path) -> 
     receive, send = fork.Pipe(duplex=False)
 
     def hold() -> None:
-        with own(tmp_path, ALONE):
+        with lock_run_dir(tmp_path, ALONE):
             send.send(os.getpid())
             fork.Event().wait()
 
@@ -108,7 +108,7 @@ def test_a_second_job_is_refused_and_a_dead_ones_lock_is_not(tmp_path: Path) -> 
     assert receive.poll(30)
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / ".tmp-step_00000001-its").mkdir()
-    kind, code, message = outcome(lambda: own(tmp_path, ALONE).__enter__())
+    kind, code, message = outcome(lambda: lock_run_dir(tmp_path, ALONE).__enter__())
     assert (kind, code) == ("StorageError", 7)
     assert f'"pid": {receive.recv()}' in message
     assert socket.gethostname() in message
@@ -116,10 +116,10 @@ def test_a_second_job_is_refused_and_a_dead_ones_lock_is_not(tmp_path: Path) -> 
     assert (tmp_path / FOLDER / ".tmp-step_00000001-its").exists(), "what a live job writes is not swept"
     holder.kill()
     holder.join()
-    with own(tmp_path, ALONE):
+    with lock_run_dir(tmp_path, ALONE):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
         assert not (tmp_path / FOLDER / ".tmp-step_00000001-its").exists()
-    with own(tmp_path, ALONE):
+    with lock_run_dir(tmp_path, ALONE):
         pass
 
 

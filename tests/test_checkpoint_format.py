@@ -104,7 +104,7 @@ def test_a_gap_as_large_as_an_overlap_is_found() -> None:
 def test_owned_boxes_cover_each_logical_tensor_once(
     rows: int, columns: int, tp: int, padding: int, data: st.DataObject
 ) -> None:
-    """Fused pieces, one with rows that neighbouring ranks share; slices cut anywhere."""
+    """Fused pieces, one with rows that neighboring ranks share; slices cut anywhere."""
     counts = {"a": torch.zeros(rows, columns), "b": torch.zeros(rows, columns)}
     for rank in range(tp):
         start, stop = rank * rows // tp, (rank + 1) * rows // tp

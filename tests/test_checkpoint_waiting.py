@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megapar import agreement, comm, context
-from megapar.agreement import from_first, together
+from megapar.agreement import from_first, on_all_ranks
 from megapar.checkpoint import folder as folders
 from megapar.checkpoint import load as loading
 from megapar.checkpoint import save as saving
@@ -151,7 +151,7 @@ def share(large: int) -> list[Any]:
     if ctx.world.rank != 2:
         slow.set()
     threading.Timer(0.2, slow.set).start()
-    together(lambda: slow.wait(SECONDS), ctx, StorageError, "waiting")
+    on_all_ranks(lambda: slow.wait(SECONDS), ctx, StorageError, "waiting")
     return [*found, comm.gather_json(mine["text"][: ctx.world.rank], ctx.world, torch.device("cpu"))]
 
 

@@ -73,7 +73,7 @@ def sizes(kind: str) -> dict[str, Any]:
     return {"model_type": kind, "vocab_size": 131, "bos_token_id": None, "eos_token_id": 0, **fields}
 
 
-def save_model(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **how: Any) -> Path:
+def save_model(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **impl: Any) -> Path:
     """A model of transformers, saved by it: every bias random and not zero, every norm's weight random and not one."""
     transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
     fields = {**sizes(case.kind), **case.changes}
@@ -84,7 +84,7 @@ def save_model(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **h
         for name, param in model.named_parameters():
             is_norm = param.ndim == 1 and name.endswith("weight")
             param.copy_(torch.randn(param.shape, generator=generator) * 0.1 + is_norm)
-    model.to(dtype).save_pretrained(folder, **how)
+    model.to(dtype).save_pretrained(folder, **impl)
     return folder
 
 

@@ -272,12 +272,12 @@ def test_logits_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found_sv, expected_sv, rtol=0, atol=1e-5 * float(expected_sv.abs().max()))
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], Any], **how: Any) -> None:
+def rewrite(path: Path, change: Callable[[dict[str, Any]], Any], **impl: Any) -> None:
     """Change what a rank's file holds."""
     with torch.serialization.safe_globals([Namespace]):
         state = torch.load(path, weights_only=False)
     change(state)
-    torch.save(state, path, **how)
+    torch.save(state, path, **impl)
 
 
 class Payload:

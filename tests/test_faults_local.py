@@ -169,7 +169,7 @@ def test_a_rank_that_ends_early_with_0_is_no_success(tmp_path: Path) -> None:
 def test_ranks_that_all_fail_alike_are_a_failure(tmp_path: Path) -> None:
     """All are gone before the launcher has waited for a cause."""
 
-    def fail(*args: Any, **how: Any) -> None:
+    def fail(*args: Any, **impl: Any) -> None:
         raise CommunicationError("planted")
 
     def plant() -> None:
@@ -278,7 +278,7 @@ def test_nohup_is_respected(tmp_path: Path) -> None:
 
 def test_sigterm_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     def plant() -> None:
-        def slow(*args: Any, **how: Any) -> Any:
+        def slow(*args: Any, **impl: Any) -> Any:
             print("starting", flush=True)
             time.sleep(60)
 
@@ -476,9 +476,9 @@ def test_a_full_disk_costs_lines_and_ends_with_7_when_a_checkpoint_is_due(tmp_pa
         replace_stdout(os.dup(writer))
         real = trainer.train_step
 
-        def train_step(*args: Any, **how: Any) -> Any:
+        def train_step(*args: Any, **impl: Any) -> Any:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
-            return real(*args, **how)
+            return real(*args, **impl)
 
         trainer.train_step = train_step
 

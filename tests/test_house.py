@@ -65,7 +65,7 @@ DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {
 PYTORCH_CONTENDERS = {"tools/benchmarks/layouts.py", "tools/benchmarks/peers.py"}
 
 # Kernels import nothing of ours, and must know how many multiprocessors there are.
-KNOW_CUDA = {"megapar/device.py", "kernels/megapar_kernels/launch.py"}
+KNOW_CUDA = {"megapar/device.py", "kernels/megapar_kernels/dispatch.py"}
 
 # Never required: imported where somebody asks for them. (apex on PyPI is another package: see kernels' apex.py.)
 OPTIONAL = (
@@ -316,7 +316,7 @@ def requirements() -> tuple[list[str], list[str]]:
 
 
 def normal(requirement: str) -> str:
-    """The distribution that a requirement names, as PyPI normalises it."""
+    """The distribution that a requirement names, as PyPI normalizes it."""
     found = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert found, requirement
     return re.sub(r"[-_.]+", "-", found[0]).lower()

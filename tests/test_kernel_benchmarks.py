@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from megapar_kernels.backend import Kernels
-from megapar_kernels.launch import HAS_TRITON, triton
+from megapar_kernels.dispatch import HAS_TRITON, triton
 
 from megapar.errors import ConfigError, StorageError
 from megapar.files import write_json
@@ -157,7 +157,7 @@ def test_a_wrong_kernel_ends_the_program_after_all_others(
 ) -> None:
     from benchmarks.kernels import ops
 
-    monkeypatch.setattr(ops.norms, "rms_norm", lambda x, weight, eps, how: x)
+    monkeypatch.setattr(ops.norms, "rms_norm", lambda x, weight, eps, impl: x)
     with pytest.raises(program.KernelError, match=r"^RMSNorm tiny 8x32: ") as raised:
         program.main(program.Options(dry_run=True, only=("RMSNorm",)))
     assert raised.value.exit_code == 70

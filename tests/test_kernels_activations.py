@@ -72,9 +72,9 @@ def test_many_short_rows_share_programs(op: Op) -> None:
 def test_strided_inputs_and_gradients(op: Op) -> None:
     compare(op, inputs(op, 3, 5, 70), torch.bfloat16, layout="strided")
 
-    def transposed(*arguments: Tensor, how: str) -> Tensor:
+    def transposed(*arguments: Tensor, impl: str) -> Tensor:
         """Its upstream gradient is strided."""
-        return op(*arguments, how=how).transpose(0, 1)
+        return op(*arguments, impl=impl).transpose(0, 1)
 
     compare(transposed, inputs(op, 3, 5, 70), torch.float32)
 
@@ -95,7 +95,7 @@ def test_kernels_write_their_outputs_alone(op: Op) -> None:
         patch.object(torch, "empty", lambda *a, **k: guarded(empty(*a, **k))),
         patch.object(torch, "empty_like", lambda *a, **k: guarded(empty_like(*a, **k))),
     ):
-        y = op(*arguments, how="triton")
+        y = op(*arguments, impl="triton")
         grads = torch.autograd.grad(y, arguments, torch.ones_like(op(*before)))
     assert len(guards) >= 2
     for guard in guards:
@@ -110,20 +110,20 @@ def test_nothing_is_kept_without_gradients(op: Op) -> None:
     frozen = [x.detach().float().to(DEVICE) for x in inputs(op, 3, 9)]
     thawed = [x.clone().requires_grad_() for x in frozen]
     with torch.no_grad():
-        silent = op(*thawed, how="triton")
+        silent = op(*thawed, impl="triton")
     with torch.autograd.graph.saved_tensors_hooks(lambda x: pytest.fail("a tensor is saved"), lambda x: x):
-        plain = op(*frozen, how="triton")
+        plain = op(*frozen, impl="triton")
     assert silent.grad_fn is None
     assert plain.grad_fn is None
     assert torch.equal(silent, plain)
-    assert torch.equal(silent, op(*thawed, how="triton"))
+    assert torch.equal(silent, op(*thawed, impl="triton"))
 
 
 @needs_triton
 @pytest.mark.parametrize("op", GATED + PLAIN)
 def test_second_backward_is_caught_or_right(op: Op) -> None:
     arguments = [x.detach().float().to(DEVICE).requires_grad_() for x in inputs(op, 3, 9)]
-    y = op(*arguments, how="triton")
+    y = op(*arguments, impl="triton")
     upstream = torch.randn_like(y)
     first = torch.autograd.grad(y, arguments, upstream, retain_graph=True)
     second = torch.autograd.grad(y, arguments, upstream)
@@ -148,10 +148,10 @@ def test_large_values_infinities_and_nan(op: Op) -> None:
     x = torch.tensor([*finite, -infinity, infinity, float("nan")])
     bias = [torch.zeros(len(x))] if op is bias_gelu else []
     results = []
-    for how, device in (("torch", torch.device("cpu")), ("triton", DEVICE)):
+    for impl, device in (("torch", torch.device("cpu")), ("triton", DEVICE)):
         gate = x.to(device, copy=True).requires_grad_()
         whole = torch.cat((gate, torch.ones_like(gate))) if op in GATED else gate
-        y = op(whole[None], *(b.to(device) for b in bias), how=how)
+        y = op(whole[None], *(b.to(device) for b in bias), impl=impl)
         (grad,) = torch.autograd.grad(y.sum(), gate)
         results.append((y.cpu()[0], grad.cpu()))
     torch.testing.assert_close(results[1], results[0], equal_nan=True)
@@ -163,17 +163,17 @@ def test_large_values_infinities_and_nan(op: Op) -> None:
 def test_no_rows() -> None:
     for shape in [(0, 6), (3, 0)]:
         x = torch.ones(shape, device=DEVICE, requires_grad=True)
-        y = swiglu(x, how="triton")
+        y = swiglu(x, impl="triton")
         assert y.shape == (shape[0], shape[1] // 2)
         assert torch.autograd.grad(y.sum(), x)[0].shape == shape
 
 
-@pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
-def test_shapes_that_do_not_fit_are_refused(how: str) -> None:
+@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_shapes_that_do_not_fit_are_refused(impl: str) -> None:
     with pytest.raises(ValueError, match="odd"):
-        swiglu(torch.ones(2, 5, device=DEVICE), how=how)
+        swiglu(torch.ones(2, 5, device=DEVICE), impl=impl)
     with pytest.raises(ValueError, match=r"must be \[5\]"):
-        bias_gelu(torch.ones(2, 5, device=DEVICE), torch.ones(1, device=DEVICE), how=how)
+        bias_gelu(torch.ones(2, 5, device=DEVICE), torch.ones(1, device=DEVICE), impl=impl)
 
 
 @pytest.mark.gpu
@@ -185,7 +185,7 @@ def test_offsets_beyond_2_31() -> None:
     gate_up[-3:].normal_()
     gate_up.requires_grad_()
     last = gate_up.detach()[-3:].clone().requires_grad_()
-    y, y_last = swiglu(gate_up, how="triton"), swiglu(last)
+    y, y_last = swiglu(gate_up, impl="triton"), swiglu(last)
     upstream = torch.ones_like(y)
     (grad,) = torch.autograd.grad(y, gate_up, upstream)
     (grad_last,) = torch.autograd.grad(y_last, last, upstream[-3:])

@@ -42,7 +42,7 @@ class Shard:
             self.guards.append(Guarded(weights.to(dtype)))
             self.params = self.guards[-1].tensor
 
-    def step(self, grad: Tensor, number: int, how: Any, **changed: Any) -> None:
+    def step(self, grad: Tensor, number: int, impl: Any, **changed: Any) -> None:
         with poisoned():
             adamw_step(
                 self.main,
@@ -51,7 +51,7 @@ class Shard:
                 self.exp_avg_sq,
                 self.params,
                 step=number,
-                how=how,
+                impl=impl,
                 **{**HYPER, **changed},
             )
         for guard in self.guards:
@@ -87,13 +87,13 @@ def torchs_own(
     return results
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("elements", [1, 7, 64, 129, 1000, 1024, 4097])
-def test_five_steps_as_torchs(elements: int, dtype: torch.dtype | None, how: Any) -> None:
+def test_five_steps_as_torchs(elements: int, dtype: torch.dtype | None, impl: Any) -> None:
     grads, shard = gradients(elements, 5), Shard(elements, dtype)
     for number, grad in enumerate(grads, 1):
-        shard.step(grad, number, how)
+        shard.step(grad, number, impl)
         if shard.params is not None:
             assert torch.equal(shard.params, shard.main.to(shard.params.dtype))
     exact = torchs_own(elements, grads, torch.float64, [(0, elements)])
@@ -101,17 +101,17 @@ def test_five_steps_as_torchs(elements: int, dtype: torch.dtype | None, how: Any
     for mine, torchs, reference in zip(shard.tensors(), theirs, exact, strict=dtype is None):
         assert relative_error(mine, reference) <= min(1e-6, 2 * relative_error(torchs, reference) + 1e-7)
         torch.testing.assert_close(mine, torchs, rtol=2e-6, atol=2e-7 if mine is shard.main else 0)
-        if how == "torch":
+        if impl == "torch":
             assert torch.equal(mine, torchs)
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
-def test_weight_decay_of_a_shard_with_many_runs(how: Any) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_weight_decay_of_a_shard_with_many_runs(impl: Any) -> None:
     elements, grads = 4097, gradients(4097, 3)
     shard, decayed = Shard(elements, torch.bfloat16), Decayed.of(RUNS, elements, DEVICE)
     assert [*decayed.others] == complement(RUNS, elements)
     for number, grad in enumerate(grads, 1):
-        shard.step(grad, number, how, decayed=decayed)
+        shard.step(grad, number, impl, decayed=decayed)
     exact = torchs_own(elements, grads, torch.float64, RUNS)
     for mine, reference in zip(shard.tensors()[:3], exact, strict=True):
         # Element by element: a unit that wrongly decays is off by 3e-4 a step.
@@ -124,50 +124,50 @@ def test_runs_that_a_table_cannot_tell_are_refused(ranges: list[tuple[int, int]]
         Decayed.of(ranges, 129, DEVICE)
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("coefficient", [0.0, 1e-3, 1.0])
-def test_the_gradient_counts_times_the_clip_coefficient(coefficient: float, how: Any) -> None:
+def test_the_gradient_counts_times_the_clip_coefficient(coefficient: float, impl: Any) -> None:
     (grad,) = gradients(129, 1)
     clipped, plain = Shard(129, torch.bfloat16), Shard(129, torch.bfloat16)
-    clipped.step(grad.clone(), 1, how, clip_coefficient=torch.tensor(coefficient, device=DEVICE))
-    plain.step(grad * coefficient, 1, how)
+    clipped.step(grad.clone(), 1, impl, clip_coefficient=torch.tensor(coefficient, device=DEVICE))
+    plain.step(grad * coefficient, 1, impl)
     for mine, expected in zip(clipped.tensors(), plain.tensors(), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("found", [1.0, 3.0, -0.5, math.inf, math.nan, True, 2])
-def test_a_found_infinity_forbids_the_update(found: Any, how: Any) -> None:
+def test_a_found_infinity_forbids_the_update(found: Any, impl: Any) -> None:
     shard = Shard(129, torch.bfloat16)
-    shard.step(gradients(129, 1)[0], 1, how)
+    shard.step(gradients(129, 1)[0], 1, impl)
     before = [x.clone() for x in shard.tensors()]
     coefficient = torch.tensor(math.nan, device=DEVICE)
     grad = torch.full((129,), math.inf)
-    shard.step(grad, 2, how, found_inf=torch.tensor(found, device=DEVICE), clip_coefficient=coefficient)
+    shard.step(grad, 2, impl, found_inf=torch.tensor(found, device=DEVICE), clip_coefficient=coefficient)
     assert all(torch.equal(x, y) for x, y in zip(shard.tensors(), before, strict=True))
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("found", [0.0, -0.0, False, 0])
-def test_nothing_found_forbids_nothing(found: Any, how: Any) -> None:
+def test_nothing_found_forbids_nothing(found: Any, impl: Any) -> None:
     (grad,) = gradients(129, 1)
     shard, plain = Shard(129, torch.bfloat16), Shard(129, torch.bfloat16)
-    shard.step(grad, 1, how, found_inf=torch.tensor(found, device=DEVICE))
-    plain.step(grad, 1, how)
+    shard.step(grad, 1, impl, found_inf=torch.tensor(found, device=DEVICE))
+    plain.step(grad, 1, impl)
     assert all(torch.equal(x, y) for x, y in zip(shard.tensors(), plain.tensors(), strict=True))
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
-def test_a_nan_gradient_is_seen_in_the_weights(how: Any) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_nan_gradient_is_seen_in_the_weights(impl: Any) -> None:
     shard = Shard(129, None)
-    shard.step(torch.full((129,), math.nan), 1, how)
+    shard.step(torch.full((129,), math.nan), 1, impl)
     assert all(torch.isnan(x).all() for x in shard.tensors())
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
-def test_padding_stays_zero(how: Any) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_padding_stays_zero(impl: Any) -> None:
     flat = [torch.zeros(128, device=DEVICE) for _ in range(4)]
-    adamw_step(*flat, None, step=1, how=how, **HYPER)
+    adamw_step(*flat, None, step=1, impl=impl, **HYPER)
     assert all(not x.any() for x in flat)
 
 
@@ -177,7 +177,7 @@ def test_what_a_slice_becomes_does_not_depend_on_where_the_buffer_is_cut() -> No
     whole.step(grad, 1, "triton")
     for part in (slice(0, 192), slice(192, 1024)):
         main, exp_avg, exp_avg_sq, params = (x[part] for x in cut.tensors())
-        adamw_step(main, grad[part].to(DEVICE), exp_avg, exp_avg_sq, params, step=1, how="triton", **HYPER)
+        adamw_step(main, grad[part].to(DEVICE), exp_avg, exp_avg_sq, params, step=1, impl="triton", **HYPER)
     assert all(torch.equal(x, y) for x, y in zip(whole.tensors(), cut.tensors(), strict=True))
 
 
@@ -191,51 +191,51 @@ def test_autograd_sees_that_weights_changed() -> None:
         y.backward()
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
-def test_shards_that_do_not_fit_are_refused(how: Any) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_shards_that_do_not_fit_are_refused(impl: Any) -> None:
     x = torch.zeros(128, device=DEVICE)
     for flat in ([x, x[:64], x, x, None], [x, x, x.double(), x, None], [torch.zeros(256)[::2], x, x, x, None]):
         with pytest.raises(ValueError, match="need contiguous fp32 of one shape"):
-            adamw_step(*flat, step=1, how=how, **HYPER)
+            adamw_step(*flat, step=1, impl=impl, **HYPER)
     with pytest.raises(ValueError, match="need contiguous fp32 of one shape"):
-        adamw_step(x, x, x, x, torch.zeros(64, dtype=torch.bfloat16), step=1, how=how, **HYPER)
+        adamw_step(x, x, x, x, torch.zeros(64, dtype=torch.bfloat16), step=1, impl=impl, **HYPER)
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
-def test_an_empty_shard(how: Any) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_an_empty_shard(impl: Any) -> None:
     empty = torch.zeros(0, device=DEVICE)
-    adamw_step(empty, empty, empty, empty, empty.bfloat16(), step=1, how=how, **HYPER)
-    adamw_step(empty, empty, empty, empty, None, step=1, decayed=Decayed.of([], 0, DEVICE), how=how, **HYPER)
-    assert square_sum(empty, how) == 0
+    adamw_step(empty, empty, empty, empty, empty.bfloat16(), step=1, impl=impl, **HYPER)
+    adamw_step(empty, empty, empty, empty, None, step=1, decayed=Decayed.of([], 0, DEVICE), impl=impl, **HYPER)
+    assert square_sum(empty, impl) == 0
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("elements", [1, 7, 127, 4096, 16384, 16385, 100_003, 1 << 20])
-def test_square_sum(elements: int, how: Any) -> None:
+def test_square_sum(elements: int, impl: Any) -> None:
     x = Guarded(numbers(elements, 5).float().to(DEVICE)).tensor
     with poisoned():
-        total = square_sum(x, how)
+        total = square_sum(x, impl)
     assert total.shape == ()
     assert total.dtype == torch.float64
     assert total.item() == pytest.approx(math.fsum(x.double().square().tolist()), rel=1e-12)
-    assert torch.equal(total, square_sum(x, how))
+    assert torch.equal(total, square_sum(x, impl))
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
-def test_square_sum_of_what_fp32_squares_cannot_hold(how: Any) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_square_sum_of_what_fp32_squares_cannot_hold(impl: Any) -> None:
     for size in (1e30, 1e-30):
         x = torch.full((1000,), size, device=DEVICE)
-        assert square_sum(x, how).item() == pytest.approx(1000 * x[0].double().item() ** 2, rel=1e-12)
-    assert torch.isnan(square_sum(torch.tensor([1.0, math.nan], device=DEVICE), how))
-    assert square_sum(torch.tensor([1.0, -math.inf], device=DEVICE), how) == math.inf
+        assert square_sum(x, impl).item() == pytest.approx(1000 * x[0].double().item() ** 2, rel=1e-12)
+    assert torch.isnan(square_sum(torch.tensor([1.0, math.nan], device=DEVICE), impl))
+    assert square_sum(torch.tensor([1.0, -math.inf], device=DEVICE), impl) == math.inf
 
 
 # Whole tiles, single elements, starts and stops inside a UNIT, neighbors that are not counted.
 RANGES = [(0, 1), (3, 67), (128, 8192), (8193, 8200), (8300, 30_001), (99_999, 100_003)]
 
 
-@pytest.mark.parametrize("how", ["torch", "triton", "few launches"])
-def test_square_sum_of_ranges_counts_nothing_else(how: str) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton", "few launches"])
+def test_square_sum_of_ranges_counts_nothing_else(impl: str) -> None:
     values = numbers(100_003, 6).float().to(DEVICE)
     counted = torch.zeros(100_003, dtype=torch.bool, device=DEVICE)
     for start, stop in RANGES:
@@ -243,10 +243,10 @@ def test_square_sum_of_ranges_counts_nothing_else(how: str) -> None:
     x = Guarded(values.masked_fill(~counted, math.nan)).tensor
     ranges = FlatRanges.of(RANGES, DEVICE)
     with poisoned():
-        if how == "few launches":
+        if impl == "few launches":
             total = adamw._square_sum_in_few_launches([x[start:stop] for start, stop in RANGES])
         else:
-            total = square_sum(x, how, ranges)  # type: ignore[arg-type]
+            total = square_sum(x, impl, ranges)  # type: ignore[arg-type]
     assert (total.shape, total.dtype) == ((), torch.float64)
     assert total.item() == pytest.approx(math.fsum(values[counted].double().square().tolist()), rel=1e-12)
     assert square_sum(x, "torch", FlatRanges.of([], DEVICE)) == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_kernels import apex, backend, launch
+from megapar_kernels import apex, backend, dispatch
 from megapar_kernels.adamw import Decayed, adamw_step
 from megapar_kernels.backend import FUSED, Kernels, select
 from megapar_kernels.norms import add_rms_norm, layer_norm, rms_norm
@@ -51,7 +51,7 @@ def test_kernels_are_told_op_by_op() -> None:
     )
 
 
-def test_the_package_that_pypi_calls_apex_is_recognised_unimported(
+def test_the_package_that_pypi_calls_apex_is_recognized_unimported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "apex"
@@ -121,20 +121,20 @@ def test_apex_adamw_decays_and_clips_as_torchs() -> None:
     start, grad = torch.randn(256), torch.randn(256)
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
     found = []
-    for how in ("torch", "apex"):
+    for impl in ("torch", "apex"):
         main, exp_avg, exp_avg_sq = start.clone(), torch.zeros(256), torch.zeros(256)
         decayed = Decayed.of([(64, 192)], 256, CPU)
         for step in (1, 2, 3):
             clip = torch.tensor(0.5)
             flat = main, grad.clone(), exp_avg, exp_avg_sq, None
-            adamw_step(*flat, **options, step=step, decayed=decayed, clip_coefficient=clip, how=how)
+            adamw_step(*flat, **options, step=step, decayed=decayed, clip_coefficient=clip, impl=impl)
         found.append(main)
     assert relative_error(found[1], found[0]) < 1e-6
 
 
 @needs_triton
 def test_small_tensors_on_a_gpu_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "SMALL", 100)
+    monkeypatch.setattr(dispatch, "SMALL", 100)
 
     class Sized:
         is_cuda = True
@@ -142,5 +142,5 @@ def test_small_tensors_on_a_gpu_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> 
         def __init__(self, elements: int):
             self.numel = lambda: elements
 
-    assert [launch.fused("triton", Sized(n)) for n in (99, 100)] == [False, True]  # type: ignore[arg-type]
-    assert not launch.fused("torch", Sized(100))  # type: ignore[arg-type]
+    assert [dispatch.fused("triton", Sized(n)) for n in (99, 100)] == [False, True]  # type: ignore[arg-type]
+    assert not dispatch.fused("torch", Sized(100))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_kernels.launch import HAS_TRITON, triton
+from megapar_kernels.dispatch import HAS_TRITON, triton
 
 HERE = Path(__file__).parent
 GOLDEN = sorted((HERE / "golden").glob("kernel_resources*.json"))  # one for each triton that was reviewed

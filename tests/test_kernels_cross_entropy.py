@@ -22,7 +22,7 @@ from tests.support.kernel_checks import DEVICE, compare, needs_triton, poisoned,
 pytestmark = pytest.mark.gpu
 
 ALONE = Axis("tp", 1, 0, (0,))
-WAYS = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
+WAYS = pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_triton)])
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
@@ -47,7 +47,7 @@ def plain_loss(logits: Tensor, targets: Tensor, smoothing: float, z_loss: float)
 
 def op(rows: int, vocab: int, **options: Any) -> Callable[..., Tensor]:
     targets = draw_targets(rows, vocab)
-    return lambda logits, how: vocab_parallel_cross_entropy(logits, targets, vocab, 0, ALONE, how=how, **options)
+    return lambda logits, impl: vocab_parallel_cross_entropy(logits, targets, vocab, 0, ALONE, impl=impl, **options)
 
 
 # Kernels on one rank
@@ -84,10 +84,10 @@ def test_columns_may_lie_apart() -> None:
     transposed = draw(200, 6).to(DEVICE).float().t()
     for inplace in (False, True):
         results = []
-        for how in ("torch", "triton"):
+        for impl in ("torch", "triton"):
             leaf = transposed.clone(memory_format=torch.preserve_format).requires_grad_()
             loss = vocab_parallel_cross_entropy(
-                leaf * 1.0, draw_targets(6, 200), 200, 0, ALONE, how=how, inplace=inplace
+                leaf * 1.0, draw_targets(6, 200), 200, 0, ALONE, impl=impl, inplace=inplace
             )
             results.append((loss, *torch.autograd.grad(loss.sum(), leaf)))
         torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
@@ -106,7 +106,7 @@ def test_statistics_of_more_rows_than_a_cache_holds() -> None:
 
 
 @WAYS
-def test_statistics_of_a_slice(how: str) -> None:
+def test_statistics_of_a_slice(impl: str) -> None:
     """Targets on other ranks give 0, padding is not looked at, and -inf is a logit like any other; slices with no
     column, with no finite one, and with no row have statistics, too."""
     z = draw(6, 300).to(DEVICE).float()
@@ -116,10 +116,10 @@ def test_statistics_of_a_slice(how: str) -> None:
     target = torch.tensor([-1, 0, 7, 199, 200, -100 - 64], device=DEVICE)
     exact = z[:, :200].double()
     with poisoned():
-        maximum, exp_sum, picked, total = kernel.statistics(z, target, 200, how=how)
-        without = kernel.statistics(z, target, 200, with_total=False, how=how)
-        nothing = kernel.statistics(z, target, 0, how=how)
-        rowless = kernel.statistics(z[:0], target[:0], 200, how=how)
+        maximum, exp_sum, picked, total = kernel.statistics(z, target, 200, impl=impl)
+        without = kernel.statistics(z, target, 200, with_total=False, impl=impl)
+        nothing = kernel.statistics(z, target, 0, impl=impl)
+        rowless = kernel.statistics(z[:0], target[:0], 200, impl=impl)
     least = torch.finfo(torch.float32).min
     torch.testing.assert_close(maximum.double(), exact.amax(-1).clamp(min=least), rtol=0, atol=0)
     torch.testing.assert_close(exp_sum.double(), (exact - maximum[:, None]).exp().sum(-1), rtol=1e-6, atol=0)
@@ -149,11 +149,11 @@ def test_rows_of_several_tiles(dtype: torch.dtype) -> None:
     z[8, :columns] = 2e38
     exact = z.double()
     with poisoned():
-        found = kernel.statistics(z, target, columns, how="triton").double()
+        found = kernel.statistics(z, target, columns, impl="triton").double()
         right = kernel.statistics(exact, target, columns)
         scale, grad_loss = (1.0 + draw(len(target), seed=seed).abs().to(DEVICE) for seed in (3, 4))
         rowwise = [x.float() for x in (found[0], scale, grad_loss)]
-        grad = kernel.gradient(z, target, columns, *rowwise, 0.9, 0.1, how="triton")
+        grad = kernel.gradient(z, target, columns, *rowwise, 0.9, 0.1, impl="triton")
         exact_grad = kernel.gradient(exact, target, columns, *(x.double() for x in rowwise), 0.9, 0.1)
     torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
     torch.testing.assert_close(grad.double(), exact_grad, rtol=4e-3 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
@@ -161,7 +161,7 @@ def test_rows_of_several_tiles(dtype: torch.dtype) -> None:
 
 
 @WAYS
-def test_padding_is_inert(how: str) -> None:
+def test_padding_is_inert(impl: str) -> None:
     """Whatever it holds: the loss is the same, and its gradient is exactly zero (row 15)."""
     for dtype in (torch.float32, torch.bfloat16):
         results = []
@@ -173,7 +173,7 @@ def test_padding_is_inert(how: str) -> None:
                 targets = draw_targets(4, 4099)
                 with poisoned():
                     loss = vocab_parallel_cross_entropy(
-                        leaf * 1.0, targets, 4099, 0, ALONE, 0.1, 0.01, how=how, inplace=inplace
+                        leaf * 1.0, targets, 4099, 0, ALONE, 0.1, 0.01, impl=impl, inplace=inplace
                     )
                     (grad,) = torch.autograd.grad(loss.sum(), leaf)
                 assert not grad[:, 4099:].any()
@@ -183,11 +183,13 @@ def test_padding_is_inert(how: str) -> None:
 
 @WAYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_place_gradient_takes_the_logits_memory(how: str, dtype: torch.dtype) -> None:
+def test_in_place_gradient_takes_the_logits_memory(impl: str, dtype: torch.dtype) -> None:
     """And autograd knows: a second backward, and an op that needs the logits, raise instead of being wrong."""
     logits = draw(4, 3, 200).to(DEVICE, dtype).requires_grad_() * 1.0
     twice = logits * logits
-    loss = vocab_parallel_cross_entropy(logits, draw_targets(12, 150).view(4, 3), 150, 0, ALONE, how=how, inplace=True)
+    loss = vocab_parallel_cross_entropy(
+        logits, draw_targets(12, 150).view(4, 3), 150, 0, ALONE, impl=impl, inplace=True
+    )
     before = logits.detach().clone()
     (grad,) = torch.autograd.grad(loss.sum(), logits, retain_graph=True)
     assert grad.data_ptr() == logits.data_ptr()
@@ -199,18 +201,18 @@ def test_in_place_gradient_takes_the_logits_memory(how: str, dtype: torch.dtype)
 
 
 @WAYS
-def test_logits_are_left_alone(how: str) -> None:
+def test_logits_are_left_alone(impl: str) -> None:
     """Unless the gradient may take their place; a second backward gives the same, and without a gradient nothing is
     kept (row 17)."""
     logits = draw(5, 200).to(DEVICE).float().requires_grad_()
     before, targets = logits.detach().clone(), draw_targets(5, 150)
-    loss = vocab_parallel_cross_entropy(logits, targets, 150, 0, ALONE, how=how)
+    loss = vocab_parallel_cross_entropy(logits, targets, 150, 0, ALONE, impl=impl)
     first, second = (torch.autograd.grad(loss.sum(), logits, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
     assert torch.equal(logits, before)
     with torch.no_grad():
-        silent = vocab_parallel_cross_entropy(logits, targets, 150, 0, ALONE, how=how, inplace=True)
-    plain = vocab_parallel_cross_entropy(logits.detach(), targets, 150, 0, ALONE, how=how, inplace=True)
+        silent = vocab_parallel_cross_entropy(logits, targets, 150, 0, ALONE, impl=impl, inplace=True)
+    plain = vocab_parallel_cross_entropy(logits.detach(), targets, 150, 0, ALONE, impl=impl, inplace=True)
     for other in (silent, plain):
         assert torch.equal(other, loss)
         assert other.grad_fn is None
@@ -218,11 +220,11 @@ def test_logits_are_left_alone(how: str) -> None:
 
 
 @WAYS
-def test_no_tokens_and_nothing_but_ignored_ones(how: str) -> None:
+def test_no_tokens_and_nothing_but_ignored_ones(impl: str) -> None:
     for rows in (0, 3):
         logits = draw(rows, 200).to(DEVICE).float().requires_grad_()
         targets = torch.full((rows,), -100, device=DEVICE)
-        loss = vocab_parallel_cross_entropy(logits, targets, 150, 0, ALONE, 0.1, 0.1, how=how)
+        loss = vocab_parallel_cross_entropy(logits, targets, 150, 0, ALONE, 0.1, 0.1, impl=impl)
         (grad,) = torch.autograd.grad(loss.sum(), logits)
         assert loss.shape == (rows,)
         assert not loss.any()
@@ -230,9 +232,9 @@ def test_no_tokens_and_nothing_but_ignored_ones(how: str) -> None:
 
 
 @WAYS
-def test_one_token_in_all_the_vocabulary(how: str) -> None:
+def test_one_token_in_all_the_vocabulary(impl: str) -> None:
     logits = (1e4 * draw(3, 1)).to(DEVICE).float().requires_grad_()
-    loss = vocab_parallel_cross_entropy(logits, logits.new_zeros(3, dtype=torch.long), 1, 0, ALONE, 0.1, how=how)
+    loss = vocab_parallel_cross_entropy(logits, logits.new_zeros(3, dtype=torch.long), 1, 0, ALONE, 0.1, impl=impl)
     (grad,) = torch.autograd.grad(loss.sum(), logits)
     assert not loss.any()
     assert grad.abs().max() < 1e-7
@@ -248,7 +250,7 @@ def test_real_vocabularies(vocab: int) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(rows, vocab, device=DEVICE).to(dtype).requires_grad_()
             targets = draw_targets(rows, vocab)
-            loss = vocab_parallel_cross_entropy(x, targets, vocab, 0, ALONE, how="triton")
+            loss = vocab_parallel_cross_entropy(x, targets, vocab, 0, ALONE, impl="triton")
             exact = x.detach().double().requires_grad_()
             expected = F.cross_entropy(exact, targets, reduction="none")
             assert relative_error(loss, expected) < 1e-6
@@ -267,7 +269,7 @@ def test_more_than_two_to_the_31_logits() -> None:
     targets, last = torch.randint(vocab, (rows,), device=DEVICE), x.detach()[-3:].double().requires_grad_()
     expected = F.cross_entropy(last, targets[-3:], reduction="none")
     (right,) = torch.autograd.grad(expected.sum(), last)
-    loss = vocab_parallel_cross_entropy(x, targets, vocab, 0, ALONE, how="triton", inplace=True)
+    loss = vocab_parallel_cross_entropy(x, targets, vocab, 0, ALONE, impl="triton", inplace=True)
     assert relative_error(loss[-3:], expected) < 1e-6
     (found,) = torch.autograd.grad(loss.sum(), x)
     assert relative_error(found[-3:], right) < 4e-3
@@ -308,11 +310,11 @@ def entropy_on_ranks(size: int) -> list[tuple[Tensor, Tensor]]:
     device, results = rank_device(dist.get_rank()), []
     tp = context.create(tp=size, device=device).tp
     start, rows = slice_of(tp)
-    for how, smoothing, z_loss in CASES:
+    for impl, smoothing, z_loss in CASES:
         p = {name: value.to(device) for name, value in problem().items()}
         leaf = (p["x"] @ p["weight"][rows].t()).float().requires_grad_()
         losses = vocab_parallel_cross_entropy(
-            leaf * 1.0, p["targets"], VOCAB, start, tp, smoothing, z_loss, how=how, inplace=True
+            leaf * 1.0, p["targets"], VOCAB, start, tp, smoothing, z_loss, impl=impl, inplace=True
         )
         (grad,) = torch.autograd.grad((losses * p["weights"]).sum(), leaf)
         results.append((losses.detach(), grad))
@@ -339,7 +341,7 @@ def test_vocabulary_cut_over_ranks(tp: int) -> None:
 
 
 def linear_on_rank(tp: Axis, device: torch.device, case: tuple, *, sequence_parallel: bool, main: bool) -> dict:
-    how, smoothing, z_loss = case
+    impl, smoothing, z_loss = case
     start, rows = slice_of(tp)
     p = {name: value.to(device) for name, value in problem().items()}
     x = p["x"].chunk(tp.size)[tp.rank] if sequence_parallel else p["x"]
@@ -350,7 +352,7 @@ def linear_on_rank(tp: Axis, device: torch.device, case: tuple, *, sequence_para
         weight.main_grad = MainGradView(view, lambda: added.append(view.clone()))  # type: ignore[attr-defined]
     losses = linear_cross_entropy(
         x, weight, p["targets"], VOCAB, start, tp, sequence_parallel=sequence_parallel, chunk_rows=7,
-        label_smoothing=smoothing, z_loss=z_loss, how=how,
+        label_smoothing=smoothing, z_loss=z_loss, impl=impl,
     )  # fmt: skip
     (losses * p["weights"]).sum().backward()
     if main:
@@ -413,7 +415,7 @@ def test_linear_cross_entropy_holds_one_chunk_of_logits() -> None:
 
 
 @WAYS
-def test_linear_cross_entropy_in_bf16(how: str) -> None:
+def test_linear_cross_entropy_in_bf16(impl: str) -> None:
     """No worse than torch's layer and loss in bf16; the weight's gradient is summed over chunks in fp32."""
     x, weight = (t.to(DEVICE, torch.bfloat16) for t in (draw(64, 1, 32), 0.2 * draw(200, 32, seed=3)))
     targets = draw_targets(64, 200).view(64, 1)
@@ -428,7 +430,7 @@ def test_linear_cross_entropy_in_bf16(how: str) -> None:
         return plain_loss(logits if logits.dtype == torch.float64 else logits.float(), targets.view(-1), 0, 0)
 
     def chunked(x: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, targets, 200, 0, ALONE, chunk_rows=5, how=how).view(-1)
+        return linear_cross_entropy(x, weight, targets, 200, 0, ALONE, chunk_rows=5, impl=impl).view(-1)
 
     exact, theirs, ours = (run(*way) for way in ((plain, torch.float64), (plain, x.dtype), (chunked, x.dtype)))
     for mine, torchs, right in zip(ours, theirs, exact, strict=True):

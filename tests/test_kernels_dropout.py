@@ -31,7 +31,7 @@ def test_the_kernels_mask_is_the_references_to_the_bit(rows: int, columns: int, 
     """Row 19. Probabilities on both sides of 2^31 and of one in 2^32; keys with and without the top bit."""
     keys = keys_of(rows)
     x = torch.ones(rows, columns, device=DEVICE, requires_grad=True)
-    y = dropout_add(x, torch.zeros_like(x), keys, p, how="triton")
+    y = dropout_add(x, torch.zeros_like(x), keys, p, impl="triton")
     y.backward(torch.ones_like(y))
     assert torch.equal(y != 0, keep_mask(keys, columns, p))
     assert x.grad is not None
@@ -43,8 +43,8 @@ def test_a_hash_equal_to_the_threshold_is_kept(more: int) -> None:
     """... and one below it is dropped."""
     keys, x = keys_of(1), torch.ones(1, 1, device=DEVICE)
     p = (int(mix(keys)) + more) / 2**32
-    for how in ("torch", "triton"):
-        assert bool(dropout_add(x, torch.zeros_like(x), keys, p, how) != 0) == (more == 0)
+    for impl in ("torch", "triton"):
+        assert bool(dropout_add(x, torch.zeros_like(x), keys, p, impl) != 0) == (more == 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -69,7 +69,7 @@ def test_rounds_once() -> None:
     x, residual = (numbers(4, 256).detach().to(DEVICE, torch.bfloat16) for _ in range(2))
     keys = keys_of(4)
     exact = residual.float() + x.float() * keep_mask(keys, 256, 0.1) / (1.0 - 0.1)
-    assert torch.equal(dropout_add(x, residual, keys, 0.1, how="triton"), exact.bfloat16())
+    assert torch.equal(dropout_add(x, residual, keys, 0.1, impl="triton"), exact.bfloat16())
 
 
 @pytest.mark.parametrize("wanted", [(False, True), (True, False)])
@@ -78,11 +78,11 @@ def test_only_one_input_wants_a_gradient(wanted: tuple[bool, bool]) -> None:
     compare(dropout_add, [*inputs, keys_of(3), 0.5], torch.float32)
 
 
-def test_leaves_its_inputs_and_their_neighbours_alone() -> None:
+def test_leaves_its_inputs_and_their_neighbors_alone() -> None:
     guards = [Guarded(torch.randn(3, 129, device=DEVICE)) for _ in range(2)]
     before = [guard.tensor.clone() for guard in guards]
     with poisoned():
-        y = dropout_add(guards[0].tensor, guards[1].tensor, keys_of(3), 0.5, how="triton")
+        y = dropout_add(guards[0].tensor, guards[1].tensor, keys_of(3), 0.5, impl="triton")
     assert torch.isfinite(y).all()
     assert not y.requires_grad
     for guard, copy in zip(guards, before, strict=True):
@@ -92,7 +92,7 @@ def test_leaves_its_inputs_and_their_neighbours_alone() -> None:
 
 def test_a_second_backward_gives_the_same_gradient_or_raises() -> None:
     x = numbers(3, 127).detach().float().to(DEVICE).requires_grad_()
-    y = dropout_add(x, x.detach(), keys_of(3), 0.5, how="triton").sum()
+    y = dropout_add(x, x.detach(), keys_of(3), 0.5, impl="triton").sum()
     (first,) = torch.autograd.grad(y, x, retain_graph=True)
     (second,) = torch.autograd.grad(y, x)
     assert torch.equal(first, second)
@@ -104,7 +104,7 @@ def test_a_second_backward_gives_the_same_gradient_or_raises() -> None:
 def test_empty_tensors(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape, device=DEVICE, requires_grad=True)
     keys = torch.zeros(shape[:-1], dtype=torch.int64, device=DEVICE)
-    y = dropout_add(x, torch.ones_like(x), keys, 0.5, how="triton")
+    y = dropout_add(x, torch.ones_like(x), keys, 0.5, impl="triton")
     y.sum().backward()
     assert y.shape == shape
     assert x.grad is not None
@@ -113,14 +113,14 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
 
 def test_without_keys_nothing_is_dropped() -> None:
     x, residual = torch.randn(2, 3, 5, device=DEVICE)
-    assert torch.equal(dropout_add(x, residual, None, 0.5, how="triton"), residual + x)
+    assert torch.equal(dropout_add(x, residual, None, 0.5, impl="triton"), residual + x)
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize(("residual", "keys"), [((3, 1), (3,)), ((4, 3), (3,)), ((3, 4), (2,)), ((3, 4), (3, 1))])
-def test_other_shapes_are_refused(residual: tuple[int, ...], keys: tuple[int, ...], how: Any) -> None:
+def test_other_shapes_are_refused(residual: tuple[int, ...], keys: tuple[int, ...], impl: Any) -> None:
     with pytest.raises(ValueError, match="dropout_add: x, residual and keys"):
-        dropout_add(torch.ones(3, 4), torch.ones(residual), torch.zeros(keys, dtype=torch.int64), 0.5, how)
+        dropout_add(torch.ones(3, 4), torch.ones(residual), torch.zeros(keys, dtype=torch.int64), 0.5, impl)
 
 
 @pytest.mark.gpu
@@ -129,6 +129,6 @@ def test_more_than_two_to_the_31_elements() -> None:
     """Row 18."""
     x = torch.ones(2**19 + 1, 4096, dtype=torch.bfloat16, device=DEVICE)
     keys = row_keys(1, 2, torch.arange(x.shape[0], device=DEVICE))
-    y = dropout_add(x, torch.zeros_like(x), keys, 0.5, how="triton")
+    y = dropout_add(x, torch.zeros_like(x), keys, 0.5, impl="triton")
     for rows in (slice(0, 64), slice(-64, None)):
         assert torch.equal(y[rows] != 0, keep_mask(keys[rows], 4096, 0.5))

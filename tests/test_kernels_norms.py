@@ -21,7 +21,7 @@ FUSED = {"add_rms_norm": norms.add_rms_norm, "add_layer_norm": norms.add_layer_n
 
 @pytest.fixture(autouse=True)
 def _kernels_serve_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapar_kernels.launch.SMALL", 0)
+    monkeypatch.setattr("megapar_kernels.dispatch.SMALL", 0)
 
 
 def arguments(name: str, rows: int | tuple[int, ...], columns: int) -> list[Tensor | float]:
@@ -50,7 +50,7 @@ def test_one_column() -> None:
     """A large eps, lest RMSNorm of one number be its sign; LayerNorm of one number is its bias."""
     compare(norms.rms_norm, [*arguments("rms_norm", 500, 1)[:-1], 0.5], torch.float32)
     x, weight, bias = (t.detach().float().to(DEVICE).requires_grad_() for t in arguments("layer_norm", 5, 1)[:-1])
-    y = norms.layer_norm(x, weight, bias, EPS, how="triton")
+    y = norms.layer_norm(x, weight, bias, EPS, impl="triton")
     assert torch.equal(y, bias.expand(5, 1))
     grads = torch.autograd.grad(y.sum(), [x, weight, bias])
     assert [g.unique().tolist() for g in grads] == [[0.0], [0.0], [5.0]]
@@ -83,7 +83,7 @@ def test_layer_norm_far_from_zero_keeps_its_digits() -> None:
         far = (x.detach().float() + 1000).requires_grad_()
         weight, bias = (t.detach().float() for t in rest if isinstance(t, Tensor))
         exact = norms.layer_norm(far.double(), weight.double(), bias.double(), EPS)
-        ours = norms.layer_norm(far.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), EPS, how="triton").cpu()
+        ours = norms.layer_norm(far.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), EPS, impl="triton").cpu()
         assert relative_error(ours, exact) < 1e-4
 
 
@@ -96,9 +96,9 @@ def test_the_fused_addition_is_the_addition_and_the_norm(name: str) -> None:
         assert isinstance(residual, Tensor)
         x, residual = (t.bfloat16().to(DEVICE).requires_grad_() for t in (x, residual))
         parameters = [t.float().to(DEVICE).requires_grad_() if isinstance(t, Tensor) else t for t in rest]
-        y, total = FUSED[name](x, residual, *parameters, how="triton")
+        y, total = FUSED[name](x, residual, *parameters, impl="triton")
         alone = (x + residual).detach().requires_grad_()
-        expected = NORMS[name.removeprefix("add_")](alone, *parameters, how="triton")
+        expected = NORMS[name.removeprefix("add_")](alone, *parameters, impl="triton")
         assert torch.equal(total, alone)
         assert torch.equal(y, expected)
         grad = torch.randn_like(y)
@@ -122,7 +122,7 @@ def test_rows_may_be_none(name: str) -> None:
     x, *rest = (t.detach().float().to(DEVICE) if isinstance(t, Tensor) else t for t in arguments(name, 0, 64))
     assert isinstance(x, Tensor)
     leaves = [t.requires_grad_() for t in (x, *rest) if isinstance(t, Tensor)]
-    y = {**NORMS, **FUSED}[name](x, *rest, how="triton")
+    y = {**NORMS, **FUSED}[name](x, *rest, impl="triton")
     grads = torch.autograd.grad(y if isinstance(y, Tensor) else y[0], leaves, torch.empty(0, 64, device=DEVICE))
     assert [g.shape for g in grads] == [t.shape for t in leaves]
     assert all(not g.any() for g in grads)
@@ -133,10 +133,10 @@ def test_without_gradients_there_is_no_graph_and_a_second_backward_is_refused(na
     values = [t.detach().float().to(DEVICE) if isinstance(t, Tensor) else t for t in arguments(name, 4, 64)]
     op = {**NORMS, **FUSED}[name]
     before = [t.clone() for t in values if isinstance(t, Tensor)]
-    plain = op(*values, how="triton")
+    plain = op(*values, impl="triton")
     assert all(y.grad_fn is None for y in ([plain] if isinstance(plain, Tensor) else plain))
     values[0].requires_grad_()  # weights frozen
-    y = op(*values, how="triton")
+    y = op(*values, impl="triton")
     loss = (y if isinstance(y, Tensor) else y[0] + y[1]).square().sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
@@ -160,7 +160,7 @@ class Norm(nn.Module):
             setattr(self, kind, param)
 
     def forward(self, *x: Tensor) -> Tensor:
-        y = {**NORMS, **FUSED}[self.name](*x, *self.parameters(), EPS, how="triton")
+        y = {**NORMS, **FUSED}[self.name](*x, *self.parameters(), EPS, impl="triton")
         return y if isinstance(y, Tensor) else y[0]
 
 
@@ -212,13 +212,13 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     x, weight = torch.ones(4, 8), torch.ones(8)
-    for how in ("torch", "triton"):
+    for impl in ("torch", "triton"):
         with pytest.raises(ValueError, match=r"residual \(8,\) has not the shape"):
-            norms.add_rms_norm(x, weight, weight, EPS, how=how)
+            norms.add_rms_norm(x, weight, weight, EPS, impl=impl)
         with pytest.raises(ValueError, match=r"weight \(4,\) does not fit"):
-            norms.rms_norm(x, torch.ones(4), EPS, how=how)
+            norms.rms_norm(x, torch.ones(4), EPS, impl=impl)
         with pytest.raises(ValueError, match=r"bias \(1,\) does not fit"):
-            norms.layer_norm(x, weight, torch.ones(1), EPS, how=how)
+            norms.layer_norm(x, weight, torch.ones(1), EPS, impl=impl)
 
 
 @pytest.mark.gpu
@@ -228,9 +228,9 @@ def test_offsets_beyond_two_to_the_31_are_reached() -> None:
     rows, columns = 2**31 // 16384 + 1, 16384
     x = torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     weight = torch.ones(columns, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    y = norms.rms_norm(x, weight, EPS, how="triton")
+    y = norms.rms_norm(x, weight, EPS, impl="triton")
     (grad,) = torch.autograd.grad(y, [x], y.detach())
     last = x.detach()[-1:].clone().requires_grad_()
-    expected = norms.rms_norm(last, weight, EPS, how="triton")
+    expected = norms.rms_norm(last, weight, EPS, impl="triton")
     assert torch.equal(y[-1:], expected)
     assert torch.equal(grad[-1:], torch.autograd.grad(expected, [last], expected.detach())[0])

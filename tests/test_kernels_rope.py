@@ -13,7 +13,7 @@ from tests.support.kernel_checks import DEVICE, TOLERANCE, Guarded, compare, nee
 pytestmark = pytest.mark.gpu
 
 LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-HOWS = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
+HOWS = pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_triton)])
 # s, b, heads of q, heads of k, width: one block of positions, of heads, and several
 SHAPES = [(1, 1, 1, 1, 2), (3, 2, 5, 1, 64), (9, 1, 4, 2, 80), (5, 3, 3, 3, 128), (7, 1, 33, 3, 64), (3, 1, 1, 7, 22)]
 SHAPES += [(131, 1, 2, 1, 8)]
@@ -45,19 +45,19 @@ def turned(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool) ->
 
 
 def op(interleaved: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    return lambda *arguments, how: rotate_qk(*arguments, interleaved=interleaved, how=how)
+    return lambda *arguments, impl: rotate_qk(*arguments, interleaved=interleaved, impl=impl)
 
 
 @LAYOUTS
 @HOWS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotation_is_a_complex_product(how: str, interleaved: bool, dtype: torch.dtype) -> None:
+def test_rotation_is_a_complex_product(impl: str, interleaved: bool, dtype: torch.dtype) -> None:
     """... and its gradient the product with the conjugate."""
     for shape in SHAPES:
         q, k, cos, sin = heads(*shape)
         q, k = (x.detach().to(DEVICE, dtype).requires_grad_() for x in (q, k))
         cos, sin = cos.float().to(DEVICE), sin.float().to(DEVICE)
-        outputs = rotate_qk(q, k, cos, sin, interleaved=interleaved, how=how)
+        outputs = rotate_qk(q, k, cos, sin, interleaved=interleaved, impl=impl)
         upstream = [torch.randn_like(y) for y in outputs]
         grads = torch.autograd.grad(outputs, (q, k), upstream)
         for x, y, dy, dx in zip((q, k), outputs, upstream, grads, strict=True):
@@ -80,22 +80,22 @@ def test_kernel_equals_torch(interleaved: bool, dtype: torch.dtype) -> None:
 def test_inverse_restores_the_input(interleaved: bool, dtype: torch.dtype) -> None:
     q, k, cos, sin = (x.detach().float().to(DEVICE) for x in heads(5, 3, 4, 2, 80))
     q, k = q.to(dtype), k.to(dtype)
-    there = rotate_qk(q, k, cos, sin, interleaved=interleaved, how="triton")
-    back = rotate_qk(*there, cos, -sin, interleaved=interleaved, how="triton")
+    there = rotate_qk(q, k, cos, sin, interleaved=interleaved, impl="triton")
+    back = rotate_qk(*there, cos, -sin, interleaved=interleaved, impl="triton")
     for x, y in zip((q, k), back, strict=True):
         assert relative_error(y, x) < TOLERANCE[dtype]
 
 
 @LAYOUTS
 @HOWS
-def test_slices_of_a_fused_projection(how: str, interleaved: bool) -> None:
+def test_slices_of_a_fused_projection(impl: str, interleaved: bool) -> None:
     """Row 18: q and k are strided views of one buffer, which stays as it is; gradients arrive in its right columns."""
     s, b, nq, nk, d = 3, 2, 6, 2, 80
     qkv = numbers(s, b, (nq + 2 * nk) * d).float().to(DEVICE).requires_grad_()
     before = qkv.detach().clone()
     q, k, v = (x.unflatten(-1, (-1, d)) for x in qkv.split([nq * d, nk * d, nk * d], dim=-1))
     cos, sin = (x.float().to(DEVICE) for x in tables(s, d))
-    outputs = rotate_qk(q, k, cos, sin, interleaved=interleaved, how=how)
+    outputs = rotate_qk(q, k, cos, sin, interleaved=interleaved, impl=impl)
     assert all(y.is_contiguous() for y in outputs)
     upstream = [torch.randn_like(y) for y in outputs]
     (grad,) = torch.autograd.grad([*outputs, v], qkv, [*upstream, torch.full_like(v, 2.0)])
@@ -116,10 +116,10 @@ def test_any_strides(interleaved: bool) -> None:
     assert (q.shape, q.stride(-1), k.shape, k.stride(-1)) == ((3, 2, 4, 6), 1, (3, 2, 5, 6), 5)
     one = q[:, :, :1].expand(-1, -1, 3, -1)
     for x, y in [(q, k), (k, q), (one, q), (q, one)]:
-        for given, got in zip((x, y), rotate_qk(x, y, cos, sin, interleaved=interleaved, how="triton"), strict=True):
+        for given, got in zip((x, y), rotate_qk(x, y, cos, sin, interleaved=interleaved, impl="triton"), strict=True):
             assert relative_error(got, turned(given, cos, sin, interleaved)) < TOLERANCE[torch.float32]
     x = q.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(rotate_qk(x, k, cos, sin, interleaved=interleaved, how="triton")[0].sum(), x)
+    (grad,) = torch.autograd.grad(rotate_qk(x, k, cos, sin, interleaved=interleaved, impl="triton")[0].sum(), x)
     assert relative_error(grad, turned(torch.ones_like(x), cos, -sin, interleaved)) < TOLERANCE[torch.float32]
 
 
@@ -128,7 +128,7 @@ def test_any_strides(interleaved: bool) -> None:
 def test_strided_tables(interleaved: bool) -> None:
     q, k, cos, sin = (x.detach().float().to(DEVICE) for x in heads(4, 1, 2, 1, 10))
     wide = torch.cat((cos, sin), dim=-1)
-    ours = rotate_qk(q, k, wide[:, :10], wide[:, 10:], interleaved=interleaved, how="triton")
+    ours = rotate_qk(q, k, wide[:, :10], wide[:, 10:], interleaved=interleaved, impl="triton")
     assert relative_error(ours[0], turned(q, cos, sin, interleaved)) < TOLERANCE[torch.float32]
 
 
@@ -143,7 +143,7 @@ def test_kernel_writes_its_outputs_alone(interleaved: bool) -> None:
         return guards[-1].tensor
 
     with patch.object(torch, "empty", guarded):
-        outputs = rotate_qk(q, k, cos, sin, interleaved=interleaved, how="triton")
+        outputs = rotate_qk(q, k, cos, sin, interleaved=interleaved, impl="triton")
     assert len(guards) == 2
     for guard, y in zip(guards, outputs, strict=True):
         guard.check()
@@ -161,11 +161,11 @@ def test_gradient_of_one_alone() -> None:
     """Of what alone requires one, and of what alone is used."""
     q, k, cos, sin = (x.detach().float().to(DEVICE) for x in heads(3, 2, 4, 2, 16))
     for number, (x, y) in enumerate([(q.clone().requires_grad_(), k), (q, k.clone().requires_grad_())]):
-        used, wanted = rotate_qk(x, y, cos, sin, how="triton")[number], (x, y)[number]
+        used, wanted = rotate_qk(x, y, cos, sin, impl="triton")[number], (x, y)[number]
         (grad,) = torch.autograd.grad(used, wanted, torch.ones_like(used))
         assert relative_error(grad, turned(torch.ones_like(used), cos, -sin, False)) < TOLERANCE[torch.float32]
     q, k = q.requires_grad_(), k.requires_grad_()
-    q_out, _ = rotate_qk(q, k, cos, sin, how="triton")
+    q_out, _ = rotate_qk(q, k, cos, sin, impl="triton")
     assert torch.autograd.grad(q_out.sum(), (q, k), allow_unused=True)[1].eq(0).all()
 
 
@@ -173,9 +173,9 @@ def test_gradient_of_one_alone() -> None:
 def test_nothing_is_kept_without_gradients() -> None:
     q, k, cos, sin = (x.detach().float().to(DEVICE) for x in heads(3, 2, 4, 2, 16))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: pytest.fail("a tensor is saved"), lambda x: x):
-        outputs = rotate_qk(q, k, cos, sin, how="triton")
+        outputs = rotate_qk(q, k, cos, sin, impl="triton")
     with torch.no_grad():
-        silent = rotate_qk(q.clone().requires_grad_(), k, cos, sin, how="triton")
+        silent = rotate_qk(q.clone().requires_grad_(), k, cos, sin, impl="triton")
     assert all(y.grad_fn is None for y in (*outputs, *silent))
     assert all(torch.equal(y, z) for y, z in zip(outputs, silent, strict=True))
 
@@ -183,7 +183,7 @@ def test_nothing_is_kept_without_gradients() -> None:
 @needs_triton
 def test_second_backward_is_caught_or_right() -> None:
     q, k, cos, sin = (x.detach().float().to(DEVICE) for x in heads(3, 2, 4, 2, 16))
-    outputs = rotate_qk(q.requires_grad_(), k.requires_grad_(), cos, sin, how="triton")
+    outputs = rotate_qk(q.requires_grad_(), k.requires_grad_(), cos, sin, impl="triton")
     upstream = [torch.randn_like(y) for y in outputs]
     first = torch.autograd.grad(outputs, (q, k), upstream, retain_graph=True)
     second = torch.autograd.grad(outputs, (q, k), upstream)
@@ -196,19 +196,19 @@ def test_second_backward_is_caught_or_right() -> None:
 @pytest.mark.parametrize("shape", [(0, 2, 3, 1, 4), (2, 0, 3, 1, 4), (2, 1, 0, 0, 4), (2, 1, 3, 0, 4), (2, 1, 0, 3, 4)])
 def test_nothing_to_rotate(shape: tuple[int, ...]) -> None:
     q, k, cos, sin = (x.detach().float().to(DEVICE) for x in heads(*shape))
-    for x, y in zip((q, k), rotate_qk(q, k, cos, sin, how="triton"), strict=True):
+    for x, y in zip((q, k), rotate_qk(q, k, cos, sin, impl="triton"), strict=True):
         assert x.shape == y.shape
         assert relative_error(y, turned(x, cos, sin, False)) < TOLERANCE[torch.float32]
 
 
 @HOWS
-def test_shapes_that_do_not_fit_are_refused(how: str) -> None:
+def test_shapes_that_do_not_fit_are_refused(impl: str) -> None:
     q, k, cos, sin = (x.detach().float().to(DEVICE) for x in heads(3, 2, 4, 2, 16))
     for wrong in [(q, k, cos[:2], sin), (q, k, cos[:, :8], sin[:, :8]), (q[:2], k, cos, sin), (q, k[:, :1], cos, sin)]:
         with pytest.raises(ValueError, match="cannot rotate"):
-            rotate_qk(*wrong, how=how)
+            rotate_qk(*wrong, impl=impl)
     with pytest.raises(ValueError, match="d even"):
-        rotate_qk(q[..., :5], k[..., :5], cos[:, :5], sin[:, :5], how=how)
+        rotate_qk(q[..., :5], k[..., :5], cos[:, :5], sin[:, :5], impl=impl)
 
 
 @pytest.mark.gpu
@@ -222,5 +222,5 @@ def test_offsets_beyond_2_31(interleaved: bool) -> None:
     cos, sin = (x.float().to(DEVICE) for x in tables(s, d))
     k = qkv[..., -128:].unflatten(-1, (2, d))
     q = qkv[..., :-128].unflatten(-1, (1024, d))
-    for x, y in zip((q, k), rotate_qk(q, k, cos, sin, interleaved=interleaved, how="triton"), strict=True):
+    for x, y in zip((q, k), rotate_qk(q, k, cos, sin, interleaved=interleaved, impl="triton"), strict=True):
         assert relative_error(y[-3:], turned(x[-3:], cos[-3:], sin[-3:], interleaved)) < TOLERANCE[torch.bfloat16]

@@ -70,19 +70,19 @@ def test_a_transposed_mask() -> None:
 def test_a_causal_mask_is_the_causal_softmax() -> None:
     x = scores_of(2, 9, 33).detach().float().to(DEVICE)
     future = torch.ones(9, 33, dtype=torch.bool, device=DEVICE).triu(1 + 33 - 9)
-    for how in ("torch", "triton"):
-        assert torch.equal(scaled_masked_softmax(x, future, 0.3, how), scaled_causal_softmax(x, 0.3, how))
+    for impl in ("torch", "triton"):
+        assert torch.equal(scaled_masked_softmax(x, future, 0.3, impl), scaled_causal_softmax(x, 0.3, impl))
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
-def test_what_is_masked_counts_for_nothing(how: Any) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_what_is_masked_counts_for_nothing(impl: Any) -> None:
     """Infinite and huge scores where masked; a fully masked row is zeros, with a gradient of zeros."""
     x = torch.randn(3, 40, device=DEVICE)
     mask = mask_of(3, 40)
     dirty = x.masked_fill(mask, math.inf).requires_grad_()
-    y = scaled_masked_softmax(dirty, mask, 0.5, how)
+    y = scaled_masked_softmax(dirty, mask, 0.5, impl)
     y.backward(torch.randn(3, 40, device=DEVICE))
-    assert torch.equal(y, scaled_masked_softmax(x, mask, 0.5, how))
+    assert torch.equal(y, scaled_masked_softmax(x, mask, 0.5, impl))
     assert not y[mask].any()
     assert not y[0].any()
     assert torch.allclose(y[1:].sum(-1), torch.ones(2, device=DEVICE))
@@ -91,12 +91,12 @@ def test_what_is_masked_counts_for_nothing(how: Any) -> None:
     assert torch.isfinite(dirty.grad).all()
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
-def test_huge_scores_do_not_overflow_and_nan_is_seen(how: Any) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_huge_scores_do_not_overflow_and_nan_is_seen(impl: Any) -> None:
     x = torch.full((2, 2), 3e38, device=DEVICE)
-    assert scaled_causal_softmax(x, 1.0, how).tolist() == [[1.0, 0.0], [0.5, 0.5]]
+    assert scaled_causal_softmax(x, 1.0, impl).tolist() == [[1.0, 0.0], [0.5, 0.5]]
     x[1, 0] = math.nan
-    y = scaled_causal_softmax(x, 1.0, how)
+    y = scaled_causal_softmax(x, 1.0, impl)
     assert y[0].tolist() == [1.0, 0.0]
     assert torch.isnan(y[1]).all()
 
@@ -141,15 +141,15 @@ def test_empty_scores(shape: tuple[int, ...]) -> None:
     assert x.grad.shape == shape
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
-def test_more_queries_than_positions_are_refused(how: Any) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_more_queries_than_positions_are_refused(impl: Any) -> None:
     with pytest.raises(ValueError, match="5 queries of 4 positions"):
-        scaled_causal_softmax(torch.ones(5, 4), 0.3, how)
+        scaled_causal_softmax(torch.ones(5, 4), 0.3, impl)
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
-def test_attention_with_dropout_that_drops_nothing_is_attention(how: Any) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_attention_with_dropout_that_drops_nothing_is_attention(impl: Any) -> None:
     q, k, v = torch.randn(3, 9, 2, 3, 8, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     keep = torch.ones(2, 3, 9, 9, dtype=torch.bool, device=DEVICE)
-    y = causal_attention_dropout(q, k, v, keep, 0.0, how=how)
+    y = causal_attention_dropout(q, k, v, keep, 0.0, impl=impl)
     assert relative_error(y, causal_attention(q.double(), k.double(), v.double())) < 1e-6

@@ -280,7 +280,7 @@ def test_an_explicit_partition_is_obeyed():
 
 
 def test_the_picture_shows_computation_in_proportion_to_time(tmp_path):
-    """Areas of the colours: backward twice forward, idle as large as the bubble says."""
+    """Areas of the colors: backward twice forward, idle as large as the bubble says."""
     result = simulate(plans_of("1f1b", 4, 1, 8), 1, 2)
     timeline.draw(result.events, tmp_path / "timeline.png", "1F1B", "forwards")
     pixels = matplotlib.image.imread(tmp_path / "timeline.png")[..., :3]

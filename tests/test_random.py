@@ -19,7 +19,7 @@ from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig
 from megapar.params import Box, Piece
-from megapar.random import initialise, keep_mask, row_keys
+from megapar.random import initialize, keep_mask, row_keys
 from tests.support import layouts, tiny_models
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
 from tests.support.flat import flatten
@@ -38,7 +38,7 @@ DROPPING = replace(TIED_GPT, hidden_dropout=0.5, attention_dropout=0.5)
 def initial(model: ModelConfig, tp: int, seed: int = 7) -> list[layouts.Held]:
     ctx = context.create(tp=tp)
     stages = build_stages(tiny_models.config(model, tp), ctx).values()
-    initialise(stages, seed)
+    initialize(stages, seed)
     return layouts.held(stages, ctx)
 
 
@@ -136,7 +136,7 @@ def test_masks_on_a_gpu_are_those_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_mask_rate_and_independence(p: float) -> None:
-    """Rows that differ in any one coordinate, neighbouring rows and neighbouring columns agree as often as chance."""
+    """Rows that differ in any one coordinate, neighboring rows and neighboring columns agree as often as chance."""
 
     def mask(seed: int = 1, use: int = 3, sample: int = 0, head: int = 2) -> Tensor:
         keys = row_keys(seed, use, torch.tensor([[sample]]), torch.tensor([[head]]), torch.arange(256)[None])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megapar_models.attention import Attention
 from megapar_models.family import Family
 from megapar_models.llama import LlamaMLP, LlamaStage, RMSNorm
-from megapar_models.stage import Blueprint, Pass
+from megapar_models.stage import Blueprint, ForwardContext
 from torch import Tensor, nn
 
 from megapar.config import Config
@@ -25,9 +25,9 @@ class ParallelLayer(nn.Module):
         self.attention = Attention(number, blueprint, qkv_bias=False, out_bias=False)
         self.mlp = LlamaMLP(number, blueprint)
 
-    def forward(self, x_sbh: Tensor, info: Pass) -> Tensor:
+    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         normed = self.norm(x_sbh)
-        return x_sbh + self.attention(normed, info) + self.mlp(normed)
+        return x_sbh + self.attention(normed, context) + self.mlp(normed)
 
 
 class ParallelStage(LlamaStage):

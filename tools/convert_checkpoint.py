@@ -58,7 +58,10 @@ from megapar.errors import CheckpointError, ConfigError, DataError, reported
 from megapar.messages import first_few
 from megapar.precision import model_dtype
 
-HF_CONFIG, CONFIG, PARITY, GENERATION = "config.json", "config.toml", "parity.json", "generation_config.json"
+HF_CONFIG = "config.json"
+CONFIG = "config.toml"
+PARITY = "parity.json"
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", GENERATION, CODE),
@@ -151,7 +154,8 @@ def hf_to_native(options: HfToNative) -> None:
     for line in told(raw):
         print(f"warning: {line}", file=sys.stderr)
     names = names_of(config.model)
-    shapes, wanted = native_shapes(config.model), hf_recipes(config.model)
+    shapes = native_shapes(config.model)
+    wanted = hf_recipes(config.model)
     weights = Weights(options.src, lambda name: canonical_name(name, names))
     weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
     kinds = [f"{kind}:{options.dst / name}" for kind, name in TOKENIZERS.items() if (options.src / name).is_file()]
@@ -394,7 +398,8 @@ def made_of_bytes(config: Config) -> bool:
 
 def copy_own_tokenizer(training: Training, folder: Path) -> None:
     """The files of the tokenizer that a run was trained with, unless the folder has one already."""
-    kind, file = training.spec.partition(":")[0], training.file
+    kind = training.spec.partition(":")[0]
+    file = training.file
     if kind not in TOKENIZERS or file is None or any((folder / name).exists() for name in TOKENIZERS.values()):
         return
     copy_files(file.parent, folder, TOKENIZER_FILES if file.name == TOKENIZERS[kind] else ())
@@ -501,7 +506,8 @@ def parity(native: Path, reference: Reference, dtype: torch.dtype) -> tuple[Conf
     for name, tokens_s, first in prompts(config.model):
         ours_sv = native_logits(stage, tokens_s, first)[:, : config.model.vocab_size]
         theirs_sv = reference.logits(tokens_s, first)[:, : config.model.vocab_size]
-        largest, difference = float(theirs_sv.abs().max()), float((ours_sv - theirs_sv).abs().max())
+        largest = float(theirs_sv.abs().max())
+        difference = float((ours_sv - theirs_sv).abs().max())
         rows.append(
             {
                 "prompt": name,
@@ -519,7 +525,8 @@ def prompts(model: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
     """(name, tokens [s], first position to compare): a fixed text, random ones, and where there are that many positions
     one whose last tokens lie beyond 2,048."""
     generator = torch.Generator().manual_seed(0)
-    short, most = min(64, model.max_position_embeddings), min(2048 + 64, model.max_position_embeddings)
+    short = min(64, model.max_position_embeddings)
+    most = min(2048 + 64, model.max_position_embeddings)
     yield "fixed", (7919 * torch.arange(short) + 13) % model.vocab_size, 0
     yield "random", torch.randint(model.vocab_size, (short,), generator=generator), 0
     yield "random, last positions", torch.randint(model.vocab_size, (most,), generator=generator), most - short

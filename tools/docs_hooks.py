@@ -162,7 +162,8 @@ def _sections(options: Any, prefix: str) -> Iterator[str]:
 
 
 def _table(options: Any, chosen: list[Field[Any]], prefix: str) -> str:
-    sentences, types = sentences_of(options), get_type_hints(options)
+    sentences = sentences_of(options)
+    types = get_type_hints(options)
     rows = ["| option | value | default | meaning |", "|---|---|---|---|"]
     for field in chosen:
         cells = (

@@ -16,7 +16,9 @@ PICTURE = ROOT / "docs/images/architecture.svg"
 
 WIDTH, MARGIN, GAP = 1000, 16, 14  # pixels
 FLOOR_GAP = 34  # between floors, where the arrows are
-TITLE_HEIGHT, LINE_HEIGHT, PADDING = 20, 16, 12
+TITLE_HEIGHT = 20
+LINE_HEIGHT = 16
+PADDING = 12
 CHARACTER_WIDTH = 6.3  # of the modules' names
 COLORS = ("#eceff1", "#e3f2fd", "#e8f5e9", "#fff8e1", "#fbe9e7", "#f3e5f5")  # of the floors, from the ground
 
@@ -60,7 +62,8 @@ def direct(may_import: Mapping[str, set[str]]) -> dict[str, list[str]]:
 
 def place(may_import: Mapping[str, set[str]]) -> dict[str, Box]:
     """Columns for the rooms that stand on the two lowest floors; a higher room is as wide as the rooms that it uses."""
-    floor, below = floors(may_import), direct(may_import)
+    floor = floors(may_import)
+    below = direct(may_import)
     columns = [room for room in may_import if floor[room] == 2]
     width = (WIDTH - 2 * MARGIN + GAP) / len(columns) - GAP
     boxes = {room: Box(MARGIN + i * (width + GAP), width) for i, room in enumerate(columns)}
@@ -69,21 +72,24 @@ def place(may_import: Mapping[str, set[str]]) -> dict[str, Box]:
             boxes[room] = Box(MARGIN, WIDTH - 2 * MARGIN)
         elif floor[room] > 2:
             used = [boxes[other] for other in below[room]]
-            left, right = min(box.x for box in used), max(box.x + box.width for box in used)
+            left = min(box.x for box in used)
+            right = max(box.x + box.width for box in used)
             boxes[room] = Box(left, right - left)
     return boxes
 
 
 def draw(may_import: Mapping[str, set[str]], modules: Mapping[str, Sequence[str]]) -> str:
     """The picture as SVG; `modules` are the names that stand in each room."""
-    floor, boxes = floors(may_import), place(may_import)
+    floor = floors(may_import)
+    boxes = place(may_import)
     lines = {room: _wrapped(modules[room], boxes[room].width) for room in may_import}
     y = float(MARGIN)
     for level in range(max(floor.values()), -1, -1):
         rooms = [room for room in may_import if floor[room] == level]
         height = TITLE_HEIGHT + LINE_HEIGHT * max(len(lines[room]) for room in rooms) + 2 * PADDING
         for room in rooms:
-            boxes[room].y, boxes[room].height = y, height
+            boxes[room].y = y
+            boxes[room].height = height
         y += height + FLOOR_GAP
     parts = [_head(y - FLOOR_GAP + MARGIN)]
     for room, others in direct(may_import).items():
@@ -109,7 +115,8 @@ def _head(height: float) -> str:
 def _arrow(above: Box, below: Box) -> str:
     """Straight down, from the middle of the narrower of the two."""
     x = above.center if above.width < below.width else below.center
-    start, end = above.y + above.height, below.y
+    start = above.y + above.height
+    end = below.y
     return (
         f'<path d="M{x:g},{start:g} V{end:g}" stroke="#607d8b" stroke-width="1.5" fill="none" marker-end="url(#tip)"/>'
     )

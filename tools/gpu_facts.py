@@ -51,7 +51,8 @@ def median_seconds(work: Any) -> float:
         work()
     times = []
     for _ in range(REPETITIONS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        stop = torch.cuda.Event(enable_timing=True)
         start.record()
         work()
         stop.record()

@@ -69,7 +69,8 @@ def verify_chunks(path: Path, manifest: Manifest, console: Console) -> None:
 def compare(path: Path, ours: Manifest, other: Path, console: Console) -> list[str]:
     """A line for each difference in position, model, data and tensors; layouts and options may differ freely."""
     theirs = read_manifest(other)
-    left, right = _position(ours), _position(theirs)
+    left = _position(ours)
+    right = _position(theirs)
     lines = [
         f"{key}: {left.get(key, 'not stated')} | {right.get(key, 'not stated')}"
         for key in sorted(left.keys() | right.keys())
@@ -94,12 +95,14 @@ def _position(manifest: Manifest) -> dict[str, Any]:
 
 
 def _tensor_difference(name: str, mine: Reader, others: Reader) -> str | None:
-    left, right = mine.manifest.tensors.get(name), others.manifest.tensors.get(name)
+    left = mine.manifest.tensors.get(name)
+    right = others.manifest.tensors.get(name)
     if left is None or right is None:
         return f"only in {(mine if left else others).path}"
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return f"{left.dtype} {list(left.shape)} | {right.dtype} {list(right.shape)}"
-    a, b = mine.tensor(name), others.tensor(name)
+    a = mine.tensor(name)
+    b = others.tensor(name)
     if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return None
     changed = int((a != b).sum())

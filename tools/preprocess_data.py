@@ -26,7 +26,7 @@ from megapar.errors import reported
 
 
 @dataclass
-class Tokenise:
+class Tokenize:
     """Turn text into tokens, in parallel; the result does not depend on the number of workers."""
 
     input: tuple[Path, ...]
@@ -35,7 +35,7 @@ class Tokenise:
     """Prefix of the .bin, .idx and .json files to write. PREFIX.parts holds what is unfinished."""
     recipe: tyro.conf.OmitArgPrefixes[tyro.conf.FlagCreatePairsOff[Recipe]]
     workers: int = 1
-    """Processes that tokenise."""
+    """Processes that tokenize."""
 
     def run(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -99,13 +99,14 @@ class Verify:
             print(f"{prefix}: {len(dataset):,} documents, {len(dataset.tokens):,} {dataset.dtype.name} tokens: sound")
 
 
-COMMANDS: dict[str, type[Tokenise | Merge | Split | Verify]] = {"merge": Merge, "split": Split, "verify": Verify}
+COMMANDS: dict[str, type[Tokenize | Merge | Split | Verify]] = {"merge": Merge, "split": Split, "verify": Verify}
 
 
 def reporter(progress: Progress, total: int) -> Callable[[Counts], None]:
     """Shows counts on a bar; what an earlier run has done, told first, does not make this one faster."""
     bar = progress.add_task("starting", total=total)
-    start, before = time.perf_counter(), list[int]()
+    start = time.perf_counter()
+    before = list[int]()
 
     def show(counts: Counts) -> None:
         if not before:
@@ -120,11 +121,11 @@ def reporter(progress: Progress, total: int) -> Callable[[Counts], None]:
 
 
 def main() -> None:
-    kind: type[Tokenise | Merge | Split | Verify] = Tokenise
+    kind: type[Tokenize | Merge | Split | Verify] = Tokenize
     words = sys.argv[1:]
     if words and words[0] in COMMANDS:
         kind = COMMANDS[words.pop(0)]
-    description = __doc__ if kind is Tokenise else None
+    description = __doc__ if kind is Tokenize else None
     command = tyro.cli(kind, args=words, description=description, use_underscores=True)
     with reported():
         command.run()

@@ -14,7 +14,7 @@ from megapar.errors import ConfigError, reported
 
 @dataclass
 class Arguments:
-    """Train a lossless BPE tokenizer (byte fallback, nothing normalised); the same text gives the same file."""
+    """Train a lossless BPE tokenizer (byte fallback, nothing normalized); the same text gives the same file."""
 
     input: tuple[Path, ...]
     """Files or folders that preprocess_data.py takes."""

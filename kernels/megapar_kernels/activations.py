@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar_kernels.launch import Implementation, exp, fused, launches, next_power_of_2, tl, triton
+from megapar_kernels.dispatch import Implementation, exp, fused, launches, next_power_of_2, tl, triton
 
 __all__ = ["bias_gelu", "geglu", "gelu", "reglu_squared", "relu_squared", "swiglu"]
 
@@ -137,7 +137,8 @@ def _launch(kernel: Any, *tensors: Tensor | None, rows: int, columns: int, activ
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: Activation, gated: bool) -> Tensor:
-        x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+        x = x.contiguous()
+        bias = None if bias is None else bias.contiguous()
         columns = x.shape[-1] // 2 if gated else x.shape[-1]
         y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
         rows = x.shape[:-1].numel()
@@ -158,46 +159,46 @@ class _Activation(torch.autograd.Function):
         return grad_x, grad_x.view(-1, bias.numel()).sum(0, dtype=torch.float32).to(bias.dtype), None, None
 
 
-def _gated(gate_up: Tensor, activation: Activation, how: Implementation) -> Tensor:
+def _gated(gate_up: Tensor, activation: Activation, impl: Implementation) -> Tensor:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up: the last dimension of {tuple(gate_up.shape)} is odd; it holds both, 2 f wide")
-    if fused(how, gate_up):
+    if fused(impl, gate_up):
         return _Activation.apply(gate_up, None, activation, True)
     gate, up = gate_up.chunk(2, dim=-1)
     return TORCH[activation](gate) * up
 
 
-def _plain(x: Tensor, activation: Activation, how: Implementation) -> Tensor:
-    return _Activation.apply(x, None, activation, False) if fused(how, x) else TORCH[activation](x)
+def _plain(x: Tensor, activation: Activation, impl: Implementation) -> Tensor:
+    return _Activation.apply(x, None, activation, False) if fused(impl, x) else TORCH[activation](x)
 
 
-def swiglu(gate_up: Tensor, how: Implementation = "torch") -> Tensor:
+def swiglu(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
     """silu(gate) * up of [..., 2 f] = gate then up."""
-    return _gated(gate_up, "silu", how)
+    return _gated(gate_up, "silu", impl)
 
 
-def geglu(gate_up: Tensor, how: Implementation = "torch") -> Tensor:
+def geglu(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
     """gelu(gate) * up of [..., 2 f] = gate then up, GELU in its tanh form."""
-    return _gated(gate_up, "gelu", how)
+    return _gated(gate_up, "gelu", impl)
 
 
-def reglu_squared(gate_up: Tensor, how: Implementation = "torch") -> Tensor:
+def reglu_squared(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
     """relu(gate)^2 * up of [..., 2 f] = gate then up."""
-    return _gated(gate_up, "relu_squared", how)
+    return _gated(gate_up, "relu_squared", impl)
 
 
-def relu_squared(x: Tensor, how: Implementation = "torch") -> Tensor:
+def relu_squared(x: Tensor, impl: Implementation = "torch") -> Tensor:
     """relu(x)^2."""
-    return _plain(x, "relu_squared", how)
+    return _plain(x, "relu_squared", impl)
 
 
-def gelu(x: Tensor, how: Implementation = "torch") -> Tensor:
+def gelu(x: Tensor, impl: Implementation = "torch") -> Tensor:
     """GELU in GPT-2's tanh form."""
-    return _plain(x, "gelu", how)
+    return _plain(x, "gelu", impl)
 
 
-def bias_gelu(x: Tensor, bias: Tensor, how: Implementation = "torch") -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor, impl: Implementation = "torch") -> Tensor:
     """gelu(x + bias) of [..., f] and [f], in x's dtype; the bias's gradient is summed in fp32, in a fixed order."""
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias {tuple(bias.shape)} does not fit x {tuple(x.shape)}: it must be [{x.shape[-1]}]")
-    return _Activation.apply(x, bias, "gelu", False) if fused(how, x) else TORCH["gelu"](x + bias).to(x.dtype)
+    return _Activation.apply(x, bias, "gelu", False) if fused(impl, x) else TORCH["gelu"](x + bias).to(x.dtype)

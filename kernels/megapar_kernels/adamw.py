@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megapar_kernels import apex
-from megapar_kernels.launch import Implementation, fused, tl, triton
+from megapar_kernels.dispatch import Implementation, fused, tl, triton
 
 UNIT = 64
 """Elements: where weight decay applies is told by a byte for each UNIT, and may change only at multiples of it."""
@@ -34,7 +34,9 @@ class Decayed:
     @classmethod
     def of(cls, ranges: Iterable[Range], elements: int, device: torch.device) -> "Decayed":
         """Of a shard of `elements`. `ranges` are sorted and disjoint; ValueError if they are cut within a UNIT."""
-        ranges, others, end = tuple(ranges), [], 0
+        ranges = tuple(ranges)
+        others = []
+        end = 0
         units = torch.zeros(-(-elements // UNIT), dtype=torch.bool)
         for start, stop in ranges:
             if start % UNIT or (stop % UNIT and stop != elements) or not end <= start < stop <= elements:
@@ -125,7 +127,7 @@ def config() -> tuple[int, int]:
 def adamw_step(
     main: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, params: Tensor | None, *, lr: float,
     betas: tuple[float, float], eps: float, weight_decay: float, step: int, decayed: Decayed | None = None,
-    clip_coefficient: Tensor | None = None, found_inf: Tensor | None = None, how: Implementation = "torch",
+    clip_coefficient: Tensor | None = None, found_inf: Tensor | None = None, impl: Implementation = "torch",
 ) -> None:  # fmt: skip
     """The `step`-th update (from 1), in place, of fp32 `main` and its moments by fp32 `grad`, and of main's copy
     `params` in the model's dtype (None: the parameter is `main`). All are 1-D and contiguous, else ValueError.
@@ -140,8 +142,8 @@ def adamw_step(
     ):
         shapes = [(x.dtype, tuple(x.shape)) for x in flat]
         raise ValueError(f"adamw_step: main, gradient and moments are {shapes}: need contiguous fp32 of one shape")
-    if not fused(how, main):
-        update = _apex_step if how == "apex" else _torch_step
+    if not fused(impl, main):
+        update = _apex_step if impl == "apex" else _torch_step
         update(flat, weight_decay, decayed, step, clip_coefficient, found_inf, lr=lr, betas=betas, eps=eps)
         if params is not None:
             params.copy_(main)
@@ -213,7 +215,7 @@ def square_sum_config() -> tuple[int, int, int]:
     return 4, 2048, 8
 
 
-def square_sum(x: Tensor, how: Implementation = "torch", only: FlatRanges | None = None) -> Tensor:
+def square_sum(x: Tensor, impl: Implementation = "torch", only: FlatRanges | None = None) -> Tensor:
     """Sum of squares of fp32 `x`, or of the elements of 1-D contiguous `x` that `only` names: 0-d fp64.
 
     It is the same whenever it is taken. Squares of fp32 are exact in fp64 and so, nearly, is their sum: it hardly
@@ -226,7 +228,7 @@ def square_sum(x: Tensor, how: Implementation = "torch", only: FlatRanges | None
     parts = [flat[start:stop] for start, stop in ranges if start < stop]
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=x.device)
-    if not fused(how, x):
+    if not fused(impl, x):
         return _torch_square_sum(parts)
     steps, block, warps = square_sum_config()
     programs = triton.cdiv(flat.numel(), steps * block) if only is None else len(only.tiles)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megapar_kernels.launch import Implementation
+from megapar_kernels.dispatch import Implementation
 from megapar_kernels.softmax import scaled_causal_softmax, scaled_masked_softmax
 
 # For Hopper and Blackwell, where cuDNN is about twice as fast as FlashAttention 2, torch's own first choice.
@@ -23,14 +23,14 @@ CUDNN_FIRST = [
 ]
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, how: Literal["torch", "cudnn"] = "torch") -> Tensor:
-    """torch's causal scaled_dot_product_attention of [b, n, s, d]; `how` is which of its backends it tries first."""
-    with sdpa_kernel(CUDNN_FIRST, set_priority=True) if how == "cudnn" else nullcontext():
+def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: Literal["torch", "cudnn"] = "torch") -> Tensor:
+    """torch's causal scaled_dot_product_attention of [b, n, s, d]; `impl` is which of its backends it tries first."""
+    with sdpa_kernel(CUDNN_FIRST, set_priority=True) if impl == "cudnn" else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def causal_attention(
-    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, how: Literal["torch", "cudnn"] = "torch"
+    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, impl: Literal["torch", "cudnn"] = "torch"
 ) -> Tensor:
     """softmax(q k^T / sqrt(d), causal) v as [s, b, n * d]; q may have a multiple of k's and v's heads, dealt in
     runs."""
@@ -38,7 +38,7 @@ def causal_attention(
     if q.is_meta:  # SDPA would choose explicit scores; CPUs and GPUs keep q, k, v, the result and a number a row
         y = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
     else:
-        y = sdpa(q, k, v, how)
+        y = sdpa(q, k, v, impl)
     return rearrange(y, "b n s d -> s b (n d)")
 
 
@@ -74,21 +74,21 @@ def causal_attention_dropout(
     keep_bnss: Tensor,
     p: float,
     documents_bs: Tensor | None = None,
-    how: Implementation = "torch",
+    impl: Implementation = "torch",
 ) -> Tensor:
     """`causal_attention` with its probabilities multiplied by keep / (1 - p); q, k and v have equally many heads.
 
-    Positions of different `documents_bs` do not attend to each other. `how` is the softmax's implementation.
+    Positions of different `documents_bs` do not attend to each other. `impl` is the softmax's implementation.
     """
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
     scores: Tensor = _Scores.apply(q, k)
     scale = 1.0 / math.sqrt(q.shape[-1])
     if documents_bs is None:
-        probabilities = scaled_causal_softmax(scores, scale, how)
+        probabilities = scaled_causal_softmax(scores, scale, impl)
     else:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         apart = documents_bs[:, None, :, None] != documents_bs[:, None, None, :]
-        probabilities = scaled_masked_softmax(scores, future | apart, scale, how)
+        probabilities = scaled_masked_softmax(scores, future | apart, scale, impl)
     probabilities = probabilities * keep_bnss / (1.0 - p)
     return rearrange(probabilities.to(v.dtype) @ v, "b n s d -> s b (n d)")
 
@@ -102,7 +102,8 @@ def packed_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, star
     On a GPU torch's varlen_attn where it serves the dtype and head width, else one SDPA with a mask; on a CPU SDPA
     document by document.
     """
-    length, run = q_sbnd.shape[0], q_sbnd.shape[2] // k_sbnd.shape[2]
+    length = q_sbnd.shape[0]
+    run = q_sbnd.shape[2] // k_sbnd.shape[2]
     q, k, v = (rearrange(x, "s b n d -> (b s) n d") for x in (q_sbnd, k_sbnd, v_sbnd))
     if q.device.type == "cpu":
         # To cut the tensors, the host must know the lengths: free on a CPU, a wait for the whole queue on a GPU.
@@ -113,7 +114,8 @@ def packed_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, star
     elif varlen_serves(q):
         from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler: seconds, where it is not used
 
-        k, v = k.repeat_interleave(run, 1), v.repeat_interleave(run, 1)
+        k = k.repeat_interleave(run, 1)
+        v = v.repeat_interleave(run, 1)
         # No document is longer than a sample: to know the longest, the host would have to wait.
         y = varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
     else:
@@ -136,7 +138,8 @@ def masked_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, star
     same_document = documents_bs[:, :, None] == documents_bs[:, None, :]
     past = torch.ones(length, length, dtype=torch.bool, device=starts.device).tril()
     # Equally many heads: SDPA's fused kernels take no mask together with fewer key/value heads.
-    k_sbnd, v_sbnd = k_sbnd.repeat_interleave(run, 2), v_sbnd.repeat_interleave(run, 2)
+    k_sbnd = k_sbnd.repeat_interleave(run, 2)
+    v_sbnd = v_sbnd.repeat_interleave(run, 2)
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=(same_document & past)[:, None])
     return rearrange(y, "b n s d -> s b (n d)")

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from megapar_kernels import apex
-from megapar_kernels.launch import HAS_TRITON, Implementation, interpreting
+from megapar_kernels.dispatch import HAS_TRITON, Implementation, interpreting
 
 Backend = Literal["auto", "triton", "torch", "apex"]
 
@@ -29,15 +29,24 @@ class Kernels:
     def __str__(self) -> str:
         """The implementations with their ops, or the one of all."""
         ops: dict[str, list[str]] = {}
-        for op, how in asdict(self).items():
-            ops.setdefault(how, []).append(op)
+        for op, impl in asdict(self).items():
+            ops.setdefault(impl, []).append(op)
         if len(ops) == 1:
             return next(iter(ops))
-        return "; ".join(f"{how}: {', '.join(names)}" for how, names in ops.items())
+        return "; ".join(f"{impl}: {', '.join(names)}" for impl, names in ops.items())
 
 
-FUSED = Kernels("triton", "triton", "triton", "triton", "triton", "triton", "triton", "torch")
-APEX = Kernels("apex", "triton", "triton", "triton", "triton", "triton", "apex", "apex")
+FUSED = Kernels(
+    norm="triton",
+    activation="triton",
+    rope="triton",
+    dropout="triton",
+    softmax="triton",
+    cross_entropy="triton",
+    adamw="triton",
+    weight_gradient="torch",
+)
+APEX = replace(FUSED, norm="apex", adamw="apex", weight_gradient="apex")
 
 
 def select(backend: Backend, device: torch.device, attention: Literal["torch", "cudnn"] = "torch") -> Kernels:

@@ -10,7 +10,7 @@ One pass over maximum and sum: Milakov and Gimelshein, arXiv 1805.02867.
 import torch
 from torch import Tensor
 
-from megapar_kernels.launch import Implementation, exp, fused, launches, next_power_of_2, tl, triton
+from megapar_kernels.dispatch import Implementation, exp, fused, launches, next_power_of_2, tl, triton
 
 _CACHED = 1 << 16  # elements
 _LEAST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -24,7 +24,8 @@ def _statistics(logits: Tensor, target: Tensor, columns: int, with_total: bool) 
     maximum = z.amax(-1).to(wide).clamp_(min=torch.finfo(torch.float32).min)
     mine = (target >= 0) & (target < columns)
     picked = torch.where(mine, z.gather(-1, torch.where(mine, target, 0)[:, None])[:, 0].to(wide), 0.0)
-    exp_sum, total = torch.empty_like(maximum), torch.zeros_like(maximum)
+    exp_sum = torch.empty_like(maximum)
+    total = torch.zeros_like(maximum)
     # All rows at once, but on a CPU as many as its cache holds: new pages would cost more than the arithmetic.
     rows = max(_CACHED // columns if z.is_cpu else len(z), 1)
     for block in (slice(first, first + rows) for first in range(0, len(z), rows)):
@@ -158,7 +159,7 @@ def gradient_config(width: int, bytes_a_logit: int) -> tuple[int, int]:
 
 
 def statistics(
-    logits: Tensor, target: Tensor, columns: int, with_total: bool = True, how: Implementation = "torch"
+    logits: Tensor, target: Tensor, columns: int, with_total: bool = True, impl: Implementation = "torch"
 ) -> Tensor:
     """[4, rows], of each row: max, sum of exp(z - max), z[target], sum of (z - max) (0 unless `with_total`).
 
@@ -170,7 +171,7 @@ def statistics(
         nothing = logits.new_zeros(4, rows, dtype=torch.promote_types(logits.dtype, torch.float32))
         nothing[0] = torch.finfo(torch.float32).min
         return nothing
-    if not fused(how, logits):
+    if not fused(impl, logits):
         return _statistics(logits, target, columns, with_total)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     result = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
@@ -195,7 +196,7 @@ def gradient(
     grad_loss: Tensor,
     on_target: float,
     on_all: float,
-    how: Implementation = "torch",
+    impl: Implementation = "torch",
     inplace: bool = False,
 ) -> Tensor:
     """scale * exp(z - maximum) - grad_loss * (on_target at the target column + on_all everywhere), in z's dtype.
@@ -205,7 +206,7 @@ def gradient(
     the logits, and autograd is told.
     """
     logits, (rows, width) = logits.detach(), logits.shape
-    if not fused(how, logits):
+    if not fused(impl, logits):
         return _gradient(logits, target, columns, maximum, scale, grad_loss, on_target, on_all, inplace)
     if not inplace or not logits.is_contiguous():
         logits = logits.contiguous()

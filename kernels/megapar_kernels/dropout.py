@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar_kernels.launch import Implementation, fused, launches, next_power_of_2, tl, triton
+from megapar_kernels.dispatch import Implementation, fused, launches, next_power_of_2, tl, triton
 
 _MASK = 0xFFFFFFFF
 
@@ -67,12 +67,14 @@ def config(columns: int) -> tuple[int, int, int]:
 
 
 def _launch(x: Tensor, residual: Tensor | None, keys: Tensor, p: float) -> Tensor:
-    x, keys = x.contiguous(), keys.contiguous()
+    x = x.contiguous()
+    keys = keys.contiguous()
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     y = torch.empty_like(x, dtype=dtype)
     if not launches(y):
         return y
-    rows, columns = keys.numel(), x.shape[-1]
+    rows = keys.numel()
+    columns = x.shape[-1]
     tile_rows, block, warps = config(columns)
     grid = triton.cdiv(rows, tile_rows), triton.cdiv(columns, block)
     _dropout_add_kernel[grid](
@@ -86,7 +88,8 @@ class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, keys: Tensor, p: float) -> Tensor:
         ctx.save_for_backward(keys)
-        ctx.p, ctx.dtypes = p, (x.dtype, residual.dtype)
+        ctx.p = p
+        ctx.dtypes = (x.dtype, residual.dtype)
         return _launch(x, residual, keys, p)
 
     @staticmethod
@@ -97,7 +100,7 @@ class _DropoutAdd(torch.autograd.Function):
         return dx, dy.to(residual_dtype), None, None
 
 
-def dropout_add(x: Tensor, residual: Tensor, keys: Tensor | None, p: float, how: Implementation = "torch") -> Tensor:
+def dropout_add(x: Tensor, residual: Tensor, keys: Tensor | None, p: float, impl: Implementation = "torch") -> Tensor:
     """residual + x * keep / (1 - p) with the `keep_mask` of `keys`, int64 [x.shape[:-1]]; None drops nothing.
 
     `x` and `residual` are equal in shape; ValueError if they or the keys are not.
@@ -109,6 +112,6 @@ def dropout_add(x: Tensor, residual: Tensor, keys: Tensor | None, p: float, how:
         )
     if keys is None:
         return residual + x
-    if not fused(how, x):
+    if not fused(impl, x):
         return residual + x * keep_mask(keys, x.shape[-1], p) / (1.0 - p)
     return _DropoutAdd.apply(x, residual, keys, p)

@@ -2,9 +2,10 @@
 alone or after the residual's addition.
 
 Bytes an element of bf16 moved at least: forward 4, backward 6; with the residual 8 and 8. Statistics are fp32; backward
-keeps the normalised input and a row's statistics, never y. The weight may be wider than the input, as fp32 beside bf16.
+keeps the normalized input and a row's statistics, never y. The weight may be wider than the input, as fp32 beside bf16.
 A program holds tiles of whole rows in registers; rows too wide for that are walked in blocks, twice, and their weight's
-gradient takes a pass of its own (10 bytes). A kernel normalises as LayerNorm does where it is given a mean's pointer.
+gradient takes a pass of its own (10 bytes). The same kernels serve both norms: given a
+pointer for the means, they subtract the mean as LayerNorm does.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar_kernels import apex
-from megapar_kernels.launch import (
+from megapar_kernels.dispatch import (
     Implementation,
     MainGrad,
     fused,
@@ -39,7 +40,8 @@ GRADIENT_WARPS = 8
 def _torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """RMSNorm without a bias, LayerNorm with one; in the wider of the dtypes, since torch fuses only equal ones."""
     wide = torch.promote_types(x.dtype, weight.dtype)
-    x_wide, weight = x.to(wide), weight.to(wide)
+    x_wide = x.to(wide)
+    weight = weight.to(wide)
     if bias is None:
         return F.rms_norm(x_wide, weight.shape, weight, eps).to(x.dtype)
     return F.layer_norm(x_wide, weight.shape, weight, bias.to(wide), eps).to(x.dtype)
@@ -63,7 +65,8 @@ def _norm_forward_kernel(  # type: ignore[no-untyped-def]
     """One tile of whole rows a program."""
     row = tl.program_id(0).to(tl.int64) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[:, None]
     column = tl.arange(0, COLUMN_BLOCK)[None, :]
-    in_row, in_column = row < rows, column < columns
+    in_row = row < rows
+    in_column = column < columns
     inside = in_row & in_column
     offset = row * columns + column
     x = _read(x_ptr + offset, inside)
@@ -103,7 +106,8 @@ def _norm_forward_wide_kernel(  # type: ignore[no-untyped-def]
             number = tl.minimum(columns - start, BLOCK)
             block_mean = tl.sum(x, 0) / number
             x = tl.where(inside, x - block_mean, 0.0)
-            delta, share = block_mean - mean, number / (start + number)
+            delta = block_mean - mean
+            share = number / (start + number)
             squares += delta * delta * share * start
             mean += delta * share
         squares += tl.sum(x * x, 0)
@@ -153,7 +157,8 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
             # dtype until it is added: bf16 takes half the registers of fp32.
             grad_sum = tl.load(grad_sum_ptr + offset, inside, other=0.0, eviction_policy="evict_first")
         rstd = _read(rstd_ptr + row, in_row)
-        mean, shift = 0.0, 0.0
+        mean = 0.0
+        shift = 0.0
         if mean_ptr is not None:
             mean = _read(mean_ptr + row, in_row)
             shift = tl.sum(grad_hat, 1, keep_dims=True) / columns
@@ -181,7 +186,9 @@ def _norm_backward_wide_kernel(  # type: ignore[no-untyped-def]
     """One row a program, walked once for its sums and once for x's gradient."""
     row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(rstd_ptr + row)
-    mean, shift, along = 0.0, 0.0, 0.0
+    mean = 0.0
+    shift = 0.0
+    along = 0.0
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + row)
     for start in range(0, columns, BLOCK):
@@ -232,7 +239,8 @@ def _norm_weight_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tile(columns: int, elements_a_thread: int) -> tuple[int, int, int] | None:
-    column_block, elements_a_warp = next_power_of_2(columns), 32 * elements_a_thread
+    column_block = next_power_of_2(columns)
+    elements_a_warp = 32 * elements_a_thread
     if column_block > elements_a_warp * MOST_WARPS:
         return None
     row_block = min(2048 // column_block, 64) if column_block <= 256 else 1  # a row of several warps has them alone
@@ -257,9 +265,11 @@ def _programs(device: torch.device, warps: int) -> int:
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """y, what was normalised, its mean (LayerNorm's alone) and inverse deviation [rows], of contiguous tensors."""
-    columns, rows = x.shape[-1], x.shape[:-1].numel()
-    y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    """y, what was normalized, its mean (LayerNorm's alone) and inverse deviation [rows], of contiguous tensors."""
+    columns = x.shape[-1]
+    rows = x.shape[:-1].numel()
+    y = torch.empty_like(x)
+    rstd = x.new_empty(rows, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(rstd)
     total = x if residual is None else torch.empty_like(x)
     tensors = x, residual, weight, bias, y, None if residual is None else total, mean, rstd
@@ -279,8 +289,10 @@ def _backward(
     grad_y: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x, in its dtype, and of weight and bias [1 or 2, columns] in fp32, of contiguous tensors."""
-    columns, rows = weight.numel(), rstd.numel()
-    grad_x, kinds = torch.empty_like(x), 1 if mean is None else 2
+    columns = weight.numel()
+    rows = rstd.numel()
+    grad_x = torch.empty_like(x)
+    kinds = 1 if mean is None else 2
     config = backward_config(columns, x.element_size(), mean is not None)
     if not x.numel():
         return grad_x, weight.new_zeros(kinds, columns, dtype=torch.float32)
@@ -318,7 +330,7 @@ def _give(grad: Tensor, main_grad: MainGrad | None, dtype: torch.dtype) -> Tenso
 class _Norm(torch.autograd.Function):
     """(y, x + residual), or y alone where there is no residual; RMSNorm where there is no bias.
 
-    The gradients of weight and bias go to their main gradients where they have them (`launch.MainGrad`).
+    The gradients of weight and bias go to their main gradients where they have them (`dispatch.MainGrad`).
     """
 
     @staticmethod
@@ -348,23 +360,23 @@ class _Norm(torch.autograd.Function):
         return grad_x, grad_x if needs_residual else None, grad_weight, grad_bias, None
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, how: Implementation) -> Tensor:
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
     _check(x, None, weight, bias)
-    return _Norm.apply(x, None, weight, bias, eps) if fused(how, x) else _unfused_norm(x, weight, bias, eps, how)
+    return _Norm.apply(x, None, weight, bias, eps) if fused(impl, x) else _unfused_norm(x, weight, bias, eps, impl)
 
 
 def _add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, how: Implementation
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation
 ) -> tuple[Tensor, Tensor]:
     _check(x, residual, weight, bias)
-    if fused(how, x):
+    if fused(impl, x):
         return _Norm.apply(x, residual, weight, bias, eps)
     total = (x + residual).to(x.dtype)
-    return _unfused_norm(total, weight, bias, eps, how), total
+    return _unfused_norm(total, weight, bias, eps, impl), total
 
 
-def _unfused_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, how: Implementation) -> Tensor:
-    if how != "apex":
+def _unfused_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
+    if impl != "apex":
         return _torch_norm(x, weight, bias, eps)
     return apex.rms_norm(x, weight, eps) if bias is None else apex.layer_norm(x, weight, bias, eps)
 
@@ -379,25 +391,25 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | No
             )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, how: Implementation = "torch") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, impl: Implementation = "torch") -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight of [..., h] and [h], in x's dtype."""
-    return _norm(x, weight, None, eps, how)
+    return _norm(x, weight, None, eps, impl)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, how: Implementation = "torch") -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, impl: Implementation = "torch") -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias of [..., h] and [h], in x's dtype."""
-    return _norm(x, weight, bias, eps, how)
+    return _norm(x, weight, bias, eps, impl)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, how: Implementation = "torch"
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, impl: Implementation = "torch"
 ) -> tuple[Tensor, Tensor]:
     """rms_norm(sum) and sum = x + residual, rounded to x's dtype: the residual stream that goes on."""
-    return _add_norm(x, residual, weight, None, eps, how)
+    return _add_norm(x, residual, weight, None, eps, impl)
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, how: Implementation = "torch"
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, impl: Implementation = "torch"
 ) -> tuple[Tensor, Tensor]:
     """layer_norm(sum) and sum = x + residual, rounded to x's dtype: the residual stream that goes on."""
-    return _add_norm(x, residual, weight, bias, eps, how)
+    return _add_norm(x, residual, weight, bias, eps, impl)

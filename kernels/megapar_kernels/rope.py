@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar_kernels.launch import Implementation, fused, launches, next_power_of_2, tl, triton
+from megapar_kernels.dispatch import Implementation, fused, launches, next_power_of_2, tl, triton
 
 __all__ = ["rotate", "rotate_qk"]
 
@@ -20,7 +20,8 @@ def _reference(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool
     if interleaved:
         cos, sin = (t[:, None, None, : t.shape[1] // 2] for t in (cos_sd, sin_sd))
         x = x_sbnd.to(torch.promote_types(x_sbnd.dtype, cos.dtype))
-        first, second = x[..., 0::2], x[..., 1::2]
+        first = x[..., 0::2]
+        second = x[..., 1::2]
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return turned.flatten(-2).to(x_sbnd.dtype)
     first, second = x_sbnd.chunk(2, dim=-1)
@@ -98,7 +99,8 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    (s, b, q_heads, width), k_heads = q.shape, k.shape[2]
+    (s, b, q_heads, width) = q.shape
+    k_heads = k.shape[2]
     if launches(q_out) or launches(k_out):
         positions, heads, pairs, warps = config(max(q_heads, k_heads), width)
         grid = triton.cdiv(s, positions), b, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
@@ -115,7 +117,8 @@ class _Rotate(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool
     ) -> tuple[Tensor, Tensor]:
-        cos_sd, sin_sd = cos_sd.contiguous(), sin_sd.contiguous()
+        cos_sd = cos_sd.contiguous()
+        sin_sd = sin_sd.contiguous()
         ctx.save_for_backward(cos_sd, sin_sd)
         ctx.interleaved = interleaved
         return _launch(q, k, cos_sd, sin_sd, interleaved, inverse=False)
@@ -134,7 +137,7 @@ def rotate_qk(
     sin_sd: Tensor,
     *,
     interleaved: bool = False,
-    how: Implementation = "torch",
+    impl: Implementation = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Rotated copies of queries and keys (their numbers of heads may differ; any strides), each in its own dtype.
 
@@ -147,14 +150,14 @@ def rotate_qk(
             f"cannot rotate q {tuple(q_sbnd.shape)} and k {tuple(k_sbnd.shape)} by cos {tuple(cos_sd.shape)} and sin "
             f"{tuple(sin_sd.shape)}: they must be [s, b, n, d] and [s, d] with the same s, b and d, and d even"
         )
-    if fused(how, q_sbnd):
+    if fused(impl, q_sbnd):
         return _Rotate.apply(q_sbnd, k_sbnd, cos_sd, sin_sd, interleaved)
     return _reference(q_sbnd, cos_sd, sin_sd, interleaved), _reference(k_sbnd, cos_sd, sin_sd, interleaved)
 
 
-def rotate(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, how: Implementation = "torch") -> Tensor:
+def rotate(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, impl: Implementation = "torch") -> Tensor:
     """Rotate each pair of each head (n heads of width d, half layout) by its position's angle. Computed in the tables'
     dtype, returned in x's."""
-    if fused(how, x_sbnd):
-        return rotate_qk(x_sbnd, x_sbnd.detach()[:, :, :0], cos_sd, sin_sd, how=how)[0]
+    if fused(impl, x_sbnd):
+        return rotate_qk(x_sbnd, x_sbnd.detach()[:, :, :0], cos_sd, sin_sd, impl=impl)[0]
     return _reference(x_sbnd, cos_sd, sin_sd, interleaved=False)

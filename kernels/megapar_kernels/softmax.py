@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar_kernels.launch import Implementation, fused, launches, next_power_of_2, tl, triton
+from megapar_kernels.dispatch import Implementation, fused, launches, next_power_of_2, tl, triton
 
 LONGEST = 16384  # columns that one program holds in registers; longer rows are torch's
 
@@ -43,7 +43,9 @@ def _softmax_forward_kernel(  # type: ignore[no-untyped-def]
     if CAUSAL:
         seen = inside & (column <= row % queries + columns - queries)
     else:
-        query, head, batch = row % queries, row // queries % heads, row // queries // heads
+        query = row % queries
+        head = row // queries % heads
+        batch = row // queries // heads
         mask_row = batch * batch_stride + head * head_stride + query * query_stride
         seen = tl.load(mask_ptr + mask_row + column * column_stride, mask=inside, other=1) == 0
     x = tl.where(seen, x, float("-inf"))
@@ -83,7 +85,8 @@ class _ScaledSoftmax(torch.autograd.Function):
         scores = scores.contiguous()
         y = torch.empty_like(scores)
         queries, columns = scores.shape[-2:]
-        ctx.scale, ctx.causal = scale, mask_bnqk is None
+        ctx.scale = scale
+        ctx.causal = mask_bnqk is None
         if launches(y):
             rows, block, warps = config(columns)
             heads, strides = (1, (0, 0, 0, 0)) if mask_bnqk is None else (mask_bnqk.shape[1], mask_bnqk.stride())
@@ -109,22 +112,22 @@ class _ScaledSoftmax(torch.autograd.Function):
         return grad_scores, None, None
 
 
-def scaled_causal_softmax(scores: Tensor, scale: float, how: Implementation = "torch") -> Tensor:
+def scaled_causal_softmax(scores: Tensor, scale: float, impl: Implementation = "torch") -> Tensor:
     """softmax(scale * scores) over the last dimension of [..., q, k], in their dtype. The queries are the last q of the
     k positions: query i sees columns up to i + k - q, others become zero. ValueError if q > k."""
     queries, columns = scores.shape[-2:]
     if queries > columns:
         raise ValueError(f"scaled_causal_softmax: {queries} queries of {columns} positions: the first would see none")
-    if fused(how, scores) and columns <= LONGEST:
+    if fused(impl, scores) and columns <= LONGEST:
         return _ScaledSoftmax.apply(scores, None, scale)
     future = torch.ones(queries, columns, dtype=torch.bool, device=scores.device).triu(1 + columns - queries)
     return _reference(scores, future, scale).to(scores.dtype)
 
 
-def scaled_masked_softmax(scores: Tensor, mask: Tensor, scale: float, how: Implementation = "torch") -> Tensor:
+def scaled_masked_softmax(scores: Tensor, mask: Tensor, scale: float, impl: Implementation = "torch") -> Tensor:
     """softmax(scale * scores) over the last dimension of [b, n, q, k] (or fewer), in their dtype, without those where
     bool `mask`, which broadcasts against them, is True: they become zero, and so does a row that has no others."""
-    if fused(how, scores) and scores.shape[-1] <= LONGEST and 2 <= scores.ndim <= 4:
+    if fused(impl, scores) and scores.shape[-1] <= LONGEST and 2 <= scores.ndim <= 4:
         mask_bnqk = mask.expand(scores.shape)[(None,) * (4 - scores.ndim)]
         return _ScaledSoftmax.apply(scores, mask_bnqk, scale)
     return _reference(scores, mask, scale).masked_fill(mask, 0.0).to(scores.dtype)

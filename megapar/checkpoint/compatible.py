@@ -7,7 +7,8 @@ from typing import Any
 from megapar.config import Config, flatten
 from megapar.model_rules import ROPE_SCALING
 
-# Of the model's options, those that any weights go with, unless they are sizes of a family's weights.
+# Model options that do not affect the shapes of weights, so that a checkpoint may differ in them. A family may say that
+# one of them is a size of its weights, as a table of learned positions is.
 _FREE_OF_WEIGHTS = {
     "model.max_position_embeddings",
     "model.rope_theta",

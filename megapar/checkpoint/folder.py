@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapar.agreement import together
+from megapar.agreement import on_all_ranks
 from megapar.checkpoint.format import checkpoint_folders, is_complete, step_of
 from megapar.checkpoint.lineage import complete_plan
 from megapar.context import ParallelContext
@@ -40,7 +40,7 @@ def exclusive(run_dir: Path, root: Path, ctx: ParallelContext) -> Iterator[None]
         sweep(root)
         return descriptor
 
-    descriptor = together(take, ctx, StorageError, f"run folder {run_dir} not usable")
+    descriptor = on_all_ranks(take, ctx, StorageError, f"run folder {run_dir} not usable")
     try:
         yield
     finally:
@@ -115,8 +115,8 @@ def check(root: Path, needed: int, ctx: ParallelContext) -> None:
             raise StorageError(f"{path}: {error.strerror}; all ranks must see the same folder") from error
 
     doing = "checkpoints could not be saved"
-    together(lambda: require_space(root, needed) if ctx.world.first else None, ctx, StorageError, doing)
-    together(probe, ctx, StorageError, doing)
+    on_all_ranks(lambda: require_space(root, needed) if ctx.world.first else None, ctx, StorageError, doing)
+    on_all_ranks(probe, ctx, StorageError, doing)
 
 
 def require_space(root: Path, needed: int) -> None:

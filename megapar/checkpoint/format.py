@@ -62,7 +62,8 @@ def boxes(shape: Sizes, start: int, stop: int) -> Iterator[FlatBox]:
         yield FlatBox((start,)[: len(shape)], (stop - start,)[: len(shape)], start)
         return
     row = math.prod(shape[1:])
-    first_whole, end_whole = -(-start // row), stop // row
+    first_whole = -(-start // row)
+    end_whole = stop // row
 
     def within(number: int, low: int, high: int) -> Iterator[FlatBox]:
         for box in boxes(shape[1:], low, high):
@@ -449,7 +450,8 @@ def _problem(entry: Entry, files: Mapping[str, int]) -> str | None:
     clash = _overlapping(entry.chunks)
     if clash:
         return f"chunks {clash[0].key} of {clash[0].file} and {clash[1].key} of {clash[1].file} overlap"
-    covered, total = sum(math.prod(chunk.size) for chunk in entry.chunks), math.prod(entry.shape)
+    covered = sum(math.prod(chunk.size) for chunk in entry.chunks)
+    total = math.prod(entry.shape)
     return f"chunks cover {covered} of {total} elements" if covered != total else None
 
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megapar import comm
-from megapar.agreement import from_first, together
+from megapar.agreement import from_first, on_all_ranks
 from megapar.checkpoint.format import (
     BUFFER,
     MAIN,
@@ -62,7 +62,7 @@ def choose(resume: str, root: Path, ctx: ParallelContext, check: Check | None = 
             return None
         return _newest(root, check) if resume == "auto" else _named(Path(resume), root)
 
-    mine = together(pick, ctx, CheckpointError, f"--checkpoint.resume {resume}")
+    mine = on_all_ranks(pick, ctx, CheckpointError, f"--checkpoint.resume {resume}")
     picked = from_first(mine, ctx)
     return None if picked is None else Path(picked)
 
@@ -145,7 +145,7 @@ def load_fitting(
     manifest = verified_manifest(path, ctx)
     different = _differences(manifest, wanted, ctx, model_config, weights_alone=True)
     fitting = wanted.keys() - {line.partition(": ")[0] for line in different}
-    together(lambda: fill(path, manifest, held, fitting), ctx, CheckpointError, _DOING)
+    on_all_ranks(lambda: fill(path, manifest, held, fitting), ctx, CheckpointError, _DOING)
     return different
 
 
@@ -179,10 +179,12 @@ def _load(
         head = f"{path} does not fit this run{hint} (checkpoint | run):"
         raise _everywhere(CheckpointError("\n  ".join([head, *_shortened(lines)])))
     try:
-        together(lambda: fill(path, manifest, slices), ctx, CheckpointError, _DOING)
+        on_all_ranks(lambda: fill(path, manifest, slices), ctx, CheckpointError, _DOING)
     except CheckpointError as error:
         option = "init_from" if weights_alone else "resume"
-        advice = together(lambda: going_back(path, option) if ctx.world.first else None, ctx, CheckpointError, _DOING)
+        advice = on_all_ranks(
+            lambda: going_back(path, option) if ctx.world.first else None, ctx, CheckpointError, _DOING
+        )
         raise _everywhere(CheckpointError(f"{error}; {from_first(advice, ctx)}")) from error
     return manifest
 
@@ -194,7 +196,7 @@ def verified_manifest(path: Path, ctx: ParallelContext) -> Manifest:
     ranks, all of them asking for the size of every file would be millions of requests, and every copy of the parsed
     manifest a gigabyte. Raises CheckpointError on every rank.
     """
-    mine = together(lambda: read_manifest(path) if ctx.world.first else None, ctx, CheckpointError, _DOING)
+    mine = on_all_ranks(lambda: read_manifest(path) if ctx.world.first else None, ctx, CheckpointError, _DOING)
     outline = from_first(mine.outline() if mine else None, ctx)
 
     def open_mine() -> Manifest:
@@ -202,7 +204,7 @@ def verified_manifest(path: Path, ctx: ParallelContext) -> Manifest:
             return mine
         return Manifest.from_outline(path, outline) if outline else open_manifest(path)
 
-    return together(open_mine, ctx, CheckpointError, _DOING)
+    return on_all_ranks(open_mine, ctx, CheckpointError, _DOING)
 
 
 def _differences(
@@ -255,7 +257,8 @@ def differences(
     `wanted` are the dtype and shape of each tensor that a run asks for. `weights_alone`: what else the checkpoint holds
     does not matter.
     """
-    stored, ours = flatten(manifest.model_config), flatten(json.loads(json.dumps(model_config)))
+    stored = flatten(manifest.model_config)
+    ours = flatten(json.loads(json.dumps(model_config)))
     lines = [
         f"model.{key}: {stored.get(key, 'not stated')} | {ours.get(key, 'not stated')}"
         for key in sorted(stored.keys() | ours.keys())
@@ -358,7 +361,8 @@ class Reader:
         Raises CheckpointError if the file is no safetensors file, holds another shape, dtype or contents, or values
         that are not finite.
         """
-        path, expected = self.path / chunk.file, dtype_of(self.manifest.tensors[name].dtype)
+        path = self.path / chunk.file
+        expected = dtype_of(self.manifest.tensors[name].dtype)
         where = f"{path}: chunk {chunk.key}"
         try:
             if chunk.file not in self._files:

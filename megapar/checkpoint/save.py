@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar import comm, device
-from megapar.agreement import Problem, any_rank, from_first, relayed, shared_error, together, until_all
+from megapar.agreement import Problem, any_rank, from_first, on_all_ranks, relayed, shared_error, until_all
 from megapar.checkpoint.folder import KEEP_ALL, Keep, prune, require_space
 from megapar.checkpoint.format import (
     Chunk,
@@ -91,7 +91,7 @@ class Save:
             require()
             return self._prepare(needed)
 
-        name = from_first(together(prepare, ctx, StorageError, self._doing), ctx)
+        name = from_first(on_all_ranks(prepare, ctx, StorageError, self._doing), ctx)
         self._temporary = root / name
         self._thread: Thread = Thread(target=self._run, args=(mine,), daemon=True)
         self._thread.start()
@@ -121,7 +121,7 @@ class Save:
         until_all(self._done, self._ctx)
         problems = comm.gather_json(self._problem, self._ctx.world, self._ctx.device)
         if error := shared_error(problems, StorageError, self._doing):
-            together(self._remove_temporary, self._ctx, StorageError, self._doing)
+            on_all_ranks(self._remove_temporary, self._ctx, StorageError, self._doing)
             raise error
         return self._root / folder_name(self.step)
 
@@ -336,7 +336,8 @@ def merge_tensors(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str,
     chunks: dict[str, list[Chunk]] = defaultdict(list)
     for part in parts:
         for name, value in part.items():
-            shape, dtype = tuple(value["shape"]), value["dtype"]
+            shape = tuple(value["shape"])
+            dtype = value["dtype"]
             known = merged.setdefault(name, Entry(shape, dtype, ()))
             if (known.shape, known.dtype) != (shape, dtype):
                 raise ValueError(f"ranks disagree on {name}: {known.shape} {known.dtype}, {shape} {dtype}")

@@ -36,13 +36,18 @@ def block_counts(parts: NDArray[np.int64]) -> NDArray[np.int64]:
     whole, rest = np.divmod(parts, BLOCK)
     counts = np.tile(whole, (BLOCK, 1))
     active = np.flatnonzero(rest)
-    weight, per_block = rest[active], rest.sum() // BLOCK
+    weight = rest[active]
+    per_block = rest.sum() // BLOCK
     turn = np.ones_like(weight)  # the i-th extra sample of a source may come from block release on, before deadline
     for block in range(BLOCK if per_block else 0):
-        release, deadline = (turn - 1) * BLOCK // weight, -(-turn * BLOCK // weight)
+        release = (turn - 1) * BLOCK // weight
+        deadline = -(-turn * BLOCK // weight)
         overlaps = turn * BLOCK % weight > 0
+        # PD2's group deadline, of sources of weight 1/2 and more: where a run of overlapping windows of length 2 ends,
+        # ceil(ceil(deadline (1 - w)) / (1 - w)) with w = weight / BLOCK.
         slack = BLOCK - weight
-        cascade = np.where(2 * weight >= BLOCK, -(-(-(-deadline * slack // BLOCK) * BLOCK) // slack), 0)
+        windows = -(-deadline * slack // BLOCK)
+        cascade = np.where(2 * weight >= BLOCK, -(-windows * BLOCK // slack), 0)
         urgent = np.lexsort((-cascade, ~overlaps, deadline, release > block))[:per_block]
         counts[block, active[urgent]] += 1
         turn[urgent] += 1
@@ -67,7 +72,8 @@ class Blend:
     """The mix of a run, stage after stage; the first begins at 0, and sources go on where the one before left them."""
 
     def __init__(self, stages: Sequence[Stage], seed: int):
-        self._seed, self._stages = seed, list[_Period]()
+        self._seed = seed
+        self._stages = list[_Period]()
         taken = np.zeros(len(stages[0].weights), np.int64)
         for first, weights in stages:
             if self._stages:
@@ -86,7 +92,8 @@ class Blend:
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Source of each of `positions` [n], and how many of that source came before it."""
-        sources, turns = np.empty_like(positions), np.empty_like(positions)
+        sources = np.empty_like(positions)
+        turns = np.empty_like(positions)
         starts = np.array([stage.first for stage in self._stages])
         stages = np.searchsorted(starts, positions, "right") - 1
         blocks, offsets = np.divmod(positions - starts[stages], BLOCK)
@@ -101,7 +108,8 @@ class Blend:
         return sum(stage.first <= position for stage in self._stages) - 1
 
     def _before(self, number: int, block: int) -> NDArray[np.int64]:
-        stage, (periods, inside) = self._stages[number], divmod(block, BLOCK)
+        stage = self._stages[number]
+        (periods, inside) = divmod(block, BLOCK)
         return stage.taken + periods * stage.before[-1] + stage.before[inside]
 
     def _block(self, number: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

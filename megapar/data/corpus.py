@@ -133,7 +133,8 @@ def cut(files: Iterable[Path], reading: Reading, shard_bytes: int) -> Iterator[l
             num_bytes += span.num_bytes
             if num_bytes >= shard_bytes:
                 yield shard
-                shard, num_bytes = [], 0
+                shard = []
+                num_bytes = 0
     if shard:
         yield shard
 
@@ -161,7 +162,8 @@ class SpanReader:
     """
 
     def __init__(self, span: Span, reading: Reading):
-        self.span, self.reading = span, reading
+        self.span = span
+        self.reading = reading
         self.lines = self.num_bytes = 0
         self.bad = BadDocuments()
         self._json = span.path.name.endswith(_LINES)
@@ -318,9 +320,12 @@ class _ZstdFile(io.RawIOBase):
             import zstandard
         except ImportError as error:
             raise _missing(path, "zstandard") from error
-        self._raw, self._new, self._error = raw, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+        self._raw = raw
+        self._new = zstandard.ZstdDecompressor().decompressobj
+        self._error = zstandard.ZstdError
         self._frame: Any = None
-        self._ready, self._rest = memoryview(b""), b""
+        self._ready = memoryview(b"")
+        self._rest = b""
 
     def readable(self) -> bool:
         return True
@@ -334,13 +339,16 @@ class _ZstdFile(io.RawIOBase):
                 return 0
             self._frame = self._frame or self._new()
             try:
-                self._ready, self._rest = memoryview(self._frame.decompress(block)), b""
+                self._ready = memoryview(self._frame.decompress(block))
+                self._rest = b""
             except self._error as error:
                 raise ValueError(error) from error
             if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
+                self._rest = self._frame.unused_data
+                self._frame = None
         count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
         return count
 
 

@@ -1,7 +1,7 @@
 """Steps read ahead of the training that waits for them: by a thread of this process, or by processes.
 
 A thread is enough for token files, whose reading is the copying of mapped memory. Processes are for sources that
-compute, such as streams that are tokenised on the way. No worker holds a state: it is told how many samples came
+compute, such as streams that are tokenized on the way. No worker holds a state: it is told how many samples came
 before, and answers with the step that follows.
 """
 
@@ -41,7 +41,8 @@ class Delivery:
     """The steps of a run from `consumed_samples` on, which may be set to go on from elsewhere."""
 
     def __init__(self, loader: Loader, workers: int = 0):
-        self.loader, self.workers = loader, workers
+        self.loader = loader
+        self.workers = workers
         self.consumed_samples = self._last = 0
         self._readers: _Readers | None = None
         self._asked: deque[int] = deque()
@@ -79,7 +80,8 @@ class _Thread:
     ahead = 1
 
     def __init__(self, read: Read):
-        self._read, self._answers = read, deque[Future[list[MicroBatch]]]()
+        self._read = read
+        self._answers = deque[Future[list[MicroBatch]]]()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="data")
 
     def ask(self, consumed_samples: int) -> None:

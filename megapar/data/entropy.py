@@ -42,7 +42,8 @@ def cross_entropies(train: NDArray[np.integer], held_out: NDArray[np.integer], v
     wanted = _pairs(held_out, vocab_size)
     at = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
     seen = np.where(pairs[at] == wanted, pair_counts[at], 0)
-    before, target_p = held_out[:-1], unigram_p[held_out[1:]]
+    before = held_out[:-1]
+    target_p = unigram_p[held_out[1:]]
     weight = np.where(begun[before] > 0, followers[before], 1)
     bigram_p = (seen + weight * target_p) / (begun[before] + weight)
     return Entropies(float(-np.log(target_p).mean()), float(-np.log(bigram_p).mean()))

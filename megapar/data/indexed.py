@@ -74,7 +74,8 @@ class IndexedDataset:
     document_indices: NDArray[np.int64]
 
     def __init__(self, prefix: str | Path):
-        self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        self.bin_path = Path(f"{prefix}.bin")
+        self.idx_path = Path(f"{prefix}.idx")
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 name = str(prefix).removesuffix(".bin").removesuffix(".idx")
@@ -83,12 +84,14 @@ class IndexedDataset:
                 raise DataError(f"{path} is not a file{meant or f': {pair}'}")
         self.dtype, sequences = self._read_header()
         index = np.memmap(self.idx_path, np.uint8, "r").view(np.ndarray)
-        pointers, boundaries = _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences
+        pointers = _HEADER.size + 4 * sequences
+        boundaries = _HEADER.size + 12 * sequences
         self.lengths = index[_HEADER.size : pointers].view("<i4")
         self.pointers = index[pointers:boundaries].view("<i8")
         self.document_indices = index[boundaries:].view("<i8")
         self._check_documents()
-        needed, size = self._check_pointers(), self.bin_path.stat().st_size
+        needed = self._check_pointers()
+        size = self.bin_path.stat().st_size
         if size != needed:
             raise DataError(
                 f"{self.bin_path} has {size} bytes, {self.idx_path} needs {needed}: "
@@ -137,7 +140,8 @@ class IndexedDataset:
 
     def starts_between(self, first: int, last: int) -> list[int]:
         """Positions of the file behind `first` and before `last` at which documents start."""
-        document, starts = self.locate(first)[0] + 1, []
+        document = self.locate(first)[0] + 1
+        starts = []
         while (start := self.document_start(document)) < last:
             starts += [start] * (start > first)
             document += 1
@@ -148,7 +152,8 @@ class IndexedDataset:
 
         A pointer is the sum of all lengths before it, so that even samples tell different documents apart.
         """
-        index, width = (self.lengths, self.pointers, self.document_indices), min(256, len(self.tokens))
+        index = (self.lengths, self.pointers, self.document_indices)
+        width = min(256, len(self.tokens))
         return {
             str(self.idx_path): _hash(self.idx_path, *(part[_spread(len(part), 1024, 1)] for part in index)),
             str(self.bin_path): _hash(self.bin_path, self.read_pieces(_spread(len(self.tokens), 64, width), width)),
@@ -156,7 +161,8 @@ class IndexedDataset:
 
     def _read_header(self) -> tuple[np.dtype, int]:
         """Token dtype and number of sequences, once the header fits the size of the file."""
-        path, size = self.idx_path, self.idx_path.stat().st_size
+        path = self.idx_path
+        size = self.idx_path.stat().st_size
         if size < _HEADER.size:
             raise DataError(f"{path} has {size} bytes, its header alone needs {_HEADER.size}: it is truncated")
         with path.open("rb") as file:
@@ -179,7 +185,8 @@ class IndexedDataset:
         return _TOKEN_DTYPES[code], sequences
 
     def _check_documents(self) -> None:
-        sequences, boundaries = len(self.lengths), self.document_indices
+        sequences = len(self.lengths)
+        boundaries = self.document_indices
         offset = _HEADER.size + 12 * sequences
         if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != sequences:
             raise DataError(f"{self.idx_path}: offset {offset}: documents must span sequences 0 to {sequences}")
@@ -194,7 +201,8 @@ class IndexedDataset:
 
     def _check_pointers(self) -> int:
         """Compare pointers with the sum of the lengths before them; returns the bytes that the .bin must have."""
-        total, sequences = 0, len(self.lengths)
+        total = 0
+        sequences = len(self.lengths)
         for first in range(0, sequences, _BLOCK):
             block = slice(first, first + _BLOCK)
             expected = total + sequence_pointers(self.lengths[block], self.dtype.itemsize)
@@ -219,7 +227,8 @@ class IndexedWriter:
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype):
-        self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        self.bin_path = Path(f"{prefix}.bin")
+        self.idx_path = Path(f"{prefix}.idx")
         self.dtype = np.dtype(dtype)
         self.num_sequences = 0
         self._lengths: list[NDArray[np.int32]] = []
@@ -264,7 +273,8 @@ class IndexedWriter:
                 "merge files of one tokenizer"
             )
         ends = np.array(dataset.document_indices[first : len(dataset) + 1 if last is None else last + 1])
-        start, stop = dataset.document_start(first), dataset.document_start(first + len(ends) - 1)
+        start = dataset.document_start(first)
+        stop = dataset.document_start(first + len(ends) - 1)
         with storing(self.bin_path):
             for at in range(start, stop, _BLOCK):
                 self._file.write(dataset.tokens[at : min(at + _BLOCK, stop)].tobytes())
@@ -296,7 +306,8 @@ class IndexedWriter:
             for part in (lengths, pointers, document_indices):
                 file.write(part.tobytes())
             _close(file)
-            # The index goes first and comes last: whoever sees one sees the tokens that it speaks of.
+            # The old .idx is deleted before .bin is replaced, and the new .idx is written last: a visible .idx always
+            # matches its .bin.
             self.idx_path.unlink(missing_ok=True)
             for path in (self.bin_path, self.idx_path):
                 _partial(path).replace(path)

@@ -22,7 +22,8 @@ class Mixture:
     """
 
     def __init__(self, sources: Sequence[Dataset], stages: Sequence[Stage] = (), *, seed: int | None):
-        self.sources, self.seed = sources, seed
+        self.sources = sources
+        self.seed = seed
         self.blend = Blend(stages or [Stage(0, (1.0,))], seed or 0)
 
     def __len__(self) -> int:
@@ -40,7 +41,8 @@ class Mixture:
         samples: NDArray[np.int64] | None = None
         starts: list[list[int]] = [[0]] * len(positions)
         for number in np.unique(chosen):
-            rows, source = np.flatnonzero(chosen == number), self.sources[number]
+            rows = np.flatnonzero(chosen == number)
+            source = self.sources[number]
             ids = self._ids(source, turns[rows])
             tokens = source.read(ids)
             if samples is None:
@@ -58,7 +60,8 @@ class Mixture:
 
     def started_over(self, first: int, last: int) -> list[str]:
         """A line for each source that begins another epoch between positions `first` and `last`."""
-        before, after = self.blend.taken(first), self.blend.taken(last)
+        before = self.blend.taken(first)
+        after = self.blend.taken(last)
         lines = []
         for source, old, new in zip(self.sources, before.tolist(), after.tolist(), strict=True):
             if (epoch := (new - 1) // len(source)) > (old - 1) // len(source) and epoch > 0:
@@ -96,10 +99,14 @@ class Loader:
                 f"train.global_batch_size={batch_size(0)} needs as many: add text, or shorten train.seq_length or the "
                 "batch"
             )
-        self.samples, self.batch_size, self.micro_batch_size = samples, batch_size, micro_batch_size
+        self.samples = samples
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
         self.treatment = treatment or Treatment()
-        self.seq_length, self.needs_tokens = seq_length, needs_tokens or self.treatment.apart
-        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.seq_length = seq_length
+        self.needs_tokens = needs_tokens or self.treatment.apart
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
 
     def step_after(self, consumed_samples: int) -> list[MicroBatch]:
         """This rank's micro-batches of the step that follows `consumed_samples`."""

@@ -33,7 +33,8 @@ def permute(index: NDArray[np.int64], n: int, key: Sequence[int]) -> NDArray[np.
     keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
 
     def network(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        left, right = x // side, x % side
+        left = x // side
+        right = x % side
         for round_key in keys:
             left, right = right, (left + mix64(right + round_key) % side) % side
         return left * side + right

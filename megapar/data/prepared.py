@@ -73,14 +73,17 @@ def first_occurrences(paths: Sequence[Path]) -> NDArray[np.int64]:
     rounds = np.uint64(total // _HASHES + 1)
     stays = np.ones(total, bool)
     for number in range(int(rounds)):
-        first, ids, values = 0, [], []
+        first = 0
+        ids = []
+        values = []
         for path in paths:
             words = np.fromfile(path, "<u8").reshape(-1, 2)
             mine = np.flatnonzero(words[:, 0] % rounds == number)
             ids.append(first + mine)
             values.append(words[mine])
             first += len(words)
-        index, words = np.concatenate(ids), np.concatenate(values)
+        index = np.concatenate(ids)
+        words = np.concatenate(values)
         by_value = np.lexsort((words[:, 1], words[:, 0]))  # stable: equal ones stay in their order
         again = (words[by_value[1:]] == words[by_value[:-1]]).all(axis=1)
         stays[index[by_value[1:][again]]] = False
@@ -155,7 +158,8 @@ def split(prefix: Path, output: Path, fractions: Sequence[float]) -> dict[str, I
     """
     if not 2 <= len(fractions) <= 3 or not all(0 < share < math.inf for share in fractions):
         raise ConfigError(f"--fractions {' '.join(map(str, fractions))}: give two or three positive numbers")
-    dataset, facts = IndexedDataset(prefix), read_sidecar(prefix)
+    dataset = IndexedDataset(prefix)
+    facts = read_sidecar(prefix)
     edges = [round(float(edge)) for edge in np.cumsum([0.0, *fractions]) / math.fsum(fractions) * len(dataset)]
     made = {}
     for name, first, last in zip(PARTS, edges, edges[1:], strict=False):
@@ -179,7 +183,8 @@ def verify(prefix: Path, *, full: bool = False, vocab_size: int | None = None) -
     `full` reads all of it too: hashes, ids against the vocabulary (of the sidecar, unless given), ends of documents.
     Raises DataError, naming file, document and offset.
     """
-    dataset, facts = IndexedDataset(prefix), read_sidecar(prefix)
+    dataset = IndexedDataset(prefix)
+    facts = read_sidecar(prefix)
     if facts:
         for name, found in (("documents", len(dataset)), ("tokens", len(dataset.tokens))):
             if facts[name] != found:

@@ -1,6 +1,6 @@
 """Text files to token files, on several processes; a run that was killed goes on where it stood.
 
-The input is cut into shards (megapar.data.corpus). A worker takes one at a time, tokenises it in batches and leaves a
+The input is cut into shards (megapar.data.corpus). A worker takes one at a time, tokenizes it in batches and leaves a
 part in the folder OUTPUT.parts: a .bin/.idx pair, hashes of the texts if duplicates are to go, and a .json that comes
 last and says that the part is whole. A part is named after all that decides its bytes, so whoever finds one need not
 make it. In the end the parts are joined in the order of the input (megapar.data.prepared), whoever made them and when.
@@ -97,7 +97,7 @@ def preprocess(
     workers: int = 1,
     on_progress: Callable[[Counts], None] = lambda counts: None,
 ) -> dict[str, Any]:
-    """Tokenise `inputs` (see `find_files`) into the .bin/.idx pair `output`, one sequence a document, and its sidecar.
+    """Tokenize `inputs` (see `find_files`) into the .bin/.idx pair `output`, one sequence a document, and its sidecar.
 
     Returns the sidecar. Documents without text are left out and counted. `on_progress` first hears what an earlier run
     has left. Raises ConfigError or DataError for options or input that cannot be used, naming file, line and byte; then
@@ -113,7 +113,8 @@ def preprocess(
     shards = list(_shards(files, recipe, tokenizer, versions))
     folder = Path(f"{output}.parts")
     with _parts_folder(folder), _hashing(versions) as hashes:
-        done, todo = Counts(), []
+        done = Counts()
+        todo = []
         for shard in shards:
             if part := _finished(folder, shard, recipe):
                 done.add(part.counts)
@@ -133,7 +134,8 @@ def preprocess(
         if _versions(files) != versions:
             raise DataError(f"{', '.join(map(str, inputs))}: changed while they were read; run it again")
         sidecar_path(output).unlink(missing_ok=True)
-        names, dtype = [folder / shard.name for shard in shards], token_dtype(tokenizer.vocab_size)
+        names = [folder / shard.name for shard in shards]
+        dtype = token_dtype(tokenizer.vocab_size)
         facts["documents"], facts["tokens"] = join(
             names, output, dtype, shuffle=recipe.shuffle, deduplicate=recipe.deduplicate
         )
@@ -186,7 +188,9 @@ def _read_part(name: Path) -> Part:
 
 def _facts(shards: list[Shard], parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
     """The sidecar but for what is known later."""
-    total, places, lines_before = Counts(), list[str](), 0
+    total = Counts()
+    places = list[str]()
+    lines_before = 0
     for shard, part in zip(shards, parts, strict=True):
         total.add(part.counts)
         bad = deque(part.bad)
@@ -256,7 +260,9 @@ def _make_part(
     tokenizer: Tokenizer, recipe: Recipe, folder: Path, shard: Shard, report: Callable[[Counts], None]
 ) -> None:
     """Write the part of a shard under a name of its own, then give it its name; `report` hears how far it is."""
-    draft, hashes, total = folder / f"draft-{shard.name}-{os.getpid()}", bytearray(), Counts()
+    draft = folder / f"draft-{shard.name}-{os.getpid()}"
+    hashes = bytearray()
+    total = Counts()
     readers = [SpanReader(span, recipe) for span in shard.spans]
     with IndexedWriter(draft, token_dtype(tokenizer.vocab_size)) as writer:
         for documents, num_bytes in _batches(readers):
@@ -286,14 +292,17 @@ def _make_part(
 
 def _batches(readers: Iterable[SpanReader]) -> Iterator[tuple[list[tuple[Place, str]], int]]:
     """Documents of about a MiB together, and how many bytes of the files were read so far."""
-    documents, size, before = list[tuple[Place, str]](), 0, 0
+    documents = list[tuple[Place, str]]()
+    size = 0
+    before = 0
     for reader in readers:
         for place, text in reader:
             documents.append((place, text))
             size += len(text)
             if size >= _BATCH_BYTES:
                 yield documents, before + reader.num_bytes
-                documents, size = [], 0
+                documents = []
+                size = 0
         before += reader.num_bytes
     yield documents, before
 
@@ -305,7 +314,9 @@ def encode(
 
     Raises DataError for a text that the tokenizer refuses, and for an id outside its vocabulary.
     """
-    pieces, lengths, kept = list[NDArray[np.integer]](), list[int](), list[tuple[Place, str]]()
+    pieces = list[NDArray[np.integer]]()
+    lengths = list[int]()
+    kept = list[tuple[Place, str]]()
     end = np.array([tokenizer.eod] if recipe.append_eod else [], np.int64)
     for place, text in documents:
         try:

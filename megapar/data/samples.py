@@ -84,9 +84,12 @@ def fill_in_the_middle(
 
 
 def _moved(document: NDArray[np.int64], bits: NDArray[np.uint64], marks: MiddleTokens) -> NDArray[np.int64]:
-    text, end = document[:-4], document[-1:]
+    text = document[:-4]
+    end = document[-1:]
     one, two = sorted(int(b) % (len(text) + 1) for b in bits[:2])
-    prefix, middle, suffix = text[:one], text[one:two], text[two:]
+    prefix = text[:one]
+    middle = text[one:two]
+    suffix = text[two:]
     before, after, fill = (np.array([mark]) for mark in marks)
     if bits[2] & np.uint64(1):
         return np.concatenate([before, prefix, after, suffix, fill, middle, end])

@@ -44,7 +44,7 @@ class Dataset(Protocol):
 class ChunkDataset:
     """Fixed-length pieces of a .bin/.idx pair: sample i is tokens [i*S, i*S + S] of the file, documents in a row.
 
-    Neighbours share one token, the last target of one and first input of the next. `part` is the range of documents
+    Neighbors share one token, the last target of one and first input of the next. `part` is the range of documents
     that is read, as fractions of their number. Raises DataError if the files are damaged or hold no whole sample and,
     while reading, for a token outside `vocab_size`.
     """
@@ -52,8 +52,10 @@ class ChunkDataset:
     shuffled = True
 
     def __init__(self, prefix: str | Path, seq_length: int, vocab_size: int, part: tuple[float, float] = (0.0, 1.0)):
-        self.name, self.file = str(prefix), IndexedDataset(prefix)
-        self.seq_length, self.vocab_size = seq_length, vocab_size
+        self.name = str(prefix)
+        self.file = IndexedDataset(prefix)
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
         first, last = (round(fraction * len(self.file)) for fraction in part)  # Megatron rounds its splits so
         self.first_token = self.file.document_start(first)
         tokens = self.file.document_start(last) - self.first_token
@@ -97,11 +99,14 @@ class SyntheticDataset:
     sets of different seeds are different walks of one language.
     """
 
-    name, shuffled = "synthetic", True
+    name = "synthetic"
+    shuffled = True
     jump_probability = 0.1
 
     def __init__(self, seq_length: int, vocab_size: int, seed: int, num_samples: int = 1 << 20):
-        self.seq_length, self.seed, self.num_samples = seq_length, seed, num_samples
+        self.seq_length = seq_length
+        self.seed = seed
+        self.num_samples = num_samples
         length = min(vocab_size, 64)
         # Spread over the whole vocabulary, so that every tensor-parallel shard of it meets targets.
         self.cycle = permute(np.arange(length), length, key=(0,)) * vocab_size // length
@@ -126,21 +131,24 @@ class SyntheticDataset:
 
 
 class StreamDataset:
-    """A Hugging Face `datasets` stream, tokenised while it is read, one document after the other, over and over.
+    """A Hugging Face `datasets` stream, tokenized while it is read, one document after the other, over and over.
 
     Sample i is the i-th piece of the stream, in the stream's order: shuffle the files. Every rank reads all of the
-    stream, and one that starts in the middle, as a resumed run does, tokenises what lies before: for trying out data,
+    stream, and one that starts in the middle, as a resumed run does, tokenizes what lies before: for trying out data,
     and for small corpora. tools/preprocess_data.py is for the others.
     """
 
     shuffled = False
 
     def __init__(self, spec: str, seq_length: int, vocab_size: int, tokenizer: Tokenizer):
-        self.name, self.seq_length, self.tokenizer = spec, seq_length, tokenizer
+        self.name = spec
+        self.seq_length = seq_length
+        self.tokenizer = tokenizer
         if tokenizer.vocab_size > vocab_size:
             raise DataError(f"{spec}: data.tokenizer has {tokenizer.vocab_size} ids, the vocabulary {vocab_size}")
         self._rows = hugging_face_rows(spec)
-        self._pieces, self._next = self._from_the_start(), 0
+        self._pieces = self._from_the_start()
+        self._next = 0
 
     def __len__(self) -> int:
         return 1 << 62  # nobody knows how long a stream is; it starts over by itself
@@ -149,7 +157,8 @@ class StreamDataset:
         samples = []
         for i in ids.tolist():
             if i < self._next:
-                self._pieces, self._next = self._from_the_start(), 0
+                self._pieces = self._from_the_start()
+                self._next = 0
             samples.append(next(islice(self._pieces, i - self._next, None)))
             self._next = i + 1
         return np.array(samples, np.int64)
@@ -171,7 +180,8 @@ class StreamDataset:
                 start = 0
                 while len(tokens) - start > self.seq_length:
                     yield tokens[start : start + self.seq_length + 1]
-                    start, pieces = start + self.seq_length, pieces + 1
+                    start = start + self.seq_length
+                    pieces = pieces + 1
                 del tokens[:start]
             if not pieces:
                 raise DataError(f"{self.name}: its text makes no sample of train.seq_length={self.seq_length}")

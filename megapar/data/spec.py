@@ -100,11 +100,13 @@ def _entry_problem(text: str, entry: Entry) -> str:
 
 def _amounts_of_blend(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
     given = [entry for entry in entries if entry.amount is not None]
-    open_entries, units = len(entries) - len(given), {entry.unit for entry in given}
+    open_entries = len(entries) - len(given)
+    units = {entry.unit for entry in given}
     if len(units) > 1:
         yield problem(config, "data.train", "weights and tokens; use one of the two")
     elif units == {"tokens"} and len(config.train.batch_ramp) in (0, 3):
-        tokens, run = sum(entry.amount or 0.0 for entry in given), config.train.samples() * config.train.seq_length
+        tokens = sum(entry.amount or 0.0 for entry in given)
+        run = config.train.samples() * config.train.seq_length
         if config.data.stages:
             yield problem(config, "data.train data.stages", "stages are weights; give data.train weights too")
         elif open_entries > 1:
@@ -127,7 +129,8 @@ def _blend_problem(weights: Sequence[float]) -> str:
 
 
 def _stages(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
-    last, weighted = 0, {entry.source for entry in entries if entry.amount != 0}
+    last = 0
+    weighted = {entry.source for entry in entries if entry.amount != 0}
     for text in config.data.stages:
         first, weights = _parse_stage(text)
         if first <= last:

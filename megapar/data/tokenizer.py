@@ -153,7 +153,8 @@ class TiktokenTokenizer:
     older_fingerprints: tuple[str, ...] = ()
 
     def __init__(self, path: str | Path):
-        spec, beside = f"tiktoken:{path}", Path(f"{path}.json")
+        spec = f"tiktoken:{path}"
+        beside = Path(f"{path}.json")
         try:
             import tiktoken
         except ImportError as error:
@@ -259,7 +260,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Pat
     """Train a lossless sentencepiece BPE model and write it to `output`; the same texts give the same bytes.
 
     Characters too rare for a piece of their own fall back to bytes, digits stand alone, runs of spaces are pieces,
-    newlines are ids of their own, nothing is normalised. Ids: 0 unknown, 1 start, 2 end, 3 newline, then 256 bytes.
+    newlines are ids of their own, nothing is normalized. Ids: 0 unknown, 1 start, 2 end, 3 newline, then 256 bytes.
     Raises ConfigError if `vocab_size` does not suit the texts.
     """
     model = io.BytesIO()

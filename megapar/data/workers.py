@@ -1,4 +1,4 @@
-"""Worker processes that make things one at a time, and die without being waited for."""
+"""Worker processes that process tasks one at a time. A worker that dies raises instead of hanging the parent."""
 
 import multiprocessing
 import multiprocessing.connection

@@ -12,7 +12,7 @@ from enum import Enum
 
 import torch
 from megapar_kernels.adamw import FlatRanges
-from megapar_kernels.launch import Implementation
+from megapar_kernels.dispatch import Implementation
 
 from megapar import comm
 from megapar.data_parallel.accumulate import accumulate

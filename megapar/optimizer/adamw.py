@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on this rank's shards of the flat buffers."""
 
 from megapar_kernels.adamw import Decayed, adamw_step
-from megapar_kernels.launch import Implementation
+from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 
 from megapar.config import OptimizerConfig
@@ -43,5 +43,5 @@ class AdamW(Optimizer):
             step=self.step_count,
             decayed=self._decayed[shard.start],
             clip_coefficient=clip,
-            how=self._impl,
+            impl=self._impl,
         )

@@ -48,12 +48,12 @@ class Transfers:
 
 
 def producer(action: Action, num_stages: int) -> Action | None:
-    """The action of the neighbouring stage whose result `action` takes; None where the pipeline begins."""
+    """The action of the neighboring stage whose result `action` takes; None where the pipeline begins."""
     return _beside(action, -1 if action.kind == "F" else 1, num_stages)
 
 
 def consumer(action: Action, num_stages: int) -> Action | None:
-    """The action of the neighbouring stage that takes the result of `action`; None where the pipeline ends."""
+    """The action of the neighboring stage that takes the result of `action`; None where the pipeline ends."""
     return _beside(action, 1 if action.kind == "F" else -1, num_stages)
 
 
@@ -85,7 +85,8 @@ def _lower(orders: Sequence[Sequence[Action]], num_stages: int, ranks: Sequence[
     for action, source in sources.items():
         if source is None:
             continue
-        rank, peer = rank_of[action], rank_of[source]
+        rank = rank_of[action]
+        peer = rank_of[source]
         if rank == peer:
             continue
         time = ends[source]
@@ -105,7 +106,8 @@ def _end_times(
         twice = ", ".join(str(action) for action, count in counts.items() if count > 1)
         raise ValueError(f"schedule holds more than once: {twice}")
     ends: dict[Action, int] = {}
-    position, clock = [0] * len(orders), [0] * len(orders)
+    position = [0] * len(orders)
+    clock = [0] * len(orders)
     moved = True
     while moved:
         moved = False

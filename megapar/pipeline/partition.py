@@ -19,7 +19,8 @@ def partition(layer_costs: Sequence[float], first_cost: float, last_cost: float,
     # Integers, so that sums which ought to be equal are equal.
     unit = (sum(layer_costs) + first_cost + last_cost) / 2**40 or 1.0
     before = [0, *accumulate(round(cost / unit) for cost in layer_costs)]
-    first, last = round(first_cost / unit), round(last_cost / unit)
+    first = round(first_cost / unit)
+    last = round(last_cost / unit)
 
     def stage_cost(stage: int, start: int, stop: int) -> int:
         return before[stop] - before[start] + first * (stage == 0) + last * (stage == num_stages - 1)

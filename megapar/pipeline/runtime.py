@@ -3,30 +3,16 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megapar.batch import MicroBatch, TensorSpec
+from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
 from megapar.pipeline.lowering import Plan, Transfers, consumer, lower_one
 from megapar.pipeline.schedules import Action, Event, make, placement
-
-
-class Stage(Protocol):
-    """The nn.Module of one pipeline stage. Each micro-batch may have its own shapes; a link may carry several tensors.
-
-    Floating-point tensors on a link get a gradient (zeros if the taker did not use them), others are only passed on.
-    """
-
-    def __call__(self, x: Any, batch: MicroBatch) -> Tensor | tuple[Tensor, ...]:
-        """`x` is what the stage before returned, None on the first. The last returns its loss sum, an fp32 scalar."""
-
-    def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
-        """Shapes and dtypes of the tensors in `x`."""
 
 
 class PipelineRuntime:
@@ -38,10 +24,14 @@ class PipelineRuntime:
     Raises ValueError if `stages` are not this rank's, ConfigError if `schedule` cannot hold vpp stages on a rank.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], ctx: ParallelContext, schedule: str, vpp: int):
-        self.stages, self.axis, self.device = dict(stages), ctx.pp, ctx.device
+    def __init__(self, stages: Mapping[int, PipelineStage], ctx: ParallelContext, schedule: str, vpp: int):
+        self.stages = dict(stages)
+        self.axis = ctx.pp
+        self.device = ctx.device
         self.flight = ctx.flight
-        self.schedule, self.vpp, self.num_stages = schedule, vpp, ctx.pp.size * vpp
+        self.schedule = schedule
+        self.vpp = vpp
+        self.num_stages = ctx.pp.size * vpp
         self._plans: dict[tuple[int, bool], Plan] = {}
         make(schedule, self.axis.size, vpp, 1)
         place = placement(schedule, self.axis.size, vpp)
@@ -69,7 +59,7 @@ class PipelineRuntime:
         batches = [replace(batch, loss_scale=scale) for batch in batches]
         plan = self._plan(len(batches), backward=True)
         last = max((i for i, item in enumerate(plan) if isinstance(item, Action) and item.kind == "B"), default=0)
-        run = _Pass(self, batches, scale, trace)
+        run = _Execution(self, batches, scale, trace)
         run.execute(plan[:last])
         on_last_backward()
         run.execute(plan[last:])
@@ -78,7 +68,7 @@ class PipelineRuntime:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The losses as `step` returns them, from forwards alone. Modules stay in their mode, train or eval."""
-        run = _Pass(self, batches, torch.zeros((), device=self.device), None)
+        run = _Execution(self, batches, torch.zeros((), device=self.device), None)
         run.execute(self._plan(len(batches), backward=False))
         return run.finish()
 
@@ -112,13 +102,16 @@ class _Saved:
     specs: tuple[TensorSpec, ...]  # of the same outputs: what their gradients look like
 
 
-class _Pass:
+class _Execution:
     """One run over a plan: what has arrived, what is to be sent, and what waits for its backward."""
 
     def __init__(
         self, runtime: PipelineRuntime, batches: Sequence[MicroBatch], scale: Tensor, trace: list[Event] | None
     ):
-        self._runtime, self._batches, self._scale, self._trace = runtime, batches, scale, trace
+        self._runtime = runtime
+        self._batches = batches
+        self._scale = scale
+        self._trace = trace
         self._arrived: dict[Action, tuple[tuple[Tensor, ...], Pending]] = {}
         self._departing: dict[Action, tuple[Tensor, ...]] = {}
         self._saved: dict[tuple[int, int], _Saved] = {}

@@ -133,7 +133,8 @@ def interleaved(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
         return one_f_one_b(pp, vpp, num_microbatches)
     orders = []
     for rank in range(pp):
-        forwards, backwards = [], []
+        forwards = []
+        backwards = []
         for group in range(0, num_microbatches, pp):
             for chunk in range(vpp):
                 for m in range(group, group + pp):

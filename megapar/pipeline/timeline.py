@@ -51,7 +51,8 @@ def _draw_rank(axes: Axes, rank: int, events: Sequence[Event], ranks: int, origi
     widest = max((len(str(event.action.microbatch)) for event in events), default=0)
     for event, (left, width) in zip(events, boxes, strict=True):
         if width / span > 0.006 * widest:  # what the text of the widest number takes of the picture
-            label, color = str(event.action.microbatch), "white" if event.action.stage < 2 * ranks else "black"
+            label = str(event.action.microbatch)
+            color = "white" if event.action.stage < 2 * ranks else "black"
             axes.text(left + width / 2, rank, label, ha="center", va="center", fontsize=9, color=color)
 
 

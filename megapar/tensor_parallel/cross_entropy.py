@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from megapar_kernels import cross_entropy as kernel
-from megapar_kernels.launch import Implementation
+from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -28,22 +28,23 @@ class CrossEntropy:
     on_all: float
     z_loss: float
     tp: Axis
-    how: Implementation
+    impl: Implementation
 
     @classmethod
     def of(
-        cls, width: int, vocab_size: int, start: int, tp: Axis, smoothing: float, z_loss: float, how: Implementation
+        cls, width: int, vocab_size: int, start: int, tp: Axis, smoothing: float, z_loss: float, impl: Implementation
     ) -> "CrossEntropy":
         columns = max(0, min(width, vocab_size - start))
-        return cls(start, columns, 1.0 - smoothing, smoothing / vocab_size, z_loss, tp, how)
+        return cls(start, columns, 1.0 - smoothing, smoothing / vocab_size, z_loss, tp, impl)
 
     def statistics(self, logits: Tensor, target: Tensor) -> Tensor:
         """[4, rows] of this rank's columns, to be given to `losses`."""
-        return kernel.statistics(logits, target - self.start, self.columns, self.on_all != 0.0, self.how)
+        return kernel.statistics(logits, target - self.start, self.columns, self.on_all != 0.0, self.impl)
 
     def losses(self, statistics: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, highest logit and sum of exp(z - highest) of each row: one max and one sum over tp."""
-        maximum, sums = statistics[0], statistics[1:]
+        maximum = statistics[0]
+        sums = statistics[1:]
         highest = comm.all_reduce(maximum.clone(), self.tp, "max")
         shift = maximum - highest
         sums[0] *= shift.exp()
@@ -69,7 +70,7 @@ class CrossEntropy:
     ) -> Tensor:
         """[rows, width] in the logits' dtype; zero in columns of padding."""
         local = target - self.start
-        ways = self.on_target, self.on_all, self.how, inplace
+        ways = self.on_target, self.on_all, self.impl, inplace
         return kernel.gradient(logits, local, self.columns, highest, scale, grad_loss, *ways)
 
 
@@ -78,7 +79,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, entropy: CrossEntropy, inplace: bool) -> Tensor:
         loss, highest, exp_sum = entropy.losses(entropy.statistics(logits, target), target)
         ctx.save_for_backward(logits, target, highest, exp_sum)
-        ctx.entropy, ctx.inplace = entropy, inplace
+        ctx.entropy = entropy
+        ctx.inplace = inplace
         return loss
 
     @staticmethod
@@ -98,7 +100,7 @@ def vocab_parallel_cross_entropy(
     tp: Axis,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    how: Implementation = "torch",
+    impl: Implementation = "torch",
     inplace: bool = False,
 ) -> Tensor:
     """Loss of each token, fp32 [s, b], as torch's cross_entropy on the whole vocabulary would give it.
@@ -112,6 +114,7 @@ def vocab_parallel_cross_entropy(
     `inplace`: the gradient overwrites the logits, for callers that use them nowhere else; autograd raises RuntimeError
     at a second backward, or where another op needs what they were.
     """
-    logits, target = logits_sbv.reshape(-1, logits_sbv.shape[-1]), targets_sb.reshape(-1)
-    entropy = CrossEntropy.of(logits.shape[-1], vocab_size, start, tp, label_smoothing, z_loss, how)
+    logits = logits_sbv.reshape(-1, logits_sbv.shape[-1])
+    target = targets_sb.reshape(-1)
+    entropy = CrossEntropy.of(logits.shape[-1], vocab_size, start, tp, label_smoothing, z_loss, impl)
     return _VocabParallelCrossEntropy.apply(logits, target, entropy, inplace).view(targets_sb.shape)

@@ -176,7 +176,8 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         local, outside, weight = ctx.saved_tensors
         # Zeros are added to row 0 where ids are outside: to leave them out, a GPU would have to wait for their number.
-        ids, rows = local.reshape(-1), grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1])
+        ids = local.reshape(-1)
+        rows = grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1])
         if ctx.main_grad is not None:
             ctx.main_grad.view.index_add_(0, ids, rows.float())
             ctx.main_grad.added()

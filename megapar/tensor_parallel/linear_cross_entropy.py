@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megapar_kernels.launch import Implementation
+from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -98,7 +98,7 @@ def linear_cross_entropy(
     chunk_rows: int = 1024,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    how: Implementation = "torch",
+    impl: Implementation = "torch",
     products: MatrixProducts | None = None,
 ) -> Tensor:
     """Loss of each token, fp32 [s, b]: `vocab_parallel_cross_entropy` of the logits x W^T, of which no more than
@@ -112,7 +112,7 @@ def linear_cross_entropy(
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
     region = input_region(tp, sequence_parallel)
-    entropy = CrossEntropy.of(weight.shape[0], vocab_size, start, tp, label_smoothing, z_loss, how)
+    entropy = CrossEntropy.of(weight.shape[0], vocab_size, start, tp, label_smoothing, z_loss, impl)
     target = targets_sb.reshape(-1)
     return _LinearCrossEntropy.apply(
         x_sbh, weight, target, entropy, region, products or MatrixProducts(), chunk_rows

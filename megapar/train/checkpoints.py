@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megapar import device
-from megapar.agreement import from_first, together
+from megapar.agreement import from_first, on_all_ranks
 from megapar.checkpoint.compatible import changes, weight_options
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
@@ -33,7 +33,7 @@ _UNDER_WAY = 2  # saves at a time: one that writes and one that waits with its c
 _PATIENCE_SECONDS = 10.0  # for the parts of ranks that may be gone
 
 
-def own(run_dir: Path, ctx: ParallelContext) -> AbstractContextManager[None]:
+def lock_run_dir(run_dir: Path, ctx: ParallelContext) -> AbstractContextManager[None]:
     """Keep the run folder from other jobs, and remove what killed ones left. A collective."""
     return exclusive(run_dir, run_dir / FOLDER, ctx)
 
@@ -46,7 +46,8 @@ class Saver:
     """
 
     def __init__(self, state: TrainState, run_dir: Path):
-        self._root, self._options = run_dir / FOLDER, state.config.checkpoint
+        self._root = run_dir / FOLDER
+        self._options = state.config.checkpoint
         self._timeout_seconds = state.config.launch.timeout_seconds
         self._keep = Keep(self._options.keep_last, self._options.keep_every)
         self._saves: list[tuple[Save, Tensor | None]] = []  # the oldest first, each with its copy of the state
@@ -74,10 +75,11 @@ class Saver:
                 text = "step %d: waiting for the checkpoint of step %d, which is still being written"
                 logging.getLogger(__name__).warning(text, state.step, self._saves[0][0].step)
             paths.append(self._finish())
-        mine, buffer = self._mine(state), None
+        mine = self._mine(state)
+        buffer = None
         if self._options.async_save:
             doing = f"checkpoint of step {state.step} not saved"
-            mine, buffer = together(lambda: self._copied(mine, state.ctx.device), state.ctx, StorageError, doing)
+            mine, buffer = on_all_ranks(lambda: self._copied(mine, state.ctx.device), state.ctx, StorageError, doing)
         self._last = Save(
             self._root,
             mine,
@@ -130,7 +132,8 @@ class Saver:
 
 def facts(state: TrainState) -> dict[str, Any]:
     """What a manifest says besides its tensors, as JSON types."""
-    config, parallel = state.config, state.config.parallel
+    config = state.config
+    parallel = state.config.parallel
     return {
         "step": state.step,
         "consumed_samples": state.consumed_samples,
@@ -194,7 +197,8 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
     are set aside. Raises CheckpointError on every rank if the checkpoint is damaged or of another model, DataError if
     its training read other data.
     """
-    root, ctx = run_dir / FOLDER, state.ctx
+    root = run_dir / FOLDER
+    ctx = state.ctx
     path = choose(state.config.checkpoint.resume, root, ctx, check=position)
     past: Lineage = []
     if path is None:
@@ -208,7 +212,7 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
     # After all that can refuse, so that a start that is refused changes nothing.
     state.lineage = [*past, (from_first(new_id(), ctx), state.step)]
     doing = "checkpoints of an abandoned branch not set aside"
-    moved = together(lambda: set_aside(root, state.lineage) if ctx.world.first else [], ctx, StorageError, doing)
+    moved = on_all_ranks(lambda: set_aside(root, state.lineage) if ctx.world.first else [], ctx, StorageError, doing)
     return [*notes, *moved]
 
 
@@ -232,7 +236,9 @@ def _start_from_weights(state: TrainState) -> list[str]:
     options = state.config.checkpoint
     if options.init_from == "none":
         return []
-    path, slices, model_config = Path(options.init_from), _all_slices(state), _weight_options(state)
+    path = Path(options.init_from)
+    slices = _all_slices(state)
+    model_config = _weight_options(state)
     different: list[str] = []
     if options.strict:
         load_weights(path, slices=slices, ctx=state.ctx, model_config=model_config)

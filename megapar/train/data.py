@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar import comm
-from megapar.agreement import together
+from megapar.agreement import on_all_ranks
 from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.data.blend import BLEND_VERSION, Stage
@@ -36,7 +36,8 @@ def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[s
     Every rank of a tensor group reads for itself: they share a node and so its page cache, where a sample costs
     microseconds. A transfer would cost more, and could not run beside those of the step that it is read ahead of.
     """
-    train, seed = config.train, config.train.seed
+    train = config.train
+    seed = config.train.seed
     sources = [Entry.parse(text).source for text in config.data.train]
     parts = dict(zip(("train", "validation", TEST), _parts(config.data.split), strict=False))
     held_out = [(name, source, WHOLE) for name, source in validation_sets(config)]
@@ -71,7 +72,7 @@ def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[s
         }
         return loader(training, train.batch_size, fim), sets
 
-    training, sets = together(open_all, ctx, DataError, "data not opened")
+    training, sets = on_all_ranks(open_all, ctx, DataError, "data not opened")
     _agree([training, *sets.values()], ctx)
     return Delivery(training, config.data.workers), sets
 
@@ -84,7 +85,8 @@ def _parts(split: Sequence[float]) -> list[tuple[float, float]]:
 def _open(config: Config, sources: Sequence[tuple[str, tuple[float, float]]], seed: int) -> list[Dataset]:
     """Each source, or one DataError for all that cannot be opened."""
     size = {"seq_length": config.train.seq_length, "vocab_size": config.model.vocab_size}
-    opened, problems = [], []
+    opened = []
+    problems = []
     for source, part in sources:
         try:
             _check_tokenizer(source, config.data.tokenizer)
@@ -119,7 +121,8 @@ def _agree(loaders: Sequence[Loader], ctx: ParallelContext) -> None:
     (node, first), *others = comm.gather_json([socket.gethostname(), files], ctx.world, ctx.device)
     for rank, (other_node, others_files) in enumerate(others, 1):
         for file in sorted({*first, *others_files}):
-            here, there = first.get(file, "none"), others_files.get(file, "none")
+            here = first.get(file, "none")
+            there = others_files.get(file, "none")
             if here != there:
                 problem = DataError(
                     f"{file} is not the same everywhere: content hash {here} on node {node} (rank 0), "
@@ -148,7 +151,8 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, *, acc
     lines = [
         f"{name}: {saved[name]} -> {version}" for name, version in ORDER.items() if saved.get(name, version) != version
     ]
-    before, files = saved.get("files", {}), now.get("files", {})
+    before = saved.get("files", {})
+    files = now.get("files", {})
     lines += [
         f"{file}: content hash {before[file]} -> {files[file]}"
         for file in files

@@ -159,7 +159,8 @@ def _peak(config: Config, pp_rank: int, kept: Mapping[int, int]) -> int:
 
 def show(config: Config, build: Build, parameters: int, flops_per_token: int, console: Console) -> None:
     """Print parameters, batch arithmetic and the memory of every kind of rank."""
-    parallel, train = config.parallel, config.train
+    parallel = config.parallel
+    train = config.train
     world = parallel.tp * parallel.pp * parallel.dp
     tokens = train.global_batch_size * train.seq_length
     vocabulary = config.model.vocab_size
@@ -226,7 +227,8 @@ def _needs(config: Config, build: Build, rank: int) -> str:
 
 def _what_would_help(config: Config) -> str:
     """The first three that apply, of the options that save memory, cheap ones first."""
-    parallel, train = config.parallel, config.train
+    parallel = config.parallel
+    train = config.train
     options = [
         ("smaller train.micro_batch_size", train.micro_batch_size, train.micro_batch_size > 1),
         ("train.recompute selective or full", train.recompute, train.recompute == "none"),

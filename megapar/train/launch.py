@@ -55,7 +55,7 @@ class RankProcess:
         self.signals.armed = True
         self.flight.raise_flag("armed")
 
-    def own(self, run_dir: Path) -> None:
+    def claim_run_dir(self, run_dir: Path) -> None:
         """The run folder is this job's: old errors are no longer true, and ranks.json says where its processes are."""
         self.flight.raise_flag("owns")
         if self.rank == 0:
@@ -80,7 +80,8 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
             try:
                 yield process
             except CommunicationError as error:
-                error.ranks, error.culprit = monitor.table, monitor.culprit()
+                error.ranks = monitor.table
+                error.culprit = monitor.culprit()
                 error.told = not monitor.speaks()
                 raise
             except MegaparError as error:

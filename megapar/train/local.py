@@ -114,7 +114,9 @@ class _Launcher:
     """Watches ranks until the run is over or must be ended."""
 
     def __init__(self, ranks: Sequence[BaseProcess], board: Board, signals: Signals):
-        self._ranks, self._board, self._signals = ranks, board, signals
+        self._ranks = ranks
+        self._board = board
+        self._signals = signals
         host = socket.gethostname()
         self._members = [Member(rank, host, "", pid=process.pid or 0) for rank, process in enumerate(ranks)]
         self._codes: dict[int, int] = {}  # exit codes of ranks that have ended, in the order of their ends

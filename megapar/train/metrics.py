@@ -45,7 +45,8 @@ class Meter:
     _data_seconds: float = 0.0
 
     def start(self) -> None:
-        self._sent, self._start = self.ctx.traffic(), time.perf_counter()
+        self._sent = self.ctx.traffic()
+        self._start = time.perf_counter()
 
     def waited(self, next_step: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
         """What `next_step` returns; the step waited for its data that long."""
@@ -79,7 +80,10 @@ class Meter:
 
 
 def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str:
-    """One step for people; nan and inf stand there as such. The first step has no `eta_seconds`: it is slower."""
+    """Format one step for the console; values that are not finite are printed as nan or inf.
+
+    `eta_seconds` is None at the first step, which is slower than the others.
+    """
     mfu = f" | mfu {line['mfu']:.1%}" if line["mfu"] is not None else ""
     minutes, seconds = divmod(int(eta_seconds or 0), 60)
     eta = "" if eta_seconds is None else f" | eta {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
@@ -202,7 +206,8 @@ class Reporter:
         self.write(line)
         if not self._speaks:
             return
-        done, step = line["step"] - self._first_step, line["step"]
+        done = line["step"] - self._first_step
+        step = line["step"]
         eta = (time.monotonic() - self._second) / (done - 1) * (self._steps - step) if done > 1 else None
         if done == 1:
             self._second = time.monotonic()

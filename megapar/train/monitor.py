@@ -52,7 +52,10 @@ class Monitor:
         self.members: list[Member] = []
         self.table: list[dict[str, Any]] = []  # where all ranks stood when an operation failed, as JSON types
         self.warn_after = 0.0  # seconds; see above on NCCL. 0: never
-        self._flight, self._rank, self._signals, self._board = flight, rank, signals, board
+        self._flight = flight
+        self._rank = rank
+        self._signals = signals
+        self._board = board
         self._store: Store | None = None
         self._file: FlightFile | None = None
         self._interval = 1.0
@@ -61,7 +64,8 @@ class Monitor:
         self._answered = threading.Event()  # the store's part is done
         self._answer: tuple[str, int] | None = None
         self._exit_at = 0.0
-        self._closing, self._closed = False, threading.Event()
+        self._closing = False
+        self._closed = threading.Event()
         self._warned = False
         flight.explain = self.explain
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)

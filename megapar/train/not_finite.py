@@ -96,7 +96,8 @@ class _Watch:
     def __init__(self, state: TrainState, batches: Sequence[MicroBatch]):
         self.forward: dict[int, Finding] = {}  # by micro-batch
         self.backward: dict[int, Finding] = {}
-        self._rank, self._num_stages = state.ctx.world.rank, state.pipeline.num_stages
+        self._rank = state.ctx.world.rank
+        self._num_stages = state.pipeline.num_stages
         self._batches = batches
         self._now: tuple[int, int] | None = None  # (stage, micro-batch) whose forward runs; None: a recomputation
         self._order = 0

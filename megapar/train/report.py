@@ -64,7 +64,9 @@ def idle_share(config: Config, microbatches: int) -> float:
     return simulate(lower(orders, parallel.pp * parallel.vpp), forward=1, backward=2).bubble
 
 
-def greet(config: Config, ctx: ParallelContext, parameters: int, notes: Sequence[str], config_toml: str) -> None:
+def write_run_header(
+    config: Config, ctx: ParallelContext, parameters: int, notes: Sequence[str], config_toml: str
+) -> None:
     """Make the run folder, write config.toml and environment.json (`provenance`, and who computes each op), print
     what is about to run and, from `notes`, what was resumed."""
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
@@ -75,7 +77,8 @@ def greet(config: Config, ctx: ParallelContext, parameters: int, notes: Sequence
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.toml").write_text(config_toml)
         write_json(run_dir / "environment.json", facts)
-        parallel, train = config.parallel, config.train
+        parallel = config.parallel
+        train = config.train
         hardware = f"{facts['hardware']}, torch {torch.__version__}"
         say(f"{config.model.family}, {parameters:,} parameters, {train.precision}; {hardware}")
         say(

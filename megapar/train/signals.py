@@ -70,7 +70,8 @@ class Signals:
         if again or (number == signal.SIGTERM and not self.armed):
             self.ending = self.ending or number
         elif not self.request:
-            self.request, self._asked_at = signal.Signals(number).name, time.monotonic()
+            self.request = signal.Signals(number).name
+            self._asked_at = time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.judge()

@@ -26,7 +26,8 @@ from megapar.precision import LossScale
 class TrainState:
     """Everything that a step changes or uses, and what its checkpoints say of it.
 
-    `step` counts steps done (also those whose update an fp16 overflow cost), `consumed_samples` the samples in them.
+    `step` counts completed steps, including those whose update was skipped after an fp16 overflow; `consumed_samples`
+    counts the samples in them.
     `lineage` lists the starts that led here, each with the step that it went on from; `data` says what the samples
     depend on (`megapar.train.data.identity`).
     """
@@ -91,7 +92,9 @@ def train_step(
     `trace` collects when each forward and backward ran. `asked_to_stop` on any rank is `stop` in the result on every
     rank. That costs no message: it goes with the gradient norm.
     """
-    ctx, options, scale = state.ctx, state.config.optimizer, state.loss_scale.scale
+    ctx = state.ctx
+    options = state.config.optimizer
+    scale = state.loss_scale.scale
     ctx.flight.enter("forward")
     tokens = count_targets(batches, ctx)
     state.grads.zero()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar import comm, device
-from megapar.agreement import together
+from megapar.agreement import on_all_ranks
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.checkpoint.format import step_of
 from megapar.config import Config
@@ -23,7 +23,7 @@ from megapar.optimizer.adamw import AdamW
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event
 from megapar.precision import LossScale
-from megapar.random import initialise
+from megapar.random import initialize
 from megapar.train import checkpoints, not_finite
 from megapar.train.data import TEST
 from megapar.train.metrics import Meter, Reporter
@@ -85,7 +85,7 @@ def start(
 
     `data` is the `identity` of the data that the run reads, which a checkpoint's must equal.
     """
-    initialise(stages.values(), config.train.seed)
+    initialize(stages.values(), config.train.seed)
     notes = freeze_others(stages.values(), config.train.trainable, ctx)
     state = assemble(config, ctx, stages)
     state.data = data or {}
@@ -100,7 +100,8 @@ def start(
 def _numbers_of_microbatches(state: TrainState) -> list[int]:
     """Of all steps that follow; they differ where the global batch grows (train.batch_ramp)."""
     train = state.config.train
-    first, last = train.batch_size(state.consumed_samples), train.global_batch_size
+    first = train.batch_size(state.consumed_samples)
+    last = train.global_batch_size
     sizes = range(first, last, train.batch_ramp[1]) if train.batch_ramp else ()
     dp = state.ctx.dp
     return [len(range(dp.rank, size // train.micro_batch_size, dp.size)) for size in (*sizes, last)]
@@ -114,8 +115,11 @@ def train(run: Run) -> str:
     Raises NumericError at the first step whose loss or gradient norm is not finite, before its update; an fp16 overflow
     costs a step's update alone, unless the loss scale is 1 already.
     """
-    state, options = run.state, run.state.config
-    steps, ctx, flight = options.train.steps, state.ctx, state.ctx.flight
+    state = run.state
+    options = run.state.config
+    steps = options.train.steps
+    ctx = state.ctx
+    flight = state.ctx.flight
     saves = options.checkpoint.every > 0 or options.checkpoint.save_last
     stop = False
     peak_tflops = options.log.peak_tflops or device.peak_tflops(ctx.device, options.train.precision)
@@ -148,7 +152,7 @@ def train(run: Run) -> str:
                 reporter.say(f"step {state.step}/{steps} | {line}")
             if last or _due(state.step, options.train.eval_every):
                 flight.enter("evaluate")
-                validate(state, run.validation_sets, reporter, last)
+                report_validation(state, run.validation_sets, reporter, last)
             flight.enter("save")
             saved = saver.save(state, ready=reporter.flush) if saver.due(state.step, last) or (stop and saves) else []
             for path in [*saved, *saver.completed(wait=last or stop)]:
@@ -168,14 +172,16 @@ def _why_stopped(run: Run, saves: bool) -> str:
 
 def _reporter(run: Run) -> Reporter:
     """What rank 0 reports with; it may take long to open a file of millions of lines. A collective."""
-    state, options = run.state, run.state.config
-    first, lineage = state.ctx.world.first, state.lineage
+    state = run.state
+    options = run.state.config
+    first = state.ctx.world.first
+    lineage = state.lineage
     name = lineage[-1][0] if lineage else "start"
 
     def open_files() -> Reporter:
         return Reporter(run.run_dir, options.log, options.train.steps, state.step, speaks=first, start=name)
 
-    return together(open_files, state.ctx, StorageError, "metrics not written")
+    return on_all_ranks(open_files, state.ctx, StorageError, "metrics not written")
 
 
 def _explain_not_finite(
@@ -207,7 +213,7 @@ def write_timeline(trace: Sequence[Event], ctx: ParallelContext, run_dir: Path) 
             path.write_text(json.dumps([event for row in rows for event in row]))
 
 
-def validate(state: TrainState, sets: Mapping[str, Loader], reporter: Reporter, last: bool) -> None:
+def report_validation(state: TrainState, sets: Mapping[str, Loader], reporter: Reporter, last: bool) -> None:
     """Report the mean loss on each set: as validation_loss if there is one, else with its name behind it, and as
     test_loss on the set for after the last step."""
     validation = [name for name in sets if name != TEST]

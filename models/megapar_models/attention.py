@@ -1,6 +1,7 @@
 """Grouped-query attention (Ainslie et al., arXiv 2305.13245) cut over tp by query heads.
 
-Shapes: s sequence, b micro-batch, h hidden, n this rank's heads, d width of a head.
+Shapes: s sequence, b micro-batch, h hidden, n this rank's heads, d width of a head, c this rank's columns of q, k and v
+together: (query heads + 2 key/value heads) d.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from megapar import recompute
 from megapar.context import Axis
 from megapar.random import keep_mask, row_keys
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear, norm_weight
-from megapar_models.stage import Blueprint, Pass
+from megapar_models.stage import Blueprint, DropoutSite, ForwardContext, dropout_use
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def _kv_range(rank: int, per_rank: int, group: int) -> tuple[int, int]:
 
 def deal_heads(num_heads: int, num_kv_heads: int, tp: Axis) -> Heads:
     """Heads of this rank. `num_heads` divides by tp and by `num_kv_heads`."""
-    per_rank, group = num_heads // tp.size, num_heads // num_kv_heads
+    per_rank = num_heads // tp.size
+    group = num_heads // num_kv_heads
     ranges = [_kv_range(rank, per_rank, group) for rank in range(tp.size)]
     start, stop = ranges[tp.rank]
     previous_stop = ranges[tp.rank - 1][1] if tp.rank else 0
@@ -67,16 +69,27 @@ class Attention(nn.Module):
 
     def __init__(self, number: int, blueprint: Blueprint, *, qkv_bias: bool, out_bias: bool):
         super().__init__()
-        self.number, self.blueprint = number, blueprint
-        model, sharding, name = blueprint.model, blueprint.sharding, f"layers.{number}.attention"
+        self.number = number
+        self.blueprint = blueprint
+        model = blueprint.model
+        sharding = blueprint.sharding
+        name = f"layers.{number}.attention"
         self.heads = heads = deal_heads(model.num_attention_heads, model.num_key_value_heads, sharding.tp)
-        d, width = model.head_dim, model.num_attention_heads * model.head_dim
-        kv_rows = heads.kv_start * d, heads.kv_stop * d, heads.kv_own_start * d, heads.kv_stop * d
-        columns = [
-            Columns.even(f"{name}.q", width, sharding.tp),
-            Columns(f"{name}.k", model.num_key_value_heads * d, *kv_rows, heads.shared),
-            Columns(f"{name}.v", model.num_key_value_heads * d, *kv_rows, heads.shared),
-        ]
+        d = model.head_dim
+        width = model.num_attention_heads * model.head_dim
+        columns = [Columns.even(f"{name}.q", width, sharding.tp)]
+        for kind in ("k", "v"):
+            columns.append(
+                Columns(
+                    f"{name}.{kind}",
+                    size=model.num_key_value_heads * d,
+                    start=heads.kv_start * d,
+                    stop=heads.kv_stop * d,
+                    own_start=heads.kv_own_start * d,
+                    own_stop=heads.kv_stop * d,
+                    shared=heads.shared,
+                )
+            )
         self.qkv = ColumnParallelLinear(model.hidden_size, columns, sharding, init=blueprint.init, bias=qkv_bias)
         self.out = RowParallelLinear(
             f"{name}.o", width, model.hidden_size, sharding, init=blueprint.output_init, bias=out_bias
@@ -91,43 +104,45 @@ class Attention(nn.Module):
             self.q_norm = norm_weight(f"{name}.q_norm.weight", d, sharding, partial=True)
             self.k_norm = norm_weight(f"{name}.k_norm.weight", d, sharding, partial=True)
 
-    def forward(self, x_sbh: Tensor, info: Pass) -> Tensor:
+    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """[s or s/tp, b, h] to the same shape."""
-        qkv_sbn = self.qkv(x_sbh)
-        return self.out(recompute.run(self.blueprint.recompute.attention(), self._core, qkv_sbn, info))
+        qkv_sbc = self.qkv(x_sbh)
+        return self.out(recompute.run(self.blueprint.recompute.attention(), self._core, qkv_sbc, context))
 
-    def _core(self, qkv_sbn: Tensor, info: Pass) -> Tensor:
-        model, heads, d = self.blueprint.model, self.heads, self.blueprint.model.head_dim
-        q_heads, kv_heads = heads.q_stop - heads.q_start, heads.kv_stop - heads.kv_start
-        parts = qkv_sbn.split([q_heads * d, kv_heads * d, kv_heads * d], dim=-1)
-        q, k, v = (rearrange(x, "s b (n d) -> s b n d", d=d) for x in parts)
+    def _core(self, qkv_sbc: Tensor, context: ForwardContext) -> Tensor:
+        model = self.blueprint.model
         kernels = self.blueprint.kernels
+        d = model.head_dim
+        q_heads = self.heads.q_stop - self.heads.q_start
+        kv_heads = self.heads.kv_stop - self.heads.kv_start
+        parts = qkv_sbc.split([q_heads * d, kv_heads * d, kv_heads * d], dim=-1)
+        q, k, v = (rearrange(x, "s b (n d) -> s b n d", d=d) for x in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q = rms_norm(q, self.q_norm, model.rms_norm_eps, kernels.norm)
             k = rms_norm(k, self.k_norm, model.rms_norm_eps, kernels.norm)
-        if info.rope is not None:
-            q, k = rotate_qk(q, k, *info.rope, how=kernels.rope)
+        if context.rope is not None:
+            q, k = rotate_qk(q, k, *context.rope, impl=kernels.rope)
         if self.kv_index is not None:
             k = k.index_select(2, self.kv_index)
             v = v.index_select(2, self.kv_index)
         if not (model.attention_dropout and self.training):
-            if info.batch.starts is None:
+            if context.batch.starts is None:
                 return causal_attention(q, k, v, kernels.attention)
-            return packed_causal_attention(q, k, v, info.batch.starts)
-        run = q_heads // k.shape[2]
-        k, v = k.repeat_interleave(run, 2), v.repeat_interleave(run, 2)
-        keep, documents = (
-            self._keep(q.shape[0], info),
-            info.batch.documents_bs() if info.batch.starts is not None else None,
-        )
+            return packed_causal_attention(q, k, v, context.batch.starts)
+        queries_per_kv_head = q_heads // k.shape[2]
+        k = k.repeat_interleave(queries_per_kv_head, 2)
+        v = v.repeat_interleave(queries_per_kv_head, 2)
+        keep = self._keep(q.shape[0], context)
+        documents = None
+        if context.batch.starts is not None:
+            documents = context.batch.documents_bs()
         return causal_attention_dropout(q, k, v, keep, model.attention_dropout, documents, kernels.softmax)
 
-    def _keep(self, length: int, info: Pass) -> Tensor:
+    def _keep(self, length: int, context: ForwardContext) -> Tensor:
         """Dropout mask [b, n, s, s], keyed by sample, global head and query position."""
-        device = info.batch.sample_ids_b.device
+        device = context.batch.sample_ids_b.device
         head = torch.arange(self.heads.q_start, self.heads.q_stop, device=device)[None, :, None]
-        position = info.batch.positions_s[None, None, :]
-        keys = row_keys(
-            self.blueprint.seed, 4 * self.number + 1, info.batch.sample_ids_b[:, None, None], head, position
-        )
+        position = context.batch.positions_s[None, None, :]
+        use = dropout_use(self.number, DropoutSite.ATTENTION_PROBABILITIES)
+        keys = row_keys(self.blueprint.seed, use, context.batch.sample_ids_b[:, None, None], head, position)
         return keep_mask(keys, length, self.blueprint.model.attention_dropout)

@@ -59,7 +59,8 @@ def stage_layers(config: Config) -> list[range]:
 
     Cost is FLOPs per token; norm, head and loss count on the last stage, the embedding's lookup is nearly free.
     """
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     num_stages = parallel.pp * parallel.vpp
     if parallel.partition:
         return explicit(parallel.partition, model.num_hidden_layers, num_stages)

@@ -31,7 +31,7 @@ def _nothing_further(_: Raw, __: str) -> tuple[dict[str, Any], list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace:
-    """A family's names at Hugging Face, and what of their config.json it can be."""
+    """A family's names at Hugging Face, and which config.json files it can represent."""
 
     model_types: Mapping[str, ModelType]
     modules: dict[str, str]

@@ -17,7 +17,7 @@ from megapar.tensor_parallel.layers import (
     replicated_vector,
 )
 from megapar_models.attention import Attention
-from megapar_models.stage import Blueprint, Pass, Stage, hidden_keys, rows_of_rank
+from megapar_models.stage import Blueprint, DropoutSite, ForwardContext, Stage, dropout_use, hidden_keys, rows_of_rank
 
 
 class LayerNorm(nn.Module):
@@ -25,17 +25,19 @@ class LayerNorm(nn.Module):
 
     def __init__(self, name: str, blueprint: Blueprint):
         super().__init__()
-        size, sharding = blueprint.model.hidden_size, blueprint.sharding
-        self.eps, self.how = blueprint.model.rms_norm_eps, blueprint.kernels.norm
+        size = blueprint.model.hidden_size
+        sharding = blueprint.sharding
+        self.eps = blueprint.model.rms_norm_eps
+        self.impl = blueprint.kernels.norm
         self.weight = norm_weight(f"{name}.weight", size, sharding)
         self.bias = replicated_vector(f"{name}.bias", size, ZEROS, sharding)
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps, self.how)
+        return layer_norm(x, self.weight, self.bias, self.eps, self.impl)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of the sum, sum) of x and the residual stream."""
-        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.how)
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.impl)
 
 
 class GPTMLP(nn.Module):
@@ -43,8 +45,11 @@ class GPTMLP(nn.Module):
 
     def __init__(self, number: int, blueprint: Blueprint):
         super().__init__()
-        model, sharding, name = blueprint.model, blueprint.sharding, f"layers.{number}.mlp"
-        self.activation, self.how = model.hidden_act, blueprint.kernels.activation
+        model = blueprint.model
+        sharding = blueprint.sharding
+        name = f"layers.{number}.mlp"
+        self.activation = model.hidden_act
+        self.impl = blueprint.kernels.activation
         columns = [Columns.even(f"{name}.up", model.intermediate_size, sharding.tp)]
         self.up = ColumnParallelLinear(model.hidden_size, columns, sharding, init=blueprint.init, bias=True)
         self.down = RowParallelLinear(
@@ -53,10 +58,10 @@ class GPTMLP(nn.Module):
 
     def forward(self, x_sbh: Tensor) -> Tensor:
         if self.activation == "relu2":
-            return self.down(relu_squared(self.up(x_sbh), self.how))
-        if self.how == "torch" or self.up.bias is None:
+            return self.down(relu_squared(self.up(x_sbh), self.impl))
+        if self.impl == "torch" or self.up.bias is None:
             return self.down(gelu(self.up(x_sbh)))
-        return self.down(bias_gelu(self.up.product(x_sbh), self.up.bias, self.how))
+        return self.down(bias_gelu(self.up.product(x_sbh), self.up.bias, self.impl))
 
 
 class GPTLayer(nn.Module):
@@ -65,27 +70,30 @@ class GPTLayer(nn.Module):
     def __init__(self, number: int, blueprint: Blueprint):
         super().__init__()
         name = f"layers.{number}"
-        self.number, self.blueprint = number, blueprint
+        self.number = number
+        self.blueprint = blueprint
         self.attention_norm = LayerNorm(f"{name}.attention_norm", blueprint)
         self.attention = Attention(number, blueprint, qkv_bias=True, out_bias=True)
         self.mlp_norm = LayerNorm(f"{name}.mlp_norm", blueprint)
         self.mlp = GPTMLP(number, blueprint)
 
-    def forward(self, x_sbh: Tensor, info: Pass) -> Tensor:
-        y_sbh = self.attention(self.attention_norm(x_sbh), info)
+    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        y_sbh = self.attention(self.attention_norm(x_sbh), context)
         if self._dropout():
-            x_sbh = self._add(y_sbh, x_sbh, info, 4 * self.number + 2)
+            x_sbh = self._add(y_sbh, x_sbh, context, DropoutSite.ATTENTION_OUTPUT)
             normed = self.mlp_norm(x_sbh)
         else:
             normed, x_sbh = self.mlp_norm.add(y_sbh, x_sbh)
-        return self._add(self.mlp(normed), x_sbh, info, 4 * self.number + 3)
+        return self._add(self.mlp(normed), x_sbh, context, DropoutSite.MLP_OUTPUT)
 
     def _dropout(self) -> float:
         return self.blueprint.model.hidden_dropout if self.training else 0.0
 
-    def _add(self, y_sbh: Tensor, residual_sbh: Tensor, info: Pass, use: int) -> Tensor:
+    def _add(self, y_sbh: Tensor, residual_sbh: Tensor, context: ForwardContext, site: DropoutSite) -> Tensor:
         p = self._dropout()
-        keys = hidden_keys(y_sbh, info, use, self.blueprint) if p else None
+        keys = None
+        if p:
+            keys = hidden_keys(y_sbh, context, dropout_use(self.number, site), self.blueprint)
         return dropout_add(y_sbh, residual_sbh, keys, p, self.blueprint.kernels.dropout)
 
 
@@ -111,14 +119,28 @@ class GPTStage(Stage):
     def make_norm(self, name: str) -> nn.Module:
         return LayerNorm(name, self.blueprint)
 
-    def embed(self, batch: MicroBatch, info: Pass) -> Tensor:
+    def hidden(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+        context = ForwardContext(batch)
+        if x_sbh is None:
+            x_sbh = self.embed_with_positions(context)
+        return self.run_layers(x_sbh, context)
+
+    def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+        x_sbh = self.hidden(x_sbh, batch)
+        if not self.last:
+            return x_sbh
+        return self.loss(x_sbh, batch)  # norm, head and cross entropy
+
+    def embed_with_positions(self, context: ForwardContext) -> Tensor:
         """Token plus position embeddings, dropped out; positions count from the start of a document. With sequence
         parallel each rank adds its own."""
         assert self.positions is not None
-        x_sbh = super().embed(batch, info)
+        batch = context.batch
+        x_sbh = self.embed(batch)
         p = self.blueprint.model.hidden_dropout if self.training else 0.0
         positions = batch.positions_s[:, None] if batch.starts is None else batch.document_positions_bs().t()
         x_sbh = x_sbh + F.embedding(rows_of_rank(positions, self.blueprint.sharding), self.positions)
         if not p:
             return x_sbh
-        return x_sbh * keep_mask(hidden_keys(x_sbh, info, 0, self.blueprint), x_sbh.shape[-1], p) / (1.0 - p)
+        keys = hidden_keys(x_sbh, context, dropout_use(0, DropoutSite.EMBEDDING), self.blueprint)
+        return x_sbh * keep_mask(keys, x_sbh.shape[-1], p) / (1.0 - p)

@@ -68,7 +68,8 @@ def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _told(raw: Mapping[str, Any]) -> list[str]:
-    embedding, residual = raw.get("embd_pdrop", 0.1), raw.get("resid_pdrop", 0.1)
+    embedding = raw.get("embd_pdrop", 0.1)
+    residual = raw.get("resid_pdrop", 0.1)
     if embedding != residual:
         both = "model.hidden_dropout is the latter for both, and training may choose another"
         return [f"config.json: embd_pdrop={embedding} differs from resid_pdrop={residual}: {both}"]

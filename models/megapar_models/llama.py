@@ -1,6 +1,22 @@
 """Llama 2 and 3 (arXiv 2302.13971, 2307.09288, 2407.21783), and by options Mistral, Qwen2 and Qwen3: RMSNorm before
 each block, rotary positions, SwiGLU, grouped-query attention, optional q/k/v bias and q/k norm, tied or untied
-embeddings."""
+embeddings.
+
+The weights of the whole model, each [out, in], of h hidden, i intermediate, v vocabulary, and heads of width d:
+
+    embedding.weight                        [v, h]              cut by rows over tp
+    layers.N.attention_norm.weight          [h]                 on every tp rank
+    layers.N.attention.q.weight             [heads d, h]        cut by rows: each rank has its heads
+    layers.N.attention.{k,v}.weight         [kv heads d, h]     cut by rows; several ranks may hold the same head
+    layers.N.attention.o.weight             [h, heads d]        cut by columns
+    layers.N.mlp_norm.weight                [h]                 on every tp rank
+    layers.N.mlp.{gate,up}.weight           [i, h]              cut by rows
+    layers.N.mlp.down.weight                [h, i]              cut by columns
+    norm.weight                             [h]                 on every tp rank
+    head.weight (unless tied)               [v, h]              cut by rows
+
+LlamaStage.forward is the model, from tokens to the loss.
+"""
 
 import math
 
@@ -13,7 +29,7 @@ from megapar.batch import MicroBatch
 from megapar.config import ModelConfig
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear, norm_weight
 from megapar_models.attention import Attention
-from megapar_models.stage import Blueprint, Pass, Stage
+from megapar_models.stage import Blueprint, ForwardContext, Stage
 
 
 def rope_tables(model: ModelConfig, positions_s: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,15 +61,16 @@ class RMSNorm(nn.Module):
 
     def __init__(self, name: str, blueprint: Blueprint):
         super().__init__()
-        self.eps, self.how = blueprint.model.rms_norm_eps, blueprint.kernels.norm
+        self.eps = blueprint.model.rms_norm_eps
+        self.impl = blueprint.kernels.norm
         self.weight = norm_weight(f"{name}.weight", blueprint.model.hidden_size, blueprint.sharding)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.how)
+        return rms_norm(x, self.weight, self.eps, self.impl)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of the sum, sum) of x and the residual stream."""
-        return add_rms_norm(x, residual, self.weight, self.eps, self.how)
+        return add_rms_norm(x, residual, self.weight, self.eps, self.impl)
 
 
 class LlamaMLP(nn.Module):
@@ -61,9 +78,12 @@ class LlamaMLP(nn.Module):
 
     def __init__(self, number: int, blueprint: Blueprint):
         super().__init__()
-        model, sharding, name = blueprint.model, blueprint.sharding, f"layers.{number}.mlp"
+        model = blueprint.model
+        sharding = blueprint.sharding
+        name = f"layers.{number}.mlp"
         width = model.intermediate_size
-        self.activation, self.how = GATED[model.hidden_act], blueprint.kernels.activation
+        self.activation = GATED[model.hidden_act]
+        self.impl = blueprint.kernels.activation
         columns = [Columns.even(f"{name}.gate", width, sharding.tp), Columns.even(f"{name}.up", width, sharding.tp)]
         self.gate_up = ColumnParallelLinear(model.hidden_size, columns, sharding, init=blueprint.init, bias=False)
         self.down = RowParallelLinear(
@@ -71,7 +91,7 @@ class LlamaMLP(nn.Module):
         )
 
     def forward(self, x_sbh: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate_up(x_sbh), self.how))
+        return self.down(self.activation(self.gate_up(x_sbh), self.impl))
 
 
 class LlamaLayer(nn.Module):
@@ -85,16 +105,16 @@ class LlamaLayer(nn.Module):
         self.mlp_norm = RMSNorm(f"{name}.mlp_norm", blueprint)
         self.mlp = LlamaMLP(number, blueprint)
 
-    def forward(self, x_sbh: Tensor, info: Pass) -> Tensor:
-        normed, x_sbh = self.mlp_norm.add(self.attention(self.attention_norm(x_sbh), info), x_sbh)
+    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        normed, x_sbh = self.mlp_norm.add(self.attention(self.attention_norm(x_sbh), context), x_sbh)
         return x_sbh + self.mlp(normed)
 
 
 class LlamaStage(Stage):
-    """A run of Llama layers, which share one pass's rotary tables.
+    """A run of Llama layers, which share one forward pass's rotary tables.
 
-    Positions go on over the documents of a sample: rotary attention depends on distances alone, and each document keeps
-    to itself.
+    Positions are not reset at document boundaries. Rotary attention depends on distances alone, and each document
+    attends to itself alone, so the result is the same.
     """
 
     def make_layer(self, number: int) -> nn.Module:
@@ -103,6 +123,14 @@ class LlamaStage(Stage):
     def make_norm(self, name: str) -> nn.Module:
         return RMSNorm(name, self.blueprint)
 
-    def make_pass(self, batch: MicroBatch) -> Pass:
+    def hidden(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+        if x_sbh is None:  # the first stage
+            x_sbh = self.embed(batch)
         rope = rope_tables(self.blueprint.model, batch.positions_s)
-        return Pass(batch, rope)
+        return self.run_layers(x_sbh, ForwardContext(batch, rope))
+
+    def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+        x_sbh = self.hidden(x_sbh, batch)
+        if not self.last:
+            return x_sbh
+        return self.loss(x_sbh, batch)  # norm, head and cross entropy

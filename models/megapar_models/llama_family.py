@@ -18,7 +18,8 @@ _UNUSED_BY_ROPE_TYPE = {"default": ROPE_SCALING[1:], "linear": ROPE_SCALING[2:],
 
 def _rope_scaling(config: Config) -> Iterator[str]:
     """Problems of model.rope_scaling."""
-    defaults, values = flatten(Config()), flatten(config)
+    defaults = flatten(Config())
+    values = flatten(config)
     scaling = config.model.rope_scaling
     for path in _UNUSED_BY_ROPE_TYPE[scaling.rope_type]:
         if values[path] != defaults[path]:
@@ -103,7 +104,8 @@ def _rope_problems(rope: dict[str, Any]) -> Iterator[str]:
 
 def _window_problems(raw: Mapping[str, Any], kind: str) -> Iterator[str]:
     """A sliding window may stand there if it never applies: absent it means 4096, and Qwen's has switches."""
-    window, layers = raw.get("sliding_window", 4096), raw["num_hidden_layers"]
+    window = raw.get("sliding_window", 4096)
+    layers = raw["num_hidden_layers"]
     types = raw.get("layer_types") or ["sliding_attention"] * (layers > raw.get("max_window_layers", 28))
     used = {"llama": False, "mistral": True}.get(kind, raw.get("use_sliding_window", False))
     if kind.startswith("qwen") and "sliding_attention" not in types:

@@ -6,7 +6,7 @@ Shapes: s sequence (s/tp between layers with sequence parallel), b micro-batch, 
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from enum import IntEnum
 
 from megapar_kernels.backend import Kernels
 from torch import Tensor, nn
@@ -56,18 +56,33 @@ class Blueprint:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What one forward pass tells every layer: the batch (keys of dropout, documents), rotary cos and sin [s, d]."""
+class ForwardContext:
+    """What one forward pass tells every layer: the batch (positions, keys of dropout, documents), and the rotary cos
+    and sin [s, d], if the model has any."""
 
     batch: MicroBatch
     rope: tuple[Tensor, Tensor] | None = None
 
 
-def hidden_keys(x_sbh: Tensor, info: Pass, use: int, blueprint: Blueprint) -> Tensor:
+class DropoutSite(IntEnum):
+    """Where a model drops out. The numbers key the masks (`dropout_use`): another number is another mask."""
+
+    EMBEDDING = 0
+    ATTENTION_PROBABILITIES = 1
+    ATTENTION_OUTPUT = 2
+    MLP_OUTPUT = 3
+
+
+def dropout_use(layer: int, site: DropoutSite) -> int:
+    """The number of a site in the whole model; the embedding counts as one of layer 0."""
+    return len(DropoutSite) * layer + site
+
+
+def hidden_keys(x_sbh: Tensor, context: ForwardContext, use: int, blueprint: Blueprint) -> Tensor:
     """Keys [s or s/tp, b] of the dropout mask of hidden states, by sample and global position; `use` numbers the
     place."""
-    position_s = rows_of_rank(info.batch.positions_s, blueprint.sharding)
-    return row_keys(blueprint.seed, use, info.batch.sample_ids_b[None, :], position_s[:, None])
+    position_s = rows_of_rank(context.batch.positions_s, blueprint.sharding)
+    return row_keys(blueprint.seed, use, context.batch.sample_ids_b[None, :], position_s[:, None])
 
 
 def rows_of_rank(x_s: Tensor, sharding: Sharding) -> Tensor:
@@ -88,8 +103,11 @@ class Stage(PipelineStage):
         self, blueprint: Blueprint, layers: range, *, first: bool, last: bool, tied: nn.Parameter | None = None
     ):
         super().__init__()
-        model, sharding = blueprint.model, blueprint.sharding
-        self.blueprint, self.first, self.last = blueprint, first, last
+        model = blueprint.model
+        sharding = blueprint.sharding
+        self.blueprint = blueprint
+        self.first = first
+        self.last = last
         self.embedding = self.norm = None
         if first:
             self.embedding = VocabParallelEmbedding(
@@ -112,19 +130,22 @@ class Stage(PipelineStage):
         return self.embedding.weight
 
     def make_layer(self, number: int) -> nn.Module:
-        """The layer with this global number: (x_sbh, Pass) to x_sbh."""
+        """The layer with this global number: (x_sbh, ForwardContext) to x_sbh."""
         raise NotImplementedError
 
     def make_norm(self, name: str) -> nn.Module:
         raise NotImplementedError
 
-    def make_pass(self, batch: MicroBatch) -> Pass:
-        return Pass(batch)
-
-    def embed(self, batch: MicroBatch, info: Pass) -> Tensor:
+    def embed(self, batch: MicroBatch) -> Tensor:
         """Token embeddings [s or s/tp, b, h]."""
         assert self.embedding is not None
         return self.embedding(batch.tokens_bs.t())
+
+    def run_layers(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        """This stage's layers, one after the other, those under activation checkpointing that the run asks for."""
+        for number, layer in self.layers.items():
+            x_sbh = recompute.run(self.blueprint.recompute.layer(int(number)), layer, x_sbh, context)
+        return x_sbh
 
     def _make_head(self) -> nn.Parameter:
         model = self.blueprint.model
@@ -152,12 +173,12 @@ class Stage(PipelineStage):
         return (TensorSpec((length, batch.size, self.blueprint.model.hidden_size), sharding.dtype),)
 
     def hidden(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Hidden states after this stage's layers."""
-        info = self.make_pass(batch)
-        x = self.embed(batch, info) if x_sbh is None else x_sbh
-        for number, layer in self.layers.items():
-            x = recompute.run(self.blueprint.recompute.layer(int(number)), layer, x, info)
-        return x
+        """Hidden states after this stage's layers; on the first stage x_sbh is None, and the batch is embedded."""
+        raise NotImplementedError
+
+    def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Hidden states for the next stage, or on the last stage the loss sum."""
+        raise NotImplementedError
 
     def logits(self, x_sbh: Tensor) -> Tensor:
         """[s, b, v]: this tp rank's columns of the vocabulary, padding last."""
@@ -166,27 +187,36 @@ class Stage(PipelineStage):
 
     def loss(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         """Sum over targets of weight * cross entropy, an fp32 scalar that is the same on every tp rank."""
-        blueprint, sharding = self.blueprint, self.blueprint.sharding
-        vocab_size, targets_sb = blueprint.model.vocab_size, batch.targets_bs.t()
+        blueprint = self.blueprint
+        sharding = blueprint.sharding
+        vocab_size = blueprint.model.vocab_size
+        targets_sb = batch.targets_bs.t()
         start, _, _ = vocabulary_cut(vocab_size, sharding.tp)
-        where = targets_sb, vocab_size, start, sharding.tp
-        how: dict[str, Any] = {
-            "z_loss": blueprint.z_loss if self.training else 0.0,
-            "how": blueprint.kernels.cross_entropy,
-        }
+        z_loss = blueprint.z_loss if self.training else 0.0
         if 0 < blueprint.loss_chunk < targets_sb.numel():
             assert self.norm is not None
-            how |= {
-                "sequence_parallel": sharding.splits_sequence,
-                "chunk_rows": blueprint.loss_chunk,
-                "products": sharding.products,
-            }
-            losses_sb = linear_cross_entropy(self.norm(x_sbh), self.head, *where, **how)
+            losses_sb = linear_cross_entropy(
+                self.norm(x_sbh),
+                self.head,
+                targets_sb,
+                vocab_size,
+                start,
+                sharding.tp,
+                sequence_parallel=sharding.splits_sequence,
+                chunk_rows=blueprint.loss_chunk,
+                z_loss=z_loss,
+                impl=blueprint.kernels.cross_entropy,
+                products=sharding.products,
+            )
         else:
-            losses_sb = vocab_parallel_cross_entropy(self.logits(x_sbh), *where, **how, inplace=True)
+            losses_sb = vocab_parallel_cross_entropy(
+                self.logits(x_sbh),
+                targets_sb,
+                vocab_size,
+                start,
+                sharding.tp,
+                z_loss=z_loss,
+                impl=blueprint.kernels.cross_entropy,
+                inplace=True,
+            )
         return (losses_sb * batch.weights_bs.t()).sum()
-
-    def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Hidden states for the next stage, or on the last stage the loss sum."""
-        x = self.hidden(x_sbh, batch)
-        return self.loss(x, batch) if self.last else x

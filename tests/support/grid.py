@@ -15,7 +15,7 @@ from megapar.batch import MicroBatch
 from megapar.config import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
 from megapar.data.order import micro_batch_positions
-from megapar.random import initialise
+from megapar.random import initialize
 from megapar.train.step import TrainState
 from megapar.train.trainer import assemble
 from tests.support import layouts
@@ -146,7 +146,7 @@ def make_state(config: Config) -> TrainState:
     )
     ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, device=where)
     stages = build_stages(config, ctx)
-    initialise(stages.values(), config.train.seed)
+    initialize(stages.values(), config.train.seed)
     return assemble(config, ctx, stages)
 
 

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megapar_kernels import launch
-from megapar_kernels.launch import HAS_TRITON
+from megapar_kernels import dispatch
+from megapar_kernels.dispatch import HAS_TRITON
 from torch import Tensor
 
 from tests.support import triton_interpreter
@@ -20,7 +20,7 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installe
 
 if HAS_TRITON and DEVICE.type == "cpu":
     triton_interpreter.repair()
-launch.SMALL = 0  # tensors of tests are small, and kernels are what they test
+dispatch.SMALL = 0  # tensors of tests are small, and kernels are what they test
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
@@ -31,7 +31,7 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that torch hands out uninitialised holds NaN (integers: their largest number): what a kernel forgets to
+    """Memory that torch hands out uninitialized holds NaN (integers: their largest number): what a kernel forgets to
     write is seen."""
 
     def poison(x: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ def strided(x: Tensor) -> Tensor:
 Op = Callable[..., Any]
 
 
-def _run(op: Op, inputs: Sequence[Any], how: str, grads: Sequence[Tensor] | None) -> tuple[list[Tensor], list[Tensor]]:
+def _run(op: Op, inputs: Sequence[Any], impl: str, grads: Sequence[Tensor] | None) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and gradients of those inputs that require one for the upstream gradients `grads`."""
     with poisoned():
-        y = op(*inputs, how=how)
+        y = op(*inputs, impl=impl)
         outputs = [y] if isinstance(y, Tensor) else list(y)
         wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         if grads is None or not wanted:
@@ -109,7 +109,7 @@ def compare(
 
     exact_inputs = [prepare(i, x, True) for i, x in enumerate(inputs)]
     with torch.no_grad():
-        shapes = op(*exact_inputs, how="torch")
+        shapes = op(*exact_inputs, impl="torch")
     generator = torch.Generator().manual_seed(7)
     grads = [
         torch.randn(y.shape, generator=generator, dtype=torch.float64).to(dtype).double().to(DEVICE)

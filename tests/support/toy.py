@@ -44,7 +44,7 @@ def draw(kv_heads: int, *key: object) -> dict[str, Tensor]:
 
 
 def held_rows(kv_heads: int, rank: int, size: int) -> tuple[int, int]:
-    """Rows of k and v that a tensor rank needs for its query heads; neighbours overlap."""
+    """Rows of k and v that a tensor rank needs for its query heads; neighbors overlap."""
     group = Q_HEADS // kv_heads
     first, last = rank * Q_HEADS // size, (rank + 1) * Q_HEADS // size
     return first // group * HEAD, -(-last // group) * HEAD

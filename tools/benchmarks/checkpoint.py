@@ -2,7 +2,7 @@
 save costs training.
 
 One process, one model, one folder. In each round all take turns, in an order that is reversed every round, so that the
-disk's and the machine's moods hit neighbours alike; a ratio is taken within a round. Every write ends in an fsync;
+disk's and the machine's moods hit neighbors alike; a ratio is taken within a round. Every write ends in an fsync;
 reads find their file in memory, as it was just written. The bytes are those of main weights and both moments.
 
 - save: megapar's, with a CRC-32 of each chunk; copy: shutil.copyfile of the files that it wrote; DCP: torch's.
@@ -38,7 +38,7 @@ from megapar.config import CheckpointConfig, Config, LaunchConfig, ModelConfig, 
 from megapar.errors import MegaparError, reported
 from megapar.files import write_json
 from megapar.provenance import in_a_line, provenance
-from megapar.random import initialise
+from megapar.random import initialize
 from megapar.train.checkpoints import Saver
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
@@ -80,7 +80,7 @@ def make_state(options: Options, where: torch.device) -> TrainState:
     config = validate(Config(model=model, train=train, launch=LaunchConfig(device=options.device)), 1)
     ctx = context.single(where)
     stages = build_stages(config, ctx)
-    initialise(stages.values(), 1)
+    initialize(stages.values(), 1)
     state = assemble(config, ctx, stages)
     step(state)
     return state
@@ -88,11 +88,13 @@ def make_state(options: Options, where: torch.device) -> TrainState:
 
 def step(state: TrainState) -> tuple[float, float]:
     """Seconds of a training step of one sample: passed, and of this thread's CPU time, which counts no waiting."""
-    config, where = state.config, state.ctx.device
+    config = state.config
+    where = state.ctx.device
     generator = torch.Generator().manual_seed(state.step)
     row = torch.randint(config.model.vocab_size, (1, config.train.seq_length + 1), generator=generator)
     batch = MicroBatch(row[:, :-1], row[:, 1:], torch.ones(1, config.train.seq_length), torch.tensor([state.step]))
-    began, busy = time.perf_counter(), time.thread_time()
+    began = time.perf_counter()
+    busy = time.thread_time()
     train_step(state, [batch.to(where)])
     device.synchronize(where)
     return time.perf_counter() - began, time.thread_time() - busy
@@ -137,7 +139,9 @@ def bandwidth(state: TrainState, saver: Saver, root: Path, number: int) -> dict[
     saved = {name: tensor.clone() for name, tensor in tensors(state).items()}
     (path,) = saver.save(state)
     buffer = bytearray(max(file.stat().st_size for file in path.iterdir()))
-    copied, foreign, model = root / "copy", root / "dcp", weight_options(state.config)
+    copied = root / "copy"
+    foreign = root / "dcp"
+    model = weight_options(state.config)
     writes = {
         "save": lambda: saver.save(state),
         "copy": lambda: copy(path, copied),
@@ -223,7 +227,8 @@ def main(options: Options) -> None:
     torch.set_num_threads(1)
     where = device.choose(options.device, 0, 1)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        root, state = Path(name), make_state(options, where)
+        root = Path(name)
+        state = make_state(options, where)
         size = sum(tensor.nbytes for tensor in tensors(state).values())
         rounds = []
         with Saver(state, root) as saver:

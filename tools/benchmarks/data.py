@@ -2,7 +2,7 @@
 
 The text is the Python standard library's own sources, the tokenizers are trained on its beginning. "Bare" is the
 library's encode on texts that are in memory, in one thread of as many processes as there are workers: cores that share
-a chip slow each other down, whatever runs on them. Preprocessing reads the texts from .jsonl, checks, tokenises and
+a chip slow each other down, whatever runs on them. Preprocessing reads the texts from .jsonl, checks, tokenizes and
 writes. Its speed is marginal: what a run over the text three times in a row takes beyond a run over it once, so that
 the start of processes, a second each, counts for nothing; `run_seconds` has it in. Work is dealt in pieces of 4 MB:
 with less than 8 MB a worker, the slowest decides. Rounds alternate; tables have the medians.
@@ -47,7 +47,7 @@ class Options:
     """Measure preprocessing against the tokenizer libraries, on this machine."""
 
     megabytes: float = 16.0
-    """Text to tokenise; at most 30."""
+    """Text to tokenize; at most 30."""
     workers: tuple[int, ...] = (1, 2)
     """Numbers of processes; begin with 1."""
     rounds: int = 3
@@ -73,7 +73,8 @@ class Cost:
 
 
 def cost(work: Callable[[], Any]) -> Cost:
-    wall, cpu = time.perf_counter(), sum(os.times()[:4])
+    wall = time.perf_counter()
+    cpu = sum(os.times()[:4])
     work()
     return Cost(time.perf_counter() - wall, sum(os.times()[:4]) - cpu)
 
@@ -87,7 +88,8 @@ def train(texts: Sequence[str], vocab_size: int, folder: Path) -> Iterator[str]:
     yield f"spm:{folder / 'spm.model'}"
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe = tokenizers.Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>"]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
@@ -122,7 +124,8 @@ def _encode(spec: str, texts: Sequence[str], barrier: Barrier, costs: "Queue[Cos
 def bare(spec: str, texts: Sequence[str], processes: int) -> Cost:
     """What the texts cost when `processes` encode them at the same time, all of them each."""
     spawn = multiprocessing.get_context("spawn")  # as fresh as a worker: old heaps make tokenizers slower
-    barrier, costs = spawn.Barrier(processes), spawn.Queue()
+    barrier = spawn.Barrier(processes)
+    costs = spawn.Queue()
     running = [spawn.Process(target=_encode, args=(spec, texts, barrier, costs)) for _ in range(processes)]
     for process in running:
         process.start()
@@ -138,7 +141,8 @@ def measure(spec: str, texts: Sequence[str], inputs: tuple[Path, Path], options:
     tokens = sum(len(tokenizer.encode(text)) for text in texts)
     costs: dict[str, dict[int, list[Cost]]] = {"bare": defaultdict(list), "preprocess": defaultdict(list)}
     whole: dict[int, list[float]] = defaultdict(list)
-    recipe, output = Recipe(tokenizer=spec, append_eod=True), inputs[0].with_name("out")
+    recipe = Recipe(tokenizer=spec, append_eod=True)
+    output = inputs[0].with_name("out")
     for _ in range(options.rounds):
         for workers in options.workers:
             costs["bare"][workers].append(bare(spec, texts, workers))

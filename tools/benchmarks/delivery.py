@@ -69,7 +69,8 @@ def mock(prefix: Path, num_tokens: int, document: int = LONGEST) -> Path:
 
 def deliver(prefixes: list[Path], options: Options) -> dict[str, float]:
     """Seconds until the first step is there, memory that was taken meanwhile, and samples a second after it."""
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
     sources = [ChunkDataset(prefix, options.seq_length, vocab_size=50_000) for prefix in prefixes]
     mixture = Mixture(sources, [Stage(0, (0.7, 0.3)), Stage(10**6, (0.5, 0.5))], seed=1)
     loader = Loader(

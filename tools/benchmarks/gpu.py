@@ -203,9 +203,11 @@ def facts_of(where: torch.device) -> dict[str, Any]:
 
 def take_steps(contender: Peer, config: Config, steps: int, where: torch.device) -> tuple[list[float], list[Result]]:
     """Seconds and result of each step."""
-    seconds, results = [], []
+    seconds = []
+    results = []
     for tokens_bs, targets_bs in layouts.make_batches(config, steps):
-        tokens, targets = tokens_bs.to(where), targets_bs.to(where)
+        tokens = tokens_bs.to(where)
+        targets = targets_bs.to(where)
         device.synchronize(where)
         start = time.perf_counter()
         results.append(contender.step(tokens, targets))
@@ -284,7 +286,9 @@ class Session:
     """Runs the plan, and keeps, prints and writes what is found."""
 
     def __init__(self, options: Options, facts: dict[str, Any], began: float):
-        self.options, self.began, self.facts = options, began, facts
+        self.options = options
+        self.began = began
+        self.facts = facts
         self.where = "cpu" if options.dry_run else "cuda"
         self.large = options.dry_run or facts["memory_bytes"] > LARGE_MEMORY
         self.machine = replace(

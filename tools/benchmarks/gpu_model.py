@@ -39,9 +39,12 @@ ACTIVATION_BYTES = 6, 10
 ROPE_BYTES = 4, 4
 CONCATENATION_BYTES = 4
 # Bytes a logit.
-STATISTICS_BYTES, LOGIT_GRADIENT_BYTES = 2, 4
+STATISTICS_BYTES = 2
+LOGIT_GRADIENT_BYTES = 4
 # Bytes a parameter and step.
-ADAMW_BYTES, SQUARE_SUM_BYTES, ZERO_BYTES = 30, 4, 4
+ADAMW_BYTES = 30
+SQUARE_SUM_BYTES = 4
+ZERO_BYTES = 4
 
 # The parts of the time, by what the kernels that take it are called in a profile.
 CATEGORIES: dict[str, tuple[str, ...]] = {
@@ -195,7 +198,9 @@ def predict(job: Job, machine: Machine = H200) -> Prediction:
 
 def _milliseconds(job: Job, machine: Machine) -> dict[str, float]:
     """Of a micro-batch, by part. Heads up to 64 wide reach attention's rates at 64, wider ones those at 128."""
-    model, tokens, layers = job.model, job.tokens, job.model.num_hidden_layers
+    model = job.model
+    tokens = job.tokens
+    layers = job.model.num_hidden_layers
     recomputed = job.recompute == "full"
     attention_again = recomputed or job.recompute == "selective"
     # FLOPs of the layers' matrices: forward 2, backward 4, forward again 2; of the head's likewise.
@@ -215,7 +220,8 @@ def _milliseconds(job: Job, machine: Machine) -> dict[str, float]:
         """Bytes of an element; forward counts twice where layers are recomputed."""
         return forward * (2 if recomputed else 1) + backward
 
-    wide, narrow = layers * tokens * model.hidden_size, layers * tokens * job.intermediate_size
+    wide = layers * tokens * model.hidden_size
+    narrow = layers * tokens * job.intermediate_size
     rope_bytes = twice(*ROPE_BYTES) + (ROPE_BYTES[0] if job.recompute == "selective" else 0)
     logit_bytes = STATISTICS_BYTES + LOGIT_GRADIENT_BYTES
     return {
@@ -239,7 +245,9 @@ def kept_layer_bytes(job: Job) -> int:
     The layer's input, its norm, the projection's q, k and v (v is read by attention, so that all three stay), rotated q
     and k, attention's result, the sum with the residual, its norm, gate and up, their product.
     """
-    hidden, query, key = job.model.hidden_size, job.query_width, job.key_width
+    hidden = job.model.hidden_size
+    query = job.query_width
+    key = job.key_width
     elements = 2 * hidden + (query + 2 * key) + (query + key) + query + 2 * hidden + 3 * job.intermediate_size
     norm_statistics = 2 * 4
     log_sum_exp = 4 * job.model.num_attention_heads
@@ -255,7 +263,9 @@ def kept_bytes(job: Job) -> dict[str, int]:
     With full recompute a layer keeps its input alone. The cross entropy keeps the logits, in whose place it later
     writes their gradient; chunk by chunk it keeps none.
     """
-    model, tokens, hidden = job.model, job.tokens, job.model.hidden_size
+    model = job.model
+    tokens = job.tokens
+    hidden = job.model.hidden_size
     layer = 2 * tokens * hidden if job.recompute == "full" else kept_layer_bytes(job)
     tables = 2 * 4 * job.seq_length * job.head_dim  # cos and sin, fp32
     looked_up = tokens * (8 + 1)  # ids and whether each is outside
@@ -275,7 +285,8 @@ def kept_bytes(job: Job) -> dict[str, int]:
 def _peak_bytes(job: Job) -> dict[str, int]:
     """The larger of two moments: the head's backward, when everything is kept, and the last layer's, when the logits
     are gone and the gradients of gate, up and the residual stream are there."""
-    tokens, hidden = job.tokens, job.model.hidden_size
+    tokens = job.tokens
+    hidden = job.model.hidden_size
     kept = kept_bytes(job)
     chunk = 2 * job.loss_chunk * job.model.vocab_size if job.chunked else 0
     at_head = kept["last norm"] + kept["logits"] + chunk + 2 * tokens * hidden  # with the gradient of the head's input
@@ -296,7 +307,9 @@ def plain_peak_bytes(job: Job) -> int:
     its sigmoid product, up and the product. The loss takes fp32 logits: log-softmax, the gradient of its result and its
     own gradient are 12 bytes a logit.
     """
-    tokens, hidden, narrow = job.tokens, job.model.hidden_size, job.intermediate_size
+    tokens = job.tokens
+    hidden = job.model.hidden_size
+    narrow = job.intermediate_size
     layer = 2 * tokens * (4 * hidden + 2 * job.query_width + 2 * job.key_width + 4 * narrow)
     layers = job.model.num_hidden_layers
     kept = 2 * tokens * hidden * layers if job.recompute == "full" else layers * layer

@@ -3,7 +3,7 @@
 All train the same Llama from the same weights on the same batches, in fp32, on one thread each. What is measured:
 
 - Time: in each layout all contenders live in the same two processes and take turns step by step, in an order that is
-  reversed every round, so that noise of the machine hits neighbours alike. A ratio is taken within a round; the table
+  reversed every round, so that noise of the machine hits neighbors alike. A ratio is taken within a round; the table
   has the median over rounds and the range. CPU time is beside it: it does not count waiting, nor other programs.
 - Memory: each contender alone in fresh processes, the highest resident size (on a GPU, allocated bytes) above what the
   process held when torch, the process group and the weights to load were there.
@@ -273,10 +273,12 @@ def measure_time(options: Options, hidden: int, layout: Layout, names: Sequence[
     for number, batch in enumerate(make_batches(config, WARMUP + options.steps)):
         tokens_bs, targets_bs = (x.to(where) for x in batch)
         for name in names if number % 2 else reversed(names):
-            contender, record = contenders[name], measured[name]
+            contender = contenders[name]
+            record = measured[name]
             before = contender.ctx.traffic() if isinstance(contender, Megapar) else {}
             synchronize(layout.world, where)
-            start, start_cpu = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            start_cpu = time.process_time()
             result = contender.step(tokens_bs, targets_bs)
             synchronize(layout.world, where)
             record["seconds"].append(time.perf_counter() - start)
@@ -409,7 +411,8 @@ def traffic_table(runs: Sequence[dict[str, Any]]) -> Table:
         table.add_column(column, justify="right")
     for run in runs:
         for contender in (c for c in run["contenders"] if "sent" in c):
-            sent, formula = contender["sent"][0], contender["formula"][0]
+            sent = contender["sent"][0]
+            formula = contender["formula"][0]
             for axis in sorted(sent | formula):
                 numbers = (f"{bytes_.get(axis, 0):,}" for bytes_ in (sent, formula))
                 table.add_row(str(run["hidden"]), run["layout"], contender["name"], axis, *numbers)

@@ -46,7 +46,8 @@ MODEL = ModelConfig(
     vocab_size=32000,
 )
 STATE = ("main", "exp_avg", "exp_avg_sq")  # what AdamW keeps
-TP, PP = 8, 8
+TP = 8
+PP = 8
 FACTS: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
 Parts = list[dict[str, Any] | None]
 
@@ -114,7 +115,8 @@ def measured(action: Callable[[], Any]) -> dict[str, Any]:
 
     def run(connection: Connection) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
-        before, began = resident("VmRSS"), time.process_time()
+        before = resident("VmRSS")
+        began = time.process_time()
         value = action()
         connection.send({"seconds": time.process_time() - began, "bytes": resident("VmHWM") - before, "value": value})
         os._exit(0)

@@ -65,7 +65,8 @@ class Attention(nn.Module):
 
     def forward(self, x_bsh: Tensor, cos_s1d: Tensor, sin_s1d: Tensor) -> Tensor:
         q, k, v = (linear(x_bsh).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v))
-        q, k = rotate(q, cos_s1d, sin_s1d), rotate(k, cos_s1d, sin_s1d)
+        q = rotate(q, cos_s1d, sin_s1d)
+        k = rotate(k, cos_s1d, sin_s1d)
         q, k, v = (x_bsnd.transpose(1, 2) for x_bsnd in (q, k, v))
         y_bnsd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return self.o(y_bnsd.transpose(1, 2).flatten(2))
@@ -100,7 +101,8 @@ class Llama(nn.Module):
 
     def __init__(self, model: ModelConfig, seq_length: int, layers: range):
         super().__init__()
-        first, last = layers.start == 0, layers.stop == model.num_hidden_layers
+        first = layers.start == 0
+        last = layers.stop == model.num_hidden_layers
         self.embedding = nn.Embedding(model.vocab_size, model.hidden_size) if first else None
         self.layers = nn.ModuleDict({str(i): Layer(model) for i in layers})
         self.norm = Norm(model.hidden_size, model.rms_norm_eps) if last else None

@@ -10,8 +10,10 @@ from megapar.config import Config
 
 def local_parameters(config: Config, pp_rank: int) -> int:
     """Weights of one rank: its stage's layers, matrices cut over tp and norms whole."""
-    model, parallel = config.model, config.parallel
-    first, last = pp_rank == 0, pp_rank == parallel.pp - 1
+    model = config.model
+    parallel = config.parallel
+    first = pp_rank == 0
+    last = pp_rank == parallel.pp - 1
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim * model.hidden_size
     mlp = 3 * model.intermediate_size * model.hidden_size
     vocabulary = model.vocab_size * model.hidden_size * (first + last)
@@ -58,8 +60,12 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
     A step: the squared gradient norm and the votes to stop (fp64 each), and with sequence parallel the gradients of
     norm weights.
     """
-    model, parallel, train = config.model, config.parallel, config.train
-    first, last, layers = pp_rank == 0, pp_rank == parallel.pp - 1, parallel.partition[pp_rank]
+    model = config.model
+    parallel = config.parallel
+    train = config.train
+    first = pp_rank == 0
+    last = pp_rank == parallel.pp - 1
+    layers = parallel.partition[pp_rank]
     sequence = parallel.sequence_parallel
     a_layer, recomputed = (10, 3) if sequence else (8, 2)
     if train.recompute == "full":
@@ -75,10 +81,10 @@ def pipeline_parallel(config: Config, pp_rank: int) -> int:
     """A micro-batch: hidden states to the next stage, their gradients to the one before, slices of them with sequence
     parallel. A step: the squared gradient norm and the votes to stop (fp64 each), and the loss (fp32)."""
     parallel = config.parallel
-    neighbours = (pp_rank > 0) + (pp_rank < parallel.pp - 1)
+    neighbors = (pp_rank > 0) + (pp_rank < parallel.pp - 1)
     message = hidden_bytes(config) // (parallel.tp if parallel.sequence_parallel else 1)
     return (
-        micro_batches(config) * neighbours * message
+        micro_batches(config) * neighbors * message
         + _all_reduce(NORM_BYTES, parallel.pp)
         + _all_reduce(LOSS_BYTES, parallel.pp)
     )

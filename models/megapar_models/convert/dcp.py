@@ -28,7 +28,9 @@ class _Streaming(DefaultSavePlanner):
 
     def __init__(self, source: Path, manifest: Manifest, advance: Callable[[Tensor], Tensor]):
         super().__init__()
-        self.source, self.manifest, self.advance = source, manifest, advance
+        self.source = source
+        self.manifest = manifest
+        self.advance = advance
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         with Reader(self.source, self.manifest) as reader:  # one for each tensor, so that its pages are let go

@@ -100,7 +100,8 @@ class Weights:
         return listed
 
     def _header(self, file: str) -> dict[str, TensorInfo]:
-        path, dtypes = self.folder / file, {code: dtype for dtype, code in CODES.items()}
+        path = self.folder / file
+        dtypes = {code: dtype for dtype, code in CODES.items()}
         if not path.is_file():
             if file != SINGLE:
                 raise CheckpointError(f"{path}: missing, though {INDEX} names it: copy or download this shard again")
@@ -142,7 +143,8 @@ class Weights:
             ):
                 raise CheckpointError(f"{self.folder}: tie_word_embeddings, but {copy} differs from {tied[copy]}")
             del self.tensors[copy]
-        missing, unexpected = wanted.keys() - self.tensors.keys(), self.tensors.keys() - wanted.keys()
+        missing = wanted.keys() - self.tensors.keys()
+        unexpected = self.tensors.keys() - wanted.keys()
         problems = [f"missing {first_few(sorted(missing))}"] * bool(missing)
         problems += [f"unexpected {first_few(sorted(unexpected))}"] * bool(unexpected)
         shaped = [
@@ -185,7 +187,8 @@ def native_tensor(weights: Weights, place: Place) -> Tensor:
 def hugging_face_tensor(path: Path, manifest: Manifest, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """A recipe's tensor out of the native checkpoint `path`. Raises CheckpointError if a chunk is damaged."""
     out = torch.empty(recipe.shape, dtype=dtype)
-    rows, first = out.t() if recipe.transposed else out, 0
+    rows = out.t() if recipe.transposed else out
+    first = 0
     for name, shape in recipe.parts:
         with Reader(path, manifest) as reader:  # one for each tensor, so that its pages are let go
             reader.fill(f"{MAIN}.{name}", (0,) * len(shape), rows[first : first + shape[0]])

@@ -197,7 +197,8 @@ def read(source: Path, vocab_size: int = 0, accepted: Collection[str] = ()) -> M
     first = loaded[0, 0]
     if len({state.get("iteration") for state in loaded.values()}) > 1:
         raise CheckpointError(f"{folder}: its files are of different iterations")
-    version, args = first.get("checkpoint_version", 0), vars(first["args"])
+    version = first.get("checkpoint_version", 0)
+    args = vars(first["args"])
     if version not in (2.0, 3.0):
         raise CheckpointError(f"{folder}: checkpoint_version is {version}: 2.0 and 3.0 are read")
     tp, pp = (1 + max(place[axis] for place in files) for axis in (0, 1))

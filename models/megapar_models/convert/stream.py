@@ -90,7 +90,8 @@ def write_file(path: Path, plan: Plan, make: Callable[[str], Tensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, info in plan.items():
-        start, end = end, end + info.nbytes
+        start = end
+        end = end + info.nbytes
         header[name] = {"dtype": CODES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned

@@ -91,9 +91,11 @@ def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, c
     made: str | None
     if not (folder / JSON).exists():
         if isinstance(tokenizer, ByteTokenizer):
-            made, names = bytes_json(), {"eos_token": _BYTES_END}
+            made = bytes_json()
+            names = {"eos_token": _BYTES_END}
         elif isinstance(tokenizer, SentencePieceTokenizer) and model_file is not None:
-            made, names = sentencepiece_json(tokenizer, model_file), sentencepiece_names(model_file)
+            made = sentencepiece_json(tokenizer, model_file)
+            names = sentencepiece_names(model_file)
         else:
             return f"a tokenizer of its kind has no {JSON}"
         if made is None:
@@ -268,7 +270,8 @@ def _proto(model_file: Path) -> Any:
 def _converted(library: Any, model: Any) -> Any:
     """A `tokenizers.Tokenizer` of the pieces, scores and normalizer of a sentencepiece model; None for other kinds of
     models than unigram and BPE."""
-    kinds, spec = model.SentencePiece, model.trainer_spec
+    kinds = model.SentencePiece
+    spec = model.trainer_spec
     if spec.model_type == spec.UNIGRAM:
         made = library.Tokenizer(
             library.models.Unigram(_unigram(model), unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
@@ -318,7 +321,8 @@ def _merges(model: Any) -> list[tuple[str, str]]:
     found = []
     for name in numbers:
         for cut in range(1, len(name)):
-            left, right = name[:cut], name[cut:]
+            left = name[:cut]
+            right = name[cut:]
             if left in numbers and right in numbers:
                 order = (-model.pieces[numbers[name]].score, numbers[left], numbers[right])
                 found.append((order, (left, right)))

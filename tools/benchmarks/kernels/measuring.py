@@ -126,7 +126,8 @@ class Inputs:
 def measure(bench: Bench, case: Case, op: peers.Op, contender: Contender) -> None:
     """Times of each direction over rotating inputs, and peak memory, into `contender`."""
     inputs = Inputs(bench, case, op)
-    forward, both = partial(inputs.forward, op), partial(inputs.both, op)
+    forward = partial(inputs.forward, op)
+    both = partial(inputs.both, op)
     contender.bytes = bench.watch.peak_bytes(both if inputs.differentiable else forward)
     contender.ms = times(bench, inputs, op)
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from megapar_kernels import activations, attention, norms
 from megapar_kernels.adamw import adamw_step, square_sum
 from megapar_kernels.backend import Kernels
+from megapar_kernels.dispatch import Implementation
 from megapar_kernels.dropout import dropout_add
-from megapar_kernels.launch import Implementation
 from megapar_kernels.rope import rotate_qk
 from megapar_kernels.softmax import scaled_causal_softmax
 from torch import Tensor
@@ -71,7 +71,8 @@ class Maker:
     """Inputs of one call: equal for equal seeds."""
 
     def __init__(self, where: torch.device, dtype: torch.dtype, seed: int):
-        self.where, self.dtype = where, dtype
+        self.where = where
+        self.dtype = dtype
         self.generator = torch.Generator(where).manual_seed(seed)
 
     def floats(self, *shape: int, dtype: torch.dtype | None = None, grad: bool = True, mean: float = 0.0) -> Tensor:
@@ -109,7 +110,9 @@ class Case:
 
 def cases(model: Model, kernels: Kernels) -> Iterator[Case]:
     """All ops, those first whose targets are the farthest from what others reach."""
-    tokens, vocab, (other_vocab, wide_rows, wide_columns) = model.tokens, model.vocab, model.others
+    tokens = model.tokens
+    vocab = model.vocab
+    (other_vocab, wide_rows, wide_columns) = model.others
     yield from (_cross_entropy_case(model, v, kernels.cross_entropy) for v in (vocab, other_vocab) if v)
     yield from (case for n in model.flat for case in _optimizer_cases(model, n, kernels.adamw))
     for rows, columns in ((tokens, model.hidden), (wide_rows, wide_columns)):
@@ -124,7 +127,7 @@ def cases(model: Model, kernels: Kernels) -> Iterator[Case]:
     yield _linear_cross_entropy_case(model, kernels.cross_entropy)
 
 
-def _cross_entropy_case(model: Model, vocab: int, how: Implementation) -> Case:
+def _cross_entropy_case(model: Model, vocab: int, impl: Implementation) -> Case:
     tp = context.single().tp
 
     def make(m: Maker) -> tuple[Any, ...]:
@@ -133,7 +136,7 @@ def _cross_entropy_case(model: Model, vocab: int, how: Implementation) -> Case:
         return m.floats(model.tokens, 1, vocab), targets
 
     def ours(logits_sbv: Tensor, targets_sb: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(logits_sbv, targets_sb, vocab, 0, tp, how=how, inplace=True)
+        return vocab_parallel_cross_entropy(logits_sbv, targets_sb, vocab, 0, tp, impl=impl, inplace=True)
 
     logits = model.tokens * vocab
     return Case(
@@ -146,10 +149,11 @@ def _cross_entropy_case(model: Model, vocab: int, how: Implementation) -> Case:
     )  # fmt: skip
 
 
-def _norm_cases(model: Model, rows: int, columns: int, how: Implementation) -> Iterator[Case]:
+def _norm_cases(model: Model, rows: int, columns: int, impl: Implementation) -> Iterator[Case]:
     shares = Target("forward", "share", 0.90), Target("backward", "share", 0.75)
     wide = (Target("backward", "ms", 0.18, at_most=True),) if (rows, columns) == (4096, 16384) else ()
-    size, shape = rows * columns, f"{rows}x{columns}"
+    size = rows * columns
+    shape = f"{rows}x{columns}"
 
     def inputs(vectors: int, residuals: int, m: Maker) -> tuple[Any, ...]:
         xs = [m.floats(rows, columns) for _ in range(1 + residuals)]
@@ -160,78 +164,85 @@ def _norm_cases(model: Model, rows: int, columns: int, how: Implementation) -> I
         return Case(op, model.name, shape, partial(inputs, vectors, residuals), ours, theirs, least, targets=targets)
 
     yield case(
-        "RMSNorm", 1, 0, lambda x, w: norms.rms_norm(x, w, EPS, how=how), peers.rms_norm,
+        "RMSNorm", 1, 0, lambda x, w: norms.rms_norm(x, w, EPS, impl=impl), peers.rms_norm,
         *shares, *wide,
         *over("forward", torch=1.3, compiled=1, liger=1), *over("backward", torch=3, compiled=1, liger=2),
     )  # fmt: skip
     yield case(
-        "add + RMSNorm", 1, 1, lambda x, r, w: norms.add_rms_norm(x, r, w, EPS, how=how), peers.add_rms_norm, *shares
+        "add + RMSNorm", 1, 1, lambda x, r, w: norms.add_rms_norm(x, r, w, EPS, impl=impl), peers.add_rms_norm, *shares
     )
-    yield case("LayerNorm", 2, 0, lambda x, w, b: norms.layer_norm(x, w, b, EPS, how=how), peers.layer_norm, *shares)
+    yield case("LayerNorm", 2, 0, lambda x, w, b: norms.layer_norm(x, w, b, EPS, impl=impl), peers.layer_norm, *shares)
     yield case(
-        "add + LayerNorm", 2, 1, lambda x, r, w, b: norms.add_layer_norm(x, r, w, b, EPS, how=how),
+        "add + LayerNorm", 2, 1, lambda x, r, w, b: norms.add_layer_norm(x, r, w, b, EPS, impl=impl),
         peers.add_layer_norm, *shares,
     )  # fmt: skip
 
 
-def _activation_cases(model: Model, how: Implementation) -> Iterator[Case]:
-    tokens, width = model.tokens, model.mlp
-    size, shape = tokens * width, f"{tokens}x{width}"
+def _activation_cases(model: Model, impl: Implementation) -> Iterator[Case]:
+    tokens = model.tokens
+    width = model.mlp
+    size = tokens * width
+    shape = f"{tokens}x{width}"
     shares = Target("forward", "share", 0.90), Target("backward", "share", 0.90)
     gated = [("SwiGLU", activations.swiglu, peers.swiglu), ("GeGLU", activations.geglu, peers.geglu)]
     for op, ours, theirs in gated:
         yield Case(
-            op, model.name, f"{tokens}x2*{width}", lambda m: (m.floats(tokens, 2 * width),), partial(ours, how=how),
+            op, model.name, f"{tokens}x2*{width}", lambda m: (m.floats(tokens, 2 * width),), partial(ours, impl=impl),
             theirs, (6 * size, 10 * size), targets=(*shares, *over("both", torch=2.2, compiled=1, liger=1)),
         )  # fmt: skip
     yield Case(
-        "ReLU²", model.name, shape, lambda m: (m.floats(tokens, width),), partial(activations.relu_squared, how=how),
+        "ReLU²", model.name, shape, lambda m: (m.floats(tokens, width),), partial(activations.relu_squared, impl=impl),
         peers.relu_squared, (4 * size, 6 * size), targets=shares,
     )  # fmt: skip
     yield Case(
         "bias + GELU", model.name, shape, lambda m: (m.floats(tokens, width), m.floats(width)),
-        partial(activations.bias_gelu, how=how), peers.bias_gelu, (4 * size, 6 * size),
+        partial(activations.bias_gelu, impl=impl), peers.bias_gelu, (4 * size, 6 * size),
     )  # fmt: skip
 
 
-def _rope_case(model: Model, how: Implementation) -> Case:
-    tokens, d, elements = model.tokens, model.head_dim, model.tokens * model.head_dim * (model.heads + model.kv_heads)
+def _rope_case(model: Model, impl: Implementation) -> Case:
+    tokens = model.tokens
+    d = model.head_dim
+    elements = model.tokens * model.head_dim * (model.heads + model.kv_heads)
 
     def make(m: Maker) -> tuple[Any, ...]:
         angle = m.floats(tokens, d // 2, dtype=torch.float32, grad=False).repeat(1, 2)
         return m.floats(tokens, 1, model.heads, d), m.floats(tokens, 1, model.kv_heads, d), angle.cos(), angle.sin()
 
     return Case(
-        "RoPE", model.name, f"{tokens}x({model.heads}+{model.kv_heads})x{d}", make, partial(rotate_qk, how=how),
+        "RoPE", model.name, f"{tokens}x({model.heads}+{model.kv_heads})x{d}", make, partial(rotate_qk, impl=impl),
         peers.rotate_qk, (4 * elements, 4 * elements),
         targets=(Target("both", "share", 0.85), *over("both", torch=5, compiled=1, liger=1)),
     )  # fmt: skip
 
 
-def _dropout_case(model: Model, how: Implementation) -> Case:
-    tokens, hidden, p = model.tokens, model.hidden, 0.1
+def _dropout_case(model: Model, impl: Implementation) -> Case:
+    tokens = model.tokens
+    hidden = model.hidden
+    p = 0.1
 
     def make(m: Maker) -> tuple[Any, ...]:
         keys = row_keys(1, 2, torch.arange(tokens, device=m.where))
         return m.floats(tokens, hidden), m.floats(tokens, hidden), keys, p
 
     return Case(
-        "dropout + add", model.name, f"{tokens}x{hidden}", make, partial(dropout_add, how=how), peers.dropout_add,
+        "dropout + add", model.name, f"{tokens}x{hidden}", make, partial(dropout_add, impl=impl), peers.dropout_add,
         (6 * tokens * hidden, 4 * tokens * hidden), exact=dropout_add, same=False,
     )  # fmt: skip
 
 
-def _softmax_case(model: Model, how: Implementation) -> Case:
+def _softmax_case(model: Model, impl: Implementation) -> Case:
     heads, length = model.softmax
-    scale, size = model.head_dim**-0.5, heads * length**2
+    scale = model.head_dim**-0.5
+    size = heads * length**2
     return Case(
         "causal softmax", model.name, f"{heads}x{length}x{length}", lambda m: (m.floats(1, heads, length, length),),
-        lambda x: scaled_causal_softmax(x, scale, how=how), lambda x: peers.causal_softmax(x, scale),
+        lambda x: scaled_causal_softmax(x, scale, impl=impl), lambda x: peers.causal_softmax(x, scale),
         (3 * size, 4 * size),  # the future is not read, but written
     )  # fmt: skip
 
 
-def _optimizer_cases(model: Model, elements: int, how: Implementation) -> Iterator[Case]:
+def _optimizer_cases(model: Model, elements: int, impl: Implementation) -> Iterator[Case]:
     def make(m: Maker) -> tuple[Any, ...]:
         grad, main, exp_avg = (m.floats(elements, dtype=torch.float32, grad=False) for _ in range(3))
         param = main.to(m.dtype)
@@ -241,7 +252,7 @@ def _optimizer_cases(model: Model, elements: int, how: Implementation) -> Iterat
     def ours(
         grad: Tensor, main: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, param: Tensor, clip: Tensor, _: Tensor
     ) -> tuple[Tensor, ...]:
-        adamw_step(main, grad, exp_avg, exp_avg_sq, param, **peers.ADAMW, step=1, clip_coefficient=clip, how=how)
+        adamw_step(main, grad, exp_avg, exp_avg_sq, param, **peers.ADAMW, step=1, clip_coefficient=clip, impl=impl)
         return main, exp_avg, exp_avg_sq, param
 
     billion = elements == 10**9
@@ -255,14 +266,16 @@ def _optimizer_cases(model: Model, elements: int, how: Implementation) -> Iterat
     )  # fmt: skip
     yield Case(
         "square sum", model.name, f"{elements:,}", lambda m: (m.floats(elements, dtype=torch.float32, grad=False),),
-        partial(square_sum, how=how), peers.square_sum, (4 * elements, 0), directions=("forward",),
+        partial(square_sum, impl=impl), peers.square_sum, (4 * elements, 0), directions=("forward",),
         exact=lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square(),
         targets=(Target("forward", "ms", 1.5, at_most=True),) if billion else (),
     )  # fmt: skip
 
 
-def _attention_case(model: Model, how: Literal["torch", "cudnn"]) -> Case:
-    tokens, d, run = model.tokens, model.head_dim, model.heads // model.kv_heads
+def _attention_case(model: Model, impl: Literal["torch", "cudnn"]) -> Case:
+    tokens = model.tokens
+    d = model.head_dim
+    run = model.heads // model.kv_heads
 
     def heads(x_sbnd: Tensor) -> Tensor:
         return x_sbnd.permute(1, 2, 0, 3)
@@ -284,7 +297,7 @@ def _attention_case(model: Model, how: Literal["torch", "cudnn"]) -> Case:
     return Case(
         "attention", model.name, f"{tokens}x{model.heads}/{model.kv_heads}x{d}",
         lambda m: tuple(m.floats(tokens, 1, n, d) for n in (model.heads, model.kv_heads, model.kv_heads)),
-        partial(attention.causal_attention, how=how), plain, (forward, 2.5 * forward), "flops",
+        partial(attention.causal_attention, impl=impl), plain, (forward, 2.5 * forward), "flops",
         exact=exact, tolerance=1e-2,
         others={
             "SDPA cuDNN": partial(only, SDPBackend.CUDNN_ATTENTION),
@@ -296,7 +309,9 @@ def _attention_case(model: Model, how: Literal["torch", "cudnn"]) -> Case:
 
 def _weight_gradient_case(model: Model) -> Case:
     """Of the MLP's down projection, added to an fp32 buffer."""
-    tokens, rows, columns = model.tokens, model.hidden, model.mlp
+    tokens = model.tokens
+    rows = model.hidden
+    columns = model.mlp
 
     def make(m: Maker) -> tuple[Any, ...]:
         main_grad = m.floats(rows, columns, dtype=torch.float32, grad=False)
@@ -316,9 +331,11 @@ def _weight_gradient_case(model: Model) -> Case:
     )  # fmt: skip
 
 
-def _linear_cross_entropy_case(model: Model, how: Implementation) -> Case:
+def _linear_cross_entropy_case(model: Model, impl: Implementation) -> Case:
     """Gradients may be computed in either direction, so that only both together compare."""
-    tokens, hidden, vocab = model.tokens, model.hidden, model.vocab
+    tokens = model.tokens
+    hidden = model.hidden
+    vocab = model.vocab
     tp = context.single().tp
 
     def make(m: Maker) -> tuple[Any, ...]:
@@ -327,7 +344,7 @@ def _linear_cross_entropy_case(model: Model, how: Implementation) -> Case:
         return m.floats(tokens, hidden), weight, m.ids(tokens, below=vocab)
 
     def ours(x_2d: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(x_2d[:, None], weight, targets[:, None], vocab, 0, tp, how=how).sum()
+        return linear_cross_entropy(x_2d[:, None], weight, targets[:, None], vocab, 0, tp, impl=impl).sum()
 
     flops = 2 * tokens * hidden * vocab
     limits = Target("both", "ms", 38.0, at_most=True), Target("both", "bytes", 0.6e9, at_most=True)

@@ -54,7 +54,8 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 def rotate_qk(q_sbnd: Tensor, k_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> tuple[Tensor, Tensor]:
     """As Hugging Face's apply_rotary_pos_emb."""
-    cos, sin = cos_sd[:, None, None], sin_sd[:, None, None]
+    cos = cos_sd[:, None, None]
+    sin = sin_sd[:, None, None]
 
     def rotate(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
@@ -86,7 +87,8 @@ def adamw(
     grad: Tensor, main: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, param: Tensor, clip: Tensor, step: Tensor
 ) -> tuple[Tensor, ...]:
     """torch's fused AdamW on fp32 main weights, the gradient scaled in it, the weights rounded after."""
-    (beta1, beta2), rest = ADAMW["betas"], {name: ADAMW[name] for name in ("lr", "eps", "weight_decay")}
+    (beta1, beta2) = ADAMW["betas"]
+    rest = {name: ADAMW[name] for name in ("lr", "eps", "weight_decay")}
     torch._fused_adamw_(
         *([main], [grad], [exp_avg], [exp_avg_sq], [], [step.add_(1)]),
         **rest,

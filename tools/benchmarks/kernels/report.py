@@ -16,7 +16,8 @@ def number(value: float | None, form: str) -> str:
 
 def ratio(row: dict[str, Any], name: str) -> str:
     """How many times the contender's time is ours, or why that is unknown."""
-    over, status = row["over"][name], row["contenders"][name]["status"]
+    over = row["over"][name]
+    status = row["contenders"][name]["status"]
     return f"{over:.2f}x" if over is not None else "ran" if status == "ok" else status[:40]
 
 

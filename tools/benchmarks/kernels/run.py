@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import tyro
-from megapar_kernels.launch import interpreting
+from megapar_kernels.dispatch import interpreting
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
@@ -67,7 +67,8 @@ class Options:
 
 def compete(bench: Bench, case: Case) -> tuple[dict[str, Contender], str]:
     """Our kernel, eager torch and the case's own others, and what is wrong with our result, if anything."""
-    ours, wrong = Contender(), ""
+    ours = Contender()
+    wrong = ""
     exact: list[Tensor] | None = None
     try:
         exact = evaluate(bench, case, case.exact or case.torch, wide=True)
@@ -156,7 +157,10 @@ class Session:
     """The cases, what is found about each, and the file that always holds all of it."""
 
     def __init__(self, options: Options, bench: Bench, facts: dict[str, Any], todo: list[Case]):
-        self.options, self.bench, self.facts, self.todo = options, bench, facts, todo
+        self.options = options
+        self.bench = bench
+        self.facts = facts
+        self.todo = todo
         self.began = time.monotonic()
         self.found: dict[str, dict[str, Contender]] = {}
         self.wrong: list[str] = []

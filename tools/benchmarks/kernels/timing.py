@@ -22,7 +22,8 @@ class Stopwatch:
     """Median milliseconds of work on `where`. A dry run does everything once, and its times are None."""
 
     def __init__(self, where: torch.device, *, dry_run: bool):
-        self.where, self.dry_run = where, dry_run
+        self.where = where
+        self.dry_run = dry_run
         self.side = 64 if dry_run else 8192
         self._matrices = [torch.randn(self.side, self.side, device=where, dtype=torch.bfloat16) for _ in range(3)]
         self.gemm_ms = self.median_ms(self._gemm)

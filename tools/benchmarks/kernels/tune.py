@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 import tyro
 from megapar_kernels import adamw, cross_entropy, norms, rope
-from megapar_kernels.launch import interpreting
+from megapar_kernels.dispatch import interpreting
 from rich.console import Console
 from rich.table import Table
 
@@ -287,7 +287,9 @@ class Session:
     """What is found about each op and shape, and the file that always holds all of it."""
 
     def __init__(self, options: Options, bench: Bench, facts: dict[str, Any]):
-        self.options, self.bench, self.facts = options, bench, facts
+        self.options = options
+        self.bench = bench
+        self.facts = facts
         self.began = time.monotonic()
         self.console = Console(width=130)
         self.results: list[dict[str, Any]] = []

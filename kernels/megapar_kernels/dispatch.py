@@ -58,12 +58,12 @@ def exp(x):  # type: ignore[no-untyped-def]
     return tl.exp2(x * LOG2_E)
 
 
-def fused(how: Implementation, x: Tensor) -> bool:
+def fused(impl: Implementation, x: Tensor) -> bool:
     """Whether a Triton kernel serves `x`: asked for, and large enough if on a GPU. (On a CPU it is interpreted.)
 
     A meta tensor stands for one on a GPU, or on a CPU where kernels are interpreted.
     """
-    if how != "triton":
+    if impl != "triton":
         return False
     on_gpu = x.is_cuda or (x.is_meta and not interpreting())
     return not on_gpu or x.numel() >= SMALL
