@@ -25,7 +25,8 @@ def divisors(n: int) -> list[int]:
 
 
 def listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:-1])) + " or " * (len(numbers) > 1) + str(numbers[-1])
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def around(n: int, step: int) -> str:

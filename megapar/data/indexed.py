@@ -143,7 +143,8 @@ class IndexedDataset:
         document = self.locate(first)[0] + 1
         starts = []
         while (start := self.document_start(document)) < last:
-            starts += [start] * (start > first)
+            if start > first:
+                starts.append(start)
             document += 1
         return list(dict.fromkeys(starts))  # documents without tokens start where the next one does
 

@@ -106,7 +106,9 @@ def _window_problems(raw: Mapping[str, Any], kind: str) -> Iterator[str]:
     """A sliding window may stand there if it never applies: absent it means 4096, and Qwen's has switches."""
     window = raw.get("sliding_window", 4096)
     layers = raw["num_hidden_layers"]
-    types = raw.get("layer_types") or ["sliding_attention"] * (layers > raw.get("max_window_layers", 28))
+    types = raw.get("layer_types")
+    if not types:
+        types = ["sliding_attention"] if layers > raw.get("max_window_layers", 28) else []
     used = {"llama": False, "mistral": True}.get(kind, raw.get("use_sliding_window", False))
     if kind.startswith("qwen") and "sliding_attention" not in types:
         used = False

@@ -145,14 +145,18 @@ class Weights:
             del self.tensors[copy]
         missing = wanted.keys() - self.tensors.keys()
         unexpected = self.tensors.keys() - wanted.keys()
-        problems = [f"missing {first_few(sorted(missing))}"] * bool(missing)
-        problems += [f"unexpected {first_few(sorted(unexpected))}"] * bool(unexpected)
+        problems = []
+        if missing:
+            problems.append(f"missing {first_few(sorted(missing))}")
+        if unexpected:
+            problems.append(f"unexpected {first_few(sorted(unexpected))}")
         shaped = [
             f"{name} has shape {list(self.tensors[name].info.shape)}, not {list(recipe.shape)}"
             for name, recipe in wanted.items()
             if name not in missing and self.tensors[name].info.shape != recipe.shape
         ]
-        problems += [first_few(shaped)] * bool(shaped)
+        if shaped:
+            problems.append(first_few(shaped))
         if problems:
             raise CheckpointError(f"{self.folder}: tensors are not those of its config.json: {'; '.join(problems)}")
 

@@ -131,9 +131,13 @@ class MegatronCheckpoint:
         the same on all: norms, row biases, positions, tied embeddings. No other weight is read."""
         sources = {_fused(name) for name in shapes}
         tied = {"head.weight"} if self.model.tie_word_embeddings else set()
-        problems = [f"missing {first_few(sorted(sources - self.parts.keys()))}"] * bool(sources - self.parts.keys())
+        problems = []
+        missing = sources - self.parts.keys()
+        if missing:
+            problems.append(f"missing {first_few(sorted(missing))}")
         unknown = self.parts.keys() - sources - tied
-        problems += [f"unexpected {first_few(sorted(unknown))}"] * bool(unknown)
+        if unknown:
+            problems.append(f"unexpected {first_few(sorted(unknown))}")
         for name, shape in shapes.items():
             problems += self._problem(name, shape) if _fused(name) in self.parts else []
         copies = zip(self.parts.get("embedding.weight", ()), self.parts.get("head.weight", ()), strict=False)
