@@ -10,6 +10,7 @@ set -euo pipefail
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 train=(python pretrain_scripts/pretrain.py --config pretrain_scripts/configs/llama_70b.toml "$@")
 case " $* " in *" --dry_run "*) exec "${train[@]}" ;; esac
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# sed reads to the end: after `head -n 1` scontrol could be killed by SIGPIPE, and with pipefail this script would end.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export MASTER_ADDR MASTER_PORT=29500
 exec srun "${train[@]}"

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SIZES = {"num_hidden_layers": 3, "vocab_size": 256, "seq_length": 32, "global_batch_size": 4, "hidden": 256, "steps": 1}
+SIZES = {"num_hidden_layers": 2, "vocab_size": 256, "seq_length": 32, "global_batch_size": 4, "hidden": 256, "steps": 1}
 SMALL = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
 
 

@@ -177,7 +177,7 @@ printf '%s\\n' "${0##*/}" "MASTER_ADDR=$MASTER_ADDR" "CUDA_DEVICE_MAX_CONNECTION
 def started_by(script: Path, folder: Path, *flags: str) -> tuple[str, list[str], list[str]]:
     """The program that a launch script starts, the program's own flags, and those of pretrain.py."""
     for name in ("python", "torchrun", "srun", "scontrol"):
-        (folder / name).write_text(STAND_IN if name != "scontrol" else "#!/bin/sh\necho node7\necho node8\n")
+        (folder / name).write_text(STAND_IN if name != "scontrol" else "#!/bin/sh\necho node7\nsleep 0.1\necho node8\n")
         (folder / name).chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "SLURM_JOB_NODELIST": "node[7-8]"}
