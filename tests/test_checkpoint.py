@@ -303,7 +303,7 @@ def kill_saves(write: Callable[[Path, int, Connection], None], ahead: int, root:
         receive, send = fork.Pipe(duplex=False)
         writer = fork.Process(target=write, args=(root, newest + 1, send))
         writer.start()
-        assert receive.poll(30)
+        assert receive.poll(300)
         kill_soon_after_a_save_began(writer, root, 0.004 * (trial + chance.random()) / trials)  # a toy takes 2 ms
         saved = 0
         while receive.poll():

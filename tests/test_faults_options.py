@@ -80,7 +80,9 @@ TOGETHER = [
     Wrong("heads-by-tp", "--parallel.tp 4 --launch.nproc 4", "model.num_attention_heads"),
     Wrong("world-by-tp-pp", "--parallel.tp 2 --parallel.pp 2 --launch.nproc 2", "world size 2"),
     Wrong("dp-too-many", "--parallel.dp 3 --launch.nproc 2", "parallel.dp=3"),
-    Wrong("batch-by-replicas", "--launch.nproc 2 --train.global_batch_size 7", "train.global_batch_size=7"),
+    Wrong("batch-of-7", "--train.micro_batch_size 2 --train.global_batch_size 7", "train.global_batch_size=7"),
+        "batch-by-micro-batch", "--train.micro_batch_size 2 --train.global_batch_size 7", "train.global_batch_size=7"
+    ),
     Wrong("seq-by-tp", "--parallel.tp 2 --launch.nproc 2 --parallel.sequence_parallel --train.seq_length 31", "31"),
     Wrong("partition-sum", "--parallel.pp 2 --launch.nproc 2 --parallel.partition 1 2", "parallel.partition=1 2"),
     Wrong("stages-without-layers", "--parallel.pp 8 --launch.nproc 8", "model.num_hidden_layers=4"),
@@ -116,7 +118,7 @@ TOGETHER = [
     Wrong("threads-of-thousands", "--launch.threads 4000", "launch.threads=4000"),
     Wrong("apex-without-gpu", "--kernels.backend apex", "apex"),
 ]
-FEW_TOGETHER = ("batch-by-replicas", "no-such-flag")
+FEW_TOGETHER = ("batch-of-7", "no-such-flag")
 
 
 @pytest.mark.parametrize("case", [case for case in TOGETHER if case.name in FEW_TOGETHER], ids=str)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megapar_models.registry import validate
 
 from megapar.config_io import load
-from megapar.validate import validate
 from tests.support.processes import TINY, finish, free_port, slurm, start
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"

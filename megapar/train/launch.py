@@ -75,6 +75,7 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
     monitor = Monitor(flight, env.rank, signals, board)
     limit = config.launch.time_limit
     process = RankProcess(env.rank, flight, signals, monitor, file, STARTED + 60 * limit if limit else 0.0)
+    ended_alike = False
     try:
         with reported(env.rank, config.run_dir, flight, launcher_tells=board is not None):
             try:
@@ -85,6 +86,7 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
                 error.told = not monitor.speaks()
                 raise
             except MegaparError as error:
+                ended_alike = error.everywhere
                 if not error.everywhere and not monitor.tells(f"{type(error).__name__}: {error}"):
                     error.told = True
                     # Where a rank ends, torchrun ends the others: the one that tells must come first.
@@ -92,8 +94,10 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
                 raise
     finally:
         monitor.close()
-        if file is not None and flight.phase == "end":
-            file.remove()  # after a failure others may read it; the next start on this host removes it
+        # After a failure other ranks may read the log, and the next start on this host removes it. Where all ranks have
+        # ended alike, by success or by the same refusal, nobody will.
+        if file is not None and (ended_alike or flight.phase == "end"):
+            file.remove()
 
 
 def refuse_too_many_threads(threads: int) -> None:

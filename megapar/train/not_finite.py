@@ -114,8 +114,9 @@ class _Watch:
         return handles
 
     def _enter(self, number: int, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        batch = inputs[1]
-        self._now = number, next(i for i, candidate in enumerate(self._batches) if candidate is batch)
+        # The pipeline hands its stages copies of the micro-batches, which share their tensors.
+        ids = inputs[1].sample_ids_b
+        self._now = number, next(i for i, batch in enumerate(self._batches) if batch.sample_ids_b is ids)
 
     def _leave(self, *_: Any) -> None:
         self._now = None
