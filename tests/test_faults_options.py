@@ -81,8 +81,6 @@ TOGETHER = [
     Wrong("world-by-tp-pp", "--parallel.tp 2 --parallel.pp 2 --launch.nproc 2", "world size 2"),
     Wrong("dp-too-many", "--parallel.dp 3 --launch.nproc 2", "parallel.dp=3"),
     Wrong("batch-of-7", "--train.micro_batch_size 2 --train.global_batch_size 7", "train.global_batch_size=7"),
-        "batch-by-micro-batch", "--train.micro_batch_size 2 --train.global_batch_size 7", "train.global_batch_size=7"
-    ),
     Wrong("seq-by-tp", "--parallel.tp 2 --launch.nproc 2 --parallel.sequence_parallel --train.seq_length 31", "31"),
     Wrong("partition-sum", "--parallel.pp 2 --launch.nproc 2 --parallel.partition 1 2", "parallel.partition=1 2"),
     Wrong("stages-without-layers", "--parallel.pp 8 --launch.nproc 8", "model.num_hidden_layers=4"),
