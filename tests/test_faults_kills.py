@@ -126,7 +126,7 @@ def plant(case: Case) -> Callable[[], None]:
             "ending": lambda: before(launch, "leave", lambda *_: strike()),
             "loading": lambda: before(checkpoints, "load", lambda *_: strike()),
             "aside": lambda: before(checkpoints, "set_aside", lambda *_: strike(0)),
-            "lines": lambda: before(metrics, "_replace", lambda *_: strike(0)),
+            "lines": lambda: before(metrics, "replace_file", lambda *_: strike(0)),
         }
         moments[where]()
 
