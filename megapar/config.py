@@ -1,7 +1,7 @@
-"""Every option of a run: dataclasses with a sentence under each field, which `--help` prints.
+"""Every option of a run, as dataclasses. `--help` prints the sentence under each field.
 
-config_io.py fills them from TOML files and flags, validate.py says what cannot run. Neither needs torch.
-An option is named by its dotted path, such as `model.hidden_size`, in TOML, in flags and in messages alike.
+config_io.py fills the dataclasses from TOML files and flags. validate.py says which configurations cannot run. Neither
+imports torch. In TOML, in flags and in messages an option is named by its dotted path, such as `model.hidden_size`.
 """
 
 from collections.abc import Mapping
@@ -126,20 +126,28 @@ class TrainConfig:
     """Ask torch for deterministic kernels on GPUs (slower); on a CPU runs repeat bitwise anyhow."""
 
     def batch_size(self, consumed_samples: int) -> int:
-        """Samples of the step that follows `consumed_samples`; Megatron's --rampup-batch-size grows alike."""
+        """Number of samples of the step that starts after `consumed_samples` samples.
+
+        It grows as with Megatron's --rampup-batch-size.
+        """
         if not self.batch_ramp:
             return self.global_batch_size
         first, increment, samples = self.batch_ramp
+        # How many increments have been reached. Multiply first: a quotient rounded down would delay the growth.
         grown = consumed_samples * ((self.global_batch_size - first) // increment) // samples
         return min(first + grown * increment, self.global_batch_size)
 
     def samples(self) -> int:
-        """Samples of the whole run."""
+        """Number of samples of the whole run."""
         consumed = 0
         left = self.steps
-        while left and (size := self.batch_size(consumed)) < self.global_batch_size:
-            consumed = consumed + size
-            left = left - 1
+        # Only the steps of the ramp are walked through. The batch size never changes after it.
+        while left:
+            size = self.batch_size(consumed)
+            if size == self.global_batch_size:
+                break
+            consumed += size
+            left -= 1
         return consumed + left * self.global_batch_size
 
 
@@ -281,31 +289,38 @@ class Config:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Value of every option by its dotted path, in the order of the fields."""
+    """The value of every option, by dotted path, in the order of the fields."""
     values: dict[str, Any] = {}
     for f in fields(config):
         value = getattr(config, f.name)
-        values |= flatten(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name: value}
+        if is_dataclass(value):
+            values |= flatten(value, f"{prefix}{f.name}.")
+        else:
+            values[prefix + f.name] = value
     return values
 
 
 def option_types(section: Any = Config, prefix: str = "") -> dict[str, Any]:
-    """Type annotation of every option by its dotted path, in the order of the fields."""
+    """The type annotation of every option, by dotted path, in the order of the fields."""
     types: dict[str, Any] = {}
     for name, annotation in get_type_hints(section).items():
-        is_section = is_dataclass(annotation)
-        types |= option_types(annotation, f"{prefix}{name}.") if is_section else {prefix + name: annotation}
+        if is_dataclass(annotation):
+            types |= option_types(annotation, f"{prefix}{name}.")
+        else:
+            types[prefix + name] = annotation
     return types
 
 
 def unflatten(values: Mapping[str, Any]) -> Config:
-    """The inverse of `flatten`: a Config out of a value for every option."""
+    """Make a Config from a value for every option, by dotted path. The inverse of `flatten`."""
     return _build(Config, values, "")
 
 
 def _build(section: Any, values: Mapping[str, Any], prefix: str) -> Any:
     arguments = {}
     for name, annotation in get_type_hints(section).items():
-        is_section = is_dataclass(annotation)
-        arguments[name] = _build(annotation, values, f"{prefix}{name}.") if is_section else values[prefix + name]
+        if is_dataclass(annotation):
+            arguments[name] = _build(annotation, values, f"{prefix}{name}.")
+        else:
+            arguments[name] = values[prefix + name]
     return section(**arguments)
