@@ -371,9 +371,8 @@ def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
 def out_of_memory(error: BaseException) -> str:
     """One line that says which memory ran out, or that no thread can be started. "" if `error` means something else."""
     text = " ".join(str(error).split())
-    if isinstance(
-        error, torch.OutOfMemoryError
-    ):  # of a GPU: the first three sentences have the sizes tried, total, free
+    if isinstance(error, torch.OutOfMemoryError):
+        # Of a GPU. The first three sentences give the sizes: tried, total and free.
         return ". ".join(text.split(". ")[:3])
     if "can't start new thread" in text:
         return "can't start another thread: the limit of processes (ulimit -u) or memory (ulimit -v) is reached"
