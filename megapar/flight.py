@@ -303,7 +303,7 @@ class Board:
 
 
 class FlightFile:
-    """A rank's flight log as a file. Other processes on this host find it by process number, also after the rank's end.
+    """A rank's flight log as a file. Other processes on this host find it by its number, even after its end.
 
     The rank holds a lock on the file. The kernel releases the lock when the process ends. So a rank that starts later
     can tell which files belong to dead processes, and removes them.
@@ -335,9 +335,10 @@ class FlightFile:
             return None
 
     def claim(self, pid: int, what: str = "") -> bool:
-        """Whether this call is the first one on this host for `what` in the job whose lowest rank here is process `pid`.
+        """Whether this call is the first one on this host for `what` in a job.
 
-        `what` is a short text. Ranks of one host use this to decide which of them reports an error.
+        `what` is a short text. `pid` is the process of the job's lowest rank on this host. Ranks of one
+        host use this to decide which of them reports an error.
         """
         # O_EXCL lets exactly one process create the file.
         try:

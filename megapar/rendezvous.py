@@ -1,7 +1,7 @@
 """Before they connect, ranks compare what they must share: options, code, versions, the kind of device.
 
-Each rank stores a message in the job's store. Rank 0 reads all messages and stores a verdict, which every rank reads. So a
-job of n ranks needs n messages, and every rank ends with the same words.
+Each rank stores a message in the job's store. Rank 0 reads all messages and stores a verdict, which every rank reads.
+So a job of n ranks needs n messages, and every rank ends with the same words.
 """
 
 import json

@@ -128,7 +128,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Loss of each token, fp32 [s, b], as torch's cross_entropy on the whole vocabulary would give it.
 
-    `logits_sbv` are this rank's columns. The first column is token id `start`. Columns for ids at or beyond `vocab_size`
+    `logits_sbv` are this rank's columns. The first one is token id `start`. Columns for ids at or beyond `vocab_size`
     are padding and take no part. A target of -100 gives 0. Label smoothing mixes in a uniform distribution over the
     `vocab_size` ids (Szegedy et al., arXiv 1512.00567). `z_loss` times the squared log-sum-exp is added to the loss of
     each token that counts (PaLM, arXiv 2204.02311). Communicates one max and one sum of [s, b] statistics.

@@ -157,7 +157,7 @@ def replicated_vector(name: str, size: int, init: Init, sharding: Sharding, *, p
     """A vector that every tp rank holds, such as a norm weight or a row bias. It is never decayed.
 
     `partial` means that this rank sees only its slice of the heads, so that its gradient is a part of the sum. The same
-    is true under sequence parallelism, where this rank sees only its slice of the sequence.
+    holds under sequence parallelism, where this rank sees only its slice of the sequence.
     """
     piece = replicated(name, (size,), sharding.tp, partial=partial or sharding.sequence_parallel)
     return sharding.parameter((piece,), (size,), init, decay=False)
@@ -184,8 +184,8 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         local, outside, weight = ctx.saved_tensors
-        # Where ids are outside, zeros are added to row 0. To leave those ids out, the CPU would have to wait for the GPU
-        # to count them.
+        # Where ids are outside, zeros are added to row 0. To leave those ids out, the CPU would have to wait until the
+        # GPU has counted them.
         ids = local.reshape(-1)
         rows = grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1])
         if ctx.main_grad is not None:

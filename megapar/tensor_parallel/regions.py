@@ -149,7 +149,7 @@ def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
 
 
 def gather_sequence(x: Tensor, tp: Axis) -> Tensor:
-    """g: gather [s/tp, ...] to [s, ...] for tensor-parallel work. Backward sums the ranks' gradients and scatters them."""
+    """g: gather [s/tp, ...] to [s, ...] for tensor-parallel work. Backward is a reduce-scatter."""
     return _Enter.apply(x, Gather(tp)) if tp.size > 1 else x
 
 
