@@ -94,7 +94,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The run: how long, how much at once, in which precision."""
+    """The run: number of steps, batch sizes, precision, evaluation."""
 
     steps: int = 100
     """Optimizer steps."""
@@ -119,7 +119,7 @@ class TrainConfig:
     eval_samples: int = 64
     """Validation samples of one evaluation, rounded up to whole global batches."""
     z_loss: float = 0.0
-    """Weight of log(sum exp logits)^2 in the loss, which keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
+    """Weight of log(sum exp logits)^2 in the loss. It keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
     trainable: tuple[str, ...] = ()
     """Patterns of names of parameters that are trained, such as layers.1?.mlp.*; others are frozen. None: all train."""
     deterministic: bool = False
@@ -183,28 +183,28 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from. A source is a .bin/.idx prefix, hf:KIND:FILES for Hugging Face datasets, or synthetic."""
+    """The source of tokens. A source is a .bin/.idx prefix, hf:KIND:FILES for Hugging Face datasets, or synthetic."""
 
     train: tuple[str, ...] = ("synthetic",)
     """A source, or a blend such as 0.7:A 0.3:B, or 2e9tokens:A B: tokens of the run, B the rest."""
     stages: tuple[str, ...] = ()
-    """Other weights of the blend from a sample of the run on, in the order of data.train: 1000000:0.2,0.8."""
+    """Weights that the blend has from a sample of the run on, in the order of data.train: 1000000:0.2,0.8."""
     split: tuple[float, ...] = ()
     """Shares of data.train's documents for training, validation and test, such as 969 30 1; empty trains on all."""
     validation: tuple[str, ...] = ()
-    """Sources, each a validation set of its own; NAME=SOURCE names it. A set `test` is for after the last step only."""
+    """Sources, each a validation set; NAME=SOURCE names it. A set named `test` is evaluated after the last step only."""
     documents: Literal["joined", "apart"] = "joined"
     """apart: the documents of a sample do not attend to each other, positions start anew, boundaries weigh nothing."""
     fim_rate: float = 0.0
-    """Share of the training documents whose middle is moved to the end, to learn filling in (arXiv 2207.14255)."""
+    """Share of training documents whose middle is moved to the end, for fill-in-the-middle (arXiv 2207.14255)."""
     fim_tokens: tuple[int, ...] = ()
     """Ids of the three tokens that mark prefix, suffix and middle; needed with fim_rate."""
     workers: int = 0
-    """Processes of each rank that read ahead, for sources that compute (hf:); 0: a thread, enough for token files."""
+    """Processes of each rank that read ahead, for hf: sources, which compute; 0: a thread, enough for token files."""
     tokenizer: str = "bytes"
     """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
     accept_changed: bool = False
-    """Go on from a checkpoint although files that it was trained on have other contents now, which is else refused."""
+    """Resume although files that the checkpoint was trained on have other contents now. By default this is refused."""
 
 
 @dataclass(frozen=True)
@@ -212,13 +212,13 @@ class CheckpointConfig:
     """Saving and resuming, in run_dir/checkpoints."""
 
     every: int = 0
-    """Steps between checkpoints; 0 saves none but, with save_last, the last."""
+    """Steps between checkpoints; 0 saves none, or with save_last only the last."""
     save_last: bool = True
     """Save after the last step."""
     resume: str = "auto"
-    """auto: the newest complete checkpoint of the run folder, if there is one; none; or a checkpoint's folder."""
+    """auto: the newest complete checkpoint of the run folder, if any; none: start anew; or the folder of a checkpoint."""
     init_from: str = "none"
-    """A checkpoint's folder, of any run: one that resumes nothing starts from its weights, at step 0, moments 0."""
+    """Folder of a checkpoint of any run. If nothing is resumed, start from its weights, at step 0 with moments of 0."""
     strict: bool = True
     """init_from must hold this model's tensors and no others. Off: those that fit are loaded, the others are listed."""
     async_save: bool = False
@@ -231,7 +231,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What a run says while it goes on. metrics.jsonl is always written."""
+    """What a run logs. metrics.jsonl is always written."""
 
     every: int = 1
     """Steps between log lines."""
@@ -245,17 +245,17 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """What computes the ops that are fused: norms, activations, rotation, dropout, cross entropy, AdamW."""
+    """Implementations of fused ops: norms, activations, rotation, dropout, cross entropy, AdamW."""
 
     backend: Literal["auto", "triton", "torch", "apex"] = "auto"
     """auto: our Triton kernels on GPUs, torch's ops elsewhere. apex: NVIDIA's norms, AdamW and weight gradients."""
     loss_chunk: int = 0
-    """Tokens whose logits are held at once, computed twice; 0 holds those of the micro-batch, computed once."""
+    """Tokens whose logits are held at a time, computed twice; 0 holds those of a micro-batch, computed once."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How ranks start. Under torchrun or Slurm leave nproc at 0: their variables are used."""
+    """How ranks start. Under torchrun or Slurm leave nproc at 0: ranks then read their variables."""
 
     nproc: int = 0
     """Start this many local ranks; 0 starts none."""
@@ -264,9 +264,9 @@ class LaunchConfig:
     timeout_seconds: float = 300.0
     """A collective that takes longer ends the run, and names the rank that did not arrive."""
     time_limit: float = 0.0
-    """Minutes after which the run saves at the end of a step and exits with 75; 0: none. SIGTERM and SIGUSR1 do too."""
+    """Minutes until the run saves at the end of a step and exits with 75, as after SIGTERM or SIGUSR1; 0: no limit."""
     threads: int = 0
-    """CPU threads of each rank; 0: OMP_NUM_THREADS if set, else the cores that ranks of a node may use, shared out."""
+    """CPU threads of each rank; 0: OMP_NUM_THREADS, or if that is not set an equal share of the node's usable cores."""
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,7 @@ def create(
     """Make the process groups. A collective: every rank of an initialized world calls it with the same arguments.
 
     Collectives that take longer than `timeout_seconds` raise an error. `ends` are the pipeline ranks that hold a tied
-    embedding. The default is the first and the last one. `flight` is the log of this rank's operations. The default is
-    a log in the private memory of this process.
+    embedding, by default the first and the last. `flight` is the log of this rank's operations, by default private.
 
     Raises ValueError if the sizes do not multiply to the world size or `order` does not name each axis once.
     """

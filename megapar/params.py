@@ -99,6 +99,7 @@ class ParamSpec:
 
     def replicated_over(self) -> tuple[str, ...]:
         """Sorted names of the axes on which all ranks hold the same part of every piece."""
+        # The pieces of a fused parameter may be cut in different ways.
         common = {axis.name for axis in self.pieces[0].replicated}
         for piece in self.pieces[1:]:
             common &= {axis.name for axis in piece.replicated}
@@ -106,6 +107,7 @@ class ParamSpec:
 
     def partial_axes(self) -> list[Axis]:
         """Axes of more than one rank over which some piece's gradient is only a part of the sum."""
+        # By name, as several pieces may be partial over the same axis.
         axes = {axis.name: axis for piece in self.pieces for axis in piece.partial if axis.size > 1}
         return list(axes.values())
 
@@ -132,7 +134,7 @@ class ParamSpec:
 
 def flat_ranges(shape: Sizes, box: Box) -> Iterator[tuple[int, int]]:
     """Yield the elements of `box` in a row-major tensor of `shape` as flat ranges [start, stop), in ascending order."""
-    if box.numel == 0:
+    if box.numel == 0:  # the product below would yield an empty range
         return
     # Elements are contiguous over the trailing dimensions that the box covers whole, and over the one before those.
     inner = len(shape)
@@ -152,6 +154,7 @@ def cut(size: int, axis: Axis) -> tuple[int, int]:
 
     The parts' lengths differ by at most one.
     """
+    # Neighbors compute the same number for the border between them, so nothing is lost or held twice.
     return axis.rank * size // axis.size, (axis.rank + 1) * size // axis.size
 
 

@@ -138,6 +138,7 @@ def merge(ranges: Iterable[Range]) -> list[Range]:
     """Join adjacent ranges. Returns the same elements in as few ranges as possible."""
     merged: list[Range] = []
     for start, stop in ranges:
+        # Ranges come in ascending order, so only the last one can be adjacent.
         if merged and merged[-1][1] == start:
             start = merged.pop()[0]
         merged.append((start, stop))

@@ -67,7 +67,7 @@ class Optimizer(ABC):
     @torch.no_grad()
     def step(self, lr: float, clip_coefficient: Tensor | None = None) -> None:
         """Update the weights with the reduced gradients times `clip_coefficient`, then gather all shards."""
-        self.step_count += 1
+        self.step_count += 1  # before the update: Adam's bias correction counts updates from 1
         for shard in self.shards:
             part = slice(shard.start, shard.stop)
             params = None if self._aliased else self._weights.flat[part]

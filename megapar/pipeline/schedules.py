@@ -111,6 +111,7 @@ def gpipe(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
     for rank in range(pp):
         stages = range(rank, pp * vpp, pp)
         forwards = [Action("F", s, m) for s in stages for m in microbatches]
+        # The gradient goes through this rank's stages from the last to the first.
         backwards = [Action("B", s, m) for s in reversed(stages) for m in microbatches]
         orders.append(forwards + backwards)
     return orders

@@ -90,6 +90,7 @@ def _advance(rank: _Rank, number: int, costs: dict[str, Sequence[float] | float]
         if item.sends:
             if rank.sending():
                 return False
+            # The runtime waits for the sends in flight before it posts more, so this rank's time goes on to their end.
             rank.clock = max(rank.clock, rank.sent)
         rank.batches.append(_Batch(item, rank.clock))
     else:

@@ -40,6 +40,7 @@ class CrossEntropy:
         cls, width: int, vocab_size: int, start: int, tp: Axis, smoothing: float, z_loss: float, impl: Implementation
     ) -> "CrossEntropy":
         """The loss with label smoothing for `width` local columns, the first of which is id `start`."""
+        # Padding is at the end of the vocabulary. A rank may hold padding alone.
         columns = max(0, min(width, vocab_size - start))
         return cls(start, columns, 1.0 - smoothing, smoothing / vocab_size, z_loss, tp, impl)
 
