@@ -50,7 +50,9 @@ def _as_communication_errors(log: AxisLog | None = None) -> Iterator[None]:
         reason = (
             f"another rank ended, or a transfer took longer than launch.timeout_seconds ({str(error).splitlines()[0]})"
         )
-        raise CommunicationError(reason if log is None else log.fail(reason)) from error
+        # The log may know the rank that is missing.
+        message = reason if log is None else log.fail(reason)
+        raise CommunicationError(message) from error
 
 
 class Pending:

@@ -192,7 +192,7 @@ class DataConfig:
     split: tuple[float, ...] = ()
     """Shares of data.train's documents for training, validation and test, such as 969 30 1; empty trains on all."""
     validation: tuple[str, ...] = ()
-    """Sources, each a validation set; NAME=SOURCE names it. A set named `test` is evaluated after the last step only."""
+    """Sources, each a validation set; NAME=SOURCE names it. A set `test` is evaluated after the last step only."""
     documents: Literal["joined", "apart"] = "joined"
     """apart: the documents of a sample do not attend to each other, positions start anew, boundaries weigh nothing."""
     fim_rate: float = 0.0
@@ -216,7 +216,7 @@ class CheckpointConfig:
     save_last: bool = True
     """Save after the last step."""
     resume: str = "auto"
-    """auto: the newest complete checkpoint of the run folder, if any; none: start anew; or the folder of a checkpoint."""
+    """auto: the newest complete checkpoint of the run folder, if any; none: start anew; or a checkpoint's folder."""
     init_from: str = "none"
     """Folder of a checkpoint of any run. If nothing is resumed, start from its weights, at step 0 with moments of 0."""
     strict: bool = True

@@ -337,7 +337,9 @@ def _convert(raw: Any, annotation: Any) -> Any:
             return None
         # All items of an option have the type of the first.
         items = [_convert(item, item_types[0]) for item in raw]
-        return None if None in items else tuple(items)
+        if None in items:
+            return None
+        return tuple(items)
     if not _fits(raw):
         return None
     if annotation is float and type(raw) is int:

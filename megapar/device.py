@@ -127,7 +127,8 @@ def refuse_slurm_shell(variables: Mapping[str, str] | None = None) -> None:
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     """The whole number in variable `name`, or `default`. Raises ConfigError for other text or without a value."""
-    text = env.get(name, "" if default is None else str(default))
+    fallback = "" if default is None else str(default)
+    text = env.get(name, fallback)
     if not re.fullmatch(r"\d+", text):
         shown = f"{name}={text!r}" if name in env else f"{name} is not set"
         error = ConfigError(f"{shown}: a launcher sets it to a whole number; use torchrun, srun or --launch.nproc")
@@ -153,6 +154,8 @@ def _torchrun_environment(env: Mapping[str, str]) -> Environment:
     if local_rank >= local_world_size:
         # Somebody has set LOCAL_RANK without LOCAL_WORLD_SIZE: there are at least this many.
         local_world_size = local_rank + 1
+    # One process has nobody to meet, and may lack MASTER_ADDR and MASTER_PORT.
+    meeting = _tcp_meeting(env, "torchrun sets them") if world_size > 1 else ""
     # torchrun's agent opens the store for its workers. Without an agent rank 0 must open it.
     agent_serves = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Environment(
@@ -160,7 +163,7 @@ def _torchrun_environment(env: Mapping[str, str]) -> Environment:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        meeting=_tcp_meeting(env, "torchrun sets them") if world_size > 1 else "",
+        meeting=meeting,
         serves_store=rank == 0 and not agent_serves,
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         launcher="torchrun",
@@ -180,12 +183,14 @@ def _slurm_environment(env: Mapping[str, str]) -> Environment:
     # With --cpus-per-task srun binds each task to its own cores. They must not be divided by the tasks a second time.
     cores = _number(env, "SLURM_CPUS_PER_TASK", max(1, usable_cores() // local_world_size))
     example = "export the first node's name and a free port, as pretrain_scripts/llama_70b_slurm.sh does"
+    local_rank = _number(env, "SLURM_LOCALID")
+    meeting = _tcp_meeting(env, example) if world_size > 1 else ""
     return Environment(
         rank=rank,
         world_size=world_size,
-        local_rank=_number(env, "SLURM_LOCALID"),
+        local_rank=local_rank,
         local_world_size=local_world_size,
-        meeting=_tcp_meeting(env, example) if world_size > 1 else "",
+        meeting=meeting,
         serves_store=rank == 0,
         launcher="slurm",
         cores=max(1, min(cores, usable_cores())),

@@ -44,7 +44,8 @@ def initialize(modules: Iterable[nn.Module], seed: int) -> None:
     # By id: a tied parameter is reached through several modules, and filled once.
     for param in {id(p): p for module in modules for p in module.parameters()}.values():
         spec = spec_of(param)
-        param.fill_(1.0 if spec.init.kind == "ones" else 0.0)
+        constant = 1.0 if spec.init.kind == "ones" else 0.0
+        param.fill_(constant)  # all of it, as the pieces below leave the padding rows out
         if spec.init.kind == "normal":
             for piece, first, last in spec.segments():
                 param.view(-1)[first:last].copy_(_normal(piece, seed, spec.init.std).view(-1))

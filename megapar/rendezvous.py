@@ -198,7 +198,9 @@ def in_runs(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:10]]
+    words = []
+    for run in runs[:10]:
+        words.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
     if len(runs) > 10:
         words.append(f"{sum(len(run) for run in runs[10:])} more")
     joined = words[0]

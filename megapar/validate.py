@@ -201,7 +201,10 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
     Layers that are left over go to the stages after the first, because a middle stage must not stay empty.
     """
     each, left_over = divmod(layers, stages)
-    return tuple(each + 1 if 0 < stage <= left_over else each for stage in range(stages))
+    sizes = [each] * stages
+    for stage in range(1, left_over + 1):
+        sizes[stage] += 1
+    return tuple(sizes)
 
 
 def _batch(config: Config) -> Iterator[str]:

@@ -94,6 +94,7 @@ class Optimizer(ABC):
     def slices(self) -> Iterator[StateSlice]:
         """Yield what this rank updates, by parameter in the order of the layout. Checkpoints save these slices."""
         for slot in self.layout.slots:
+            # A shard may hold a part of a parameter, or several parameters.
             for shard in self.shards:
                 for start, stop in intersect([(slot.start, slot.stop)], [(shard.start, shard.stop)]):
                     part = slice(start - shard.start, stop - shard.start)

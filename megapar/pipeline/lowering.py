@@ -54,12 +54,14 @@ class Transfers:
 
 def producer(action: Action, num_stages: int) -> Action | None:
     """The action of the neighboring stage whose result `action` takes. None if `action` takes none."""
-    return _beside(action, -1 if action.kind == "F" else 1, num_stages)
+    step = -1 if action.kind == "F" else 1  # activations come from the stage before, gradients from the one after
+    return _beside(action, step, num_stages)
 
 
 def consumer(action: Action, num_stages: int) -> Action | None:
     """The action of the neighboring stage that takes the result of `action`. None if there is none."""
-    return _beside(action, 1 if action.kind == "F" else -1, num_stages)
+    step = 1 if action.kind == "F" else -1
+    return _beside(action, step, num_stages)
 
 
 def _beside(action: Action, step: int, num_stages: int) -> Action | None:

@@ -206,6 +206,7 @@ class _Execution:
 
     def _backward(self, action: Action, received: tuple[Tensor, ...]) -> None:
         saved = self._saved.pop((action.stage, action.microbatch))
+        # On the last stage the output is the sum of the losses, whose gradient is the scale.
         gradients = (self._scale,) if action.stage == self._runtime.num_stages - 1 else received
         roots = [(edge, grad) for edge, grad in zip(saved.edges, gradients, strict=True) if edge is not None]
         if roots:

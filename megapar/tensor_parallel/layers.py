@@ -145,6 +145,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x_sbi: Tensor) -> Tensor:
         tp = self.sharding.tp
+        # The input is this rank's slice already, so nothing is communicated before the product.
         partial = linear(x_sbi, self.weight, None, LOCAL, self.sharding.products)
         y = scatter_sum(partial, tp) if self.sharding.sequence_parallel else reduce_from_tp(partial, tp)
         # The bias is added after the sum: before it, it would be added tp times.
@@ -251,4 +252,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids_sb: Tensor) -> Tensor:
         partial = _Lookup.apply(ids_sb - self.start, self.weight, self.stop - self.start)
         tp = self.sharding.tp
-        return scatter_sum(partial, tp) if self.sharding.sequence_parallel else reduce_from_tp(partial, tp)
+        # Each id is in the rows of one rank, and the others add zeros.
+        if self.sharding.sequence_parallel:
+            return scatter_sum(partial, tp)
+        return reduce_from_tp(partial, tp)

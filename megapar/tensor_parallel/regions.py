@@ -146,22 +146,30 @@ class _ExchangeRows(torch.autograd.Function):
 
 def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
     """f: `x`, the same on every rank, enters tensor-parallel work. Backward sums the ranks' gradients of it."""
-    return _Enter.apply(x, Copy(tp)) if tp.size > 1 else x
+    if tp.size == 1:
+        return x
+    return _Enter.apply(x, Copy(tp))
 
 
 def gather_sequence(x: Tensor, tp: Axis) -> Tensor:
     """g: gather [s/tp, ...] to [s, ...] for tensor-parallel work. Backward is a reduce-scatter."""
-    return _Enter.apply(x, Gather(tp)) if tp.size > 1 else x
+    if tp.size == 1:
+        return x
+    return _Enter.apply(x, Gather(tp))
 
 
 def reduce_from_tp(x: Tensor, tp: Axis) -> Tensor:
     """f bar: sum the partial results of the ranks. Every rank gets the sum."""
-    return _Reduce.apply(x, tp) if tp.size > 1 else x
+    if tp.size == 1:
+        return x
+    return _Reduce.apply(x, tp)
 
 
 def scatter_sum(x: Tensor, tp: Axis) -> Tensor:
     """g bar: sum the partial results [s, ...] of the ranks. Each rank gets its slice [s/tp, ...] of the sum."""
-    return _ScatterSum.apply(x, tp) if tp.size > 1 else x
+    if tp.size == 1:
+        return x
+    return _ScatterSum.apply(x, tp)
 
 
 def scatter_sequence(x: Tensor, tp: Axis) -> Tensor:
@@ -169,7 +177,9 @@ def scatter_sequence(x: Tensor, tp: Axis) -> Tensor:
 
     Raises ValueError if tp does not divide s.
     """
-    return _ScatterSequence.apply(x, tp) if tp.size > 1 else x
+    if tp.size == 1:
+        return x
+    return _ScatterSequence.apply(x, tp)
 
 
 def exchange_rows(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
@@ -178,4 +188,7 @@ def exchange_rows(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[i
     The first `sent_rows[0]` rows go to position 0, the next `sent_rows[1]` to position 1, and so on. `received_rows[i]`
     rows arrive from position i. Backward sends the gradient of each row back to where the row came from.
     """
-    return _ExchangeRows.apply(x, tuple(sent_rows), tuple(received_rows), axis) if axis.size > 1 else x
+    if axis.size == 1:
+        return x
+    # Copies of the counts: backward needs them, and the caller may change its lists.
+    return _ExchangeRows.apply(x, tuple(sent_rows), tuple(received_rows), axis)
