@@ -1,6 +1,6 @@
 """Everything about the machine: environment variables, device, backend, threads, determinism.
 
-No other module reads os.environ or uses torch.cuda.
+No other file reads os.environ, and no other module of megapar uses torch.cuda.
 """
 
 import errno
@@ -234,7 +234,7 @@ def usable_cores() -> int:
     """CPU cores that this process may use: those of its affinity mask, limited by the container's quota."""
     # macOS has no affinity masks.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")  # "max 100000" or "200000 100000": microseconds of CPU time, of a period
+    quota = Path("/sys/fs/cgroup/cpu.max")  # such as "200000 100000" or "max 100000": limit and period in us
     if quota.is_file():
         limit, period = quota.read_text().split()
         if limit != "max":

@@ -171,7 +171,7 @@ class Flight:
     def post_error(self, facts: dict[str, Any]) -> None:
         """Store the error that ends this rank, as JSON types, for the launcher. Only the first call stores one."""
         text = json.dumps(facts).encode()
-        if len(text) > _ERROR_BYTES:  # a long table in the message; JSON escapes may take several bytes a letter
+        if len(text) > _ERROR_BYTES:  # such as a long table; 8, as JSON escapes take several bytes a letter
             text = json.dumps(facts | {"message": facts["message"][: _ERROR_BYTES // 8]}).encode()
         if not _INTEGER.unpack_from(self.memory, _AT_ERROR)[0]:
             # The length is written last: a reader that finds it finds the whole text.
