@@ -1,8 +1,8 @@
-"""Saving and loading succeed on all ranks or fail on all, with the same words.
+"""File work that succeeds on all ranks or fails on all ranks with the same message.
 
-Work on files may take any time, and a collective that takes longer than launch.timeout_seconds ends the run. So no rank
-works on files while others wait for it inside a collective: the work runs in a thread, and the ranks ask each other
-again and again, each time in a short collective, whether all are done.
+File work may take any time, but a collective that takes longer than launch.timeout_seconds ends the run. So no rank
+does file work while other ranks wait for it inside a collective. The work runs in a thread instead. Meanwhile the ranks
+repeat a short collective that asks whether all of them are done.
 """
 
 import json
@@ -17,21 +17,23 @@ from megapar.context import ParallelContext
 from megapar.errors import MegaparError, NumericError
 
 T = TypeVar("T")
-Problem = list[str]  # the class of an error and what it says: JSON types, for other ranks
+Problem = list[str]  # [class name of an error, its message]: JSON types, so that other ranks can read it
 
-_PAUSE_SECONDS = 0.01  # between looks at what other ranks have come to
+_PAUSE_SECONDS = 0.01  # that a rank waits for its own work before it asks the other ranks again
 
 
 def on_all_ranks(action: Callable[[], T], ctx: ParallelContext, kind: type[MegaparError], doing: str) -> T:
-    """Run `action` on every rank and return what it returned here. A collective over `ctx.world`.
+    """Run `action` on every rank and return this rank's result. A collective over `ctx.world`.
 
-    `action` runs in a thread and calls no collective; it may take longer than launch.timeout_seconds. Raises `kind` (or
-    NumericError, where that is what happened) on every rank if it failed on any, naming the first such rank.
+    `action` runs in a thread and calls no collective. It may take longer than launch.timeout_seconds. `doing` says in
+    words what failed. If `action` fails on any rank, every rank raises `kind` with a message that names the first rank
+    that failed. Every rank raises NumericError instead if that rank did.
     """
     task = _Task(action, ctx.device)
     if ctx.world.size == 1:
         task.run()
     else:
+        # A daemon thread: a process that is interrupted ends without waiting for a slow disk.
         Thread(target=task.run, daemon=True).start()
         until_all(task.done, ctx)
     problem = None if task.error is None else relayed(task.error)
@@ -42,29 +44,31 @@ def on_all_ranks(action: Callable[[], T], ctx: ParallelContext, kind: type[Megap
 
 
 class _Task(Generic[T]):
-    """An action, and what came of it once `done` is set."""
+    """An action and its result: `value` or `error`. Read them only after `done` is set."""
 
     value: T
 
-    def __init__(self, action: Callable[[], T], where: torch.device):
+    def __init__(self, action: Callable[[], T], target_device: torch.device):
         self._action = action
-        self._where = where
+        self._device = target_device
         self.error: Exception | None = None
         self.done = Event()
 
     def run(self) -> None:
         try:
-            device.set_current(self._where)
+            # A new thread starts on GPU 0, whatever GPU this rank uses.
+            device.set_current(self._device)
             self.value = self._action()
-        except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait for ever
+        except Exception as error:  # of any class: the other ranks would wait for ever if they were not told
             self.error = error
         finally:
             self.done.set()
 
 
 def any_rank(flag: bool, ctx: ParallelContext) -> bool:
-    """Whether `flag` holds on some rank. A collective over `ctx.world`."""
-    return bool(comm.all_reduce(torch.tensor([int(flag)], device=ctx.device), ctx.world, "max").item())
+    """Whether `flag` is true on at least one rank. A collective over `ctx.world`."""
+    flags = torch.tensor([int(flag)], device=ctx.device)
+    return bool(comm.all_reduce(flags, ctx.world, "max").item())
 
 
 def until_all(done: Event, ctx: ParallelContext) -> None:
@@ -74,10 +78,11 @@ def until_all(done: Event, ctx: ParallelContext) -> None:
 
 
 def from_first(value: Any, ctx: ParallelContext) -> Any:
-    """Rank 0's `value` (JSON types) on every rank. A collective over `ctx.world`.
+    """Return rank 0's `value` (JSON types) on every rank. A collective over `ctx.world`.
 
-    `gather_json` would hold one row for each rank; this holds one in all.
+    Use this instead of `gather_json` where only rank 0 has a value: `gather_json` allocates one row for each rank.
     """
+    # The other ranks contribute zeros, so the element-wise maximum is what rank 0 sent.
     text = json.dumps(value).encode() if ctx.world.first else b""
     length = comm.all_reduce(torch.tensor([len(text)], device=ctx.device), ctx.world, "max")
     payload = torch.zeros(int(length), dtype=torch.uint8)
@@ -88,30 +93,34 @@ def from_first(value: Any, ctx: ParallelContext) -> Any:
 
 
 def relayed(error: Exception) -> Problem:
-    """What the other ranks must know of an error."""
+    """The part of an error that is sent to the other ranks: its class and its message."""
     return [type(error).__name__, in_one_line(error)]
 
 
 def in_one_line(error: Exception) -> str:
-    """What an error of ours says; of any other its class as well."""
-    text = str(error) if isinstance(error, MegaparError) else f"{type(error).__name__}: {error}"
+    """The message of an error on one line. Its class comes first, unless it is a MegaparError."""
+    text = str(error)
+    if not isinstance(error, MegaparError):
+        text = f"{type(error).__name__}: {text}"
     return " ".join(line.strip() for line in text.splitlines())
 
 
 def shared_error(problems: Sequence[Problem | None], kind: type[MegaparError], doing: str) -> MegaparError | None:
-    """Build one exception, the same on all ranks, from the problems of all ranks in their order (None: succeeded).
+    """Build one exception, the same on all ranks, from the problems of all ranks.
 
-    Returns None if all succeeded. `kind` is the exception's class, `doing` says in words what failed.
-
-    A value that is not finite stays a NumericError, because another exit code tells restarters not to try again.
+    `problems` are in rank order, None for a rank that succeeded. `kind` is the class of the exception. `doing` says in
+    words what failed. Returns None if all ranks succeeded.
     """
     failed = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
     if not failed:
         return None
     first, (name, text) = failed[0]
-    others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-    where = f" (rank {first}{others})" if len(problems) > 1 else ""
-    chosen = NumericError if name == NumericError.__name__ else kind
-    shared = chosen(f"{doing}{where}: {text}")
+    rank_text = ""
+    if len(problems) > 1:
+        others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+        rank_text = f" (rank {first}{others})"
+    # A NumericError keeps its class: its exit code tells programs that restart runs not to try again.
+    error_class = NumericError if name == NumericError.__name__ else kind
+    shared = error_class(f"{doing}{rank_text}: {text}")
     shared.everywhere = True
     return shared

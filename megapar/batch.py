@@ -1,4 +1,4 @@
-"""What data, models and pipeline hand each other: a micro-batch of samples, and a pipeline stage that takes it."""
+"""Types that data, models and pipeline exchange: a micro-batch of samples, and a pipeline stage that consumes it."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Letters: b samples, s positions. `weights_bs` scales each target's loss (0 drops it); a step's divisor is their
-    sum.
+    """Samples that go through the model together. Shapes: b samples, s positions.
 
-    `sample_ids_b` are positions in the run's global sample order: they key dropout, so no layout changes a mask.
-    `positions_s` are the positions in their samples of the s rows that this rank holds: rotary tables, learned
-    positions and dropout keys read them. Unless given, the rank holds whole samples: 0, 1, ... s - 1. `loss_scale`, 0-d
-    fp32, multiplies the gradient of every loss (`add_loss`); None outside of training.
-    `starts` tells samples that are several documents, which do not attend to each other: int32 [documents + 1], where
-    each document starts among the positions of all samples, one sample after another, and b * s at the end. None: each
-    sample is one document.
+    `weights_bs` scales the loss of each target; 0 drops the target. The sum of all weights of a step is its divisor.
+    `sample_ids_b` are positions in the run's global sample order. Dropout masks are keyed by them, so no layout changes
+    a mask. `positions_s` are the positions, inside their samples, of the s columns that this rank holds. Rotary tables,
+    learned positions and dropout keys read them. The default means that the rank holds whole samples: 0, 1, ... s - 1.
+    `loss_scale`, 0-d fp32, multiplies the gradient of every loss (`add_loss`). It is None outside of training.
+    `starts` marks samples that hold several documents, which do not attend to each other. It is int32 [documents + 1]:
+    the position at which each document starts, counted through all samples one after the other, and b * s at the end.
+    None means that each sample is one document.
     """
 
     tokens_bs: Tensor  # int64
@@ -32,6 +32,7 @@ class MicroBatch:
     def __post_init__(self) -> None:
         if self.positions_s is None:
             whole = torch.arange(self.seq_length, device=self.tokens_bs.device)
+            # A frozen dataclass refuses plain assignment, also in its own __post_init__.
             object.__setattr__(self, "positions_s", whole)
 
     @property
@@ -48,16 +49,18 @@ class MicroBatch:
         return replace(self, **moved)
 
     def documents_bs(self) -> Tensor:
-        """Number of the document that each position is in, counted over all samples; needs `starts`."""
+        """Index of the document of each position, [b, s]. Documents are counted through all samples. Needs `starts`."""
         assert self.starts is not None
-        place = torch.arange(self.tokens_bs.numel(), dtype=torch.int32, device=self.starts.device)
-        return (torch.searchsorted(self.starts, place, right=True) - 1).view(self.tokens_bs.shape)
+        positions = torch.arange(self.tokens_bs.numel(), dtype=torch.int32, device=self.starts.device)
+        # right=True: the first position of a document is in that document, not in the one before.
+        starts_passed = torch.searchsorted(self.starts, positions, right=True)
+        return (starts_passed - 1).view(self.tokens_bs.shape)
 
     def document_positions_bs(self) -> Tensor:
-        """Position of each token in its document; needs `starts`."""
+        """Position of each token inside its document, [b, s]. Needs `starts`."""
         assert self.starts is not None
-        place = torch.arange(self.tokens_bs.numel(), device=self.starts.device).view(self.tokens_bs.shape)
-        return place - self.starts[self.documents_bs()]
+        positions = torch.arange(self.tokens_bs.numel(), device=self.starts.device).view(self.tokens_bs.shape)
+        return positions - self.starts[self.documents_bs()]
 
 
 class _AddLoss(torch.autograd.Function):
@@ -73,36 +76,43 @@ class _AddLoss(torch.autograd.Function):
 
 
 def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch) -> Tensor:
-    """`x`, whose backward pass also runs that of `loss`, a 0-d fp32 sum over the batch's target tokens.
+    """Return `x` unchanged, and make its backward pass run the backward pass of `loss` too.
 
-    So a stage before the last trains on a loss of its own, such as a router's balance, weighted as the step's loss is.
-    The value itself is not reported.
+    `loss` is a 0-d fp32 sum over the batch's target tokens. A stage before the last adds a loss of its own this way,
+    such as the balance of a router. Its gradient has the same weight as that of the step's loss. Its value is not
+    reported.
     """
-    return x if batch.loss_scale is None else _AddLoss.apply(x, loss, batch.loss_scale)
+    if batch.loss_scale is None:
+        return x
+    return _AddLoss.apply(x, loss, batch.loss_scale)
 
 
 class TensorSpec(NamedTuple):
-    """What one tensor between two pipeline stages looks like; both ends derive it from the micro-batch."""
+    """Shape and dtype of one tensor that a pipeline stage sends to the next.
+
+    Both ends derive it from the micro-batch, so no shapes are sent.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class PipelineStage(nn.Module):
-    """A run of a model's layers: `forward(x, batch)` of what the stage before returned (None on the first) gives hidden
-    states, or on the last stage the loss sum, an fp32 scalar.
+    """Consecutive layers of a model, called as `forward(x, batch)`.
 
-    Each micro-batch may have its own shapes, and a link may carry several tensors (a tuple). Floating-point tensors on
-    a link get a gradient (zeros if the taker did not use them), others are only passed on.
+    `x` is what the previous stage returned, None on the first stage. The last stage returns the sum of the losses, an
+    fp32 scalar. The other stages return hidden states. Each micro-batch may have its own shapes. A stage may return
+    several tensors, as a tuple. Floating-point tensors get a gradient, which is zero if the next stage did not use
+    them. Other tensors get none.
     """
 
     sizes_of_weights: tuple[str, ...] = ()
-    """Options by dotted path that are sizes of this model's weights, though not of those of every model."""
+    """Options, by dotted path, that set sizes of weights in this model but not in every model."""
 
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
-        """Shapes and dtypes of the tensors in `x`; empty on the first stage."""
+        """Shapes and dtypes of the tensors in `x`. Empty on the first stage."""
         raise NotImplementedError
 
     def title(self) -> str:
-        """What the stage holds, for people."""
+        """Text for people that says what the stage holds."""
         return type(self).__name__

@@ -1,14 +1,15 @@
-"""Every collective and transfer of the project. No-op at size 1; counts calls and bytes; waits for each work once.
+"""Every collective and point-to-point transfer of the project.
 
-Each operation is written into the axis's flight log when it starts, when it is waited for and when it has ended
-(megapar.flight), so that a rank that waits too long can tell for whom.
+At axis size 1 each function does nothing. Otherwise it counts the call and its bytes, and waits for each work once.
+Each operation is logged in the axis's flight log (megapar.flight) when it starts, when its wait begins and when it has
+ended. So a rank that waits too long can tell which rank is missing.
 
 Bytes are what this rank sends with ring algorithms, for n ranks and a full tensor of B bytes: all-reduce 2 B (n-1)/n,
 all-gather and reduce-scatter B (n-1)/n, point-to-point B.
 
-Over gloo, whose own algorithms take up to eight times as long, ranks send each other their slices directly and add up
-what arrives in the order of ranks: a sum then rounds alike wherever its element lies. So do all-reduces of little data,
-each rank with all of it; large ones are gloo's.
+Over gloo this module does not use gloo's own algorithms, which take up to eight times as long. The ranks send each
+other their slices directly, and each rank adds what arrives in rank order. A sum then rounds the same way wherever an
+element lies in its tensor. A small all-reduce sends the whole tensor to each rank. A large one uses gloo's all-reduce.
 """
 
 import json
@@ -30,8 +31,8 @@ from megapar.flight import AxisLog
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-_PIECE = 4 << 20  # bytes of a value in the store; TCPStore takes 8 MiB at most
-_SMALL = 1 << 20  # bytes that an all-reduce by direct exchange may receive
+_PIECE = 4 << 20  # bytes of one value in the store; TCPStore closes the connection above 8 MiB
+_SMALL = 1 << 20  # bytes that a rank may receive in an all-reduce by direct exchange
 # torch 2.13 renames the two and warns on the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -39,22 +40,27 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 @contextmanager
 def _as_communication_errors(log: AxisLog | None = None) -> Iterator[None]:
-    """Backends report a peer that is gone or too late as RuntimeError. `log` is that of the operation's axis."""
+    """Raise CommunicationError in place of RuntimeError, by which backends report a peer that is gone or too late.
+
+    `log` is the flight log of the operation's axis.
+    """
     try:
         yield
     except RuntimeError as error:
         reason = (
             f"another rank ended, or a transfer took longer than launch.timeout_seconds ({str(error).splitlines()[0]})"
         )
-        raise CommunicationError(reason if log is None else log.fail(reason)) from error
+        # The log may know the rank that is missing.
+        message = reason if log is None else log.fail(reason)
+        raise CommunicationError(message) from error
 
 
 class Pending:
-    """Operations in flight and the tensors that they use; `wait` may be called again and then does nothing.
+    """Operations in flight and the tensors that they use.
 
-    A second wait on a gloo point-to-point work never returns, and a tensor freed or a work dropped in flight is a
-    use-after-free or a lost message: so both are held here until the first `wait`, which raises CommunicationError if
-    a peer is gone or too late.
+    A second wait on a gloo point-to-point work never returns. A tensor that is freed in flight is a use-after-free, and
+    a work that is dropped in flight loses its message. So this object holds works and tensors until the first `wait`,
+    and later calls of `wait` do nothing. `wait` raises CommunicationError if a peer is gone or too late.
     """
 
     def __init__(self, works: Sequence[dist.Work | None] = (), tensors: Sequence[Tensor] = ()):
@@ -64,7 +70,8 @@ class Pending:
         self._logged: tuple[AxisLog, int, int] | None = None  # first and last position of the operations in the log
 
     def wait(self) -> None:
-        """Wait for the works, then run `then`, once."""
+        """Wait for the works, then call the function given to `followed_by`. Only the first call does anything."""
+        # Cleared first: should a work fail, another `wait` must not wait for it again.
         works = self._works
         self._works = []
         if works and self._logged is not None:
@@ -85,12 +92,12 @@ class Pending:
         self._tensors = []
 
     def followed_by(self, then: Callable[[], None]) -> "Pending":
-        """Itself, with `then` to run after the works, once."""
+        """Call `then` once, after the works have ended. Returns this object."""
         self._then = then
         return self
 
     def logged(self, axis: Axis, first: int, last: int) -> "Pending":
-        """Itself, as the operations from position `first` to `last` in the axis's log."""
+        """Tell that the works are the operations `first` to `last` of the axis's log. Returns this object."""
         self._logged = None if axis.log is None else (axis.log, first, last)
         return self
 
@@ -104,22 +111,29 @@ def _bytes(x: Tensor) -> int:
 
 
 def _begin(axis: Axis, operation: str, x: Tensor, sent_bytes: int) -> int:
-    """Count and log a collective that is about to start; its position in the log."""
+    """Count and log a collective that is about to start. Returns its position in the log, -1 without a log."""
     axis.traffic.record(operation, sent_bytes)
-    return -1 if axis.log is None else axis.log.begin(operation, x.nbytes, x.dtype, module=__file__, depth=4)
+    if axis.log is None:
+        return -1
+    # The call site is 4 frames up at least: `site`, `begin`, this function and a collective lie between.
+    return axis.log.begin(operation, x.nbytes, x.dtype, module=__file__, depth=4)
 
 
 def _check(x: Tensor) -> None:
-    """A raw collective has no gradient: inside a forward pass it must be wrapped (tensor_parallel.regions)."""
+    """Raise RuntimeError if `x` needs a gradient, which a raw collective would lose.
+
+    Inside a forward pass use the autograd functions of tensor_parallel.regions.
+    """
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("a collective on a tensor that needs a gradient would lose it: use tensor_parallel.regions")
 
 
 def _transfer(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> Pending:
-    """Start point-to-point transfers between positions on `axis`, uncounted."""
+    """Start point-to-point transfers of (tensor, position on `axis`) pairs. The caller counts their bytes."""
     operations = [dist.P2POp(dist.isend, x, axis.ranks[peer], axis.group) for x, peer in sends]
     operations += [dist.P2POp(dist.irecv, x, axis.ranks[peer], axis.group) for x, peer in receives]
     with _as_communication_errors(axis.log):
+        # One batch: NCCL may deadlock if two ranks post single sends and receives in different orders.
         works = dist.batch_isend_irecv(operations) if operations else []
     return Pending(works, [x for x, _ in [*sends, *receives]])
 
@@ -140,8 +154,9 @@ def _exchange_and_fold(outgoing: Sequence[Tensor], axis: Axis, op: str = "sum") 
 
     def fold() -> None:
         parts = [arriving.get(position, result) for position in range(axis.size)]
-        # The order of ranks begins with 0 and 1, and a + b equals b + a bit by bit: so ranks 0 and 1 may accumulate in
-        # their own tensor, which saves a copy. The others accumulate in what rank 0 has sent.
+        # Parts are added in rank order, so that every rank gets the same bits. Ranks 0 and 1 may accumulate in their
+        # own tensor, which saves a copy: a + b equals b + a bit by bit, and the sum starts with parts 0 and 1. The
+        # other ranks accumulate in the tensor that rank 0 has sent.
         total = result if axis.rank < 2 else parts[0]
         for part in parts:
             if part is not total:
@@ -161,10 +176,11 @@ def _exchange_and_keep(slices: Sequence[Tensor], axis: Axis) -> Pending:
 def connect(
     meeting: str, rank: int, world_size: int, *, serves_store: bool, attempt: int, timeout_seconds: float
 ) -> dist.Store:
-    """The store at which the ranks of a job meet: `meeting` is "tcp://host:port" or "file://path".
+    """Connect to the store through which the ranks of a job find each other.
 
-    `serves_store`: this process opens the TCP store. Keys of another `attempt` (torchrun's restarts) are not seen.
-    Raises CommunicationError that names address and rank.
+    `meeting` is "tcp://host:port" or "file://path". `serves_store` means that this process opens the TCP store.
+    `attempt` is part of each key, so that a restart by torchrun does not see the keys of the run before. Raises
+    CommunicationError that names address and rank.
     """
     address = urlsplit(meeting)
     timeout = timedelta(seconds=timeout_seconds)
@@ -175,14 +191,15 @@ def connect(
         else:
             assert address.hostname is not None
             assert address.port is not None
-            socket.getaddrinfo(address.hostname, address.port)  # an unknown name fails here at once, not at the timeout
+            # TCPStore would retry an unknown name until the timeout; this look-up fails at once.
+            socket.getaddrinfo(address.hostname, address.port)
             store = dist.TCPStore(
                 address.hostname,
                 address.port,
                 world_size,
                 is_master=serves_store,
                 timeout=timeout,
-                wait_for_workers=False,  # `meet` waits, and can name who is missing
+                wait_for_workers=False,  # `rendezvous.meet` waits, and names missing ranks
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise CommunicationError(_no_store(meeting, rank, serves_store, timeout_seconds, error)) from error
@@ -191,7 +208,9 @@ def connect(
 
 
 def _no_store(meeting: str, rank: int, serves_store: bool, timeout_seconds: float, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """The message of a rank that cannot open or reach the store."""
+    text = str(error).strip()
+    reason = text.splitlines()[0] if text else type(error).__name__
     if serves_store and "EADDRINUSE" in str(error):
         return (
             f"rank {rank} cannot open {meeting}: the port is in use, by another job or a second rank 0; "
@@ -214,10 +233,10 @@ def initialize(
     timeout_seconds: float = 300.0,
     device: torch.device | None = None,
 ) -> None:
-    """Join the world over `store`.
+    """Create the process group of all ranks, which exchange addresses through `store`.
 
-    With a GPU as `device`, NCCL connects the ranks here rather than in the first collective, and makes later groups by
-    splitting this one. Raises CommunicationError if ranks do not reach each other.
+    If `device` is a GPU, NCCL connects the ranks here rather than in the first collective. NCCL then makes later groups
+    by splitting this one. Raises CommunicationError if ranks do not reach each other.
     """
     gpu = device if device is not None and device.type == "cuda" else None
     with _as_communication_errors():
@@ -232,48 +251,52 @@ def initialize(
 
 
 def initialize_fake(rank: int, world_size: int) -> None:
-    """Pretend to be `rank` of any world: collectives do nothing. For dry runs."""
+    """Create a process group of `world_size` ranks in one process, for dry runs. Its collectives do nothing."""
+    # Imported here because it is a private module of torch, which only dry runs need.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def shutdown() -> None:
-    """Leave the world and free its groups, if this process is in one."""
+    """Destroy all process groups, if this process has made any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def all_reduce_async(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
-    """Start reducing contiguous `x` in place over `axis`."""
+    """Start reducing `x` in place over `axis`. Raises ValueError if `x` is not contiguous."""
     if axis.size == 1:
         return Pending()
     _check(x)
     if not x.is_contiguous():
         raise ValueError("all_reduce_async needs a contiguous tensor: the result is written in place")
     if x.is_meta:
-        return Pending()  # a plan: shapes are all there is
-    place = _begin(axis, "all_reduce", x, 2 * _bytes(x) * (axis.size - 1) // axis.size)
+        return Pending()  # a dry run computes shapes alone
+    position = _begin(axis, "all_reduce", x, 2 * _bytes(x) * (axis.size - 1) // axis.size)
     if _is_gloo(axis) and _bytes(x) * (axis.size - 1) <= _SMALL:
-        return _exchange_and_fold([x] * axis.size, axis, op).logged(axis, place, place)
+        return _exchange_and_fold([x] * axis.size, axis, op).logged(axis, position, position)
     work = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
-    return Pending([work], [x]).logged(axis, place, place)
+    return Pending([work], [x]).logged(axis, position, position)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """Reduce `x` in place over `axis` and return it; `op` is sum, max or min. Strided tensors are reduced through a
-    copy."""
+    """Reduce `x` in place over `axis` and return it; `op` is sum, max or min.
+
+    A strided tensor is reduced through a contiguous copy.
+    """
     if axis.size == 1:
         return x
     _check(x)
     if not x.is_contiguous():
+        # Some backends drop the result of a collective on a strided tensor.
         return x.copy_(all_reduce(x.contiguous(), axis, op))
     all_reduce_async(x, axis, op).wait()
     return x
 
 
 def all_gather_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
-    """Start concatenating every rank's `x` (equal shapes) along dimension 0; read the result after `wait`."""
+    """Start concatenating every rank's `x` (equal shapes) along dimension 0. Read the result after `wait`."""
     if axis.size == 1:
         return x, Pending()
     _check(x)
@@ -281,13 +304,13 @@ def all_gather_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
     if x.is_meta:
         return out, Pending()
-    place = _begin(axis, "all_gather", x, _bytes(x) * (axis.size - 1))
+    position = _begin(axis, "all_gather", x, _bytes(x) * (axis.size - 1))
     if _is_gloo(axis):
         slices = out.chunk(axis.size)
         slices[axis.rank].copy_(x)
-        return out, _exchange_and_keep(slices, axis).logged(axis, place, place)
+        return out, _exchange_and_keep(slices, axis).logged(axis, position, position)
     work = _all_gather_single(out, x, group=axis.group, async_op=True)
-    return out, Pending([work], [out, x]).logged(axis, place, place)
+    return out, Pending([work], [out, x]).logged(axis, position, position)
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -300,11 +323,11 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 def all_to_all_async(
     x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis
 ) -> tuple[Tensor, Pending]:
-    """Start sending the first `sent_rows[0]` rows of `x` to position 0 of `axis`, the next to position 1,
-    and so on; the result holds the rows from position 0, then those from position 1, ..., to be read after `wait`.
+    """Start sending rows of `x` to every position of `axis`. Read the result after `wait`.
 
-    `received_rows[i]` is what position i sends here. Raises ValueError unless there is a count for each position and
-    `x` has as many rows as it sends.
+    The first `sent_rows[0]` rows go to position 0, the next `sent_rows[1]` to position 1, and so on. `received_rows[i]`
+    rows arrive from position i. The result holds the rows from position 0, then those from position 1, and so on.
+    Raises ValueError unless both have a count for each position and `x` has as many rows as are sent.
     """
     if len(sent_rows) != axis.size or len(received_rows) != axis.size or sum(sent_rows) != x.shape[0]:
         raise ValueError(
@@ -319,26 +342,27 @@ def all_to_all_async(
     if x.is_meta:
         return out, Pending()
     outgoing = x.split(list(sent_rows))
-    place = _begin(axis, "all_to_all", x, _bytes(x) - _bytes(outgoing[axis.rank]))
+    position = _begin(axis, "all_to_all", x, _bytes(x) - _bytes(outgoing[axis.rank]))
     if not _is_gloo(axis):
         work = dist.all_to_all_single(out, x, list(received_rows), list(sent_rows), group=axis.group, async_op=True)
-        return out, Pending([work], [out, x]).logged(axis, place, place)
+        return out, Pending([work], [out, x]).logged(axis, position, position)
     arriving = out.split(list(received_rows))
     arriving[axis.rank].copy_(outgoing[axis.rank])
+    # No empty messages: both ends of a link know the count, so both leave it out.
     sends = [(outgoing[peer], peer) for peer in _peers(axis) if sent_rows[peer]]
     receives = [(arriving[peer], peer) for peer in _peers(axis) if received_rows[peer]]
-    return out, _transfer(sends, receives, axis).logged(axis, place, place)
+    return out, _transfer(sends, receives, axis).logged(axis, position, position)
 
 
 def all_to_all(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
-    """`all_to_all_async`, waited for."""
+    """`all_to_all_async`, and wait for it. Returns the rows that arrived."""
     out, pending = all_to_all_async(x, sent_rows, received_rows, axis)
     pending.wait()
     return out
 
 
 def reduce_scatter_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
-    """Start summing `x` over `axis`; this rank's slice of dimension 0 is the result, to be read after `wait`.
+    """Start summing `x` over `axis`. The result is this rank's slice of dimension 0. Read it after `wait`.
 
     Raises ValueError if dimension 0 does not divide by the axis.
     """
@@ -352,14 +376,15 @@ def reduce_scatter_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     x = x.contiguous()
     if x.is_meta:
         return x.new_empty((x.shape[0] // axis.size, *x.shape[1:])), Pending()
-    place = _begin(axis, "reduce_scatter", x, _bytes(x) * (axis.size - 1) // axis.size)
+    position = _begin(axis, "reduce_scatter", x, _bytes(x) * (axis.size - 1) // axis.size)
     if _is_gloo(axis):
         slices = list(x.chunk(axis.size))
+        # The fold writes its result into this rank's slice, and `x` must stay as it is.
         slices[axis.rank] = slices[axis.rank].clone()
-        return slices[axis.rank], _exchange_and_fold(slices, axis).logged(axis, place, place)
+        return slices[axis.rank], _exchange_and_fold(slices, axis).logged(axis, position, position)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     work = _reduce_scatter_single(out, x, group=axis.group, async_op=True)
-    return out, Pending([work], [out, x]).logged(axis, place, place)
+    return out, Pending([work], [out, x]).logged(axis, position, position)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -370,34 +395,37 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter_shard_async(flat: Tensor, axis: Axis) -> Pending:
-    """Start summing the 1-D buffer `flat` over `axis` in place: after `wait` this rank's equal slice holds the sum,
-    the rest of the buffer is undefined."""
+    """Start summing the 1-D buffer `flat` over `axis` in place.
+
+    After `wait` this rank's equal slice holds the sum. The rest of the buffer is undefined.
+    """
     if axis.size == 1:
         return Pending()
-    place = _begin(axis, "reduce_scatter", flat, _bytes(flat) * (axis.size - 1) // axis.size)
+    position = _begin(axis, "reduce_scatter", flat, _bytes(flat) * (axis.size - 1) // axis.size)
     if _is_gloo(axis):
-        return _exchange_and_fold(flat.chunk(axis.size), axis).logged(axis, place, place)
+        return _exchange_and_fold(flat.chunk(axis.size), axis).logged(axis, position, position)
     shard = flat.chunk(axis.size)[axis.rank]
     work = _reduce_scatter_single(shard, flat, group=axis.group, async_op=True)
-    return Pending([work], [flat]).logged(axis, place, place)
+    return Pending([work], [flat]).logged(axis, position, position)
 
 
 def all_gather_shard_async(flat: Tensor, axis: Axis) -> Pending:
-    """Start filling the 1-D buffer `flat` with every rank's equal slice of it, in place."""
+    """Start gathering every rank's equal slice of the 1-D buffer `flat` into `flat` itself, on every rank."""
     if axis.size == 1:
         return Pending()
     shard = flat.chunk(axis.size)[axis.rank]
-    place = _begin(axis, "all_gather", shard, _bytes(shard) * (axis.size - 1))
+    position = _begin(axis, "all_gather", shard, _bytes(shard) * (axis.size - 1))
     if _is_gloo(axis):
-        return _exchange_and_keep(flat.chunk(axis.size), axis).logged(axis, place, place)
+        return _exchange_and_keep(flat.chunk(axis.size), axis).logged(axis, position, position)
     work = _all_gather_single(flat, shard, group=axis.group, async_op=True)
-    return Pending([work], [flat]).logged(axis, place, place)
+    return Pending([work], [flat]).logged(axis, position, position)
 
 
 def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> Pending:
-    """Start point-to-point transfers: (tensor, position on `axis`) pairs to send and to receive into.
+    """Start point-to-point transfers of (tensor, position on `axis`) pairs: `sends` out, `receives` into their tensors.
 
-    The two ends of a link must name its transfers in the same order. Tensors are contiguous and held until `wait`.
+    Both ends of a link must name its transfers in the same order. Tensors must be contiguous, else ValueError is
+    raised. They are kept alive until `wait`.
     """
     if not all(x.is_contiguous() for x, _ in [*sends, *receives]):
         raise ValueError("exchange needs contiguous tensors: they are sent and received in place")
@@ -406,24 +434,31 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     if axis.log is None:
         return _transfer(sends, receives, axis)
     messages = [("send", x, peer) for x, peer in sends] + [("receive", x, peer) for x, peer in receives]
-    places = []
+    positions = []
     for operation, x, peer in messages:
-        places.append(axis.log.begin(operation, x.nbytes, x.dtype, peer, module=__file__, depth=3))
+        positions.append(axis.log.begin(operation, x.nbytes, x.dtype, peer, module=__file__, depth=3))
     pending = _transfer(sends, receives, axis)
-    return pending.logged(axis, places[0], places[-1]) if places else pending
+    if positions:
+        pending.logged(axis, positions[0], positions[-1])
+    return pending
 
 
 def barrier(axis: Axis) -> None:
-    """Wait until all ranks of `axis` have come here."""
-    if axis.size > 1:
-        place = -1 if axis.log is None else axis.log.begin("barrier", 0, None, module=__file__, depth=3)
-        Pending([dist.barrier(group=axis.group, async_op=True)]).logged(axis, place, place).wait()
+    """Wait until all ranks of `axis` have called this."""
+    if axis.size == 1:
+        return
+    position = -1
+    if axis.log is not None:
+        position = axis.log.begin("barrier", 0, None, module=__file__, depth=3)
+    work = dist.barrier(group=axis.group, async_op=True)
+    Pending([work]).logged(axis, position, position).wait()
 
 
 def post(key: str, value: Any) -> None:
-    """Leave `value` (JSON types) in the world's store for another rank. No collective: any thread may call it.
+    """Store `value` (JSON types) under `key` in the world's store, where another rank finds it by `collect`.
 
-    It travels compressed and in pieces: TCPStore closes the connection at a value above 8 MiB.
+    This is no collective: any thread may call it. The value is compressed and cut into pieces, because TCPStore closes
+    the connection at a value above 8 MiB.
     """
     packed = zlib.compress(json.dumps(value).encode(), 1)
     pieces = [packed[first : first + _PIECE] for first in range(0, len(packed), _PIECE)]
@@ -431,11 +466,12 @@ def post(key: str, value: Any) -> None:
         store = dist.distributed_c10d._get_default_store()
         for number, piece in enumerate(pieces):
             store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # bytes are as good
-        store.set(key, str(len(pieces)))  # last: whoever finds it finds all pieces
+        # Set last: a rank that finds this key finds all pieces.
+        store.set(key, str(len(pieces)))
 
 
 def collect(key: str) -> Any | None:
-    """Pop the value that a rank has posted under `key`; None if nothing has been posted yet. Any thread may call it."""
+    """Remove and return the value posted under `key`, None if there is none yet. Any thread may call it."""
     with _as_communication_errors():
         store = dist.distributed_c10d._get_default_store()
         if not store.check([key]):
@@ -448,13 +484,14 @@ def collect(key: str) -> Any | None:
 
 
 def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
-    """Every rank's `value` (JSON types), in rank order, on every rank. Nothing is pickled."""
+    """Return every rank's `value` (JSON types) on every rank, in rank order. Nothing is pickled."""
     if axis.size == 1:
         return [value]
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    # all_gather needs equal shapes, so rows are padded to the longest one.
     lengths = all_gather(torch.tensor([payload.numel()], device=device), axis).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: payload.numel()] = payload
-    # One copy to the host for all ranks: a read of each row would wait for the device as often.
+    # One copy to the host for all rows: reading each row by itself would wait for the device once a row.
     rows = all_gather(padded.to(device), axis).cpu().view(axis.size, -1).numpy()
     return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]

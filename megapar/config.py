@@ -1,7 +1,7 @@
-"""Every option of a run: dataclasses with a sentence under each field, which `--help` prints.
+"""Every option of a run, as dataclasses. `--help` prints the sentence under each field.
 
-config_io.py fills them from TOML files and flags, validate.py says what cannot run. Neither needs torch.
-An option is named by its dotted path, such as `model.hidden_size`, in TOML, in flags and in messages alike.
+config_io.py fills the dataclasses from TOML files and flags. validate.py says which configurations cannot run. Neither
+imports torch. In TOML, in flags and in messages an option is named by its dotted path, such as `model.hidden_size`.
 """
 
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The run: how long, how much at once, in which precision."""
+    """The run: number of steps, batch sizes, precision, evaluation."""
 
     steps: int = 100
     """Optimizer steps."""
@@ -119,27 +119,35 @@ class TrainConfig:
     eval_samples: int = 64
     """Validation samples of one evaluation, rounded up to whole global batches."""
     z_loss: float = 0.0
-    """Weight of log(sum exp logits)^2 in the loss, which keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
+    """Weight of log(sum exp logits)^2 in the loss. It keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
     trainable: tuple[str, ...] = ()
     """Patterns of names of parameters that are trained, such as layers.1?.mlp.*; others are frozen. None: all train."""
     deterministic: bool = False
     """Ask torch for deterministic kernels on GPUs (slower); on a CPU runs repeat bitwise anyhow."""
 
     def batch_size(self, consumed_samples: int) -> int:
-        """Samples of the step that follows `consumed_samples`; Megatron's --rampup-batch-size grows alike."""
+        """Number of samples of the step that starts after `consumed_samples` samples.
+
+        It grows as with Megatron's --rampup-batch-size.
+        """
         if not self.batch_ramp:
             return self.global_batch_size
         first, increment, samples = self.batch_ramp
+        # How many increments have been reached. Multiply first: a quotient rounded down would delay the growth.
         grown = consumed_samples * ((self.global_batch_size - first) // increment) // samples
         return min(first + grown * increment, self.global_batch_size)
 
     def samples(self) -> int:
-        """Samples of the whole run."""
+        """Number of samples of the whole run."""
         consumed = 0
         left = self.steps
-        while left and (size := self.batch_size(consumed)) < self.global_batch_size:
-            consumed = consumed + size
-            left = left - 1
+        # Only the steps of the ramp are walked through. The batch size never changes after it.
+        while left:
+            size = self.batch_size(consumed)
+            if size == self.global_batch_size:
+                break
+            consumed += size
+            left -= 1
         return consumed + left * self.global_batch_size
 
 
@@ -175,28 +183,28 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from. A source is a .bin/.idx prefix, hf:KIND:FILES for Hugging Face datasets, or synthetic."""
+    """The source of tokens. A source is a .bin/.idx prefix, hf:KIND:FILES for Hugging Face datasets, or synthetic."""
 
     train: tuple[str, ...] = ("synthetic",)
     """A source, or a blend such as 0.7:A 0.3:B, or 2e9tokens:A B: tokens of the run, B the rest."""
     stages: tuple[str, ...] = ()
-    """Other weights of the blend from a sample of the run on, in the order of data.train: 1000000:0.2,0.8."""
+    """Weights that the blend has from a sample of the run on, in the order of data.train: 1000000:0.2,0.8."""
     split: tuple[float, ...] = ()
     """Shares of data.train's documents for training, validation and test, such as 969 30 1; empty trains on all."""
     validation: tuple[str, ...] = ()
-    """Sources, each a validation set of its own; NAME=SOURCE names it. A set `test` is for after the last step only."""
+    """Sources, each a validation set; NAME=SOURCE names it. A set `test` is evaluated after the last step only."""
     documents: Literal["joined", "apart"] = "joined"
     """apart: the documents of a sample do not attend to each other, positions start anew, boundaries weigh nothing."""
     fim_rate: float = 0.0
-    """Share of the training documents whose middle is moved to the end, to learn filling in (arXiv 2207.14255)."""
+    """Share of training documents whose middle is moved to the end, for fill-in-the-middle (arXiv 2207.14255)."""
     fim_tokens: tuple[int, ...] = ()
     """Ids of the three tokens that mark prefix, suffix and middle; needed with fim_rate."""
     workers: int = 0
-    """Processes of each rank that read ahead, for sources that compute (hf:); 0: a thread, enough for token files."""
+    """Processes of each rank that read ahead, for hf: sources, which compute; 0: a thread, enough for token files."""
     tokenizer: str = "bytes"
     """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
     accept_changed: bool = False
-    """Go on from a checkpoint although files that it was trained on have other contents now, which is else refused."""
+    """Resume although files that the checkpoint was trained on have other contents now. By default this is refused."""
 
 
 @dataclass(frozen=True)
@@ -204,13 +212,13 @@ class CheckpointConfig:
     """Saving and resuming, in run_dir/checkpoints."""
 
     every: int = 0
-    """Steps between checkpoints; 0 saves none but, with save_last, the last."""
+    """Steps between checkpoints; 0 saves none, or with save_last only the last."""
     save_last: bool = True
     """Save after the last step."""
     resume: str = "auto"
-    """auto: the newest complete checkpoint of the run folder, if there is one; none; or a checkpoint's folder."""
+    """auto: the newest complete checkpoint of the run folder, if any; none: start anew; or a checkpoint's folder."""
     init_from: str = "none"
-    """A checkpoint's folder, of any run: one that resumes nothing starts from its weights, at step 0, moments 0."""
+    """Folder of a checkpoint of any run. If nothing is resumed, start from its weights, at step 0 with moments of 0."""
     strict: bool = True
     """init_from must hold this model's tensors and no others. Off: those that fit are loaded, the others are listed."""
     async_save: bool = False
@@ -223,7 +231,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What a run says while it goes on. metrics.jsonl is always written."""
+    """What a run logs. metrics.jsonl is always written."""
 
     every: int = 1
     """Steps between log lines."""
@@ -237,17 +245,17 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """What computes the ops that are fused: norms, activations, rotation, dropout, cross entropy, AdamW."""
+    """Implementations of fused ops: norms, activations, rotation, dropout, cross entropy, AdamW."""
 
     backend: Literal["auto", "triton", "torch", "apex"] = "auto"
     """auto: our Triton kernels on GPUs, torch's ops elsewhere. apex: NVIDIA's norms, AdamW and weight gradients."""
     loss_chunk: int = 0
-    """Tokens whose logits are held at once, computed twice; 0 holds those of the micro-batch, computed once."""
+    """Tokens whose logits are held at a time, computed twice; 0 holds those of a micro-batch, computed once."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How ranks start. Under torchrun or Slurm leave nproc at 0: their variables are used."""
+    """How ranks start. Under torchrun or Slurm leave nproc at 0: ranks then read their variables."""
 
     nproc: int = 0
     """Start this many local ranks; 0 starts none."""
@@ -256,9 +264,9 @@ class LaunchConfig:
     timeout_seconds: float = 300.0
     """A collective that takes longer ends the run, and names the rank that did not arrive."""
     time_limit: float = 0.0
-    """Minutes after which the run saves at the end of a step and exits with 75; 0: none. SIGTERM and SIGUSR1 do too."""
+    """Minutes until the run saves at the end of a step and exits with 75, as after SIGTERM or SIGUSR1; 0: no limit."""
     threads: int = 0
-    """CPU threads of each rank; 0: OMP_NUM_THREADS if set, else the cores that ranks of a node may use, shared out."""
+    """CPU threads of each rank; 0: OMP_NUM_THREADS, or if that is not set an equal share of the node's usable cores."""
 
 
 @dataclass(frozen=True)
@@ -281,31 +289,38 @@ class Config:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Value of every option by its dotted path, in the order of the fields."""
+    """The value of every option, by dotted path, in the order of the fields."""
     values: dict[str, Any] = {}
     for f in fields(config):
         value = getattr(config, f.name)
-        values |= flatten(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name: value}
+        if is_dataclass(value):
+            values |= flatten(value, f"{prefix}{f.name}.")
+        else:
+            values[prefix + f.name] = value
     return values
 
 
 def option_types(section: Any = Config, prefix: str = "") -> dict[str, Any]:
-    """Type annotation of every option by its dotted path, in the order of the fields."""
+    """The type annotation of every option, by dotted path, in the order of the fields."""
     types: dict[str, Any] = {}
     for name, annotation in get_type_hints(section).items():
-        is_section = is_dataclass(annotation)
-        types |= option_types(annotation, f"{prefix}{name}.") if is_section else {prefix + name: annotation}
+        if is_dataclass(annotation):
+            types |= option_types(annotation, f"{prefix}{name}.")
+        else:
+            types[prefix + name] = annotation
     return types
 
 
 def unflatten(values: Mapping[str, Any]) -> Config:
-    """The inverse of `flatten`: a Config out of a value for every option."""
+    """Make a Config from a value for every option, by dotted path. The inverse of `flatten`."""
     return _build(Config, values, "")
 
 
 def _build(section: Any, values: Mapping[str, Any], prefix: str) -> Any:
     arguments = {}
     for name, annotation in get_type_hints(section).items():
-        is_section = is_dataclass(annotation)
-        arguments[name] = _build(annotation, values, f"{prefix}{name}.") if is_section else values[prefix + name]
+        if is_dataclass(annotation):
+            arguments[name] = _build(annotation, values, f"{prefix}{name}.")
+        else:
+            arguments[name] = values[prefix + name]
     return section(**arguments)

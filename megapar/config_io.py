@@ -1,7 +1,8 @@
-"""Options from TOML files and flags, each with its source, and back to TOML.
+"""Reads options from TOML files and flags, with the source of each value, and writes them as TOML.
 
-A value comes from the default, then from a TOML file (`--config`, whose `base` key names a file to start from), then
-from a flag (`--section.key value`). What cannot be understood is a ConfigError that says where it stands, in one line.
+A flag (`--section.key value`) wins over a TOML file, and a TOML file (`--config`) wins over the default. The key `base`
+of a TOML file names another file to start from. Input that cannot be understood raises ConfigError, whose message says
+in one line where it stands.
 """
 
 import json
@@ -23,7 +24,10 @@ from megapar.errors import ConfigError
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration and where each of its values came from: "default", a file's name or "flag", by dotted path."""
+    """A configuration and the source of each value.
+
+    `sources` holds "default", "flag" or the name of a file, by dotted path.
+    """
 
     config: Config
     sources: Mapping[str, str]
@@ -39,14 +43,14 @@ class _CommandLine(Config):
 
 class _Flag(NamedTuple):
     option: str
-    words: tuple[str, ...]  # as typed: the flag and its values
+    words: tuple[str, ...]  # the flag and its values as they were typed
 
 
 def load(argv: Sequence[str]) -> Resolved:
-    """Options from the flags in `argv` (without the program's name), above `--config`'s files, above the defaults.
+    """Read options from the flags in `argv` (without the program's name) and from the files that `--config` names.
 
-    `--help` prints every option with the value that it would have, and exits. Raises ConfigError for a flag, key, type
-    or file that is not understood; `validate` judges what the values mean.
+    `--help` prints every option with the value that it would have, then exits. Raises ConfigError for a flag, key, type
+    or file that is not understood. Whether the values can run is checked by `validate`.
     """
     flags = _split(argv)
     values = flatten(Config())
@@ -62,15 +66,16 @@ def load(argv: Sequence[str]) -> Resolved:
 
 
 def to_toml(resolved: Resolved, derived: Config | None = None) -> str:
-    """The configuration as TOML, each value with its source as a comment; loading it gives the same Config.
+    """The configuration as TOML, with the source of each value as a comment. Loading the text gives the same Config.
 
-    `derived` is what `validate` made of it: where the two differ (a 0 that means "the world size decides") the value
-    that the run uses stands in the comment, so the file serves other world sizes too.
+    `derived` is the result of `validate`. Where a value differs there, as a 0 that means "the world size decides", the
+    comment shows the derived value. The value itself stays as given, so that the file serves other world sizes too.
     """
     values = flatten(resolved.config)
     used = flatten(derived or resolved.config)
     lines = {}
     for path, value in values.items():
+        # A file's name may hold any letter; a line break in it would end the comment.
         comment = "".join(c if c.isprintable() else "?" for c in resolved.sources[path])
         if used[path] != value:
             comment += f", here {_toml(used[path])}"
@@ -80,28 +85,35 @@ def to_toml(resolved: Resolved, derived: Config | None = None) -> str:
 
 def part_toml(config: Config, parts: Sequence[str]) -> str:
     """The options and sections in `parts`, such as `model` and `data.tokenizer`, as TOML for `--config`."""
-    return _sectioned(
-        {p: _toml(v) for p, v in flatten(config).items() if any(f"{p}.".startswith(f"{part}.") for part in parts)}
-    )
+    lines = {}
+    for path, value in flatten(config).items():
+        # The dot keeps `data.train` from matching an option whose name only begins alike.
+        if any(f"{path}.".startswith(f"{part}.") for part in parts):
+            lines[path] = _toml(value)
+    return _sectioned(lines)
 
 
 def _sectioned(lines: Mapping[str, str]) -> str:
-    """TOML out of what stands behind "key = " of each option, by dotted path."""
+    """Join lines to a TOML text. `lines` holds the text after "key = " of each option, by dotted path."""
     sections: dict[str, list[str]] = {}
     for path, line in lines.items():
         section, _, key = path.rpartition(".")
         sections.setdefault(section, []).append(f"{key} = {line}")
-    top = sections.pop("", [])
-    return "\n".join([*top, *(line for name, found in sections.items() for line in ("", f"[{name}]", *found)), ""])
+    # Keys without a section come first: TOML would read them as part of the section above them.
+    text = sections.pop("", [])
+    for name, section_lines in sections.items():
+        text += ["", f"[{name}]", *section_lines]
+    return "\n".join([*text, ""])
 
 
 # Flags
 
 
 def _split(argv: Sequence[str]) -> list[_Flag]:
-    """Group `argv` into flags with their values. Raises ConfigError naming every flag that does not exist."""
+    """Group `argv` into flags and their values. Raises ConfigError that names every flag that does not exist."""
     types = option_types(_CommandLine)
     options = {path: path for path in types} | {"help": "help"}
+    # tyro accepts --section.no_key for a boolean option.
     for path, annotation in types.items():
         if annotation is bool:
             section, dot, key = path.rpartition(".")
@@ -110,13 +122,15 @@ def _split(argv: Sequence[str]) -> list[_Flag]:
     problems = []
     for word in argv:
         if word.startswith("--") or word == "-h":
-            name = "help" if word == "-h" else word[2:].partition("=")[0].replace("-", "_")
+            name = word[2:].partition("=")[0].replace("-", "_")
+            if word == "-h":
+                name = "help"
             if name not in options:
                 problems.append(f"--{name}: no such flag{_suggestion(name, list(types))}")
             flags.append(_Flag(options.get(name, name), (word,)))
         elif flags:
             flags[-1] = flags[-1]._replace(words=(*flags[-1].words, word))
-        elif not problems:
+        elif not problems:  # one message is enough for all words before the first flag
             problems.append(f"{word!r} follows no flag; options look like --section.key value")
     problems += _given_twice(flags)
     if problems:
@@ -125,7 +139,7 @@ def _split(argv: Sequence[str]) -> list[_Flag]:
 
 
 def _given_twice(flags: Sequence[_Flag]) -> list[str]:
-    """A problem for each option that several flags set: which of them was meant is not known."""
+    """A message for each option that several flags set. It is not known which of them was meant."""
     by_option: dict[str, list[str]] = {}
     for flag in flags:
         by_option.setdefault(flag.option, []).append(" ".join(flag.words))
@@ -138,6 +152,7 @@ def _given_twice(flags: Sequence[_Flag]) -> list[str]:
 
 
 def _file_of(flag: _Flag) -> str:
+    """The file that `--config FILE` or `--config=FILE` names. Raises ConfigError unless there is exactly one."""
     values = [*flag.words[0].split("=", 1)[1:], *flag.words[1:]]
     if len(values) != 1:
         raise ConfigError(f"{' '.join(flag.words)}: expected one TOML file")
@@ -145,11 +160,11 @@ def _file_of(flag: _Flag) -> str:
 
 
 def _parse(flags: Sequence[_Flag], config: Config) -> Config:
-    """`config` with the flags' values on top. Raises ConfigError for values of the wrong type or number."""
+    """`config` with the values of the flags. Raises ConfigError for values of the wrong type or number."""
     defaults = _CommandLine(**{f.name: getattr(config, f.name) for f in fields(config)})
 
     def parse(words: Sequence[str]) -> _CommandLine | None:
-        # tyro explains a wrong value in a box on stderr and exits; the caller says it in one line.
+        # For a wrong value tyro prints a box to stderr and exits. Messages must be one line, so the box is dropped.
         try:
             with redirect_stderr(StringIO()):
                 return tyro.cli(_CommandLine, args=words, default=defaults, use_underscores=True)
@@ -160,23 +175,27 @@ def _parse(flags: Sequence[_Flag], config: Config) -> Config:
         tyro.cli(_CommandLine, args=["--help"], default=defaults, use_underscores=True)
     parsed = parse([word for flag in flags for word in flag.words])
     if parsed is None:
+        # tyro does not say which flags were wrong, so each is parsed by itself.
         wrong = [flag for flag in flags if parse(flag.words) is None]
         raise ConfigError("\n".join(f"{' '.join(flag.words)}: expected {_expected_words(flag)}" for flag in wrong))
-    found = Config(**{f.name: getattr(parsed, f.name) for f in fields(config)})
-    values = flatten(found)
-    absurd = [flag for flag in flags if not _fits(values.get(flag.option))]
-    if absurd:
-        raise ConfigError("\n".join(f"{' '.join(flag.words)}: expected {_expected_words(flag)}" for flag in absurd))
-    return found
+    resolved = Config(**{f.name: getattr(parsed, f.name) for f in fields(config)})
+    values = flatten(resolved)
+    # Python's integers have no bound, but TOML's have: config.toml must be able to hold every value.
+    too_large = [flag for flag in flags if not _fits(values.get(flag.option))]
+    if too_large:
+        raise ConfigError("\n".join(f"{' '.join(flag.words)}: expected {_expected_words(flag)}" for flag in too_large))
+    return resolved
 
 
 def _fits(value: Any) -> bool:
-    """Whether whole numbers are within 64 bits, as TOML's are."""
+    """Whether each integer of `value`, a number or a tuple, fits into 64 bits, as integers in TOML must."""
     items = value if isinstance(value, tuple) else (value,)
+    # `type` rather than isinstance, because a bool is an int too.
     return all(-(2**63) <= item < 2**63 for item in items if type(item) is int)
 
 
 def _expected_words(flag: _Flag) -> str:
+    """What kind of value a flag takes, in words for messages."""
     annotation = option_types(_CommandLine)[flag.option]
     if annotation is bool:
         section, dot, key = flag.option.rpartition(".")
@@ -188,8 +207,12 @@ def _expected_words(flag: _Flag) -> str:
 
 
 def _read_chain(file: str, above: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file, its options by dotted path) of `file` and those that it is based on, the most basic first."""
+    """Yield (file, its options by dotted path) for the bases of `file`, the most basic first, then for `file` itself.
+
+    `above` are the files whose `base` led here. Raises ConfigError if they form a circle, or a base does not exist.
+    """
     file = os.path.normpath(file)
+    # Compare real paths: a link may close the circle under another name.
     if os.path.realpath(file) in [os.path.realpath(other) for other in above]:
         raise ConfigError(f"{above[-1]}: base leads back to itself: {' -> '.join([*above, file])}")
     text, table = _read(file)
@@ -197,6 +220,7 @@ def _read_chain(file: str, above: tuple[str, ...]) -> Iterator[tuple[str, dict[s
     if base is not None:
         if not isinstance(base, str):
             raise ConfigError(f"{file}:{_line(text, 'base')}: base = {base!r}: expected the path of a TOML file")
+        # Relative to the file that names it, so that configs can be used from any folder.
         target = os.path.join(os.path.dirname(file), base)
         if not os.path.exists(target):
             raise ConfigError(f"{file}:{_line(text, 'base')}: base = {base!r}: no such file {target}")
@@ -205,23 +229,26 @@ def _read_chain(file: str, above: tuple[str, ...]) -> Iterator[tuple[str, dict[s
 
 
 def _read(file: str) -> tuple[str, dict[str, Any]]:
-    """Text and parsed table of a TOML file. Raises ConfigError naming file and line."""
+    """Text and parsed table of a TOML file. Raises ConfigError that names file and line."""
     try:
         with open(file, "rb") as stream:
             data = stream.read()
         text = data.decode()
         table = tomllib.loads(text)
     except OSError as error:
-        reason = "is a folder, not a TOML file" if os.path.isdir(file) else (error.strerror or str(error)).lower()
+        reason = (error.strerror or str(error)).lower()
+        if os.path.isdir(file):
+            reason = "is a folder, not a TOML file"
         raise ConfigError(f"{file}: {reason} (--config names a TOML file)") from None
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ConfigError(f"{file}:{line}: not valid TOML: byte {data[error.start]:#04x} is not UTF-8") from None
     except ValueError as error:
-        found = re.search(r"line (\d+)", str(error))
-        line = int(found[1]) if found else text.count("\n") + 1
+        # tomllib names no line for a text that ends too early: then it is the last one.
+        line_match = re.search(r"line (\d+)", str(error))
+        line = int(line_match[1]) if line_match else text.count("\n") + 1
         raise ConfigError(f"{file}:{line}: not valid TOML: {error}") from None
-    except RecursionError:  # of tomllib, which calls itself for each bracket
+    except RecursionError:  # tomllib calls itself for each bracket
         raise ConfigError(f"{file}:1: not valid TOML: lists or tables are nested too deeply") from None
     if not table:
         raise ConfigError(
@@ -231,21 +258,24 @@ def _read(file: str) -> tuple[str, dict[str, Any]]:
 
 
 def _typed(file: str, text: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a parsed TOML table by dotted path. Raises ConfigError naming every unknown key and wrong type."""
+    """Options of a parsed TOML table, by dotted path. Raises ConfigError naming each unknown key and wrong type."""
     types = option_types()
     options: dict[str, Any] = {}
     problems = []
     try:
         entries = list(_paths(table))
-    except RecursionError:  # a dotted name of thousands of parts, which tomllib does read
+    except RecursionError:  # tomllib reads a dotted name of thousands of parts, `_paths` cannot
         raise ConfigError(f"{file}:1: a name has too many parts; options look like section.key") from None
     for path, raw in entries:
         where = f"{file}:{_line(text, path)}: {path}"
         if any(known.startswith(path + ".") for known in types):
             problems.append(f"{where}: is a section, not an option: write [{path}]")
-        elif path not in types:
+            continue
+        if path not in types:
             problems.append(f"{where}: no such option{_suggestion(path, list(types))}")
-        elif (value := _convert(raw, types[path])) is None:
+            continue
+        value = _convert(raw, types[path])
+        if value is None:
             problems.append(f"{where} = {json.dumps(raw, default=str)}: expected {_expected(types[path])}")
         else:
             options[path] = value
@@ -255,10 +285,11 @@ def _typed(file: str, text: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paths(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every key of nested tables."""
+    """Yield (dotted path, value) of every key of nested tables."""
     for key, value in table.items():
         if isinstance(value, dict) and value:
             yield from _paths(value, f"{prefix}{key}.")
+        # An empty section is no error. Any other empty table is reported as an unknown option.
         elif value != {} or prefix + key not in _sections():
             yield prefix + key, value
 
@@ -268,29 +299,47 @@ def _sections() -> set[str]:
 
 
 def _line(text: str, path: str) -> int:
-    """Number of the line that sets `path` (or opens its table); the first line if it is written in an unusual way."""
+    """Number of the line that sets `path`, or else of the line that opens its table.
+
+    It is 1 if the file is written in a way that these patterns do not know. tomllib keeps no line numbers.
+    """
     table = ""
     nearest = 1
     for number, line in enumerate(text.split("\n"), 1):
-        if header := re.match(r"\s*\[+\s*([\w.-]+)\s*\]", line):
+        header = re.match(r"\s*\[+\s*([\w.-]+)\s*\]", line)
+        if header:
             table = header[1] + "."
             if path == header[1] or path.startswith(table):
                 nearest = number
-        elif (key := re.match(r"\s*([\w.-]+)\s*=", line)) and (path + ".").startswith(f"{table}{key[1]}."):
+            continue
+        key = re.match(r"\s*([\w.-]+)\s*=", line)
+        # The line may set an inline table that holds `path`: its name then is a prefix of the path.
+        if key and (path + ".").startswith(f"{table}{key[1]}."):
             return number
     return nearest
 
 
 def _convert(raw: Any, annotation: Any) -> Any:
-    """A TOML value as an option's type; None if it has another. A whole number is a float too, nothing else is cast."""
+    """Convert a TOML value to an option's type. Returns None if it has another type.
+
+    A whole number is accepted for a float. Nothing else is cast.
+    """
     if get_origin(annotation) is Literal:
-        return next((choice for choice in get_args(annotation) if type(choice) is type(raw) and choice == raw), None)
+        # Types are compared too: to Python True equals 1.
+        for choice in get_args(annotation):
+            if type(choice) is type(raw) and choice == raw:
+                return choice
+        return None
     if get_origin(annotation) is tuple:
-        kinds = get_args(annotation)
-        if not isinstance(raw, list) or (kinds[-1] is not Ellipsis and len(raw) != len(kinds)):
+        item_types = get_args(annotation)
+        any_length = item_types[-1] is Ellipsis
+        if not isinstance(raw, list) or (not any_length and len(raw) != len(item_types)):
             return None
-        items = [_convert(item, kinds[0]) for item in raw]
-        return None if None in items else tuple(items)
+        # All items of an option have the type of the first.
+        items = [_convert(item, item_types[0]) for item in raw]
+        if None in items:
+            return None
+        return tuple(items)
     if not _fits(raw):
         return None
     if annotation is float and type(raw) is int:
@@ -299,33 +348,39 @@ def _convert(raw: Any, annotation: Any) -> Any:
 
 
 def _expected(annotation: Any) -> str:
-    """A type in words, for messages."""
+    """An option's type in words for messages, such as "a whole number"."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, get_args(annotation)))}"
     if get_origin(annotation) is tuple:
-        kinds = get_args(annotation)
-        plural = {int: "whole numbers", float: "numbers", str: "strings"}[kinds[0]]
-        return plural if kinds[-1] is Ellipsis else f"{len(kinds)} {plural}"
+        item_types = get_args(annotation)
+        plural = {int: "whole numbers", float: "numbers", str: "strings"}[item_types[0]]
+        return plural if item_types[-1] is Ellipsis else f"{len(item_types)} {plural}"
     return words[annotation]
 
 
 def _toml(value: Any) -> str:
-    """A value of one of our option types in TOML."""
+    """A value of an option, as TOML."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, str):
-        # A JSON string is a TOML basic string but for DEL, which TOML wants escaped.
+        # A JSON string is a valid TOML string, except that TOML wants the character DEL escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:
-    """'; did you mean X?' for the path in `known` most like `name`, in whole or in its last part; '' if none is."""
+    """Text that suggests the path in `known` that is most like `name`, such as "; did you mean train.steps?".
+
+    Both the whole paths and their last parts are compared. Returns "" if no path is similar.
+    """
 
     def likeness(path: str) -> float:
         whole = SequenceMatcher(None, name, path).ratio()
         last = SequenceMatcher(None, name.rpartition(".")[2], path.rpartition(".")[2]).ratio()
+        # A match of the whole path wins over an equal match of the last part alone.
         return max(whole, last - 0.05)
 
     best = max(known, key=likeness)

@@ -1,7 +1,7 @@
-"""The rank grid: which ranks form which tensor, context, data and pipeline group.
+"""The rank grid: which ranks form each tensor, context, data and pipeline group.
 
-`rank_groups` and `coordinates` are pure arithmetic, testable for thousands of ranks without a process.
-`ParallelContext` is what the rest of the code receives: one `Axis` a direction of the grid, with its process group.
+`rank_groups` and `coordinates` are pure arithmetic, so they can be tested for thousands of ranks without a process. The
+rest of the code receives a `ParallelContext`: one `Axis` for each direction of the grid, with its process group.
 """
 
 import math
@@ -18,7 +18,7 @@ DEFAULT_ORDER = "tp-cp-dp-pp"
 
 
 def coordinates(rank: int, sizes: Mapping[str, int], order: str = DEFAULT_ORDER) -> dict[str, int]:
-    """Position of `rank` on each axis. The first axis named in `order` varies fastest."""
+    """The position of `rank` on each axis, by name. The first axis named in `order` varies fastest."""
     position = {}
     for name in order.split("-"):
         rank, position[name] = divmod(rank, sizes[name])
@@ -28,9 +28,10 @@ def coordinates(rank: int, sizes: Mapping[str, int], order: str = DEFAULT_ORDER)
 def rank_groups(sizes: Mapping[str, int], axes: Sequence[str], order: str = DEFAULT_ORDER) -> list[tuple[int, ...]]:
     """All groups of ranks that differ only in their position on `axes`, as Megatron's RankGenerator lists them.
 
-    Within a group ranks ascend, so the axis that comes first in `order` varies fastest.
+    Ranks ascend within a group, so among `axes` the one that comes first in `order` varies fastest.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
+    # Ranks that agree on all other axes are in one group.
     for rank in range(math.prod(sizes.values())):
         position = coordinates(rank, sizes, order)
         key = tuple(position[name] for name in order.split("-") if name not in axes)
@@ -40,7 +41,7 @@ def rank_groups(sizes: Mapping[str, int], axes: Sequence[str], order: str = DEFA
 
 @dataclass
 class Traffic:
-    """What went over one axis: calls and bytes sent by this rank (ring algorithms), by kind of operation."""
+    """Calls, and bytes sent by this rank (with ring algorithms), over one axis, by name of the operation."""
 
     calls: dict[str, int] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
@@ -56,10 +57,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Axis:
-    """One line of the rank grid: this rank's peers in one direction.
+    """One direction of the rank grid: the ranks that differ from this rank in this direction alone.
 
-    `ranks` are global ranks, `rank` is the position among them. `group` is None at size 1: collectives are then no-ops.
-    `log` keeps the newest operations; None at size 1.
+    `ranks` are global ranks. `rank` is this rank's position among them. `group` is None at size 1, where collectives do
+    nothing. `log` keeps the newest operations. It is None at size 1.
     """
 
     name: str
@@ -81,9 +82,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Where this rank stands. `grad` is dp x cp, over which gradients are summed and ZeRO shards are cut;
-    `ends` holds the ranks of this pipeline on which copies of a tied embedding live, size 1 on all others.
-    `flight` is where this rank writes what it is doing."""
+    """The position of this rank in the grid, its device and its flight log.
+
+    `grad` is dp x cp: gradients are summed and ZeRO shards are cut over it. `ends` holds the ranks of this pipeline
+    that hold copies of a tied embedding, and has size 1 on all other ranks. `flight` is the log in which this rank
+    writes what it is doing.
+    """
 
     tp: Axis
     cp: Axis
@@ -100,7 +104,7 @@ class ParallelContext:
         return (self.tp, self.cp, self.dp, self.pp, self.grad, self.ends, self.world)
 
     def traffic(self) -> dict[str, int]:
-        """Bytes sent so far by this rank, by axis; axes that sent nothing are left out."""
+        """Bytes sent so far by this rank, by name of the axis. Axes over which nothing was sent are left out."""
         return {axis.name: axis.traffic.total() for axis in self.axes if axis.traffic.total()}
 
 
@@ -120,23 +124,28 @@ def planned(
     ends: Iterable[int] | None = None,
     device: torch.device,
 ) -> ParallelContext:
-    """The context that `create` would give to `rank`, without process groups: on the meta device collectives give
-    shapes alone."""
+    """The context that `create` would give to `rank`, but without process groups.
+
+    Collectives work with it on the meta device alone, where they compute shapes.
+    """
     sizes = {"tp": tp, "cp": 1, "dp": dp, "pp": pp}
-    place = coordinates(rank, sizes, order)
-    axes = {name: Axis(name, size, place[name], tuple(range(size))) for name, size in sizes.items()}
-    axes["grad"] = Axis("grad", dp, place["dp"], tuple(range(dp)))
+    position = coordinates(rank, sizes, order)
+    # Dry runs read sizes and positions alone, so `ranks` need not be the global ranks.
+    axes = {name: Axis(name, size, position[name], tuple(range(size))) for name, size in sizes.items()}
+    axes["grad"] = Axis("grad", dp, position["dp"], tuple(range(dp)))
     axes["world"] = Axis("world", tp * dp * pp, rank, tuple(range(tp * dp * pp)))
     holders = _holders(ends, pp)
     axes["ends"] = Axis("ends")
-    if place["pp"] in holders:
-        axes["ends"] = Axis("ends", len(holders), holders.index(place["pp"]), tuple(range(len(holders))))
+    if position["pp"] in holders:
+        axes["ends"] = Axis("ends", len(holders), holders.index(position["pp"]), tuple(range(len(holders))))
     return ParallelContext(**axes, device=device, flight=Flight())
 
 
 def _holders(ends: Iterable[int] | None, pp: int) -> list[int]:
-    """The pipeline ranks that hold a tied embedding, each once."""
-    return sorted({0, pp - 1} if ends is None else set(ends))
+    """The pipeline ranks that hold a tied embedding, sorted, each once. None means the first and the last."""
+    if ends is None:
+        return sorted({0, pp - 1})
+    return sorted(set(ends))
 
 
 def create(
@@ -152,9 +161,9 @@ def create(
     flight: Flight | None = None,
 ) -> ParallelContext:
     """Make the process groups. A collective: every rank of an initialized world calls it with the same arguments.
-    Collectives that take longer than `timeout_seconds` raise; torch's groups do not inherit it from the world's.
-    `ends` are the pipeline ranks that hold a tied embedding: the first and the last one unless given.
-    `flight` is where this rank logs its operations; without one it is memory of this process alone.
+
+    Collectives that take longer than `timeout_seconds` raise an error. `ends` are the pipeline ranks that hold a tied
+    embedding, by default the first and the last. `flight` is the log of this rank's operations, by default private.
 
     Raises ValueError if the sizes do not multiply to the world size or `order` does not name each axis once.
     """
@@ -170,26 +179,31 @@ def create(
         return single(device, flight)
     flight = flight or Flight()
     rank = dist.get_rank()
+    # Axes with the same ranks share one group: each group costs memory and connections.
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): dist.group.WORLD}
 
     def axis(name: str, groups: list[tuple[int, ...]]) -> Axis:
+        # new_group is a collective over the world, so every rank makes the groups of all ranks in the same order.
         for ranks in groups:
             if len(ranks) > 1 and ranks not in made:
+                # A new group does not inherit the timeout of the world.
                 made[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
-        mine = next((ranks for ranks in groups if rank in ranks), (rank,))
-        if len(mine) == 1:
-            return Axis(name, ranks=mine)
-        log = flight.axis(name, mine[0], len(mine), mine.index(rank))
-        return Axis(name, len(mine), mine.index(rank), mine, made[mine], log=log)
+        members = next((ranks for ranks in groups if rank in ranks), (rank,))
+        if len(members) == 1:
+            return Axis(name, ranks=members)
+        position = members.index(rank)
+        log = flight.axis(name, members[0], len(members), position)
+        return Axis(name, len(members), position, members, made[members], log=log)
 
-    lines = rank_groups(sizes, ["pp"], order)
+    pipelines = rank_groups(sizes, ["pp"], order)
+    holders = _holders(ends, pp)
     return ParallelContext(
         tp=axis("tp", rank_groups(sizes, ["tp"], order)),
         cp=axis("cp", rank_groups(sizes, ["cp"], order)),
         dp=axis("dp", rank_groups(sizes, ["dp"], order)),
-        pp=axis("pp", lines),
+        pp=axis("pp", pipelines),
         grad=axis("grad", rank_groups(sizes, ["dp", "cp"], order)),
-        ends=axis("ends", [tuple(line[place] for place in _holders(ends, pp)) for line in lines]),
+        ends=axis("ends", [tuple(ranks[holder] for holder in holders) for ranks in pipelines]),
         world=axis("world", [tuple(range(world_size))]),
         device=device or torch.device("cpu"),
         flight=flight,

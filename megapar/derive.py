@@ -1,4 +1,4 @@
-"""What follows from the options of a run: values that were left to be derived, and numbers that they decide."""
+"""Computes values that follow from the options of a run: options left to be derived, and numbers that they decide."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ from megapar.model_rules import ModelRules
 
 
 def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
-    """The config with zeros and "auto" that mean "derived" filled in, for `world_size` ranks."""
+    """Fill in the options whose 0 or "auto" means "derived", for `world_size` ranks. Returns a new config."""
     model = config.model
     parallel = config.parallel
     activation: Any = rules.activations[0]
@@ -22,15 +22,18 @@ def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
         intermediate_size=model.intermediate_size or 4 * model.hidden_size,
     )
     parallel = replace(parallel, dp=parallel.dp or world_size // (parallel.tp * parallel.pp))
-    # A reduce-scatter gives each replica its share of a bucket: 4 MiB (2^20 elements) keep it from waiting for latency.
-    # Megatron-LM's buckets grow alike, max(40 M, 1 M * dp) elements.
+    # A reduce-scatter gives each replica an equal share of a bucket. With a share of 4 MiB (2^20 fp32 elements) the
+    # transfer takes longer than its latency. Megatron-LM's buckets grow alike: max(40 M, 1 M * dp) elements.
     bucket_mb = config.optimizer.bucket_mb or max(64.0, 4.0 * parallel.dp)
     optimizer = replace(config.optimizer, bucket_mb=bucket_mb)
     return replace(config, model=model, parallel=parallel, optimizer=optimizer)
 
 
 def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
-    """The config with the tokenizer's size for `model.vocab_size` 0. Raises ConfigError if a given size is smaller."""
+    """Replace `model.vocab_size` 0 by the size of the tokenizer.
+
+    Raises ConfigError if `model.vocab_size` is given and smaller than the tokenizer.
+    """
     if config.model.vocab_size == 0:
         return replace(config, model=replace(config.model, vocab_size=tokenizer_size))
     if config.model.vocab_size < tokenizer_size:
@@ -40,5 +43,6 @@ def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
 
 
 def num_microbatches(config: Config) -> int:
-    """Forward passes that a data-parallel replica makes in one step, at most: some may make one fewer."""
-    return -(-config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp))
+    """The largest number of micro-batches that a data-parallel replica has in one step. Others may have one fewer."""
+    samples = config.train.micro_batch_size * config.parallel.dp
+    return -(-config.train.global_batch_size // samples)

@@ -1,5 +1,7 @@
-"""The machine: environment, device, backend, threads, determinism. The only reader of os.environ, the only place that
-knows "cuda"."""
+"""Everything about the machine: environment variables, device, backend, threads, determinism.
+
+No other file reads os.environ, and no other module of megapar uses torch.cuda.
+"""
 
 import errno
 import os
@@ -18,15 +20,18 @@ from megapar.errors import ConfigError
 
 
 class Peak(NamedTuple):
-    """Dense peaks (without sparsity) of one device in TFLOP/s: bf16 and fp16, TF32 on tensor cores, fp32 without
-    them."""
+    """Peaks of one device in TFLOP/s, dense (without sparsity).
+
+    `half` is for bf16 and fp16, `tf32` for TF32 on tensor cores, `fp32` for fp32 without tensor cores.
+    """
 
     half: float
     tf32: float
     fp32: float
 
 
-# From NVIDIA's data sheets, by a part of the device's name. The first that fits counts: "GB200" contains "B200".
+# From NVIDIA's data sheets, by a part of the device's name. The first match is used, so "GB200" must come before
+# "B200", which it contains.
 PEAK_TFLOPS = {
     "GB200": Peak(2500.0, 1250.0, 80.0),
     "B200": Peak(2250.0, 1125.0, 75.0),
@@ -41,11 +46,12 @@ PEAK_TFLOPS = {
 
 @dataclass(frozen=True)
 class Environment:
-    """This process among its peers, and where they meet.
+    """The position of this process among the ranks of the job, and how the ranks find each other.
 
-    `meeting` is "tcp://host:port" or "file://path" of the store at which ranks find each other, "" for one process.
-    `serves_store`: rank 0 must open the TCP store itself; torchrun's agent has opened one already. `attempt` counts
-    torchrun's restarts. `launcher` started this process. `cores` are those that this rank may use.
+    `meeting` is the address of the store through which ranks find each other: "tcp://host:port" or "file://path", ""
+    for one process. `serves_store` means that this process must open the TCP store: rank 0, unless torchrun's agent has
+    opened it already. `attempt` counts torchrun's restarts. `launcher` is what started this process. `cores` is the
+    number of CPU cores that this rank may use.
     """
 
     rank: int = 0
@@ -64,17 +70,19 @@ class Environment:
         return self.launcher in ("torchrun", "slurm")
 
 
-# What a launcher tells each process apart. The other variables are the same on all ranks.
+# Variables that differ between processes. An error in one of them is an error of that process alone. The other
+# variables are the same on all ranks.
 _OWN_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """This process's rank, from torchrun's variables (RANK, WORLD_SIZE ...), else from those of a Slurm step, else one
-    process.
+    """Read the rank of this process from torchrun's variables (RANK, WORLD_SIZE ...) or from those of a Slurm step.
 
-    Raises ConfigError, naming the variable, if some are missing, are no numbers, or contradict each other.
+    Without either, this is the only process. Raises ConfigError that names the variable if some are missing, are no
+    numbers, or contradict each other.
     """
     env = os.environ if variables is None else variables
+    # torchrun first: started inside a Slurm step, it sets its own variables beside those of Slurm.
     if "RANK" in env or "WORLD_SIZE" in env:
         return _torchrun_environment(env)
     if in_slurm_step(env):
@@ -83,26 +91,32 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def first_to_speak() -> bool:
-    """Whether this process tells errors before ranks know each other: rank 0, or a process whose own variables are
-    wrong, because no other process can tell that."""
+    """Whether this process prints errors that arise before the ranks know each other.
+
+    That is rank 0, or a process whose own variables are wrong, because no other process knows about that error.
+    """
     try:
         return environment().rank == 0
     except ConfigError as error:
-        return not error.everywhere or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+        if not error.everywhere:
+            return True
+        # All ranks have this error. The rank is compared as text, because it may be what is wrong.
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        return rank == "0"
 
 
 def in_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether srun started this process.
 
-    The shell of a batch script or of salloc has SLURM_NTASKS and SLURM_PROCID too, but it is no task: its step has no
-    number, or one of the numbers from 0xfffffffa that Slurm reserves (interactive, batch, external).
+    The shell of a batch script or of salloc has SLURM_NTASKS and SLURM_PROCID too, but it is no task. Its step has no
+    number, or one of the numbers from 0xfffffffa on, which Slurm reserves (interactive, batch, external).
     """
     step = env.get("SLURM_STEP_ID", "")
     return "SLURM_PROCID" in env and step.isdigit() and int(step) < 0xFFFFFFFA
 
 
 def refuse_slurm_shell(variables: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError in the shell of a Slurm allocation of several tasks: training there would use one of them."""
+    """Raise ConfigError in the shell of a Slurm allocation of several tasks, where training would use one."""
     env = os.environ if variables is None else variables
     if _number(env, "SLURM_NTASKS", 1) > 1 and not in_slurm_step(env) and "RANK" not in env:
         raise ConfigError(
@@ -112,7 +126,9 @@ def refuse_slurm_shell(variables: Mapping[str, str] | None = None) -> None:
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = env.get(name, "" if default is None else str(default))
+    """The whole number in variable `name`, or `default`. Raises ConfigError for other text or without a value."""
+    fallback = "" if default is None else str(default)
+    text = env.get(name, fallback)
     if not re.fullmatch(r"\d+", text):
         shown = f"{name}={text!r}" if name in env else f"{name} is not set"
         error = ConfigError(f"{shown}: a launcher sets it to a whole number; use torchrun, srun or --launch.nproc")
@@ -122,7 +138,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def _of_this_process(text: str) -> ConfigError:
-    """An error in what a launcher told this process alone: other ranks do not raise it."""
+    """An error in variables that differ between processes. Other ranks do not raise it, so this process prints it."""
     error = ConfigError(text)
     error.everywhere = False
     return error
@@ -136,15 +152,18 @@ def _torchrun_environment(env: Mapping[str, str]) -> Environment:
     if rank >= world_size:
         raise _of_this_process(f"RANK={rank}, WORLD_SIZE={world_size}: ranks count from 0 to {world_size - 1}")
     if local_rank >= local_world_size:
-        local_world_size = local_rank + 1  # set by hand: LOCAL_RANK alone says how many there are at least
-    # torchrun's agent serves the store of its workers; without the agent rank 0 does.
+        # Somebody has set LOCAL_RANK without LOCAL_WORLD_SIZE: there are at least this many.
+        local_world_size = local_rank + 1
+    # One process has nobody to meet, and may lack MASTER_ADDR and MASTER_PORT.
+    meeting = _tcp_meeting(env, "torchrun sets them") if world_size > 1 else ""
+    # torchrun's agent opens the store for its workers. Without an agent rank 0 must open it.
     agent_serves = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Environment(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        meeting=_tcp_meeting(env, "torchrun sets them") if world_size > 1 else "",
+        meeting=meeting,
         serves_store=rank == 0 and not agent_serves,
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         launcher="torchrun",
@@ -154,20 +173,24 @@ def _torchrun_environment(env: Mapping[str, str]) -> Environment:
 
 def _slurm_environment(env: Mapping[str, str]) -> Environment:
     rank = _number(env, "SLURM_PROCID")
-    world_size = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
+    # A step may have fewer tasks than the allocation, so the step's number comes first.
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    world_size = _number(env, size_name)
     local_world_size = _tasks_on_this_node(env)
     if rank >= world_size:
         text = f"SLURM_PROCID={rank} of {world_size} tasks: this process inherited another step's variables"
         raise _of_this_process(text)
-    # srun binds a task to its own cores if it was told how many: then they are not shared out again.
+    # With --cpus-per-task srun binds each task to its own cores. They must not be divided by the tasks a second time.
     cores = _number(env, "SLURM_CPUS_PER_TASK", max(1, usable_cores() // local_world_size))
     example = "export the first node's name and a free port, as pretrain_scripts/llama_70b_slurm.sh does"
+    local_rank = _number(env, "SLURM_LOCALID")
+    meeting = _tcp_meeting(env, example) if world_size > 1 else ""
     return Environment(
         rank=rank,
         world_size=world_size,
-        local_rank=_number(env, "SLURM_LOCALID"),
+        local_rank=local_rank,
         local_world_size=local_world_size,
-        meeting=_tcp_meeting(env, example) if world_size > 1 else "",
+        meeting=meeting,
         serves_store=rank == 0,
         launcher="slurm",
         cores=max(1, min(cores, usable_cores())),
@@ -175,6 +198,7 @@ def _slurm_environment(env: Mapping[str, str]) -> Environment:
 
 
 def _tcp_meeting(env: Mapping[str, str], example: str) -> str:
+    """The address of the TCP store. Raises ConfigError if MASTER_ADDR or MASTER_PORT is missing or wrong."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} not set: ranks cannot find each other; {example}")
@@ -185,7 +209,12 @@ def _tcp_meeting(env: Mapping[str, str], example: str) -> str:
 
 
 def _tasks_on_this_node(env: Mapping[str, str]) -> int:
-    """From "8(x2),3": two nodes with 8 tasks, then one with 3; this node's number is SLURM_NODEID."""
+    """The number of tasks of this job step on this node.
+
+    Slurm lists the tasks of all nodes: "8(x2),3" means two nodes with 8 tasks each, then one with 3. SLURM_NODEID is
+    the index of this node.
+    """
+    # The step's list comes first, as a step may use fewer tasks than the allocation.
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
     if text is None:
         return _number(env, "SLURM_NTASKS_PER_NODE", 1)
@@ -202,9 +231,10 @@ def _tasks_on_this_node(env: Mapping[str, str]) -> int:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use: its affinity mask, and the container's quota where there is one."""
+    """CPU cores that this process may use: those of its affinity mask, limited by the container's quota."""
+    # macOS has no affinity masks.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")  # "max 100000" or "200000 100000": microseconds of each period
+    quota = Path("/sys/fs/cgroup/cpu.max")  # such as "200000 100000" or "max 100000": limit and period in us
     if quota.is_file():
         limit, period = quota.read_text().split()
         if limit != "max":
@@ -213,14 +243,15 @@ def usable_cores() -> int:
 
 
 def cuda_devices() -> int:
-    """GPUs that torch sees, without starting CUDA in this process (so that it can still fork)."""
+    """Number of GPUs that torch sees. Does not start CUDA in this process, which could not fork afterwards."""
     return torch.cuda.device_count()
 
 
 def unseen_gpu(variables: Mapping[str, str] | None = None, nodes: Path = Path("/dev")) -> str:
-    """Why torch sees none of this machine's NVIDIA GPUs, as a sentence; "" if it sees one or there is none.
+    """A sentence that says why torch sees none of this machine's NVIDIA GPUs.
 
-    A machine has a GPU if the driver made /dev/nvidia0 and so on. CUDA_VISIBLE_DEVICES="" hides them on purpose.
+    Returns "" if torch sees a GPU, or if there is none to see. A machine has a GPU if its driver has made /dev/nvidia0
+    and so on. CUDA_VISIBLE_DEVICES="" hides them on purpose.
     """
     env = os.environ if variables is None else variables
     gpus = [path.name for path in nodes.glob("nvidia[0-9]*")]
@@ -235,12 +266,13 @@ def unseen_gpu(variables: Mapping[str, str] | None = None, nodes: Path = Path("/
 
 
 def choose(name: str, local_rank: int, local_world_size: int, *, own_gpus: bool = False) -> torch.device:
-    """The device of this rank: `cpu`, `cuda`, or `auto`, which is cuda where torch sees a GPU.
+    """The device of this rank. `name` is `cpu`, `cuda`, or `auto`: cuda where torch sees a GPU, else cpu.
 
-    `own_gpus`: a launcher may show each task its own GPU alone, as Slurm's --gpus-per-task does; a task that sees one
-    then uses it. (Ranks that share a GPU after all are refused when they meet: megapar.rendezvous.) Raises ConfigError
-    if there are GPUs, but fewer than local ranks, or none and `cuda` was asked for: training never moves to the CPU in
-    silence.
+    `own_gpus`: the launcher may show each task its own GPU alone, as Slurm's --gpus-per-task does. A task that sees one
+    GPU then uses it. If tasks share that GPU after all, `megapar.rendezvous` refuses the run.
+
+    Raises ConfigError if there are fewer GPUs than local ranks, or no GPU where `cuda` was asked for. A run that was
+    meant for GPUs must not run on CPUs unnoticed.
     """
     visible = cuda_devices()
     if name == "cpu" or (name == "auto" and visible == 0):
@@ -259,41 +291,45 @@ def choose(name: str, local_rank: int, local_world_size: int, *, own_gpus: bool 
 
 
 def backend(device: torch.device) -> str:
-    """nccl between GPUs, gloo between CPUs."""
+    """The backend of collectives: nccl between GPUs, gloo between CPUs."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def choose_kernels(name: Backend, device: torch.device) -> Kernels:
-    """The implementation of each op that `kernels.backend` means here. Raises ConfigError if it cannot serve.
+    """Choose the implementation of each op for `kernels.backend` and this device.
 
-    Attention is cuDNN's on Hopper and Blackwell, unless deterministic kernels were asked for.
+    Attention uses cuDNN on Hopper and Blackwell, unless deterministic kernels were asked for. Raises ConfigError if the
+    backend does not work here.
     """
     modern = device.type == "cuda" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
     deterministic = torch.are_deterministic_algorithms_enabled()
+    attention: Literal["cudnn", "torch"] = "cudnn" if modern and not deterministic else "torch"
     try:
-        return select(name, device, "cudnn" if modern and not deterministic else "torch")
+        return select(name, device, attention)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
 def prepare(device: torch.device, *, threads: int, cores: int = 1, deterministic: bool) -> None:
-    """Threads, current GPU and kernel choice of this process.
+    """Set threads, current GPU, deterministic kernels and library settings of this process. Call it before CUDA starts.
 
-    `threads` 0 leaves OMP_NUM_THREADS as it is, or takes `cores` where that is not set. Raises ConfigError if CUDA does
-    not start.
+    `threads` 0 leaves the number of threads to OMP_NUM_THREADS, or to `cores` if that is not set. Raises ConfigError if
+    CUDA does not start.
     """
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 turns it off: results would move
+    # Triton 3.10 turns fusion off by default. Results must not depend on the version.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     if threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads or cores)
     if deterministic:
+        # cuBLAS gives the same bits each time only with a fixed workspace, and torch then insists on this setting.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # Else torch fills every buffer that it hands out, which our kernels write whole.
+        # By default torch also fills each empty buffer in this mode. Our kernels write their buffers whole.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type == "cuda":
-        # Read when CUDA starts. Segments that grow leave no holes between tensors of many sizes: at 8B parameters,
-        # what a fixed segment wastes decides whether the model fits.
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same setting
+        # CUDA reads this setting when it starts. Segments that can grow leave no holes between tensors of many sizes.
+        # At 8B parameters the memory that fixed segments waste decides whether the model fits.
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of this setting: the user has chosen
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         try:
             torch.cuda.set_device(device)
@@ -305,27 +341,30 @@ def prepare(device: torch.device, *, threads: int, cores: int = 1, deterministic
 
 
 def gpu_id(device: torch.device) -> str:
-    """The serial number of a GPU (UUID), by which ranks notice that they share one; "" for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    """The UUID of a GPU, "" for a CPU. Ranks compare it to find out whether they share a GPU."""
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def set_current(device: torch.device) -> None:
-    """Make `device` this thread's GPU. A new thread begins with GPU 0, whatever the thread that started it uses."""
+    """Make `device` the current GPU of this thread. A new thread starts with GPU 0, whatever its parent thread uses."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a clock read next measures finished work."""
+    """Wait until the device has finished its work, so that a clock that is read next includes that work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Uninitialized host memory, 1-D uint8, that the device copies to at full speed: pinned for a GPU.
+    """Allocate uninitialized host memory, 1-D uint8, to which the device copies at full speed.
 
-    Memory of its own is pinned, as torch's allocator of pinned memory rounds sizes up to a power of two: up to twice.
+    For a GPU the memory is pinned.
     """
+    # Not torch's pin_memory: its allocator rounds sizes up to a power of two, which may take twice the memory.
     buffer = torch.empty(nbytes, dtype=torch.uint8)
     if device.type == "cuda" and nbytes:
         runtime = torch.cuda.cudart()
@@ -335,15 +374,18 @@ def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """Why `error` means that memory or threads ran out, in a line; "" if it means something else."""
+    """One line that says which memory ran out, or that no thread can be started. "" if `error` means something else."""
     text = " ".join(str(error).split())
-    if isinstance(error, torch.OutOfMemoryError):  # a GPU's: tried, total and free sizes stand in two sentences
+    if isinstance(error, torch.OutOfMemoryError):
+        # Of a GPU. The first three sentences give the sizes: tried, total and free.
         return ". ".join(text.split(". ")[:3])
     if "can't start new thread" in text:
         return "can't start another thread: the limit of processes (ulimit -u) or memory (ulimit -v) is reached"
     if "DefaultCPUAllocator" in text:
         tried = re.search(r"you tried to allocate (\d+) bytes", text)
-        return f"the host refused {int(tried[1]) / 2**30:,.3f} GiB more" if tried else "the host refused more memory"
+        if tried is None:
+            return "the host refused more memory"
+        return f"the host refused {int(tried[1]) / 2**30:,.3f} GiB more"
     if "Storage size calculation overflowed" in text:
         return text
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
@@ -352,19 +394,20 @@ def out_of_memory(error: BaseException) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most device memory allocated so far; on a CPU this process's peak resident size."""
+    """The most device memory allocated so far, in bytes. On a CPU the peak resident size of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    found = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), re.MULTILINE) if status.is_file() else None
-    if found:
-        return int(found[1]) * 1024
-    # Elsewhere than on Linux. ru_maxrss outlives exec: it may be the peak of the program that started this one.
+    if status.is_file():
+        peak_kib = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), re.MULTILINE)
+        if peak_kib:
+            return int(peak_kib[1]) * 1024
+    # Not Linux. ru_maxrss is kept across exec, so it may be the peak of the program that started this one.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_tflops(device: torch.device, precision: Literal["fp32", "bf16", "fp16"] = "bf16") -> float:
-    """The device's dense peak in TFLOP/s for matrix products of `precision`, 0 if it is not in the table.
+    """The dense peak of the device in TFLOP/s for matrix products in `precision`, 0 if the table does not have it.
 
     fp32 products run on tensor cores as TF32 only if torch was told to (torch.set_float32_matmul_precision).
     """
@@ -374,9 +417,12 @@ def peak_tflops(device: torch.device, precision: Literal["fp32", "bf16", "fp16"]
     peak = next((peak for part, peak in PEAK_TFLOPS.items() if part in name), Peak(0.0, 0.0, 0.0))
     if precision != "fp32":
         return peak.half
-    return peak.fp32 if torch.get_float32_matmul_precision() == "highest" else peak.tf32
+    uses_tf32 = torch.get_float32_matmul_precision() != "highest"
+    return peak.tf32 if uses_tf32 else peak.fp32
 
 
 def describe(device: torch.device) -> str:
     """The hardware in words, for logs and benchmark files."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{os.cpu_count()} CPU cores"

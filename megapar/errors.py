@@ -1,5 +1,7 @@
-"""Errors for people: each class has an exit code, each message is one line saying what, where, why and what would
-work."""
+"""Errors that users can cause, and how a program reports them.
+
+Each class has its exit code. Each message is one line that says what happened, where, why, and what would work.
+"""
 
 import fcntl
 import json
@@ -19,10 +21,10 @@ from megapar.flight import Flight
 
 
 class MegaparError(Exception):
-    """Base of every error that a user can cause or mend; printed without a traceback.
+    """Base class of every error that a user can cause or mend. It is printed without a traceback.
 
-    `everywhere`: all ranks raise it with the same words, so that rank 0 alone prints it. `told`: another rank of this
-    host prints it, as it has the same words.
+    `everywhere` means that all ranks raise it with the same words, so rank 0 alone prints it. `told` means that another
+    rank of this host prints it with the same words. `patience_seconds` is how long to wait before it is reported.
     """
 
     exit_code = 70
@@ -32,7 +34,7 @@ class MegaparError(Exception):
 
 
 class ConfigError(MegaparError):
-    """Options that cannot run, or are not understood."""
+    """Options that cannot run or that are not understood."""
 
     exit_code = 2
     everywhere = True
@@ -58,16 +60,16 @@ class NumericError(MegaparError):
 
 
 class CommunicationError(MegaparError):
-    """A rank that was lost, or a collective that outlasted its time.
+    """A rank that was lost, or a collective that took longer than its timeout.
 
-    It is usually a consequence of another rank's failure. So it is reported with a delay, in which a launcher may end
-    this rank: then only the cause is reported.
+    Usually another rank's failure is the cause. So this error is reported after a delay, in which a launcher may end
+    this rank. Then only the cause is reported.
     """
 
     exit_code = 6
     patience_seconds = 1.0
-    ranks: Sequence[Any] = ()  # where all ranks stood, if that is known, as JSON types
-    culprit: Mapping[str, Any] = {}  # rank, host, pid, step and phase of the rank that is missing, if it is known
+    ranks: Sequence[Any] = ()  # step, phase and operation of all ranks as JSON types, if known
+    culprit: Mapping[str, Any] = {}  # rank, host, pid, step and phase of the missing rank, if known
 
 
 class StorageError(MegaparError):
@@ -77,14 +79,14 @@ class StorageError(MegaparError):
 
 
 class OutOfMemoryError(MegaparError):
-    """A device or a process that has no memory, or may start no thread, for what the run needs."""
+    """A device or a process without enough memory, or that may not start another thread."""
 
     exit_code = 8
 
 
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Around the writing of `path`: what the disk refuses is a StorageError that names it."""
+    """Raise StorageError that names `path` in place of an OSError from the code that writes it."""
     try:
         yield
     except OSError as error:
@@ -92,7 +94,7 @@ def storing(path: Path) -> Iterator[None]:
 
 
 class Preempted(MegaparError):  # noqa: N818 (no error)
-    """No failure: the run was asked to stop, and has saved at the end of a step."""
+    """The run was asked to stop and has saved a checkpoint at the end of a step. This is no failure."""
 
     exit_code = 75  # EX_TEMPFAIL: start it again
     everywhere = True
@@ -107,8 +109,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 def tell(text: str) -> None:
-    """A line for people on stderr. Never raises: an error's own cause must not be hidden by a full disk or a reader
-    that has gone."""
+    """Print a line on stderr. Never raises.
+
+    A full disk or a reader that has gone must not hide the error that the line reports.
+    """
     try:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError, AttributeError):
@@ -116,9 +120,9 @@ def tell(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """A line for people on stdout. Never raises: a lost reader (`| head`) or a full disk must not end a run.
+    """Print a line on stdout. Never raises: a reader that has gone (`| head`) or a full disk must not end a run.
 
-    The loss is told once, on stderr; later lines are dropped.
+    The first failure is reported on stderr. Later lines are dropped.
     """
     try:
         print(text, flush=True)
@@ -128,18 +132,19 @@ def say(text: str) -> None:
 
 
 def _replace_by_nothing(descriptor: int) -> None:
-    """Let all that is written there vanish, also what Python still holds and writes at its end."""
+    """Redirect `descriptor` to os.devnull."""
+    # The descriptor is replaced, not the Python stream: Python writes what its buffer still holds when it exits.
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, descriptor)
     os.close(nothing)
 
 
 def open_streams() -> None:
-    """Make stdout and stderr fit for `say` and `tell`: open, and without letters that they cannot encode."""
+    """Prepare stdin, stdout and stderr for `say` and `tell`: open them, and escape letters that they cannot encode."""
     for descriptor, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed by who started us: the next file to be opened would take its place
+        except OSError:  # closed by the parent process: the next file to be opened would get this number
             os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
         stream = getattr(sys, name)
         if stream is None:
@@ -152,12 +157,13 @@ def open_streams() -> None:
 def reported(
     rank: int = 0, run_dir: str | None = None, flight: Flight | None = None, *, launcher_tells: bool = False
 ) -> Iterator[None]:
-    """Around a program's main: a MegaparError becomes one line on stderr, error.json in `run_dir`, and its exit code.
+    """A context for a program's main, which reports its errors and ends the process with their exit codes.
 
-    Errors that all ranks raise are told by rank 0 alone; of ranks on one host that raise the same words, one tells.
-    `launcher_tells`: this rank leaves its error in `flight`, and the launcher, which knows those of all ranks, tells
-    one. An interruption is one line, and exits with 128 plus the signal's number. Everything else is a bug: its
-    traceback is printed here, and the code is 70.
+    A MegaparError becomes one line on stderr, error.json in `run_dir`, and its exit code. Rank 0 alone reports an error
+    that all ranks raise. If ranks on one host raise the same words, one of them reports it. `launcher_tells`: this rank
+    only leaves its error in `flight`, and the launcher, which sees the errors of all ranks, reports one. An
+    interruption becomes one line and exit code 128 plus the signal's number. Any other exception is a bug: its
+    traceback is printed, and the exit code is 70.
     """
     flight = flight or Flight()
     try:
@@ -166,7 +172,9 @@ def reported(
         facts = {"everywhere": error.everywhere, "told": error.told} | error_facts(error, rank, flight)
         flight.post_error(facts)
         if not launcher_tells:
-            time.sleep(error.patience_seconds if not facts.get("ranks") else 0)
+            # With `ranks` the cause is known already, so there is nothing to wait for.
+            if not facts.get("ranks"):
+                time.sleep(error.patience_seconds)
             if rank == 0 or not error.everywhere:
                 report_error(facts, run_dir, ours=flight.has_flag("owns"))
         sys.exit(error.exit_code)
@@ -178,6 +186,7 @@ def reported(
             tell(text)
         sys.exit(128 + number)
     except Exception as error:
+        # A closed or broken stderr must not keep error.json from being written.
         with suppress(OSError, ValueError):
             traceback.print_exc()
         facts = error_facts(error, rank, flight)
@@ -188,19 +197,24 @@ def reported(
 
 
 def interrupted_at(step: int, checkpoint: int, number: int) -> str:
-    """Such as "interrupted at step 12, last checkpoint step 10 (SIGINT)"; -1 for no checkpoint."""
-    where = f"at step {step}" if step else "before the first step"
+    """A line such as "interrupted at step 12, last checkpoint step 10 (SIGINT)".
+
+    `step` 0 means before the first step. `checkpoint` -1 means that there is none. `number` is the signal's.
+    """
+    progress = f"at step {step}" if step else "before the first step"
     saved = f"last checkpoint step {checkpoint}" if checkpoint >= 0 else "no checkpoint"
-    return f"interrupted {where}, {saved} ({signal.Signals(number).name})"
+    return f"interrupted {progress}, {saved} ({signal.Signals(number).name})"
 
 
 def error_facts(error: Exception, rank: int, flight: Flight) -> dict[str, Any]:
-    """What error.json says, as JSON types: the error, and where this rank stood."""
+    """The contents of error.json as JSON types: the error, and the step and phase of this rank."""
     code = error.exit_code if isinstance(error, MegaparError) else MegaparError.exit_code
     facts = _facts(type(error).__name__, str(error), code, rank, flight)
     if isinstance(error, CommunicationError) and error.ranks:
+        # error.json then describes the missing rank instead of this one, which only waited for it.
         facts |= {**error.culprit, "ranks": list(error.ranks)}
-        facts |= {"everywhere": bool(error.culprit), "told": error.told}  # the message names the rank
+        # The message names the missing rank, so it needs no "rank N:" in front.
+        facts |= {"everywhere": bool(error.culprit), "told": error.told}
     return facts
 
 
@@ -219,23 +233,31 @@ def _facts(name: str, message: str, code: int, rank: int, flight: Flight) -> dic
 
 
 def report_error(facts: Mapping[str, Any], run_dir: str | None, *, ours: bool) -> None:
-    """Print an error's line, if it was not printed where it arose, and record it if it is a failure. See
-    `record_error`."""
-    where = f"rank {facts['rank']}: " if facts["rank"] and not facts.get("everywhere") else ""
+    """Print an error's line, unless it is marked as told, and record it by `record_error` if it is a failure.
+
+    `facts` are those of `error_facts`. A stop that was asked for and an interruption are no failures.
+    """
+    prefix = f"rank {facts['rank']}: " if facts["rank"] and not facts.get("everywhere") else ""
     if facts["class"] == Interrupted.__name__:
         tell(facts["message"])
     elif not facts.get("told"):
-        tell(f"{facts['class']}: {where}{facts['message']}")
+        tell(f"{facts['class']}: {prefix}{facts['message']}")
     if facts["class"] not in (Preempted.__name__, Interrupted.__name__):
         record_error(facts, run_dir, ours=ours)
 
 
 def record_error(facts: Mapping[str, Any], run_dir: str | None, *, ours: bool) -> None:
-    """Write error.json, if there is a run folder that is `ours` or no running job's. Never raises."""
+    """Write `facts` to error.json in `run_dir`. Never raises.
+
+    `ours` means that this job holds the lock of the folder. Nothing is written without a folder, or into the folder of
+    another running job.
+    """
+    # Both keys only say who reports the error.
     shown = {key: value for key, value in facts.items() if key not in ("everywhere", "told")}
     if run_dir is None or not os.path.isdir(run_dir) or not (ours or _is_free(run_dir)):
         return
     path = Path(run_dir) / "error.json"
+    # Not files.replace_file: megapar.files imports this module.
     draft = path.with_name(".error.json.tmp")
     try:
         draft.write_text(json.dumps(shown))
@@ -247,9 +269,10 @@ def record_error(facts: Mapping[str, Any], run_dir: str | None, *, ours: bool) -
 
 
 def _is_free(run_dir: str) -> bool:
-    """Whether no running job holds the lock of the folder (megapar.checkpoint.folder)."""
+    """Whether no running job holds the lock of the run folder (see megapar.checkpoint.folder)."""
     try:
         with open(os.path.join(run_dir, ".lock")) as file:
+            # A shared lock: several ranks may ask at once, and must not take each other for a running job.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

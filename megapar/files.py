@@ -1,4 +1,4 @@
-"""Files that whoever reads them finds whole: the old text or the new one, also after a kill."""
+"""Replaces files so that a reader finds the whole old text or the whole new text, also after a kill."""
 
 import json
 import os
@@ -11,14 +11,16 @@ from megapar.errors import storing
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Write `data` beside `path` and rename it to `path`, so that no reader ever finds half of it.
+    """Write `data` to a file beside `path` and rename that file to `path`. No reader ever finds half of it.
 
-    `sync`: on the disk before the rename, as a file needs it that a power cut must not lose. Raises OSError.
+    `sync` writes the data to the disk before the rename, for files that a power cut must not lose. Raises OSError.
     """
+    # The process number keeps two processes from writing one draft.
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(draft, "wb") as file:
             file.write(data)
+            # Without this a file system may do the rename first, and leave an empty file after a power cut.
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
@@ -30,6 +32,6 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:
-    """Replace `path` by `facts` as JSON. Raises StorageError if the disk does not take it."""
+    """Replace the file at `path` by `facts` as JSON. Raises StorageError if it cannot be written."""
     with storing(path):
         replace_file(path, (json.dumps(facts, indent=1) + "\n").encode())

@@ -1,12 +1,13 @@
-"""The flight log: where each rank stands and what it last sent, in memory that outlives its process.
+"""The flight log: what each rank is doing and which operations it has started, in memory that outlives its process.
 
-A rank writes its step, its phase and its newest operations on each axis into a memory map: no lock, no system call, no
-wait for the device. Whoever shares the map reads it at any time, also after the rank was stopped, killed or aborted:
-the local launcher, which made the maps of its ranks before it started them, or ranks on the same host, by a file in
-/dev/shm.
+A rank writes its step, its phase and its newest operations on each axis into a memory map. That takes no lock, no
+system call and no wait for the device. Other processes that share the map can read it at any time, also after the rank
+was stopped, killed or aborted. These are the local launcher, which made the maps before it started its ranks, and other
+ranks on the same host, which open a file in /dev/shm.
 
-Collectives of an axis are numbered alike on all its ranks; messages are numbered by link, so that the k-th to a peer is
-the peer's k-th from here. So two logs tell which rank has not arrived, and where two ranks do different things.
+Collectives of an axis have the same number on all its ranks. Messages are numbered for each link and direction: the
+k-th message sent to a peer is the k-th that the peer receives from here. So a comparison of two logs shows which rank
+has not arrived, and where two ranks do different things.
 """
 
 import contextlib
@@ -26,20 +27,21 @@ from typing import Any, Literal
 Phase = Literal["start", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluate", "end"]
 PHASES: tuple[Phase, ...] = ("start", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluate", "end")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "receive", "barrier", "all_to_all")
-# In words for people; a dtype that is not here is logged as "other".
+# Names for people. A dtype that is not in the list is logged as "other".
 DTYPES = ("other", "float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool")
 _CODES = {name: code for code, name in enumerate(OPERATIONS)}
-RING = 1024  # operations of each axis that are kept
+RING = 1024  # number of operations of each axis that are kept
 AXES = 7
 
-# One struct for each group of fields that is written at once. "=" has no padding; all fields are 8 bytes wide.
+# One struct for each group of fields that is written at once. "=" means no padding. All numbers are 8 bytes wide.
 _INTEGER = struct.Struct("=q")
-_BEAT = struct.Struct("=qqd")  # step, phase, when it began
-_WAIT = struct.Struct("=qqqd")  # axis + 1 (0: waits for nothing), first and last position in its ring, since
+_BEAT = struct.Struct("=qqd")  # step, phase, time at which the phase began
+_WAIT = struct.Struct("=qqqd")  # axis + 1 (0: no wait so far), first and last position in its ring, begin
 _AXIS = struct.Struct("=16sqqq")  # name, lowest rank, size, this rank's position
-_COUNTS = struct.Struct("=qq")  # collectives so far, records so far: one write, as it costs part of each operation
-_RECORD = struct.Struct("=qqqqdd")  # number, operation and dtype and site and peer, bytes, step, started, ended
+_COUNTS = struct.Struct("=qq")  # collectives so far, records so far: in one write, as each operation pays for it
+_RECORD = struct.Struct("=qqqqdd")  # number, bit field (see `begin`), bytes, step, started, ended
 _ENDED = struct.Struct("=d")
+# Byte offsets of the fields in the memory.
 _AT_BEAT = 0
 _AT_WAIT = 24
 _AT_PID = 56
@@ -47,14 +49,15 @@ _AT_CHECKPOINT = 64
 _AT_FLAGS = 72
 _AT_ERROR = 128
 _FLAGS = ("armed", "owns", "done", "failed")  # see `Flight.raise_flag`
-_ERROR_BYTES = 1 << 16
-_SITES = 256
-_SITE_BYTES = 96
+_ERROR_BYTES = 1 << 16  # for the JSON text of the error that ends the rank
+_SITES = 256  # entries for call sites; all that come after share the last entry
+_SITE_BYTES = 96  # for the text of one call site
 _AT_SITES = _AT_ERROR + 8 + _ERROR_BYTES
 _AT_AXES = _AT_SITES + 8 + _SITES * _SITE_BYTES
-_AT_COUNTS = 48  # behind _AXIS
-_AXIS_BYTES = 64 + RING * _RECORD.size  # 64: both of them
-BYTES = -(-(_AT_AXES + AXES * _AXIS_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE  # of address space; untouched pages cost 0
+_AT_COUNTS = 48  # after _AXIS
+_AXIS_BYTES = 64 + RING * _RECORD.size  # 64: _AXIS and _COUNTS
+# Address space of one log, in whole pages. Pages that are never written take no memory.
+BYTES = -(-(_AT_AXES + AXES * _AXIS_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 _PREFIX = "megapar-flight-"
 
@@ -70,14 +73,16 @@ class AxisLog:
         self._index = index
         self._at = _AT_AXES + index * _AXIS_BYTES
         self._count = self._collectives = 0
-        self._sent: dict[tuple[int, int], int] = {}  # messages so far, by operation and peer
+        self._sent: dict[tuple[int, int], int] = {}  # number of messages so far, by operation and peer
 
     def begin(
         self, operation: str, sent: int, dtype: object, peer: int = -1, *, module: str = "", depth: int = 2
     ) -> int:
-        """Log an operation that is about to start; returns its position. `peer` is a message's other end on the axis.
+        """Log an operation that is about to start. Returns its position in the log.
 
-        The call site is the first caller outside the file `module`, `depth` calls up at least, 2 being who calls this.
+        `sent` are its bytes. `peer` is the other end of a message on the axis, -1 for a collective. The call site that
+        is logged is the first caller outside of the file `module`. The search starts `depth` frames above
+        `Flight.site`: 2 is the caller of this method.
         """
         flight = self._flight
         code = _CODES[operation]
@@ -86,48 +91,55 @@ class AxisLog:
         else:
             number = self._sent.get((code, peer), 0) + 1
             self._sent[code, peer] = number
+        # Codes are remembered: making the text of a dtype takes longer than a look-up.
         dtype_code = flight.dtypes.get(dtype)
         if dtype_code is None:
             dtype_code = flight.dtypes[dtype] = _dtype_code(dtype)
+        # Four small numbers in one integer, so that a record has fewer fields to pack. `_read_record` unpacks them.
         what = code | dtype_code << 8 | flight.site(module, depth) << 16 | (peer + 1) << 32
         position = self._count
         record = self._at + 64 + position % RING * _RECORD.size
         _RECORD.pack_into(flight.memory, record, number, what, sent, flight.step, time.time(), 0.0)
-        # The counts come last: who reads them finds the record whole.
+        # The counts are written last, so that a reader finds each record that they count complete.
         self._count = position + 1
         _COUNTS.pack_into(flight.memory, self._at + _AT_COUNTS, self._collectives, self._count)
         return position
 
     def wait(self, first: int, last: int) -> None:
-        """From now on the process waits for the operations from `first` to `last`."""
+        """Log that the process begins to wait for the operations `first` to `last`."""
         _WAIT.pack_into(self._flight.memory, _AT_WAIT, self._index + 1, first, last, time.time())
 
     def end(self, first: int, last: int) -> None:
-        """They have ended."""
+        """Log that the operations `first` to `last` have ended."""
         memory = self._flight.memory
         now = time.time()
         for position in range(first, last + 1):
-            if position >= self._count - RING:  # else its place holds a newer operation
+            if position >= self._count - RING:  # else a newer operation has overwritten the record
                 _ENDED.pack_into(memory, self._at + 64 + position % RING * _RECORD.size + 40, now)
 
     def fail(self, reason: str) -> str:
-        """An operation failed; returns `reason`, with the cause where a monitor knows it."""
+        """Return the message of a failed operation: `reason`, with the cause if a monitor knows it."""
         return self._flight.explain(reason)
 
 
 class Flight:
-    """One rank's flight log. `memory` holds BYTES bytes and is zero; without one the log is private to this process."""
+    """The flight log of one rank.
+
+    `memory` has BYTES bytes, all zero. Without it the log is in private memory of this process.
+    """
 
     def __init__(self, memory: Memory | None = None):
         self.memory: Memory = mmap.mmap(-1, BYTES) if memory is None else memory
         self.step = 0  # the step under way, counted from 1; 0 before the first
-        self.last_checkpoint = -1  # the step of the newest complete one
-        # Set by who can compare the logs of several ranks: what a failed operation says, out of what its backend said.
+        self.last_checkpoint = -1  # step of the newest complete checkpoint, -1 for none
+        # Turns the message of a backend into that of a failed operation. A monitor that can compare the logs of several
+        # ranks replaces it.
         self.explain: Callable[[str], str] = lambda reason: reason
         self.phase: Phase = "start"
         self._axes = 0
         self.dtypes: dict[object, int] = {}
-        # Keyed by the code object's id, as its hash takes microseconds; the code itself is kept so that it lives on.
+        # Keyed by the id of the code object, whose hash takes microseconds. The value holds the code object, because an
+        # id is unique only while its object lives.
         self._sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self._code = {name: code for code, name in enumerate(PHASES)}
         _INTEGER.pack_into(self.memory, _AT_PID, os.getpid())
@@ -135,43 +147,47 @@ class Flight:
         self.enter("start")
 
     def enter(self, phase: Phase) -> None:
-        """The rank begins `phase` of the current step."""
+        """Log that the rank begins `phase` of the current step."""
         self.phase = phase
         _BEAT.pack_into(self.memory, _AT_BEAT, self.step, self._code[phase], time.time())
 
     def checkpoint(self, step: int) -> None:
-        """The newest checkpoint that is complete is that of `step`."""
+        """Log that the checkpoint of `step` is complete."""
         self.last_checkpoint = step
         _INTEGER.pack_into(self.memory, _AT_CHECKPOINT, step)
 
     def raise_flag(self, name: Literal["armed", "owns", "done", "failed"]) -> None:
-        """armed: a request to stop is followed at a step's end. owns: this job holds the run folder. done: this rank's
-        part of the run is complete. failed: an operation has failed; nothing that is written later counts."""
+        """Set a flag of this rank.
+
+        armed: the rank follows a request to stop at the end of a step. owns: this job holds the run folder. done: this
+        rank's part of the run is complete. failed: an operation has failed, and what is logged later does not count.
+        """
         self.memory[_AT_FLAGS + _FLAGS.index(name)] = 1
 
     def has_flag(self, name: Literal["armed", "owns", "done", "failed"]) -> bool:
-        """Whether it was raised."""
+        """Whether `raise_flag` was called with this name."""
         return has_flag(self.memory, name)
 
     def post_error(self, facts: dict[str, Any]) -> None:
-        """Leave the error that ends this rank, as JSON types, for the launcher; the first one stays."""
+        """Store the error that ends this rank, as JSON types, for the launcher. Only the first call stores one."""
         text = json.dumps(facts).encode()
-        if len(text) > _ERROR_BYTES:  # a table of differences, say
+        if len(text) > _ERROR_BYTES:  # such as a long table; 8, as JSON escapes take several bytes a letter
             text = json.dumps(facts | {"message": facts["message"][: _ERROR_BYTES // 8]}).encode()
         if not _INTEGER.unpack_from(self.memory, _AT_ERROR)[0]:
+            # The length is written last: a reader that finds it finds the whole text.
             self.memory[_AT_ERROR + 8 : _AT_ERROR + 8 + len(text)] = text
             _INTEGER.pack_into(self.memory, _AT_ERROR, len(text))
 
     def axis(self, name: str, first: int, size: int, position: int) -> AxisLog:
-        """The log of an axis: its lowest rank, its size, and this rank's position on it."""
+        """Make the log of an axis. `first` is its lowest rank, `position` is this rank's position on it."""
         log = AxisLog(self, self._axes)
         _AXIS.pack_into(self.memory, _AT_AXES + self._axes * _AXIS_BYTES, name.encode(), first, size, position)
         self._axes += 1
         return log
 
     def site(self, module: str, depth: int) -> int:
-        """The number of the line that called into `module`, a file; it is `depth` calls up at least."""
-        # Each frame that Python hands out costs microseconds, so the walk starts where it nearly always ends.
+        """Number of the source line that called into the file `module`. The search starts `depth` frames up."""
+        # Each frame object costs microseconds, so the search starts where it nearly always ends.
         frame = sys._getframe(depth)
         while frame.f_code.co_filename == module and frame.f_back is not None:
             frame = frame.f_back
@@ -188,18 +204,21 @@ class Flight:
 
 
 def _dtype_code(dtype: object) -> int:
-    """The number of torch's `dtype` in DTYPES."""
+    """The index of torch's `dtype` in DTYPES, 0 if it is not there."""
     name = str(dtype).removeprefix("torch.")
     return DTYPES.index(name) if name in DTYPES else 0
 
 
 def read(memory: Memory, last: int) -> dict[str, Any]:
-    """A flight log as JSON types, with the newest `last` operations of each axis.
+    """Read a flight log into JSON types, with the newest `last` operations of each axis.
 
-    Its process may be writing meanwhile: one record may then be of an older operation than its neighbors.
+    Its process may be writing at the same time. A record may then belong to an older operation than its neighbors.
     """
     step, phase, since = _BEAT.unpack_from(memory, _AT_BEAT)
+    error = None
     length = _integer(memory, _AT_ERROR)
+    if length:
+        error = json.loads(bytes(memory[_AT_ERROR + 8 : _AT_ERROR + 8 + length]))
     waits = list(_WAIT.unpack_from(memory, _AT_WAIT))
     axes = [_read_axis(memory, index, last) for index in range(AXES)]
     waiting: dict[str, Any] | None = None
@@ -207,7 +226,7 @@ def read(memory: Memory, last: int) -> dict[str, Any]:
         at = _AT_AXES + (waits[0] - 1) * _AXIS_BYTES
         records = [_read_record(memory, at, position) for position in range(waits[1], waits[2] + 1)]
         records = [record for record in records if not record["ended"]]
-        if records:  # else it has gone on
+        if records:  # else the wait is over
             waiting = {"axis": _text(memory[at : at + 16]), "records": records, "since": waits[3]}
     return {
         "pid": _integer(memory, _AT_PID),
@@ -215,15 +234,15 @@ def read(memory: Memory, last: int) -> dict[str, Any]:
         "phase": PHASES[phase],
         "since": since,
         "checkpoint": _integer(memory, _AT_CHECKPOINT),
-        "flags": [name for i, name in enumerate(_FLAGS) if bytes(memory[_AT_FLAGS + i : _AT_FLAGS + i + 1]) == b"\1"],
-        "error": json.loads(bytes(memory[_AT_ERROR + 8 : _AT_ERROR + 8 + length])) if length else None,
+        "flags": [name for name in _FLAGS if has_flag(memory, name)],
+        "error": error,
         "waiting": waiting,
         "axes": [axis for axis in axes if axis["size"] > 1],
     }
 
 
 def has_flag(memory: Memory, name: str) -> bool:
-    """Whether a log's process has raised this flag."""
+    """Whether the process of a log has raised this flag."""
     at = _AT_FLAGS + _FLAGS.index(name)
     return bytes(memory[at : at + 1]) == b"\1"
 
@@ -240,14 +259,20 @@ def _read_axis(memory: Memory, index: int, last: int) -> dict[str, Any]:
     at = _AT_AXES + index * _AXIS_BYTES
     name, first, size, position = _AXIS.unpack_from(memory, at)
     collectives, count = _COUNTS.unpack_from(memory, at + _AT_COUNTS)
-    records = [_read_record(memory, at, place) for place in range(max(0, count - min(last, RING)), count)]
-    facts = {"name": _text(name), "first": first, "size": size, "position": position}
-    return {**facts, "collectives": collectives, "records": records}
+    oldest = max(0, count - min(last, RING))
+    return {
+        "name": _text(name),
+        "first": first,
+        "size": size,
+        "position": position,
+        "collectives": collectives,
+        "records": [_read_record(memory, at, number) for number in range(oldest, count)],
+    }
 
 
 def _read_record(memory: Memory, at: int, position: int) -> dict[str, Any]:
-    place = at + 64 + position % RING * _RECORD.size
-    number, what, sent, step, started, ended = _RECORD.unpack_from(memory, place)
+    record = at + 64 + position % RING * _RECORD.size
+    number, what, sent, step, started, ended = _RECORD.unpack_from(memory, record)
     site = _AT_SITES + 8 + (what >> 16 & 0xFFFF) * _SITE_BYTES
     return {
         "position": position,
@@ -264,7 +289,10 @@ def _read_record(memory: Memory, at: int, position: int) -> dict[str, Any]:
 
 
 class Board:
-    """The flight logs of all ranks that a launcher starts: memory without a name, which is gone with its last user."""
+    """The flight logs of all ranks that a launcher starts, by rank.
+
+    The memory has no name in the file system, so the kernel frees it with the last process that uses it.
+    """
 
     def __init__(self, ranks: int):
         self._memory = memoryview(mmap.mmap(-1, ranks * BYTES))
@@ -275,10 +303,10 @@ class Board:
 
 
 class FlightFile:
-    """A rank's flight log as a file that others on this host can read by its process number, also after its end.
+    """A rank's flight log as a file. Other processes on this host find it by its number, even after its end.
 
-    The kernel gives its lock up with the process. So a later start can tell the files of dead processes, and removes
-    them.
+    The rank holds a lock on the file. The kernel releases the lock when the process ends. So a rank that starts later
+    can tell which files belong to dead processes, and removes them.
     """
 
     def __init__(self, folder: Path | None = None):
@@ -293,22 +321,26 @@ class FlightFile:
     def sweep(self) -> None:
         """Remove the files of processes that have ended."""
         for path in self._folder.glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError):  # in use, of another user, or removed by somebody else meanwhile
+            with contextlib.suppress(OSError):  # in use, another user's, or just removed by another rank
                 with path.open("rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
 
     def peer(self, pid: int) -> mmap.mmap | None:
-        """The log of another process of this host; None if there is none."""
+        """The log of process `pid` on this host, None if there is none."""
         try:
             with (self._folder / f"{_PREFIX}{pid}").open("rb") as file:
                 return mmap.mmap(file.fileno(), BYTES, access=mmap.ACCESS_READ)
-        except (OSError, ValueError):  # another container's process, or its log is being made
+        except (OSError, ValueError):  # a process of another container, or its log is still being made
             return None
 
     def claim(self, pid: int, what: str = "") -> bool:
-        """Whether this is the first call for `what`, some letters, on this host by a rank of the job whose lowest rank
-        here is process `pid`."""
+        """Whether this call is the first one on this host for `what` in a job.
+
+        `what` is a short text. `pid` is the process of the job's lowest rank on this host. Ranks of one
+        host use this to decide which of them reports an error.
+        """
+        # O_EXCL lets exactly one process create the file.
         try:
             os.close(os.open(self._folder / f"{_PREFIX}{pid}{what}.told", os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
@@ -316,10 +348,11 @@ class FlightFile:
         return True
 
     def remove(self) -> None:
-        """Remove this process's file: nobody needs the log of a rank that has succeeded."""
+        """Remove the file of this process. The log of a rank that has succeeded is not needed."""
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
 
 def _shared_folder() -> Path:
+    # /dev/shm is memory. A temporary folder may be on a disk, but it works.
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())

@@ -1,8 +1,8 @@
-"""The one door of matrix products: forward, input gradient and weight gradient of every linear layer.
+"""The matrix products of every linear layer: forward, input gradient and weight gradient.
 
-`MatrixProducts` computes them. Another number format is another class like it. A weight gradient that is computed later
-is a change of `_Linear.backward` alone. How the input enters and its gradient leaves tensor-parallel work is an
-`InputRegion` (`megapar.tensor_parallel.regions` has them all).
+`MatrixProducts` computes them. For another number format, write another class with the same methods. To compute weight
+gradients later, change `_Linear.backward` alone. An `InputRegion` says how the input enters tensor-parallel work and
+how its gradient leaves it. `megapar.tensor_parallel.regions` has all regions.
 """
 
 from dataclasses import dataclass
@@ -20,38 +20,40 @@ from megapar.params import main_grad_of
 
 
 class InputRegion(Protocol):
-    """How a layer's input enters tensor-parallel work in forward, and how its gradient leaves in backward."""
+    """How the input of a layer enters tensor-parallel work in forward, and how its gradient leaves it in backward."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """The input that the product takes, from the one that the layer received."""
+        """Return the input of the matrix product, given the input of the layer."""
 
     def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
-        """`enter`, of which the result may be read after the wait: for the weight gradient in backward."""
+        """Start `enter`. Read the result after the wait. Backward calls it for the weight gradient."""
 
     def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
-        """The gradient of what the layer received, from this rank's gradient of what the product took. May reuse the
-        memory of `grad_x`."""
+        """Start computing the gradient of the layer's input. Read the result after the wait.
+
+        `grad_x` is this rank's gradient of the input of the matrix product. Its memory may be reused.
+        """
 
 
 @dataclass(frozen=True)
 class MatrixProducts:
     """The three products of y = x W^T, in the dtype of the inputs.
 
-    `impl` is who adds the weight gradient of 16-bit inputs to the fp32 main gradient: torch or apex.
+    `impl` says whether torch or apex adds the weight gradient of 16-bit inputs to the fp32 main gradient.
     """
 
     impl: Implementation = "torch"
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., in] and [out, in] to [..., out]."""
+        """y: [..., out], from x [..., in] and weight [out, in]."""
         return F.linear(x, weight, bias)
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
-        """[..., out] and [out, in] to [..., in]."""
+        """Gradient of x: [..., in], from grad_y [..., out] and weight [out, in]."""
         return grad_y @ weight
 
     def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
-        """[tokens, out] and [tokens, in] to [out, in]."""
+        """Gradient of the weight: [out, in], from grad_2d [tokens, out] and x_2d [tokens, in]."""
         return grad_2d.t() @ x_2d
 
     def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor) -> None:
@@ -63,6 +65,7 @@ class MatrixProducts:
         elif grad_2d.is_cuda:
             torch.addmm(total, grad_2d.t(), x_2d, out_dtype=torch.float32, out=total)
         else:
+            # On a CPU addmm has no out_dtype, so the inputs are converted.
             total.addmm_(grad_2d.t().float(), x_2d.float())
 
 
@@ -71,10 +74,11 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: InputRegion, products: MatrixProducts
     ) -> Tensor:
+        # The input of the layer is saved, not that of the product: gathered it would take tp times the memory.
         ctx.save_for_backward(x, weight)
         ctx.region = region
         ctx.products = products
-        # Read it here: under activation checkpointing the tensor that backward unpacks has no attributes.
+        # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.
         ctx.main_grad = main_grad_of(weight)
         return products.forward(region.enter(x), weight, bias)
 
@@ -87,12 +91,14 @@ class _Linear(torch.autograd.Function):
         entering = Pending()
         leaving = Pending()
         if needs_weight:
-            x, entering = ctx.region.enter_async(x)  # runs during the next product
+            # This communication runs during the product of the input gradient.
+            x, entering = ctx.region.enter_async(x)
         if needs_x:
             grad_x = ctx.products.input_gradient(grad_y, weight)
             entering.wait()
-            grad_x, leaving = ctx.region.leave_async(grad_x)  # runs during the weight gradient
-        entering.wait()
+            # This communication runs during the product of the weight gradient.
+            grad_x, leaving = ctx.region.leave_async(grad_x)
+        entering.wait()  # again, because the input may need no gradient; a second wait does nothing
         grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
         if needs_weight:
             x_2d = x.reshape(-1, x.shape[-1])
@@ -108,9 +114,9 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: InputRegion, products: MatrixProducts) -> Tensor:
-    """region.enter(x) W^T + b: [..., out] of [..., in], [out, in] and [out].
+    """y = region.enter(x) W^T + b: [..., out], from x [..., in], weight [out, in] and bias [out].
 
-    The weight's gradient goes straight into its fp32 main gradient where it has one. The communication of the input's
-    gradient runs while the weight gradient is computed.
+    The weight's gradient is added straight to the fp32 main gradient if the weight has one. The communication of the
+    input's gradient runs while the weight gradient is computed.
     """
     return _Linear.apply(x, weight, bias, region, products)

@@ -1,4 +1,4 @@
-"""Words that messages share: options with their values, and the numbers that would work."""
+"""Parts of error messages: options with their values, and the numbers that would work."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,17 +7,25 @@ from megapar.config import Config, flatten
 
 
 def problem(config: Config, options: str, text: str) -> str:
+    """A message such as "parallel.tp=3, parallel.pp=1: TEXT". `options` are dotted paths with blanks between them."""
     values = flatten(config)
-    return f"{', '.join(f'{path}={shown(values[path])}' for path in options.split())}: {text}"
+    given = ", ".join(f"{path}={shown(values[path])}" for path in options.split())
+    return f"{given}: {text}"
 
 
 def shown(value: Any) -> str:
-    """A value as a flag takes it, but for booleans and empty ones."""
+    """A value in the words of a flag, such as "3 4 4 2" for a tuple.
+
+    Booleans are shown as true and false, although they are set by the name of the flag alone.
+    """
     if isinstance(value, tuple):
         return " ".join(map(shown, value)) or "(empty)"
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value) if value == "" or not str(value).isprintable() else str(value)
+    # Quotes make an empty text visible, and escape line breaks: a message is one line.
+    if value == "" or not str(value).isprintable():
+        return repr(value)
+    return str(value)
 
 
 def divisors(n: int) -> list[int]:
@@ -25,17 +33,25 @@ def divisors(n: int) -> list[int]:
 
 
 def listed(numbers: list[int]) -> str:
+    """Numbers as text, such as "1, 2 or 4"."""
     *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
+    if not others:
+        return last
+    return f"{', '.join(others)} or {last}"
 
 
 def around(n: int, step: int) -> str:
-    """The multiples of `step` next to `n`, 0 left out."""
-    return listed([multiple for multiple in (n // step * step, -(-n // step) * step) if multiple])
+    """The multiples of `step` just below and above `n` as text. 0 is left out, as no size may be 0."""
+    below = n // step * step
+    above = -(-n // step) * step
+    return listed([multiple for multiple in (below, above) if multiple])
 
 
 def first_few(items: Iterable[str], most: int = 8, separator: str = ", ") -> str:
-    """The first of `items`, and how many more there are."""
-    found = list(items)
-    more = len(found) - most
-    return separator.join(found[:most]) + (f" and {more} more" if more > 0 else "")
+    """The first `most` of `items` as text, and how many more there are."""
+    all_items = list(items)
+    more = len(all_items) - most
+    text = separator.join(all_items[:most])
+    if more > 0:
+        text += f" and {more} more"
+    return text

@@ -1,4 +1,7 @@
-"""What a model family says of the options of `model`. megapar knows no family: the program hands one to `validate`."""
+"""The rules that a model family has for the options of `model`.
+
+megapar knows no family. The program passes the rules of its family to `validate`.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,15 +17,15 @@ def _no_problems(_: Config) -> Iterable[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRules:
-    """Options are named by their dotted paths, such as `model.rope_theta`."""
+    """The rules of one family. Options are named by their dotted paths, such as `model.rope_theta`."""
 
     name: str
-    """For messages."""
+    """Name of the family in messages."""
     activations: tuple[str, ...]
-    """What model.hidden_act may be; `auto` means the first."""
+    """Values that model.hidden_act may have. `auto` means the first."""
     unused: tuple[str, ...] = ()
-    """Options of `model` that the family does not read. Other values than their defaults are refused."""
+    """Options of `model` that the family does not read. Values other than their defaults are refused."""
     even_head_dim: bool = False
-    """Whether a head's width must be even, as rotary embeddings need it."""
+    """Whether the width of a head must be even. Rotary embeddings need that."""
     problems: Callable[[Config], Iterable[str]] = _no_problems
-    """A line for each further problem of a config with derived values; see `megapar.messages.problem`."""
+    """Yields a line for each further problem of a config with derived values. See `megapar.messages.problem`."""

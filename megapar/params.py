@@ -1,8 +1,7 @@
-"""What a parameter is, said once by the layer that creates it.
+"""The declaration of a parameter (`ParamSpec`), made once by the layer that creates it.
 
-From `ParamSpec` alone follow initialization, gradient sums, what the gradient norm counts, weight decay, ZeRO
-ownership and the boxes of a checkpoint. A parameter without one is an error. Nothing is decided by isinstance, ndim
-or a name pattern.
+Initialization, gradient sums, gradient norm, weight decay, ZeRO ownership and the boxes of a checkpoint all follow from
+`ParamSpec`. A parameter without one is an error. No code decides by isinstance, ndim or a name pattern.
 """
 
 import itertools
@@ -21,7 +20,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts: `normal` draws N(0, std) from (seed, name, row); the others are constant."""
+    """Initial values of a parameter. `normal` draws N(0, std) from (seed, name, row). The others are constant."""
 
     kind: Literal["normal", "zeros", "ones"]
     std: float = 0.0
@@ -32,7 +31,7 @@ ONES = Init("ones")
 
 
 class Box(NamedTuple):
-    """An axis-aligned part of a tensor: element indices from `offset` to `offset + size`, one number a dimension."""
+    """A rectangular part of a tensor: indices from `offset` to `offset + size`, with one number for each dimension."""
 
     offset: Sizes
     size: Sizes
@@ -43,21 +42,23 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index a whole tensor with these to get the part."""
+        """Slices that cut the part out of the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.size, strict=True))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One logical tensor, which no layout changes (a checkpoint's entry), and the part of it on this rank.
+    """The part of one logical tensor that this rank holds.
 
-    `held` is the box that this rank holds. `owned` is the box, inside `held`, that this rank counts in norms and writes
-    to checkpoints; None if other ranks own all of it. Over the ranks of one replica, owned boxes are disjoint and cover
-    the tensor.
+    No layout changes a logical tensor: it is one entry of a checkpoint.
 
-    `replicated` names the axes all of whose ranks hold the same box. `partial` names the axes over which this rank's
-    gradient is only a part of the sum: norm weights under sequence parallelism, rows that several tensor ranks hold,
-    the two copies of a tied embedding.
+    `held` is the box that this rank holds. `owned` is the box inside `held` that this rank counts in norms and writes
+    to checkpoints. It is None if other ranks own all of `held`. Over the ranks of one replica, owned boxes are disjoint
+    and cover the tensor.
+
+    `replicated` names the axes on which all ranks hold the same box. `partial` names the axes over which this rank's
+    gradient is only a part of the sum. Examples are norm weights under sequence parallelism, rows that several tensor
+    ranks hold, and the two copies of a tied embedding.
     """
 
     name: str
@@ -77,11 +78,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Attached to a parameter: its pieces one after the other in flat memory, then inert padding rows.
+    """The declaration that is attached to a parameter.
 
-    `replicas` is the axis whose ranks each compute the gradient of their own samples: gradients are summed, and
-    optimizer state is sharded, over it. `decay` says whether weight decay applies. `whole`: its optimizer needs the
-    parameter in one place, so that ZeRO never cuts it between two ranks.
+    A parameter consists of `pieces`, one after the other in flat memory, and then of padding rows that nothing uses.
+    The ranks of the axis `replicas` each compute the gradient of their own samples. Gradients are summed, and optimizer
+    state is sharded, over that axis. `decay` says whether weight decay applies. `whole` means that the optimizer needs
+    the parameter in one place, so that ZeRO never cuts it between two ranks.
     """
 
     pieces: tuple[Piece, ...]
@@ -92,11 +94,12 @@ class ParamSpec:
 
     @property
     def name(self) -> str:
-        """The logical name, those of a fused parameter joined with '+'."""
+        """The logical name. The names of the pieces of a fused parameter are joined with '+'."""
         return "+".join(piece.name for piece in self.pieces)
 
     def replicated_over(self) -> tuple[str, ...]:
-        """Names of the axes on which every rank holds the same of this parameter, sorted."""
+        """Sorted names of the axes on which all ranks hold the same part of every piece."""
+        # The pieces of a fused parameter may be cut in different ways.
         common = {axis.name for axis in self.pieces[0].replicated}
         for piece in self.pieces[1:]:
             common &= {axis.name for axis in piece.replicated}
@@ -104,11 +107,12 @@ class ParamSpec:
 
     def partial_axes(self) -> list[Axis]:
         """Axes of more than one rank over which some piece's gradient is only a part of the sum."""
+        # By name, as several pieces may be partial over the same axis.
         axes = {axis.name: axis for piece in self.pieces for axis in piece.partial if axis.size > 1}
         return list(axes.values())
 
     def segments(self) -> Iterator[tuple[Piece, int, int]]:
-        """(piece, first, last) flat element range of each piece inside the contiguous parameter."""
+        """Yield (piece, first, last) for each piece: its flat elements [first, last) in the contiguous parameter."""
         first = 0
         for piece in self.pieces:
             last = first + piece.held.numel
@@ -116,22 +120,23 @@ class ParamSpec:
             first = last
 
     def owned_ranges(self) -> list[tuple[int, int]]:
-        """Flat element ranges of the local parameter that this rank owns: in the norm, in a checkpoint."""
+        """Flat ranges [start, stop) of the local parameter that this rank owns (see `Piece.owned`)."""
         ranges = []
         for piece, first, _ in self.segments():
             if piece.owned is None:
                 continue
-            inside = tuple(mine - held for mine, held in zip(piece.owned.offset, piece.held.offset, strict=True))
+            offsets = zip(piece.owned.offset, piece.held.offset, strict=True)
+            inside = tuple(owned - held for owned, held in offsets)
             for start, stop in flat_ranges(piece.held.size, Box(inside, piece.owned.size)):
                 ranges.append((first + start, first + stop))
         return ranges
 
 
 def flat_ranges(shape: Sizes, box: Box) -> Iterator[tuple[int, int]]:
-    """The elements of `box` in a row-major tensor of `shape`, as flat ranges [start, stop) in order."""
-    if box.numel == 0:
+    """Yield the elements of `box` in a row-major tensor of `shape` as flat ranges [start, stop), in ascending order."""
+    if box.numel == 0:  # the product below would yield an empty range
         return
-    # The trailing dimensions that the box covers whole are one run together with the dimension before them.
+    # Elements are contiguous over the trailing dimensions that the box covers whole, and over the one before those.
     inner = len(shape)
     while inner > 0 and box.size[inner - 1] == shape[inner - 1]:
         inner -= 1
@@ -145,15 +150,16 @@ def flat_ranges(shape: Sizes, box: Box) -> Iterator[tuple[int, int]]:
 
 
 def cut(size: int, axis: Axis) -> tuple[int, int]:
-    """Split range(size) into contiguous parts, one a rank of `axis`; returns this rank's [start, stop).
+    """Split range(size) into contiguous parts, one for each rank of `axis`. Returns this rank's [start, stop).
 
     The parts' lengths differ by at most one.
     """
+    # Neighbors compute the same number for the border between them, so nothing is lost or held twice.
     return axis.rank * size // axis.size, (axis.rank + 1) * size // axis.size
 
 
 def sharded(name: str, shape: Sequence[int], cuts: Mapping[int, tuple[int, int]]) -> Piece:
-    """A tensor of which this rank holds [start, stop) along each dimension of `cuts`, and shares nothing of it."""
+    """The piece [start, stop) along each dimension in `cuts`, whole along the others. No other rank holds it."""
     offset = [0] * len(shape)
     size = list(shape)
     for dim, (start, stop) in cuts.items():
@@ -164,32 +170,30 @@ def sharded(name: str, shape: Sequence[int], cuts: Mapping[int, tuple[int, int]]
 
 
 def replicated(name: str, shape: Sequence[int], axis: Axis, *, partial: bool = False) -> Piece:
-    """A tensor that every rank of `axis` holds whole; the first one owns it.
+    """The piece of a tensor that every rank of `axis` holds whole. The first rank owns it.
 
-    `partial`: each rank's gradient is a part of the sum over `axis`; else the gradients are equal.
+    `partial` means that each rank's gradient is a part of the sum over `axis`. Else the gradients are equal.
     """
     return copied(sharded(name, shape, {}), axis, partial=partial)
 
 
 def copied(piece: Piece, axis: Axis, *, partial: bool) -> Piece:
-    """`piece`, held alike by every rank of `axis`; the first one owns it. `partial` as in `replicated`."""
-    return replace(
-        piece,
-        owned=piece.owned if axis.first else None,
-        replicated=(*piece.replicated, axis),
-        partial=(*piece.partial, axis) if partial else piece.partial,
-    )
+    """`piece` if every rank of `axis` holds it. The first rank owns it. `partial` is as in `replicated`."""
+    # One owner only, so that norms count each element once and checkpoints hold it once.
+    owned = piece.owned if axis.first else None
+    partial_axes = (*piece.partial, axis) if partial else piece.partial
+    return replace(piece, owned=owned, replicated=(*piece.replicated, axis), partial=partial_axes)
 
 
 def parameter(spec: ParamSpec, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    """An uninitialized parameter of the local `shape` that carries `spec`."""
+    """Make an uninitialized parameter of the local `shape` and attach `spec` to it."""
     param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device))
     param.spec = spec  # type: ignore[attr-defined]
     return param
 
 
 def spec_of(param: Tensor, name: str = "parameter") -> ParamSpec:
-    """The spec of `param`. Raises TypeError, naming it, if the layer that created it declared none."""
+    """The spec of `param`. Raises TypeError that says `name` if the layer that created it has attached none."""
     spec = getattr(param, "spec", None)
     if not isinstance(spec, ParamSpec):
         raise TypeError(
@@ -199,34 +203,33 @@ def spec_of(param: Tensor, name: str = "parameter") -> ParamSpec:
 
 
 class MainGrad(Protocol):
-    """Where training sums a parameter's gradient in fp32 over the micro-batches: the attribute `main_grad` of the
-    parameter, if it has one.
+    """The fp32 sum of a parameter's gradients over the micro-batches: attribute `main_grad`, if the parameter has one.
 
-    A layer that computes a weight gradient itself adds it to `view`, of the parameter's shape, then calls `added`, once
-    a backward pass, and gives autograd None. Read the attribute in the forward pass: under activation checkpointing the
-    tensor that backward unpacks has no attributes.
+    A layer that computes a weight gradient itself adds it to `view`, which has the shape of the parameter. It then
+    calls `added`, once in each backward pass, and returns None to autograd. Read the attribute in the forward pass:
+    under activation checkpointing the tensor that backward unpacks has no attributes.
     """
 
     view: Tensor
 
     def added(self) -> None:
-        """Tell that this backward pass's gradient has been added to `view`."""
+        """Say that the gradient of this backward pass has been added to `view`."""
 
     def add(self, grad: Tensor) -> None:
-        """Add `grad`, of the parameter's shape and any dtype, and tell so."""
+        """Add `grad`, of the parameter's shape and any dtype, to `view`, and call `added`."""
 
 
 def main_grad_of(param: Tensor) -> MainGrad | None:
-    """The parameter's place among the flat gradients, or None when it has none (then autograd's .grad is used)."""
+    """The `main_grad` of `param`. None if it has none: its gradient then goes to autograd's .grad."""
     return getattr(param, "main_grad", None)
 
 
 @dataclass(frozen=True)
 class StateSlice:
-    """Flat elements [start, stop) of a local parameter, and what a rank keeps of them: 1-D tensors by name.
+    """Flat elements [start, stop) of a local parameter, and the optimizer state of these elements on this rank.
 
-    `main` are the fp32 weights that the optimizer updates; the other names are the optimizer's own. A checkpoint stores
-    each of them as `NAME.TENSOR`.
+    `tensors` are 1-D, by name. `main` are the fp32 weights that the optimizer updates. The optimizer chooses the other
+    names. A checkpoint stores each tensor as `NAME.TENSOR`.
     """
 
     param: Tensor

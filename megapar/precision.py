@@ -1,5 +1,7 @@
-"""Number formats: what weights and activations are stored in. Gradients, main weights, moments and losses are fp32
-in all."""
+"""Number formats of weights and activations, and the loss scale of fp16.
+
+Gradients, main weights, moments and losses are fp32 in every format.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,17 +12,17 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def model_dtype(precision: Precision) -> torch.dtype:
-    """dtype of weights, activations and pipeline transfers."""
+    """The dtype of weights, activations and pipeline transfers."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by before the backward pass, so that gradients of fp16 activations do not vanish
-    (Micikevicius et al., arXiv 1710.03740, section 3.2). A power of two: dividing by it afterwards is exact.
+    """The factor of the loss in the backward pass, which keeps small gradients of fp16 activations from becoming zero.
 
-    A gradient that overflows halves a `dynamic` scale and costs the step's update; `WINDOW` steps in a row without one
-    double it. bf16 and fp32 need none: their scale is 1 and stays.
+    Source: Micikevicius et al., arXiv 1710.03740, section 3.2. The scale is a power of two, so that dividing by it
+    afterwards is exact. A step whose gradients overflow is not applied, and halves a `dynamic` scale. `WINDOW` steps in
+    a row without overflow double the scale. bf16 and fp32 need no scale: theirs is 1 and never changes.
     """
 
     scale: float = 1.0
@@ -32,15 +34,19 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: Precision) -> "LossScale":
-        """The scale that a run in `precision` starts with."""
-        return cls(2.0**16, dynamic=True) if precision == "fp16" else cls()
+        """The scale with which a run in `precision` starts."""
+        if precision == "fp16":
+            return cls(2.0**16, dynamic=True)
+        return cls()
 
     def update(self, finite: bool) -> None:
-        """After a step whose scaled gradients were `finite` or not."""
+        """Adjust the scale after a step. `finite` says whether all scaled gradients were finite."""
         if not self.dynamic:
             return
-        self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
+            self.good_steps = 0
             self.scale = max(self.scale / 2, 1.0)
-        elif self.good_steps % self.WINDOW == 0:
+            return
+        self.good_steps += 1
+        if self.good_steps % self.WINDOW == 0:
             self.scale = min(self.scale * 2, self.LARGEST)

@@ -1,4 +1,4 @@
-"""Under which circumstances a run or a benchmark was made: date, hardware, versions, commit."""
+"""The circumstances of a run or a benchmark: date, hardware, versions, commit."""
 
 import os
 import platform
@@ -18,10 +18,11 @@ _NAMED = ("torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizer
 
 
 def provenance(where: torch.device) -> dict[str, Any]:
-    """When, on what, with which versions and of which commit a run or a benchmark is, as JSON types."""
+    """Collect date, hardware, versions and commit, as JSON types. `where` is the device that is used."""
     installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = ""
+    # An installed package has no repository, and a machine may have no git: the commit is then unknown.
     if shutil.which("git"):
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
@@ -36,7 +37,7 @@ def provenance(where: torch.device) -> dict[str, Any]:
 
 
 def in_a_line(facts: Mapping[str, Any]) -> str:
-    """What `provenance` found, for people."""
+    """The result of `provenance` on one line, for people."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     machine = f"{facts['hardware']} ({facts['processor']}, load {facts['load_average']:.1f})"
     return f"{facts['date']} | {machine} | python {facts['python']}, {versions} | commit {facts['commit']}"

@@ -1,8 +1,8 @@
-"""Randomness that no layout changes: every number is a function of what it is for, not of who draws it or when.
+"""Random numbers that no layout changes. Each is a function of its purpose, not of the rank or the time that draws it.
 
-Initial weights come from numpy's Philox, one stream for each row of each logical tensor, keyed by (seed, name, row).
-Dropout hashes (seed, use, sample, position, element) with 32-bit integer arithmetic that a GPU kernel can repeat
-exactly.
+Initial weights come from numpy's Philox generator, with one stream for each row of each logical tensor, keyed by (seed,
+name, row). Dropout hashes (seed, use, sample, position, element) with 32-bit integer arithmetic, which a GPU kernel can
+repeat exactly.
 """
 
 import hashlib
@@ -22,11 +22,15 @@ _MASK = 0xFFFFFFFF
 
 
 def _normal(piece: Piece, seed: int, std: float) -> Tensor:
-    """This rank's part of N(0, std) for the logical tensor `piece`, fp32. Whole rows are drawn and then cut."""
+    """This rank's part of the logical tensor `piece`, drawn from N(0, std), fp32.
+
+    Whole rows are drawn and then cut, so that the numbers do not depend on the cut.
+    """
     key = int.from_bytes(hashlib.blake2b(piece.name.encode(), digest_size=8).digest(), "little")
     rows, *others = piece.held.slices
     row_shape = piece.shape[1:]
     width = math.prod(row_shape)
+    # One row at a time: a rank needs no memory for the whole tensor.
     local = np.empty(piece.local_shape, np.float32)
     for i, row in enumerate(range(rows.start, rows.stop)):
         stream = np.random.Generator(np.random.Philox(key=[seed, key], counter=[0, 0, row, 0]))
@@ -36,22 +40,27 @@ def _normal(piece: Piece, seed: int, std: float) -> Tensor:
 
 @torch.no_grad()
 def initialize(modules: Iterable[nn.Module], seed: int) -> None:
-    """Fill every parameter as its spec says; padding rows become zero."""
+    """Fill every parameter as its spec says. Padding rows become zero."""
+    # By id: a tied parameter is reached through several modules, and filled once.
     for param in {id(p): p for module in modules for p in module.parameters()}.values():
         spec = spec_of(param)
-        param.fill_(1.0 if spec.init.kind == "ones" else 0.0)
+        constant = 1.0 if spec.init.kind == "ones" else 0.0
+        param.fill_(constant)  # all of it, as the pieces below leave the padding rows out
         if spec.init.kind == "normal":
             for piece, first, last in spec.segments():
                 param.view(-1)[first:last].copy_(_normal(piece, seed, spec.init.std).view(-1))
 
 
 def row_keys(seed: int, use: int, first: Tensor, *others: Tensor) -> Tensor:
-    """One 32-bit key (in int64) for each row of a dropout mask; the coordinates broadcast against each other.
+    """A 32-bit key, stored as int64, for each row of a dropout mask.
 
-    `use` numbers the places where a model drops out. Coordinates are global: sample id, position, head.
+    `use` numbers the places in a model that apply dropout. `first` and `others` are global coordinates, such as sample
+    id, position and head. They broadcast against each other.
     """
-    # Seed and use are mixed as Python numbers: as a tensor they would be copied to the GPU, which waits for its queue.
+    # Seed and use are mixed as Python numbers. As tensors they would have to be copied to the GPU, and the copy waits
+    # for all work in the GPU's queue.
     start = mix((seed * 0x9E3779B1 + use) & _MASK)
+    # Coordinates have up to 64 bits and `mix` takes 32, so both halves are mixed in.
     key = mix(mix((start + first) & _MASK) ^ (first >> 32))
     for x in others:
         key = mix(mix((key + x) & _MASK) ^ (x >> 32))

@@ -1,7 +1,6 @@
-"""Activation checkpointing (Chen et al., arXiv 1604.06174): forget activations, run the forward again in the backward
-pass.
+"""Activation checkpointing (Chen et al., arXiv 1604.06174): activations are dropped and computed again in backward.
 
-Dropout masks derive from counters, so there is no random state to save and a second forward gives the same bits.
+Dropout masks derive from counters. So there is no random state to save, and a second forward gives the same bits.
 """
 
 import importlib
@@ -15,7 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is recomputed: `selective` core attention (arXiv 2205.05198, section 5), `full` every n-th layer."""
+    """Which part of the model is recomputed.
+
+    `selective` recomputes core attention (arXiv 2205.05198, section 5). `full` recomputes every n-th layer.
+    """
 
     mode: Literal["none", "selective", "full"] = "none"
     every: int = 1
@@ -29,13 +31,16 @@ class Recompute:
 
 
 def preload() -> None:
-    """Import what torch's checkpoint imports at its first call: seconds, which ranks that are forked later need not
-    spend each."""
+    """Import the module that torch's checkpoint imports at its first call, which takes seconds.
+
+    A launcher calls this before it forks its ranks, so that not every rank spends that time.
+    """
     importlib.import_module("torch._dynamo")
 
 
 def run(recomputes: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """function(*args), its activations kept or recomputed in the backward pass."""
+    """Return function(*args). `recomputes` says whether its activations are recomputed in backward rather than kept."""
     if not recomputes:
         return function(*args)
+    # No random state is preserved: dropout, the one user of randomness, draws from counters.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

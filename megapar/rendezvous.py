@@ -1,7 +1,7 @@
-"""Ranks compare what they must share, before they connect: options, code, versions, the kind of device.
+"""Before they connect, ranks compare what they must share: options, code, versions, the kind of device.
 
-Each rank leaves a message in the job's store. Rank 0 reads them all and leaves a verdict, which every rank reads. So a
-job of n ranks costs n messages, and every rank ends with the same words.
+Each rank stores a message in the job's store. Rank 0 reads all messages and stores a verdict, which every rank reads.
+So a job of n ranks needs n messages, and every rank ends with the same words.
 """
 
 import json
@@ -19,13 +19,13 @@ from typing import Any, Protocol
 from megapar.errors import CommunicationError, ConfigError
 
 OUR_PACKAGES = ("megapar", "megapar_models", "megapar_kernels")
-MOST_DIFFERENCES = 5  # lines of a verdict
-READING_SECONDS = 5.0  # that rank 0 gives the others to read a verdict that ends the job
+MOST_DIFFERENCES = 5  # lines of differences in a verdict
+READING_SECONDS = 5.0  # time that rank 0 gives the other ranks to read a verdict that ends the job
 ERRORS = {"ConfigError": ConfigError, "CommunicationError": CommunicationError}
 
 
 class Store(Protocol):
-    """What is used of torch.distributed's stores."""
+    """The methods of torch.distributed's stores that are used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -36,7 +36,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Member:
-    """One rank of a job: its machine, its device, the device's serial number ("" for a CPU), its process number."""
+    """One rank of a job: host, kind of device, UUID of the GPU ("" for a CPU), process number."""
 
     rank: int
     host: str
@@ -46,12 +46,12 @@ class Member:
 
 
 def this_member(rank: int, device: str, gpu: str) -> Member:
-    """This process."""
+    """The member that describes this process."""
     return Member(rank, socket.gethostname(), device, gpu, os.getpid())
 
 
 def hashes_of_our_files() -> dict[str, str]:
-    """A hash of each source file of ours that this process has imported, by "code " and its module's name."""
+    """A hash of each of our source files that this process has imported. The key is "code " and the module's name."""
     hashes = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -63,14 +63,14 @@ def hashes_of_our_files() -> dict[str, str]:
 def meet(
     store: Store, member: Member, world_size: int, shared: Mapping[str, Any], timeout_seconds: float
 ) -> list[Member]:
-    """Wait for all ranks of the job and compare `shared` (JSON types) and GPUs; returns all members.
+    """Wait for all ranks of the job, and compare `shared` (JSON types) and GPUs. Returns all members, by rank.
 
-    Raises CommunicationError that names ranks that did not come, ConfigError that names what differs with values, ranks
-    and hosts: each on every rank, with the same words.
+    Raises CommunicationError that names the ranks that did not come. Raises ConfigError that names each difference with
+    values, ranks and hosts. Both are raised on every rank, with the same words.
     """
     try:
         verdict = _verdict(store, member, world_size, shared, timeout_seconds)
-    except RuntimeError as error:  # the store is gone: it lives in rank 0, or in torchrun's agent
+    except RuntimeError as error:  # the store has ended with its process, rank 0 or torchrun's agent
         reason = str(error).splitlines()[0]
         raise CommunicationError(
             f"rank {member.rank} on {member.host} lost the store while ranks met ({reason}): rank 0 or the launcher "
@@ -84,7 +84,11 @@ def meet(
 def _verdict(
     store: Store, member: Member, world_size: int, shared: Mapping[str, Any], timeout_seconds: float
 ) -> dict[str, Any]:
-    """What rank 0 found, as JSON types; every rank has read it, or had time to, before rank 0 returns."""
+    """The verdict of rank 0, as JSON types.
+
+    Rank 0 returns a verdict with an error only after every rank has read it, or has had time to.
+    """
+    # `add` counts atomically, so the second process with this rank finds out.
     number = store.add(f"arrivals/{member.rank}", 1)
     if number > 1:
         raise ConfigError(
@@ -99,7 +103,7 @@ def _verdict(
     verdict: dict[str, Any] = json.loads(store.get("verdict"))
     readers = store.add("readers", 1)
     if member.rank == 0 and verdict["error"] is not None:
-        # Rank 0 is about to end, and the store may end with it.
+        # Rank 0 ends after this, and the store may be in its process.
         end = time.monotonic() + READING_SECONDS
         while readers < world_size and time.monotonic() < end:
             time.sleep(0.02)
@@ -108,7 +112,7 @@ def _verdict(
 
 
 def _judge(store: Store, world_size: int, timeout_seconds: float) -> dict[str, Any]:
-    """Rank 0's verdict, as JSON types."""
+    """Compare the messages of all ranks. Rank 0 calls this. Returns the verdict, as JSON types."""
     keys = [f"member/{rank}" for rank in range(world_size)]
     try:
         store.wait(keys, timedelta(seconds=timeout_seconds))
@@ -128,36 +132,43 @@ def _judge(store: Store, world_size: int, timeout_seconds: float) -> dict[str, A
 
 
 def _wait_for_verdict(store: Store, member: Member, timeout_seconds: float) -> None:
-    # Rank 0 may have come as late as allowed, and then waits as long for others. The margin lets its verdict arrive.
+    # Rank 0 may come just before the timeout, and then wait for other ranks until its own timeout. The 10 seconds more
+    # let its verdict arrive.
     try:
         store.wait(["verdict"], timedelta(seconds=2 * timeout_seconds + 10))
     except RuntimeError as error:
-        came = "came, but ended before it had compared the ranks" if store.check(["member/0"]) else "did not come"
+        came = "did not come"
+        if store.check(["member/0"]):
+            came = "came, but ended before it had compared the ranks"
         raise CommunicationError(
             f"rank 0 {came}; rank {member.rank} on {member.host} waited {2 * timeout_seconds + 10:g} s"
         ) from error
 
 
 def _shared_gpus(members: Sequence[Member]) -> list[str]:
-    """A line for each GPU that several ranks were given. NCCL would hang or refuse it without saying which."""
+    """A line for each GPU that several ranks use. NCCL would hang, or fail without saying which GPU and ranks."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for member in members:
         if member.gpu:
             ranks_of.setdefault((member.host, member.gpu), []).append(member.rank)
-    return [
-        f"{in_runs(ranks)} on {host} share one GPU ({gpu}): start one rank a GPU, or show each task its own"
-        for (host, gpu), ranks in ranks_of.items()
-        if len(ranks) > 1
-    ]
+    lines = []
+    for (host, gpu), ranks in ranks_of.items():
+        if len(ranks) > 1:
+            lines.append(
+                f"{in_runs(ranks)} on {host} share one GPU ({gpu}): start one rank a GPU, or show each task its own"
+            )
+    return lines
 
 
 def differences(members: Sequence[Member], shared: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each name of `shared` whose value is not the same on all ranks, the most common value first."""
+    """A line for each name in `shared` whose value differs between ranks. The most common value comes first."""
     if all(values == shared[0] for values in shared):
         return []
     lines = []
+    # The names of all ranks: ranks with different code may lack some.
     for name in sorted({name for values in shared for name in values}):
         ranks_of: dict[str, list[int]] = {}
+        # Values are compared as JSON text, because a list cannot be the key of a dict.
         for member, values in zip(members, shared, strict=True):
             ranks_of.setdefault(json.dumps(values.get(name)), []).append(member.rank)
         if len(ranks_of) > 1:
@@ -171,7 +182,7 @@ def differences(members: Sequence[Member], shared: Sequence[Mapping[str, Any]]) 
 
 
 def _placed(ranks: Sequence[int], members: Sequence[Member]) -> str:
-    """Such as "ranks 0-3 and 6 (node-a, node-b)"."""
+    """Ranks with their hosts, such as "ranks 0-3 and 6 (node-a, node-b)". Names at most three hosts."""
     hosts = sorted({members[rank].host for rank in ranks})
     shown = ", ".join(hosts[:3])
     if len(hosts) > 3:
@@ -180,15 +191,19 @@ def _placed(ranks: Sequence[int], members: Sequence[Member]) -> str:
 
 
 def in_runs(ranks: Sequence[int]) -> str:
-    """Such as "rank 4" or "ranks 0-3 and 6"; at most ten runs."""
+    """Ranks as text, such as "rank 4" or "ranks 0-3 and 6". Lists at most ten runs."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:10]]
+    words = []
+    for run in runs[:10]:
+        words.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
     if len(runs) > 10:
         words.append(f"{sum(len(run) for run in runs[10:])} more")
-    joined = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    joined = words[0]
+    if len(words) > 1:
+        joined = f"{', '.join(words[:-1])} and {words[-1]}"
     return f"rank {joined}" if len(ranks) == 1 else f"ranks {joined}"

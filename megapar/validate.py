@@ -1,7 +1,8 @@
-"""What cannot run, said before anything runs: pure checks of a Config against the number of ranks.
+"""Checks, before anything runs, that a Config can run on a number of ranks.
 
-No process group, file or device is touched, so every rank comes to the same verdict alone. All problems are reported at
-once, a line each: the options with their values, why they do not fit, and what would. data/spec.py judges `data`.
+The checks are pure: they touch no process group, file or device, so every rank comes to the same result alone. All
+problems are reported at once. Each is one line with the options and their values, why they do not fit, and what would
+fit. data/spec.py checks the section `data`.
 """
 
 import math
@@ -16,7 +17,7 @@ from megapar.messages import around, divisors, listed, problem, shown
 from megapar.model_rules import ModelRules
 
 _BELOW_ONE = {"model.hidden_dropout", "model.attention_dropout", "optimizer.betas"}
-# An option may be 0 if that is its default, or if it stands here.
+# An option may be 0 if that is its default, or if it is listed here.
 _MAY_BE_ZERO = {path for path, default in flatten(Config()).items() if default == 0} | {
     "parallel.partition",
     "train.seed",
@@ -32,20 +33,23 @@ _WEEK_SECONDS = 7 * 24 * 3600
 
 
 def validate(config: Config, world_size: int, rules: ModelRules) -> Config:
-    """The config with what means "derived" (zeros, auto) filled in, for `world_size` ranks.
+    """Check `config` for `world_size` ranks. Returns it with derived values in place of zeros and "auto".
 
-    `rules` are those of the family that `model.family` names. `model.vocab_size` 0 stays: see `derive.with_vocabulary`.
-    Raises ConfigError with a line for each problem.
+    `rules` are those of the family that `model.family` names. A `model.vocab_size` of 0 is left as it is, see
+    `derive.with_vocabulary`. Raises ConfigError with a line for each problem.
     """
-    sizes = list(_sizes(config))
-    problems = [*sizes, *_amounts(config), *_launch(config, world_size)]
-    if not sizes:  # arithmetic with sizes below their least value would report nonsense
-        grid = list(_grid(config, world_size))  # while it does not fit, dp is unknown and no batch can be judged
+    size_problems = list(_sizes(config))
+    problems = [*size_problems, *_amounts(config), *_launch(config, world_size)]
+    # The other checks divide by sizes. With sizes below their least values they would fail or report nonsense.
+    if not size_problems:
+        grid_problems = list(_grid(config, world_size))
         derived = derive(config, world_size, rules)
         checks = (_layout, _pipeline, _train, _optimizer, data_problems, _checkpoint)
-        problems += [*grid, *_heads(config, rules), *_model(derived, rules)]
+        problems += [*grid_problems, *_heads(config, rules), *_model(derived, rules)]
         problems += chain.from_iterable(check(derived) for check in checks)
-        problems += [] if grid else _batch(derived)
+        # While the grid does not fit, dp is unknown, and nothing can be said about the batch.
+        if not grid_problems:
+            problems += _batch(derived)
     if problems:
         raise ConfigError("\n".join(problems))
     return derived
@@ -55,24 +59,31 @@ def validate(config: Config, world_size: int, rules: ModelRules) -> Config:
 
 
 def _sizes(config: Config) -> Iterator[str]:
+    """Problems of whole numbers, each option by itself."""
     for path, value in flatten(config).items():
         items = value if isinstance(value, tuple) else (value,)
         least = 0 if path in _MAY_BE_ZERO else 1
-        if any(isinstance(item, int) and not isinstance(item, bool) and item < least for item in items):
+        # A bool is an int to Python, but no size.
+        numbers = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+        if any(number < least for number in numbers):
             yield problem(config, path, f"must be at least {least}")
 
 
 def _amounts(config: Config) -> Iterator[str]:
+    """Problems of texts and fractional numbers, each option by itself."""
     for path, value in flatten(config).items():
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, str) and not (item and item.isprintable()):
                 yield problem(config, path, "must be printable text, not empty")
-            elif isinstance(item, float) and (text := _amount_problem(path, item)):
-                yield problem(config, path, text)
-                break
+            elif isinstance(item, float):
+                text = _amount_problem(path, item)
+                if text:
+                    yield problem(config, path, text)
+                    break  # the message shows all items, so once is enough
 
 
 def _amount_problem(path: str, value: float) -> str:
+    """What is wrong with the number, "" if nothing is."""
     if not math.isfinite(value):
         return "must be a finite number"
     if path in _BELOW_ONE:
@@ -86,10 +97,11 @@ def _amount_problem(path: str, value: float) -> str:
 
 
 def _grid(config: Config, world_size: int) -> Iterator[str]:
+    """Problems of tp, pp and dp with the number of ranks."""
     parallel = config.parallel
     tp = parallel.tp
     pp = parallel.pp
-    dp = parallel.dp
+    dp = parallel.dp  # as given: 0 means that the world size decides
     if world_size % (tp * pp):
         text = (
             f"tp({tp})*pp({pp})={tp * pp} does not divide world size {world_size}; tp*pp may be "
@@ -102,19 +114,20 @@ def _grid(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _heads(config: Config, rules: ModelRules) -> Iterator[str]:
-    """Checks of a config as given: whether its head_dim is derived decides what to say."""
+    """Problems of heads. `config` is as given: the messages depend on whether its head_dim is derived."""
     model = config.model
     tp = config.parallel.tp
     heads = model.num_attention_heads
     kv_heads = model.num_key_value_heads
     hidden = model.hidden_size
-    width = "model.head_dim" if model.head_dim else "model.hidden_size model.num_attention_heads"
     if not model.head_dim and hidden % heads:
         text = f"the width must divide by the heads; use hidden_size {around(hidden, heads)}, or set model.head_dim"
-        yield problem(config, width, text)
+        yield problem(config, "model.hidden_size model.num_attention_heads", text)
     elif rules.even_head_dim and (model.head_dim or hidden // heads) % 2:
+        # Name the options that decide the width of a head.
+        options = "model.head_dim" if model.head_dim else "model.hidden_size model.num_attention_heads"
         text = "rotary embeddings turn pairs, so a head's width must be even"
-        yield problem(config, width, f"{text}; {model.head_dim or hidden // heads} is odd")
+        yield problem(config, options, f"{text}; {model.head_dim or hidden // heads} is odd")
     if kv_heads and heads % kv_heads:
         text = f"query heads must divide by key/value heads; use {listed(divisors(heads))}"
         yield problem(config, "model.num_attention_heads model.num_key_value_heads", text)
@@ -124,7 +137,7 @@ def _heads(config: Config, rules: ModelRules) -> Iterator[str]:
 
 
 def _model(config: Config, rules: ModelRules) -> Iterator[str]:
-    """What the family refuses."""
+    """Problems that follow from the rules of the model family."""
     defaults = flatten(Config())
     values = flatten(config)
     for path in rules.unused:
@@ -137,6 +150,7 @@ def _model(config: Config, rules: ModelRules) -> Iterator[str]:
 
 
 def _layout(config: Config) -> Iterator[str]:
+    """Problems of the rank order, and of what tp cuts."""
     tp = config.parallel.tp
     width = config.model.intermediate_size
     length = config.train.seq_length
@@ -154,6 +168,7 @@ def _layout(config: Config) -> Iterator[str]:
 
 
 def _pipeline(config: Config) -> Iterator[str]:
+    """Problems of layers and stages."""
     parallel = config.parallel
     layers = config.model.num_hidden_layers
     stages = parallel.pp * parallel.vpp
@@ -161,8 +176,10 @@ def _pipeline(config: Config) -> Iterator[str]:
     if parallel.vpp > 1 and parallel.schedule == "1f1b":
         text = "1f1b runs one stage on each rank; set parallel.schedule interleaved (or gpipe), or parallel.vpp 1"
         yield problem(config, "parallel.vpp parallel.schedule", text)
+    # The first and the last stage may hold only the embedding and only the head.
     if layers < stages - 2:
         most = (layers + 2) // parallel.pp
+        # With more ranks than layers + 2, no vpp helps.
         works = f"parallel.vpp may be up to {most}" if most else f"parallel.pp may be up to {layers + 2}"
         text = f"{stages} stages, of which all but the first and last need a layer; {works}"
         yield problem(config, "model.num_hidden_layers parallel.pp parallel.vpp", text)
@@ -179,17 +196,26 @@ def _is_partition(partition: tuple[int, ...], layers: int, stages: int) -> bool:
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers dealt evenly, the stages after the first served first: an end stage may stay empty, a middle one not."""
-    return tuple(layers // stages + (0 < stage <= layers % stages) for stage in range(stages))
+    """Numbers of layers of the stages, as equal as possible.
+
+    Layers that are left over go to the stages after the first, because a middle stage must not stay empty.
+    """
+    each, left_over = divmod(layers, stages)
+    sizes = [each] * stages
+    for stage in range(1, left_over + 1):
+        sizes[stage] += 1
+    return tuple(sizes)
 
 
 def _batch(config: Config) -> Iterator[str]:
+    """Problems of the global batch and its ramp."""
     batch = config.train.global_batch_size
     step = config.train.micro_batch_size
     if batch % step:
         text = f"must be a multiple of train.micro_batch_size {step}; use {around(batch, step)}"
         yield problem(config, "train.global_batch_size train.micro_batch_size", text)
-    if not (ramp := config.train.batch_ramp):
+    ramp = config.train.batch_ramp
+    if not ramp:
         return
     options = "train.batch_ramp train.global_batch_size"
     if len(ramp) != 3:
@@ -203,6 +229,7 @@ def _batch(config: Config) -> Iterator[str]:
 
 
 def _train(config: Config) -> Iterator[str]:
+    """Options of `train` that have no effect with the others as they are. No option is ignored in silence."""
     train = config.train
     defaults = Config().train
     if train.recompute_every > 1 and train.recompute != "full":
@@ -216,6 +243,7 @@ def _train(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
+    """Problems of the learning rate's schedule."""
     optimizer = config.optimizer
     steps = config.train.steps
     if optimizer.schedule != "wsd" and optimizer.decay_steps:
@@ -230,12 +258,13 @@ def _optimizer(config: Config) -> Iterator[str]:
     if optimizer.schedule == "constant" and optimizer.min_lr:
         text = "a constant rate has no end; choose cosine, linear, inverse_sqrt or wsd, or leave it at 0"
         yield problem(config, "optimizer.min_lr optimizer.schedule", text)
-    elif optimizer.min_lr > optimizer.lr >= 0:
+    elif optimizer.min_lr > optimizer.lr >= 0:  # a negative lr has its own message
         text = f"the rate must not end above its peak; use at most {shown(optimizer.lr)}"
         yield problem(config, "optimizer.min_lr optimizer.lr", text)
 
 
 def _checkpoint(config: Config) -> Iterator[str]:
+    """Problems of options of `checkpoint` that contradict each other or have no effect."""
     options = config.checkpoint
     if options.init_from != "none" and options.resume not in ("auto", "none"):
         text = "both name a checkpoint to start from; leave resume at auto, or init_from at none"
@@ -249,7 +278,10 @@ def _checkpoint(config: Config) -> Iterator[str]:
 
 
 def _launch(config: Config, world_size: int) -> Iterator[str]:
-    """Which device ranks get is judged where they start (device.choose): it depends on the machine."""
+    """Problems of how ranks are started.
+
+    The device is not checked here but where a rank starts (device.choose), because it depends on the machine.
+    """
     if not 1.0 <= config.launch.timeout_seconds <= _WEEK_SECONDS:
         text = f"must be from 1 to {_WEEK_SECONDS:,} (a week); 300 suits most jobs"
         yield problem(config, "launch.timeout_seconds", text)

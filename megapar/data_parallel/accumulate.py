@@ -1,4 +1,4 @@
-"""Where a gradient is added: fp32 sums over the micro-batches of a step, in one flat buffer."""
+"""Sums each gradient over the micro-batches of a step, in one flat fp32 buffer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from megapar.params import main_grad_of
 
 
 class MainGradView:
-    """The `main_grad` of a parameter (`megapar.params.MainGrad`): a view of the flat gradients."""
+    """The `main_grad` of a parameter (see `megapar.params.MainGrad`). `view` is a view of the flat gradients."""
 
     def __init__(self, view: Tensor, on_added: Callable[[], None]):
         self.view = view
@@ -23,10 +23,10 @@ class MainGradView:
 
 
 def accumulate(layout: FlatLayout, device: torch.device, on_added: Callable[[int], None]) -> Tensor:
-    """Make the flat fp32 gradients of `layout`, zero, and let each parameter add to its place in them.
+    """Make the flat fp32 gradients of `layout`, zero, and attach a `main_grad` to each parameter.
 
-    Every parameter gets `main_grad`; what autograd leaves in `.grad` is moved there. `on_added` is called with the
-    number of a slot after each addition to it.
+    A gradient that autograd leaves in `.grad` is added to the flat gradients too. `on_added` is called with the number
+    of the slot after each addition to it.
     """
     flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
     for index, slot in enumerate(layout.slots):
@@ -37,8 +37,9 @@ def accumulate(layout: FlatLayout, device: torch.device, on_added: Callable[[int
 
 
 def _move_grad(param: Tensor) -> None:
+    """Add `.grad` to the main gradient and free it. autograd calls this after each accumulation into `.grad`."""
     main_grad = main_grad_of(param)
     assert main_grad is not None
-    if param.grad is not None:  # None where the layer has added its gradient itself
+    if param.grad is not None:  # None if the layer has added its gradient itself
         main_grad.add(param.grad)
         param.grad = None

@@ -1,10 +1,11 @@
-"""Where parameters lie in a rank's flat memory: weights, gradients and optimizer state share these offsets.
+"""The layout of parameters in a rank's flat buffers. Weights, gradients and optimizer state share these offsets.
 
-Parameters lie in reverse registration order, about the order in which their gradients become final, in buckets. A
-bucket is reduced in one collective over the axis on which its parameters are replicated (`ParamSpec.replicas`). Under
-ZeRO each rank of that axis owns an equal slice of the bucket (Rajbhandari et al., arXiv 1910.02054), its shard.
+Parameters are in reverse registration order, which is about the order in which their gradients become final. They are
+grouped into buckets. A bucket is reduced in one collective over the axis on which its parameters are replicated
+(`ParamSpec.replicas`). Under ZeRO each rank of that axis owns an equal slice of the bucket, its shard (Rajbhandari et
+al., arXiv 1910.02054).
 
-A range is [start, stop) in elements; a list of ranges is sorted and disjoint.
+A range is [start, stop) in elements. A list of ranges is sorted and disjoint.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,13 +21,18 @@ from megapar.params import ParamSpec, spec_of
 Range = tuple[int, int]
 
 ALIGNMENT = 64
-"""Elements. Parameters and shards start at multiples of it, so that a vectorized optimizer has no scalar remainder
-inside them: that rounds differently, and an element's update would depend on where the buffer happens to be cut."""
+"""In elements. Parameters and shards start at multiples of it.
+
+A vectorized optimizer then has no scalar remainder inside them. A remainder rounds differently, so an element's update
+would depend on where the buffer happens to be cut.
+"""
 
 
 class Bucket(NamedTuple):
-    """A run of the buffer that is reduced in one collective: elements [start, stop), padding included, and the
-    positions [first, last) of its parameters."""
+    """Contiguous elements of the buffers that are reduced in one collective.
+
+    They are the elements [start, stop), padding included. The bucket holds the parameters [first, last), by position.
+    """
 
     start: int
     stop: int
@@ -34,16 +40,17 @@ class Bucket(NamedTuple):
     last: int
 
     def shard(self, rank: int, size: int) -> Range:
-        """The `rank`-th of `size` equal slices."""
+        """The range of the `rank`-th of `size` equal slices."""
         length = (self.stop - self.start) // size
         return self.start + rank * length, self.start + (rank + 1) * length
 
 
 @dataclass(frozen=True)
 class Group:
-    """Element counts of parameters that may share buckets, whose buckets are cut into `shards` equal slices.
+    """Parameters that may share buckets.
 
-    `whole`: no parameter may lie in two slices.
+    `counts` are their numbers of elements. Each bucket is cut into `shards` equal slices. `whole` means that no
+    parameter may lie in two slices.
     """
 
     counts: Sequence[int]
@@ -52,10 +59,10 @@ class Group:
 
 
 def lay_out(groups: Sequence[Group], bucket_elements: int) -> tuple[list[int], list[Bucket]]:
-    """The first element of each parameter, in the order given, and the buckets.
+    """Place parameters in buckets. Returns the first element of each parameter, in the given order, and the buckets.
 
-    A bucket holds parameters of one group only, is closed when it has reached `bucket_elements`, and is padded so that
-    its group's equal, aligned slices make it up.
+    A bucket holds parameters of one group only. It is closed when it has reached `bucket_elements`. It is padded so
+    that it divides into equal, aligned slices.
     """
     starts: list[int] = []
     buckets: list[Bucket] = []
@@ -65,10 +72,12 @@ def lay_out(groups: Sequence[Group], bucket_elements: int) -> tuple[list[int], l
         filled = 0
         for position, count in enumerate(group.counts):
             filled += _round_up(count, ALIGNMENT)
+            # The last parameter closes the group's last bucket, however full it is.
             if filled < bucket_elements and position < len(group.counts) - 1:
                 continue
             counts = group.counts[first : position + 1]
-            inside, length = _place_whole(counts, group.shards) if group.whole else _place(counts, group.shards)
+            place = _place_whole if group.whole else _place
+            inside, length = place(counts, group.shards)
             buckets.append(Bucket(end, end + length, len(starts), len(starts) + len(counts)))
             starts += [end + start for start in inside]
             end += length
@@ -78,7 +87,7 @@ def lay_out(groups: Sequence[Group], bucket_elements: int) -> tuple[list[int], l
 
 
 def _place(counts: Sequence[int], shards: int) -> tuple[list[int], int]:
-    """First element of each parameter in a bucket of its own, and the bucket's length; slices may cut parameters."""
+    """First element of each parameter, from the bucket's start, and the bucket's length. Slices may cut parameters."""
     starts = []
     end = 0
     for count in counts:
@@ -88,9 +97,9 @@ def _place(counts: Sequence[int], shards: int) -> tuple[list[int], int]:
 
 
 def _place_whole(counts: Sequence[int], shards: int) -> tuple[list[int], int]:
-    """The same with no parameter in two slices; the slices are as short as the order of the parameters allows."""
+    """As `_place`, with no parameter in two slices. The slices are as short as the order of parameters allows."""
     sizes = [_round_up(count, ALIGNMENT) for count in counts]
-    # The least length of a slice for which filling one after the other needs no more than `shards` slices.
+    # Binary search for the least length with which filling slices one after the other needs at most `shards` of them.
     low = max(max(sizes), _round_up(-(-sum(sizes) // shards), ALIGNMENT))
     high = sum(sizes)
     while low < high:
@@ -102,7 +111,7 @@ def _place_whole(counts: Sequence[int], shards: int) -> tuple[list[int], int]:
     starts = []
     end = 0
     for size in sizes:
-        if end // low != (end + size - 1) // low:
+        if end // low != (end + size - 1) // low:  # it would cross into the next slice: start there
             end = _round_up(end, low)
         starts.append(end)
         end += size
@@ -110,6 +119,7 @@ def _place_whole(counts: Sequence[int], shards: int) -> tuple[list[int], int]:
 
 
 def _slices_needed(sizes: Sequence[int], length: int) -> int:
+    """Number of slices of `length` elements that hold parameters of these sizes in order, none of them cut."""
     needed = 1
     filled = 0
     for size in sizes:
@@ -125,9 +135,10 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def merge(ranges: Iterable[Range]) -> list[Range]:
-    """The same elements in as few ranges as possible."""
+    """Join adjacent ranges. Returns the same elements in as few ranges as possible."""
     merged: list[Range] = []
     for start, stop in ranges:
+        # Ranges come in ascending order, so only the last one can be adjacent.
         if merged and merged[-1][1] == start:
             start = merged.pop()[0]
         merged.append((start, stop))
@@ -135,7 +146,7 @@ def merge(ranges: Iterable[Range]) -> list[Range]:
 
 
 def intersect(left: Sequence[Range], right: Sequence[Range]) -> list[Range]:
-    """The elements that are in both."""
+    """The elements that are in both lists of ranges."""
     common = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -152,7 +163,7 @@ def intersect(left: Sequence[Range], right: Sequence[Range]) -> list[Range]:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place: elements [start, stop) of the buffers; [stop, end) is padding, which stays zero."""
+    """The elements [start, stop) of the buffers that hold a parameter. [stop, end) is padding, which stays zero."""
 
     param: nn.Parameter
     spec: ParamSpec
@@ -172,10 +183,10 @@ Declared = tuple[nn.Parameter, ParamSpec]
 class FlatLayout:
     """Slots and buckets of all trained parameters of a rank's stages.
 
-    `modules` are this rank's stages in order. A bucket holds about `bucket_elements` elements. `sharded` says whether
+    `modules` are this rank's stages in order. A bucket has about `bucket_elements` elements. `sharded` says whether
     each rank of a bucket's axis owns a slice of it (ZeRO) or all of it.
 
-    Raises TypeError if a parameter has no ParamSpec or parameters are not all fp32, all bf16 or all fp16.
+    Raises TypeError if a parameter has no ParamSpec, or if parameters are not all fp32, all bf16 or all fp16.
     """
 
     def __init__(self, modules: Sequence[nn.Module], bucket_elements: int, *, sharded: bool):
@@ -183,10 +194,10 @@ class FlatLayout:
         self.sharded = sharded
         self.dtype = _common_dtype(declared)
         groups = _in_groups(declared)
-        counted = [
-            Group([param.numel() for param, _ in group], group[0][1].replicas.size, group[0][1].whole)
-            for group in groups
-        ]
+        counted = []
+        for group in groups:
+            _, spec = group[0]  # all parameters of a group agree on these two
+            counted.append(Group([param.numel() for param, _ in group], spec.replicas.size, spec.whole))
         starts, self.buckets = lay_out(counted, bucket_elements)
         self.slots = _slots([pair for group in groups for pair in group], starts, self.buckets)
         self.numel = self.buckets[-1].stop if self.buckets else 0
@@ -197,30 +208,35 @@ class FlatLayout:
 
     def shard(self, bucket: Bucket) -> Range:
         """The part of a bucket that this rank's optimizer updates."""
+        if not self.sharded:
+            return bucket.start, bucket.stop
         axis = self.axis(bucket)
-        return bucket.shard(axis.rank, axis.size) if self.sharded else (bucket.start, bucket.stop)
+        return bucket.shard(axis.rank, axis.size)
 
     def shards(self) -> list[Range]:
         """The elements that this rank's optimizer updates, in as few ranges as possible."""
         return merge(self.shard(bucket) for bucket in self.buckets)
 
     def counted(self) -> list[Range]:
-        """The elements that this rank counts in the gradient norm, and some padding (zeros).
+        """The elements that this rank counts in the gradient norm, and some padding, which is zero.
 
-        Over all ranks each element of the model is counted once: by its owner, and there by the rank whose shard it is
-        in, or if nothing is sharded by the first of the replicas.
+        Over all ranks each element of the model is counted once. The rank that owns it counts it if its shard holds the
+        element. If nothing is sharded, the first of the replicas counts it.
         """
-        owned = [
-            (slot.start + start, slot.end if slot.start + stop == slot.stop else slot.start + stop)
-            for slot in self.slots
-            if self.sharded or slot.spec.replicas.first
-            for start, stop in slot.spec.owned_ranges()
-        ]
+        owned = []
+        for slot in self.slots:
+            if not (self.sharded or slot.spec.replicas.first):
+                continue
+            for start, stop in slot.spec.owned_ranges():
+                # With the padding behind a parameter, ranges of neighbors touch and become one: fewer, longer ranges.
+                end = slot.end if slot.start + stop == slot.stop else slot.start + stop
+                owned.append((slot.start + start, end))
         return intersect(merge(owned), self.shards())
 
     def copies(self) -> list[Range]:
-        """The elements of this rank's shards that are not in `counted`: another rank counts its own copy of them."""
+        """The elements of this rank's shards that are not in `counted`. Another rank counts its own copy of them."""
         counted = self.counted()
+        # What lies between the counted ranges, before the first and after the last.
         starts = [0, *(stop for _, stop in counted)]
         stops = [*(start for start, _ in counted), self.numel]
         between = [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
@@ -228,14 +244,16 @@ class FlatLayout:
 
 
 def _collect(modules: Sequence[nn.Module]) -> list[Declared]:
-    """Each distinct parameter that needs a gradient once, in reverse registration order."""
+    """Each distinct parameter that needs a gradient, once, in reverse registration order."""
     names = {param: name for module in modules for name, param in module.named_parameters() if param.requires_grad}
     return [(param, spec_of(param, name)) for param, name in reversed(names.items())]
 
 
 def _common_dtype(params: Sequence[Declared]) -> torch.dtype:
-    """fp32, bf16 or fp16; fp32 if there is no parameter. Raises TypeError, naming parameters, for others and for
-    mixtures."""
+    """The dtype of all parameters: fp32, bf16 or fp16. It is fp32 if there is no parameter.
+
+    Raises TypeError that names parameters for another dtype and for a mixture.
+    """
     if not params:
         return torch.float32
     first, first_spec = params[0]
@@ -253,16 +271,16 @@ def _common_dtype(params: Sequence[Declared]) -> torch.dtype:
 
 
 def _in_groups(params: Sequence[Declared]) -> list[list[Declared]]:
-    """Parameters that may share buckets: summed over the same axis, and replicated over the same other axes.
+    """Group parameters that may share buckets: summed over the same axis, and replicated over the same other axes.
 
-    A sum over three and more ranks rounds by an element's place in its bucket. Copies of a parameter must not drift
-    apart, so the buckets that hold them look the same on all ranks that do, however their other parameters are cut.
+    A sum over three or more ranks rounds by an element's place in its bucket. Copies of a parameter must not drift
+    apart. So the buckets that hold them must look the same on all ranks that do, however other parameters are cut.
     """
     groups: dict[tuple[tuple[str, ...], str, bool], list[Declared]] = {}
     for param, spec in params:
         key = (spec.replicated_over(), spec.replicas.name, spec.whole)
         groups.setdefault(key, []).append((param, spec))
-    # Copies on other pipeline stages were registered there in another order.
+    # Sorted by name, because other pipeline stages may have registered their copies in another order.
     for (replicated, _, _), group in groups.items():
         if _TIES in replicated:
             group.sort(key=lambda pair: pair[1].name)
@@ -274,6 +292,7 @@ _TIES = "ends"  # the axis of stages that hold copies of one parameter (megapar.
 
 
 def _slots(params: Sequence[Declared], starts: Sequence[int], buckets: Sequence[Bucket]) -> list[Slot]:
+    """The slot of each parameter. `params` and `starts` are in the same order."""
     slots = []
     for number, bucket in enumerate(buckets):
         for i in range(bucket.first, bucket.last):

@@ -1,7 +1,8 @@
-"""Sums of gradients of which each rank has computed a part, besides the sum over replicas.
+"""Sums gradients of which each rank has computed only a part. This comes in addition to the sum over replicas.
 
-Examples: norm weights under sequence parallelism (each tensor rank sees its part of the sequence), key and value heads
-that several tensor ranks hold, the copies of a tied embedding on two pipeline stages. `Piece.partial` names the axes.
+Examples are norm weights under sequence parallelism, where each tensor rank sees its part of the sequence, key and
+value heads that several tensor ranks hold, and the copies of a tied embedding on two pipeline stages. `Piece.partial`
+names the axes.
 """
 
 import math
@@ -15,39 +16,41 @@ from megapar.context import Axis
 from megapar.data_parallel.layout import FlatLayout, Range, intersect, merge
 from megapar.params import Piece, flat_ranges
 
-# Elements. A longer run is summed where it lies; shorter ones are copied into one message.
+# In elements. A run of at least this length is summed where it lies. Shorter runs are copied into one message, because
+# many small messages cost more than the copies.
 _LARGE = 1 << 18
 
 
 @dataclass(frozen=True)
 class _Aligned:
-    """Runs of elements that lie at the same places on all ranks of `axis`, which hold the same boxes."""
+    """Runs of elements at the same offsets on all ranks of `axis`, because these ranks hold the same boxes."""
 
     axis: Axis
     runs: Sequence[Range]
 
     def sum(self, grads: Tensor) -> None:
+        """Sum the runs of `grads`, the flat gradients, in place."""
         small = [grads[start:stop] for start, stop in self.runs if stop - start < _LARGE]
         for start, stop in self.runs:
             if stop - start >= _LARGE:
                 comm.all_reduce(grads[start:stop], self.axis)
         if small:
             packed = grads.new_empty(sum(part.numel() for part in small))
-            places = packed.split([part.numel() for part in small])
-            for place, part in zip(places, small, strict=True):
-                place.copy_(part)
+            packed_parts = packed.split([part.numel() for part in small])
+            for packed_part, part in zip(packed_parts, small, strict=True):
+                packed_part.copy_(part)
             comm.all_reduce(packed, self.axis)
-            for place, part in zip(places, small, strict=True):
-                part.copy_(place)
+            for packed_part, part in zip(packed_parts, small, strict=True):
+                part.copy_(packed_part)
 
 
 @dataclass(frozen=True)
 class _Overlapping:
     """Boxes that differ from rank to rank and overlap, such as heads that two neighbors hold.
 
-    Each rank lays the elements that it has reduced at their places in the whole tensors, zeros elsewhere. All ranks
-    then add the same numbers in the same order, so their copies stay bitwise equal. `runs` are (place among all whole
-    tensors, start, stop) of elements in this rank's shards; `numel` counts the elements of all whole tensors.
+    Each rank copies the elements that it has reduced to their places in the whole tensors, with zeros elsewhere. All
+    ranks then add the same numbers in the same order, so their copies stay bitwise equal. `runs` are (offset among all
+    whole tensors, start, stop) of the elements in this rank's shards. `numel` counts the elements of all whole tensors.
     """
 
     axis: Axis
@@ -57,21 +60,24 @@ class _Overlapping:
     numel: int
 
     def sum(self, grads: Tensor) -> None:
+        """Sum the runs of `grads`, the flat gradients, in place."""
         packed = grads.new_zeros(self.numel)
-        for place, start, stop in self.runs:
-            packed[place : place + stop - start] = grads[start:stop]
+        for offset, start, stop in self.runs:
+            packed[offset : offset + stop - start] = grads[start:stop]
         comm.all_reduce(packed, self.axis)
-        if self.sharded:  # another replica's shard may hold what a neighbor needs
+        # An element may be in the shard of one replica here, and of another replica on a neighbor.
+        if self.sharded:
             comm.all_reduce(packed, self.replicas)
-        for place, start, stop in self.runs:
-            grads[start:stop] = packed[place : place + stop - start]
+        for offset, start, stop in self.runs:
+            grads[start:stop] = packed[offset : offset + stop - start]
 
 
 PartialSum = _Aligned | _Overlapping
 
 
 def partial_sums(layout: FlatLayout) -> list[PartialSum]:
-    """The sums of a layout, in the same order on all ranks that take part in one."""
+    """The sums that a layout needs. All ranks that take part in a sum have it in the same order."""
+    # Sorted by name: ranks that do not agree on the order of their collectives would wait for each other.
     axes = {axis.name: axis for slot in layout.slots for axis in slot.spec.partial_axes()}
     sums: list[PartialSum] = []
     for name in sorted(axes):
@@ -81,17 +87,21 @@ def partial_sums(layout: FlatLayout) -> list[PartialSum]:
 
 
 def _aligned(layout: FlatLayout, axis: Axis) -> list[PartialSum]:
-    held = [
-        (slot.start + first, slot.start + last)
-        for slot in layout.slots
-        if axis.name in slot.spec.replicated_over()
-        for piece, first, last in slot.spec.segments()
-        if piece.is_partial_over(axis.name)
-    ]
-    return [_Aligned(axis, intersect(merge(held), layout.shards()))] if held else []
+    """The sum of pieces that every rank of `axis` holds alike, as a list of one sum or none."""
+    held = []
+    for slot in layout.slots:
+        if axis.name not in slot.spec.replicated_over():
+            continue
+        for piece, first, last in slot.spec.segments():
+            if piece.is_partial_over(axis.name):
+                held.append((slot.start + first, slot.start + last))
+    if not held:
+        return []
+    return [_Aligned(axis, intersect(merge(held), layout.shards()))]
 
 
 def _overlapping(layout: FlatLayout, axis: Axis) -> list[PartialSum]:
+    """The sums of pieces whose boxes differ between ranks of `axis`, one for each axis of replicas."""
     by_replicas: dict[str, tuple[Axis, list[tuple[Piece, int]]]] = {}
     for slot in layout.slots:
         if axis.name in slot.spec.replicated_over():
@@ -113,9 +123,9 @@ def _overlapping(layout: FlatLayout, axis: Axis) -> list[PartialSum]:
 
 
 def _runs(piece: Piece, position: int, base: int, shards: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """(place, start, stop) of the elements of a piece in this rank's shards.
+    """(offset, start, stop) of the elements of a piece in this rank's shards.
 
-    The piece lies in the buffers from `position` on, and the whole tensor among all of them from `base` on.
+    `position` is the piece's first element in the buffers. `base` is the offset of its whole tensor among all of them.
     """
     runs = []
     for first, last in flat_ranges(piece.shape, piece.held):

@@ -1,7 +1,7 @@
-"""When gradients are reduced: bucket by bucket, over their replicas, while the last backward pass still runs.
+"""Reduces gradients over their replicas, bucket by bucket, while the last backward pass still runs.
 
-A bucket is all-reduced (ZeRO stage 0) or reduce-scattered (stage 1) as soon as its last gradient has been added, in
-bucket order on all ranks. One step:
+A bucket is all-reduced (ZeRO stage 0) or reduce-scattered (stage 1) as soon as its last gradient has been added. All
+ranks reduce the buckets in the same order. One step:
 
     zero()      gradients are added, micro-batch by micro-batch
     begin()     right before the last backward: from now on full buckets are reduced
@@ -27,10 +27,10 @@ class _Phase(Enum):
 
 
 class Gradients:
-    """A rank's gradients: `flat`, 1-D fp32 with the offsets of `layout`, and their reduction over replicas.
+    """The gradients of a rank, and their reduction over replicas.
 
-    `overlap`: buckets are reduced during the last backward pass, not all after it. `impl` is who adds up the squares
-    for the gradient norm.
+    `flat` is 1-D fp32 with the offsets of `layout`. `overlap` says whether buckets are reduced during the last backward
+    pass or all after it. `impl` is the implementation that adds up squares for the gradient norm.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Gradients:
         self.counted = FlatRanges.of(layout.counted(), device)
         """The elements of `flat` that this rank counts in the gradient norm."""
         self.copied = FlatRanges.of(layout.copies(), device)
-        """Those that other ranks count, of which this rank holds copies."""
+        """Elements of `flat` in this rank's shards that other ranks count, from copies of their own."""
         self._overlap = overlap
         self._phase = _Phase.ADDING
         self._pending: list[comm.Pending] = []  # one for each bucket whose reduction has started, in bucket order
@@ -58,7 +58,7 @@ class Gradients:
         self._phase = _Phase.ADDING
 
     def begin(self) -> None:
-        """Allow buckets to be reduced from now on: the last backward of this rank is about to start."""
+        """Allow buckets to be reduced from now on. Call it right before the last backward of this rank."""
         if self._phase is not _Phase.ADDING:
             raise RuntimeError("Gradients.begin() called twice in a step: call finish(), then zero() first")
         self._phase = _Phase.LAST_BACKWARD
@@ -66,22 +66,25 @@ class Gradients:
         self._reduce_full_buckets()
 
     def finish(self) -> None:
-        """Reduce what is left and wait, then add up what several ranks have computed parts of."""
+        """Reduce the remaining buckets, wait for all, then add up gradients that several ranks computed in part."""
         if self._phase is _Phase.REDUCED:
             raise RuntimeError("Gradients.finish() called twice: the gradients are reduced, call zero() first")
         while len(self._pending) < len(self.layout.buckets):
             self._reduce_next()
         for pending in self._pending:
             pending.wait()
+        # After the reductions, which change the same elements.
         for partial_sum in self._partial_sums:
             partial_sum.sum(self.flat)
-        if self._phase is _Phase.LAST_BACKWARD:
+        if self._phase is _Phase.LAST_BACKWARD:  # without begin() no additions were counted
             self._progress.learn()
         self._phase = _Phase.REDUCED
 
     def not_finite(self) -> list[str]:
-        """Names of the parameters with a gradient in this rank's shards that is not finite, in the order of the
-        backward pass."""
+        """Names of the parameters whose gradient in this rank's shards is not finite.
+
+        They are in the order of the layout, which is about that of the backward pass.
+        """
         shards = self.layout.shards()
         return [slot.name for slot in self.layout.slots if self._has_not_finite(slot.start, slot.stop, shards)]
 
@@ -89,7 +92,7 @@ class Gradients:
         return any(not self.flat[a:b].isfinite().all() for a, b in intersect([(start, stop)], shards))
 
     def _added(self, index: int) -> None:
-        """A gradient was added to slot `index`. Raises RuntimeError if its bucket is being or has been reduced."""
+        """Note an addition to slot `index`. Raises RuntimeError if the reduction of its bucket has started."""
         slot = self.layout.slots[index]
         if slot.bucket < len(self._pending):
             raise RuntimeError(self._too_late(slot.name))
@@ -108,6 +111,7 @@ class Gradients:
     def _reduce_full_buckets(self) -> None:
         if not self._overlap:
             return
+        # In bucket order only: a full bucket waits for those before it, so that all ranks start the same collectives.
         while len(self._pending) < len(self.layout.buckets) and self._progress.is_full(len(self._pending)):
             self._reduce_next()
 
@@ -118,22 +122,22 @@ class Gradients:
 
 
 class _Progress:
-    """Which buckets have all their gradients, told by what earlier last backward passes have added.
+    """Tells which buckets have all their gradients, from what earlier last backward passes have added.
 
     A bucket is full when each of its parameters has received as many additions since begin() as in the largest step
-    before. The number is learned because a parameter may be used several times. Parameters that never received any
-    belong to other stages of this rank, whose gradients are final already. Nothing is known on the first step, in which
-    no bucket is full before finish().
+    before. The number is learned, because a parameter may be used several times. Parameters that never receive any
+    belong to other stages of this rank, whose gradients are final already. On the first step nothing is known, and no
+    bucket is full before finish().
     """
 
     def __init__(self, layout: FlatLayout):
         self._layout = layout
         self._expected: list[int] | None = None
         self._additions = [0] * len(layout.slots)
-        self._missing: list[int] = []  # parameters that each bucket still waits for
+        self._missing: list[int] = []  # number of parameters that each bucket waits for
 
     def start(self) -> None:
-        """A last backward pass begins."""
+        """Begin to count the additions of a last backward pass."""
         self._additions = [0] * len(self._additions)
         if self._expected is not None:
             self._missing = [
@@ -142,15 +146,17 @@ class _Progress:
             ]
 
     def added(self, index: int) -> None:
-        """A gradient was added to slot `index`."""
+        """Count an addition to slot `index`."""
         self._additions[index] += 1
         if self._expected is not None and self._additions[index] == self._expected[index]:
             self._missing[self._layout.slots[index].bucket] -= 1
 
     def is_full(self, bucket: int) -> bool:
+        """Whether the bucket of this number has all its gradients."""
         return self._expected is not None and self._missing[bucket] == 0
 
     def learn(self) -> None:
-        """The last backward pass has ended."""
+        """Remember the additions of the last backward pass, which has ended."""
+        # The largest number so far: expecting fewer additions than come would reduce a bucket too early.
         before = self._expected or self._additions
         self._expected = [max(pair) for pair in zip(self._additions, before, strict=True)]

@@ -12,8 +12,11 @@ from megapar.optimizer.base import Optimizer, Shard, StateTensor
 
 
 class AdamW(Optimizer):
-    """Moments are fp32. Weight decay applies to parameters whose spec says so. Padding stays zero, as its gradient and
-    weight are. `impl` is the implementation of the update."""
+    """AdamW with fp32 moments.
+
+    Weight decay applies to the parameters whose spec says so. Padding stays zero, because its gradients and weights
+    are zero. `impl` is the implementation of the update.
+    """
 
     STATE = (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
 
@@ -22,12 +25,11 @@ class AdamW(Optimizer):
     ):
         super().__init__(weights, gradients, options)
         self._impl: Implementation = impl
-        self._decayed = {
-            shard.start: Decayed.of(
-                merge(self.ranges_where_decayed(shard)), shard.stop - shard.start, shard.main.device
-            )
-            for shard in self.shards
-        }
+        # By the start of a shard. Made once: the ranges never change.
+        self._decayed = {}
+        for shard in self.shards:
+            ranges = merge(self.ranges_where_decayed(shard))
+            self._decayed[shard.start] = Decayed.of(ranges, shard.stop - shard.start, shard.main.device)
 
     def update(self, shard: Shard, grad: Tensor, params: Tensor | None, lr: float, clip: Tensor | None) -> None:
         adamw_step(

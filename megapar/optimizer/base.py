@@ -1,4 +1,4 @@
-"""What training asks of an optimizer. Which one a run uses is chosen in `megapar.train.trainer.assemble`."""
+"""The interface of optimizers. `megapar.train.trainer.assemble` chooses the optimizer of a run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ MAIN = "main"
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor that an optimizer keeps for every parameter: one element for each of the parameter's, 0 at first."""
+    """A tensor that an optimizer keeps for every parameter: as many elements as the parameter, 0 at first."""
 
     name: str
     dtype: torch.dtype = torch.float32
@@ -26,7 +26,10 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [start, stop) of the flat buffers that this rank updates, with their state: 1-D views by name."""
+    """Elements [start, stop) of the flat buffers that this rank updates.
+
+    `main` are their main weights. `state` are 1-D tensors by name. All have stop - start elements.
+    """
 
     start: int
     stop: int
@@ -37,8 +40,8 @@ class Shard:
 class Optimizer(ABC):
     """Updates this rank's shards of the weights.
 
-    Main weights are fp32. Those of an fp32 model are its parameters themselves; those of a bf16 or fp16 model are kept
-    here and rounded into the parameters after each step. `step_count` counts updates; assign it when a checkpoint is
+    Main weights are fp32. For an fp32 model they are the parameters themselves. For a bf16 or fp16 model they are kept
+    here, and rounded into the parameters after each step. `step_count` counts updates. Assign it when a checkpoint is
     loaded. A subclass declares its state in `STATE` and updates one shard at a time in `update`.
     """
 
@@ -55,15 +58,16 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update(self, shard: Shard, grad: Tensor, params: Tensor | None, lr: float, clip: Tensor | None) -> None:
-        """One update of `shard` by its reduced gradient, times `clip` (0-d fp32 on the device; None means 1).
+        """Update `shard` once with its reduced gradient `grad`, 1-D fp32, which may be changed.
 
-        `params`, if given, are the 16-bit weights, into which the new main weights are rounded. `grad` may be changed.
+        The gradient is multiplied by `clip`, 0-d fp32 on the device, or by 1 if that is None. `params` are the 16-bit
+        weights, into which the new main weights are rounded, or None for an fp32 model. `lr` is the learning rate.
         """
 
     @torch.no_grad()
     def step(self, lr: float, clip_coefficient: Tensor | None = None) -> None:
         """Update the weights with the reduced gradients times `clip_coefficient`, then gather all shards."""
-        self.step_count += 1
+        self.step_count += 1  # before the update: Adam's bias correction counts updates from 1
         for shard in self.shards:
             part = slice(shard.start, shard.stop)
             params = None if self._aliased else self._weights.flat[part]
@@ -72,7 +76,7 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def refresh_params_from_main(self) -> None:
-        """Round the main weights into the parameters and gather every rank's shards."""
+        """Round the main weights into the parameters, and gather every rank's shards. For loaded main weights."""
         if not self._aliased:
             for shard in self.shards:
                 self._weights.flat[shard.start : shard.stop].copy_(shard.main)
@@ -80,13 +84,17 @@ class Optimizer(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of state and, for a 16-bit model, main weights on this rank."""
-        state = sum(tensor.nbytes for shard in self.shards for tensor in shard.state.values())
-        return state if self._aliased else state + sum(shard.main.nbytes for shard in self.shards)
+        """Bytes of optimizer state on this rank. For a 16-bit model this includes its main weights."""
+        total = sum(tensor.nbytes for shard in self.shards for tensor in shard.state.values())
+        # The main weights of an fp32 model are its parameters, which are counted as weights.
+        if not self._aliased:
+            total += sum(shard.main.nbytes for shard in self.shards)
+        return total
 
     def slices(self) -> Iterator[StateSlice]:
-        """What this rank updates, parameter by parameter in the layout's order: for checkpoints."""
+        """Yield what this rank updates, by parameter in the order of the layout. Checkpoints save these slices."""
         for slot in self.layout.slots:
+            # A shard may hold a part of a parameter, or several parameters.
             for shard in self.shards:
                 for start, stop in intersect([(slot.start, slot.stop)], [(shard.start, shard.stop)]):
                     part = slice(start - shard.start, stop - shard.start)
@@ -94,13 +102,14 @@ class Optimizer(ABC):
                     yield StateSlice(slot.param, slot.spec, start - slot.start, stop - slot.start, tensors)
 
     def ranges_where_decayed(self, shard: Shard) -> list[Range]:
-        """The elements of `shard`, counted from its start, whose parameters weight decay applies to."""
+        """The ranges of `shard`, counted from its start, to which weight decay applies."""
         slots = [(slot.start, slot.end) for slot in self.layout.slots if slot.spec.decay]
         inside = intersect(slots, [(shard.start, shard.stop)])
         return [(start - shard.start, stop - shard.start) for start, stop in inside]
 
     def _new_shard(self, start: int, stop: int) -> Shard:
         params = self._weights.flat[start:stop]
+        # A view for an fp32 model, so that an update of the main weights is one of the parameters.
         main = params if self._aliased else params.float()
         state = {field.name: torch.zeros_like(main, dtype=field.dtype) for field in self.STATE}
         return Shard(start, stop, main, state)

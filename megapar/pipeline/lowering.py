@@ -1,10 +1,10 @@
-"""Turns a schedule into a plan: inserts the transfers between ranks and refuses an order that cannot run.
+"""Turns a schedule into plans: inserts the transfers between ranks, and refuses an order that cannot run.
 
-A plan is one rank's list of actions and `Transfers`. Why it cannot deadlock: the orders are timed with nominal costs,
-and each message gets the time at which its producer ends. Messages that touch a rank at the same time are one
-`Transfers`, and every rank holds its `Transfers` in order of time. So both ends of a link name its messages in the same
-order, and what is posted at a time depends on nothing later, even where a backend runs a rank's batches one after the
-other (NCCL).
+A plan is one rank's list of actions and `Transfers`. It cannot deadlock, for the following reason. The orders are timed
+with nominal costs, and each message gets the time at which its producer ends. Messages that touch a rank at the same
+time are one `Transfers`, and every rank has its `Transfers` in order of time. So both ends of a link name its messages
+in the same order, and what is posted at one time depends on nothing that is posted later. This holds even where a
+backend runs a rank's batches one after the other (NCCL).
 """
 
 from collections import Counter
@@ -15,16 +15,20 @@ from megapar.pipeline.schedules import Action
 
 Plan = list["Action | Transfers"]
 
-# Nominal durations. They decide only how early a receive is posted, never whether a plan is valid. Transfers that take
-# no time would tie with actions, and a tie puts a receive into the batch of a send, after the action that it could have
-# overlapped: with transfers of 0.3 forwards and forwards alone that costs 23%.
+# Nominal durations. They decide only how early a receive is posted, never whether a plan is valid.
 COST = {"F": 4, "B": 8}
+# Not 0: a transfer without duration would end at the same time as an action. The tie would put a receive into the batch
+# of a send, after the action that it could have overlapped. With forwards alone, and transfers that take 0.3 forwards,
+# that costs 23%.
 TRANSFER_COST = 1
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message: the tensors that `consumer` takes from another rank. `peer` is the other end's place on axis pp."""
+    """One message: the tensors that `consumer` takes from another rank.
+
+    `peer` is the position of the other end on axis pp.
+    """
 
     consumer: Action
     peer: int
@@ -34,8 +38,9 @@ class Transfer:
 class Transfers:
     """Messages that one rank posts together, as one batch. An action waits for the batch that brings its input.
 
-    A rank has at most one batch with sends in flight: before it posts the next it waits for that one, so that what was
-    sent is freed. With random delays of 30% on each action, holding any number in flight gains less than 1%.
+    A rank has at most one batch with sends in flight. It waits for that batch before it posts the next one, so that the
+    tensors that were sent are freed. Without this limit, with random delays of 30% on each action, a step would gain
+    less than 1%.
     """
 
     sends: list[Transfer] = field(default_factory=list)
@@ -48,32 +53,38 @@ class Transfers:
 
 
 def producer(action: Action, num_stages: int) -> Action | None:
-    """The action of the neighboring stage whose result `action` takes; None where the pipeline begins."""
-    return _beside(action, -1 if action.kind == "F" else 1, num_stages)
+    """The action of the neighboring stage whose result `action` takes. None if `action` takes none."""
+    step = -1 if action.kind == "F" else 1  # activations come from the stage before, gradients from the one after
+    return _beside(action, step, num_stages)
 
 
 def consumer(action: Action, num_stages: int) -> Action | None:
-    """The action of the neighboring stage that takes the result of `action`; None where the pipeline ends."""
-    return _beside(action, 1 if action.kind == "F" else -1, num_stages)
+    """The action of the neighboring stage that takes the result of `action`. None if there is none."""
+    step = 1 if action.kind == "F" else -1
+    return _beside(action, step, num_stages)
 
 
 def _beside(action: Action, step: int, num_stages: int) -> Action | None:
+    """The same kind of action on the stage `step` further on. None if there is no such stage."""
     stage = action.stage + step
-    # Action._replace would be shorter, but takes six times as long, and this runs several times for each action.
-    return Action(action.kind, stage, action.microbatch) if 0 <= stage < num_stages else None
+    if not 0 <= stage < num_stages:
+        return None
+    # Action._replace would be shorter but takes six times as long. This runs several times for each action.
+    return Action(action.kind, stage, action.microbatch)
 
 
 def lower(orders: Sequence[Sequence[Action]], num_stages: int) -> list[Plan]:
-    """Each rank's plan. Where a stage lives is read off the orders: an action's rank is the one whose order holds it.
+    """Make the plan of each rank from its order of actions.
 
-    Raises ValueError for an action that stands twice, and if the orders cannot run to their end, saying what each stuck
-    rank waits for.
+    The rank of an action is the one whose order holds it, so the orders also say on which rank each stage lives. Raises
+    ValueError for an action that occurs twice. Raises ValueError if the orders cannot run to their end, with what each
+    stuck rank waits for.
     """
     return _lower(orders, num_stages, range(len(orders)))
 
 
 def lower_one(orders: Sequence[Sequence[Action]], num_stages: int, rank: int) -> Plan:
-    """`lower(orders, num_stages)[rank]`, in half the time: the other ranks' transfers are not made."""
+    """`lower(orders, num_stages)[rank]` in half the time, because the transfers of the other ranks are not made."""
     return _lower(orders, num_stages, [rank])[0]
 
 
@@ -88,7 +99,7 @@ def _lower(orders: Sequence[Sequence[Action]], num_stages: int, ranks: Sequence[
         rank = rank_of[action]
         peer = rank_of[source]
         if rank == peer:
-            continue
+            continue  # both stages are on one rank, which hands the tensors over
         time = ends[source]
         if peer in batches:
             batches[peer].setdefault(time, Transfers()).sends.append(Transfer(action, rank))
@@ -100,7 +111,11 @@ def _lower(orders: Sequence[Sequence[Action]], num_stages: int, ranks: Sequence[
 def _end_times(
     orders: Sequence[Sequence[Action]], rank_of: Mapping[Action, int], sources: Mapping[Action, Action | None]
 ) -> dict[Action, int]:
-    """When each action ends if only the order of its rank and its inputs hold it back."""
+    """The nominal time at which each action ends.
+
+    An action starts when the action before it in its rank's order has ended and its input has arrived. Raises
+    ValueError for an action that occurs twice and for orders that cannot run to their end.
+    """
     if sum(map(len, orders)) > len(rank_of):
         counts = Counter(action for order in orders for action in order)
         twice = ", ".join(str(action) for action, count in counts.items() if count > 1)
@@ -108,6 +123,7 @@ def _end_times(
     ends: dict[Action, int] = {}
     position = [0] * len(orders)
     clock = [0] * len(orders)
+    # Each round runs every rank as far as it can go. A round in which no rank moves is the end, or a deadlock.
     moved = True
     while moved:
         moved = False
@@ -116,7 +132,8 @@ def _end_times(
                 action = order[position[rank]]
                 source = sources[action]
                 if source is not None:
-                    clock[rank] = max(clock[rank], ends[source] + (rank_of[source] != rank) * TRANSFER_COST)
+                    delay = TRANSFER_COST if rank_of[source] != rank else 0
+                    clock[rank] = max(clock[rank], ends[source] + delay)
                 clock[rank] += COST[action.kind]
                 ends[action] = clock[rank]
                 position[rank] += 1
@@ -132,7 +149,7 @@ def _end_times(
 
 
 def _missing(action: Action, ends: Mapping[Action, int], sources: Mapping[Action, Action | None]) -> str:
-    """What `action` still waits for; empty if nothing."""
+    """What `action` still waits for, in words. "" if nothing."""
     if action.kind == "B":
         forward = Action("F", action.stage, action.microbatch)
         if forward not in ends:
@@ -140,16 +157,23 @@ def _missing(action: Action, ends: Mapping[Action, int], sources: Mapping[Action
     source = sources[action]
     if source is None or source in ends:
         return ""
-    return f"the {'activation' if action.kind == 'F' else 'gradient'} of {source}"
+    awaited = "activation" if action.kind == "F" else "gradient"
+    return f"the {awaited} of {source}"
 
 
 def _weave(order: Sequence[Action], ends: Mapping[Action, int], batches: Mapping[int, Transfers]) -> Plan:
-    """Place a rank's batches, each under its time: one with a send right after the action that made it, one of receives
-    alone before the action during which they arrive."""
+    """Insert a rank's batches into its order of actions. `batches` are by time.
+
+    A batch with a send comes right after the action whose result it sends. A batch of receives alone comes before the
+    action during which its messages arrive.
+    """
     plan: Plan = []
     times = sorted(batches, reverse=True)
     for action in order:
-        while times and (times[-1] < ends[action] or (times[-1] == ends[action] and not batches[times[-1]].sends)):
+        while times and times[-1] <= ends[action]:
+            # At the time at which this action ends, a send may carry its result, so it must come after it.
+            if times[-1] == ends[action] and batches[times[-1]].sends:
+                break
             plan.append(batches[times.pop()])
         plan.append(action)
     return plan + [batches[time] for time in reversed(times)]

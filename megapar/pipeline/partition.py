@@ -8,24 +8,32 @@ from megapar.errors import ConfigError
 
 
 def partition(layer_costs: Sequence[float], first_cost: float, last_cost: float, num_stages: int) -> list[range]:
-    """Contiguous layers of each stage, such that the most expensive stage is as cheap as possible.
+    """Choose contiguous layers for each stage, so that the most expensive stage is as cheap as possible.
 
-    `first_cost` (embedding) counts on the first stage, `last_cost` (final norm and head) on the last; any unit. Of
-    equally good cuts the most even one is taken (least sum of squared stage costs), and of those the one with fewer
-    layers in front, where 1F1B holds more micro-batches. The first and the last stage may hold no layer, the others
-    hold at least one. Raises ConfigError if there are too few layers for that.
+    `layer_costs` are in any unit. `first_cost` (embedding) is added to the first stage, `last_cost` (final norm and
+    head) to the last. Of equally good cuts, the most even one is taken: the one with the least sum of squared stage
+    costs. Of those, the one with fewer layers in front is taken, because 1F1B holds more micro-batches there. The first
+    and the last stage may hold no layer, the others hold at least one. Raises ConfigError if there are too few layers.
     """
     _check_enough(len(layer_costs), num_stages)
-    # Integers, so that sums which ought to be equal are equal.
+    # Integers, so that sums that ought to be equal are equal. Floats would break ties by rounding. The unit is so small
+    # that rounding to it does not matter.
     unit = (sum(layer_costs) + first_cost + last_cost) / 2**40 or 1.0
     before = [0, *accumulate(round(cost / unit) for cost in layer_costs)]
     first = round(first_cost / unit)
     last = round(last_cost / unit)
 
     def stage_cost(stage: int, start: int, stop: int) -> int:
-        return before[stop] - before[start] + first * (stage == 0) + last * (stage == num_stages - 1)
+        cost = before[stop] - before[start]
+        # With one stage both conditions hold.
+        if stage == 0:
+            cost += first
+        if stage == num_stages - 1:
+            cost += last
+        return cost
 
     def squares(cost: int, rest: float) -> float:
+        # A stage above the least possible maximum rules the cut out.
         return cost**2 + rest if cost <= largest else math.inf
 
     largest, _ = _best_cuts(len(layer_costs), num_stages, stage_cost, max)
@@ -34,7 +42,8 @@ def partition(layer_costs: Sequence[float], first_cost: float, last_cost: float,
 
 
 def explicit(sizes: Sequence[int], num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage when `parallel.partition` gives their number. Raises ConfigError if it does not fit."""
+    """The layers of each stage, given the number of each in `sizes` (parallel.partition). Raises ConfigError if they do
+    not fit."""
     shown = " ".join(map(str, sizes))
     if len(sizes) != num_stages:
         raise ConfigError(
@@ -68,20 +77,22 @@ def _best_cuts(
     stage_cost: Callable[[int, int, int], int],
     combine: Callable[[int, float], float],
 ) -> tuple[float, tuple[int, ...]]:
-    """The least value of combine(cost of stage 0, combine(cost of stage 1, ...)) and where each stage stops.
+    """The least value of combine(cost of stage 0, combine(cost of stage 1, ...)), and where each stage stops.
 
-    Exact: dynamic programming from the last stage back, O(stages * layers^2). Of equal values the smallest stops win.
+    `stage_cost` takes stage, first layer and last layer + 1. The result is exact: dynamic programming from the last
+    stage back, O(stages * layers^2). Of equal values the smallest stops win.
     """
-    best: dict[int, tuple[float, tuple[int, ...]]] = {num_layers: (0, ())}  # of the stages behind, by their first layer
+    # The best value and stops of all later stages, by their first layer.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {num_layers: (0, ())}
     for stage in reversed(range(num_stages)):
         at_least = 1 if 0 < stage < num_stages - 1 else 0
         here = {}
-        for start in range(num_layers + 1) if stage else (0,):
-            options = [
-                (combine(stage_cost(stage, start, stop), value), stop)
-                for stop, (value, _) in best.items()
-                if stop >= start + at_least
-            ]
+        starts = range(num_layers + 1) if stage else range(1)  # the first stage starts at layer 0
+        for start in starts:
+            options = []
+            for stop, (value, _) in best.items():
+                if stop >= start + at_least:
+                    options.append((combine(stage_cost(stage, start, stop), value), stop))
             if options:
                 value, stop = min(options)
                 here[start] = value, (stop, *best[stop][1])

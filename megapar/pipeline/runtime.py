@@ -1,8 +1,9 @@
-"""Executes one rank's plan over its stages. Knows no schedule by name, no model and no optimizer."""
+"""Executes the plan of one rank over its stages. This module knows no schedule by name, no model and no optimizer."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from megapar.pipeline.schedules import Action, Event, make, placement
 
 
 class PipelineRuntime:
-    """The stages of this rank and the order in which micro-batches go through them.
+    """The stages of this rank, and the order in which micro-batches go through them.
 
-    `stages` maps stage numbers to modules: the schedule says on which rank each of the pp * vpp stages
-    lives. A pipeline
-    of one rank is no special case: it has no transfers, and with one stage it is gradient accumulation.
-    Raises ValueError if `stages` are not this rank's, ConfigError if `schedule` cannot hold vpp stages on a rank.
+    `stages` maps stage numbers to modules. The schedule says on which rank each of the pp * vpp stages lives. A
+    pipeline of one rank is no special case: it has no transfers, and with one stage it is gradient accumulation. Raises
+    ValueError if `stages` are not those of this rank. Raises ConfigError if `schedule` cannot hold vpp stages on a
+    rank.
     """
 
     def __init__(self, stages: Mapping[int, PipelineStage], ctx: ParallelContext, schedule: str, vpp: int):
@@ -33,11 +34,11 @@ class PipelineRuntime:
         self.vpp = vpp
         self.num_stages = ctx.pp.size * vpp
         self._plans: dict[tuple[int, bool], Plan] = {}
-        make(schedule, self.axis.size, vpp, 1)
+        make(schedule, self.axis.size, vpp, 1)  # raises now what the first step would raise
         place = placement(schedule, self.axis.size, vpp)
-        mine = [stage for stage, rank in enumerate(place) if rank == self.axis.rank]
-        if sorted(self.stages) != mine:
-            raise ValueError(f"pp rank {self.axis.rank} needs stages {mine}, but was given {sorted(self.stages)}")
+        expected = [stage for stage, rank in enumerate(place) if rank == self.axis.rank]
+        if sorted(self.stages) != expected:
+            raise ValueError(f"pp rank {self.axis.rank} needs stages {expected}, but was given {sorted(self.stages)}")
 
     def step(
         self,
@@ -46,19 +47,23 @@ class PipelineRuntime:
         on_last_backward: Callable[[], None] = lambda: None,
         trace: list[Event] | None = None,
     ) -> list[Tensor]:
-        """Forward and backward of every micro-batch; parameters accumulate the gradient of scale * (sum of the losses).
+        """Run forward and backward of every micro-batch.
 
-        Returns the losses (detached, without `scale`) in the order of `batches` on the last stage's rank, [] elsewhere.
-        `on_last_backward()` runs once, right before the last backward of the plan. By then all other stages of this
-        rank have their final gradients; those of that last one become final while it runs.
-        `trace` collects an Event for each action, in seconds of this machine's monotonic clock; it starts when its
-        inputs have arrived. On an accelerator tracing waits for each action, which slows the step.
+        Parameters accumulate the gradient of scale * (sum of the losses). Returns the losses, detached and without
+        `scale`, in the order of `batches` on the rank of the last stage, and [] elsewhere.
+
+        `on_last_backward()` is called once, right before the last backward of the plan. At that time all other stages
+        of this rank have their final gradients. Those of the last one become final while it runs.
+
+        `trace` collects an Event for each action, in seconds of this machine's monotonic clock. An event starts when
+        the inputs of its action have arrived. On an accelerator, tracing waits for each action, which slows the step.
         """
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
-        # A stage before the last may add a loss of its own, whose gradient it scales itself.
+        # A stage before the last may add a loss of its own (megapar.batch.add_loss). It scales the gradient itself.
         batches = [replace(batch, loss_scale=scale) for batch in batches]
         plan = self._plan(len(batches), backward=True)
-        last = max((i for i, item in enumerate(plan) if isinstance(item, Action) and item.kind == "B"), default=0)
+        backwards = [i for i, item in enumerate(plan) if isinstance(item, Action) and item.kind == "B"]
+        last = backwards[-1] if backwards else 0  # without micro-batches the plan is empty
         run = _Execution(self, batches, scale, trace)
         run.execute(plan[:last])
         on_last_backward()
@@ -67,20 +72,22 @@ class PipelineRuntime:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The losses as `step` returns them, from forwards alone. Modules stay in their mode, train or eval."""
+        """Run the forwards alone. Returns the losses as `step` does. Modules stay in their mode, train or eval."""
         run = _Execution(self, batches, torch.zeros((), device=self.device), None)
         run.execute(self._plan(len(batches), backward=False))
         return run.finish()
 
     def prepare(self, numbers_of_microbatches: Iterable[int]) -> None:
-        """Make the plans of steps with these numbers of micro-batches now: a plan of thousands of actions takes up to a
-        second, in which a step would stall."""
+        """Make the plans of steps with these numbers of micro-batches now.
+
+        A plan of thousands of actions takes up to a second, during which a step would stall.
+        """
         for number in numbers_of_microbatches:
             self._plan(number, backward=True)
 
     def _plan(self, num_microbatches: int, backward: bool) -> Plan:
         key = num_microbatches, backward
-        if num_microbatches == 0:  # another replica has them all
+        if num_microbatches == 0:  # other replicas have them all
             return []
         if key not in self._plans:
             orders = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
@@ -91,19 +98,19 @@ class PipelineRuntime:
 
 @dataclass
 class _Saved:
-    """What a stage's backward needs of its forward: inputs, whose .grad it fills, and the way into the graph.
+    """What the backward of a stage needs from its forward: its inputs, whose .grad it fills, and the graph's edges.
 
-    The outputs themselves are not here: once sent they live only as long as the graph wants them. Setting their `.data`
-    to something small would do as well for memory, but is a use-after-free while a send is under way.
+    The outputs are not kept here. After they are sent they live only as long as the graph needs them. Setting their
+    `.data` to something small would save the same memory, but is a use-after-free while a send is in flight.
     """
 
     inputs: tuple[Tensor, ...]
-    edges: list[GradientEdge | None]  # one for each floating-point output; None if it needs no gradient
-    specs: tuple[TensorSpec, ...]  # of the same outputs: what their gradients look like
+    edges: list[GradientEdge | None]  # of each floating-point output, None if it needs no gradient
+    specs: tuple[TensorSpec, ...]  # of the same outputs, and so of their gradients
 
 
 class _Execution:
-    """One run over a plan: what has arrived, what is to be sent, and what waits for its backward."""
+    """One run of a plan: tensors that have arrived, tensors to send, and what forwards have saved for backward."""
 
     def __init__(
         self, runtime: PipelineRuntime, batches: Sequence[MicroBatch], scale: Tensor, trace: list[Event] | None
@@ -119,6 +126,7 @@ class _Execution:
         self._sending = Pending()
 
     def execute(self, plan: Plan) -> None:
+        """Run the items of a plan, or of a part of it, in order."""
         for item in plan:
             if isinstance(item, Transfers):
                 self._post(item)
@@ -129,8 +137,9 @@ class _Execution:
         received, pending = self._arrived.pop(action, ((), Pending()))
         pending.wait()
         run = self._forward if action.kind == "F" else self._backward
-        if torch.is_grad_enabled():  # else the phase is "evaluate"
-            self._runtime.flight.enter("forward" if action.kind == "F" else "backward")
+        if torch.is_grad_enabled():  # else the phase stays "evaluate"
+            phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
+            self._runtime.flight.enter(phase)
         if self._trace is None:
             run(action, received)
         else:
@@ -139,11 +148,13 @@ class _Execution:
             self._trace.append(Event(self._runtime.axis.rank, action, start, _clock(self._runtime.device)))
 
     def finish(self) -> list[Tensor]:
-        """Wait for the last sends; the losses in micro-batch order."""
+        """Wait for the last sends. Returns the losses in the order of micro-batches."""
         self._sending.wait()
         return [self._losses[m] for m in sorted(self._losses)]
 
     def _post(self, transfers: Transfers) -> None:
+        """Start the messages of `transfers`. Allocates the tensors that are received."""
+        # One batch with sends in flight at most, so that what was sent is freed (see lowering.Transfers).
         if transfers.sends:
             self._sending.wait()
         sends = [(x, send.peer) for send in transfers.sends for x in self._departing.pop(send.consumer)]
@@ -156,7 +167,7 @@ class _Execution:
             self._sending = pending
 
     def _buffers(self, action: Action) -> tuple[Tensor, ...]:
-        """Memory for what `action` receives."""
+        """Allocate the tensors that `action` receives."""
         if action.kind == "F":
             specs = self._runtime.stages[action.stage].boundary(self._batches[action.microbatch])
         else:
@@ -164,7 +175,7 @@ class _Execution:
         return tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._runtime.device) for spec in specs)
 
     def _hand_over(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
-        """Give the result of `action` to the action that takes it, on this rank or, by a later `_post`, on another."""
+        """Pass the result of `action` to its consumer: on this rank at once, on another rank by a later `_post`."""
         target = consumer(action, self._runtime.num_stages)
         if target is None:
             return
@@ -176,7 +187,12 @@ class _Execution:
     def _forward(self, action: Action, received: tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():
             received = tuple(x.requires_grad_(x.is_floating_point()) for x in received)
-        x = received if len(received) > 1 else received[0] if received else None
+        # Stages take one tensor, a tuple of several, or None on the first stage.
+        x: Tensor | tuple[Tensor, ...] | None = received
+        if not received:
+            x = None
+        elif len(received) == 1:
+            x = received[0]
         result = self._runtime.stages[action.stage](x, self._batches[action.microbatch])
         outputs = (result,) if isinstance(result, Tensor) else tuple(result)
         if torch.is_grad_enabled():
@@ -185,10 +201,12 @@ class _Execution:
             self._saved[action.stage, action.microbatch] = _Saved(received, [_edge(y) for y in floating], specs)
         if action.stage == self._runtime.num_stages - 1:
             self._losses[action.microbatch] = outputs[0].detach()
+        # Detached: the graph of a micro-batch ends at its stage, and `_backward` goes on from the edges.
         self._hand_over(action, tuple(y.detach() for y in outputs))
 
     def _backward(self, action: Action, received: tuple[Tensor, ...]) -> None:
         saved = self._saved.pop((action.stage, action.microbatch))
+        # On the last stage the output is the sum of the losses, whose gradient is the scale.
         gradients = (self._scale,) if action.stage == self._runtime.num_stages - 1 else received
         roots = [(edge, grad) for edge, grad in zip(saved.edges, gradients, strict=True) if edge is not None]
         if roots:
@@ -197,21 +215,26 @@ class _Execution:
 
 
 def _edge(y: Tensor) -> GradientEdge | None:
-    """Where backward enters the graph of `y`, without keeping its data; None if it needs no gradient.
+    """The edge at which backward enters the graph of `y`. It does not keep the data of `y` alive.
 
-    The edge is that of a view: the node of an autograd.Function written in Python does not keep the graph behind it
-    alive, the node of a view does.
+    Returns None if `y` needs no gradient.
     """
-    return get_gradient_edge(y.view_as(y)) if y.requires_grad else None
+    if not y.requires_grad:
+        return None
+    # The edge of a view. Unlike the node of a view, the node of an autograd.Function that is written in Python does not
+    # keep the graph behind it alive.
+    return get_gradient_edge(y.view_as(y))
 
 
 def _gradient(x: Tensor) -> Tensor:
-    """The gradient of a stage's input; zeros if the stage did not use it."""
-    return torch.zeros_like(x) if x.grad is None else x.grad
+    """The gradient of a stage's input. Zeros if the stage did not use the input, because the other end waits for it."""
+    if x.grad is None:
+        return torch.zeros_like(x)
+    return x.grad
 
 
 def _clock(device: torch.device) -> float:
-    """Seconds, once the current stream is done. The streams of transfers are not waited for."""
+    """Seconds, after waiting for the current stream. Does not wait for the streams of transfers."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
     return time.perf_counter()

@@ -1,7 +1,7 @@
-"""Pipeline schedules as data: a list of actions for each pipeline rank, to print, compare and test without a process.
+"""Pipeline schedules as data: a list of actions for each pipeline rank.
 
-A schedule says on which rank each stage lives and in which order each rank computes, no more. `lowering` inserts the
-transfers, `runtime` executes the result.
+They can be printed, compared and tested without a process. A schedule says only on which rank each stage lives and in
+which order each rank computes. `lowering` inserts the transfers. `runtime` executes the result.
 """
 
 import importlib
@@ -16,7 +16,7 @@ Kind = Literal["F", "B"]
 
 
 class Action(NamedTuple):
-    """Forward ("F") or backward ("B") of one micro-batch through one stage; prints as 3F7 (stage 3, micro-batch 7)."""
+    """Forward ("F") or backward ("B") of one micro-batch through one stage. 3F7 is stage 3, micro-batch 7."""
 
     kind: Kind
     stage: int
@@ -27,7 +27,7 @@ class Action(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An action that ran, or would run, on a pipeline rank, from start to end (seconds, or a simulation's unit)."""
+    """An action that ran, or would run, on a pipeline rank. Times are in seconds, or in the unit of a simulation."""
 
     rank: int
     action: Action
@@ -36,21 +36,24 @@ class Event(NamedTuple):
 
 
 def looped(pp: int, vpp: int) -> list[int]:
-    """Stage s lives on rank s % pp: chunk c of rank r is stage c * pp + r."""
+    """The rank of each stage if stage s lives on rank s % pp. Chunk c of rank r then is stage c * pp + r."""
     return [stage % pp for stage in range(pp * vpp)]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`orders(pp, vpp, num_microbatches)` gives each pipeline rank's actions; `place(pp, vpp)` the rank on which each
-    of the pp * vpp stages lives, vpp of them on each."""
+    """A pipeline schedule.
+
+    `orders(pp, vpp, num_microbatches)` returns the actions of each pipeline rank. `place(pp, vpp)` returns the rank on
+    which each of the pp * vpp stages lives, vpp of them on each rank.
+    """
 
     orders: Callable[[int, int, int], list[list[Action]]]
     place: Callable[[int, int], list[int]] = looped
 
 
 def find(name: str) -> Schedule:
-    """The schedule of that name in SCHEDULES, or one outside of megapar, named `package.module:SCHEDULE`.
+    """The schedule `name` in SCHEDULES, or one outside of megapar that is named `package.module:SCHEDULE`.
 
     Raises ConfigError if there is none.
     """
@@ -62,12 +65,12 @@ def find(name: str) -> Schedule:
             f"parallel.schedule {name!r} is unknown; there are {', '.join(SCHEDULES)}, or package.module:SCHEDULE"
         )
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        schedule = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"parallel.schedule {name!r} cannot be imported: {error}") from None
-    if not isinstance(found, Schedule):
+    if not isinstance(schedule, Schedule):
         raise ConfigError(f"parallel.schedule {name!r} is no megapar.pipeline.schedules.Schedule")
-    return found
+    return schedule
 
 
 def placement(name: str, pp: int, vpp: int) -> list[int]:
@@ -76,13 +79,13 @@ def placement(name: str, pp: int, vpp: int) -> list[int]:
 
 
 def embedding_ranks(parallel: ParallelConfig) -> tuple[int, int]:
-    """The pipeline ranks of the first and the last stage: both need tokens or targets, and hold a tied embedding."""
+    """The pipeline ranks of the first and the last stage. They need tokens or targets, and hold a tied embedding."""
     place = placement(parallel.schedule, parallel.pp, parallel.vpp)
     return place[0], place[-1]
 
 
 def make(name: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
-    """Each pipeline rank's actions in order, for schedule `name` (see `find`) over pp * vpp stages.
+    """The actions of each pipeline rank in order, for schedule `name` (see `find`) over pp * vpp stages.
 
     Any number of micro-batches from 1 works. Raises ConfigError for an unknown name, sizes below 1, or a schedule that
     cannot hold vpp stages on a rank.
@@ -97,7 +100,7 @@ def make(name: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Actio
 
 
 def show(orders: Sequence[Iterable[object]]) -> str:
-    """The orders (or lowered plans) as text, a line for each rank."""
+    """The orders, or lowered plans, as text with a line for each rank."""
     return "\n".join(f"rank {rank}: {' '.join(map(str, order))}" for rank, order in enumerate(orders))
 
 
@@ -108,6 +111,7 @@ def gpipe(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
     for rank in range(pp):
         stages = range(rank, pp * vpp, pp)
         forwards = [Action("F", s, m) for s in stages for m in microbatches]
+        # The gradient goes through this rank's stages from the last to the first.
         backwards = [Action("B", s, m) for s in reversed(stages) for m in microbatches]
         orders.append(forwards + backwards)
     return orders
@@ -119,17 +123,19 @@ def one_f_one_b(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
     for rank in range(pp):
         forwards = [Action("F", rank, m) for m in range(num_microbatches)]
         backwards = [Action("B", rank, m) for m in range(num_microbatches)]
+        # The first backward reaches this rank after the micro-batch has gone through the pp - rank - 1 later stages.
         orders.append(_warm_up_alternate_drain(forwards, backwards, warmup=pp - rank - 1))
     return orders
 
 
 def interleaved(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
-    """Megatron-LM's looped 1F1B (arXiv 2104.04473): groups of pp micro-batches walk through the chunks of every rank.
+    """Megatron-LM's looped 1F1B (arXiv 2104.04473): groups of pp micro-batches go through the chunks of every rank.
 
-    A number that pp does not divide is scheduled as the next multiple without the micro-batches that do not exist: a
-    valid order stays valid when one micro-batch's actions are left out.
+    A number of micro-batches that pp does not divide is scheduled as the next multiple of pp. The actions of the
+    micro-batches that do not exist are then left out. A valid order stays valid without all actions of a micro-batch.
     """
     if vpp == 1:
+        # The warm-up below has 2 * (pp - rank - 1) forwards for one chunk. 1F1B holds half as many micro-batches.
         return one_f_one_b(pp, vpp, num_microbatches)
     orders = []
     for rank in range(pp):
@@ -140,13 +146,16 @@ def interleaved(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
                 for m in range(group, group + pp):
                     forwards.append(Action("F", chunk * pp + rank, m))
                     backwards.append(Action("B", (vpp - 1 - chunk) * pp + rank, m))
-        order = _warm_up_alternate_drain(forwards, backwards, warmup=2 * (pp - rank - 1) + (vpp - 1) * pp)
+        # Megatron-LM's warm-up: a group of pp micro-batches goes through all chunks but the last, and two more forwards
+        # run for each later rank.
+        warmup = 2 * (pp - rank - 1) + (vpp - 1) * pp
+        order = _warm_up_alternate_drain(forwards, backwards, warmup)
         orders.append([action for action in order if action.microbatch < num_microbatches])
     return orders
 
 
 def _warm_up_alternate_drain(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """`warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         order += [forward, backward]

@@ -1,4 +1,4 @@
-"""What a plan costs: simulates the very plans that the runtime executes, without a process."""
+"""Simulates the plans that the runtime executes, without a process, to find out how long they take."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,18 +10,20 @@ from megapar.pipeline.schedules import Action, Event
 
 
 class Timeline(NamedTuple):
-    """A simulated step. Times are in the unit of the costs."""
+    """The result of simulating one step. Times are in the unit of the costs."""
 
     events: list[Event]
     makespan: float
     bubble: float
-    """Share of all ranks' time in which they compute nothing."""
+    """Share of the time of all ranks in which they compute nothing, from 0 to 1."""
     peak_live: list[int]
-    """For each rank, the most forwards at once (over all its stages) that still wait for their backward."""
+    """For each rank, the largest number of forwards, over all its stages, that wait for their backward at one time."""
 
 
 @dataclass
 class _Batch:
+    """A batch of messages that a rank has posted. `start` is None until the batch may run."""
+
     transfers: Transfers
     posted: float
     start: float | None = None
@@ -29,7 +31,12 @@ class _Batch:
 
 @dataclass
 class _Rank:
-    """Where a rank is in its plan. `batches` are posted and not known to have ended; `free`: when the last did."""
+    """The state of one rank.
+
+    `at` is its position in the plan. `clock` is its time so far. `batches` are posted and not known to have
+    ended, the oldest first. `free` is when the last batch ended, `sent` when the last batch with sends did. `arrivals`
+    are the times at which inputs of actions arrived.
+    """
 
     plan: Plan
     at: int = 0
@@ -49,15 +56,16 @@ class _Rank:
 def simulate(
     plans: Sequence[Plan], forward: Sequence[float] | float, backward: Sequence[float] | float, transfer: float = 0.0
 ) -> Timeline:
-    """Run the plans of all ranks with costs per stage (or one cost for all) and per message.
+    """Simulate the plans of all ranks. Costs are per stage, or one cost for all stages, and `transfer` per message.
 
-    As in the runtime, a message moves once both ends have posted it, a rank's batches run one after the other, and a
-    rank with sends in flight waits for them before it posts more. Raises ValueError if the plans lock each other up.
+    As in the runtime, a message moves after both ends have posted it, the batches of a rank run one after the other,
+    and a rank with sends in flight waits for them before it posts more. Raises ValueError if the plans deadlock.
     """
     ranks = [_Rank(plan) for plan in plans]
     costs = {"F": forward, "B": backward}
     starts: dict[Action, list[float]] = {}
     events: list[Event] = []
+    # Each round runs every rank as far as it can go. A round in which no rank moves is the end, or a deadlock.
     moved = True
     while moved:
         moved = False
@@ -71,16 +79,18 @@ def simulate(
         raise ValueError(f"plans lock each other up: {'; '.join(stuck)}")
     makespan = max(event.end for event in events)
     busy = sum(event.end - event.start for event in events)
-    return Timeline(events, makespan, 1 - busy / (makespan * len(ranks)), [_peak_live(rank.plan) for rank in ranks])
+    bubble = 1 - busy / (makespan * len(ranks))
+    return Timeline(events, makespan, bubble, [_peak_live(rank.plan) for rank in ranks])
 
 
 def _advance(rank: _Rank, number: int, costs: dict[str, Sequence[float] | float], events: list[Event]) -> bool:
-    """Run the next item of the rank's plan; False if it cannot run yet."""
+    """Run the next item of the rank's plan. Returns False if it cannot run yet."""
     item = rank.plan[rank.at]
     if isinstance(item, Transfers):
         if item.sends:
             if rank.sending():
                 return False
+            # The runtime waits for the sends in flight before it posts more, so this rank's time goes on to their end.
             rank.clock = max(rank.clock, rank.sent)
         rank.batches.append(_Batch(item, rank.clock))
     else:
@@ -88,14 +98,18 @@ def _advance(rank: _Rank, number: int, costs: dict[str, Sequence[float] | float]
             return False
         start = max(rank.clock, rank.arrivals.get(item, 0.0))
         cost = costs[item.kind]
-        rank.clock = start + (cost[item.stage] if isinstance(cost, Sequence) else cost)
+        duration = cost[item.stage] if isinstance(cost, Sequence) else cost
+        rank.clock = start + duration
         events.append(Event(number, item, start, rank.clock))
     rank.at += 1
     return True
 
 
 def _settle(rank: _Rank, starts: dict[Action, list[float]], transfer: float) -> bool:
-    """Start the rank's oldest batch, or end it if the other ends of its messages have started too; False if neither."""
+    """Start the rank's oldest batch, or end it if the other ends of its messages have started too.
+
+    Returns False if it can do neither.
+    """
     batch = rank.batches[0]
     messages = [t.consumer for t in (*batch.transfers.sends, *batch.transfers.receives)]
     if batch.start is None:
@@ -103,6 +117,7 @@ def _settle(rank: _Rank, starts: dict[Action, list[float]], transfer: float) -> 
         for message in messages:
             starts.setdefault(message, []).append(batch.start)
         return True
+    # A message has two ends, so it has two starts when both have posted it.
     if any(len(starts[message]) < 2 for message in messages):
         return False
     rank.free = transfer + max(max(starts[message]) for message in messages)
@@ -114,6 +129,7 @@ def _settle(rank: _Rank, starts: dict[Action, list[float]], transfer: float) -> 
 
 
 def _peak_live(plan: Plan) -> int:
+    """The largest number of forwards in the plan that wait for their backward at one time."""
     live = peak = 0
     for item in plan:
         if isinstance(item, Action):

@@ -1,4 +1,4 @@
-"""Pictures of timelines, simulated or measured."""
+"""Draws timelines of pipeline steps, simulated or measured."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,14 +10,15 @@ from matplotlib.patches import Patch
 
 from megapar.pipeline.schedules import Action, Event
 
-# Forwards and backwards, the chunks of a rank from dark to light. Text is white on the first two, black on the rest.
+# Colors of forwards and backwards, from dark to light for the chunks of a rank. Text on the first two is white, on the
+# others black.
 _COLORS = {"F": ("#174a86", "#3b7cc4", "#78ade3", "#b0d1f3"), "B": ("#22692a", "#479a4b", "#7cc07f", "#b3ddb5")}
 _NAMES = {"F": "forward", "B": "backward"}
 _IDLE = "#f0f0f0"
 
 
 def draw(events: Sequence[Event], path: str | Path, title: str, unit: str = "s") -> None:
-    """Write a timeline, simulated or measured, as a PNG: a row for each rank, micro-batches' numbers in the boxes.
+    """Draw a timeline as a PNG at `path`, with a row for each rank and the numbers of micro-batches in the boxes.
 
     Raises ValueError if there are no events.
     """
@@ -26,6 +27,7 @@ def draw(events: Sequence[Event], path: str | Path, title: str, unit: str = "s")
     ranks = 1 + max(event.rank for event in events)
     origin = min(event.start for event in events)
     span = max(event.end for event in events) - origin
+    # Without pyplot, which would choose a backend for the whole process.
     figure = Figure(figsize=(14, 1.7 + 0.55 * ranks), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -50,7 +52,7 @@ def _draw_rank(axes: Axes, rank: int, events: Sequence[Event], ranks: int, origi
     axes.broken_barh(boxes, (rank - 0.4, 0.8), facecolors=colors, edgecolors="white", linewidth=0.6)
     widest = max((len(str(event.action.microbatch)) for event in events), default=0)
     for event, (left, width) in zip(events, boxes, strict=True):
-        if width / span > 0.006 * widest:  # what the text of the widest number takes of the picture
+        if width / span > 0.006 * widest:  # a digit takes about 0.006 of the width of the picture
             label = str(event.action.microbatch)
             color = "white" if event.action.stage < 2 * ranks else "black"
             axes.text(left + width / 2, rank, label, ha="center", va="center", fontsize=9, color=color)
@@ -62,11 +64,12 @@ def _color(action: Action, ranks: int) -> str:
 
 
 def _legend(events: Iterable[Event], ranks: int) -> list[Patch]:
-    """A patch for each kind and chunk that occurs."""
+    """A patch for each kind and chunk of action that occurs, forwards first."""
     actions = {(event.action.kind, event.action.stage // ranks): event.action for event in events}
     several = any(chunk for _, chunk in actions)
-    patches = [
-        Patch(color=_color(action, ranks), label=_NAMES[kind] + (f", chunk {chunk}" if several else ""))
-        for (kind, chunk), action in sorted(actions.items(), key=lambda item: ("FB".index(item[0][0]), item[0][1]))
-    ]
+    ordered = sorted(actions.items(), key=lambda item: ("FB".index(item[0][0]), item[0][1]))
+    patches = []
+    for (kind, chunk), action in ordered:
+        label = f"{_NAMES[kind]}, chunk {chunk}" if several else _NAMES[kind]
+        patches.append(Patch(color=_color(action, ranks), label=label))
     return [*patches, Patch(color=_IDLE, label="idle")]

@@ -1,4 +1,4 @@
-"""Cross entropy over logits whose vocabulary is cut over the tensor-parallel axis (arXiv 1909.08053, section 3)."""
+"""Cross entropy of logits that are cut by vocabulary over the tensor-parallel axis (arXiv 1909.08053, section 3)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,14 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The loss of a token with target t, over all columns z of the vocabulary and lse = log-sum-exp(z):
-    lse - on_target * z[t] - on_all * sum(z) + z_loss * lse^2. Rows are tokens; this rank has their logits [rows, width]
-    from id `start` on, of which the first `columns` are real.
+    """The loss function, and this rank's part of the vocabulary.
+
+    The loss of a token with target t, where z are its logits over the whole vocabulary and lse = log-sum-exp(z):
+
+        lse - on_target * z[t] - on_all * sum(z) + z_loss * lse^2
+
+    Rows are tokens. This rank has their logits [rows, width] from id `start` on. The first `columns` of them stand for
+    ids, the others are padding.
     """
 
     start: int
@@ -34,31 +39,40 @@ class CrossEntropy:
     def of(
         cls, width: int, vocab_size: int, start: int, tp: Axis, smoothing: float, z_loss: float, impl: Implementation
     ) -> "CrossEntropy":
+        """The loss with label smoothing for `width` local columns, the first of which is id `start`."""
+        # Padding is at the end of the vocabulary. A rank may hold padding alone.
         columns = max(0, min(width, vocab_size - start))
         return cls(start, columns, 1.0 - smoothing, smoothing / vocab_size, z_loss, tp, impl)
 
     def statistics(self, logits: Tensor, target: Tensor) -> Tensor:
-        """[4, rows] of this rank's columns, to be given to `losses`."""
+        """Statistics of this rank's columns, [4, rows]. `losses` takes them."""
         return kernel.statistics(logits, target - self.start, self.columns, self.on_all != 0.0, self.impl)
 
     def losses(self, statistics: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, highest logit and sum of exp(z - highest) of each row: one max and one sum over tp."""
+        """Loss, highest logit and sum of exp(z - highest) of each row. Communicates one max and one sum over tp.
+
+        Changes `statistics`.
+        """
         maximum = statistics[0]
         sums = statistics[1:]
         highest = comm.all_reduce(maximum.clone(), self.tp, "max")
+        # The kernel took its sums relative to this rank's maximum. Make them relative to the highest of all ranks.
         shift = maximum - highest
         sums[0] *= shift.exp()
         sums[2] += self.columns * shift
         exp_sum, picked, total = comm.all_reduce(sums, self.tp)
-        # All logits are taken from the highest one first: log-sum-exp itself would round away the loss of large logits.
+        # All terms are relative to the highest logit. The loss is a small difference: with large logits, rounding of
+        # log-sum-exp itself would lose it.
         loss = exp_sum.log() + self.on_target * (highest - picked) - self.on_all * total
         if self.z_loss:
             loss += self.z_loss * (highest + exp_sum.log()).square()
         return loss.masked_fill_(target == IGNORE_INDEX, 0.0), highest, exp_sum
 
     def scales(self, target: Tensor, highest: Tensor, exp_sum: Tensor, grad_loss: Tensor) -> tuple[Tensor, Tensor]:
-        """(what exp(z - highest) is multiplied by in the gradient, gradient of the loss), 0 in rows that do not
-        count."""
+        """(factor of exp(z - highest) in the gradient of the logits, gradient of the loss), each [rows].
+
+        Both are 0 in rows whose target is IGNORE_INDEX.
+        """
         grad_loss = grad_loss.masked_fill(target == IGNORE_INDEX, 0.0)
         scale = grad_loss / exp_sum
         if self.z_loss:
@@ -68,10 +82,20 @@ class CrossEntropy:
     def gradient(
         self, logits: Tensor, target: Tensor, highest: Tensor, scale: Tensor, grad_loss: Tensor, *, inplace: bool
     ) -> Tensor:
-        """[rows, width] in the logits' dtype; zero in columns of padding."""
+        """Gradient of the logits, [rows, width] in their dtype. It is zero in columns of padding."""
         local = target - self.start
-        ways = self.on_target, self.on_all, self.impl, inplace
-        return kernel.gradient(logits, local, self.columns, highest, scale, grad_loss, *ways)
+        return kernel.gradient(
+            logits,
+            local,
+            self.columns,
+            highest,
+            scale,
+            grad_loss,
+            self.on_target,
+            self.on_all,
+            self.impl,
+            inplace,
+        )
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -105,14 +129,13 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Loss of each token, fp32 [s, b], as torch's cross_entropy on the whole vocabulary would give it.
 
-    `logits_sbv` are this rank's columns, of which the first is token id `start`; columns that stand for ids at or
-    beyond `vocab_size` are padding and take no part. Targets of -100 give 0. Label smoothing mixes in a uniform
-    distribution over the `vocab_size` ids (Szegedy et al., arXiv 1512.00567). `z_loss` times the squared log-sum-exp is
-    added to the loss of each token that counts (PaLM, arXiv 2204.02311). Communicates one max and one sum of [s, b]
-    statistics.
+    `logits_sbv` are this rank's columns. The first one is token id `start`. Columns for ids at or beyond `vocab_size`
+    are padding and take no part. A target of -100 gives 0. Label smoothing mixes in a uniform distribution over the
+    `vocab_size` ids (Szegedy et al., arXiv 1512.00567). `z_loss` times the squared log-sum-exp is added to the loss of
+    each token that counts (PaLM, arXiv 2204.02311). Communicates one max and one sum of [s, b] statistics.
 
-    `inplace`: the gradient overwrites the logits, for callers that use them nowhere else; autograd raises RuntimeError
-    at a second backward, or where another op needs what they were.
+    `inplace` lets the gradient overwrite the logits, for callers that use them nowhere else. autograd then raises
+    RuntimeError at a second backward, or where another op needs the logits.
     """
     logits = logits_sbv.reshape(-1, logits_sbv.shape[-1])
     target = targets_sb.reshape(-1)

@@ -1,9 +1,9 @@
-"""Linear layers and embedding cut over the tensor-parallel axis (arXiv 1909.08053), with sequence parallelism (arXiv
-2205.05198).
+"""Linear layers and the embedding, cut over the tensor-parallel axis.
 
-Shapes: s sequence, b micro-batch, i in, o out, h hidden. With sequence parallel, activations between a row-parallel and
-the next column-parallel layer are [s/tp, b, h]. Weight gradients go straight into the fp32 main gradient when the
-parameter has one, and the input gradient's communication runs while the weight gradient is computed.
+Sources: arXiv 1909.08053, and arXiv 2205.05198 for sequence parallelism. Shapes: s sequence, b micro-batch, i in, o
+out, h hidden. With sequence parallelism, activations between a row-parallel layer and the next column-parallel layer
+are [s/tp, b, h]. Weight gradients are added straight to the fp32 main gradient if the parameter has one. The
+communication of an input gradient runs while the weight gradient is computed.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,15 @@ from megapar.params import (
 )
 from megapar.tensor_parallel.regions import LOCAL, input_region, reduce_from_tp, scatter_sum
 
+# Sizes that 16 does not divide cost vector loads, so the vocabulary is padded.
 VOCAB_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What every layer needs to know to build its slice.
+    """What a layer needs to know to make its slice of the weights.
 
-    `tp` cuts its weights; over `replicas` its gradients are summed and its optimizer state is sharded.
+    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`.
     """
 
     tp: Axis
@@ -55,22 +56,23 @@ class Sharding:
         return self.sequence_parallel and self.tp.size > 1
 
     def parameter(self, pieces: tuple[Piece, ...], shape: Sequence[int], init: Init, *, decay: bool) -> nn.Parameter:
-        """An uninitialized parameter of the local `shape`: `pieces`, one after the other, then padding rows."""
+        """Make an uninitialized parameter of the local `shape`: `pieces`, one after the other, then padding rows."""
         spec = ParamSpec(pieces, init, decay=decay, replicas=self.replicas)
         return parameter(spec, shape, dtype=self.dtype, device=self.device)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
-    """[s or s/tp, b, i] to this rank's columns [s, b, o/tp]."""
+    """This rank's columns of x W^T + b: [s, b, o/tp], from x [s, b, i], or [s/tp, b, i] with sequence parallelism."""
     region = input_region(sharding.tp, sharding.sequence_parallel)
     return linear(x, weight, bias, region, sharding.products)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Output rows of one logical matrix `name`.weight [size, in] (and `name`.bias) in a column-parallel layer.
+    """This rank's outputs of one matrix in a column-parallel layer.
 
-    This rank holds [start, stop) and owns [own_start, own_stop) of them; `shared` when several ranks hold some rows.
+    The logical tensors are `name`.weight [size, in] and `name`.bias [size]. This rank holds their rows [start, stop)
+    and owns [own_start, own_stop). `shared` means that several ranks hold some of the rows.
     """
 
     name: str
@@ -83,24 +85,27 @@ class Columns:
 
     @classmethod
     def even(cls, name: str, size: int, tp: Axis) -> "Columns":
-        """`size` outputs dealt evenly over tp."""
+        """`size` outputs, dealt evenly over tp."""
         start, stop = cut(size, tp)
         return cls(name, size, start, stop, start, stop)
 
     def piece(self, kind: Literal["weight", "bias"], shape: tuple[int, ...], tp: Axis) -> Piece:
-        """The weight's or the bias's rows; of rows that several ranks hold, each computes a part of the gradient."""
-        return replace(
-            sharded(f"{self.name}.{kind}", shape, {0: (self.start, self.stop)}),
-            owned=Box((self.own_start, *(0 for _ in shape[1:])), (self.own_stop - self.own_start, *shape[1:])),
-            partial=(tp,) if self.shared else (),
-        )
+        """The piece of the weight or of the bias, whose logical shape is `shape`.
+
+        If several ranks hold a row, each computes a part of its gradient.
+        """
+        others = shape[1:]  # dimensions that are not cut
+        owned = Box((self.own_start, *(0 for _ in others)), (self.own_stop - self.own_start, *others))
+        partial = (tp,) if self.shared else ()
+        held = sharded(f"{self.name}.{kind}", shape, {0: (self.start, self.stop)})
+        return replace(held, owned=owned, partial=partial)
 
 
 class ColumnParallelLinear(nn.Module):
-    """Several matrices with the same input, fused and each cut by its outputs: y_sbo = x_sbi W^T + b, o this rank's.
+    """Several matrices with the same input in one product, each cut by its outputs: y_sbo = x_sbi W^T + b.
 
-    The input is [s, b, i], the same on every rank, or with sequence parallel this rank's [s/tp, b, i]. The output
-    concatenates this rank's columns of each matrix in order.
+    The input is [s, b, i], the same on every rank, or with sequence parallelism this rank's [s/tp, b, i]. The output
+    [s, b, o] concatenates this rank's columns of each matrix in order.
     """
 
     def __init__(self, in_features: int, columns: Sequence[Columns], sharding: Sharding, *, init: Init, bias: bool):
@@ -119,15 +124,15 @@ class ColumnParallelLinear(nn.Module):
         return column_linear(x_sbi, self.weight, self.bias, self.sharding)
 
     def product(self, x_sbi: Tensor) -> Tensor:
-        """The output without the bias, for what adds it in a kernel of its own."""
+        """The output without the bias, for callers that add the bias in a kernel of their own."""
         return column_linear(x_sbi, self.weight, None, self.sharding)
 
 
 class RowParallelLinear(nn.Module):
-    """A matrix cut by its inputs: y_sbo = sum over tp of x_sbi W^T, then the bias, once.
+    """A matrix that is cut by its inputs: y_sbo = (sum over tp of x_sbi W^T) + b.
 
-    The input is this rank's [s, b, i/tp]; the output is [s, b, o] on every rank, or [s/tp, b, o] with sequence
-    parallel.
+    The input is this rank's [s, b, i/tp]. The output is [s, b, o] on every rank, or this rank's [s/tp, b, o] with
+    sequence parallelism.
     """
 
     def __init__(self, name: str, in_features: int, out_features: int, sharding: Sharding, *, init: Init, bias: bool):
@@ -140,15 +145,20 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x_sbi: Tensor) -> Tensor:
         tp = self.sharding.tp
+        # The input is this rank's slice already, so nothing is communicated before the product.
         partial = linear(x_sbi, self.weight, None, LOCAL, self.sharding.products)
         y = scatter_sum(partial, tp) if self.sharding.sequence_parallel else reduce_from_tp(partial, tp)
-        return y if self.bias is None else y + self.bias
+        # The bias is added after the sum: before it, it would be added tp times.
+        if self.bias is None:
+            return y
+        return y + self.bias
 
 
 def replicated_vector(name: str, size: int, init: Init, sharding: Sharding, *, partial: bool = False) -> nn.Parameter:
-    """A vector that every tp rank holds: norm weight or row bias, never decayed.
+    """A vector that every tp rank holds, such as a norm weight or a row bias. It is never decayed.
 
-    Its gradient is a partial sum where the rank sees only its slice of the sequence, or of the heads (`partial`).
+    `partial` means that this rank sees only its slice of the heads, so that its gradient is a part of the sum. The same
+    holds under sequence parallelism, where this rank sees only its slice of the sequence.
     """
     piece = replicated(name, (size,), sharding.tp, partial=partial or sharding.sequence_parallel)
     return sharding.parameter((piece,), (size,), init, decay=False)
@@ -159,15 +169,15 @@ def norm_weight(name: str, size: int, sharding: Sharding, *, partial: bool = Fal
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of `weight`, zero where `ids` is outside [0, rows); gradients are added to those rows alone."""
+    """Look up rows of `weight`, zero where `ids` is outside [0, rows). Gradients are added to these rows alone."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, rows: int) -> Tensor:
         outside = (ids < 0) | (ids >= rows)
         local = ids.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside, weight)
-        ctx.main_grad = main_grad_of(weight)
-        if rows == 0:
+        ctx.main_grad = main_grad_of(weight)  # in forward, see megapar.params.MainGrad
+        if rows == 0:  # a rank that holds padding alone has no row 0 to look up
             return weight.new_zeros(*ids.shape, weight.shape[1])
         return F.embedding(local, weight).masked_fill_(outside[..., None], 0)
 
@@ -175,7 +185,8 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         local, outside, weight = ctx.saved_tensors
-        # Zeros are added to row 0 where ids are outside: to leave them out, a GPU would have to wait for their number.
+        # Where ids are outside, zeros are added to row 0. To leave those ids out, the CPU would have to wait until the
+        # GPU has counted them.
         ids = local.reshape(-1)
         rows = grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1])
         if ctx.main_grad is not None:
@@ -186,9 +197,11 @@ class _Lookup(torch.autograd.Function):
 
 
 def vocabulary_cut(vocab_size: int, tp: Axis) -> tuple[int, int, int]:
-    """(first id, last id + 1, physical rows) of this rank. The vocabulary is padded to a multiple of 128, the same in
-    every layout, and dealt evenly; rows beyond `vocab_size` are inert: never looked up, not in the softmax, not
-    saved."""
+    """(first id, last id + 1, physical rows) of this rank.
+
+    The vocabulary is padded to a multiple of 128 in every layout, and dealt evenly over tp. Rows beyond `vocab_size`
+    are padding: they are not looked up, not part of the softmax and not saved.
+    """
     padded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     start, stop = cut(padded, tp)
     return min(start, vocab_size), min(stop, vocab_size), stop - start
@@ -203,8 +216,11 @@ def vocabulary_parameter(
     init: Init,
     tied: Axis | None = None,
 ) -> nn.Parameter:
-    """[rows, h] of a vocabulary matrix. `tied`: the axis of pipeline stages that hold copies of it, whose gradients are
-    summed; the first of them owns it."""
+    """This rank's [rows, h] of a vocabulary matrix.
+
+    `tied` is the axis of the pipeline stages that hold copies of the matrix. Their gradients are summed. The first
+    stage owns the matrix.
+    """
     start, stop, rows = vocabulary_cut(vocab_size, sharding.tp)
     piece = sharded(name, (vocab_size, hidden_size), {0: (start, stop)})
     if tied is not None:
@@ -213,7 +229,10 @@ def vocabulary_parameter(
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding cut by vocabulary rows: ids [s, b] to [s, b, h], or [s/tp, b, h] with sequence parallel."""
+    """Token embedding cut by vocabulary rows: ids [s, b] to [s, b, h].
+
+    With sequence parallelism the output is this rank's [s/tp, b, h].
+    """
 
     def __init__(
         self,
@@ -233,4 +252,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids_sb: Tensor) -> Tensor:
         partial = _Lookup.apply(ids_sb - self.start, self.weight, self.stop - self.start)
         tp = self.sharding.tp
-        return scatter_sum(partial, tp) if self.sharding.sequence_parallel else reduce_from_tp(partial, tp)
+        # Each id is in the rows of one rank, and the others add zeros.
+        if self.sharding.sequence_parallel:
+            return scatter_sum(partial, tp)
+        return reduce_from_tp(partial, tp)

@@ -1,8 +1,8 @@
-"""Output layer and cross entropy in one, over chunks of tokens: never are all logits held, in either pass.
+"""Output layer and cross entropy together, over chunks of tokens. Neither pass holds all logits at once.
 
-Forward keeps the statistics of each token, backward computes each chunk's logits again (8 T h v operations instead of
-6) and turns them into their gradient in place. Shapes: s sequence, b micro-batch, h hidden, v this rank's rows of the
-vocabulary.
+Forward keeps statistics of each token. Backward computes the logits of each chunk again and turns them into their
+gradient in place. That takes 8 T h v operations for T tokens instead of 6. Shapes: s sequence, b micro-batch, h hidden,
+v this rank's rows of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,10 @@ from megapar.tensor_parallel.regions import input_region
 
 
 def _chunks(x_2d: Tensor, weight: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Ranges of rows, at least one, and their logits, which those of the next range overwrite."""
+    """Yield (range of rows, their logits). The logits of the next range overwrite those of the last.
+
+    There is at least one range, which is empty if there are no rows, so that callers can concatenate results.
+    """
     rows = x_2d.shape[0]
     memory = x_2d.new_empty(min(rows, chunk_rows), weight.shape[0])
     for first in range(0, max(rows, 1), chunk_rows):
@@ -51,7 +54,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.region = region
         ctx.products = products
         ctx.chunk_rows = chunk_rows
-        # Read it here: under activation checkpointing the tensor that backward unpacks has no attributes.
+        # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.
         ctx.main_grad = main_grad_of(weight)
         return loss
 
@@ -64,9 +67,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x_2d = x.reshape(-1, x.shape[-1])
         leaving = Pending()
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
-        # Chunks' gradients are summed in fp32, as in the main gradient, also where there is none.
-        total = ctx.main_grad.view if ctx.main_grad else None
-        if needs_weight and total is None:
+        # The gradients of chunks are summed in fp32. A 16-bit sum would round once for each chunk.
+        total = None
+        if ctx.main_grad:
+            total = ctx.main_grad.view
+        elif needs_weight:
             total = torch.zeros_like(weight, dtype=torch.float32)
         rowwise = (target, highest, *ctx.entropy.scales(target, highest, exp_sum, grad_loss))
         for rows, logits in _chunks(x_2d, weight, ctx.chunk_rows):
@@ -74,7 +79,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x is not None:
                 torch.mm(grad, weight, out=grad_x.view(x_2d.shape)[rows])
                 if rows.stop == x_2d.shape[0]:
-                    grad_x, leaving = ctx.region.leave_async(grad_x)  # runs during the last weight gradient
+                    # This communication runs during the weight gradient of the last chunk.
+                    grad_x, leaving = ctx.region.leave_async(grad_x)
             if needs_weight:
                 ctx.products.add_weight_gradient(total, grad, x_2d[rows])
         grad_weight = None
@@ -101,13 +107,13 @@ def linear_cross_entropy(
     impl: Implementation = "torch",
     products: MatrixProducts | None = None,
 ) -> Tensor:
-    """Loss of each token, fp32 [s, b]: `vocab_parallel_cross_entropy` of the logits x W^T, of which no more than
-    `chunk_rows` tokens' are held at a time.
+    """Loss of each token, fp32 [s, b]: `vocab_parallel_cross_entropy` of the logits x W^T.
 
-    `x_sbh` is the same on every rank, or with `sequence_parallel` this rank's [s/tp, b, h]; `weight` is this rank's [v,
-    h], the first row of which is token id `start`. The other arguments mean what they do there. Communicates one max
-    and one sum of [s, b] statistics, and what a column-parallel layer does. The weight's gradient is summed in fp32: in
-    its main gradient, as one addition, or else in a buffer of its own. Raises ValueError if `chunk_rows` is below 1.
+    The logits of at most `chunk_rows` tokens are held at a time. `x_sbh` is [s, b, h], the same on every rank, or with
+    `sequence_parallel` this rank's [s/tp, b, h]. `weight` is this rank's [v, h]. Its first row is token id `start`. The
+    other arguments mean what they mean there. Communicates one max and one sum of [s, b] statistics, and what a
+    column-parallel layer communicates. The weight's gradient is summed in fp32: in its main gradient, which counts as
+    one addition, or else in a buffer of its own. Raises ValueError if `chunk_rows` is below 1.
     """
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")

@@ -1,5 +1,7 @@
-"""Autograd collectives over the tensor-parallel axis: the f and g of Megatron (Shoeybi et al., arXiv 1909.08053,
-section 3) and of sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2).
+"""Autograd collectives over the tensor-parallel axis.
+
+They are the f and g of Megatron (Shoeybi et al., arXiv 1909.08053, section 3) and those of sequence parallelism
+(Korthikanti et al., arXiv 2205.05198, section 4.2).
 
     region or function       forward          backward
     Copy            (f)      identity         all-reduce
@@ -10,7 +12,7 @@ section 3) and of sequence parallelism (Korthikanti et al., arXiv 2205.05198, se
     exchange_rows            all-to-all       all-to-all
 
 f and g are objects, because a linear layer overlaps their communication with its products (`megapar.linear`). Gathers
-and scatters are along dimension 0, the sequence. At tp size 1 all of them are the identity.
+and scatters are along dimension 0, the sequence. At tp size 1 every one is the identity.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ from megapar.linear import InputRegion
 
 @dataclass(frozen=True)
 class Local:
-    """The input is this rank's slice already, or there is one rank."""
+    """No communication: the input is this rank's slice already, or there is only one rank."""
 
     def enter(self, x: Tensor) -> Tensor:
         return x
@@ -42,7 +44,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Copy(Local):
-    """f: the same input on every rank. Each rank's gradient of it is a part of the sum."""
+    """f: the input is the same on every rank. Each rank's gradient of the input is a part of the sum."""
 
     tp: Axis
 
@@ -52,7 +54,7 @@ class Copy(Local):
 
 @dataclass(frozen=True)
 class Gather:
-    """g: each rank has its slice [s/tp, ...] of the input [s, ...]."""
+    """g: each rank has a slice [s/tp, ...] of the input [s, ...]. Each rank's gradient of it is a part of the sum."""
 
     tp: Axis
 
@@ -70,7 +72,7 @@ LOCAL = Local()
 
 
 def input_region(tp: Axis, sequence_parallel: bool) -> InputRegion:
-    """How activations between layers enter a column-parallel layer."""
+    """The region through which activations between layers enter a column-parallel layer."""
     if tp.size == 1:
         return LOCAL
     return Gather(tp) if sequence_parallel else Copy(tp)
@@ -81,12 +83,12 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, region: InputRegion) -> Tensor:
         ctx.region = region
         entered = region.enter(x)
-        # An input that is returned as it is would be taken for one that was changed in place.
+        # autograd would take an input that is returned as it is for one that was changed in place. A view is not.
         return x.view_as(x) if entered is x else entered
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # A copy: autograd may use the gradient elsewhere, too, and the reduction writes into it.
+        # The reduction writes into its tensor, and autograd may use `grad` elsewhere too, so reduce a copy.
         grad_x, leaving = ctx.region.leave_async(grad.clone(memory_format=torch.contiguous_format))
         leaving.wait()
         return grad_x, None
@@ -95,10 +97,12 @@ class _Enter(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
+        # A copy, because the reduction writes into its tensor and autograd does not know that `x` changes.
         return comm.all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Each rank's part enters the sum once, so its gradient is that of the sum.
         return grad, None
 
 
@@ -119,6 +123,7 @@ class _ScatterSequence(torch.autograd.Function):
         ctx.tp = tp
         if x.shape[0] % tp.size:
             raise ValueError(f"sequence parallel: length {x.shape[0]} does not divide by tp {tp.size}")
+        # Every rank has all of `x`, so nothing is sent.
         return x.chunk(tp.size)[tp.rank].contiguous()
 
     @staticmethod
@@ -140,32 +145,50 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
-    """f: the same `x` on every rank enters tensor-parallel work; its gradients are summed on the way back."""
-    return _Enter.apply(x, Copy(tp)) if tp.size > 1 else x
+    """f: `x`, the same on every rank, enters tensor-parallel work. Backward sums the ranks' gradients of it."""
+    if tp.size == 1:
+        return x
+    return _Enter.apply(x, Copy(tp))
 
 
 def gather_sequence(x: Tensor, tp: Axis) -> Tensor:
-    """g: [s/tp, ...] to [s, ...] for tensor-parallel work, whose input gradients are partial sums."""
-    return _Enter.apply(x, Gather(tp)) if tp.size > 1 else x
+    """g: gather [s/tp, ...] to [s, ...] for tensor-parallel work. Backward is a reduce-scatter."""
+    if tp.size == 1:
+        return x
+    return _Enter.apply(x, Gather(tp))
 
 
 def reduce_from_tp(x: Tensor, tp: Axis) -> Tensor:
-    """Sum the ranks' partial results."""
-    return _Reduce.apply(x, tp) if tp.size > 1 else x
+    """f bar: sum the partial results of the ranks. Every rank gets the sum."""
+    if tp.size == 1:
+        return x
+    return _Reduce.apply(x, tp)
 
 
 def scatter_sum(x: Tensor, tp: Axis) -> Tensor:
-    """Sum the ranks' partial [s, ...] and keep this rank's [s/tp, ...]."""
-    return _ScatterSum.apply(x, tp) if tp.size > 1 else x
+    """g bar: sum the partial results [s, ...] of the ranks. Each rank gets its slice [s/tp, ...] of the sum."""
+    if tp.size == 1:
+        return x
+    return _ScatterSum.apply(x, tp)
 
 
 def scatter_sequence(x: Tensor, tp: Axis) -> Tensor:
-    """This rank's [s/tp, ...] of an [s, ...] that is the same on every rank. Raises ValueError if tp does not divide
-    s."""
-    return _ScatterSequence.apply(x, tp) if tp.size > 1 else x
+    """This rank's slice [s/tp, ...] of `x` [s, ...], which is the same on every rank.
+
+    Raises ValueError if tp does not divide s.
+    """
+    if tp.size == 1:
+        return x
+    return _ScatterSequence.apply(x, tp)
 
 
 def exchange_rows(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
-    """Send the first `sent_rows[0]` rows of x [rows, ...] to position 0 of `axis`, the next to position 1, and so on;
-    returns what the ranks have sent here, `received_rows[i]` rows from position i. Gradients go the way back."""
-    return _ExchangeRows.apply(x, tuple(sent_rows), tuple(received_rows), axis) if axis.size > 1 else x
+    """Send rows of `x` [rows, ...] to every position of `axis`. Returns the rows that arrive here.
+
+    The first `sent_rows[0]` rows go to position 0, the next `sent_rows[1]` to position 1, and so on. `received_rows[i]`
+    rows arrive from position i. Backward sends the gradient of each row back to where the row came from.
+    """
+    if axis.size == 1:
+        return x
+    # Copies of the counts: backward needs them, and the caller may change its lists.
+    return _ExchangeRows.apply(x, tuple(sent_rows), tuple(received_rows), axis)
