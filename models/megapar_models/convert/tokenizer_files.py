@@ -104,7 +104,6 @@ def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, c
             return f"no {JSON} of the `tokenizers` library encodes as the sentencepiece model does"
         (folder / JSON).write_text(made)
     written = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
-    # A file that names its class is complete, such as one that came with the tokenizer.
     if "tokenizer_class" not in written:
         names = names or {"eos_token": _name(folder / JSON, tokenizer.eod)}
         config = {**_config(names, context), **written}
@@ -125,9 +124,9 @@ def read_as_it_is(folder: Path) -> None:
 
     The class that transformers chooses by model_type might not.
     """
-    # For some values of model_type, qwen2 among them, transformers 5 ignores tokenizer_class unless there is an auto_map
-    # (AutoTokenizer.from_pretrained, transformers 5.23). Without trust_remote_code it then drops the auto_map, but it
-    # follows tokenizer_class. With trust_remote_code it takes the class in the file CODE, which does the same.
+    # For some values of model_type, qwen2 among them, transformers 5 ignores tokenizer_class unless there is an
+    # auto_map (AutoTokenizer.from_pretrained, transformers 5.23). Without trust_remote_code it then drops the auto_map,
+    # but it follows tokenizer_class. With trust_remote_code it takes the class in the file CODE, which does the same.
     written = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
     written["tokenizer_class"] = "PreTrainedTokenizerFast"
     written["auto_map"] = {"AutoTokenizer": [None, f"{CODE.removesuffix('.py')}.AsItIs"]}
@@ -343,7 +342,7 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 
 
 def _normalizer(library: Any, spec: Any) -> Any:
-    """Return the normalizer of a sentencepiece model. The steps are in sentencepiece's order."""
+    """Return the normalizer of a sentencepiece model."""
     steps = []
     if spec.precompiled_charsmap:
         steps.append(library.normalizers.Precompiled(spec.precompiled_charsmap))
