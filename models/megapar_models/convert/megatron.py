@@ -335,7 +335,8 @@ def model_of(args: Mapping[str, Any], vocab_size: int, where: Path, accepted: Co
     heads = _stated(args, where, int, "num_attention_heads")
     grouped = args.get("group_query_attention")
     size = vocab_size
-    # A Null tokenizer has its end token beyond args.vocab_size, so that number is not taken.
+    # Null tokenizers have an end token beyond args.vocab_size, so that number is not taken. For most other tokenizers
+    # the args do not state it.
     if not size and "Null" not in str(args.get("tokenizer_type")):
         size = args.get("vocab_size", 0)
     if not isinstance(size, int) or not size:
