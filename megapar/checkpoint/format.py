@@ -291,7 +291,8 @@ def examine(name: str, values: Tensor) -> tuple[int, str]:
         block = numbers[first : first + _BLOCK]
         crc32 = zlib.crc32(block.data, crc32)
         suspect = suspect or is_suspect(block)
-    return crc32, _problem_of(name, values) if suspect else ""
+    problem = _problem_of(name, values) if suspect else ""
+    return crc32, problem
 
 
 def _may_be_not_finite(block: NDArray[np.float32]) -> bool:

@@ -60,7 +60,9 @@ def choose(resume: str, root: Path, ctx: ParallelContext, check: Check | None = 
     def pick() -> str | None:
         if not ctx.world.first or resume == "none":
             return None
-        return _newest(root, check) if resume == "auto" else _named(Path(resume), root)
+        if resume == "auto":
+            return _newest(root, check)
+        return _named(Path(resume), root)
 
     # Rank 0 alone looks, so that all ranks go on from the same checkpoint.
     picked_by_first = on_all_ranks(pick, ctx, CheckpointError, f"--checkpoint.resume {resume}")
@@ -223,11 +225,16 @@ def verified_manifest(path: Path, ctx: ParallelContext) -> Manifest:
 
     Raises CheckpointError on every rank if the checkpoint is not complete.
     """
+
     # Rank 0 alone checks every file and chunk, and tells the others where each tensor's text lies in the manifest. If
     # each of thousands of ranks asked for the size of every file, that would be millions of requests. And each copy of
     # the parsed manifest may take a gigabyte.
-    verified = on_all_ranks(lambda: read_manifest(path) if ctx.world.first else None, ctx, CheckpointError, _DOING)
-    outline = from_first(verified.outline() if verified else None, ctx)
+    def verify() -> Manifest | None:
+        return read_manifest(path) if ctx.world.first else None
+
+    verified = on_all_ranks(verify, ctx, CheckpointError, _DOING)
+    outline_here = verified.outline() if verified else None
+    outline = from_first(outline_here, ctx)
 
     def open_here() -> Manifest:
         if verified:
@@ -280,7 +287,9 @@ def _wanted_kinds(slices: Iterable[StateSlice], ctx: ParallelContext) -> dict[st
 
 def _stored_dtype(name: str, tensor: Tensor) -> str:
     """Return the dtype that a checkpoint stores. Weights are stored in fp32, whatever the model computes in."""
-    return dtype_name(torch.float32 if name == MAIN else tensor.dtype)
+    if name == MAIN:
+        return dtype_name(torch.float32)
+    return dtype_name(tensor.dtype)
 
 
 def differences(
@@ -405,23 +414,23 @@ class Reader:
         """
         path = self.path / chunk.file
         expected = dtype_of(self.manifest.tensors[name].dtype)
-        where = f"{path}: chunk {chunk.key}"
+        name_in_file = f"{path}: chunk {chunk.key}"
         try:
             if chunk.file not in self._files:
                 self._files[chunk.file] = self._stack.enter_context(safe_open(path, "pt"))
             values: Tensor = self._files[chunk.file].get_tensor(chunk.key)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{where}: not readable as safetensors ({error})") from error
+            raise CheckpointError(f"{name_in_file}: not readable as safetensors ({error})") from error
         if (tuple(values.shape), values.dtype) != (chunk.size, expected):
-            found = f"{dtype_name(values.dtype)} {list(values.shape)}"
+            stored = f"{dtype_name(values.dtype)} {list(values.shape)}"
             raise CheckpointError(
-                f"{where}: holds {found}, the manifest says {dtype_name(expected)} {list(chunk.size)}"
+                f"{name_in_file}: holds {stored}, the manifest says {dtype_name(expected)} {list(chunk.size)}"
             )
         if (chunk.file, chunk.key) not in self._verified:
             crc32, problem = examine(name, values)
             if crc32 != chunk.crc32:
-                raise CheckpointError(f"{where}: damaged: its CRC-32 differs from the manifest's")
+                raise CheckpointError(f"{name_in_file}: damaged: its CRC-32 differs from the manifest's")
             if self._judge and problem:
-                raise CheckpointError(f"{where}: {problem}: it was saved so")
+                raise CheckpointError(f"{name_in_file}: {problem}: it was saved so")
             self._verified.add((chunk.file, chunk.key))
         return values

@@ -121,18 +121,18 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        facts = json.loads(path.read_bytes())
+        sidecar = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not the description of a .bin/.idx pair: {error}") from error
-    if not isinstance(facts, dict):
+    if not isinstance(sidecar, dict):
         raise DataError(f"{path}: not the description of a .bin/.idx pair: no JSON object")
-    missing = {"documents", "tokens", "tokenizer", "append_eod", "sources", "sha256"} - set(facts)
+    missing = {"documents", "tokens", "tokenizer", "append_eod", "sources", "sha256"} - set(sidecar)
     if missing:
         raise DataError(f"{path}: not the description of a .bin/.idx pair: no {', '.join(sorted(missing))}")
-    tokenizer = facts["tokenizer"]
+    tokenizer = sidecar["tokenizer"]
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("sha256"), str) or "spec" not in tokenizer:
         raise DataError(f"{path}: not the description of a .bin/.idx pair: tokenizer has no spec and sha256")
-    return facts
+    return sidecar
 
 
 def merge_prepared(prefixes: Sequence[Path], output: Path) -> IndexedDataset:

@@ -81,7 +81,8 @@ class Weights:
         self.tensors: dict[str, Stored] = {}
         listed = self._listed()
         absent = set(listed)
-        for file in sorted(set(listed.values())) if listed else [SINGLE]:
+        files = sorted(set(listed.values())) if listed else [SINGLE]
+        for file in files:
             for key, info in self._header(file).items():
                 if listed and listed.get(key) != file:
                     raise CheckpointError(f"{folder / file}: holds {key}, which {INDEX} does not place there")

@@ -265,7 +265,8 @@ def find(source: Path) -> Path:
     # The word becomes a part of a path, so nothing else may stand there.
     if word != "release" and not re.fullmatch(r"\d{1,9}", word):
         raise CheckpointError(f"{source / TRACKER}: {word[:40]!r} is neither an iteration nor `release`")
-    folder = source / (word if word == "release" else f"iter_{int(word):07d}")
+    folder_name = word if word == "release" else f"iter_{int(word):07d}"
+    folder = source / folder_name
     if not any(folder.glob("mp_rank_*")):
         raise CheckpointError(_no_ranks(folder))
     return folder
@@ -343,13 +344,15 @@ def model_of(args: Mapping[str, Any], vocab_size: int, where: Path, accepted: Co
         rows = args.get("padded_vocab_size")
         raise CheckpointError(f"{where}: args do not say how many of {rows} token ids are true: give --vocab_size N")
     hidden = _stated(args, where, int, "hidden_size")
+    key_value_heads = _stated(args, where, int, "num_query_groups") if grouped else heads
+    head_dim = _stated(args, where, int, "kv_channels") if args.get("kv_channels") else hidden // heads
     return ModelConfig(
         family=family,
         hidden_size=hidden,
         num_hidden_layers=_stated(args, where, int, "num_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=_stated(args, where, int, "num_query_groups") if grouped else heads,
-        head_dim=_stated(args, where, int, "kv_channels") if args.get("kv_channels") else hidden // heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=head_dim,
         intermediate_size=_stated(args, where, int, "ffn_hidden_size"),
         vocab_size=size,
         max_position_embeddings=_stated(args, where, int, "max_position_embeddings"),
@@ -415,7 +418,9 @@ def _rope_scaling(args: Mapping[str, Any], where: Path) -> RopeScaling:
     """
     interpolation = args.get("rotary_seq_len_interpolation_factor")
     if not args.get("use_rope_scaling"):
-        return RopeScaling("linear", float(interpolation)) if interpolation else RopeScaling()
+        if interpolation:
+            return RopeScaling("linear", float(interpolation))
+        return RopeScaling()
     if interpolation:
         raise CheckpointError(f"{where}: args.rotary_seq_len_interpolation_factor with use_rope_scaling: not supported")
     return RopeScaling("llama3", float(args.get("rope_scaling_factor") or 8.0), 1.0, 4.0, 8192)

@@ -103,12 +103,21 @@ def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, c
         if made is None:
             return f"no {JSON} of the `tokenizers` library encodes as the sentencepiece model does"
         (folder / JSON).write_text(made)
-    written = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
+    written = _written_config(folder)
     if "tokenizer_class" not in written:
         names = names or {"eos_token": _name(folder / JSON, tokenizer.eod)}
         config = {**_config(names, context), **written}
         (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     return ""
+
+
+def _written_config(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json in `folder`, or an empty dict if there is none."""
+    path = folder / CONFIG
+    if not path.exists():
+        return {}
+    config: dict[str, Any] = json.loads(path.read_text())
+    return config
 
 
 _AS_IT_IS = """from transformers import PreTrainedTokenizerFast
@@ -127,7 +136,7 @@ def read_as_it_is(folder: Path) -> None:
     # For some values of model_type, qwen2 among them, transformers 5 ignores tokenizer_class unless there is an
     # auto_map (AutoTokenizer.from_pretrained, transformers 5.23). Without trust_remote_code it then drops the auto_map,
     # but it follows tokenizer_class. With trust_remote_code it takes the class in the file CODE, which does the same.
-    written = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
+    written = _written_config(folder)
     written["tokenizer_class"] = "PreTrainedTokenizerFast"
     written["auto_map"] = {"AutoTokenizer": [None, f"{CODE.removesuffix('.py')}.AsItIs"]}
     (folder / CONFIG).write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n")
@@ -165,7 +174,7 @@ def compare_with_transformers(folder: Path, tokenizer: Tokenizer, vocab_size: in
         problems.append(f"the end token is {auto.eos_token!r} (id {auto.eos_token_id}), in training id {tokenizer.eod}")
     if tokenizer.eod >= vocab_size:
         problems.append(f"the end token's id {tokenizer.eod} is outside the model's vocabulary of {vocab_size}")
-    facts = {
+    comparison = {
         "reference": f"transformers {transformers.__version__}, {type(auto).__name__}",
         "texts": len(texts),
         "different": len(wrong),
@@ -173,7 +182,7 @@ def compare_with_transformers(folder: Path, tokenizer: Tokenizer, vocab_size: in
         "end_token_ids": {"training": tokenizer.eod, "AutoTokenizer": auto.eos_token_id},
         "added_to_each_text": auto("")["input_ids"],
     }
-    return facts, problems
+    return comparison, problems
 
 
 def _config(names: dict[str, str], context: int) -> dict[str, Any]:
@@ -263,7 +272,9 @@ def sentencepiece_json(tokenizer: SentencePieceTokenizer, model_file: Path) -> s
     def encode(text: str) -> list[int]:
         return made.encode(text, add_special_tokens=False).ids
 
-    return None if differences(tokenizer, encode, check_texts(symbols)) else made.to_str()
+    if differences(tokenizer, encode, check_texts(symbols)):
+        return None
+    return made.to_str()
 
 
 def _proto(model_file: Path) -> Any:
