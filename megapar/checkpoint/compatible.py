@@ -1,4 +1,4 @@
-"""Which options of a run decide what its checkpoints can go on with, and which have changed since."""
+"""Compatibility of a checkpoint with a run: the options that decide the weights, and options that have changed."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -7,8 +7,8 @@ from typing import Any
 from megapar.config import Config, flatten
 from megapar.model_rules import ROPE_SCALING
 
-# Model options that do not affect the shapes of weights, so that a checkpoint may differ in them. A family may say that
-# one of them is a size of its weights, as a table of learned positions is.
+# Model options that do not affect the shapes of weights. A checkpoint may differ in them. A family may declare that one
+# of them is a size of its weights: a table of learned positions has max_position_embeddings rows.
 _FREE_OF_WEIGHTS = {
     "model.max_position_embeddings",
     "model.rope_theta",
@@ -21,16 +21,24 @@ _FREE_OF_WEIGHTS = {
 
 
 def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any]:
-    """The model's options that decide which weights there are, by name: no run with others can go on from them.
+    """Return the model's options that decide its weights, by name without `model.`.
 
-    `sizes`: options by dotted path that are sizes of this family's weights (`PipelineStage.sizes_of_weights`).
+    A run can go on from a checkpoint only if these are equal. `sizes` are the dotted paths of options that are sizes of
+    this family's weights (`PipelineStage.sizes_of_weights`).
     """
     free = _FREE_OF_WEIGHTS.difference(sizes)
-    options = {path: value for path, value in flatten(config).items() if path.startswith("model.") and path not in free}
-    return {path.removeprefix("model."): value for path, value in options.items()}
+    options = {}
+    for path, value in flatten(config).items():
+        if path.startswith("model.") and path not in free:
+            options[path.removeprefix("model.")] = value
+    return options
 
 
 def changes(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Lines "option: saved -> now" for a run that goes on. `saved` is a flattened config that may have been JSON."""
-    now = json.loads(json.dumps(flatten(config)))
+    """Return lines "option: saved -> now" for the options of a resumed run that have changed.
+
+    `saved` is a flattened config, which may have been JSON. Options that `saved` lacks are left out: they are newer
+    than the checkpoint.
+    """
+    now = json.loads(json.dumps(flatten(config)))  # JSON turns tuples into lists, as it did with `saved`
     return [f"{path}: {saved[path]} -> {now[path]}" for path in now if path in saved and saved[path] != now[path]]

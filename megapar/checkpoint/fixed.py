@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides what the optimizer updates: frozen parameters, and buffers that are state."""
+"""Tensors of a checkpoint that the optimizer does not update: frozen parameters, and buffers that are state."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,18 +10,22 @@ from megapar.params import ParamSpec, StateSlice, spec_of
 
 
 def fixed_slices(modules: Iterable[nn.Module], *, to_save: bool = False) -> Iterator[StateSlice]:
-    """The frozen parameters of `modules`, and their buffers that carry a ParamSpec, each whole and once.
+    """Yield a slice for each frozen parameter of `modules`, and for each buffer with a ParamSpec as its `spec`.
 
-    All replicas hold them. A slice's tensors are views, to be filled by a load. `to_save`: weights are fp32, as a
-    checkpoint stores them, so those of a 16-bit model are copies.
+    Each slice covers a whole local tensor, and each tensor occurs once. All replicas hold these tensors.
+    A slice's tensor is a view, so that a load can fill it. With `to_save`, weights are fp32, as a checkpoint stores
+    them. Those of a 16-bit model are copies then.
     """
     seen: set[int] = set()
     for module in modules:
         for param in module.parameters():
+            # Modules may share a parameter, and a checkpoint stores each tensor once.
             if not param.requires_grad and id(param) not in seen:
                 seen.add(id(param))
                 flat = param.detach().view(-1)
-                yield _whole(param, spec_of(param), MAIN, flat.to(torch.float32) if to_save else flat)
+                if to_save:
+                    flat = flat.to(torch.float32)
+                yield _whole(param, spec_of(param), MAIN, flat)
         for buffer in module.buffers():
             spec = getattr(buffer, "spec", None)
             if spec is not None and id(buffer) not in seen:

@@ -1,4 +1,8 @@
-"""The folder that checkpoints lie in: one job at a time, checked before the first step, swept and pruned by rank 0."""
+"""The folder of a run's checkpoints.
+
+It belongs to one job at a time, and it is checked before the first step. Rank 0 removes what killed jobs and retention
+leave to be removed.
+"""
 
 import fcntl
 import json
@@ -25,11 +29,10 @@ _REPLACED = re.compile(r"\.old-(step_\d{8,})-.*")
 
 @contextmanager
 def exclusive(run_dir: Path, root: Path, ctx: ParallelContext) -> Iterator[None]:
-    """Keep `run_dir` from other jobs, and sweep what killed ones left in `root`, its checkpoints. A collective.
+    """Lock `run_dir` against other jobs for the block, and sweep `root`, its folder of checkpoints. A collective.
 
-    The kernel gives the lock up with the process that holds it, on whichever machine that was; so none is ever stale.
-    Raises StorageError on every rank if the folder cannot be written, or names the process that holds the lock. Ranks
-    wait for the sweep, which may take longer than launch.timeout_seconds.
+    Raises StorageError on every rank if the folder cannot be written, or if another job holds the lock. The message
+    then names that process. Ranks wait for the sweep, which may take longer than launch.timeout_seconds.
     """
 
     def take() -> int | None:
@@ -49,6 +52,11 @@ def exclusive(run_dir: Path, root: Path, ctx: ParallelContext) -> Iterator[None]
 
 
 def _lock(path: Path) -> int:
+    """Lock the file `path`, write host and process to it, and return its descriptor.
+
+    Raises StorageError if another job holds the lock.
+    """
+    # A lock of the kernel ends with the process that holds it, on whichever machine that is. So no lock is ever stale.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,14 +72,14 @@ def _lock(path: Path) -> int:
 
 
 class Ownership:
-    """That a run folder is still the one whose lock this process holds. Only rank 0 asks."""
+    """Checks that the run folder is still the one that this process locked. Only rank 0 uses it."""
 
     def __init__(self, run_dir: Path):
         self._path = run_dir / LOCK
         self._identity = self._look()
 
     def require(self) -> None:
-        """Raise StorageError if the folder was deleted or replaced: another job may have taken the name meanwhile."""
+        """Raise StorageError if the folder was deleted or replaced. Another job may use its name by now."""
         if self._look() != self._identity:
             raise StorageError(
                 f"{self._path} is not the file that this run locked: the run folder was deleted or replaced while the "
@@ -79,20 +87,23 @@ class Ownership:
             )
 
     def _look(self) -> tuple[int, int] | None:
+        """Return device and inode of the lock file, which identify it, or None if it is not there."""
         try:
-            found = os.stat(self._path)
+            status = os.stat(self._path)
         except FileNotFoundError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
 
 def sweep(root: Path) -> None:
-    """Complete or remove what killed jobs left.
+    """Complete or remove what killed jobs left in `root`.
 
-    A checkpoint that was being replaced comes back, unless its successor is there.
+    A checkpoint that was being replaced gets its name back, unless the new one has it.
     """
     complete_plan(root)
-    for path in list(root.iterdir()) if root.is_dir() else ():
+    if not root.is_dir():
+        return
+    for path in list(root.iterdir()):  # a list, since the loop renames and removes entries of the folder
         replaced = _REPLACED.fullmatch(path.name)
         if replaced and not (root / replaced[1]).exists():
             path.rename(root / replaced[1])
@@ -103,7 +114,7 @@ def sweep(root: Path) -> None:
 def check(root: Path, needed: int, ctx: ParallelContext) -> None:
     """Raise StorageError on every rank unless `root` has `needed` bytes free and each rank can write there.
 
-    A collective. Makes the folder.
+    A collective. It makes the folder if it is not there.
     """
 
     def probe() -> None:
@@ -114,13 +125,18 @@ def check(root: Path, needed: int, ctx: ParallelContext) -> None:
         except FileNotFoundError as error:
             raise StorageError(f"{path}: {error.strerror}; all ranks must see the same folder") from error
 
+    def make_and_measure() -> None:
+        if ctx.world.first:
+            require_space(root, needed)
+
+    # Rank 0 makes the folder first: a rank that then finds none sees another disk.
     doing = "checkpoints could not be saved"
-    on_all_ranks(lambda: require_space(root, needed) if ctx.world.first else None, ctx, StorageError, doing)
+    on_all_ranks(make_and_measure, ctx, StorageError, doing)
     on_all_ranks(probe, ctx, StorageError, doing)
 
 
 def require_space(root: Path, needed: int) -> None:
-    """Make `root`. Raises StorageError if it has fewer than `needed` bytes free."""
+    """Make the folder `root` and raise StorageError if it has fewer than `needed` bytes free."""
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if free < needed:
@@ -132,7 +148,10 @@ def require_space(root: Path, needed: int) -> None:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which complete checkpoints stay: the newest `last`, 0 meaning all, and those of every `every`-th step."""
+    """Which complete checkpoints are kept: the newest `last`, and those of steps that `every` divides.
+
+    `last` of 0 keeps all. `every` of 0 keeps no others.
+    """
 
     last: int = 0
     every: int = 0
@@ -142,22 +161,25 @@ KEEP_ALL = Keep()
 
 
 def prune(root: Path, step: int, keep: Keep) -> None:
-    """Remove complete checkpoints that `keep` does not name, now that the one of `step` is complete.
+    """Remove the complete checkpoints that `keep` does not name, now that the one of `step` is complete.
 
-    Neither it, nor later ones, which a run that went back has left, nor incomplete ones are touched or counted. One
-    that cannot be removed is a warning: what is saved is saved.
+    Incomplete checkpoints are neither removed nor counted. Nor are those of later steps, which a run that went back has
+    left.
+    If a checkpoint cannot be removed, that is only a warning, because the new one is saved.
     """
     if not keep.last:
         return
-    newest = 0
+    kept = 0  # newest checkpoints that stay because of `keep.last`
     for folder in checkpoint_folders(root):
-        found = step_of(folder)
-        milestone = keep.every > 0 and found % keep.every == 0
-        if found > step or (milestone and newest == keep.last) or not is_complete(folder):
+        folder_step = step_of(folder)
+        is_milestone = keep.every > 0 and folder_step % keep.every == 0
+        # `is_complete` reads the disk, so it comes last.
+        if folder_step > step or (is_milestone and kept == keep.last) or not is_complete(folder):
             continue
-        if newest < keep.last:
-            newest += 1
+        if kept < keep.last:
+            kept += 1
             continue
+        # The rename first: a removal that is interrupted must not leave half a checkpoint under its name.
         trash = root / f".trash-{folder.name}"
         try:
             folder.rename(trash)

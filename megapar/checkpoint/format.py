@@ -1,12 +1,12 @@
-"""A checkpoint on disk: boxes of logical tensors in safetensors files, and a JSON manifest written last.
+"""The format of a checkpoint: boxes of logical tensors in safetensors files, and a JSON manifest that is written last.
 
     run/checkpoints/step_00001200/        exists only when complete: renamed from .tmp-step_00001200-<random>
         manifest.json                     {"sha256": ..., "body": {...}}
         rank_00000.safetensors ...        one file for each rank that owns something
     run/checkpoints/latest                the newest name, for people and scripts; nothing here trusts it
 
-Names are logical and layout-free (`main.layers.17.attention.q.weight`): fused parameters are stored apart, vocabulary
-padding and second copies of tied weights not at all. So no layout is needed to read a checkpoint, and any can.
+Names are logical and know no layout (`main.layers.17.attention.q.weight`). The parts of fused parameters are stored
+apart. Vocabulary padding and second copies of tied weights are not stored. So a checkpoint can be read into any layout.
 """
 
 import hashlib
@@ -36,18 +36,19 @@ from megapar.params import ParamSpec, Piece, Sizes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-# What a tensor is to its parameter is the first part of its name. An optimizer names the rest of its state.
+# The first part of a stored name is the tensor's state, which says what the tensor is to its parameter. The optimizer
+# names its own states, such as moments.
 MAIN = "main"  # the weights, fp32
 BUFFER = "buffer"  # a tensor that is state but no parameter
 SECOND_MOMENT = "exp_avg_sq"
 _FOLDER = re.compile(r"step_(\d{8,})")
-_BLOCK = 1 << 16  # elements of a tensor that are judged while they lie in the cache
+_BLOCK = 1 << 16  # elements; 256 KiB of fp32, which stay in the cache between the CRC and the check of values
 _INF = 0x7F800000  # the bits of an fp32 infinity
-_PARSED = 32  # tensors whose chunks stay in memory once they are parsed
+_PARSED = 32  # parsed entries that stay in memory
 
 
 class FlatBox(NamedTuple):
-    """A box of a tensor whose elements lie in flat order from `position` on."""
+    """A box [offset, offset + size) of a tensor. Its elements lie in flat order from `position` on."""
 
     offset: Sizes
     size: Sizes
@@ -55,7 +56,7 @@ class FlatBox(NamedTuple):
 
 
 def boxes(shape: Sizes, start: int, stop: int) -> Iterator[FlatBox]:
-    """The flat row-major range [start, stop) of a tensor, in order, as at most 2 * len(shape) - 1 boxes."""
+    """Cut the flat row-major range [start, stop) of a tensor into at most 2 * len(shape) - 1 boxes, in order."""
     if start >= stop:
         return
     if len(shape) < 2:
@@ -69,7 +70,7 @@ def boxes(shape: Sizes, start: int, stop: int) -> Iterator[FlatBox]:
         for box in boxes(shape[1:], low, high):
             yield FlatBox((number, *box.offset), (1, *box.size), number * row + box.position)
 
-    if end_whole < first_whole:
+    if end_whole < first_whole:  # the range begins and ends inside one row
         yield from within(end_whole, start - end_whole * row, stop - end_whole * row)
         return
     if start < first_whole * row:
@@ -82,9 +83,9 @@ def boxes(shape: Sizes, start: int, stop: int) -> Iterator[FlatBox]:
 
 
 def logical_boxes(spec: ParamSpec, start: int, stop: int) -> Iterator[tuple[Piece, FlatBox]]:
-    """Flat elements [start, stop) of the local parameter as boxes of its logical tensors; padding rows are in none.
+    """Cut the flat elements [start, stop) of the local parameter into boxes of its logical tensors.
 
-    Offsets count in the logical tensor, positions in the local parameter.
+    Offsets of the boxes count in the logical tensor, positions in the local parameter. Padding rows are in no box.
     """
     for piece, first, last in spec.segments():
         for box in boxes(piece.local_shape, max(start, first) - first, min(stop, last) - first):
@@ -93,7 +94,7 @@ def logical_boxes(spec: ParamSpec, start: int, stop: int) -> Iterator[tuple[Piec
 
 
 class Chunk(NamedTuple):
-    """One stored box: tensor `key` of `file` holds [offset, offset + size) of a logical tensor."""
+    """A stored box: the tensor `key` in `file` holds the elements [offset, offset + size) of a logical tensor."""
 
     file: str
     key: str
@@ -103,7 +104,7 @@ class Chunk(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A logical tensor: its chunks are disjoint and cover it."""
+    """A logical tensor. Its chunks are disjoint and cover it."""
 
     shape: Sizes
     dtype: str
@@ -111,14 +112,14 @@ class Entry(NamedTuple):
 
 
 class ForeignCheckpointError(CheckpointError):
-    """A checkpoint that may be whole, but is not this version's to read, and so not to pass over or to replace."""
+    """A checkpoint that may be whole but that this version cannot read. It must not be passed over or replaced."""
 
 
 class Entries(Mapping[str, Entry]):
-    """The tensors of a manifest on disk, each parsed when it is asked for: all of them may take a gigabyte."""
+    """The entries of a manifest on disk. An entry is parsed when it is asked for: all of them may take a gigabyte."""
 
     def __init__(self, path: Path, spans: Mapping[str, Span]):
-        """Raises OSError if the manifest cannot be opened."""
+        """Open the manifest `path`. Raises OSError if it cannot be opened."""
         self.path = path
         self.spans = spans
         self._parsed: dict[str, Entry] = {}
@@ -126,7 +127,10 @@ class Entries(Mapping[str, Entry]):
         weakref.finalize(self, os.close, self._descriptor)
 
     def __getitem__(self, name: str) -> Entry:
-        """Raises KeyError for a name that is not there, CheckpointError if the file is not what was indexed."""
+        """Return the entry of a tensor.
+
+        Raises KeyError for a name that is not there, CheckpointError if the file is not the one that was indexed.
+        """
         if name not in self._parsed:
             span = self.spans[name]
             text = os.pread(self._descriptor, span.stop - span.first, span.first)
@@ -145,6 +149,7 @@ class Entries(Mapping[str, Entry]):
 
 
 def _entry_of(path: Path, name: str, text: bytes) -> Entry:
+    """Parse the text of an entry. Raises CheckpointError if it does not have this format's shape."""
     try:
         return read_entry(json.loads(text))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -153,7 +158,11 @@ def _entry_of(path: Path, name: str, text: bytes) -> Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `layout` is what it was written by: information, never needed to read it."""
+    """The description of a checkpoint's contents.
+
+    `files` maps each file's name to its bytes. `layout` is the layout that wrote the checkpoint. It is for people and
+    is never needed to read the checkpoint.
+    """
 
     step: int
     consumed_samples: int
@@ -166,45 +175,54 @@ class Manifest:
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> "Manifest":
-        """From JSON. Raises KeyError, TypeError or ValueError where it does not have this format's shape."""
+        """Make a manifest of a parsed body.
+
+        Raises KeyError, TypeError or ValueError where the body does not have this format's shape.
+        """
         return cls.from_facts(body, {name: read_entry(entry) for name, entry in body["tensors"].items()})
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any], tensors: Mapping[str, Entry]) -> "Manifest":
-        """From JSON without tensors. Raises KeyError or TypeError where it does not have this format's shape."""
+        """Make a manifest of a parsed body without tensors, and of `tensors`.
+
+        Raises KeyError or TypeError where the body does not have this format's shape.
+        """
         fields = {name: facts[name] for name in cls.__dataclass_fields__ if name != "tensors"}
         for name, value in fields.items():
             if name not in ("step", "consumed_samples") and type(value) is not dict:
                 raise TypeError(f"{name} must be an object")
+        # `type`, because True is an instance of int.
         counts = (facts["step"], facts["consumed_samples"], *facts["files"].values())
         if any(type(count) is not int or count < 0 for count in counts):
             raise TypeError("step, consumed_samples and file sizes must be integers of at least 0")
         return cls(**fields, tensors=tensors)
 
     def facts(self) -> dict[str, Any]:
-        """All but the tensors, as JSON types."""
+        """Return all fields but the tensors, as JSON types."""
         return {name: value for name, value in vars(self).items() if name != "tensors"}
 
     def body(self) -> dict[str, Any]:
-        """JSON types."""
+        """Return all fields and the format, as JSON types."""
         tensors = {name: entry._asdict() for name, entry in self.tensors.items()}
         return {"format": FORMAT, **vars(self), "tensors": tensors}
 
     def kinds(self) -> dict[str, tuple[str, Sizes]]:
-        """Dtype and shape of each tensor, by name; parses no chunk."""
+        """Return dtype and shape of each tensor, by name. No chunk is parsed."""
         if isinstance(self.tensors, Entries):
             return {name: (span.dtype, span.shape) for name, span in self.tensors.spans.items()}
         return {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}
 
     def outline(self) -> dict[str, Any] | None:
-        """What `from_outline` takes, as JSON types; None if the manifest's text cannot be read in parts."""
-        return {"facts": self.facts(), "spans": self.tensors.spans} if isinstance(self.tensors, Entries) else None
+        """Return what `from_outline` takes, as JSON types, or None if the manifest's text cannot be read in parts."""
+        if not isinstance(self.tensors, Entries):
+            return None
+        return {"facts": self.facts(), "spans": self.tensors.spans}
 
     @classmethod
     def from_outline(cls, folder: Path, outline: Mapping[str, Any]) -> "Manifest":
-        """The manifest of `folder`, which another process has verified; only tensors that are asked for are parsed.
+        """Return the manifest of `folder` from the `outline` of a process that has verified it.
 
-        Raises CheckpointError if there is no manifest.
+        Only entries that are asked for are parsed. Raises CheckpointError if the manifest cannot be opened.
         """
         spans = {
             name: Span(first, stop, crc32, dtype, tuple(shape))
@@ -219,7 +237,10 @@ class Manifest:
 
 
 def read_entry(entry: Mapping[str, Any]) -> Entry:
-    """From JSON. Raises KeyError, TypeError or ValueError where it does not have this format's shape."""
+    """Make an entry of parsed JSON.
+
+    Raises KeyError, TypeError or ValueError where it does not have this format's shape.
+    """
     chunks = tuple(
         Chunk(str(file), str(key), _sizes(offset), _sizes(size), crc)
         for file, key, offset, size, crc in entry["chunks"]
@@ -229,7 +250,8 @@ def read_entry(entry: Mapping[str, Any]) -> Entry:
 
 def _sizes(values: Iterable[Any]) -> Sizes:
     sizes = tuple(values)
-    for size in sizes:  # a loop, as `any` takes twice as long, and a checkpoint may have a million chunks
+    # A loop, because `any` takes twice as long, and a checkpoint may have a million chunks.
+    for size in sizes:
         if type(size) is not int or size < 0:
             raise TypeError(f"{sizes} should be integers of at least 0")
     return sizes
@@ -240,7 +262,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Raises ValueError for a name that is no dtype."""
+    """Return torch's dtype of this name, such as float32. Raises ValueError for a name that is no dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
@@ -248,20 +270,20 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def checksum(values: Tensor) -> int:
-    """CRC-32 of a contiguous CPU tensor's bytes."""
+    """Return the CRC-32 of a contiguous CPU tensor's bytes."""
     return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def examine(name: str, values: Tensor) -> tuple[int, str]:
-    """CRC-32 of a contiguous CPU tensor, and why no training can go on from its values; empty if it can.
+    """Return the CRC-32 of a contiguous CPU tensor, and why no training can go on from its values, or "" if it can.
 
-    Second moments, known by their `name`, must not be negative. Each block is judged right after its CRC, while it lies
-    in the cache. The judgment may suspect a tensor that is fine, never miss one that is not; a suspect is looked at
-    exactly.
+    Values must be finite. Second moments, which are known by their `name`, must not be negative either.
     """
     if values.dtype != torch.float32:
         return checksum(values), _problem_of(name, values)
     numbers = values.reshape(-1).numpy()
+    # Each block is checked right after its CRC, while it lies in the cache. This quick check may suspect a tensor that
+    # is fine, but it never misses one that is not. Only a suspect tensor is read again, by the exact check.
     is_suspect = _may_be_negative_or_not_finite if name.startswith(f"{SECOND_MOMENT}.") else _may_be_not_finite
     crc32 = 0
     suspect = False
@@ -269,21 +291,26 @@ def examine(name: str, values: Tensor) -> tuple[int, str]:
         block = numbers[first : first + _BLOCK]
         crc32 = zlib.crc32(block.data, crc32)
         suspect = suspect or is_suspect(block)
-    return crc32, _problem_of(name, values) if suspect else ""
+    problem = _problem_of(name, values) if suspect else ""
+    return crc32, problem
 
 
 def _may_be_not_finite(block: NDArray[np.float32]) -> bool:
-    """A sum is not finite if one of its terms is not; very large terms may overflow it, too."""
+    """Return whether the block's sum is not finite. It is not if a term is not, or if very large terms overflow it."""
     with np.errstate(over="ignore", invalid="ignore"):
         return not math.isfinite(np.add.reduce(block))
 
 
 def _may_be_negative_or_not_finite(block: NDArray[np.float32]) -> bool:
-    """By the bits as unsigned integers: inf and nan are the largest positive values, and negative ones are larger."""
+    """Return whether any value may be negative, infinite or nan, by its bits as an unsigned integer.
+
+    Of positive values, inf and nan have the largest bits. Negative values have the sign bit, so theirs are larger yet.
+    """
     return bool(block.view(np.uint32).max() >= _INF)
 
 
 def _problem_of(name: str, values: Tensor) -> str:
+    """Return why no training can go on from `values`, or "" if it can. Exact."""
     if not values.is_floating_point() or not values.numel():
         return ""
     least, largest = (float(limit) for limit in torch.aminmax(values))  # nan if any value is
@@ -299,13 +326,13 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int:
-    """The step that a checkpoint's folder is named after; 0 for a folder of another name."""
+    """Return the step in the name of a checkpoint's folder, or 0 for a folder of another name."""
     match = _FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else 0
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the folder's names survive a power cut."""
+    """Write the folder's names to the disk, so that they survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -314,7 +341,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_latest(root: Path, name: str | None) -> None:
-    """Let the file `latest` say `name`, or be gone. It serves people and scripts alone, so trouble is a warning."""
+    """Write `name` to the file `latest`, or remove the file if `name` is None.
+
+    An OSError is only a warning, because `latest` is for people and scripts and nothing here reads it.
+    """
     draft = root / f".latest-{uuid.uuid4().hex[:8]}"
     try:
         if name is None:
@@ -328,7 +358,7 @@ def write_latest(root: Path, name: str | None) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest to disk, last of all files: it is what makes the folder a checkpoint."""
+    """Write the manifest to the disk. It must be the last file, since it makes the folder a checkpoint."""
     text = seal(manifest.body())
     with open(folder / MANIFEST, "w") as file:
         file.write(text)
@@ -338,10 +368,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete checkpoint: unedited, every file there in its full size, every tensor covered once.
+    """Return the manifest of a checkpoint, once the checkpoint is known to be complete.
 
-    Contents of the files are not read (`Reader` compares each chunk with its CRC). Raises CheckpointError, of which
-    ForeignCheckpointError says that a later version, or a tool that made links of files, left the checkpoint.
+    It is complete if the manifest is unedited, every file is there in its full size, and every tensor is covered once.
+    The contents of the files are not read here; `Reader` compares each chunk with its CRC.
+    Raises CheckpointError if it is not complete. The subclass ForeignCheckpointError says that a later version wrote
+    the checkpoint, or that a tool turned files into links.
     """
     manifest = open_manifest(folder)
     check_files(folder, manifest.files)
@@ -350,23 +382,24 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_manifest(folder: Path) -> Manifest:
-    """The manifest as its SHA-256 attests it, without a look at the checkpoint's files or at any chunk.
+    """Return the manifest, whose text is compared with its SHA-256. The checkpoint's files and chunks are not checked.
 
     Raises CheckpointError, or ForeignCheckpointError as `read_manifest` does.
     """
     path = folder / MANIFEST
     text = _read_text(folder)
-    found = index(text)
+    indexed = index(text)
     try:
-        if found is None:
+        if indexed is None:
             return _parse_whole(path, text)
-        _require_our_format(path, found.facts["format"])
-        return Manifest.from_facts(found.facts, Entries(path, found.spans))
+        _require_our_format(path, indexed.facts["format"])
+        return Manifest.from_facts(indexed.facts, Entries(path, indexed.spans))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a manifest of format {FORMAT} ({error!r})") from None
 
 
 def _read_text(folder: Path) -> bytes:
+    """Return the bytes of the manifest. Raises CheckpointError if it cannot be read."""
     path = folder / MANIFEST
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -375,47 +408,53 @@ def _read_text(folder: Path) -> bytes:
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: incomplete or no checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
-        kind = ForeignCheckpointError if path.is_symlink() else CheckpointError
-        raise kind(
+        error_class = ForeignCheckpointError if path.is_symlink() else CheckpointError
+        raise error_class(
             f"{path}: not readable ({error.strerror}): a regular file is needed, links are not followed"
         ) from None
 
 
 def _parse_whole(path: Path, text: bytes) -> Manifest:
-    """The manifest from a text that is not as `seal` writes it: spaced otherwise, edited, damaged or newer."""
+    """Parse a text that is not as `seal` writes it. It may be spaced otherwise, edited, damaged or newer.
+
+    Raises CheckpointError unless it is this format's and its SHA-256 is right.
+    """
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: incomplete: not readable as JSON ({error})") from None
     body = document["body"]
-    # Before the SHA-256, which a later format may take of something else.
+    # The format is checked before the SHA-256, because a later format may take its SHA-256 of something else.
     _require_our_format(path, body["format"])
     if hashlib.sha256(encode(body).encode()).hexdigest() != document["sha256"]:
         raise CheckpointError(f"{path}: edited or damaged: its sha256 differs from the one it states")
     return Manifest.from_body(body)
 
 
-def _require_our_format(path: Path, found: object) -> None:
-    if found == FORMAT:
+def _require_our_format(path: Path, stated: object) -> None:
+    """Raise unless `stated` is this version's format; ForeignCheckpointError if it is a later one."""
+    if stated == FORMAT:
         return
-    kind = ForeignCheckpointError if isinstance(found, int) and found > FORMAT else CheckpointError
-    raise kind(f"{path}: written in format {found!r}, this version reads format {FORMAT}")
+    error_class = ForeignCheckpointError if isinstance(stated, int) and stated > FORMAT else CheckpointError
+    raise error_class(f"{path}: written in format {stated!r}, this version reads format {FORMAT}")
 
 
 def check_files(folder: Path, files: Mapping[str, int]) -> None:
-    """Raise CheckpointError unless each of `files` (name to bytes) lies in `folder` in that size."""
+    """Raise CheckpointError unless each of `files` (name to bytes) is in `folder` and has that size."""
     for name, size in files.items():
         if name in ("", ".", "..") or os.path.basename(name) != name or "\0" in name:
             raise CheckpointError(f"{folder / MANIFEST}: names {name!r}, a path outside the checkpoint's folder")
         try:
-            found = os.lstat(folder / name)
+            status = os.lstat(folder / name)
         except OSError:
             raise CheckpointError(f"{folder / name}: missing, one of {len(files)} files listed") from None
-        if not stat.S_ISREG(found.st_mode):
-            kind = ForeignCheckpointError if stat.S_ISLNK(found.st_mode) else CheckpointError
-            raise kind(f"{folder / name}: not a regular file (links are not followed): copy the file itself there")
-        if found.st_size != size:
-            raise CheckpointError(f"{folder / name}: {found.st_size} bytes, the manifest says {size}")
+        if not stat.S_ISREG(status.st_mode):
+            error_class = ForeignCheckpointError if stat.S_ISLNK(status.st_mode) else CheckpointError
+            raise error_class(
+                f"{folder / name}: not a regular file (links are not followed): copy the file itself there"
+            )
+        if status.st_size != size:
+            raise CheckpointError(f"{folder / name}: {status.st_size} bytes, the manifest says {size}")
 
 
 def check_tensors(folder: Path, manifest: Manifest) -> None:
@@ -435,6 +474,7 @@ def check_tensors(folder: Path, manifest: Manifest) -> None:
 
 
 def _problem(entry: Entry, files: Mapping[str, int]) -> str | None:
+    """Return why the chunks of `entry` do not cover it exactly once, or None if they do."""
     try:
         dtype_of(entry.dtype)
     except ValueError as error:
@@ -450,15 +490,17 @@ def _problem(entry: Entry, files: Mapping[str, int]) -> str | None:
     clash = _overlapping(entry.chunks)
     if clash:
         return f"chunks {clash[0].key} of {clash[0].file} and {clash[1].key} of {clash[1].file} overlap"
+    # Chunks that are inside the tensor and do not overlap cover it if they have as many elements.
     covered = sum(math.prod(chunk.size) for chunk in entry.chunks)
     total = math.prod(entry.shape)
     return f"chunks cover {covered} of {total} elements" if covered != total else None
 
 
 def _overlapping(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Two chunks that share an element, found by a sweep along dimension 0."""
+    """Return two chunks that share an element, or None. They are found by a sweep along dimension 0."""
     active: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
+        # Chunks come in ascending order, so one that ends before this chunk meets none of the later ones either.
         active = [other for other in active if _reach(other) > _start(chunk)]
         for other in active:
             if overlap(other.offset, other.size, chunk.offset, chunk.size):
@@ -476,27 +518,32 @@ def _reach(chunk: Chunk) -> int:
 
 
 def overlap(offset: Sizes, size: Sizes, other_offset: Sizes, other_size: Sizes) -> tuple[Sizes, Sizes] | None:
-    """(first, last + 1) corners of the part that two boxes share, or None if they share nothing."""
+    """Return the (first, last + 1) corners of the part that two boxes share, or None if they share nothing."""
     low = tuple(map(max, offset, other_offset))
     high = tuple(min(o + s, p + t) for o, s, p, t in zip(offset, size, other_offset, other_size, strict=True))
-    return (low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return None
+    return low, high
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """Folders named like a checkpoint, newest step first, complete or not."""
+    """Return the folders in `root` that are named like a checkpoint, complete or not, newest step first."""
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _FOLDER.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    folders = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name)]
+    return sorted(folders, key=lambda path: (step_of(path), path), reverse=True)
 
 
 Check = Callable[[Manifest], object]
 
 
 def find_complete(root: Path, check: Check | None = None) -> Iterator[Path]:
-    """Complete checkpoints in `root`, newest step first. Incomplete ones are skipped with a warning, and so are those
-    for which `check` raises CheckpointError; folders of other names, such as those that a killed save leaves, are no
-    checkpoints. Raises ForeignCheckpointError when it comes to one."""
+    """Yield the complete checkpoints in `root`, newest step first.
+
+    Incomplete ones are skipped with a warning, and so are those for which `check` raises CheckpointError. Folders of
+    other names, such as those that a killed save leaves, are no checkpoints.
+    Raises ForeignCheckpointError when it comes to such a checkpoint.
+    """
     for folder in checkpoint_folders(root):
         try:
             manifest = read_manifest(folder)
@@ -511,7 +558,10 @@ def find_complete(root: Path, check: Check | None = None) -> Iterator[Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the manifest is unedited and its files are there; a warning says why not. Tensors are not looked at."""
+    """Return whether the manifest is unedited and its files are there. Tensors are not checked.
+
+    If not, a warning says why.
+    """
     try:
         check_files(folder, open_manifest(folder).files)
     except CheckpointError as error:

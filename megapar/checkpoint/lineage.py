@@ -1,9 +1,9 @@
-"""Which checkpoints of a folder belong to the run as it is now, and what becomes of the others.
+"""Lineage: it tells the checkpoints of the current branch of a run from those of branches that were left.
 
 Each start of a run has a random id. A checkpoint's lineage lists the starts that led to it, each with the step that it
 went on from: [["a1b2c3d4", 0], ["0f0f0f0f", 200]]. A start that goes back to step 100, or begins anew, makes a branch.
-The checkpoints that are not on the way to it are then set aside, into abandoned-<id of the start>: what is left is one
-branch, of which the newest step is the one to go on from. Nothing is deleted.
+The checkpoints that do not lead to this branch are then moved to the folder abandoned-<id of the start>. One branch is
+left, and a resumption goes on from its newest step. Nothing is deleted.
 """
 
 import json
@@ -18,16 +18,16 @@ from megapar.files import replace_file
 
 Lineage = list[tuple[str, int]]
 
-PLAN = ".abandoning"  # holds the lineage that checkpoints are set aside for, as long as that takes
+PLAN = ".abandoning"  # this file holds the new lineage while checkpoints are being moved
 
 
 def new_id() -> str:
-    """A name for a start of a run."""
+    """Return a random id for a start of a run."""
     return uuid.uuid4().hex[:8]
 
 
 def lineage_of(trainer: Mapping[str, Any]) -> Lineage:
-    """The lineage in a manifest's trainer section; empty for checkpoints that are older than lineages.
+    """Return the lineage in a manifest's trainer section. It is empty for checkpoints older than lineages.
 
     Raises CheckpointError if it is not a list of (id, step).
     """
@@ -35,28 +35,30 @@ def lineage_of(trainer: Mapping[str, Any]) -> Lineage:
     if not isinstance(entries, list):
         raise CheckpointError(f"trainer.lineage is {entries!r}, not a list")
     for entry in entries:
+        # `type`, because True is an instance of int.
         if not (isinstance(entry, list) and [type(value) for value in entry] == [str, int]):
             raise CheckpointError(f"trainer.lineage holds {entry!r}, not an id and a step")
     return [(start, step) for start, step in entries]
 
 
 def leads_to(step: int, older: Lineage, lineage: Lineage) -> bool:
-    """Whether a checkpoint of `step` with the lineage `older` is on the way to `lineage`."""
+    """Return whether a checkpoint of `step` with the lineage `older` leads to `lineage`."""
     if older != lineage[: len(older)]:
         return False
+    # The next start of `lineage` went on from some step. Checkpoints up to that step lead to it.
     following = lineage[len(older) :]
     return not following or step <= following[0][1]
 
 
 def set_aside(root: Path, lineage: Lineage) -> list[str]:
-    """Move the checkpoints that are not on the way to `lineage`, that of the run which starts now, out of the way; a
-    line that tells, if there are any.
+    """Move the checkpoints that do not lead to `lineage`, the lineage of the run that starts now, to another folder.
 
-    A plan is on disk before the first is moved, so that a start after a kill completes it (`complete_plan`).
+    Returns a line that names them, or no line if there are none.
     """
     abandoned = _abandoned(root, lineage)
     if not abandoned:
         return []
+    # The plan is on disk before the first checkpoint is moved. After a kill, the next start completes it.
     replace_file(root / PLAN, json.dumps({"lineage": lineage}).encode(), sync=True)
     sync_folder(root)
     complete_plan(root)
@@ -65,7 +67,7 @@ def set_aside(root: Path, lineage: Lineage) -> list[str]:
 
 
 def complete_plan(root: Path) -> None:
-    """Move what a plan on disk says, if there is one, then remove it."""
+    """Move the checkpoints that a plan on disk names, if there is a plan, and then remove the plan."""
     plan = root / PLAN
     if not plan.exists():
         return
@@ -74,9 +76,9 @@ def complete_plan(root: Path) -> None:
     for path in _abandoned(root, lineage):
         folder.mkdir(exist_ok=True)
         path.rename(folder / path.name)
-    left = checkpoint_folders(root)
-    write_latest(root, left[0].name if left else None)
-    sync_folder(root)
+    remaining = checkpoint_folders(root)
+    write_latest(root, remaining[0].name if remaining else None)
+    sync_folder(root)  # the moves must be on the disk before the plan goes
     plan.unlink()
 
 
@@ -85,16 +87,12 @@ def _folder(root: Path, lineage: Lineage) -> Path:
 
 
 def _abandoned(root: Path, lineage: Lineage) -> Sequence[Path]:
-    """Checkpoints that the run would replace, or that belong to another branch, newest first.
+    """Return the checkpoints that the run would replace, or that belong to another branch, newest first.
 
-    One whose manifest cannot be read stays if its step is not later: it may be mended.
+    A checkpoint whose manifest cannot be read stays if its step is not later, because it may be mended.
     """
     step = lineage[-1][1]
-    found = []
-    for path in checkpoint_folders(root):
-        if step_of(path) > step or not _leads_to(path, lineage):
-            found.append(path)
-    return found
+    return [path for path in checkpoint_folders(root) if step_of(path) > step or not _leads_to(path, lineage)]
 
 
 def _leads_to(path: Path, lineage: Lineage) -> bool:

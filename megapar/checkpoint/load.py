@@ -1,4 +1,4 @@
-"""Reading a checkpoint into any layout: each rank takes the boxes that it holds from the files that have them."""
+"""Reading a checkpoint into any layout. Each rank reads the boxes that it holds from the files that have them."""
 
 import json
 import math
@@ -42,28 +42,31 @@ from megapar.params import Sizes, StateSlice, spec_of
 
 Kind = tuple[str, Sizes]  # dtype and shape of a tensor
 
-WEIGHTS = (MAIN, BUFFER)
-_MOST_DIFFERENCES = 40
+WEIGHTS = (MAIN, BUFFER)  # states that a checkpoint of weights alone has
+_MOST_DIFFERENCES = 40  # lines that a message holds
 _MOST_NEARBY = 5  # checkpoints that a message names
 _DOING = "checkpoint not loaded"
 
 
 def choose(resume: str, root: Path, ctx: ParallelContext, check: Check | None = None) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means, the same on every rank. A collective over `ctx.world`.
+    """Return the checkpoint that `checkpoint.resume` names, the same on every rank. A collective over `ctx.world`.
 
-    none: None. auto: the newest complete one in `root` that passes `check`; None if there is none of any kind.
-    Otherwise a folder's path.
-    Raises CheckpointError on every rank if `root` holds checkpoints of which none is complete (a run that lost its
-    state must not start over unasked), if the newest is of a later version, or if the path is not a checkpoint's.
+    `resume` is none, auto or the path of a folder. none gives None. auto gives the newest complete checkpoint in `root`
+    that passes `check`, or None if there is no checkpoint, complete or not.
+    Raises CheckpointError on every rank in three cases: `root` holds checkpoints but none is complete, the newest is of
+    a later version, or the path is not a checkpoint's.
     """
 
     def pick() -> str | None:
         if not ctx.world.first or resume == "none":
             return None
-        return _newest(root, check) if resume == "auto" else _named(Path(resume), root)
+        if resume == "auto":
+            return _newest(root, check)
+        return _named(Path(resume), root)
 
-    mine = on_all_ranks(pick, ctx, CheckpointError, f"--checkpoint.resume {resume}")
-    picked = from_first(mine, ctx)
+    # Rank 0 alone looks, so that all ranks go on from the same checkpoint.
+    picked_by_first = on_all_ranks(pick, ctx, CheckpointError, f"--checkpoint.resume {resume}")
+    picked = from_first(picked_by_first, ctx)
     return None if picked is None else Path(picked)
 
 
@@ -71,33 +74,51 @@ def _newest(root: Path, check: Check | None) -> str | None:
     try:
         newest = next(find_complete(root, check), None)
     except ForeignCheckpointError as error:
-        # Passed over, it would be replaced by this run's own checkpoint of the same step.
+        # If it were passed over, this run would replace it by its own checkpoint of the same step.
         raise CheckpointError(
             f"{error}; read it with the version that wrote it, or name another checkpoint with --checkpoint.resume: "
             "later ones are then set aside"
         ) from None
-    if newest is None and (found := checkpoint_folders(root)):
+    if newest is not None:
+        return str(newest)
+    folders = checkpoint_folders(root)
+    if folders:
+        # A run that lost its state must not start over without being asked to.
         raise CheckpointError(
-            f"{root}: none of {len(found)} checkpoints is complete; --checkpoint.resume none starts afresh"
+            f"{root}: none of {len(folders)} checkpoints is complete; --checkpoint.resume none starts afresh"
         )
-    return None if newest is None else str(newest)
+    return None
 
 
 def _named(path: Path, root: Path) -> str:
-    """The path, once it looks like a checkpoint's folder."""
+    """Return the path if it looks like a checkpoint's folder.
+
+    Raises CheckpointError otherwise, which names checkpoints nearby.
+    """
     if os.path.lexists(path / MANIFEST):
         return str(path)
-    nearby = next((found for folder in (path, path / root.name, path.parent, root) if (found := _complete(folder))), [])
-    names = f"checkpoints: {', '.join(map(str, nearby[:_MOST_NEARBY]))}" if nearby else f"{root} holds none either"
+    # The path may be a folder of checkpoints, a run folder, or a checkpoint's path with a wrong step.
+    nearby: list[Path] = []
+    for folder in (path, path / root.name, path.parent, root):
+        nearby = _complete(folder)
+        if nearby:
+            break
+    names = f"{root} holds none either"
+    if nearby:
+        names = f"checkpoints: {', '.join(map(str, nearby[:_MOST_NEARBY]))}"
     raise CheckpointError(f"{path}: incomplete or no checkpoint: it has no {MANIFEST}; {names}")
 
 
 def _complete(root: Path) -> list[Path]:
+    """Return the checkpoints in `root` whose files are there, newest first."""
     return [folder for folder in checkpoint_folders(root) if is_complete(folder)]
 
 
 def going_back(path: Path, option: str) -> str:
-    """How to go on from before the checkpoint `path`, which is damaged: words for the end of a message."""
+    """Return advice for the end of a message: how to go on from a checkpoint older than `path`, which is damaged.
+
+    `option` is the option that names the checkpoint: resume or init_from.
+    """
     folders = checkpoint_folders(path.parent)
     step = step_of(path)
     older = next((folder for folder in folders if step_of(folder) < step and is_complete(folder)), None)
@@ -109,16 +130,17 @@ def going_back(path: Path, option: str) -> str:
 def load(
     path: Path, *, slices: Iterable[StateSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
 ) -> Manifest:
-    """Fill `slices`, all that this rank holds, from the checkpoint `path`, whatever layout wrote it, bit for bit;
-    padding becomes zero. A collective over `ctx.world`. The manifest says where the run stood: `step`,
-    `consumed_samples`, `trainer` and `data`.
+    """Fill `slices`, which are all that this rank holds, from the checkpoint `path` and return its manifest.
+
+    A collective over `ctx.world`. Any layout may have written the checkpoint. Values are equal bit for bit, and padding
+    becomes zero. The manifest says where the run stood: `step`, `consumed_samples`, `trainer` and `data`.
 
     The caller then refreshes the model's parameters from the main weights: `param = main.to(param.dtype)` in each
-    slice, and under ZeRO the all-gather that ends an optimizer step. It sets step counts, learning rate and data
-    position from the manifest.
+    slice, and under ZeRO the all-gather that ends an optimizer step. The caller also sets step counts, learning rate
+    and data position from the manifest.
 
-    Raises CheckpointError on every rank, before anything is changed if names, shapes, dtypes or `model_config` differ
-    or a file is missing or cut, later if a chunk's contents are damaged.
+    Raises CheckpointError on every rank. If names, shapes, dtypes or `model_config` differ, or a file is missing or
+    cut, nothing has been changed then. If a chunk's contents are damaged, slices may be filled in part.
     """
     return _load(path, list(slices), ctx, model_config)
 
@@ -126,11 +148,11 @@ def load(
 def load_weights(
     path: Path, *, slices: Iterable[StateSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
 ) -> Manifest:
-    """`load` for the weights alone, as for evaluation, generation or a new run from old weights.
+    """Load the weights alone, as for evaluation, generation or a new run from old weights. Otherwise as `load`.
 
-    With the optimizer's slices its main weights are filled and its moments left alone; the caller refreshes the
-    parameters as after `load`. With `weight_slices(parameters)` the parameters themselves are filled, cast to their
-    dtype, and nothing is left to do; an optimizer must then be made afterwards, or its old main weights return.
+    With the optimizer's slices, its main weights are filled and its moments stay. The caller refreshes the parameters
+    as after `load`. With `weight_slices(parameters)`, the parameters themselves are filled, cast to their dtype, and
+    nothing is left to do. An optimizer must then be made afterwards, or its old main weights would return.
     """
     return _load(path, weights_of(slices), ctx, model_config, weights_alone=True)
 
@@ -138,26 +160,33 @@ def load_weights(
 def load_fitting(
     path: Path, *, slices: Iterable[StateSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
 ) -> list[str]:
-    """`load_weights` for what fits: tensors of the same name and shape, in fp32. All others are left as they are; a
-    line for each comes back, and for each difference of the models."""
+    """Load the weights that fit: tensors of the same name and shape, in fp32. All others are left as they are.
+
+    Returns a line for each tensor that does not fit, and for each difference of the models. Otherwise as
+    `load_weights`.
+    """
     held = weights_of(slices)
     wanted = _wanted_kinds(held, ctx)
     manifest = verified_manifest(path, ctx)
     different = _differences(manifest, wanted, ctx, model_config, weights_alone=True)
-    fitting = wanted.keys() - {line.partition(": ")[0] for line in different}
+    fitting = wanted.keys() - {line.partition(": ")[0] for line in different}  # a line begins with the tensor's name
     on_all_ranks(lambda: fill(path, manifest, held, fitting), ctx, CheckpointError, _DOING)
     return different
 
 
 def weight_slices(parameters: Iterable[Tensor]) -> Iterator[StateSlice]:
-    """Whole local parameters without optimizer state, in their own dtype: for `load_weights`."""
+    """Yield a slice for each whole local parameter, in its dtype and without optimizer state, for `load_weights`."""
     for param in parameters:
         yield StateSlice(param, spec_of(param), 0, param.numel(), {MAIN: param.detach().view(-1)})
 
 
 def weights_of(slices: Iterable[StateSlice]) -> list[StateSlice]:
-    """The slices without the optimizer's state."""
-    return [replace(item, tensors={name: x for name, x in item.tensors.items() if name in WEIGHTS}) for item in slices]
+    """Return the slices without the optimizer's state."""
+    kept = []
+    for item in slices:
+        weights = {name: tensor for name, tensor in item.tensors.items() if name in WEIGHTS}
+        kept.append(replace(item, tensors=weights))
+    return kept
 
 
 def _load(
@@ -182,29 +211,39 @@ def _load(
         on_all_ranks(lambda: fill(path, manifest, slices), ctx, CheckpointError, _DOING)
     except CheckpointError as error:
         option = "init_from" if weights_alone else "resume"
-        advice = on_all_ranks(
-            lambda: going_back(path, option) if ctx.world.first else None, ctx, CheckpointError, _DOING
-        )
+
+        def advise() -> str | None:
+            return going_back(path, option) if ctx.world.first else None
+
+        advice = on_all_ranks(advise, ctx, CheckpointError, _DOING)
         raise _everywhere(CheckpointError(f"{error}; {from_first(advice, ctx)}")) from error
     return manifest
 
 
 def verified_manifest(path: Path, ctx: ParallelContext) -> Manifest:
-    """The manifest of a complete checkpoint. A collective over `ctx.world`.
+    """Return the manifest of a complete checkpoint. A collective over `ctx.world`.
 
-    Rank 0 alone looks at every file and chunk, and tells the others where each tensor's text lies: with thousands of
-    ranks, all of them asking for the size of every file would be millions of requests, and every copy of the parsed
-    manifest a gigabyte. Raises CheckpointError on every rank.
+    Raises CheckpointError on every rank if the checkpoint is not complete.
     """
-    mine = on_all_ranks(lambda: read_manifest(path) if ctx.world.first else None, ctx, CheckpointError, _DOING)
-    outline = from_first(mine.outline() if mine else None, ctx)
 
-    def open_mine() -> Manifest:
-        if mine:
-            return mine
-        return Manifest.from_outline(path, outline) if outline else open_manifest(path)
+    # Rank 0 alone checks every file and chunk, and tells the others where each tensor's text lies in the manifest. If
+    # each of thousands of ranks asked for the size of every file, that would be millions of requests. And each copy of
+    # the parsed manifest may take a gigabyte.
+    def verify() -> Manifest | None:
+        return read_manifest(path) if ctx.world.first else None
 
-    return on_all_ranks(open_mine, ctx, CheckpointError, _DOING)
+    verified = on_all_ranks(verify, ctx, CheckpointError, _DOING)
+    outline_here = verified.outline() if verified else None
+    outline = from_first(outline_here, ctx)
+
+    def open_here() -> Manifest:
+        if verified:
+            return verified
+        if outline:
+            return Manifest.from_outline(path, outline)
+        return open_manifest(path)  # a manifest that is not as `seal` writes it has no outline
+
+    return on_all_ranks(open_here, ctx, CheckpointError, _DOING)
 
 
 def _differences(
@@ -215,29 +254,31 @@ def _differences(
     *,
     weights_alone: bool,
 ) -> list[str]:
-    """`differences` as rank 0 finds them, on every rank."""
-    mine: list[str] = []
+    """Return on every rank the `differences` that rank 0 finds."""
+    lines: list[str] = []
     if ctx.world.first:
-        mine = differences(manifest, wanted, model_config, weights_alone=weights_alone)
-    found: list[str] = from_first(mine, ctx)
-    return found
+        lines = differences(manifest, wanted, model_config, weights_alone=weights_alone)
+    lines = from_first(lines, ctx)
+    return lines
 
 
 def _everywhere(error: CheckpointError) -> CheckpointError:
-    """The error as one that all ranks raise with the same words, so that rank 0 alone prints it."""
+    """Mark the error as one that all ranks raise with the same words, so that rank 0 alone prints it."""
     error.everywhere = True
     return error
 
 
 def _wanted_kinds(slices: Iterable[StateSlice], ctx: ParallelContext) -> dict[str, Kind]:
-    """Dtype and shape of every tensor that any rank holds a part of, by its name in a checkpoint."""
-    kinds = {
-        f"{name}.{piece.name}": (_stored_dtype(name, tensor), piece.shape)
-        for item in slices
-        for piece in item.spec.pieces
-        for name, tensor in item.tensors.items()
-    }
-    # Together these axes reach all ranks.
+    """Return dtype and shape of every tensor that any rank holds a part of, by its name in a checkpoint. A collective.
+
+    Names are those of the checkpoint, such as main.norm.weight.
+    """
+    kinds: dict[str, Kind] = {}
+    for item in slices:
+        for piece in item.spec.pieces:
+            for name, tensor in item.tensors.items():
+                kinds[f"{name}.{piece.name}"] = (_stored_dtype(name, tensor), piece.shape)
+    # One gather along each axis after the other reaches all ranks. Names that many ranks hold are merged on the way.
     for axis in (ctx.tp, ctx.grad, ctx.pp):
         for others in comm.gather_json(kinds, axis, ctx.device):
             kinds |= {name: (dtype, tuple(shape)) for name, (dtype, shape) in others.items()}
@@ -245,20 +286,22 @@ def _wanted_kinds(slices: Iterable[StateSlice], ctx: ParallelContext) -> dict[st
 
 
 def _stored_dtype(name: str, tensor: Tensor) -> str:
-    """Weights are stored in fp32, whatever the model computes in."""
-    return dtype_name(torch.float32 if name == MAIN else tensor.dtype)
+    """Return the dtype that a checkpoint stores. Weights are stored in fp32, whatever the model computes in."""
+    if name == MAIN:
+        return dtype_name(torch.float32)
+    return dtype_name(tensor.dtype)
 
 
 def differences(
     manifest: Manifest, wanted: Mapping[str, Kind], model_config: Mapping[str, Any], *, weights_alone: bool = False
 ) -> list[str]:
-    """Why the checkpoint does not fit, a line for each reason; empty if it does.
+    """Return a line for each reason why the checkpoint does not fit the run; no line if it fits.
 
-    `wanted` are the dtype and shape of each tensor that a run asks for. `weights_alone`: what else the checkpoint holds
-    does not matter.
+    `wanted` are the dtype and shape of each tensor that the run asks for. With `weights_alone`, tensors of the
+    checkpoint that are no weights do not matter.
     """
     stored = flatten(manifest.model_config)
-    ours = flatten(json.loads(json.dumps(model_config)))
+    ours = flatten(json.loads(json.dumps(model_config)))  # JSON turns tuples into lists, as in the manifest
     lines = [
         f"model.{key}: {stored.get(key, 'not stated')} | {ours.get(key, 'not stated')}"
         for key in sorted(stored.keys() | ours.keys())
@@ -282,10 +325,13 @@ def differences(
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
+    """Return nested mappings as one dict with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
@@ -300,8 +346,10 @@ def fill(
     slices: Iterable[StateSlice],
     names: Container[str] | None = None,
 ) -> None:
-    """Read every element that `slices` hold, or those of the tensors `names`; elements of no logical tensor become
-    zero. Raises CheckpointError."""
+    """Fill `slices` from the checkpoint `path`, or only their elements of the tensors `names`.
+
+    Elements that belong to no logical tensor become zero. Raises CheckpointError if a chunk cannot be read or is bad.
+    """
     with Reader(path, manifest) as reader:
         for item in slices:
             for state, flat in item.tensors.items():
@@ -312,13 +360,14 @@ def fill(
                     name = f"{state}.{piece.name}"
                     if names is None or name in names:
                         reader.fill(name, box.offset, flat[begin - item.start : end - item.start].view(box.size))
-                flat[end - item.start :].zero_()
+                flat[end - item.start :].zero_()  # the padding rows come last
 
 
 class Reader:
-    """A checkpoint's chunks, each compared with its CRC at its first use. Files are mapped, opened when needed.
+    """Reads a checkpoint's chunks. Each is compared with its CRC at its first use. Files are opened when needed.
 
-    Values that no training could go on from, such as nan, are refused too, unless `judge` is false: to look at them.
+    Values that no training could go on from, such as nan, are refused too. `judge=False` lets them through, so that a
+    tool can show them.
     """
 
     def __init__(self, path: Path, manifest: Manifest, *, judge: bool = True):
@@ -338,48 +387,50 @@ class Reader:
         self._stack.close()
 
     def fill(self, name: str, offset: Sizes, out: Tensor) -> None:
-        """Copy the box of `name` that starts at `offset` and has the shape of `out` into `out`, cast to its dtype."""
+        """Fill `out` with the box of tensor `name` that starts at `offset` and has the shape of `out`.
+
+        Values are cast to the dtype of `out`.
+        """
         for chunk in self.manifest.tensors[name].chunks:
             common = overlap(offset, tuple(out.shape), chunk.offset, chunk.size)
             if common:
-                here, there = (
-                    tuple(slice(low - o, high - o) for low, high, o in zip(*common, origin, strict=True))
-                    for origin in (offset, chunk.offset)
-                )
-                out[here].copy_(self.chunk(name, chunk)[there])
+                low, high = common
+                in_out = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
+                in_chunk = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offset, strict=True))
+                out[in_out].copy_(self.chunk(name, chunk)[in_chunk])
 
     def tensor(self, name: str) -> Tensor:
-        """A whole logical tensor."""
+        """Return a whole logical tensor in the dtype in which it is stored."""
         entry = self.manifest.tensors[name]
         out = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
         self.fill(name, (0,) * len(entry.shape), out)
         return out
 
     def chunk(self, name: str, chunk: Chunk) -> Tensor:
-        """One stored box of `name`, mapped from its file: pages are read where they are touched.
+        """Return a stored box of tensor `name`, mapped from its file. Pages are read when they are touched.
 
-        Raises CheckpointError if the file is no safetensors file, holds another shape, dtype or contents, or values
-        that are not finite.
+        Raises CheckpointError if the file is not a safetensors file, if the box has another shape, dtype or CRC than
+        the manifest says, or if it holds values that no training could go on from.
         """
         path = self.path / chunk.file
         expected = dtype_of(self.manifest.tensors[name].dtype)
-        where = f"{path}: chunk {chunk.key}"
+        name_in_file = f"{path}: chunk {chunk.key}"
         try:
             if chunk.file not in self._files:
                 self._files[chunk.file] = self._stack.enter_context(safe_open(path, "pt"))
             values: Tensor = self._files[chunk.file].get_tensor(chunk.key)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{where}: not readable as safetensors ({error})") from error
+            raise CheckpointError(f"{name_in_file}: not readable as safetensors ({error})") from error
         if (tuple(values.shape), values.dtype) != (chunk.size, expected):
-            found = f"{dtype_name(values.dtype)} {list(values.shape)}"
+            stored = f"{dtype_name(values.dtype)} {list(values.shape)}"
             raise CheckpointError(
-                f"{where}: holds {found}, the manifest says {dtype_name(expected)} {list(chunk.size)}"
+                f"{name_in_file}: holds {stored}, the manifest says {dtype_name(expected)} {list(chunk.size)}"
             )
         if (chunk.file, chunk.key) not in self._verified:
             crc32, problem = examine(name, values)
             if crc32 != chunk.crc32:
-                raise CheckpointError(f"{where}: damaged: its CRC-32 differs from the manifest's")
+                raise CheckpointError(f"{name_in_file}: damaged: its CRC-32 differs from the manifest's")
             if self._judge and problem:
-                raise CheckpointError(f"{where}: {problem}: it was saved so")
+                raise CheckpointError(f"{name_in_file}: {problem}: it was saved so")
             self._verified.add((chunk.file, chunk.key))
         return values

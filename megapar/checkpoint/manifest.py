@@ -1,9 +1,9 @@
 """The text of manifest.json, indexed without parsing all of it.
 
 The file is one line of JSON with sorted keys: {"body": {..., "tensors": {NAME: {"chunks": ..., "dtype": ..., "shape":
-...}, ...}, "trainer": ...}, "sha256": "..."}. Nearly all of it are the tensors' chunks: 83 MB for a model of 70 billion
-parameters on 4,096 ranks, over a gigabyte as Python objects. A rank needs the chunks of a few tensors, so this module
-finds where the text of each tensor lies, and parses everything else.
+...}, ...}, "trainer": ...}, "sha256": "..."}. The tensors' chunks are nearly all of the text: 83 MB for a model of
+70 billion parameters on 4,096 ranks. As Python objects they would take over a gigabyte. A rank needs the chunks of a
+few tensors. So this module finds where the text of each tensor lies, and parses everything else.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 _HEAD = b'{"body": '
 _SEAL = re.compile(rb', "sha256": "([0-9a-f]{64})"\}\s*\Z')
-_SEAL_BYTES = 200  # more than the seal takes, with blanks behind it
+_SEAL_BYTES = 200  # more than the seal and the blanks after it take; the search begins that far before the end
 _OPENING = b'"tensors": {'
 _ENTRY = b'": {"chunks": '  # between a tensor's name and its chunks
 _AFTER_CHUNKS = b'], "dtype": '
 
 
 class Span(NamedTuple):
-    """Where a tensor's entry lies in the file, and what it says besides its chunks."""
+    """The bytes [first, stop) of a tensor's entry in the file, their CRC-32, and what the entry says besides chunks."""
 
     first: int  # byte
     stop: int  # byte
@@ -32,26 +32,26 @@ class Span(NamedTuple):
 
 
 class ManifestIndex(NamedTuple):
-    """The body without its tensors, and where those are."""
+    """The body without its tensors, and the span of each tensor by name."""
 
     facts: dict[str, Any]
     spans: dict[str, Span]
 
 
 def encode(body: Mapping[str, Any]) -> str:
-    """The one text of a body: what its SHA-256 is taken of."""
+    """Return the text of a body. Its SHA-256 is taken of this text, so the text must be the same for the same body."""
     return json.dumps(body, sort_keys=True)
 
 
 def seal(body: Mapping[str, Any]) -> str:
-    """The text of the whole file."""
+    """Return the text of the whole file: the body and its SHA-256."""
     text = encode(body)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{_HEAD.decode()}{text}, "sha256": "{digest}"}}'
 
 
 def index(text: bytes) -> ManifestIndex | None:
-    """The index of a file whose SHA-256 is right and whose text is as `seal` writes it; None of any other file."""
+    """Return the index of a file, or None if its SHA-256 is wrong or its text is not as `seal` writes it."""
     sealed = _SEAL.search(text, max(0, len(text) - _SEAL_BYTES))
     if not text.startswith(_HEAD) or sealed is None:
         return None
@@ -61,11 +61,14 @@ def index(text: bytes) -> ManifestIndex | None:
     try:
         return _index(text, len(_HEAD), sealed.start())
     except (ValueError, KeyError, TypeError, RecursionError):
-        return None  # a text that somebody else wrote: the caller parses all of it, and says what is wrong
+        return None  # another program wrote this text: the caller parses all of it, and says what is wrong
 
 
 def _index(text: bytes, first: int, stop: int) -> ManifestIndex:
-    """Index text[first:stop], a body. Raises an error where it is not as `encode` writes it."""
+    """Return the index of the body text[first:stop].
+
+    Raises ValueError, KeyError, TypeError or RecursionError where it is not as `encode` writes it.
+    """
     marks = _marks(text, first, stop)
     if not marks:
         raise ValueError("no tensor")
@@ -73,14 +76,17 @@ def _index(text: bytes, first: int, stop: int) -> ManifestIndex:
     opening = names[0] - len(_OPENING)
     if text[opening : names[0]] != _OPENING:
         raise ValueError("the first tensor does not follow the opening of all")
-    _, length = json.JSONDecoder().raw_decode(text[marks[-1] + len(_ENTRY) - len(b'{"chunks": ') : stop].decode())
-    end = marks[-1] + len(_ENTRY) - len(b'{"chunks": ') + length
+    # Each entry ends before the next name, but nothing marks the end of the last one. So that one is parsed.
+    last_entry = marks[-1] + len(_ENTRY) - len(b'{"chunks": ')
+    _, length = json.JSONDecoder().raw_decode(text[last_entry:stop].decode())
+    end = last_entry + length
     if text[end : end + 1] != b"}":
         raise ValueError("the last tensor is not followed by the end of all")
     spans = {}
     for name, mark, following in zip(names, marks, [*names[1:], end + len(b", ")], strict=True):
         value = mark + len(b'": ')
         spans[json.loads(text[name : mark + 1])] = _span(text, value, following - len(b", "))
+    # The same body with an empty object in place of the tensors.
     facts = json.loads(text[first:opening] + _OPENING + text[end:stop])
     if facts.pop("tensors") != {}:
         raise ValueError("there is something beside the tensors")
@@ -88,16 +94,17 @@ def _index(text: bytes, first: int, stop: int) -> ManifestIndex:
 
 
 def _marks(text: bytes, first: int, stop: int) -> list[int]:
-    """Where the name of each tensor ends."""
-    found = []
+    """Return the position in text[first:stop] at which the name of each tensor ends."""
+    marks = []
     at = text.find(_ENTRY, first, stop)
     while at >= 0:
-        found.append(at)
+        marks.append(at)
         at = text.find(_ENTRY, at + 1, stop)
-    return found
+    return marks
 
 
 def _span(text: bytes, first: int, stop: int) -> Span:
+    """Return the span of the entry text[first:stop]. Its chunks are not parsed."""
     end_of_chunks = text.rindex(_AFTER_CHUNKS, first, stop)
     rest = json.loads(b"{" + text[end_of_chunks + len(b"], ") : stop])
     shape = rest["shape"]

@@ -1,6 +1,7 @@
-"""Writing a checkpoint: each rank the boxes that it owns, rank 0 the manifest; then one rename makes it exist.
+"""Writing a checkpoint.
 
-All of it happens in threads: a synchronous save waits for them, an asynchronous one gives them a copy of the state.
+Each rank writes the boxes that it owns, and rank 0 writes the manifest. One rename then makes the checkpoint exist.
+Threads do all of it. A synchronous save waits for them. An asynchronous save gives them a copy of the state.
 """
 
 import math
@@ -41,8 +42,8 @@ from megapar.errors import NumericError, StorageError
 from megapar.params import Piece, StateSlice
 
 _REMEDY = "a lower optimizer.lr or a longer optimizer.warmup_steps often helps from the newest checkpoint on"
-_PAUSE_SECONDS = 0.01  # between looks at what other ranks have come to
-_CHUNK_OVERHEAD = 512  # bytes of a chunk's lines in a file's header and in the manifest, generously
+_PAUSE_SECONDS = 0.01  # between two checks of what other ranks have finished
+_CHUNK_OVERHEAD = 512  # bytes; more than a chunk takes in a file's header and in the manifest
 
 
 def _nothing() -> None:
@@ -50,15 +51,18 @@ def _nothing() -> None:
 
 
 class Save:
-    """A checkpoint on its way to disk: each rank's thread writes its part; that of rank 0 awaits all and publishes.
+    """A save in progress. A thread of each rank writes the rank's part. Rank 0's thread waits for all and publishes.
 
-    Threads talk through the store, never through process groups, which training may be using. The tensors of `mine`,
-    all that this rank writes, must not change until `finish`. `facts` are the manifest's other fields. Making one is a
-    collective over `ctx.world`; its thread first waits for that of the save `after`, so that one at a time writes.
-    Rank 0 calls `require` before it makes a folder, and `ready` in its thread before the checkpoint gets its name.
+    Making a Save is a collective over `ctx.world`.
+    `mine` are all slices that this rank writes. Their tensors must not change until `finish`. `facts` are the
+    manifest's fields besides files and tensors. The thread first waits for the thread of the save `after`, so that one
+    save writes at a time. Rank 0 calls `require` before it makes a folder. It calls `ready` in its thread, before the
+    checkpoint gets its name.
 
     Raises StorageError on every rank if rank 0 cannot make a folder or has too little space for all ranks' parts.
     """
+
+    # The threads exchange messages through the store and never through process groups, which training may be using.
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class Save:
         self._ready = ready
         self._published = False
         self._problem: Problem | None = None
-        self._done = Event()  # this rank's thread will change nothing of the checkpoint any more
+        self._done = Event()  # set when this rank's thread will no longer change the checkpoint
         self._given_up = Event()
         needed = needed_bytes(mine, ctx)
 
@@ -101,21 +105,23 @@ class Save:
         self._thread.join(seconds)
 
     def settle(self) -> None:
-        """Wait until no rank's thread works any more, old checkpoints are removed. A collective."""
+        """Wait until no rank's thread is running, so that old checkpoints are removed. A collective."""
         while any_rank(self._thread.is_alive(), self._ctx):
             self.join(_PAUSE_SECONDS)
 
     def ended(self) -> bool:
-        """Whether the checkpoint exists or any rank has failed, the same on every rank. A collective."""
+        """Return whether the checkpoint exists or any rank has failed, the same on every rank. A collective."""
         return any_rank(self._published or self._problem is not None, self._ctx)
 
     def finish(self) -> Path:
-        """Wait until the checkpoint exists, and return it. A collective. Old checkpoints may still be on their way out.
+        """Wait until the checkpoint exists, and return its folder. A collective.
 
-        Raises StorageError on every rank if any rank failed, NumericError if one held a value that is not finite; what
-        was complete before is untouched.
+        Old checkpoints may still be being removed.
+        Raises StorageError on every rank if any rank failed, and NumericError if one held a value that is not finite.
+        Older checkpoints are untouched then.
         """
-        while not self.ended():  # no rank waits within a collective, which would end by its own timeout
+        # Ranks poll. A rank that waited within a collective for slow writing would run into the collective's timeout.
+        while not self.ended():
             time.sleep(_PAUSE_SECONDS)
         self._given_up.set()
         until_all(self._done, self._ctx)
@@ -130,13 +136,17 @@ class Save:
         return f"checkpoint of step {self.step} not saved"
 
     def _prepare(self, needed: int) -> str:
-        """Make the temporary folder if there is room for the checkpoint; its name."""
+        """Make the temporary folder if there is room for the checkpoint, and return the folder's name.
+
+        Raises StorageError if `needed` bytes are not free.
+        """
         try:
             require_space(self._root, needed)
         except StorageError:
             if self._after is None:
                 raise
-            self._after.join()  # it may be removing old checkpoints, which makes room
+            # The save before may be removing old checkpoints, which makes room.
+            self._after.join()
             require_space(self._root, needed)
         name = f".tmp-{folder_name(self.step)}-{uuid.uuid4().hex[:8]}"
         (self._root / name).mkdir()
@@ -146,43 +156,50 @@ class Save:
         if self._ctx.world.first:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _run(self, mine: Sequence[StateSlice]) -> None:
+    def _run(self, slices: Sequence[StateSlice]) -> None:
+        """Run this rank's thread."""
         try:
             device.set_current(self._ctx.device)
             if self._after:
                 self._after.join()
-            self._write(mine)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+            self._write(slices)
+        except Exception as error:  # `finish` raises it on every rank, whatever it is
             self._problem = self._problem or relayed(error)
         finally:
-            self._after = None  # or each save would hold all before it in memory
+            self._after = None  # otherwise each save would keep all saves before it in memory
             self._done.set()
         if self._published:
-            # Behind `done`, so that nobody waits: removing a checkpoint of many files may take long.
+            # After `_done` is set, so that no rank waits: removing a checkpoint of many files may take long.
             prune(self._root, self.step, self._keep)
 
-    def _write(self, mine: Sequence[StateSlice]) -> None:
-        """This rank's part; rank 0 then publishes, if all parts are there."""
+    def _write(self, slices: Sequence[StateSlice]) -> None:
+        """Write this rank's part. Rank 0 then waits for the other parts and publishes the checkpoint."""
         world = self._ctx.world
         part: dict[str, Any] | None = None
         try:
-            part = write_part(self._temporary, world.rank, mine)
-        except Exception as error:  # rank 0 must hear of it, or it would wait for this part
+            part = write_part(self._temporary, world.rank, slices)
+        except Exception as error:  # rank 0 must learn of it, or it would wait for this part
             self._problem = relayed(error)
         if not world.first:
             comm.post(self._key(world.rank), {"part": part, "failed": self._problem is not None})
-        elif not self._problem and (others := self._others()) is not None:
+            return
+        if self._problem:
+            return
+        others = self._others()
+        if others is not None:
             self._ready()
             publish(self._temporary, self._root, self._facts, [part, *others])
             self._published = True
 
     def _others(self) -> list[dict[str, Any] | None] | None:
-        """What the other ranks have written, when all have; None if one of them failed."""
+        """Wait for the parts of the other ranks and return them, or None if one of them failed."""
         parts = []
         for rank in range(1, self._ctx.world.size):
-            while (answer := comm.collect(self._key(rank))) is None:
+            answer = comm.collect(self._key(rank))
+            while answer is None:
                 if self._given_up.wait(_PAUSE_SECONDS):
                     return None
+                answer = comm.collect(self._key(rank))
             if answer["failed"]:
                 return None
             parts.append(answer["part"])
@@ -205,13 +222,14 @@ def save(
     trainer: Mapping[str, Any],
     data: Mapping[str, Any],
 ) -> Path:
-    """Write `root`/step_<step>, complete or not at all, and return it. A collective over `ctx.world`.
+    """Write the checkpoint `root`/step_<step>, complete or not at all, and return its folder.
 
+    A collective over `ctx.world`.
     `slices` are all that this rank holds of the optimizer's state. `replicated` says that all replicas hold the same
-    slices in the same order (ZeRO stage 0); each then writes its share of them. The mappings hold JSON types.
+    slices in the same order (ZeRO stage 0). Each replica then writes its share of them. The mappings hold JSON types.
     A checkpoint of the same step is replaced once this one is whole.
 
-    Raises StorageError on every rank if any rank fails; what was complete in `root` is untouched.
+    Raises StorageError on every rank if any rank fails. Complete checkpoints in `root` are untouched then.
     """
     facts = {
         "step": step,
@@ -225,67 +243,72 @@ def save(
 
 
 def snapshot_bytes(slices: Iterable[StateSlice]) -> int:
-    """The size of the buffer that `snapshot` needs."""
+    """Return the bytes of the buffer that `snapshot` needs."""
     return sum(_aligned_bytes(tensor) for item in slices for tensor in item.tensors.values())
 
 
 def snapshot(slices: Iterable[StateSlice], buffer: Tensor) -> list[StateSlice]:
-    """Copies of the slices' tensors in `buffer`, 1-D uint8 of `snapshot_bytes(slices)` bytes in host memory.
+    """Copy the slices' tensors into `buffer` and return slices of the copies.
 
-    To be read once the device is synchronized, if the buffer is pinned.
+    `buffer` is 1-D uint8 of `snapshot_bytes(slices)` bytes in host memory. If it is pinned, the copies may be read only
+    after the device has been synchronized.
     """
     copies = []
     position = 0
     for item in slices:
         tensors = {}
         for name, tensor in item.tensors.items():
-            place = buffer[position : position + tensor.nbytes].view(tensor.dtype)
-            place.copy_(tensor.detach(), non_blocking=True)
-            tensors[name] = place
+            copy = buffer[position : position + tensor.nbytes].view(tensor.dtype)
+            copy.copy_(tensor.detach(), non_blocking=True)
+            tensors[name] = copy
             position += _aligned_bytes(tensor)
         copies.append(replace(item, tensors=tensors))
     return copies
 
 
 def _aligned_bytes(tensor: Tensor) -> int:
-    """Rounded up, so that the next tensor starts where any dtype may."""
+    """Return the tensor's bytes, rounded up to 8. So the next tensor starts at a multiple of any dtype's size."""
     return -(-tensor.nbytes // 8) * 8
 
 
 def share(slices: Iterable[StateSlice]) -> list[StateSlice]:
-    """The slices that this rank writes of those that all its replicas hold: every n-th, of n replicas."""
-    mine = []
+    """Return the slices that this rank writes, of those that all its replicas hold: every n-th of n replicas."""
+    written = []
+    # Counted for each axis of replicas apart, so that each axis divides its own slices evenly.
     counts: Counter[str] = Counter()
     for item in slices:
         replicas = item.spec.replicas
         if counts[replicas.name] % replicas.size == replicas.rank:
-            mine.append(item)
+            written.append(item)
         counts[replicas.name] += 1
-    return mine
+    return written
 
 
 def owned_boxes(item: StateSlice) -> Iterator[tuple[Piece, FlatBox]]:
-    """What this rank stores of a slice: each element of a logical tensor is owned by one rank of a replica."""
+    """Yield the boxes that this rank stores of a slice. One rank of a replica owns each element of a logical tensor."""
     for first, last in item.spec.owned_ranges():
         yield from logical_boxes(item.spec, max(first, item.start), min(last, item.stop))
 
 
 def needed_bytes(mine: Sequence[StateSlice], ctx: ParallelContext) -> int:
-    """An upper estimate of a checkpoint's bytes on disk, summed over ranks that write `mine` each. A collective."""
-    needed = sum(
-        math.prod(box.size) * tensor.itemsize + _CHUNK_OVERHEAD
-        for item in mine
-        for _, box in owned_boxes(item)
-        for tensor in item.tensors.values()
-    )
+    """Return an upper estimate of a checkpoint's bytes on disk. A collective.
+
+    `mine` are the slices that this rank writes. The estimate is the sum over all ranks.
+    """
+    needed = 0
+    for item in mine:
+        for _, box in owned_boxes(item):
+            for tensor in item.tensors.values():
+                needed += math.prod(box.size) * tensor.itemsize + _CHUNK_OVERHEAD
     return sum(comm.gather_json(needed, ctx.world, ctx.device))
 
 
 def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[str, Any] | None:
-    """Write what `slices` own to this rank's file, to the disk; its name, bytes and tensors' entries, as JSON types.
+    """Write the boxes that this rank owns of `slices` to its file in `folder`, and flush the file to the disk.
 
-    A rank that owns nothing writes no file and returns None. Raises NumericError, before anything is written, for a
-    value that no training could go on from.
+    Returns the file's name, its bytes and the entries of its tensors, as JSON types. A rank that owns nothing writes no
+    file and returns None.
+    Raises NumericError, before anything is written, for a value that no training could go on from.
     """
     file = f"rank_{rank:05d}.safetensors"
     tensors: dict[str, Tensor] = {}
@@ -317,21 +340,23 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file and flush it to the disk. Raises StorageError, which names the bytes needed and free."""
     try:
         save_file(tensors, path)
-        # safetensors makes files that their owner alone may read; give them the folder's permissions.
+        # safetensors makes files that only their owner may read. They get the permissions of the folder.
         path.chmod(path.parent.stat().st_mode & 0o666)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     except Exception as error:
         needed = sum(values.nbytes for values in tensors.values())
         free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+        # Rank 0 has made the folder. A rank that does not see it is on another disk.
         shared = "" if path.parent.is_dir() else "; all ranks must see the same folder"
         raise StorageError(f"{path}: {error} ({needed:,} bytes needed, {free:,} free{shared})") from error
 
 
 def merge_tensors(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Entry]:
-    """All ranks' entries as one. Raises ValueError if two ranks disagree on a tensor."""
+    """Merge the entries of all ranks, by name, sorted. Raises ValueError if two ranks disagree on a tensor."""
     merged: dict[str, Entry] = {}
     chunks: dict[str, list[Chunk]] = defaultdict(list)
     for part in parts:
@@ -347,20 +372,22 @@ def merge_tensors(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str,
 
 
 def publish(temporary: Path, root: Path, facts: Mapping[str, Any], parts: Iterable[Mapping[str, Any] | None]) -> None:
-    """Make the folder that all ranks wrote their `parts` to the checkpoint of its step: the checks that a load makes,
-    manifest, rename, `latest`. `facts` are the manifest's other fields.
+    """Make the folder `temporary`, to which all ranks wrote their `parts`, the checkpoint of its step in `root`.
 
+    `facts` are the manifest's fields besides files and tensors.
     Raises CheckpointError if the parts do not cover every tensor exactly once, ValueError if they disagree on one.
     """
     written = [part for part in parts if part]
     files = {part["file"]: part["bytes"] for part in written}
     manifest = Manifest(**facts, files=files, tensors=merge_tensors(part["tensors"] for part in written))
+    # The same checks as when a checkpoint is loaded: one that could not be loaded must not replace an older one.
     check_files(temporary, files)
     check_tensors(temporary, manifest)
     write_manifest(temporary, manifest)
     final = root / folder_name(manifest.step)
     if final.exists():
-        # No rename replaces a full folder: a crash between these two leaves the old one under its hidden name.
+        # A rename cannot replace a folder with files. A crash between these two leaves the old one under its hidden
+        # name, and `folder.sweep` gives it its name back.
         old = root / f".old-{temporary.name.removeprefix('.tmp-')}"
         final.rename(old)
         temporary.rename(final)

@@ -1,8 +1,9 @@
-"""Which source the sample at each position of a run comes from: a pure function, as is the order inside a source.
+"""The blend: which source the sample at each position of a run comes from.
 
-Positions are cut into blocks of a thousand. Weights are rounded to millionths, so a thousand blocks, a period, hold
-each source a whole number of times. Every block holds what its share of a source is, rounded up or down, and so do the
-first blocks of a period together, however many they are. The roundings of one period are all that is stored.
+It is a pure function of seed and position, as is the order inside a source.
+Positions are cut into blocks of a thousand. A period is a thousand blocks. Weights are rounded to millionths, so a
+period holds a whole number of samples of each source. Every block holds its share of a source, rounded up or down. So
+do the first b blocks of a period together, for every b. Only the counts of one period are stored.
 """
 
 from collections.abc import Sequence
@@ -14,24 +15,28 @@ from numpy.typing import NDArray
 from megapar.data.order import permute
 
 BLEND_VERSION = "blocks-v1"  # names everything below that decides an order; a test freezes its values
-BLOCK = 1000  # samples of a block, and blocks of a period
-PARTS = BLOCK * BLOCK
+BLOCK = 1000  # samples in a block, and blocks in a period
+PARTS = BLOCK * BLOCK  # samples in a period
 
 
 def parts_of(weights: Sequence[float]) -> NDArray[np.int64]:
-    """`weights` in millionths of their sum, largest remainders rounded up. One that is too small for a part gets 0."""
+    """Return `weights` in millionths of their sum, int64. They sum to PARTS: the largest remainders are rounded up.
+
+    A weight that is too small for a part gets 0.
+    """
     shares = np.array(weights, np.float64) / sum(weights) * PARTS
-    parts = np.floor(shares + 1e-6).astype(np.int64)  # 0.29 * 100 is 28.999999999999996
+    parts = np.floor(shares + 1e-6).astype(np.int64)  # 0.29 * 100 is 28.999999999999996 in floats
     largest = np.argsort(parts - shares, kind="stable")
     parts[largest[: PARTS - parts.sum()]] += 1
     return parts
 
 
 def block_counts(parts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Samples [blocks of a period, sources] of each source in each block.
+    """Return the number of samples of each source in each block of a period, [blocks, sources].
 
-    Remainders are dealt by PD2 (Anderson and Srinivasan 2000), which meets all deadlines: after b blocks a source of
-    weight w has had less than one sample more or less than 1000 w b.
+    Each block gets the whole part of a source's share. The remainders are dealt by PD2 (Anderson and Srinivasan 2000),
+    which meets all deadlines: after b blocks, a source of weight w has had less than one sample more or less than
+    1000 w b.
     """
     whole, rest = np.divmod(parts, BLOCK)
     counts = np.tile(whole, (BLOCK, 1))
@@ -43,8 +48,8 @@ def block_counts(parts: NDArray[np.int64]) -> NDArray[np.int64]:
         release = (turn - 1) * BLOCK // weight
         deadline = -(-turn * BLOCK // weight)
         overlaps = turn * BLOCK % weight > 0
-        # PD2's group deadline, of sources of weight 1/2 and more: where a run of overlapping windows of length 2 ends,
-        # ceil(ceil(deadline (1 - w)) / (1 - w)) with w = weight / BLOCK.
+        # PD2's group deadline, for sources with a weight of 1/2 and more: the end of a run of overlapping windows of
+        # length 2. It is ceil(ceil(deadline (1 - w)) / (1 - w)) with w = weight / BLOCK.
         slack = BLOCK - weight
         windows = -(-deadline * slack // BLOCK)
         cascade = np.where(2 * weight >= BLOCK, -(-windows * BLOCK // slack), 0)
@@ -55,13 +60,15 @@ def block_counts(parts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class Stage(NamedTuple):
-    """A mix that holds from position `first` of the run on: a weight for each source."""
+    """A weight for each source, from position `first` of the run on."""
 
     first: int
     weights: tuple[float, ...]
 
 
 class _Period(NamedTuple):
+    """A stage, and the counts of one of its periods."""
+
     first: int  # position of the stage
     taken: NDArray[np.int64]  # [sources] samples of the stages before
     counts: NDArray[np.int64]  # [blocks, sources]
@@ -69,7 +76,10 @@ class _Period(NamedTuple):
 
 
 class Blend:
-    """The mix of a run, stage after stage; the first begins at 0, and sources go on where the one before left them."""
+    """The blend of a run, stage after stage. The first stage begins at position 0.
+
+    In each stage, the sources go on where the stage before left them.
+    """
 
     def __init__(self, stages: Sequence[Stage], seed: int):
         self._seed = seed
@@ -83,7 +93,7 @@ class Blend:
             self._stages.append(_Period(first, taken, counts, before))
 
     def taken(self, position: int) -> NDArray[np.int64]:
-        """Samples [sources] of each source before `position`."""
+        """Return the number of samples of each source before `position`, [sources]."""
         number = self._stage(position)
         block, offset = divmod(position - self._stages[number].first, BLOCK)
         sources, _ = self._block(number, block)
@@ -91,12 +101,13 @@ class Blend:
         return self._before(number, block) + inside
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Source of each of `positions` [n], and how many of that source came before it."""
+        """Return the source of each of `positions` [n], and the number of samples of that source before it, [n]."""
         sources = np.empty_like(positions)
         turns = np.empty_like(positions)
         starts = np.array([stage.first for stage in self._stages])
         stages = np.searchsorted(starts, positions, "right") - 1
         blocks, offsets = np.divmod(positions - starts[stages], BLOCK)
+        # A step lies in few blocks, and a block is the unit that `_block` computes.
         for number, block in sorted(set(zip(stages.tolist(), blocks.tolist(), strict=True))):
             here = (stages == number) & (blocks == block)
             block_sources, block_turns = self._block(number, block)
@@ -105,19 +116,21 @@ class Blend:
         return sources, turns
 
     def _stage(self, position: int) -> int:
+        """Return the number of the stage that `position` lies in."""
         return sum(stage.first <= position for stage in self._stages) - 1
 
     def _before(self, number: int, block: int) -> NDArray[np.int64]:
+        """Return the number of samples of each source before a block of stage `number`, [sources]."""
         stage = self._stages[number]
-        (periods, inside) = divmod(block, BLOCK)
+        periods, inside = divmod(block, BLOCK)
         return stage.taken + periods * stage.before[-1] + stage.before[inside]
 
     def _block(self, number: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Source of each sample of a block, and how many of that source came before it in the block."""
+        """Return the source of each sample of a block, and how many samples of that source precede it in the block."""
         counts = self._stages[number].counts[block % BLOCK]
         dealt = np.repeat(np.arange(len(counts)), counts)
         sources = dealt[permute(np.arange(BLOCK), BLOCK, (self._seed, number, block))]
-        by_source = np.argsort(sources, kind="stable")
+        by_source = np.argsort(sources, kind="stable")  # stable: the samples of a source keep their order
         turns = np.empty_like(sources)
         turns[by_source] = np.arange(BLOCK) - (counts.cumsum() - counts)[dealt]
         return sources, turns

@@ -1,7 +1,7 @@
-"""Documents out of files: JSON lines, plain text and parquet, whole or by pieces, and what is wrong with them.
+"""Documents in files: JSON lines, plain text and parquet. Documents that are no clean text are reported.
 
-A file is cut into spans that can be read apart: byte ranges of .jsonl, and of text whose lines are documents; row
-groups of .parquet; everything else is one span.
+A file is cut into spans that can be read apart. A span is a byte range of .jsonl, or of text whose lines are documents,
+or some row groups of .parquet. Any other file is one span, and so is each compressed file.
 """
 
 import gzip
@@ -24,16 +24,16 @@ _LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _TEXT = (".txt", ".md", ".py", ".txt.gz", ".txt.zst")
 _ROWS = (".parquet",)
 KNOWN = (*_LINES, *_TEXT, *_ROWS)
-_LONGEST = 1 << 30  # bytes of a document; it has to fit into memory
-_BLOCK = 1 << 20
-_BOM = b"\xef\xbb\xbf"
-_SHOWN_KEYS = 8
+_LONGEST = 1 << 30  # bytes; documents must be shorter, since each has to fit into memory
+_BLOCK = 1 << 20  # bytes read at a time
+_BOM = b"\xef\xbb\xbf"  # the byte order mark in UTF-8
+_SHOWN_KEYS = 8  # keys that a message names
 _REMEMBERED = 100  # bad documents whose places are kept; all are counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a document is, and what becomes of one that is no clean text."""
+    """Options that say what a document is, and what happens to one that is no clean text."""
 
     text_field: str = "text"
     """Key of the text in lines of .jsonl, its column in .parquet; meta.text is the key text within meta."""
@@ -47,9 +47,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Span:
-    """The documents that begin in bytes [start, stop) of a file, or are in its row groups [start, stop).
+    """The documents that begin in bytes [start, stop) of a file, or those in its row groups [start, stop).
 
-    `num_bytes` of the file are read for it.
+    `num_bytes` is the span's share of the file's size.
     """
 
     path: Path
@@ -59,9 +59,10 @@ class Span:
 
 
 class Place(NamedTuple):
-    """Where a document stands: line from 1 and byte of the file, decompressed; or row from 1 and its row group.
+    """The position of a document.
 
-    Lines are counted from the start of the span, bytes from that of the file.
+    `number` is its line, counted from 1 at the start of the span, and `offset` its byte in the decompressed file. In
+    .parquet, `number` is its row, counted from 1 in the row group `offset`.
     """
 
     span: Span
@@ -69,7 +70,10 @@ class Place(NamedTuple):
     offset: int
 
     def describe(self, lines_before: int | None = None) -> str:
-        """For people. Reads the file up to here if nobody knows how many lines begin before the span."""
+        """Return the place in words. `lines_before` is the number of lines that begin before the span.
+
+        If it is None, the file is read up to this place to count them.
+        """
         if self.span.path.name.endswith(_ROWS):
             return f"{self.span.path}: row {self.number} (row group {self.offset})"
         number = self.number + (lines_before or 0)
@@ -78,8 +82,12 @@ class Place(NamedTuple):
         return f"{self.span.path}: line {number} (byte {self.offset})"
 
 
-class BadDocument(Exception):  # noqa: N818 (what it means is for `on_bad_line` to say)
-    """No clean text: `reason` is one of a few words to count by, `at` the byte where it shows, `way_out` what helps."""
+class BadDocument(Exception):  # noqa: N818 (whether it is an error is for `on_bad_line` to say)
+    """A document that is no clean text.
+
+    `reason` is one of a few phrases, by which bad documents are counted. `detail` says more. `at` is the byte of the
+    document at which the fault is. `way_out` says what the user can do.
+    """
 
     def __init__(
         self, reason: str, detail: object, at: int = 0, way_out: str = "mend it, or see --on_bad_line skip and replace"
@@ -92,7 +100,7 @@ class BadDocument(Exception):  # noqa: N818 (what it means is for `on_bad_line` 
 
 @dataclass
 class BadDocuments:
-    """How many were left out or mended, by reason, and the places of the first."""
+    """The number of documents that were left out or mended, by reason, and the places of the first ones."""
 
     counts: dict[str, int] = field(default_factory=dict)
     first: list[tuple[Place, str]] = field(default_factory=list)
@@ -104,9 +112,10 @@ class BadDocuments:
 
 
 def find_files(inputs: Sequence[Path]) -> list[Path]:
-    """The files that `inputs` name, in their order; a folder stands for those below it with a known suffix, sorted.
+    """Return the files that `inputs` name, in their order.
 
-    Raises DataError for what is missing and ConfigError for a file whose name says nothing about its content.
+    A folder stands for all files below it with a known suffix, sorted by path.
+    Raises DataError for a missing file or an input without files. Raises ConfigError for a file with another suffix.
     """
     files: list[Path] = []
     for path in inputs:
@@ -124,7 +133,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
 
 
 def cut(files: Iterable[Path], reading: Reading, shard_bytes: int) -> Iterator[list[Span]]:
-    """Shards: spans in the order of the files, of about `shard_bytes` together where they can be cut."""
+    """Yield shards: lists of spans, in the order of the files. A shard has about `shard_bytes` if it can be cut so."""
     shard: list[Span] = []
     num_bytes = 0
     for path in files:
@@ -140,6 +149,7 @@ def cut(files: Iterable[Path], reading: Reading, shard_bytes: int) -> Iterator[l
 
 
 def _spans(path: Path, reading: Reading, shard_bytes: int) -> Iterator[Span]:
+    """Yield the spans of a file, each of at most about `shard_bytes` if the file can be cut."""
     size = path.stat().st_size
     if path.name.endswith(_ROWS):
         groups = _open_parquet(path).num_row_groups
@@ -149,6 +159,7 @@ def _spans(path: Path, reading: Reading, shard_bytes: int) -> Iterator[Span]:
             yield Span(path, start, stop, size * stop // groups - size * start // groups)
         return
     by_lines = path.suffix == ".jsonl" or (reading.text_lines and path.name.endswith(_TEXT))
+    # A compressed file cannot be read from the middle.
     step = shard_bytes if by_lines and path.suffix not in _DECOMPRESSORS else max(size, 1)
     for start in range(0, size, step):
         stop = min(start + step, size)
@@ -156,32 +167,37 @@ def _spans(path: Path, reading: Reading, shard_bytes: int) -> Iterator[Span]:
 
 
 class SpanReader:
-    """Iterates over the documents of a span. How far it is: `lines` and `num_bytes` of the file, `bad` documents.
+    """Iterates over the documents of a span, as (place, text).
 
+    While it runs, `lines` and `num_bytes` say how much of the span was read, and `bad` counts the bad documents.
     Raises DataError for a bad document if `reading` says so, and for a file that is damaged or cannot be read.
     """
 
     def __init__(self, span: Span, reading: Reading):
         self.span = span
         self.reading = reading
-        self.lines = self.num_bytes = 0
+        self.lines = 0
+        self.num_bytes = 0
         self.bad = BadDocuments()
         self._json = span.path.name.endswith(_LINES)
         self._whole = span.path.name.endswith(_TEXT) and not reading.text_lines
 
     def __iter__(self) -> Iterator[tuple[Place, str]]:
-        for place, raw in self._rows() if self.span.path.name.endswith(_ROWS) else self._lines():
+        is_parquet = self.span.path.name.endswith(_ROWS)
+        documents: Iterator[tuple[Place, bytes | None]] = self._rows() if is_parquet else self._lines()
+        for place, raw in documents:
             text = self._text(place, raw)
             if text is not None:
                 yield place, text
         self.num_bytes = self.span.num_bytes
 
     def _text(self, place: Place, raw: bytes | None) -> str | None:
+        """Return the text of a document, or None if it is bad and left out. `raw` is None for an empty cell."""
         key = self.reading.text_field if self._json else None
         try:
             return parse(raw, key)
         except BadDocument as error:
-            if self._whole and raw:
+            if self._whole and raw:  # the document is a file, in which the line of the fault helps more than line 1
                 place = Place(self.span, raw.count(b"\n", 0, error.at) + 1, error.at)
             policy = self.reading.on_bad_line
             if policy == "error":
@@ -191,11 +207,12 @@ class SpanReader:
             if policy == "replace":
                 with suppress(BadDocument):
                     text = parse(raw, key, mend=True)
-            self.bad.add(place, f"{error.reason}, {'left out' if text is None else 'mended'}")
+            outcome = "left out" if text is None else "mended"
+            self.bad.add(place, f"{error.reason}, {outcome}")
             return text
 
     def _lines(self) -> Iterator[tuple[Place, bytes]]:
-        """The lines that begin in the span, blank ones left out; or all of the file as if it were one."""
+        """Yield the lines that begin in the span, without blank ones. If the file is one document, yield all of it."""
         span = self.span
         decompress = _DECOMPRESSORS.get(span.path.suffix)
         stop = math.inf if decompress else span.stop
@@ -203,22 +220,30 @@ class SpanReader:
             file = decompress(span.path, raw) if decompress else raw
             offset = span.start
             if offset:
+                # The line around `start` belongs to the span before, unless it begins exactly there. Reading from the
+                # byte before `start` tells: if that byte ends a line, nothing more is skipped.
                 file.seek(offset - 1)
                 offset += len(file.readline()) - 1
-            while offset < stop and (line := _all(file) if self._whole else file.readline(_LONGEST)):
+            while offset < stop:
+                line = _all(file) if self._whole else file.readline(_LONGEST)
+                if not line:
+                    break
                 if len(line) == _LONGEST:
                     hint = "--text_lines makes each line a document" if self._whole else "are these lines?"
                     raise DataError(f"{span.path}: byte {offset}: a document of 1 GiB or more; {hint}")
                 self.lines += 1
-                # Editors of Windows put a byte order mark there; elsewhere one is damage, such as of files joined.
+                # Windows editors put a byte order mark at the start of a file. Elsewhere it is damage, such as of files
+                # that were joined.
                 text = line.removeprefix(_BOM) if offset == 0 else line
-                if self._whole or not (text.isspace() or not text):
-                    text = text if self._whole else text.removesuffix(b"\n").removesuffix(b"\r")
+                if self._whole:
                     yield Place(span, self.lines, offset), text
+                elif text and not text.isspace():
+                    yield Place(span, self.lines, offset), text.removesuffix(b"\n").removesuffix(b"\r")
                 offset += len(line)
                 self.num_bytes = min(raw.tell() - span.start, span.num_bytes)
 
     def _rows(self) -> Iterator[tuple[Place, bytes | None]]:
+        """Yield the cells of the text column in the span's row groups. A cell without text is None."""
         import pyarrow.compute
 
         span = self.span
@@ -231,6 +256,7 @@ class SpanReader:
                     cells = batch.column(0)
                     for name in inner:
                         cells = pyarrow.compute.struct_field(cells, name)
+                    # Bytes, so that text which is not UTF-8 meets the same policy as in other files.
                     for text in cells.cast(pyarrow.large_binary()).to_pylist():
                         number += 1
                         yield Place(span, number, group), text
@@ -238,28 +264,34 @@ class SpanReader:
 
 
 def _parquet_path(path: Path, schema: Any, text_field: str) -> list[str]:
-    """The column of the text, and the fields within it. Raises DataError if there is none or it holds no text."""
+    """Return the column of the text and the fields within it that lead to the text.
+
+    Raises DataError if there is no such column or it holds no text.
+    """
     import pyarrow
 
-    found = [text_field] if text_field in schema.names else text_field.split(".")
-    kind = pyarrow.struct(list(schema))
-    for name in found:
-        names = [field.name for field in kind] if pyarrow.types.is_struct(kind) else []
+    # A column's own name may hold a dot, so the whole name is tried first.
+    parts = [text_field] if text_field in schema.names else text_field.split(".")
+    arrow_type = pyarrow.struct(list(schema))
+    for name in parts:
+        names = [field.name for field in arrow_type] if pyarrow.types.is_struct(arrow_type) else []
         if name not in names:
             raise DataError(
                 f"{path}: no column {text_field}; --text_field names one of {', '.join(schema.names)}, or with a dot a "
                 "field within it"
             )
-        kind = kind.field(names.index(name)).type
-    if pyarrow.types.is_nested(kind) or not any(word in str(kind) for word in ("string", "binary")):
-        raise DataError(f"{path}: column {text_field} holds {kind}, no text; --text_field names another")
-    return found
+        arrow_type = arrow_type.field(names.index(name)).type
+    # Text may be string, large_string, string_view, binary and more, also as the values of a dictionary.
+    if pyarrow.types.is_nested(arrow_type) or not any(word in str(arrow_type) for word in ("string", "binary")):
+        raise DataError(f"{path}: column {text_field} holds {arrow_type}, no text; --text_field names another")
+    return parts
 
 
 def parse(raw: bytes | None, key: str | None, mend: bool = False) -> str:
-    """The text of a line, file or cell; under `key` of its JSON object if there is a key.
+    """Return the text of a line, file or cell. With `key`, `raw` is a JSON object that holds the text under this key.
 
-    Raises BadDocument if it is no clean text or, with `mend`, if it cannot be made so.
+    With `mend`, U+FFFD replaces what is no clean text. Raises BadDocument if the text is not clean. With `mend` it
+    raises only if the text cannot be mended.
     """
     if raw is None:
         raise BadDocument("no text", "null")
@@ -278,7 +310,7 @@ def parse(raw: bytes | None, key: str | None, mend: bool = False) -> str:
             raise BadDocument("NUL", f"character {text.index(chr(0))} of the text", raw.find(b"\0"))
         text = text.replace("\0", "\ufffd")
     try:
-        text.encode()  # fails for a lone surrogate, which JSON can spell
+        text.encode()  # fails for a lone surrogate, which JSON can write as an escape
     except UnicodeEncodeError as error:
         if not mend:
             raise BadDocument("lone surrogate", f"character {error.start} of the text") from error
@@ -287,33 +319,46 @@ def parse(raw: bytes | None, key: str | None, mend: bool = False) -> str:
 
 
 def _field(line: str, key: str) -> str:
-    """The text under `key` of a JSON object: a key of its own, or with dots a path through objects within it."""
+    """Return the text under `key` of a JSON object. With dots, `key` may be a path through nested objects.
+
+    Raises BadDocument if `line` is no JSON object or has no text there.
+    """
     try:
-        found = json.loads(line)
+        row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise BadDocument("not JSON", str(error).replace("line 1 column", "column")) from error
-    if not isinstance(found, dict):
-        raise BadDocument("no text", f"{type(found).__name__} instead of an object")
-    value = found
-    for name in [key] if key in found else key.split("."):
+    if not isinstance(row, dict):
+        raise BadDocument("no text", f"{type(row).__name__} instead of an object")
+    # A key may itself hold a dot, so the whole key is tried first.
+    path = [key] if key in row else key.split(".")
+    value = row
+    for name in path:
         if not isinstance(value, dict) or name not in value:
-            raise BadDocument("no text", f"no key {key}", way_out=_other_keys(found))
+            raise BadDocument("no text", f"no key {key}", way_out=_other_keys(row))
         value = value[name]
     if not isinstance(value, str):
         raise BadDocument("no text", f"{key} is {type(value).__name__}")
     return value
 
 
-def _other_keys(found: dict[str, Any]) -> str:
-    """What to do about a line without the key of the text. To skip it could skip all lines."""
-    keys = [key[:40] for key in found]
-    keys += [f"{key}.{inner}"[:40] for key, within in found.items() if isinstance(within, dict) for inner in within]
+def _other_keys(row: dict[str, Any]) -> str:
+    """Return advice for a line without the key of the text: the keys that it has.
+
+    The advice is not to skip such lines, since all lines may be so.
+    """
+    keys = [key[:40] for key in row]
+    for key, value in row.items():
+        if isinstance(value, dict):
+            keys += [f"{key}.{inner}"[:40] for inner in value]
     shown = ", ".join(keys[:_SHOWN_KEYS]) or "none"
     return f"--text_field names the key of the text; this line has {shown}"
 
 
 class _ZstdFile(io.RawIOBase):
-    """Decompressed bytes of frames that follow each other; unlike zstandard's own reader it tells a file cut short."""
+    """The decompressed bytes of the zstd frames in a file.
+
+    It raises EOFError for a file that is cut short. zstandard's own reader does not.
+    """
 
     def __init__(self, path: Path, raw: IO[bytes]):
         try:
@@ -359,6 +404,7 @@ _DECOMPRESSORS: dict[str, Callable[[Path, IO[bytes]], IO[bytes]]] = {
 
 
 def _open_parquet(path: Path) -> Any:
+    """Return pyarrow's ParquetFile. Raises ConfigError without pyarrow, DataError if the file is damaged."""
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
@@ -373,18 +419,20 @@ def _missing(path: Path, package: str) -> ConfigError:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Around the reading of one file: name it when it is damaged."""
+    """Turn errors of reading the file `path` in the block into DataError."""
     try:
         yield
-    except (OSError, EOFError, ValueError, NotImplementedError, zlib.error) as error:  # pyarrow's are some of these
+    except (OSError, EOFError, ValueError, NotImplementedError, zlib.error) as error:  # pyarrow raises some of these
         text = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{path}: damaged, cut short or not readable: {text}") from error
 
 
 def _all(file: IO[bytes]) -> bytes:
+    """Return the rest of a file, or its first _LONGEST bytes. A small compressed file may have far more."""
     return b"".join(islice(iter(partial(file.read, _BLOCK), b""), _LONGEST // _BLOCK))
 
 
 def _newlines(path: Path, offset: int) -> int:
+    """Return the number of newlines in the first `offset` bytes of a file."""
     with path.open("rb") as file:
         return sum(file.read(min(_BLOCK, offset - at)).count(b"\n") for at in range(0, offset, _BLOCK))

@@ -1,8 +1,8 @@
-"""Steps read ahead of the training that waits for them: by a thread of this process, or by processes.
+"""Delivery of steps: a thread of this process, or other processes, read steps before training asks for them.
 
-A thread is enough for token files, whose reading is the copying of mapped memory. Processes are for sources that
-compute, such as streams that are tokenized on the way. No worker holds a state: it is told how many samples came
-before, and answers with the step that follows.
+A thread is enough for token files, because reading them is only copying mapped memory. Processes are for sources that
+compute, such as streams that are tokenized while they are read. Workers hold no state. A worker is told how many
+samples were consumed before, and it answers with the step that follows.
 """
 
 import multiprocessing
@@ -26,9 +26,9 @@ Read = Callable[[int], list[MicroBatch]]
 
 
 class _Readers(Protocol):
-    """Answer what was asked, in that order."""
+    """Readers of steps. They answer requests in the order in which they were asked."""
 
-    ahead: int  # steps worth asking for before the first is taken
+    ahead: int  # the number of steps to ask for beyond the one that is taken next
 
     def ask(self, consumed_samples: int) -> None: ...
 
@@ -38,38 +38,50 @@ class _Readers(Protocol):
 
 
 class Delivery:
-    """The steps of a run from `consumed_samples` on, which may be set to go on from elsewhere."""
+    """The steps of a run from `consumed_samples` on.
+
+    Setting `consumed_samples` makes the next step start there. `workers` is the number of reading processes; 0 means a
+    thread of this process.
+    """
 
     def __init__(self, loader: Loader, workers: int = 0):
         self.loader = loader
         self.workers = workers
-        self.consumed_samples = self._last = 0
+        self.consumed_samples = 0
+        self._last = 0  # consumed samples before the step that was taken last
         self._readers: _Readers | None = None
         self._asked: deque[int] = deque()
 
     def next_step(self) -> list[MicroBatch]:
-        """This rank's micro-batches of the next step; asks for those behind it. Raises DataError if a file is bad or a
-        worker died."""
+        """Return this rank's micro-batches of the next step, and ask the readers for the steps after it.
+
+        Raises DataError if a file is bad or a worker died.
+        """
+        # Somebody may have set `consumed_samples`. What was asked for then belongs to other steps.
         if self._readers is None or (self._asked and self._asked[0] != self.consumed_samples):
             self.close()
             read = self.loader.step_after
             self._readers = _Processes(read, self.workers) if self.workers else _Thread(read)
         while len(self._asked) <= self._readers.ahead:
-            following = self._asked[-1] if self._asked else None
-            at = self.consumed_samples if following is None else following + self.loader.batch_size(following)
-            self._readers.ask(at)
-            self._asked.append(at)
+            if self._asked:
+                # The batch size may change from step to step (train.batch_ramp), so steps are counted one by one.
+                newest = self._asked[-1]
+                position = newest + self.loader.batch_size(newest)
+            else:
+                position = self.consumed_samples
+            self._readers.ask(position)
+            self._asked.append(position)
         batches = self._readers.take()
         self._last = self._asked.popleft()
         self.consumed_samples = self._last + self.loader.batch_size(self._last)
         return batches
 
     def started_over(self) -> list[str]:
-        """A line for each source that began another epoch in the step that was taken last."""
+        """Return a line for each source that began another epoch in the step that was taken last."""
         return self.loader.samples.started_over(self._last, self.consumed_samples)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the readers. `next_step` starts new ones."""
         if self._readers is not None:
             self._readers.close()
         self._readers = None
@@ -77,7 +89,9 @@ class Delivery:
 
 
 class _Thread:
-    ahead = 1
+    """One thread of this process. An error in it is raised where its step is taken."""
+
+    ahead = 1  # one step is read while the one before is trained
 
     def __init__(self, read: Read):
         self._read = read
@@ -95,10 +109,11 @@ class _Thread:
 
 
 class _Processes:
-    """Forked, so that they share the mapped files; asked in turn. They touch no device."""
+    """Processes that are asked in turn. They touch no device."""
 
     def __init__(self, read: Read, count: int):
-        self.ahead = 2 * count
+        self.ahead = 2 * count  # each process can begin its next step before its last one has been taken
+        # Forked, so that all processes share the mapped files. It is safe because they touch no device.
         fork = multiprocessing.get_context("fork")
         self._workers: list[tuple[Connection, BaseProcess]] = []
         for number in range(count):
@@ -107,7 +122,8 @@ class _Processes:
             process.start()
             theirs.close()
             self._workers.append((ours, process))
-        self._asked = self._taken = 0
+        self._asked = 0
+        self._taken = 0
 
     def ask(self, consumed_samples: int) -> None:
         connection, process = self._workers[self._asked % len(self._workers)]
@@ -132,16 +148,21 @@ class _Processes:
 
 
 def _work(read: Read, parents: Connection, connection: Connection) -> None:
-    """A worker process: a position in, a step or an error out, until the parent hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C and ends its workers
+    """Run a worker process until the parent closes the connection.
+
+    It receives a number of consumed samples, and sends the step that follows or the error that reading it raised.
+    """
+    # A terminal sends Ctrl-C to all processes of the group. The parent answers it and ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A fork copies the parent's end too. While this process holds it, the pipe would not close when the parent dies.
     parents.close()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # several OpenMP threads on cores that training keeps busy would wait for each other
     while True:
         try:
             consumed_samples = connection.recv()
         except (EOFError, ConnectionError):
             return
-        answer: Any
+        answer: Any  # a list of dicts, or an error
         try:
             answer = [_arrays(batch) for batch in read(consumed_samples)]
         except MegaparError as error:
@@ -150,5 +171,8 @@ def _work(read: Read, parents: Connection, connection: Connection) -> None:
 
 
 def _arrays(batch: MicroBatch) -> dict[str, NDArray[Any]]:
-    """The fields that there are: arrays cross a pipe by value, tensors would through files that outlive a worker."""
+    """Return the fields of `batch` that are set, as numpy arrays.
+
+    Arrays cross a pipe by value. Tensors would cross it through files of shared memory, which outlive a killed worker.
+    """
     return {name: x.numpy() for name, x in vars(batch).items() if x is not None}

@@ -1,4 +1,4 @@
-"""What a loss is worth: how well single tokens and pairs of tokens, counted, predict the same held-out text."""
+"""Reference losses: the cross entropy of held-out text under counts of single tokens and of pairs of tokens."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,20 @@ from megapar.errors import DataError
 
 @dataclass(frozen=True)
 class Entropies:
-    """Cross entropy of held-out tokens in nats per token; a model that has learned anything stays below them."""
+    """Cross entropies of held-out tokens, in nats per token. A model that has learned anything has a lower loss."""
 
     unigram: float
     bigram: float
 
 
 def cross_entropies(train: NDArray[np.integer], held_out: NDArray[np.integer], vocab_size: int) -> Entropies:
-    """Score `held_out` by counts c of the N tokens of `train`: every token but the first, as a model would.
+    """Score every token of `held_out` but the first, as a model would, by counts c of the N tokens of `train`.
 
     Unigram, add-one smoothed: p(t) = (c(t) + 1) / (N + vocab_size).
-    Bigram, interpolated with it as Witten and Bell (1991) do: p(t | u) = (c(ut) + d(u) p(t)) / (c(u) + d(u)), where
-    c(u) counts the pairs that u begins and d(u) the different tokens that follow it; p(t) where u begins none.
-    Both streams are 1-D and run on over the ends of documents. Sorts the pairs: seconds for 10 million tokens.
+    Bigram, interpolated with the unigram as Witten and Bell (1991) do:
+    p(t | u) = (c(ut) + d(u) p(t)) / (c(u) + d(u)). Here c(u) is the number of pairs that begin with u, and d(u) is the
+    number of different tokens that follow u. Where no pair begins with u, p(t | u) = p(t).
+    Both streams are 1-D. Pairs cross the ends of documents. Sorting the pairs takes seconds for 10 million tokens.
     Raises DataError if a stream has no pair or an id that is not below `vocab_size`.
     """
     if min(len(train), len(held_out)) < 2:
@@ -35,20 +36,22 @@ def cross_entropies(train: NDArray[np.integer], held_out: NDArray[np.integer], v
     counts = np.bincount(train, minlength=vocab_size)
     unigram_p = (counts + 1) / (len(train) + vocab_size)
 
+    # Only the pairs that occur are kept. A table of all pairs would hold vocab_size^2 counts.
     pairs, pair_counts = np.unique(_pairs(train, vocab_size), return_counts=True)
     begun = np.bincount(pairs // vocab_size, weights=pair_counts, minlength=vocab_size)
     followers = np.bincount(pairs // vocab_size, minlength=vocab_size)
 
     wanted = _pairs(held_out, vocab_size)
-    at = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
+    at = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)  # a pair above all others would index past the end
     seen = np.where(pairs[at] == wanted, pair_counts[at], 0)
     before = held_out[:-1]
     target_p = unigram_p[held_out[1:]]
+    # Where no pair begins with u, all counts are 0. A weight of 1 then gives p(t) instead of 0 / 0.
     weight = np.where(begun[before] > 0, followers[before], 1)
     bigram_p = (seen + weight * target_p) / (begun[before] + weight)
     return Entropies(float(-np.log(target_p).mean()), float(-np.log(bigram_p).mean()))
 
 
 def _pairs(tokens: NDArray[np.integer], vocab_size: int) -> NDArray[np.int64]:
-    """Each token and the next as one number, first * vocab_size + second."""
+    """Return each token and the next as one number, first * vocab_size + second. int64 holds vocab_size^2."""
     return tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]

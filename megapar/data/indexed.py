@@ -1,9 +1,9 @@
-"""Tokens on disk: Megatron's .bin/.idx pair, read through memory maps and checked whenever it is opened.
+"""Tokens on disk: Megatron's .bin/.idx pair. It is read through memory maps and checked whenever it is opened.
 
-`PREFIX.bin` holds the tokens of all sequences, nothing else. `PREFIX.idx` is little endian: a header of 34 bytes
-(magic, version, dtype code, number of sequences S, number of document boundaries D), int32 lengths[S] in tokens, int64
-pointers[S] in bytes, int64 document_indices[D] in sequences, of which the first is 0 and the last S. A document is one
-or more sequences.
+`PREFIX.bin` holds the tokens of all sequences and nothing else. `PREFIX.idx` is little endian. It holds, in this order:
+a header of 34 bytes (magic, version, dtype code, number of sequences S, number of document boundaries D), int32
+lengths[S] in tokens, int64 pointers[S] in bytes, and int64 document_indices[D] in sequences. The first document index
+is 0 and the last is S. A document is one or more sequences.
 """
 
 import hashlib
@@ -29,18 +29,19 @@ _BLOCK = 1 << 20  # sequences checked, or tokens copied, at a time, so that memo
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Megatron's rule: 2 bytes a token below 65,500 ids, else 4."""
+    """Return the dtype of tokens by Megatron's rule: 2 bytes a token below 65,500 ids, else 4."""
     return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
 
 
 def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]:
-    """Byte at which each sequence starts: the exclusive sum of lengths * itemsize, in int64 whatever comes in."""
+    """Return the byte at which each sequence starts, int64: the exclusive sum of lengths * itemsize."""
+    # int32 would overflow in a file above 2 GiB.
     sizes = lengths.astype(np.int64) * itemsize
     return np.cumsum(sizes) - sizes
 
 
 def _spread(length: int, count: int, width: int) -> NDArray[np.int64]:
-    """Where `count` runs of `width` of `length` values begin, evenly spaced from the first to the last."""
+    """Return where `count` pieces of `width` values begin, evenly spaced from the first to the last of `length`."""
     return np.linspace(0, max(length - width, 0), min(count, length)).astype(np.int64)
 
 
@@ -56,16 +57,17 @@ def _partial(path: Path) -> Path:
 
 
 def _close(file: BinaryIO) -> None:
-    """Close for good: a rename must not reach the disk before the bytes do."""
+    """Flush a file to the disk and close it. Otherwise a rename could reach the disk before the bytes do."""
     file.flush()
     os.fsync(file.fileno())
     file.close()
 
 
 class IndexedDataset:
-    """A .bin/.idx pair, mapped and not read. Raises DataError if the files are missing or do not fit each other.
+    """A .bin/.idx pair. Its files are mapped; tokens are read when they are used.
 
-    `tokens` is the whole .bin as one flat array; `lengths`, `pointers` and `document_indices` are the index.
+    `tokens` is the whole .bin as one flat array. `lengths`, `pointers` and `document_indices` are the index.
+    Raises DataError if a file is missing or damaged, or if the two do not fit each other.
     """
 
     tokens: NDArray[np.integer]
@@ -79,9 +81,11 @@ class IndexedDataset:
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 name = str(prefix).removesuffix(".bin").removesuffix(".idx")
-                meant = f": give {name}, without the suffix" if name != str(prefix) else ""
-                pair = "name the part of a .bin/.idx pair before the dot"
-                raise DataError(f"{path} is not a file{meant or f': {pair}'}")
+                if name != str(prefix):
+                    hint = f"give {name}, without the suffix"
+                else:
+                    hint = "name the part of a .bin/.idx pair before the dot"
+                raise DataError(f"{path} is not a file: {hint}")
         self.dtype, sequences = self._read_header()
         index = np.memmap(self.idx_path, np.uint8, "r").view(np.ndarray)
         pointers = _HEADER.size + 4 * sequences
@@ -99,60 +103,62 @@ class IndexedDataset:
             )
         self._map: mmap.mmap | None = None
         self.tokens = np.empty(0, self.dtype)
-        if size:
+        if size:  # an empty file cannot be mapped
             with self.bin_path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self.tokens = np.frombuffer(self._map, self.dtype)
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
         return len(self.document_indices) - 1
 
     def document(self, i: int) -> NDArray[np.integer]:
-        """The tokens of document `i`, a view into the file."""
+        """Return the tokens of document `i`, a view into the mapped file."""
         return self.tokens[self.document_start(i) : self.document_start(i + 1)]
 
     def read_pieces(self, starts: NDArray[np.int64], length: int) -> NDArray[np.integer]:
-        """Tokens [len(starts), length] from each of `starts` on.
-
-        The file is asked for all pieces before the first is waited for, and for nothing around them: what systems read
-        ahead of a page that is missing, megabytes at times, would be in vain where pieces lie anywhere.
-        """
+        """Return the tokens [len(starts), length] from each position in `starts` on, in the dtype of the file."""
         assert self._map is not None, "no token, no piece"
+        # Pieces lie anywhere in the file. Without MADV_RANDOM the system would read ahead of each missing page,
+        # megabytes at times, in vain.
         self._map.madvise(mmap.MADV_RANDOM)
+        # All pieces are asked for before the first is waited for, so that the disk reads them side by side.
         for start in starts.tolist():
             first = start * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_WILLNEED, first, (start + length) * self.dtype.itemsize - first)
         return np.stack([self.tokens[start : start + length] for start in starts.tolist()])
 
     def locate(self, token: int) -> tuple[int, int]:
-        """(document, offset inside it) of position `token` of the file."""
+        """Return (document, offset within it) of the position `token` in the file."""
         sequence = int(np.searchsorted(self.pointers, token * self.dtype.itemsize, "right")) - 1
         document = int(np.searchsorted(self.document_indices, sequence, "right")) - 1
         return document, token - self.document_start(document)
 
     def document_start(self, i: int) -> int:
-        """Position in `tokens` of the first token of document `i`; their number for i = len(self)."""
+        """Return the position in `tokens` of the first token of document `i`, or len(tokens) for i = len(self)."""
         sequence = int(self.document_indices[i])
         if sequence == len(self.pointers):
             return len(self.tokens)
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def starts_between(self, first: int, last: int) -> list[int]:
-        """Positions of the file behind `first` and before `last` at which documents start."""
+        """Return the positions p in the file, first < p < last, at which documents start. Each occurs once."""
         document = self.locate(first)[0] + 1
         starts = []
-        while (start := self.document_start(document)) < last:
+        start = self.document_start(document)
+        while start < last:
             if start > first:
                 starts.append(start)
             document += 1
-        return list(dict.fromkeys(starts))  # documents without tokens start where the next one does
+            start = self.document_start(document)
+        return list(dict.fromkeys(starts))  # a document without tokens starts where the next one does
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of each file: its size and evenly spaced samples, so that it costs the same for every size.
+        """Return a hash of each file, by its path.
 
-        A pointer is the sum of all lengths before it, so that even samples tell different documents apart.
+        A hash is made of the file's size and of evenly spaced samples. Its cost is the same for every size.
         """
+        # A pointer is the sum of all lengths before it, so even a few samples of them tell different documents apart.
         index = (self.lengths, self.pointers, self.document_indices)
         width = min(256, len(self.tokens))
         return {
@@ -161,7 +167,7 @@ class IndexedDataset:
         }
 
     def _read_header(self) -> tuple[np.dtype, int]:
-        """Token dtype and number of sequences, once the header fits the size of the file."""
+        """Return token dtype and number of sequences. Raises DataError unless the header fits the size of the file."""
         path = self.idx_path
         size = self.idx_path.stat().st_size
         if size < _HEADER.size:
@@ -186,13 +192,14 @@ class IndexedDataset:
         return _TOKEN_DTYPES[code], sequences
 
     def _check_documents(self) -> None:
+        """Raise DataError unless documents begin with the first sequence, end with the last, and never run back."""
         sequences = len(self.lengths)
         boundaries = self.document_indices
         offset = _HEADER.size + 12 * sequences
         if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != sequences:
             raise DataError(f"{self.idx_path}: offset {offset}: documents must span sequences 0 to {sequences}")
         for first in range(0, len(boundaries) - 1, _BLOCK):
-            falls = np.diff(boundaries[first : first + _BLOCK + 1]) < 0
+            falls = np.diff(boundaries[first : first + _BLOCK + 1]) < 0  # blocks overlap by one, so that none is missed
             if falls.any():
                 at = first + int(falls.argmax())
                 raise DataError(
@@ -201,7 +208,10 @@ class IndexedDataset:
                 )
 
     def _check_pointers(self) -> int:
-        """Compare pointers with the sum of the lengths before them; returns the bytes that the .bin must have."""
+        """Return the number of bytes that the .bin must have.
+
+        Raises DataError unless each pointer is the sum of the lengths before it.
+        """
         total = 0
         sequences = len(self.lengths)
         for first in range(0, sequences, _BLOCK):
@@ -221,10 +231,10 @@ class IndexedDataset:
 
 
 class IndexedWriter:
-    """Streams documents into a .bin/.idx pair: `with IndexedWriter(prefix, dtype) as writer: writer.add_document(ids)`.
+    """Writes documents to a .bin/.idx pair: `with IndexedWriter(prefix, dtype) as writer: writer.add_document(ids)`.
 
-    Files appear under their names when the block ends without an error, and not at all otherwise. Raises DataError for
-    a token that `dtype` cannot hold and StorageError when the disk does not take the bytes.
+    The files get their names when the block ends without an error. Otherwise they do not appear.
+    Raises DataError for a token that `dtype` cannot hold, and StorageError if the bytes cannot be written.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype):
@@ -252,12 +262,15 @@ class IndexedWriter:
                 _partial(path).unlink(missing_ok=True)
 
     def add_document(self, tokens: ArrayLike) -> None:
-        """Append one document of one sequence, 1-D integers."""
+        """Append a document of one sequence. `tokens` are 1-D integers."""
         tokens = np.asarray(tokens)
         self.add_documents(tokens, [len(tokens)])
 
     def add_documents(self, tokens: NDArray[np.integer], lengths: Sequence[int] | NDArray[np.integer]) -> None:
-        """Append documents of one sequence each: their tokens one after the other, and their lengths."""
+        """Append documents of one sequence each. `tokens` are those of all documents in a row, `lengths` their counts.
+
+        Raises ValueError if the lengths do not sum to the number of tokens.
+        """
         counts = np.asarray(lengths, np.int64)
         if counts.sum() != len(tokens):
             raise ValueError(f"lengths sum to {counts.sum()}, but there are {len(tokens)} tokens")
@@ -267,13 +280,15 @@ class IndexedWriter:
         self.append_index(counts.astype("<i4"), np.arange(1, len(counts) + 1))
 
     def extend(self, dataset: IndexedDataset, first: int = 0, last: int | None = None) -> None:
-        """Append documents [first, last) of another pair of the same dtype, all of them unless told."""
+        """Append documents [first, last) of another pair of the same dtype. The default is all of them."""
         if dataset.dtype != self.dtype:
             raise DataError(
                 f"{dataset.bin_path} holds {dataset.dtype.name} tokens, {self.bin_path} {self.dtype.name}: "
                 "merge files of one tokenizer"
             )
-        ends = np.array(dataset.document_indices[first : len(dataset) + 1 if last is None else last + 1])
+        if last is None:
+            last = len(dataset)
+        ends = np.array(dataset.document_indices[first : last + 1])
         start = dataset.document_start(first)
         stop = dataset.document_start(first + len(ends) - 1)
         with storing(self.bin_path):
@@ -282,13 +297,17 @@ class IndexedWriter:
         self.append_index(np.array(dataset.lengths[ends[0] : ends[-1]]), ends[1:] - ends[0])
 
     def append_index(self, lengths: NDArray[np.int32], document_ends: NDArray[np.int64]) -> None:
-        """Append sequences of `lengths` tokens to the index alone; documents end before the sequences `document_ends`,
-        counted from the first of these. The caller sees to the tokens."""
+        """Append sequences to the index alone. The caller must write their tokens.
+
+        `lengths` are the sequences' numbers of tokens. `document_ends` are the numbers of sequences before which
+        documents end, counted from the first of these sequences.
+        """
         self._lengths.append(lengths)
         self._document_ends.append(self.num_sequences + document_ends)
         self.num_sequences += len(lengths)
 
     def _check(self, tokens: NDArray[np.integer], counts: NDArray[np.int64]) -> None:
+        """Raise DataError for a document or a token id that the format cannot hold."""
         if counts.max(initial=0) > np.iinfo(np.int32).max:
             raise DataError(f"{self.bin_path}: a document of {counts.max()} tokens; the format holds 2^31 - 1 at most")
         limits = np.iinfo(self.dtype)
@@ -297,6 +316,7 @@ class IndexedWriter:
                 raise DataError(f"{self.bin_path}: token id {token} does not fit the file's type {self.dtype.name}")
 
     def _finish(self) -> None:
+        """Write the index and give both files their names."""
         lengths = np.concatenate([np.empty(0, "<i4"), *self._lengths]).astype("<i4")
         document_indices = np.concatenate([np.zeros(1, "<i8"), *self._document_ends]).astype("<i8")
         code = next(code for code, dtype in _TOKEN_DTYPES.items() if dtype == self.dtype)
@@ -315,7 +335,10 @@ class IndexedWriter:
 
 
 def merge(prefixes: Iterable[str | Path], output: str | Path) -> None:
-    """Concatenate .bin/.idx pairs of one dtype, in the order given."""
+    """Concatenate .bin/.idx pairs of one dtype, in the order given, into the pair `output`.
+
+    Raises DataError if `prefixes` is empty or the dtypes differ.
+    """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     if not datasets:
         raise DataError(f"{output}: nothing to merge; name at least one .bin/.idx prefix")

@@ -1,4 +1,4 @@
-"""From samples by their position in the run to the micro-batches of one data-parallel rank."""
+"""The loader: it reads the samples of a step and cuts them into the micro-batches of one data-parallel rank."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,10 +15,10 @@ from megapar.errors import DataError
 
 
 class Mixture:
-    """The samples of a run by position: a source of the blend's choice, and of that the next in its own order.
+    """The samples of a run by position. The blend chooses the source, which gives the next sample of its own order.
 
-    `seed` shuffles every epoch of every source anew (megapar.data.order); None reads sources in the order of their
-    files, as validation does.
+    `seed` shuffles every epoch of every source anew (megapar.data.order). With None, sources are read in the order of
+    their files, as validation does.
     """
 
     def __init__(self, sources: Sequence[Dataset], stages: Sequence[Stage] = (), *, seed: int | None):
@@ -30,16 +30,20 @@ class Mixture:
         return sum(map(len, self.sources))
 
     def read(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens [len(positions), seq_length + 1] of the samples at `positions`."""
+        """Return the tokens [len(positions), seq_length + 1], int64, of the samples at `positions`."""
         return self.read_documents(positions, with_starts=False)[0]
 
     def read_documents(
         self, positions: NDArray[np.int64], *, with_starts: bool
     ) -> tuple[NDArray[np.int64], list[list[int]]]:
-        """Tokens of the samples, and where documents begin within each (0 alone unless `with_starts`)."""
+        """Return the tokens as `read` does, and the positions within each sample at which documents begin.
+
+        Unless `with_starts`, these positions are [0] for each sample. `positions` must not be empty.
+        """
         chosen, turns = self.blend.locate(positions)
         samples: NDArray[np.int64] | None = None
         starts: list[list[int]] = [[0]] * len(positions)
+        # One read for each source: a source can then ask the system for all of its pieces before it waits.
         for number in np.unique(chosen):
             rows = np.flatnonzero(chosen == number)
             source = self.sources[number]
@@ -48,37 +52,46 @@ class Mixture:
             if samples is None:
                 samples = np.empty((len(positions), tokens.shape[1]), np.int64)
             samples[rows] = tokens
-            for row, found in zip(rows, source.starts(ids, tokens) if with_starts else (), strict=False):
-                starts[row] = found
+            if with_starts:
+                for row, starts_of_row in zip(rows, source.starts(ids, tokens), strict=True):
+                    starts[row] = starts_of_row
         assert samples is not None, "read needs a position"
         return samples, starts
 
     def _ids(self, source: Dataset, turns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the ids of the samples that `source` gives as its `turns`-th ones, counted from 0 over all epochs."""
         if self.seed is None or not source.shuffled:
             return turns % len(source)
         return sample_ids(turns, len(source), self.seed)
 
     def started_over(self, first: int, last: int) -> list[str]:
-        """A line for each source that begins another epoch between positions `first` and `last`."""
+        """Return a line for each source that begins another epoch between positions `first` and `last`."""
         before = self.blend.taken(first)
         after = self.blend.taken(last)
         lines = []
         for source, old, new in zip(self.sources, before.tolist(), after.tolist(), strict=True):
-            if (epoch := (new - 1) // len(source)) > (old - 1) // len(source) and epoch > 0:
+            # The epoch of the last sample before a position, not of the next one: an epoch begins when it is read.
+            epoch = (new - 1) // len(source)
+            if epoch > (old - 1) // len(source) and epoch > 0:
                 lines.append(f"data: {source.name} starts over: epoch {epoch + 1} of its {len(source):,} samples")
         return lines
 
     def fingerprints(self) -> Mapping[str, str]:
-        return {file: value for source in self.sources for file, value in source.fingerprints().items()}
+        merged: dict[str, str] = {}
+        for source in self.sources:
+            merged |= source.fingerprints()
+        return merged
 
 
 class Loader:
-    """The micro-batches of one data-parallel rank, step by step; a pure function of how many samples came before.
+    """The micro-batches of one data-parallel rank, step by step.
 
-    `batch_size` says how many samples the step after so many consumed ones has, over all ranks. A rank that
-    `needs_tokens` not, between the first and the last pipeline stage, gets zeros for tokens and targets, unless
-    documents are apart: then it must know where they begin, and which targets count.
-    Draws no random number from anybody's generator. Raises DataError if the samples do not fill one global batch.
+    The micro-batches of a step are a pure function of the number of samples consumed before it.
+    `batch_size` takes that number and returns the global batch size of the step, in samples.
+    A rank between the first and the last pipeline stage passes `needs_tokens=False` and gets zeros for tokens and
+    targets. It still reads if documents are apart, since it must know where they begin and which targets count.
+    The loader draws nothing from the global random generators.
+    Raises DataError if the samples do not fill one global batch.
     """
 
     def __init__(
@@ -109,20 +122,25 @@ class Loader:
         self.dp_size = dp_size
 
     def step_after(self, consumed_samples: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the step that follows `consumed_samples`."""
+        """Return this rank's micro-batches of the step that follows `consumed_samples`."""
         size = self.batch_size(consumed_samples)
         positions = micro_batch_positions(consumed_samples, size, self.micro_batch_size, self.dp_rank, self.dp_size)
         if not self.needs_tokens:
             return [_without_tokens(row, self.seq_length) for row in positions]
+        # All samples of the step are read at once, so that their pages are fetched together.
         samples, starts = self.samples.read_documents(positions.ravel(), with_starts=self.treatment.needs_starts)
-        rows = (slice(first, first + self.micro_batch_size) for first in range(0, len(samples), self.micro_batch_size))
-        return [
-            micro_batch(samples[row], own, starts[row], self.treatment)
-            for row, own in zip(rows, positions, strict=True)
-        ]
+        batches = []
+        for number, positions_b in enumerate(positions):
+            first = number * self.micro_batch_size
+            rows = slice(first, first + self.micro_batch_size)
+            batches.append(micro_batch(samples[rows], positions_b, starts[rows], self.treatment))
+        return batches
 
 
 def _without_tokens(positions: NDArray[np.int64], seq_length: int) -> MicroBatch:
-    """Shapes, weights and positions: all that a stage between the first and the last uses."""
-    nothing = torch.zeros(len(positions), seq_length, dtype=torch.int64)
-    return MicroBatch(nothing, nothing, torch.ones(nothing.shape), torch.from_numpy(positions.copy()))
+    """Return a micro-batch with zeros for tokens and targets.
+
+    Its shapes, weights and positions are right. A stage between the first and the last uses nothing else.
+    """
+    zeros_bs = torch.zeros(len(positions), seq_length, dtype=torch.int64)
+    return MicroBatch(zeros_bs, zeros_bs, torch.ones(zeros_bs.shape), torch.from_numpy(positions.copy()))

@@ -1,8 +1,9 @@
-"""The order of samples: a pure function of (seed, position), so that a run's whole data state is one integer.
+"""The order of samples: a pure function of (seed, position). So the whole data state of a run is one integer.
 
-Position p of a run is a sample of epoch p // n; inside an epoch a keyed permutation shuffles range(n). Nothing is
-stored, so there is no index to build, cache or share. Steps cut positions into global batches, and ranks cut a global
-batch into micro-batches: another dp, micro-batch size or restart moves samples between ranks, never between steps.
+Position p of a run is a sample of epoch p // n, where n is the number of samples. Inside an epoch a keyed permutation
+shuffles range(n). Nothing is stored, so there is no index to build, cache or share. Steps cut positions into global
+batches, and ranks cut a global batch into micro-batches. So another dp, another micro-batch size or a restart moves
+samples between ranks, never between steps.
 """
 
 import math
@@ -12,23 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 ORDER_VERSION = "feistel-v1"  # names everything below that decides an order; a test freezes its values
-_ROUNDS = 6
+_ROUNDS = 6  # of the Feistel network; part of what ORDER_VERSION names
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): a bijective hash of 64-bit words."""
+    """Hash 64-bit words with the finalizer of splitmix64 (Steele, Lea and Flood 2014), which is a bijection."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def permute(index: NDArray[np.int64], n: int, key: Sequence[int]) -> NDArray[np.int64]:
-    """Where the permutation of range(n) named by `key` (non-negative integers) sends each `index` (1-D, below n).
+    """Return where a keyed permutation of range(n) sends each element of `index` (1-D, below n).
 
-    A Feistel network over pairs (left, right) below ceil(sqrt(n)); results outside range(n) are sent through again
-    until they fall inside (cycle walking, Black and Rogaway 2002). All arithmetic is on uint64 arrays: mixing in
-    Python or signed integers would make it depend on numpy's version.
+    `key` is a sequence of non-negative integers. The permutation is a Feistel network over pairs (left, right), both
+    below ceil(sqrt(n)). A result outside range(n) goes through the network again until it falls inside (cycle walking,
+    Black and Rogaway 2002).
     """
+    # All arithmetic is on uint64 arrays. Mixed with Python's or signed integers, it would depend on numpy's version.
     side = np.uint64(math.isqrt(n - 1) + 1)
     keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
 
@@ -36,10 +38,13 @@ def permute(index: NDArray[np.int64], n: int, key: Sequence[int]) -> NDArray[np.
         left = x // side
         right = x % side
         for round_key in keys:
-            left, right = right, (left + mix64(right + round_key) % side) % side
+            mixed = (left + mix64(right + round_key) % side) % side
+            left = right
+            right = mixed
         return left * side + right
 
     out = network(index.astype(np.uint64))
+    # side^2 is little more than n, so few results are outside, and the loop is short.
     outside = np.flatnonzero(out >= np.uint64(n))
     while outside.size:
         out[outside] = network(out[outside])
@@ -48,7 +53,10 @@ def permute(index: NDArray[np.int64], n: int, key: Sequence[int]) -> NDArray[np.
 
 
 def sample_ids(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDArray[np.int64]:
-    """The sample at each position of the run, in range(num_samples). Each epoch holds every sample once."""
+    """Return the sample at each of `positions` of the run, in range(num_samples). The shape stays.
+
+    Each epoch holds every sample once.
+    """
     epochs, offsets = np.divmod(positions.ravel(), num_samples)
     ids = np.empty_like(offsets)
     for epoch in np.unique(epochs):
@@ -60,10 +68,10 @@ def sample_ids(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDA
 def micro_batch_positions(
     consumed_samples: int, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> NDArray[np.int64]:
-    """Positions [micro-batches, micro_batch_size] of one dp rank in the step that starts after `consumed_samples`.
+    """Return the positions [micro-batches, micro_batch_size] of one dp rank in the step after `consumed_samples`.
 
-    The step is [consumed, consumed + global_batch_size). Its micro-batches are dealt in turns: of dp_size ranks, rank i
-    takes the i-th, then the i + dp_size-th, and so on. If they do not divide evenly, the last ranks have one fewer.
+    The step is [consumed_samples, consumed_samples + global_batch_size). Its micro-batches are dealt in turns: rank i
+    takes the i-th, then the (i + dp_size)-th, and so on. If they do not divide evenly, the last ranks have one fewer.
     """
     step = consumed_samples + np.arange(global_batch_size, dtype=np.int64)
     return step.reshape(-1, micro_batch_size)[dp_rank::dp_size]

@@ -1,7 +1,7 @@
-"""What is done with .bin/.idx pairs as a whole: put together, shuffled, split, described and verified.
+"""Operations on whole .bin/.idx pairs: join, shuffle, deduplicate, merge, split, describe and verify.
 
-`PREFIX.json` beside a pair (its sidecar) says what made it: tokenizer, end-of-document id, sources, counts, and hashes
-of the pair itself. Training does not need it.
+The sidecar of a pair is the file `PREFIX.json` beside it. It says what made the pair: tokenizer, end-of-document id,
+sources and counts. It also holds hashes of the pair's two files. Training does not need it.
 """
 
 import hashlib
@@ -20,22 +20,24 @@ from megapar.data.order import permute
 from megapar.errors import ConfigError, DataError
 from megapar.files import write_json
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 20  # bytes hashed, tokens checked, or documents checked at a time; it bounds the memory
 _GATHERED = 1 << 10  # documents fetched at a time
-_HASHES = 1 << 24  # compared at a time when duplicates are looked for: 400 MB
+_HASHES = 1 << 24  # hashes compared at a time in a search for duplicates; they take 400 MB of memory
 PARTS = ("train", "validation", "test")
 
 
 def join(
     parts: Sequence[Path], output: Path, dtype: np.dtype, *, shuffle: int | None = None, deduplicate: bool = False
 ) -> tuple[int, int]:
-    """Write the documents of `parts` one after the other, or shuffled; returns how many, and how many tokens.
+    """Write the documents of `parts` to the pair `output` and return the numbers of its documents and tokens.
 
-    `deduplicate` leaves out each document whose hash an earlier one has; PART.hash holds 16 bytes a document. The order
-    that `shuffle` names is a keyed permutation of those that stay; documents are then fetched one by one.
+    Documents keep their order, unless `shuffle` is given. It is the key of a permutation of the documents that stay.
+    With `deduplicate`, a document is left out if an earlier one has the same hash. The file PART.hash holds 16 bytes
+    for each document of a part.
     """
     with IndexedWriter(output, dtype) as writer:
         if shuffle is None and not deduplicate:
+            # The order of the files is kept, so large blocks are copied. The other branch fetches document by document.
             for part in parts:
                 writer.extend(IndexedDataset(part))
         else:
@@ -50,25 +52,32 @@ def join(
 
 
 def _order(kept: NDArray[np.int64], shuffle: int | None) -> Iterator[NDArray[np.int64]]:
+    """Yield the numbers of the documents in `kept`, in the order in which they are written, block by block."""
     for first in range(0, len(kept), _GATHERED):
         block = np.arange(first, min(first + _GATHERED, len(kept)))
-        yield kept[block if shuffle is None else permute(block, len(kept), (shuffle, 0, 1))]
+        if shuffle is not None:
+            block = permute(block, len(kept), (shuffle, 0, 1))
+        yield kept[block]
 
 
 def _gather(
     datasets: Sequence[IndexedDataset], order: Iterator[NDArray[np.int64]]
 ) -> Iterator[list[NDArray[np.integer]]]:
+    """Yield the tokens of the documents in each block of `order`. Document numbers run through all `datasets`."""
     starts = np.cumsum([0, *map(len, datasets)])
     for block in order:
-        which = np.searchsorted(starts, block, "right") - 1
-        yield [datasets[part].document(at) for part, at in zip(which, block - starts[which], strict=True)]
+        part_of = np.searchsorted(starts, block, "right") - 1
+        inside = block - starts[part_of]
+        yield [datasets[part].document(at) for part, at in zip(part_of, inside, strict=True)]
 
 
 def first_occurrences(paths: Sequence[Path]) -> NDArray[np.int64]:
-    """Numbers of the hashes, two 64-bit words each, that none before them in `paths` equals.
+    """Return the numbers of the hashes in the files `paths` that equal no earlier hash, in ascending order.
 
-    In several rounds over the files if there are many, each for a share of all values, so that memory stays bounded.
+    A hash is two 64-bit words. Hashes are counted from 0 through all files.
     """
+    # The files are read several times if they hold many hashes. Each round compares a share of all values, so that
+    # memory stays bounded. Equal hashes have equal first words, so they meet in the same round.
     total = sum(path.stat().st_size for path in paths) // 16
     rounds = np.uint64(total // _HASHES + 1)
     stays = np.ones(total, bool)
@@ -78,13 +87,13 @@ def first_occurrences(paths: Sequence[Path]) -> NDArray[np.int64]:
         values = []
         for path in paths:
             words = np.fromfile(path, "<u8").reshape(-1, 2)
-            mine = np.flatnonzero(words[:, 0] % rounds == number)
-            ids.append(first + mine)
-            values.append(words[mine])
+            in_this_round = np.flatnonzero(words[:, 0] % rounds == number)
+            ids.append(first + in_this_round)
+            values.append(words[in_this_round])
             first += len(words)
         index = np.concatenate(ids)
         words = np.concatenate(values)
-        by_value = np.lexsort((words[:, 1], words[:, 0]))  # stable: equal ones stay in their order
+        by_value = np.lexsort((words[:, 1], words[:, 0]))  # stable, so the first of equal hashes is the earliest
         again = (words[by_value[1:]] == words[by_value[:-1]]).all(axis=1)
         stays[index[by_value[1:][again]]] = False
     return np.flatnonzero(stays)
@@ -95,71 +104,86 @@ def sidecar_path(prefix: str | Path) -> Path:
 
 
 def write_sidecar(prefix: str | Path, facts: dict[str, Any]) -> None:
-    """Write `facts` and the hashes of the pair."""
+    """Write the sidecar of the pair `prefix`: `facts` and the SHA-256 of the pair's files.
+
+    The pair must be complete, since its files are read here.
+    """
     hashes = {name: sha256(Path(f"{prefix}.{name}")) for name in ("bin", "idx")}
     write_json(sidecar_path(prefix), facts | {"sha256": hashes})
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
-    """None if there is none. Raises DataError if it is not one of `write_sidecar`."""
+    """Return the sidecar of the pair `prefix`, or None if there is none.
+
+    Raises DataError if the file was not written by `write_sidecar`.
+    """
     path = sidecar_path(prefix)
     if not path.is_file():
         return None
     try:
-        facts = json.loads(path.read_bytes())
+        sidecar = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not the description of a .bin/.idx pair: {error}") from error
-    if not isinstance(facts, dict):
+    if not isinstance(sidecar, dict):
         raise DataError(f"{path}: not the description of a .bin/.idx pair: no JSON object")
-    missing = {"documents", "tokens", "tokenizer", "append_eod", "sources", "sha256"} - set(facts)
+    missing = {"documents", "tokens", "tokenizer", "append_eod", "sources", "sha256"} - set(sidecar)
     if missing:
         raise DataError(f"{path}: not the description of a .bin/.idx pair: no {', '.join(sorted(missing))}")
-    tokenizer = facts["tokenizer"]
+    tokenizer = sidecar["tokenizer"]
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("sha256"), str) or "spec" not in tokenizer:
         raise DataError(f"{path}: not the description of a .bin/.idx pair: tokenizer has no spec and sha256")
-    return facts
+    return sidecar
 
 
 def merge_prepared(prefixes: Sequence[Path], output: Path) -> IndexedDataset:
-    """Concatenate pairs, in the order given, and their sidecars if all have one.
+    """Concatenate the pairs `prefixes`, in the order given, into the pair `output` and return it.
 
-    Raises DataError for pairs of different tokenizers, or if only some end their documents.
+    The output gets a sidecar if every input has one. Raises DataError if the sidecars name different tokenizers, or if
+    only some of the pairs end their documents.
     """
-    known = [facts for prefix in prefixes if (facts := read_sidecar(prefix))]
-    if len(known) < len(prefixes):
-        known = []
-    for prefix, facts in zip(prefixes, known, strict=False):
+    sidecars = []
+    for prefix in prefixes:
+        sidecar = read_sidecar(prefix)
+        if sidecar:
+            sidecars.append(sidecar)
+    if len(sidecars) < len(prefixes):
+        # Pairs of Megatron-LM have no sidecar. What is unknown of one pair is unknown of the whole.
+        sidecars = []
+    for prefix, sidecar in zip(prefixes, sidecars, strict=False):
         for name in ("tokenizer", "append_eod"):
-            if _essence(facts[name]) != _essence(known[0][name]):
+            if _without_location(sidecar[name]) != _without_location(sidecars[0][name]):
                 raise DataError(
-                    f"{prefix} was made with {name} {facts[name]}, {prefixes[0]} with {known[0][name]}: "
+                    f"{prefix} was made with {name} {sidecar[name]}, {prefixes[0]} with {sidecars[0][name]}: "
                     "merge files of one tokenizer"
                 )
+    # The old sidecar goes before the pair changes: a kill in between must not leave it beside another pair.
     sidecar_path(output).unlink(missing_ok=True)
     merge(prefixes, output)
     dataset = IndexedDataset(output)
-    if known:
-        facts = {"documents": len(dataset), "tokens": len(dataset.tokens), "merged": list(map(str, prefixes))}
-        same = {name: known[0][name] for name in ("tokenizer", "append_eod")}
-        write_sidecar(output, facts | same | {"sources": [source for each in known for source in each["sources"]]})
+    if sidecars:
+        counts = {"documents": len(dataset), "tokens": len(dataset.tokens), "merged": list(map(str, prefixes))}
+        same = {name: sidecars[0][name] for name in ("tokenizer", "append_eod")}
+        sources = [source for sidecar in sidecars for source in sidecar["sources"]]
+        write_sidecar(output, counts | same | {"sources": sources})
     return dataset
 
 
-def _essence(value: Any) -> Any:
-    """A tokenizer may have stood elsewhere when other pairs were made."""
+def _without_location(value: Any) -> Any:
+    """Return a sidecar's value without the tokenizer's path: the same file may have stood elsewhere on another day."""
     return {**value, "spec": ""} if isinstance(value, dict) else value
 
 
 def split(prefix: Path, output: Path, fractions: Sequence[float]) -> dict[str, IndexedDataset]:
-    """Cut a pair by documents, in their order, into OUTPUT_train, OUTPUT_validation and, for a third, OUTPUT_test.
+    """Cut the pair `prefix` into OUTPUT_train, OUTPUT_validation and, if there are three fractions, OUTPUT_test.
 
-    Shares are those of `fractions`, boundaries rounded to the nearest document, as Megatron-LM does. Raises ConfigError
-    for other fractions and DataError if a part would have no document.
+    Returns the new pairs by the names train, validation and test. Documents keep their order. `fractions` need not sum
+    to 1. Boundaries are rounded to the nearest document, as in Megatron-LM.
+    Raises ConfigError unless there are two or three positive fractions, and DataError if a part would have no document.
     """
     if not 2 <= len(fractions) <= 3 or not all(0 < share < math.inf for share in fractions):
         raise ConfigError(f"--fractions {' '.join(map(str, fractions))}: give two or three positive numbers")
     dataset = IndexedDataset(prefix)
-    facts = read_sidecar(prefix)
+    sidecar = read_sidecar(prefix)
     edges = [round(float(edge)) for edge in np.cumsum([0.0, *fractions]) / math.fsum(fractions) * len(dataset)]
     made = {}
     for name, first, last in zip(PARTS, edges, edges[1:], strict=False):
@@ -170,42 +194,47 @@ def split(prefix: Path, output: Path, fractions: Sequence[float]) -> dict[str, I
         with IndexedWriter(part, dataset.dtype) as writer:
             writer.extend(dataset, first, last)
         made[name] = IndexedDataset(part)
-        if facts:
-            same = {name: facts[name] for name in ("tokenizer", "append_eod", "sources")}
+        if sidecar:
+            same = {name: sidecar[name] for name in ("tokenizer", "append_eod", "sources")}
             counts = {"documents": last - first, "tokens": len(made[name].tokens)}
             write_sidecar(part, counts | {"part": f"documents {first} to {last - 1} of {prefix}"} | same)
     return made
 
 
 def verify(prefix: Path, *, full: bool = False, vocab_size: int | None = None) -> IndexedDataset:
-    """Open a pair, which checks sizes, pointers and boundaries, and compare it with its sidecar.
+    """Open a pair, compare it with its sidecar if there is one, and return it.
 
-    `full` reads all of it too: hashes, ids against the vocabulary (of the sidecar, unless given), ends of documents.
-    Raises DataError, naming file, document and offset.
+    Opening checks sizes, pointers and boundaries. `full` also reads all tokens: it compares the hashes of the files, it
+    compares ids with `vocab_size` (by default the sidecar's), and it checks the ends of documents.
+    Raises DataError that names file, document and offset.
     """
     dataset = IndexedDataset(prefix)
-    facts = read_sidecar(prefix)
-    if facts:
-        for name, found in (("documents", len(dataset)), ("tokens", len(dataset.tokens))):
-            if facts[name] != found:
-                raise DataError(f"{prefix}: {found} {name}, but {sidecar_path(prefix)} says {facts[name]}: not a pair")
-        vocab_size = vocab_size or facts["tokenizer"]["vocab_size"]
+    sidecar = read_sidecar(prefix)
+    if sidecar:
+        for name, count in (("documents", len(dataset)), ("tokens", len(dataset.tokens))):
+            if sidecar[name] != count:
+                stated = f"{sidecar_path(prefix)} says {sidecar[name]}"
+                raise DataError(f"{prefix}: {count} {name}, but {stated}: not a pair")
+        vocab_size = vocab_size or sidecar["tokenizer"]["vocab_size"]
     if not full:
         return dataset
-    for name, expected in (facts["sha256"] if facts else {}).items():
-        if (digest := sha256(Path(f"{prefix}.{name}"))) != expected:
+    hashes = sidecar["sha256"] if sidecar else {}
+    for name, expected in hashes.items():
+        digest = sha256(Path(f"{prefix}.{name}"))
+        if digest != expected:
             raise DataError(
                 f"{prefix}.{name}: SHA-256 {digest[:16]}..., but {sidecar_path(prefix)} says {expected[:16]}...: the "
                 "file was changed or damaged"
             )
     if vocab_size:
         _verify_ids(dataset, vocab_size)
-    if facts and facts["append_eod"]:
-        _verify_ends(dataset, facts["tokenizer"]["eod"])
+    if sidecar and sidecar["append_eod"]:
+        _verify_ends(dataset, sidecar["tokenizer"]["eod"])
     return dataset
 
 
 def _verify_ids(dataset: IndexedDataset, vocab_size: int) -> None:
+    """Raise DataError for the first token id that is not in range(vocab_size)."""
     for first in range(0, len(dataset.tokens), _BLOCK):
         block = dataset.tokens[first : first + _BLOCK]
         if block.min() < 0 or block.max() >= vocab_size:
@@ -218,6 +247,7 @@ def _verify_ids(dataset: IndexedDataset, vocab_size: int) -> None:
 
 
 def _verify_ends(dataset: IndexedDataset, eod: int) -> None:
+    """Raise DataError for the first document whose last token is not `eod`."""
     for first in range(0, len(dataset), _BLOCK):
         stops = dataset.document_indices[first + 1 : first + 1 + _BLOCK] - 1
         last_tokens = dataset.tokens[dataset.pointers[stops] // dataset.dtype.itemsize + dataset.lengths[stops] - 1]
@@ -230,9 +260,14 @@ def _verify_ends(dataset: IndexedDataset, eod: int) -> None:
 
 
 def sha256(path: Path, stop: threading.Event | None = None) -> str:
-    """Hash of a file; worthless once `stop` is set, which ends the reading."""
+    """Return the SHA-256 of a file.
+
+    Once `stop` is set, reading ends early and the result means nothing.
+    """
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while (block := file.read(_BLOCK)) and not (stop and stop.is_set()):
+        while block := file.read(_BLOCK):
+            if stop and stop.is_set():
+                break
             digest.update(block)
     return digest.hexdigest()

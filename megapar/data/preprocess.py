@@ -1,10 +1,11 @@
-"""Text files to token files, on several processes; a run that was killed goes on where it stood.
+"""Preprocessing: text files become token files, on several processes. A run that was killed can be continued.
 
-The input is cut into shards (megapar.data.corpus). A worker takes one at a time, tokenizes it in batches and leaves a
-part in the folder OUTPUT.parts: a .bin/.idx pair, hashes of the texts if duplicates are to go, and a .json that comes
-last and says that the part is whole. A part is named after all that decides its bytes, so whoever finds one need not
-make it. In the end the parts are joined in the order of the input (megapar.data.prepared), whoever made them and when.
-Memory does not grow with the text: a batch in each worker, and tens of bytes a document while parts are joined.
+The input is cut into shards (megapar.data.corpus). A worker takes one shard at a time, tokenizes it in batches and
+leaves a part in the folder OUTPUT.parts. A part is a .bin/.idx pair, a .hash file with hashes of the texts if documents
+are deduplicated, and a .json file. The .json file is written last and says that the part is whole.
+The name of a part is a hash of everything that decides its bytes. So a part that is already there need not be made
+again. In the end the parts are joined in the order of the input (megapar.data.prepared).
+Memory does not grow with the text. Each worker holds one batch, and joining takes tens of bytes a document.
 """
 
 import hashlib
@@ -32,14 +33,14 @@ from megapar.data.workers import run, worker_pool
 from megapar.errors import ConfigError, DataError, storing
 
 _PARTS_VERSION = 1  # raise it when the same input would give other parts
-_BATCH_BYTES = 1 << 20
-_SHARD_BYTES = 1 << 22  # more for large inputs: some thousand parts, not millions
-_NAMED = 100  # bad documents whose places the sidecar names; all are counted
+_BATCH_BYTES = 1 << 20  # characters of text in a batch, about
+_SHARD_BYTES = 1 << 22  # larger inputs have larger shards, so that there are some thousand parts and not millions
+_NAMED = 100  # the sidecar says where the first bad documents are; all are counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Reading):
-    """What the output depends on, beside the input."""
+    """All options that the output depends on, besides the input."""
 
     tokenizer: str
     """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
@@ -55,7 +56,12 @@ class Recipe(Reading):
 
 @dataclass
 class Counts:
-    """What came of some input: `num_bytes` of its files, `empty` documents left out, `bad` ones left out or mended."""
+    """Counts of some input and its output.
+
+    `documents` and `tokens` are written, and `text_bytes` are the UTF-8 bytes of these documents. `num_bytes` of the
+    input files were read. `empty` documents were left out. `bad` counts the documents that were left out or mended, by
+    reason.
+    """
 
     documents: int = 0
     tokens: int = 0
@@ -73,7 +79,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Shard:
-    """Spans whose documents become the part `name`."""
+    """The spans whose documents become the part `name`."""
 
     spans: list[Span]
     name: str
@@ -81,7 +87,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Part:
-    """What NAME.json says of a finished part: `lines` of each span, and `bad` as (span, number, offset, reason)."""
+    """The content of NAME.json, which describes a finished part.
+
+    `lines` is the number of lines in each span. `bad` holds (span, number, offset, reason) of the first bad documents.
+    """
 
     counts: Counts
     lines: list[int]
@@ -97,11 +106,12 @@ def preprocess(
     workers: int = 1,
     on_progress: Callable[[Counts], None] = lambda counts: None,
 ) -> dict[str, Any]:
-    """Tokenize `inputs` (see `find_files`) into the .bin/.idx pair `output`, one sequence a document, and its sidecar.
+    """Tokenize `inputs` (see `find_files`) into the .bin/.idx pair `output`, and write and return its sidecar.
 
-    Returns the sidecar. Documents without text are left out and counted. `on_progress` first hears what an earlier run
-    has left. Raises ConfigError or DataError for options or input that cannot be used, naming file, line and byte; then
-    no output appears, and OUTPUT.parts keeps what is done.
+    Each document is one sequence. Documents without text are left out and counted.
+    `on_progress` is called with the counts so far. The first call has the counts of parts that an earlier run left.
+    Raises ConfigError or DataError for options or input that cannot be used. The message names file, line and byte. No
+    output appears then, and OUTPUT.parts keeps the finished parts.
     """
     if workers < 1 or (recipe.shuffle or 0) < 0:
         raise ConfigError(
@@ -116,7 +126,8 @@ def preprocess(
         done = Counts()
         todo = []
         for shard in shards:
-            if part := _finished(folder, shard, recipe):
+            part = _finished(folder, shard, recipe)
+            if part:
                 done.add(part.counts)
             else:
                 todo.append(shard)
@@ -131,8 +142,10 @@ def preprocess(
             _remove_parts(folder)
             raise DataError(f"{', '.join(map(str, inputs))}: 0 tokens: no document has any text")
         facts["sources"] = [{"path": str(path), "sha256": digest} for path, digest in hashes.result().items()]
+        # Shards may have been read from different versions of a file. No single text would give such an output.
         if _versions(files) != versions:
             raise DataError(f"{', '.join(map(str, inputs))}: changed while they were read; run it again")
+        # The old sidecar goes before the pair changes: a kill in between must not leave it beside another pair.
         sidecar_path(output).unlink(missing_ok=True)
         names = [folder / shard.name for shard in shards]
         dtype = token_dtype(tokenizer.vocab_size)
@@ -145,7 +158,7 @@ def preprocess(
 
 
 def read_documents(inputs: Sequence[Path], reading: Reading | None = None) -> Iterator[str]:
-    """The documents of `inputs` as `preprocess` sees them, one after the other."""
+    """Yield the documents of `inputs` as `preprocess` reads them, one after the other."""
     reading = reading or Reading()
     for spans in cut(find_files(inputs), reading, _SHARD_BYTES):
         for span in spans:
@@ -153,14 +166,20 @@ def read_documents(inputs: Sequence[Path], reading: Reading | None = None) -> It
 
 
 def _versions(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
-    """Size and time of change of each file."""
-    return {path: (stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]}
+    """Return size in bytes and time of change in ns of each file."""
+    versions = {}
+    for path in files:
+        stat = path.stat()
+        versions[path] = (stat.st_size, stat.st_mtime_ns)
+    return versions
 
 
 def _shards(
     files: Sequence[Path], recipe: Recipe, tokenizer: Tokenizer, versions: dict[Path, tuple[int, int]]
 ) -> Iterator[Shard]:
+    """Yield the shards of `files`. The name of each is a hash of everything that decides the bytes of its part."""
     total = sum(size for size, _ in versions.values())
+    # Large inputs have 2,048 to 4,096 shards, until a shard would be larger than 1 GiB.
     shard_bytes = max(_SHARD_BYTES, 1 << min((total // 4096).bit_length(), 30))
     common = [_PARTS_VERSION, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod, recipe.append_eod]
     common += [recipe.text_field, recipe.text_lines, recipe.deduplicate, recipe.special_tokens]
@@ -170,24 +189,31 @@ def _shards(
 
 
 def _finished(folder: Path, shard: Shard, recipe: Recipe) -> Part | None:
-    """The part, if it is there as `recipe` wants it: one without bad documents serves however they are to be met."""
+    """Return the shard's part if an earlier run left it in `folder` and `recipe` can use it."""
     if not Path(f"{folder / shard.name}.json").is_file():
         return None
     part = _read_part(folder / shard.name)
-    return part if not part.counts.bad or part.on_bad_line == recipe.on_bad_line else None
+    # `on_bad_line` is not in the part's name: a part without bad documents is the same under each of its values.
+    if part.counts.bad and part.on_bad_line != recipe.on_bad_line:
+        return None
+    return part
 
 
 def _read_part(name: Path) -> Part:
+    """Return the description of a finished part. Raises DataError if the file is not one."""
     path = Path(f"{name}.json")
     try:
-        facts = json.loads(path.read_bytes())
-        return Part(**facts | {"counts": Counts(**facts["counts"])})
+        fields = json.loads(path.read_bytes())
+        return Part(**fields | {"counts": Counts(**fields["counts"])})
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: not what an earlier run has left; remove {path.parent}") from error
 
 
 def _facts(shards: list[Shard], parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The sidecar but for what is known later."""
+    """Return the sidecar without its sources and hashes, which are known later.
+
+    The numbers of documents and tokens are those before deduplication.
+    """
     total = Counts()
     places = list[str]()
     lines_before = 0
@@ -195,21 +221,24 @@ def _facts(shards: list[Shard], parts: list[Part], recipe: Recipe, tokenizer: To
         total.add(part.counts)
         bad = deque(part.bad)
         for number, (span, lines) in enumerate(zip(shard.spans, part.lines, strict=True)):
-            lines_before = lines_before if span.start else 0
+            if not span.start:
+                lines_before = 0  # a new file begins
             while bad and bad[0][0] == number:
                 _, line, offset, reason = bad.popleft()
                 places.append(f"{Place(span, line, offset).describe(lines_before)}: {reason}")
             lines_before += lines
+    described: dict[str, Any] = {
+        "spec": recipe.tokenizer,
+        "sha256": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+    }
+    if recipe.special_tokens == "parse":  # only then, so that sidecars of earlier versions describe the same tokenizer
+        described["special_tokens"] = "parse"
     return {
         "documents": total.documents,
         "tokens": total.tokens,
-        "tokenizer": {
-            "spec": recipe.tokenizer,
-            "sha256": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod,
-            **({"special_tokens": "parse"} if recipe.special_tokens == "parse" else {}),
-        },
+        "tokenizer": described,
         "append_eod": recipe.append_eod,
         "shuffle": recipe.shuffle,
         "deduplicate": recipe.deduplicate,
@@ -222,7 +251,10 @@ def _facts(shards: list[Shard], parts: list[Part], recipe: Recipe, tokenizer: To
 
 @contextmanager
 def _parts_folder(folder: Path) -> Iterator[None]:
-    """A folder for parts, without the drafts of workers that were killed; it goes if no part is left in it."""
+    """Make the folder for parts, and remove it after the block if no part is left in it.
+
+    Drafts that killed workers left are removed before and after the block.
+    """
 
     def remove_drafts() -> None:
         for draft in folder.glob("draft-*"):
@@ -240,26 +272,34 @@ def _parts_folder(folder: Path) -> Iterator[None]:
 
 
 def _remove_parts(folder: Path) -> None:
-    """Of an input without text: another run could make nothing of them."""
+    """Remove all parts of an input without text. Another run could not use them."""
     for path in folder.iterdir():
         path.unlink()
 
 
 @contextmanager
 def _hashing(files: Iterable[Path]) -> Iterator[Future[dict[Path, str]]]:
-    """SHA-256 of each file, computed while the block runs; given up if it ends early."""
+    """Yield the future SHA-256 of each file, computed by a thread while the block runs.
+
+    The thread gives up when the block ends.
+    """
     stop = threading.Event()
+
+    def hash_all() -> dict[Path, str]:
+        return {path: sha256(path, stop) for path in files if not stop.is_set()}
+
     with ThreadPoolExecutor(1) as thread:
         try:
-            yield thread.submit(lambda: {path: sha256(path, stop) for path in files if not stop.is_set()})
+            yield thread.submit(hash_all)
         finally:
-            stop.set()
+            stop.set()  # an error in the block must not wait until a large input has been read
 
 
 def _make_part(
     tokenizer: Tokenizer, recipe: Recipe, folder: Path, shard: Shard, report: Callable[[Counts], None]
 ) -> None:
-    """Write the part of a shard under a name of its own, then give it its name; `report` hears how far it is."""
+    """Write the part of a shard as a draft, then rename it. `report` gets the counts of each batch."""
+    # The process id keeps drafts apart from those of workers that were killed.
     draft = folder / f"draft-{shard.name}-{os.getpid()}"
     hashes = bytearray()
     total = Counts()
@@ -281,17 +321,20 @@ def _make_part(
         bad.add(Counts(bad=reader.bad.counts))
     total.add(bad)
     report(bad)
-    places = [(i, at.number, at.offset, why) for i, reader in enumerate(readers) for at, why in reader.bad.first]
+    places = []
+    for number, reader in enumerate(readers):
+        places += [(number, place.number, place.offset, reason) for place, reason in reader.bad.first]
     part = Part(total, [reader.lines for reader in readers], places[:_NAMED], recipe.on_bad_line)
     with storing(folder / shard.name):
         Path(f"{draft}.hash").write_bytes(hashes)
         Path(f"{draft}.json").write_text(json.dumps(asdict(part)))
+        # The .json comes last, since it says that the part is whole.
         for suffix in ("bin", "idx", "hash", "json"):
             Path(f"{draft}.{suffix}").replace(f"{folder / shard.name}.{suffix}")
 
 
 def _batches(readers: Iterable[SpanReader]) -> Iterator[tuple[list[tuple[Place, str]], int]]:
-    """Documents of about a MiB together, and how many bytes of the files were read so far."""
+    """Yield batches of documents with about 2^20 characters, and the bytes of the spans read so far."""
     documents = list[tuple[Place, str]]()
     size = 0
     before = 0
@@ -310,8 +353,9 @@ def _batches(readers: Iterable[SpanReader]) -> Iterator[tuple[list[tuple[Place, 
 def encode(
     documents: Sequence[tuple[Place, str]], tokenizer: Tokenizer, recipe: Recipe
 ) -> tuple[NDArray[np.int64], list[int], list[str]]:
-    """Tokens of the documents one after the other, the length of each, and their texts; those without tokens left out.
+    """Return the tokens of the documents one after the other, the length of each in tokens, and their texts.
 
+    Documents without tokens are left out. Lengths include the end-of-document token if the recipe appends one.
     Raises DataError for a text that the tokenizer refuses, and for an id outside its vocabulary.
     """
     pieces = list[NDArray[np.integer]]()
@@ -327,7 +371,7 @@ def encode(
             pieces += [ids, end]
             lengths.append(len(ids) + len(end))
             kept.append((place, text))
-    tokens = np.concatenate([end[:0], *pieces])
+    tokens = np.concatenate([end[:0], *pieces])  # the empty piece makes the dtype int64, and allows no documents at all
     if tokens.size and (tokens.min() < 0 or tokens.max() >= tokenizer.vocab_size):
         at = int(((tokens < 0) | (tokens >= tokenizer.vocab_size)).argmax())
         document = int(np.searchsorted(np.cumsum(lengths), at, "right"))
@@ -339,7 +383,7 @@ def encode(
 
 
 def _work(recipe: Recipe, folder: Path) -> Callable[[Shard, Callable[[Counts], None]], None]:
-    """What a worker does with a shard. Called in the worker, which alone needs the tokenizer."""
+    """Return the function that makes a shard's part. It is called in the worker, so each loads its own tokenizer."""
     return partial(_make_part, _tokenizer(recipe), recipe, folder)
 
 

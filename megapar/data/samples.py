@@ -1,5 +1,7 @@
-"""How the tokens of samples become what a model trains on: documents apart or in a row, some of them with the middle
-moved to the end."""
+"""Micro-batches out of the tokens of samples.
+
+Documents of a sample may be trained apart or in a row. In some of them the middle may be moved to the end.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +15,11 @@ from torch import Tensor
 from megapar.batch import MicroBatch
 from megapar.data.order import mix64
 
-SHORTEST = 8  # tokens: shorter documents keep their order
+SHORTEST = 8  # tokens; a shorter document keeps its order, whatever `fim_rate` says
 
 
 class MiddleTokens(NamedTuple):
-    """Ids that mark the parts of a document whose middle is to be filled in."""
+    """The token ids that mark prefix, suffix and middle of a document whose middle is to be filled in."""
 
     prefix: int
     suffix: int
@@ -26,8 +28,12 @@ class MiddleTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Treatment:
-    """What is done to the documents of samples: `apart`, they do not attend to each other and their boundaries weigh
-    nothing; a share `fim_rate` of them has its middle moved, keyed by `seed` and position in the run."""
+    """How the documents of samples are treated.
+
+    `apart`: documents do not attend to each other, and the step over a boundary has no weight in the loss.
+    `fim_rate`: the share of documents whose middle is moved to the end (fill-in-the-middle), from 0 to 1. `marks` are
+    the token ids for it. Which documents are chosen is a function of `seed` and of the sample's position in the run.
+    """
 
     apart: bool = False
     fim_rate: float = 0.0
@@ -45,13 +51,17 @@ def micro_batch(
     starts: Sequence[Sequence[int]],
     treatment: Treatment,
 ) -> MicroBatch:
-    """Samples [b, seq_length + 1] at `positions` [b] of the run, whose documents begin at `starts` within each, as
-    inputs, targets and weights."""
+    """Return inputs, targets and weights, each [b, seq_length], of `samples` [b, seq_length + 1].
+
+    `positions` [b] are the samples' positions in the run. `starts` holds, for each sample, the positions within it at
+    which documents begin.
+    """
     length = samples.shape[1] - 1
     if treatment.fim_rate and treatment.marks:
         keys = mix64(np.array([treatment.seed], np.uint64)) ^ positions.astype(np.uint64)
         samples = fill_in_the_middle(samples, starts, keys, treatment.fim_rate, treatment.marks)
     return MicroBatch(
+        # The copies are contiguous, and share no memory with the caller's array.
         tokens_bs=torch.from_numpy(samples[:, :-1].copy()),
         targets_bs=torch.from_numpy(samples[:, 1:].copy()),
         weights_bs=weights(starts, length) if treatment.apart else torch.ones(len(samples), length),
@@ -67,16 +77,18 @@ def fill_in_the_middle(
     rate: float,
     marks: MiddleTokens,
 ) -> NDArray[np.int64]:
-    """Samples [n, tokens] in which a share `rate` of the documents became prefix, suffix, middle (or suffix, prefix,
-    middle, as often), each behind its mark: a model then learns to fill in (Bavarian et al., arXiv 2207.14255).
+    """Return `samples` [n, tokens] with the middle moved to the end in a share `rate` of the documents.
 
-    `starts` are where documents begin within each sample, from 0; a document gives three tokens before its last for
-    the marks, so that lengths stay and an end-of-document token does too. What happens to a document is a function of
-    its sample's key and its number alone.
+    Such a document becomes prefix, suffix, middle, or as often suffix, prefix, middle. Each part follows its mark. A
+    model then learns to fill in the middle (Bavarian et al., arXiv 2207.14255).
+    `starts` holds, for each sample, the positions within it at which documents begin. The first is 0.
+    What happens to a document is a function of its sample's key and its number within the sample alone.
     """
     samples = samples.copy()
     for sample, firsts, key in zip(samples, starts, mix64(keys.astype(np.uint64)), strict=True):
-        for number, (first, last) in enumerate(zip(firsts, [*firsts[1:], len(sample)], strict=True)):
+        lasts = [*firsts[1:], len(sample)]
+        for number, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
+            # Each document has four words of its own: whether it is changed, two cuts, and the order of the parts.
             bits: NDArray[np.uint64] = mix64(np.arange(4 * number, 4 * number + 4, dtype=np.uint64) + key)
             if last - first >= SHORTEST and int(bits[0]) < rate * 2.0**64:
                 sample[first:last] = _moved(sample[first:last], bits[1:], marks)
@@ -84,27 +96,39 @@ def fill_in_the_middle(
 
 
 def _moved(document: NDArray[np.int64], bits: NDArray[np.uint64], marks: MiddleTokens) -> NDArray[np.int64]:
+    """Return `document` with its middle moved to the end. `bits` are three random words."""
+    # Three tokens before the last one make room for the marks. So the document keeps its length, and its last token,
+    # which may be the end-of-document token.
     text = document[:-4]
     end = document[-1:]
-    one, two = sorted(int(b) % (len(text) + 1) for b in bits[:2])
-    prefix = text[:one]
-    middle = text[one:two]
-    suffix = text[two:]
-    before, after, fill = (np.array([mark]) for mark in marks)
+    first_cut, second_cut = sorted(int(b) % (len(text) + 1) for b in bits[:2])
+    prefix = text[:first_cut]
+    middle = text[first_cut:second_cut]
+    suffix = text[second_cut:]
+    prefix_mark, suffix_mark, middle_mark = (np.array([mark]) for mark in marks)
     if bits[2] & np.uint64(1):
-        return np.concatenate([before, prefix, after, suffix, fill, middle, end])
-    return np.concatenate([before, after, suffix, fill, prefix, middle, end])
+        return np.concatenate([prefix_mark, prefix, suffix_mark, suffix, middle_mark, middle, end])
+    return np.concatenate([prefix_mark, suffix_mark, suffix, middle_mark, prefix, middle, end])
 
 
 def packed_starts(starts: Sequence[Sequence[int]], length: int) -> Tensor:
-    """`MicroBatch.starts` of samples of `length` positions whose documents begin at `starts` within each (from 0)."""
-    places = [sample * length + first for sample, firsts in enumerate(starts) for first in firsts if first < length]
-    return torch.tensor([*places, len(starts) * length], dtype=torch.int32)
+    """Return `MicroBatch.starts`, int32, of samples of `length` positions.
+
+    `starts` holds, for each sample, the positions within it at which documents begin. The first is 0.
+    """
+    boundaries = []
+    for sample, firsts in enumerate(starts):
+        # A document may begin at the last token of a sample. That token is a target only, never an input.
+        boundaries += [sample * length + first for first in firsts if first < length]
+    return torch.tensor([*boundaries, len(starts) * length], dtype=torch.int32)
 
 
 def weights(starts: Sequence[Sequence[int]], length: int) -> Tensor:
-    """Loss weights [n, length] of samples that are separate documents: 0 where the target is the first token of the
-    next document, which the one before says nothing about."""
+    """Return the loss weights [n, length], fp32, of n samples whose documents are trained apart.
+
+    A weight is 0 where the target is the first token of the next document: the document before says nothing about it.
+    All other weights are 1.
+    """
     weights_bs = torch.ones(len(starts), length)
     for row, firsts in zip(weights_bs, starts, strict=True):
         row[[first - 1 for first in firsts if first > 0]] = 0.0

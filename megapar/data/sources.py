@@ -1,4 +1,4 @@
-"""Where samples come from: .bin/.idx pairs, Hugging Face datasets, or a synthetic language."""
+"""Sources of samples: .bin/.idx pairs, Hugging Face datasets, and a synthetic language."""
 
 import hashlib
 import os
@@ -16,12 +16,12 @@ from megapar.data.order import mix64, permute
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import ConfigError, DataError
 
-_SAMPLES = 64  # of a file, for its hash
-_SAMPLE_BYTES = 4096
+_SAMPLES = 64  # pieces of a file that its hash is made of
+_SAMPLE_BYTES = 4096  # the size of such a piece
 
 
 class Dataset(Protocol):
-    """Samples of seq_length + 1 tokens: inputs and, one to the right, targets."""
+    """Samples of seq_length + 1 tokens. All but the last are inputs, and all but the first are targets."""
 
     name: str
     shuffled: bool  # False: must be read in ascending order, as a stream is
@@ -29,24 +29,28 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens [len(ids), seq_length + 1] of the samples `ids`, whoever asks and however often."""
+        """Return the tokens [len(ids), seq_length + 1] of the samples `ids`. The same ids give the same tokens."""
         ...
 
     def starts(self, ids: NDArray[np.int64], samples: NDArray[np.int64]) -> list[list[int]]:
-        """Where documents begin within each of `samples`, which are the tokens of `ids`: 0 first."""
+        """Return the positions at which documents begin within each sample. The first is 0.
+
+        `samples` are the tokens that `read(ids)` returned.
+        """
         ...
 
     def fingerprints(self) -> Mapping[str, str]:
-        """A hash of the content of each file, which all ranks must agree on."""
+        """Return a hash of the content of each file, by its path. All ranks must have the same."""
         ...
 
 
 class ChunkDataset:
-    """Fixed-length pieces of a .bin/.idx pair: sample i is tokens [i*S, i*S + S] of the file, documents in a row.
+    """Fixed-length pieces of a .bin/.idx pair. Sample i is tokens [i*S, i*S + S] of the file, both ends included.
 
-    Neighbors share one token, the last target of one and first input of the next. `part` is the range of documents
-    that is read, as fractions of their number. Raises DataError if the files are damaged or hold no whole sample and,
-    while reading, for a token outside `vocab_size`.
+    Documents follow each other in a row. Neighboring samples share one token, which is the last target of one and the
+    first input of the next. `part` is the range of documents that is read, as fractions of their number.
+    Raises DataError if the files are damaged or hold no whole sample. `read` raises it for a token outside
+    `vocab_size`.
     """
 
     shuffled = True
@@ -56,14 +60,14 @@ class ChunkDataset:
         self.file = IndexedDataset(prefix)
         self.seq_length = seq_length
         self.vocab_size = vocab_size
-        first, last = (round(fraction * len(self.file)) for fraction in part)  # Megatron rounds its splits so
+        first, last = (round(fraction * len(self.file)) for fraction in part)  # as Megatron-LM rounds its splits
         self.first_token = self.file.document_start(first)
         tokens = self.file.document_start(last) - self.first_token
         self.num_samples = (tokens - 1) // seq_length
         if self.num_samples < 1:
-            where = "" if part == (0.0, 1.0) else f" in documents {first} to {last} (data.split)"
+            in_part = "" if part == (0.0, 1.0) else f" in documents {first} to {last} (data.split)"
             raise DataError(
-                f"{self.file.bin_path} holds {tokens} tokens{where}, a sample of train.seq_length={seq_length} "
+                f"{self.file.bin_path} holds {tokens} tokens{in_part}, a sample of train.seq_length={seq_length} "
                 f"needs {seq_length + 1}: add text or shorten the sequence"
             )
 
@@ -83,20 +87,24 @@ class ChunkDataset:
         return samples
 
     def starts(self, ids: NDArray[np.int64], samples: NDArray[np.int64]) -> list[list[int]]:
-        firsts = (self.first_token + ids * self.seq_length).tolist()
-        inner = (self.file.starts_between(first, first + self.seq_length + 1) for first in firsts)
-        return [[0, *(start - first for start in found)] for first, found in zip(firsts, inner, strict=True)]
+        # The index says where documents start. An end-of-document token would not: a file may lack it.
+        starts_of_samples = []
+        for first in (self.first_token + ids * self.seq_length).tolist():
+            inner = self.file.starts_between(first, first + self.seq_length + 1)
+            starts_of_samples.append([0, *(start - first for start in inner)])
+        return starts_of_samples
 
     def fingerprints(self) -> Mapping[str, str]:
         return self.file.fingerprints()
 
 
 class SyntheticDataset:
-    """Endless exercise without a file: tokens walk around one fixed cycle of ids, and a tenth of them jump.
+    """A synthetic language without a file. Tokens walk around one fixed cycle of ids, and a tenth of them jump.
 
-    What follows a token is thus learnable: the best loss is about 0.73 nats with 64 ids in the cycle, against
-    log(vocab_size) at the start. The cycle depends on `vocab_size` alone, a sample on (seed, id): train and validation
-    sets of different seeds are different walks of one language.
+    So a model can learn which token follows another. The best loss is about 0.73 nats with 64 ids in the cycle. The
+    loss before training is log(vocab_size).
+    The cycle depends on `vocab_size` alone, and a sample depends on (seed, id). So train and validation sets of
+    different seeds are different walks of one language.
     """
 
     name = "synthetic"
@@ -108,7 +116,7 @@ class SyntheticDataset:
         self.seed = seed
         self.num_samples = num_samples
         length = min(vocab_size, 64)
-        # Spread over the whole vocabulary, so that every tensor-parallel shard of it meets targets.
+        # The cycle is spread over the whole vocabulary, so that each tensor-parallel shard of it has targets.
         self.cycle = permute(np.arange(length), length, key=(0,)) * vocab_size // length
 
     def __len__(self) -> int:
@@ -119,6 +127,7 @@ class SyntheticDataset:
         keys = mix64(mix64(np.array([self.seed], np.uint64)) + ids.astype(np.uint64))
         bits = mix64(keys[:, None] + columns.astype(np.uint64))
         jumps = bits < np.uint64(self.jump_probability * 2**64)
+        # A token's id follows from the newest jump before it, so the walk needs no loop over positions.
         last_jump = np.maximum.accumulate(np.where(jumps, columns, 0), axis=1)
         landed = np.take_along_axis(mix64(bits), last_jump, axis=1) % np.uint64(len(self.cycle))
         return self.cycle[(landed.astype(np.int64) + columns - last_jump) % len(self.cycle)]
@@ -131,11 +140,12 @@ class SyntheticDataset:
 
 
 class StreamDataset:
-    """A Hugging Face `datasets` stream, tokenized while it is read, one document after the other, over and over.
+    """A Hugging Face `datasets` stream. It is tokenized while it is read, and starts over at its end.
 
-    Sample i is the i-th piece of the stream, in the stream's order: shuffle the files. Every rank reads all of the
-    stream, and one that starts in the middle, as a resumed run does, tokenizes what lies before: for trying out data,
-    and for small corpora. tools/preprocess_data.py is for the others.
+    Sample i is the i-th piece of the stream. The order is the stream's, so shuffle the files.
+    Every rank reads the whole stream. A reader that starts in the middle, as in a resumed run, tokenizes everything
+    before. So this class is for trying out data and for small corpora. For larger ones use tools/preprocess_data.py.
+    Raises DataError if the tokenizer has more ids than the model.
     """
 
     shuffled = False
@@ -151,12 +161,12 @@ class StreamDataset:
         self._next = 0
 
     def __len__(self) -> int:
-        return 1 << 62  # nobody knows how long a stream is; it starts over by itself
+        return 1 << 62  # the length of a stream is not known; it starts over by itself
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         samples = []
         for i in ids.tolist():
-            if i < self._next:
+            if i < self._next:  # a stream cannot go back
                 self._pieces = self._from_the_start()
                 self._next = 0
             samples.append(next(islice(self._pieces, i - self._next, None)))
@@ -170,47 +180,54 @@ class StreamDataset:
         return stream_fingerprints(self.name)
 
     def _from_the_start(self) -> Iterator[list[int]]:
+        """Yield the pieces of the stream from its first document on, without end."""
         tokens: list[int] = []
         while True:
             pieces = 0
             for number, row in enumerate(self._rows):
-                if not isinstance(text := row.get("text"), str):
+                text = row.get("text")
+                if not isinstance(text, str):
                     raise DataError(f"{self.name}: row {number} has no text, but {', '.join(row)}")
                 tokens += [*self.tokenizer.encode(text).tolist(), self.tokenizer.eod]
                 start = 0
                 while len(tokens) - start > self.seq_length:
                     yield tokens[start : start + self.seq_length + 1]
-                    start = start + self.seq_length
-                    pieces = pieces + 1
+                    start += self.seq_length  # neighbors share one token, as in ChunkDataset
+                    pieces += 1
                 del tokens[:start]
-            if not pieces:
+            if not pieces:  # the loop would never end
                 raise DataError(f"{self.name}: its text makes no sample of train.seq_length={self.seq_length}")
 
 
 def stream_fingerprints(spec: str) -> dict[str, str]:
-    """A hash of each local file of `hf:KIND:FILES`: its size and evenly spaced samples, so that it costs the same for
-    every size. Empty for what is not local, such as a dataset on the Hub."""
+    """Return a hash of each local file of `hf:KIND:FILES`, by its path.
+
+    The result is empty for what is not local, such as a dataset on the Hub.
+    """
     _, _, files = spec.removeprefix("hf:").partition(":")
-    found = {}
-    for path in sorted(glob(files, recursive=True)) if files else ():
-        if os.path.isfile(path):
-            found[path] = _file_hash(path)
-    return found
+    if not files:
+        return {}
+    return {path: _file_hash(path) for path in sorted(glob(files, recursive=True)) if os.path.isfile(path)}
 
 
 def _file_hash(path: str) -> str:
+    """Return a hash of a file's size and of evenly spaced pieces of it. Its cost is the same for every size."""
     size = os.path.getsize(path)
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
     with open(path, "rb") as file:
-        for place in range(_SAMPLES):
-            file.seek(max(size - _SAMPLE_BYTES, 0) * place // (_SAMPLES - 1))
+        for number in range(_SAMPLES):
+            file.seek(max(size - _SAMPLE_BYTES, 0) * number // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
 def hugging_face_rows(spec: str) -> Iterable[dict[str, Any]]:
-    """The rows of `hf:KIND:FILES`, local files of a kind that `datasets` reads (json, text, parquet), or of `hf:NAME`,
-    the train split of a dataset on the Hub or in a folder."""
+    """Return the rows of a Hugging Face dataset as a stream.
+
+    `hf:KIND:FILES` names local files of a kind that `datasets` reads (json, text, parquet). `hf:NAME` names the train
+    split of a dataset on the Hub or in a folder.
+    Raises ConfigError if `datasets` is not installed, DataError if it cannot open the dataset.
+    """
     try:
         import datasets
     except ImportError:
@@ -218,7 +235,7 @@ def hugging_face_rows(spec: str) -> Iterable[dict[str, Any]]:
     name, _, files = spec.removeprefix("hf:").partition(":")
     try:
         return datasets.load_dataset(name, data_files=files or None, split="train", streaming=True)
-    except Exception as error:  # whatever the library raises for what it cannot find or read
+    except Exception as error:  # the library has no common class for what it cannot find or read
         raise DataError(
             f"{spec}: datasets cannot open it ({type(error).__name__}: {' '.join(str(error).split())})"
         ) from error
@@ -227,8 +244,11 @@ def hugging_face_rows(spec: str) -> Iterable[dict[str, Any]]:
 def open_dataset(
     source: str, *, seq_length: int, vocab_size: int, seed: int, tokenizer: str, part: tuple[float, float] = (0.0, 1.0)
 ) -> Dataset:
-    """What an entry of `data.train` or `data.validation` names: a .bin/.idx prefix, `hf:...`, or `synthetic`, which
-    alone uses `seed`."""
+    """Open the source that an entry of `data.train` or `data.validation` names.
+
+    A source is a .bin/.idx prefix, `hf:...`, or `synthetic`. Only `synthetic` uses `seed`, only `hf:...` uses
+    `tokenizer`, and only a prefix uses `part`.
+    """
     if source == "synthetic":
         return SyntheticDataset(seq_length, vocab_size, seed)
     if source.startswith("hf:"):

@@ -1,4 +1,4 @@
-"""The grammar of data.train, data.stages and data.validation, and what of them cannot be."""
+"""The grammar of data.train, data.stages and data.validation, and the checks of the data options."""
 
 import math
 import os
@@ -13,7 +13,10 @@ _UNSPLIT = ("synthetic", "hf")  # sources without documents to split
 
 
 class Entry(NamedTuple):
-    """One entry of data.train: a source, and how much of it: a weight, or tokens of the run."""
+    """One entry of data.train: a source and its amount, which is a weight or a number of tokens of the run.
+
+    `amount` is None if the entry states none.
+    """
 
     source: str
     amount: float | None = None
@@ -21,7 +24,10 @@ class Entry(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Entry":
-        """SOURCE, WEIGHT:SOURCE or Ntokens:SOURCE; what stands before a colon and is no number belongs to SOURCE."""
+        """Parse SOURCE, WEIGHT:SOURCE or Ntokens:SOURCE.
+
+        Text before a colon that is no number belongs to SOURCE, as in hf:NAME.
+        """
         number, _, source = text.partition(":")
         try:
             amount = float(number.removesuffix("tokens"))
@@ -31,26 +37,33 @@ class Entry(NamedTuple):
 
 
 def blend_stages(config: Config) -> list[tuple[int, tuple[float, ...]]]:
-    """(first sample, weights of data.train's sources) for each mix of a validated config's run."""
+    """Return (first sample, weights of data.train's sources) for each stage of a validated config's blend."""
     entries = [Entry.parse(text) for text in config.data.train]
     return [(0, _weights(config, entries)), *map(_parse_stage, config.data.stages)]
 
 
 def validation_sets(config: Config) -> list[tuple[str, str]]:
-    """(name, source) of each of data.validation; a source without a name goes by its last part."""
-    matches = [(re.fullmatch(r"([\w.-]+)=(.+)", text), text) for text in config.data.validation]
-    return [(m[1], m[2]) if m else (re.split(r"[/:]", text)[-1], text) for m, text in matches]
+    """Return (name, source) of each entry of data.validation. Without a name, the last part of the source is it."""
+    sets = []
+    for text in config.data.validation:
+        match = re.fullmatch(r"([\w.-]+)=(.+)", text)
+        if match:
+            sets.append((match[1], match[2]))
+        else:
+            sets.append((re.split(r"[/:]", text)[-1], text))
+    return sets
 
 
 def data_problems(config: Config) -> Iterator[str]:
-    """A line for each problem of the options of `data`."""
+    """Yield a line for each problem of the options of `data`."""
     data = config.data
     entries = [Entry.parse(text) for text in data.train]
     if not entries:
         yield problem(config, "data.train", "0 entries; give a .bin/.idx prefix, a blend of them, or synthetic")
-    found = [_entry_problem(text, entry) for text, entry in zip(data.train, entries, strict=True)]
-    bad = [text for text in found if text]
+    checked = [_entry_problem(text, entry) for text, entry in zip(data.train, entries, strict=True)]
+    bad = [text for text in checked if text]
     bad += _named_twice([entry.source for entry in entries])
+    # Sums of weights say nothing while a single entry is wrong.
     yield from bad or [*_amounts_of_blend(config, entries), *_stages(config, entries)]
     names = [name for name, _ in validation_sets(config)]
     if len(set(names)) < len(names):
@@ -65,32 +78,37 @@ def data_problems(config: Config) -> Iterator[str]:
         yield problem(config, "data.fim_rate data.fim_tokens", text)
     elif config.model.vocab_size and any(token >= config.model.vocab_size for token in data.fim_tokens):
         yield problem(config, "data.fim_tokens model.vocab_size", "ids must lie within the vocabulary")
-    kind, _, file = data.tokenizer.partition(":")
-    if data.tokenizer != "bytes" and not (kind in ("spm", "hf", "tiktoken") and file):
+    prefix, _, file = data.tokenizer.partition(":")
+    if data.tokenizer != "bytes" and not (prefix in ("spm", "hf", "tiktoken") and file):
         text = "must be bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
         yield problem(config, "data.tokenizer", text)
 
 
 def _named_twice(sources: Sequence[str]) -> list[str]:
-    """A problem for each source that stands in data.train more than once, under other spellings too."""
+    """Return a problem for each source that is in data.train more than once, also under several spellings."""
     spellings: dict[str, list[str]] = {}
     for source in sources:
         spellings.setdefault(_one_spelling(source), []).append(source)
-    return [
-        f"data.train={names[0]}: named twice{'' if len(set(names)) == 1 else f', also as {names[1]}'}; "
-        "give it one weight, the sum"
-        for names in spellings.values()
-        if len(names) > 1
-    ]
+    problems = []
+    for names in spellings.values():
+        if len(names) > 1:
+            also = "" if len(set(names)) == 1 else f", also as {names[1]}"
+            problems.append(f"data.train={names[0]}: named twice{also}; give it one weight, the sum")
+    return problems
 
 
 def _one_spelling(source: str) -> str:
-    """The same text for two paths to one place, as far as they tell: links are not followed."""
-    kind, colon, path = source.rpartition(":") if source.startswith("hf:") else ("", "", source)
-    return f"{kind}{colon}{os.path.abspath(path)}"
+    """Return the same text for two paths to one file. Links are not followed."""
+    prefix = ""
+    path = source
+    if source.startswith("hf:"):
+        prefix, _, path = source.rpartition(":")
+        prefix = f"{prefix}:"
+    return f"{prefix}{os.path.abspath(path)}"
 
 
 def _entry_problem(text: str, entry: Entry) -> str:
+    """Return what is wrong with an entry of data.train by itself, or "" if nothing is. `text` is what was given."""
     if not entry.source:
         return f"data.train={text}: names no source; write {text}PREFIX"
     if entry.amount is None or (math.isfinite(entry.amount) and entry.amount >= 0):
@@ -99,6 +117,7 @@ def _entry_problem(text: str, entry: Entry) -> str:
 
 
 def _amounts_of_blend(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield the problems of data.train's weights or tokens as a whole. Each entry must be right by itself."""
     given = [entry for entry in entries if entry.amount is not None]
     open_entries = len(entries) - len(given)
     units = {entry.unit for entry in given}
@@ -111,24 +130,36 @@ def _amounts_of_blend(config: Config, entries: Sequence[Entry]) -> Iterator[str]
             yield problem(config, "data.train data.stages", "stages are weights; give data.train weights too")
         elif open_entries > 1:
             yield problem(config, "data.train", f"{open_entries} entries without tokens; one may take the rest")
-        elif tokens >= run if open_entries else abs(tokens - run) > 1e-6 * run:
+        elif _tokens_do_not_fit(tokens, run, has_rest=open_entries > 0):
             text = f"{tokens:,.0f} tokens, the run has {run:,}; give less, and one entry without a number for the rest"
             yield problem(config, "data.train train.steps", text)
     elif open_entries and len(entries) > 1:
         yield problem(config, "data.train", "a blend needs a weight for each source, such as 0.7:A 0.3:B")
-    elif entries and (text := _blend_problem(_weights(config, entries))):
-        yield problem(config, "data.train", text)
+    elif entries:
+        text = _blend_problem(_weights(config, entries))
+        if text:
+            yield problem(config, "data.train", text)
+
+
+def _tokens_do_not_fit(tokens: float, run: int, *, has_rest: bool) -> bool:
+    """Return whether `tokens` leave nothing for the entry that takes the rest or, without one, do not fill the run."""
+    if has_rest:
+        return tokens >= run
+    return abs(tokens - run) > 1e-6 * run  # the blend rounds weights to millionths
 
 
 def _blend_problem(weights: Sequence[float]) -> str:
+    """Return what is wrong with the weights of a stage, or "" if nothing is."""
     total = sum(weights)
     if not total > 0:
         return "the weights sum to 0"
-    small = any(0 < weight < 1e-6 * total for weight in weights)
-    return "a weight below a millionth of the sum would be rounded to nothing; use 0 or more" if small else ""
+    if any(0 < weight < 1e-6 * total for weight in weights):  # the blend rounds weights to millionths
+        return "a weight below a millionth of the sum would be rounded to nothing; use 0 or more"
+    return ""
 
 
 def _stages(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield the problems of data.stages, and of sources that no stage uses."""
     last = 0
     weighted = {entry.source for entry in entries if entry.amount != 0}
     for text in config.data.stages:
@@ -139,8 +170,10 @@ def _stages(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
             yield f"data.stages={text}: {len(weights)} weights for the {len(entries)} sources of data.train"
         elif not all(math.isfinite(w) and w >= 0 for w in weights):
             yield f"data.stages={text}: weights must be finite and at least 0"
-        elif wrong := _blend_problem(weights):
-            yield f"data.stages={text}: {wrong}"
+        else:
+            wrong = _blend_problem(weights)
+            if wrong:
+                yield f"data.stages={text}: {wrong}"
         last = max(first, last)
         weighted |= {entry.source for entry, weight in zip(entries, weights, strict=False) if weight > 0}
     for entry in entries:
@@ -149,7 +182,7 @@ def _stages(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def _parse_stage(text: str) -> tuple[int, tuple[float, ...]]:
-    """(first sample, weights); a first sample of -1 where the text cannot be read."""
+    """Return (first sample, weights) of an entry of data.stages. The first sample is -1 if the text cannot be read."""
     first, _, weights = text.partition(":")
     try:
         return int(first), tuple(map(float, weights.split(",")))
@@ -158,7 +191,8 @@ def _parse_stage(text: str) -> tuple[int, tuple[float, ...]]:
 
 
 def _weights(config: Config, entries: Sequence[Entry]) -> tuple[float, ...]:
-    rest = 1.0
+    """Return the weight of each entry. Among tokens, the entry without a number gets the rest of the run's tokens."""
+    rest = 1.0  # a single source needs no number
     if any(entry.unit == "tokens" for entry in entries):
         run = config.train.samples() * config.train.seq_length
         rest = run - sum(entry.amount or 0.0 for entry in entries)

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers: they turn text into token ids and token ids into text."""
 
 import base64
 import hashlib
@@ -16,10 +16,10 @@ from megapar.errors import ConfigError, DataError, storing
 
 SPECS = "bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
 
-# What ends a document, by its usual names, where no tokenizer_config.json says it.
+# The usual names of the end-of-document token. They are tried when no tokenizer_config.json names it.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
 
-# How cl100k_base (tiktoken, MIT licence) cuts text into words before merging bytes.
+# The pattern of cl100k_base (tiktoken, MIT license). It cuts text into words before bytes are merged.
 _WORDS = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
     r"|\s+(?!\S)|\s"
@@ -27,10 +27,12 @@ _WORDS = (
 
 
 class Tokenizer(Protocol):
-    """Ids are in range(vocab_size). `eod` ends a document; no text encodes to it. Safe to use in one thread.
+    """A tokenizer whose ids are in range(vocab_size). It may be used by one thread at a time.
 
-    `fingerprint` names what decides the ids: a hash of the tokenizer's files. `older_fingerprints` are those that
-    earlier versions gave the same files, and that stand beside data prepared with them.
+    `eod` is the id that ends a document. No text encodes to it.
+    `fingerprint` identifies everything that decides the ids. It is a hash of the tokenizer's files.
+    `older_fingerprints` are the fingerprints that earlier versions of this project gave the same files. Sidecars of
+    data that those versions prepared still hold them.
     """
 
     vocab_size: int
@@ -39,16 +41,16 @@ class Tokenizer(Protocol):
     older_fingerprints: tuple[str, ...]
 
     def encode(self, text: str) -> NDArray[np.integer]:
-        """Ids [n] of `text`, without `eod`."""
+        """Return the ids [n] of `text`, without `eod`."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids`; ends of documents are left out, broken UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`. Ends of documents are left out, and broken UTF-8 becomes U+FFFD."""
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes; id 256 ends a document."""
+    """A tokenizer whose ids are the bytes of UTF-8. Id 256 ends a document."""
 
     vocab_size = 257
     eod = 256
@@ -63,10 +65,11 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model file; its end-of-sentence piece ends a document.
+    """The tokenizer of a sentencepiece model file. Its end-of-sentence piece ends a document.
 
-    Models of `train_sentencepiece` give back every text as it was, save that U+2581, which sentencepiece writes for a
-    space, comes back as one. Raises DataError if the file is no such model.
+    A model of `train_sentencepiece` decodes to the text that was encoded, with one exception: U+2581 comes back as a
+    space, because sentencepiece writes a space as U+2581.
+    Raises DataError if the file is not a sentencepiece model or the model has no end-of-sentence piece.
     """
 
     older_fingerprints: tuple[str, ...] = ()
@@ -90,12 +93,15 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json of the `tokenizers` library, used as it is but for three things that would harm a corpus.
+    """A tokenizer.json of the `tokenizers` library.
 
-    It truncates and pads nothing, adds no start or end, and special tokens that stand in a text are text. The end of a
-    document is `eos_token` of a tokenizer_config.json in the same folder, else the one of the usual names that it has.
-    With `parse_special` special tokens that stand in a text become their ids, the end of a document among them.
-    Raises ConfigError without the library and DataError if the file is no such tokenizer or has no such end.
+    It is used as it is, except for three settings that would harm a corpus: it truncates and pads nothing, it adds no
+    start or end token, and it reads special tokens that occur in a text as text.
+    With `parse_special`, special tokens that occur in a text become their ids. The end of a document is one of them.
+    A document ends with the `eos_token` of tokenizer_config.json in the same folder. Without that file or field it
+    ends with the one token of the vocabulary that has one of the usual names (_ENDS).
+    Raises ConfigError if the library is not installed. Raises DataError if the file is not such a tokenizer, or if it
+    has no end-of-document token or several of them.
     """
 
     def __init__(self, path: str | Path, *, parse_special: bool = False):
@@ -112,11 +118,11 @@ class HuggingFaceTokenizer:
             raise DataError(f"tokenizer {spec}: not a tokenizer.json ({' '.join(str(error).split())})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = True  # the check of the end token below needs it, parse_special or not
         vocabulary = self._tokenizer.get_vocab()
-        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1  # get_vocab_size() counts, and ids have gaps
-        end = _read_object(spec, beside).get("eos_token") if beside.is_file() else None
-        ends = [end["content"] if isinstance(end, dict) else end] if end else [e for e in _ENDS if e in vocabulary]
+        # get_vocab_size() counts the tokens. Ids may have gaps, so the largest id may be beyond that count.
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        ends = _end_tokens(spec, beside, vocabulary)
         if len(ends) != 1 or ends[0] not in vocabulary:
             found = " and ".join(map(str, ends)) or f"none of {', '.join(_ENDS)}"
             raise DataError(
@@ -124,17 +130,19 @@ class HuggingFaceTokenizer:
                 f'{{"eos_token": "..."}} in {beside}'
             )
         self.eod: int = vocabulary[ends[0]]
+        # A text that holds the name of the end token must not end the document in the middle.
         if self.eod in self.encode(ends[0]):
             text = "text can hold it; mark it as special in added_tokens"
             raise DataError(f"tokenizer {spec}: {ends[0]} cannot end a document: {text}")
         self._tokenizer.encode_special_tokens = not parse_special
-        # Of tokenizer_config.json the end token alone decides ids. Its other fields change when transformers saves the
-        # same tokenizer again, or with a chat template; the fingerprint was once of the whole file.
+        # Of tokenizer_config.json only the end token decides ids. Its other fields change when transformers saves the
+        # same tokenizer again, or with a chat template. Earlier versions hashed the whole file: see `older`.
         self.fingerprint = hashlib.sha256(Path(path).read_bytes() + f"\neod={self.eod}".encode()).hexdigest()
         self.older_fingerprints: tuple[str, ...] = (older,)
 
     def encode(self, text: str) -> NDArray[np.integer]:
-        # A batch, because `encode` computes the place of each token in the text as well; of one, so in one thread.
+        # `encode` also computes the position of each token in the text, which is not needed here. The batch holds one
+        # text, so that the library uses one thread.
         return _array(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def decode(self, ids: list[int]) -> str:
@@ -142,12 +150,13 @@ class HuggingFaceTokenizer:
 
 
 class TiktokenTokenizer:
-    """A file of byte pair ranks as `tiktoken` reads it: a line a token, its bytes in base64 and its rank.
+    """A file of byte pair ranks as `tiktoken` reads it. Each line holds a token's bytes in base64 and its rank.
 
-    The file does not say how text is cut into words, nor what ends a document. FILE.json beside it does, if it is
-    there: {"pattern": REGEX, "special_tokens": {TEXT: ID}, "eod": TEXT}, each optional; else words are those of
-    cl100k_base and the first free id, <|endoftext|>, ends a document. Special tokens that stand in a text are text.
-    Raises ConfigError without the library and DataError if the file is no such list.
+    The file does not say how text is cut into words, nor which token ends a document. FILE.json beside it may say
+    both: {"pattern": REGEX, "special_tokens": {TEXT: ID}, "eod": TEXT}. Each field is optional. By default words are
+    cut as in cl100k_base, and the first free id, <|endoftext|>, ends a document.
+    Special tokens that occur in a text are read as text.
+    Raises ConfigError if the library is not installed and DataError if the file is not such a list.
     """
 
     older_fingerprints: tuple[str, ...] = ()
@@ -161,14 +170,14 @@ class TiktokenTokenizer:
             raise _missing(spec, "tiktoken") from error
         self.fingerprint = _fingerprint(spec, path, beside)
         ranks = _read_ranks(spec, Path(path))
-        facts = _read_object(spec, beside) if beside.is_file() else {}
-        special = facts.get("special_tokens", {"<|endoftext|>": max(ranks.values()) + 1})
-        end = facts.get("eod", "<|endoftext|>")
+        settings = _read_object(spec, beside) if beside.is_file() else {}
+        special = settings.get("special_tokens", {"<|endoftext|>": max(ranks.values()) + 1})
+        end = settings.get("eod", "<|endoftext|>")
         if end not in special:
             raise DataError(f"tokenizer {spec}: {end} is none of the special tokens {', '.join(special) or '(none)'}")
         try:
             self._encoding = tiktoken.Encoding(
-                Path(path).stem, pat_str=facts.get("pattern", _WORDS), mergeable_ranks=ranks, special_tokens=special
+                Path(path).stem, pat_str=settings.get("pattern", _WORDS), mergeable_ranks=ranks, special_tokens=special
             )
         except (ValueError, TypeError, AssertionError) as error:
             raise DataError(f"tokenizer {spec}: tiktoken refuses it: {' '.join(str(error).split())}") from error
@@ -186,7 +195,20 @@ def _array(ids: list[int]) -> NDArray[np.int64]:
     return np.fromiter(ids, np.int64, len(ids))  # twice as fast as np.array
 
 
+def _end_tokens(spec: str, config_path: Path, vocabulary: dict[str, int]) -> list[Any]:
+    """Return the texts of the tokens that may end a document: `eos_token` of the config, or each usual name."""
+    end = None
+    if config_path.is_file():
+        end = _read_object(spec, config_path).get("eos_token")
+    if not end:
+        return [name for name in _ENDS if name in vocabulary]
+    if isinstance(end, dict):  # transformers writes an AddedToken as an object
+        end = end["content"]
+    return [end]
+
+
 def _read_ranks(spec: str, path: Path) -> dict[bytes, int]:
+    """Return the rank of each token by its bytes. Raises DataError for a bad line or a byte without a rank."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -203,17 +225,21 @@ def _read_ranks(spec: str, path: Path) -> dict[bytes, int]:
 
 
 def _read_object(spec: str, path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file `path`. Raises DataError if the file holds anything else."""
     try:
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except ValueError as error:
         raise DataError(f"tokenizer {spec}: {path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise DataError(f"tokenizer {spec}: {path} holds no JSON object")
-    return found
+    return value
 
 
 def _fingerprint(spec: str, path: str | Path, *beside: Path) -> str:
-    """SHA-256 of a tokenizer's file and, where they are there, of those that belong to it."""
+    """Return the SHA-256 of a tokenizer's file, followed by those of the files `beside` that exist.
+
+    Raises DataError if `path` is not a file.
+    """
     if not Path(path).is_file():
         raise DataError(f"tokenizer {spec}: {path} is not a file")
     digest = hashlib.sha256(Path(path).read_bytes())
@@ -227,42 +253,46 @@ def _missing(spec: str, package: str) -> ConfigError:
 
 
 def made_by(tokenizer: Tokenizer, fingerprint: str) -> bool:
-    """Whether this tokenizer made the data whose description holds `fingerprint`, which an earlier version may have
-    written."""
+    """Return whether `tokenizer` made the data whose sidecar holds `fingerprint`.
+
+    An earlier version of this project may have written the sidecar, so its older fingerprints count too.
+    """
     return fingerprint in (tokenizer.fingerprint, *tokenizer.older_fingerprints)
 
 
 def load_tokenizer(spec: str, *, parse_special: bool = False) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: `bytes`, `spm:FILE`, `hf:FILE` or `tiktoken:FILE`.
+    """Load the tokenizer that `data.tokenizer` names: `bytes`, `spm:FILE`, `hf:FILE` or `tiktoken:FILE`.
 
-    `parse_special`: special tokens that stand in a text become their ids, which `hf:` alone can do.
-    Raises ConfigError for any other spec or a package that is not installed, DataError for a missing or foreign file.
+    `parse_special`: special tokens that occur in a text become their ids. Only `hf:` tokenizers can do it.
+    Raises ConfigError for any other spec and for a package that is not installed. Raises DataError if the file is
+    missing or is not such a tokenizer.
     """
+    prefix, _, path = spec.partition(":")
     if parse_special:
-        kind, _, path = spec.partition(":")
-        if kind != "hf":
+        if prefix != "hf":
             raise ConfigError(f"--special_tokens parse: hf: tokenizers alone can do it, not {spec}")
         return HuggingFaceTokenizer(path, parse_special=True)
     if spec == "bytes":
         return ByteTokenizer()
-    kind, _, path = spec.partition(":")
-    kinds: dict[str, Callable[[str], Tokenizer]] = {
+    classes: dict[str, Callable[[str], Tokenizer]] = {
         "spm": SentencePieceTokenizer,
         "hf": HuggingFaceTokenizer,
         "tiktoken": TiktokenTokenizer,
     }
-    if kind in kinds and path:
-        return kinds[kind](path)
+    if prefix in classes and path:
+        return classes[prefix](path)
     raise ConfigError(f"data.tokenizer: unknown tokenizer {spec!r}; use {SPECS}")
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Path) -> None:
-    """Train a lossless sentencepiece BPE model and write it to `output`; the same texts give the same bytes.
+    """Train a lossless sentencepiece BPE model and write it to `output`. The same texts give the same bytes.
 
-    Characters too rare for a piece of their own fall back to bytes, digits stand alone, runs of spaces are pieces,
-    newlines are ids of their own, nothing is normalized. Ids: 0 unknown, 1 start, 2 end, 3 newline, then 256 bytes.
-    Raises ConfigError if `vocab_size` does not suit the texts.
+    Characters that are too rare for a piece of their own are encoded as bytes. Each digit is a piece of its own. Runs
+    of spaces may be pieces. A newline has an id of its own. Text is not normalized.
+    Ids: 0 unknown, 1 start, 2 end, 3 newline, then 256 bytes, then the learned pieces.
+    Raises ConfigError if `vocab_size` does not suit the texts, StorageError if the file cannot be written.
     """
+    # The model goes to memory first: a training that fails must leave no file.
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -1,4 +1,4 @@
-"""Worker processes that process tasks one at a time. A worker that dies raises instead of hanging the parent."""
+"""Worker processes that do one task at a time. If a worker dies, the parent raises an error instead of hanging."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -14,19 +14,23 @@ from megapar.errors import DataError, MegaparError
 
 Pool = dict[Connection, BaseProcess]
 Report = Callable[[Any], None]
-Prepare = Callable[[], Callable[[Any, Report], None]]  # called in each worker; what it gives does a task, and reports
+Prepare = Callable[[], Callable[[Any, Report], None]]  # called once in each worker; returns what does a task
 
 _KEPT = "; what is done is kept for a rerun"
 
 
 class _Done:
-    """A worker's last word on a task."""
+    """The message that a worker sends when a task is done."""
 
 
 def _work(connection: Connection, prepare: Prepare) -> None:
-    """A worker process: tasks in, reports out, then _Done or an error for each task; until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C and ends its workers
-    with suppress(EOFError, ConnectionError):
+    """Run a worker process until the parent closes the connection.
+
+    It receives tasks. For each task it sends its reports, and then _Done or the error that the task raised.
+    """
+    # A terminal sends Ctrl-C to all processes of the group. The parent answers it and ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(EOFError, ConnectionError):  # the parent has closed the connection, or has died
         work = prepare()
         while True:
             task = connection.recv()
@@ -39,7 +43,8 @@ def _work(connection: Connection, prepare: Prepare) -> None:
 
 @contextmanager
 def worker_pool(count: int, prepare: Prepare) -> Iterator[Pool]:
-    """Processes by the connection to each, ended with the block. Spawned: a fork could inherit a held lock."""
+    """Start `count` worker processes and yield them by the connection to each. They end with the block."""
+    # Spawned, because a forked process could inherit a lock that a thread of the parent holds, and wait for it forever.
     spawn = multiprocessing.get_context("spawn")
     pool: Pool = {}
     try:
@@ -49,6 +54,7 @@ def worker_pool(count: int, prepare: Prepare) -> Iterator[Pool]:
                 target=_work, args=(theirs, prepare), name=f"worker {number}", daemon=True
             )
             process.start()
+            # Only the worker may hold its end. Otherwise its death would not close the pipe, and `recv` would hang.
             theirs.close()
             pool[ours] = process
         yield pool
@@ -60,20 +66,23 @@ def worker_pool(count: int, prepare: Prepare) -> Iterator[Pool]:
 
 
 def run(tasks: Sequence[Any], pool: Pool) -> Iterator[Any]:
-    """What the workers report while they do all tasks.
+    """Let the workers of `pool` do all `tasks`, and yield what they report.
 
-    Raises the error of the earliest bad task, however many workers there are, or DataError when a worker dies.
+    Raises the error of the earliest task that failed, whatever the number of workers. Raises DataError if a worker
+    dies.
     """
     waiting = deque(enumerate(tasks))
     running: dict[Connection, int] = {}
     failed: dict[int, MegaparError] = {}
     while True:
-        for connection in [connection for connection in pool if connection not in running]:
+        idle = [connection for connection in pool if connection not in running]
+        for connection in idle:
             if waiting and not failed:
                 number, task = waiting.popleft()
                 with alive(pool[connection], "--workers", _KEPT):
                     connection.send(task)
                 running[connection] = number
+        # A task before the failed one may still be running and may fail too. Its error would come first in the input.
         if failed and not any(number < min(failed) for number in running.values()):
             raise failed[min(failed)]
         if not running:
@@ -92,12 +101,17 @@ def run(tasks: Sequence[Any], pool: Pool) -> Iterator[Any]:
 
 @contextmanager
 def alive(process: BaseProcess, option: str, comfort: str = "") -> Iterator[None]:
-    """Raise DataError that names the worker whose connection breaks, and what ended it; `option` is their number."""
+    """Raise DataError if the connection to `process` breaks in the block. The error says what ended the process.
+
+    `option` names the option that sets the number of workers. `comfort` ends the message.
+    """
     try:
         yield
-    except (EOFError, ConnectionError):  # it ends at once with the worker: nobody else holds the pipe's other end
+    except (EOFError, ConnectionError):  # the worker has ended: nobody else holds the other end of the pipe
         process.join()
         code = cast(int, process.exitcode)
         cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = f", often for want of memory: try fewer {option}" if code == -signal.SIGKILL else ""
+        hint = ""
+        if code == -signal.SIGKILL:  # the kernel kills with it when memory runs out
+            hint = f", often for want of memory: try fewer {option}"
         raise DataError(f"{process.name} (pid {process.pid}) {cause}{hint}{comfort}") from None

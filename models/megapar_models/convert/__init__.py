@@ -1,1 +1,1 @@
-"""Checkpoints of other frameworks to native ones and back. A training run imports nothing of this."""
+"""Conversion of other frameworks' checkpoints to native ones and back. A training run imports nothing of it."""

@@ -1,6 +1,7 @@
-"""Hugging Face's config.json as options of ours and back, by what a family says of its names (`Family.hugging_face`).
+"""Conversion of Hugging Face's config.json to our model options and back.
 
-A field that would change what is computed, and that our models do not have, is refused by name.
+Each family declares the names of its options at Hugging Face (`Family.hugging_face`). A field that would change what is
+computed and that our models do not have is refused by name.
 """
 
 import re
@@ -12,12 +13,12 @@ from megapar.errors import ConfigError
 from megapar_models.family import HuggingFace, typed, wrong_types
 from megapar_models.registry import FAMILIES, find
 
-# Tables that old versions stored among the weights: causal masks and rotary wavelengths.
+# Tensors that old versions of transformers stored among the weights: causal masks and rotary wavelengths.
 _DERIVED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
 
 def names_of(model: ModelConfig) -> HuggingFace:
-    """Hugging Face's names of the model's family. Raises ConfigError if it says none."""
+    """Return Hugging Face's names of the model's family. Raises ConfigError if the family declares none."""
     names = find(model.family).hugging_face
     if names is None:
         raise ConfigError(f"model.family={model.family}: has no names at Hugging Face (Family.hugging_face)")
@@ -25,21 +26,19 @@ def names_of(model: ModelConfig) -> HuggingFace:
 
 
 def canonical_name(name: str, names: HuggingFace) -> str | None:
-    """The name that the tables use of a stored tensor; None for one that holds no weights.
-
-    GPT-2's own files lack the prefix that models with a head give its names.
-    """
+    """Return the name that the tables use for a stored tensor, or None if the tensor holds no weights."""
     if _DERIVED.search(name):
         return None
+    # GPT-2's own files lack the prefix that models with a head give to the names of the model below it.
     prefix = names.base_prefix
     return name if name.startswith((prefix, "lm_head.")) else f"{prefix}{name}"
 
 
 def from_hugging_face(raw: Mapping[str, Any]) -> ModelConfig:
-    """The model that a config.json describes. Raises ConfigError naming every field that we cannot be."""
-    kind = raw.get("model_type")
-    family, names = _of_type(kind)
-    model_type = names.model_types[str(kind)]
+    """Return the model that a config.json describes. Raises ConfigError that names every field we do not support."""
+    type_name = raw.get("model_type")
+    family, names = _of_type(type_name)
+    model_type = names.model_types[str(type_name)]
     problems = list(_unsupported(raw, model_type.fixed))
     values: dict[str, Any] = {}
     for theirs, ours in names.fields.items():
@@ -50,39 +49,45 @@ def from_hugging_face(raw: Mapping[str, Any]) -> ModelConfig:
             problems.append(f"{theirs}={value!r} is not supported; {', '.join(names.activations)} are")
         elif value is not None:
             values[ours] = names.activations[value] if ours == "hidden_act" else value
-    more, wrong = names.read(raw, str(kind))
+    more, wrong = names.read(raw, str(type_name))
     values |= more
     problems += [*wrong, *wrong_types(values, ModelConfig)]
-    if not problems:
-        problems += names.judge(raw, str(kind))
+    if not problems:  # `judge` may rely on fields that are there and have the right types
+        problems += names.judge(raw, str(type_name))
     if problems:
         raise ConfigError("\n".join(f"config.json: {problem}" for problem in problems))
     return ModelConfig(family=family, **typed(values, ModelConfig))
 
 
 def told(raw: Mapping[str, Any]) -> list[str]:
-    """What of a supported config.json has no option of ours and does not matter to what the model computes."""
+    """Return lines about fields of a supported config.json that have no option of ours and change no result."""
     return _of_type(raw.get("model_type"))[1].told(raw)
 
 
-def _of_type(kind: object) -> tuple[str, HuggingFace]:
-    """The family that has this `model_type`, and its names. Raises ConfigError if there is none."""
+def _of_type(type_name: object) -> tuple[str, HuggingFace]:
+    """Return the family that has this `model_type`, and its names. Raises ConfigError if there is none."""
     known: list[str] = []
     for family, description in FAMILIES.items():
         names = description.hugging_face
-        if names is not None and kind in names.model_types:
+        if names is None:
+            continue
+        if type_name in names.model_types:
             return family, names
-        known += names.model_types if names is not None else ()
-    raise ConfigError(f"config.json: model_type={kind!r} is not supported; {', '.join(known)} are")
+        known += names.model_types
+    raise ConfigError(f"config.json: model_type={type_name!r} is not supported; {', '.join(known)} are")
 
 
 def _unsupported(raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each field whose value is not the one that our models compute. A missing field is right."""
     for field, value in {**fixed, "quantization_config": None}.items():
         if raw.get(field, value) != value:
             yield f"{field}={raw[field]!r} is not supported; {value!r} is"
 
 
 def to_hugging_face(model: ModelConfig) -> dict[str, Any]:
-    """config.json of a validated model, as transformers 4 and 5 read it. Raises ConfigError if no model_type is it."""
+    """Return config.json of a validated model, as transformers 4 and 5 read it.
+
+    Raises ConfigError if no model_type can describe the model.
+    """
     names = names_of(model)
     return names.write(model, {theirs: getattr(model, ours) for theirs, ours in names.fields.items()})

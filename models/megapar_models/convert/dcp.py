@@ -1,6 +1,6 @@
 """Export to torch.distributed.checkpoint, so that a user of DTensors can load our weights into any sharding.
 
-Keys are our logical names, values fp32. Whoever loads it trusts the folder: torch unpickles its `.metadata`.
+Keys are our logical names, and values are fp32. Load only a folder that you trust: torch unpickles its `.metadata`.
 """
 
 import json
@@ -24,7 +24,7 @@ PREFIX = f"{MAIN}."
 
 
 class _Streaming(DefaultSavePlanner):
-    """Plans with the shapes of meta tensors; reads each tensor when it is written, one at a time."""
+    """A save planner that plans with meta tensors and reads each tensor only when it is written, one at a time."""
 
     def __init__(self, source: Path, manifest: Manifest, advance: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -33,16 +33,18 @@ class _Streaming(DefaultSavePlanner):
         self.advance = advance
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        with Reader(self.source, self.manifest) as reader:  # one for each tensor, so that its pages are let go
+        # A Reader for each tensor: when it closes, the pages of its mapped files are released.
+        with Reader(self.source, self.manifest) as reader:
             values = reader.tensor(f"{PREFIX}{index.fqn}")
         return self.advance(check_finite(index.fqn, values))
 
 
 def export(source: Path, target: Path, advance: Callable[[Tensor], Tensor] = lambda values: values) -> list[str]:
-    """Write the weights of the native checkpoint `source` to the folder `target`, which must not exist: complete or not
-    at all; beside them model_config.json. Returns the keys; `advance` sees each tensor before it is written.
+    """Write the weights of the native checkpoint `source` and model_config.json to the folder `target`.
 
-    Raises CheckpointError if the source is damaged, ConfigError if the target exists, StorageError if it cannot be
+    The folder must not exist. It appears complete or not at all. Returns the keys. `advance` is called with each tensor
+    before it is written, and returns it.
+    Raises CheckpointError if the source is damaged, ConfigError if the target exists, and StorageError if it cannot be
     written.
     """
     manifest = read_manifest(source)
@@ -53,12 +55,13 @@ def export(source: Path, target: Path, advance: Callable[[Tensor], Tensor] = lam
     }
     with new_folder(target, sum(tensor.nbytes for tensor in weights.values())) as folder:
         planner = _Streaming(source, manifest, advance)
-        writer = FileSystemWriter(folder, single_file_per_rank=False)  # it keeps what it wrote until a file is whole
+        # The writer keeps in memory what it wrote until a file is whole. So each tensor gets a file of its own.
+        writer = FileSystemWriter(folder, single_file_per_rank=False)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that one process saves, which no_dist says
+                warnings.simplefilter("ignore", UserWarning)  # torch warns that one process saves; no_dist asks for it
                 save(weights, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # torch's wrapper, not an Exception
+        except CheckpointException as error:  # torch's wrapper of the cause is a BaseException, but no Exception
             raise next(cause for cause, _ in error.failures.values()) from None
         (folder / CONFIG).write_text(json.dumps(manifest.model_config, indent=1) + "\n")
     return list(weights)

@@ -1,4 +1,7 @@
-"""Hugging Face's weights to native ones and back, by a family's table of names. One tensor is in memory at a time."""
+"""Conversion of Hugging Face's weights to native ones and back, by a family's table of names.
+
+One tensor is in memory at a time.
+"""
 
 import json
 import os
@@ -22,8 +25,10 @@ SINGLE = "model.safetensors"
 
 
 class Recipe(NamedTuple):
-    """A Hugging Face tensor: native tensors stacked along their first dimension, then `transposed` or not (GPT-2's
-    Conv1D keeps [in, out])."""
+    """How to make a Hugging Face tensor: native tensors are stacked along their first dimension.
+
+    With `transposed`, the result is then transposed: GPT-2's Conv1D stores [in, out].
+    """
 
     parts: tuple[tuple[str, Sizes], ...]
     transposed: bool
@@ -38,25 +43,26 @@ class Recipe(NamedTuple):
 def recipes(
     shapes: Mapping[str, Sizes], modules: Mapping[str, str], transposed: Container[str] = ()
 ) -> dict[str, Recipe]:
-    """How each Hugging Face tensor is made of native ones.
+    """Return the recipe of each Hugging Face tensor by its name.
 
-    `shapes` are the model's logical tensors in order. `modules` names for each of their modules, `*` standing for the
-    layer's number, the Hugging Face module; several may have the same, which holds them stacked. Weights of modules in
-    `transposed` are.
+    `shapes` are the shapes of the model's logical tensors, in order. `modules` maps each of our modules to the Hugging
+    Face module, with `*` for the layer's number. Several of our modules may have the same one, which then holds them
+    stacked. 2-D weights of the Hugging Face modules in `transposed` are transposed.
     """
     made: dict[str, Recipe] = {}
     for name, shape in shapes.items():
-        module, _, kind = name.rpartition(".")
+        module, _, weight_or_bias = name.rpartition(".")
         number = re.search(r"\d+|$", module)[0]  # type: ignore[index]
         theirs = modules[re.sub(r"\d+", "*", module, count=1)]
-        turned = theirs in transposed and len(shape) == 2
-        target = f"{theirs}.{kind}".replace("*", number)
-        made[target] = Recipe((*made[target].parts, (name, shape)) if target in made else ((name, shape),), turned)
+        is_transposed = theirs in transposed and len(shape) == 2  # a bias has nothing to transpose
+        target = f"{theirs}.{weight_or_bias}".replace("*", number)
+        parts = made[target].parts if target in made else ()
+        made[target] = Recipe((*parts, (name, shape)), is_transposed)
     return made
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies."""
+    """The file of a stored tensor, its name there, its shape and its dtype."""
 
     file: str
     key: str
@@ -64,10 +70,10 @@ class Stored(NamedTuple):
 
 
 class Weights:
-    """The safetensors files of a Hugging Face folder; tensors are mapped from them when asked for.
+    """The safetensors files of a Hugging Face folder. A tensor is mapped from its file when it is asked for.
 
-    `canonical` gives each stored name the one that the recipes use, or None if it is no weight. Raises CheckpointError
-    if files are missing, foreign, or not what the index says.
+    `canonical` returns the name that the recipes use for a stored name, or None if the tensor is no weight.
+    Raises CheckpointError if files are missing, are not safetensors, or do not hold what the index says.
     """
 
     def __init__(self, folder: Path, canonical: Callable[[str], str | None] = str):
@@ -75,7 +81,8 @@ class Weights:
         self.tensors: dict[str, Stored] = {}
         listed = self._listed()
         absent = set(listed)
-        for file in sorted(set(listed.values())) if listed else [SINGLE]:
+        files = sorted(set(listed.values())) if listed else [SINGLE]
+        for file in files:
             for key, info in self._header(file).items():
                 if listed and listed.get(key) != file:
                     raise CheckpointError(f"{folder / file}: holds {key}, which {INDEX} does not place there")
@@ -87,6 +94,7 @@ class Weights:
             raise CheckpointError(f"{folder / INDEX}: names tensors that no file holds: {first_few(sorted(absent))}")
 
     def _listed(self) -> dict[str, str]:
+        """Return the file of each tensor by the index; nothing if there is no index."""
         path = self.folder / INDEX
         if not path.exists():
             return {}
@@ -100,6 +108,7 @@ class Weights:
         return listed
 
     def _header(self, file: str) -> dict[str, TensorInfo]:
+        """Return shape and dtype of each tensor in a file. No tensor is read."""
         path = self.folder / file
         dtypes = {code: dtype for dtype, code in CODES.items()}
         if not path.is_file():
@@ -107,7 +116,7 @@ class Weights:
                 raise CheckpointError(f"{path}: missing, though {INDEX} names it: copy or download this shard again")
             pickled = " (.bin files are pickles, which are never read)" if list(self.folder.glob("*.bin")) else ""
             raise CheckpointError(f"{path}: missing; save the model with safetensors{pickled}")
-        found = {}
+        infos = {}
         try:
             with safe_open(path, "pt") as opened:
                 for key in opened.keys():  # noqa: SIM118
@@ -116,26 +125,28 @@ class Weights:
                         raise CheckpointError(
                             f"{path}: {key} is {part.get_dtype()}; {', '.join(dtypes)} become fp32 exactly, others not"
                         )
-                    found[key] = TensorInfo(tuple(part.get_shape()), dtypes[part.get_dtype()])
+                    infos[key] = TensorInfo(tuple(part.get_shape()), dtypes[part.get_dtype()])
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: not readable as safetensors ({error})") from error
-        return found
+        return infos
 
     @property
     def dtype(self) -> torch.dtype:
-        """The one dtype of all tensors, or fp32, which holds any of several."""
-        found = {stored.info.dtype for stored in self.tensors.values()}
-        return found.pop() if len(found) == 1 else torch.float32
+        """The dtype of all tensors if they have the same, else fp32, which holds the values of each dtype we read."""
+        dtypes = {stored.info.dtype for stored in self.tensors.values()}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def read(self, name: str) -> Tensor:
-        """A mapped tensor: its pages are in memory as long as it is."""
+        """Return a mapped tensor. Its pages may be released when the tensor is."""
         stored = self.tensors[name]
         with safe_open(self.folder / stored.file, "pt") as opened:
             return opened.get_tensor(stored.key)
 
     def check(self, wanted: Mapping[str, Recipe], tied: Mapping[str, str]) -> None:
-        """Raises CheckpointError unless the tensors are those of the recipes, with their shapes. A name in `tied` may
-        be stored besides, if it equals the tensor that it is tied to."""
+        """Raise CheckpointError unless the tensors are those of the recipes and have their shapes.
+
+        A name in `tied` may also be stored, if its tensor equals the one that it is tied to. It is then dropped.
+        """
         for copy in tied.keys() & self.tensors.keys() - wanted.keys():
             if tied[copy] in self.tensors and not torch.equal(
                 check_finite(copy, self.read(copy)),  # NaN would differ from itself
@@ -162,7 +173,10 @@ class Weights:
 
 
 class Place(NamedTuple):
-    """Where a native tensor lies in a Hugging Face one: rows from `first` on, of its transpose if `transposed`."""
+    """The part of a Hugging Face tensor that is a native one: its rows from `first` on.
+
+    With `transposed`, they are rows of the Hugging Face tensor's transpose.
+    """
 
     source: str
     first: int
@@ -171,30 +185,33 @@ class Place(NamedTuple):
 
 
 def places(wanted: Mapping[str, Recipe]) -> dict[str, Place]:
-    """The recipes the other way round, by native name."""
-    found = {}
+    """Return the place of each native tensor by its name: the inverse of the recipes."""
+    by_name = {}
     for source, recipe in wanted.items():
         first = 0
         for name, shape in recipe.parts:
-            found[name] = Place(source, first, shape, recipe.transposed)
+            by_name[name] = Place(source, first, shape, recipe.transposed)
             first += shape[0]
-    return found
+    return by_name
 
 
 def native_tensor(weights: Weights, place: Place) -> Tensor:
-    """A logical tensor, fp32 and contiguous."""
+    """Return the logical tensor at `place`, fp32 and contiguous."""
     stored = weights.read(place.source)
-    rows = (stored.t() if place.transposed else stored)[place.first : place.first + place.shape[0]]
+    if place.transposed:
+        stored = stored.t()
+    rows = stored[place.first : place.first + place.shape[0]]
     return torch.empty(place.shape, dtype=torch.float32).copy_(rows)
 
 
 def hugging_face_tensor(path: Path, manifest: Manifest, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """A recipe's tensor out of the native checkpoint `path`. Raises CheckpointError if a chunk is damaged."""
+    """Return a recipe's tensor from the native checkpoint `path`. Raises CheckpointError if a chunk is damaged."""
     out = torch.empty(recipe.shape, dtype=dtype)
     rows = out.t() if recipe.transposed else out
     first = 0
     for name, shape in recipe.parts:
-        with Reader(path, manifest) as reader:  # one for each tensor, so that its pages are let go
+        # A Reader for each tensor: when it closes, the pages of its mapped files are released.
+        with Reader(path, manifest) as reader:
             reader.fill(f"{MAIN}.{name}", (0,) * len(shape), rows[first : first + shape[0]])
         first += shape[0]
     return out
@@ -203,7 +220,10 @@ def hugging_face_tensor(path: Path, manifest: Manifest, recipe: Recipe, dtype: t
 def write_model(
     folder: Path, infos: Mapping[str, TensorInfo], make: Callable[[str], Tensor], *, shard_bytes: int
 ) -> None:
-    """model.safetensors, or shards of it with their index, into `folder`; tensors by name, as safetensors sorts."""
+    """Write model.safetensors, or its shards and their index, to `folder`. `make` returns the tensor of a name.
+
+    Tensors are sorted by name, as safetensors sorts them.
+    """
     files = shards(dict(sorted(infos.items())), shard_bytes)
     index: dict[str, str] = {}
     for number, shard in enumerate(files, 1):

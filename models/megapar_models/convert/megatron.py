@@ -1,13 +1,14 @@
-"""Megatron-LM's classic checkpoints (`--ckpt-format torch`) as logical tensors: weights only, read one at a time.
+"""Reading of Megatron-LM's classic checkpoints (`--ckpt-format torch`): weights only, one tensor at a time.
 
     root/latest_checkpointed_iteration.txt        an iteration, or `release`
     root/iter_0001200/mp_rank_01_002/model_optim_rng.pt     tensor rank 1, pipeline rank 2 (mp_rank_01 if there is one)
 
-Each file is a pickle of nested dicts: `args` (an argparse.Namespace), `iteration`, `model` (`model0`, `model1` ... if a
-pipeline rank holds several chunks) and what we leave: optimizer, random states. Layers are numbered from 0 in each
-chunk. Both its model classes are read: the legacy one, and Megatron Core's with local or Transformer Engine layers.
+Each file is a pickle of nested dicts: `args` (an argparse.Namespace), `iteration`, and `model` (`model0`, `model1` ...
+if a pipeline rank holds several chunks). Optimizer and random states are not read. Layers are numbered from 0 in each
+chunk. Both of Megatron's model classes are read: the legacy one, and Megatron Core's with local or Transformer Engine
+layers.
 
-Nothing in a file is run. Storages are mapped, so that a tensor's bytes are read when it is converted.
+No code in a file is run. Storages are mapped, so that a tensor's bytes are read when it is converted.
 """
 
 import json
@@ -37,15 +38,15 @@ FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
 
-# What Megatron stores beside tensors and plain values: its own settings and states, numpy's random state. None of it is
-# needed, so none of it is imported.
+# Classes of the objects that Megatron stores besides tensors and plain values: its own settings and states, and numpy's
+# random state. None of them is needed, so none of the classes is imported.
 _LEFT = re.compile(
     r"megatron\..+|numpy\.(_?core\.multiarray\.(_reconstruct|scalar)|ndarray|dtype|dtypes\.\w+DType)"
     r"|types\.SimpleNamespace|pathlib\.(_local\.)?PosixPath|signal\.Signals|_io\.BytesIO|torch\._C\.Generator"
 )
 
-# Our names of a layer's tensors, and Megatron's: legacy (in two spellings), Megatron Core's, and Transformer Engine's
-# where it fuses a norm with the matrix behind it. `weight` or `bias` follows.
+# Our names of a layer's tensors, and Megatron's names: legacy (in two spellings), Megatron Core's, and Transformer
+# Engine's, which fuses a norm with the matrix after it. `weight` or `bias` follows.
 _LAYER = {
     "attention_norm.": ("input_layernorm.", "input_norm.", "self_attention.linear_qkv.layer_norm_"),
     "attention.qkv.": (
@@ -78,8 +79,10 @@ _OURS = {
     for kind in ("weight", "bias")
 }
 _KEY = re.compile(r"(?:language_model\.)?(?:(?:encoder|transformer|decoder)\.)?(?:layers\.(\d+)\.)?(.+)")
-_COMPUTED = ("_extra_state", "inv_freq")  # fp8 scales and rotary tables
+_COMPUTED = ("_extra_state", "inv_freq")  # fp8 scales and rotary tables: stored, but no weights
 
+# Endings of the tensors that tensor parallelism splits by columns, by rows, and by rows while fused. All ranks hold the
+# others whole.
 _COLUMNS = ("attention.o.weight", "mlp.down.weight")
 _ROWS = (
     *("embedding.weight", "head.weight", "mlp.gate.weight", "mlp.up.weight", "mlp.up.bias"),
@@ -89,7 +92,7 @@ _FUSED_ROWS = ("attention.qkv.weight", "attention.qkv.bias")
 
 
 class _Left:
-    """Stands for an object that we have no use for: takes whatever it is built from and keeps none of it."""
+    """Stands for an unpickled object that is not needed. It takes any arguments and state, and keeps none of it."""
 
     def __init__(self, *_: Any):
         super().__init__()
@@ -100,9 +103,12 @@ class _Left:
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """`parts`: every tensor rank's part of a tensor, in order, by our names but with q/k/v and gate/up fused as
-    Megatron has them. They are mapped: pages are read when a tensor is made, and the system may drop them again.
-    `args`: Megatron's own, without those whose values are objects of its classes."""
+    """A checkpoint of Megatron-LM whose files are mapped.
+
+    `parts` holds every tensor rank's part of each tensor, in the order of the ranks. Its names are ours, but q/k/v and
+    gate/up are fused, as Megatron stores them. Pages are read when a tensor is made, and the system may drop them
+    again. `args` are Megatron's, without those whose values are objects of its classes.
+    """
 
     folder: Path
     iteration: int
@@ -111,24 +117,28 @@ class MegatronCheckpoint:
     args: Mapping[str, Any]
 
     def tensor(self, name: str) -> Tensor:
-        """A logical tensor, fp32."""
+        """Return the logical tensor `name`, fp32."""
         return self._joined(name, self.parts[_fused(name)]).float()
 
     def gathered(self, name: str) -> Tensor:
-        """A tensor of `parts` as a single tensor rank of Megatron would hold it, with the padding rows."""
+        """Return a tensor of `parts` as a single tensor rank of Megatron would hold it, with the padding rows."""
         parts = self.parts[name]
         if name.endswith(_COLUMNS):
             return torch.cat(parts, 1)
         if not name.endswith((*_ROWS, *_FUSED_ROWS)):
             return parts[0]
         if self.args.get("swiglu") and ".mlp." in name:
+            # Each rank holds its rows of the gate above its rows of the up projection. One rank has all of both.
             halves = [part.chunk(2) for part in parts]
             return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
         return torch.cat(parts)
 
     def check(self, shapes: Mapping[str, Sizes]) -> None:
-        """Raises CheckpointError unless the parts make exactly the tensors of `shapes`, and what several ranks hold is
-        the same on all: norms, row biases, positions, tied embeddings. No other weight is read."""
+        """Raise CheckpointError unless the parts make exactly the tensors of `shapes`.
+
+        Tensors that several ranks hold must be equal on all: norms, row biases, positions, tied embeddings. No other
+        weight is read.
+        """
         sources = {_fused(name) for name in shapes}
         tied = {"head.weight"} if self.model.tie_word_embeddings else set()
         problems = []
@@ -139,23 +149,33 @@ class MegatronCheckpoint:
         if unknown:
             problems.append(f"unexpected {first_few(sorted(unknown))}")
         for name, shape in shapes.items():
-            problems += self._problem(name, shape) if _fused(name) in self.parts else []
-        copies = zip(self.parts.get("embedding.weight", ()), self.parts.get("head.weight", ()), strict=False)
-        if tied and not all(
-            torch.equal(check_finite("embedding.weight", first), check_finite("head.weight", last))
-            for first, last in copies
-        ):
+            if _fused(name) in self.parts:
+                problems += self._problem(name, shape)
+        if tied and not self._copies_are_equal():
             problems.append("tied, but the last stage's embedding differs from the first's")
         if problems:
             raise CheckpointError(f"{self.folder}: not the model of its args: {first_few(problems, separator='; ')}")
 
+    def _copies_are_equal(self) -> bool:
+        """Return whether the last stage's copy of a tied embedding, if there is one, equals the first stage's.
+
+        Raises CheckpointError for values that are not finite: NaN would differ from itself.
+        """
+        copies = zip(self.parts.get("embedding.weight", ()), self.parts.get("head.weight", ()), strict=False)
+        return all(
+            torch.equal(check_finite("embedding.weight", first), check_finite("head.weight", last))
+            for first, last in copies
+        )
+
     def _problem(self, name: str, shape: Sizes) -> list[str]:
+        """Return what is wrong with the parts of the logical tensor `name`: one line or none."""
         parts = self.parts[_fused(name)]
         try:
-            found = list(self._joined(name, tuple(part.to("meta") for part in parts)).shape)
+            # Meta tensors have shapes alone, so that no weight is read.
+            joined_shape = list(self._joined(name, tuple(part.to("meta") for part in parts)).shape)
         except RuntimeError:  # they cannot be joined
-            found = []
-        if found != list(shape):
+            joined_shape = []
+        if joined_shape != list(shape):
             return [f"{name} of shape {list(shape)} does not come of parts {[list(part.shape) for part in parts]}"]
         if name.endswith(_ROWS + _COLUMNS):
             return []
@@ -166,38 +186,45 @@ class MegatronCheckpoint:
         return []
 
     def _joined(self, name: str, parts: tuple[Tensor, ...]) -> Tensor:
+        """Join all tensor ranks' parts to the logical tensor `name`, in their dtype, without padding rows."""
         model = self.model
         if name.endswith(_COLUMNS):
             return torch.cat(parts, 1)
         if not name.endswith(_ROWS):
             return parts[0]
-        if self.args.get("swiglu") and ".mlp." in name:  # each rank's gate above its up
-            return torch.cat([part.chunk(2)[".up." in name] for part in parts])
+        if self.args.get("swiglu") and ".mlp." in name:
+            # Each rank holds its rows of the gate, then its rows of the up projection.
+            half = 1 if ".up." in name else 0
+            return torch.cat([part.chunk(2)[half] for part in parts])
         rows = torch.cat(parts)
+        if name in ("embedding.weight", "head.weight"):
+            return rows[: model.vocab_size]
         if ".attention." not in name:
-            return rows[: model.vocab_size] if name in ("embedding.weight", "head.weight") else rows
-        # For each key/value head: its query heads, then itself, then its value head.
+            return rows
+        # Megatron stores, for each key/value head, its query heads, then its key head, then its value head.
         groups = model.num_key_value_heads
         heads = rows.view(groups, model.num_attention_heads // groups + 2, model.head_dim, *rows.shape[1:])
-        which = {"q": slice(None, -2), "k": slice(-2, -1), "v": slice(-1, None)}[name.split(".")[-2]]
-        return heads[:, which].flatten(0, 2)
+        wanted = {"q": slice(None, -2), "k": slice(-2, -1), "v": slice(-1, None)}[name.split(".")[-2]]
+        return heads[:, wanted].flatten(0, 2)
 
 
 def _fused(name: str) -> str:
-    """The name under which the parts of a logical tensor are kept."""
+    """Return the name in `parts` of the fused tensor that holds the logical tensor `name`."""
     return re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name).replace(".mlp.gate.", ".mlp.up.")
 
 
 def read(source: Path, vocab_size: int = 0, accepted: Collection[str] = ()) -> MegatronCheckpoint:
-    """The checkpoint in `source`, an iteration's folder or the one whose tracker names it; no weight is read yet.
+    """Open the checkpoint in `source`. No weight is read yet.
 
-    `vocab_size`: the true number of token ids, which Megatron's file does not always state; 0 takes what it states.
-    `accepted`: names of args that the user knows not to change what the model computes.
-    Raises CheckpointError for files that are missing, damaged or not safe to unpickle, and models that ours cannot be.
+    `source` is an iteration's folder, or the folder whose tracker file names the iteration.
+    `vocab_size` is the true number of token ids, which Megatron's file does not always state. 0 takes what it states.
+    `accepted` are names of args that the user knows not to change what the model computes.
+    Raises CheckpointError for files that are missing, damaged or not safe to unpickle, and for models that ours cannot
+    be.
     """
     folder = find(source)
     files = find_files(folder)
-    loaded = {place: load_file(path) for place, path in files.items()}
+    loaded = {ranks: load_file(path) for ranks, path in files.items()}
     first = loaded[0, 0]
     if len({state.get("iteration") for state in loaded.values()}) > 1:
         raise CheckpointError(f"{folder}: its files are of different iterations")
@@ -205,15 +232,16 @@ def read(source: Path, vocab_size: int = 0, accepted: Collection[str] = ()) -> M
     args = vars(first["args"])
     if version not in (2.0, 3.0):
         raise CheckpointError(f"{folder}: checkpoint_version is {version}: 2.0 and 3.0 are read")
-    tp, pp = (1 + max(place[axis] for place in files) for axis in (0, 1))
-    for field, found in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
-        if args.get(field, found) != found:
-            raise CheckpointError(f"{folder}: has files of {found} ranks, args.{field} is {args[field]}")
+    tp = 1 + max(tensor_rank for tensor_rank, _ in files)
+    pp = 1 + max(pipeline_rank for _, pipeline_rank in files)
+    for field, size in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
+        if args.get(field, size) != size:
+            raise CheckpointError(f"{folder}: has files of {size} ranks, args.{field} is {args[field]}")
     try:
         model = model_of(args, vocab_size, folder, accepted)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{folder}: args describe no model ({error})") from None
-    parts = collect({place: chunks(state) for place, state in loaded.items()}, tp, pp, folder)
+    parts = collect({ranks: chunks(state) for ranks, state in loaded.items()}, tp, pp, folder)
     layers = {name.split(".")[1] for name in parts if name.startswith("layers.")}
     if len(layers) != model.num_hidden_layers:
         raise CheckpointError(f"{folder}: holds {len(layers)} layers, args.num_layers is {model.num_hidden_layers}")
@@ -222,7 +250,10 @@ def read(source: Path, vocab_size: int = 0, accepted: Collection[str] = ()) -> M
 
 
 def find(source: Path) -> Path:
-    """The folder that holds the ranks' folders."""
+    """Return the folder that holds the ranks' folders: `source`, or the iteration's folder that its tracker names.
+
+    Raises CheckpointError if there is none.
+    """
     if any(source.glob("mp_rank_*")):
         return source
     if (source / METADATA).is_file():
@@ -231,47 +262,54 @@ def find(source: Path) -> Path:
         word = (source / TRACKER).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{source}: neither mp_rank_* folders nor a readable {TRACKER} ({error})") from None
+    # The word becomes a part of a path, so nothing else may stand there.
     if word != "release" and not re.fullmatch(r"\d{1,9}", word):
         raise CheckpointError(f"{source / TRACKER}: {word[:40]!r} is neither an iteration nor `release`")
-    folder = source / (word if word == "release" else f"iter_{int(word):07d}")
+    folder_name = word if word == "release" else f"iter_{int(word):07d}"
+    folder = source / folder_name
     if not any(folder.glob("mp_rank_*")):
         raise CheckpointError(_no_ranks(folder))
     return folder
 
 
 def _no_ranks(folder: Path) -> str:
-    """Why a folder without mp_rank_* is not read. metadata.json names the format of Megatron's distributed ones."""
+    """Return why a folder without mp_rank_* is not read. In Megatron's distributed formats, metadata.json names it."""
     try:
-        facts = json.loads((folder / METADATA).read_text())
-        found = facts["sharded_backend"]
+        metadata = json.loads((folder / METADATA).read_text())
+        backend = metadata["sharded_backend"]
     except (OSError, ValueError, TypeError, KeyError):
         return f"{folder}: has no mp_rank_* folders; of Megatron's formats `--ckpt-format torch` is read"
     return (
-        f"{folder}: is in Megatron's format {found} (metadata.json), which is not read: run Megatron-LM on it with "
+        f"{folder}: is in Megatron's format {backend} (metadata.json), which is not read: run Megatron-LM on it with "
         "--ckpt-convert-format torch --ckpt-convert-save FOLDER"
     )
 
 
 def find_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Each (tensor, pipeline) rank's file. Raises CheckpointError unless they fill a grid."""
+    """Return the file of each (tensor rank, pipeline rank). Raises CheckpointError unless they fill a grid."""
     files = {}
     for path in sorted(folder.glob("mp_rank_*")):
         ranks = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)
         if not ranks:
             raise CheckpointError(f"{path}: not a tensor and pipeline rank; experts are not supported")
         files[int(ranks[1]), int(ranks[2] or 0)] = path / FILE
-    tp, pp = (1 + max(place[axis] for place in files) for axis in (0, 1))
-    for place in ((t, p) for t in range(tp) for p in range(pp)):
-        if place not in files or not files[place].is_file():
-            raise CheckpointError(f"{folder}: tensor rank {place[0]} of pipeline rank {place[1]} has no {FILE}")
+    tp = 1 + max(tensor_rank for tensor_rank, _ in files)
+    pp = 1 + max(pipeline_rank for _, pipeline_rank in files)
+    for t in range(tp):
+        for p in range(pp):
+            if (t, p) not in files or not files[t, p].is_file():
+                raise CheckpointError(f"{folder}: tensor rank {t} of pipeline rank {p} has no {FILE}")
     return files
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """A rank's dict, its storages mapped from the file; all but tensors, containers, plain values and `args` is left
-    out. Raises CheckpointError, and has run nothing, if the pickle names anything that Megatron does not
-    store."""
+    """Return a rank's dict, with its storages mapped from the file.
+
+    It has tensors, containers, plain values and `args`. Other objects are replaced by empty ones.
+    Raises CheckpointError if the pickle names anything that Megatron does not store. No code has been run then.
+    """
     try:
+        # The names are read before anything is unpickled. Only classes that stand for nothing are then allowed.
         names = set(get_unsafe_globals_in_checkpoint(path)) - {"argparse.Namespace"}
         foreign = sorted(name for name in names if not _LEFT.fullmatch(name))
         if foreign:
@@ -287,25 +325,34 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def model_of(args: Mapping[str, Any], vocab_size: int, where: Path, accepted: Collection[str] = ()) -> ModelConfig:
-    """The model that Megatron's `args` describe. Dropout is 0: an option of training, which llama lacks."""
+    """Return the model that Megatron's `args` describe.
+
+    `where` is the checkpoint's folder, for messages. Dropout is 0, because it is an option of training, which llama
+    lacks. Raises CheckpointError for args that are refused, missing or of another type.
+    """
     for problem in unsupported(args, accepted):
         raise CheckpointError(f"{where}: {problem}")
     family, act = _family(args, where)
     heads = _stated(args, where, int, "num_attention_heads")
     grouped = args.get("group_query_attention")
-    # Null tokenizers have an end token beyond it; of most others it says nothing.
-    size = vocab_size or (args.get("vocab_size") if "Null" not in str(args.get("tokenizer_type")) else 0)
+    size = vocab_size
+    # Null tokenizers have an end token beyond args.vocab_size, so that number is not taken. For most other tokenizers
+    # the args do not state it.
+    if not size and "Null" not in str(args.get("tokenizer_type")):
+        size = args.get("vocab_size", 0)
     if not isinstance(size, int) or not size:
         rows = args.get("padded_vocab_size")
         raise CheckpointError(f"{where}: args do not say how many of {rows} token ids are true: give --vocab_size N")
     hidden = _stated(args, where, int, "hidden_size")
+    key_value_heads = _stated(args, where, int, "num_query_groups") if grouped else heads
+    head_dim = _stated(args, where, int, "kv_channels") if args.get("kv_channels") else hidden // heads
     return ModelConfig(
         family=family,
         hidden_size=hidden,
         num_hidden_layers=_stated(args, where, int, "num_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=_stated(args, where, int, "num_query_groups") if grouped else heads,
-        head_dim=_stated(args, where, int, "kv_channels") if args.get("kv_channels") else hidden // heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=head_dim,
         intermediate_size=_stated(args, where, int, "ffn_hidden_size"),
         vocab_size=size,
         max_position_embeddings=_stated(args, where, int, "max_position_embeddings"),
@@ -321,24 +368,24 @@ def model_of(args: Mapping[str, Any], vocab_size: int, where: Path, accepted: Co
 
 
 def _stated(args: Mapping[str, Any], where: Path, kind: type, *fields: str) -> Any:
-    """The first of `fields` that is stated, a number of this kind."""
+    """Return the first of `fields` that is stated. Raises CheckpointError unless its type is `kind`, int or float."""
     field = next((field for field in fields if args.get(field) is not None), fields[0])
-    if type(args.get(field)) is not kind:
+    if type(args.get(field)) is not kind:  # `type`, because True is an instance of int
         raise CheckpointError(f"{where}: args.{field} is {args.get(field)!r}: must be a number")
     return args[field]
 
 
 def megatron_families() -> Iterator[tuple[str, Megatron]]:
-    """(name, args of Megatron-LM) of each family that Megatron's GPT model can be."""
+    """Yield (name, args of Megatron-LM) of each family that Megatron's GPT model can be."""
     for name, family in FAMILIES.items():
         if family.megatron is not None:
             yield name, family.megatron
 
 
 def _family(args: Mapping[str, Any], where: Path) -> tuple[str, str]:
-    """(family, hidden_act). An option of neither family, or of the other one, is refused by name."""
+    """Return (family, hidden_act). Raises CheckpointError that names an option of no family, or of the other one."""
     swiglu = bool(args.get("swiglu"))
-    family, needs = next((name, found) for name, found in megatron_families() if found.swiglu == swiglu)
+    family, needs = next((name, megatron) for name, megatron in megatron_families() if megatron.swiglu == swiglu)
     rotary = "rope" if args.get("use_rotary_position_embeddings") else "learned_absolute"
     norms_of_heads = bool(args.get("qk_layernorm"))
     wanted = {
@@ -347,11 +394,11 @@ def _family(args: Mapping[str, Any], where: Path) -> tuple[str, str]:
         "add_bias_linear": (needs.add_bias_linear, args.get("add_bias_linear", True)),
         "qk_layernorm": (norms_of_heads and "model.qk_norm" not in FAMILIES[family].unused, norms_of_heads),
     }
-    for field, (needed, found) in wanted.items():
-        if found != needed:
+    for field, (needed, stated) in wanted.items():
+        if stated != needed:
             also = "with" if swiglu else "without"
             raise CheckpointError(
-                f"{where}: args.{field} is {found!r}: {also} args.swiglu only {needed!r} is supported"
+                f"{where}: args.{field} is {stated!r}: {also} args.swiglu only {needed!r} is supported"
             )
     if swiglu:
         return family, "silu"
@@ -365,17 +412,22 @@ def _family(args: Mapping[str, Any], where: Path) -> tuple[str, str]:
 
 
 def _rope_scaling(args: Mapping[str, Any], where: Path) -> RopeScaling:
-    """Interpolation of positions, or Llama 3.1's scaling, of which Megatron lets the factor alone be chosen."""
+    """Return interpolation of positions, Llama 3.1's scaling, or no scaling.
+
+    Of Llama 3.1's numbers, Megatron lets the user choose only the factor.
+    """
     interpolation = args.get("rotary_seq_len_interpolation_factor")
     if not args.get("use_rope_scaling"):
-        return RopeScaling("linear", float(interpolation)) if interpolation else RopeScaling()
+        if interpolation:
+            return RopeScaling("linear", float(interpolation))
+        return RopeScaling()
     if interpolation:
         raise CheckpointError(f"{where}: args.rotary_seq_len_interpolation_factor with use_rope_scaling: not supported")
     return RopeScaling("llama3", float(args.get("rope_scaling_factor") or 8.0), 1.0, 4.0, 8192)
 
 
 def chunks(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """The tensors of each model chunk of a rank by Megatron's dotted names, nested dicts flattened."""
+    """Return the tensors of each model chunk of a rank, by Megatron's dotted names. Nested dicts are flattened."""
     names = ("model", *(f"model{number}" for number in range(len(state))))
     models = [state[name] for name in names if isinstance(state.get(name), Mapping)]
     return [flatten(model) for model in models]
@@ -384,10 +436,10 @@ def chunks(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 def collect(
     ranks: Mapping[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp: int, where: Path
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Every tensor rank's part of each tensor, by our names with global layer numbers.
+    """Return every tensor rank's part of each tensor, by our names with global layer numbers.
 
-    Chunk c of pipeline rank p is stage c * pp + p, and its layers follow those of the stage before. Raises
-    CheckpointError for names that are not known, stored twice, or not held by every tensor rank.
+    Chunk c of pipeline rank p is stage c * pp + p. Its layers follow those of the stage before.
+    Raises CheckpointError for names that are not known, are stored twice, or are not held by every tensor rank.
     """
     parts: dict[str, tuple[Tensor, ...]] = {}
     first_layer = 0
@@ -407,13 +459,19 @@ def collect(
 
 
 def _renamed(tensors: Mapping[str, Any], first_layer: int, where: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (our name, tensor) for each tensor of a chunk whose layer 0 is `first_layer` of the model.
+
+    Raises CheckpointError for a name that is not known, and for a dtype that is not read.
+    """
     for key, tensor in tensors.items():
         if key.endswith(_COMPUTED):
             continue
-        found = _KEY.fullmatch(key)
-        name = _OURS.get(found[2]) if found else None
-        if not found or name is None or not isinstance(tensor, Tensor):
+        match = _KEY.fullmatch(key)
+        name = _OURS.get(match[2]) if match else None
+        if not match or name is None or not isinstance(tensor, Tensor):
             raise CheckpointError(f"{where}: holds {key}, which no GPT or Llama of ours has")
         if tensor.dtype not in CODES:
             raise CheckpointError(f"{where}: {key} is {dtype_name(tensor.dtype)}: only fp32, bf16 and fp16 are read")
-        yield f"layers.{first_layer + int(found[1])}.{name}" if found[1] else name, tensor
+        if match[1]:
+            name = f"layers.{first_layer + int(match[1])}.{name}"
+        yield name, tensor

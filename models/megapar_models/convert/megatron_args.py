@@ -1,16 +1,16 @@
-"""Which of Megatron-LM's `args` change what a model computes, and which of those we refuse.
+"""Megatron-LM's `args`: which of them change what a model computes, and which of those are refused.
 
 The names and defaults are those of Megatron-LM main in August 2026 (commit d98e8a6), and of its releases since 2019.
-A later version may rename an option, as `apply_layernorm_1p` became `layernorm_zero_centered_gamma`. So an option that
-is not listed here, and whose name speaks of the model's arithmetic, is refused as long as it is switched on.
+A later version may rename an option, as `apply_layernorm_1p` became `layernorm_zero_centered_gamma`. So an option is
+also refused if it is switched on, is not listed here, and has a name that speaks of the model's arithmetic.
 """
 
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-# Options that make a model compute what ours do not, and the values that leave the option off. A version that lacks an
-# option does not compute it.
+# Options that make a model compute what ours do not. Each has the values that leave it off. None is among them, because
+# a version that lacks an option does not compute it.
 UNUSED: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "apply_layernorm_1p": (None, False),
@@ -56,8 +56,8 @@ READ = frozenset(
     )
 )
 
-# Options whose names speak of the arithmetic although they do not change it: kernels that compute the same, precision,
-# initialization, training, layout, and parts of kinds of models that one of UNUSED or READ refuses.
+# Options whose names speak of the arithmetic although they do not change it. They are about kernels that compute the
+# same, precision, initialization, training, layout, and parts of kinds of models that one of UNUSED or READ refuses.
 HARMLESS = frozenset(
     (
         *("activation_offload_fraction", "add_position_embedding", "apply_query_key_layer_scaling"),
@@ -79,14 +79,14 @@ HARMLESS = frozenset(
     )
 )
 
-# Beginnings of names that describe how something is trained, stored or logged, or a part of the model that is absent
-# because one of UNUSED refuses it: experts, layers that predict further tokens, state spaces, scaled widths, sparse
-# attention, retrieval, several residual streams.
+# Beginnings of names that are harmless. Some describe how something is trained, stored or logged. Others describe a
+# part of the model that is absent, because one of UNUSED refuses it: experts, layers that predict further tokens, state
+# spaces, scaled widths, sparse attention, retrieval, several residual streams.
 _APART = re.compile(
     r"(ckpt|cuda|dino|distributed|ft|grpo|inference|langrl|lion|log|loss|muon|optimizer|overlap|recompute|rl|save"
     r"|moe|mtp|mamba|mup|dsa|retro|mhc)_"
 )
-# Words that speak of the arithmetic.
+# Words in names that speak of the arithmetic.
 _WORDS = re.compile(
     r"(^|_)((layer|rms|qk|l2)?norm|normalization|rope|rotary|yarn|position|attention|attn|window|softmax|gated?|glu"
     r"|swiglu|geglu|gelu|relu|silu|act|activation|clamp|cap|scale|scaling|multiplier|mult|mup|hybrid|mamba|ssm|mtp"
@@ -95,11 +95,16 @@ _WORDS = re.compile(
 
 
 def unsupported(args: Mapping[str, Any], accepted: Collection[str] = ()) -> Iterator[str]:
-    """What is wrong with each of `args` that our models cannot be, or that we do not know and is not in `accepted`."""
+    """Yield a line for each of `args` that is refused.
+
+    It is refused if our models cannot compute it, or if it is unknown, may change the arithmetic and is not in
+    `accepted`.
+    """
     for field, value in args.items():
         if field in UNUSED:
             if value not in UNUSED[field]:
                 yield f"args.{field} is {value!r}: not supported"
+        # Only options that are switched on: an unknown one that is off changes nothing.
         elif value and field not in accepted and _speaks_of_arithmetic(field):
             yield (
                 f"args.{field} is {value!r}: this option is not known, and by its name it may change what the model "

@@ -1,11 +1,11 @@
-"""Logits of Megatron-Core's own GPTModel on a classic checkpoint, which a conversion is compared with.
+"""Logits of Megatron-Core's own GPTModel on a classic checkpoint. A conversion is compared with them.
 
-`convert.megatron` reads Megatron's args into our options. An arg that changes the model and that it does not
-know, or reads wrongly, would make a wrong model without a word. Here Megatron-Core builds its model from all of the
-args itself, as Megatron-LM does in `core_transformer_config_from_args` and `gpt_builder` (core_v0.16.1). Such an arg
-then shows as a difference of logits.
+`convert.megatron` turns Megatron's args into our options. If it did not know an arg that changes the model, or read it
+wrongly, the result would be a wrong model without an error. Here Megatron-Core builds its model from all of the args
+itself, as Megatron-LM does in `core_transformer_config_from_args` and `gpt_builder` (core_v0.16.1). Such an arg then
+makes a difference of logits.
 
-The model is whole (one tensor and one pipeline rank), in fp32 and on the CPU, where a GPU's own kernels are not needed.
+The model is whole (one tensor and one pipeline rank) and in fp32. It is on the CPU, where no GPU kernels are needed.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ from megapar_models.registry import FAMILIES
 
 PACKAGE = "megatron-core"
 
-# Fields of TransformerConfig that say how Megatron runs a model rather than what it computes: kernels, precision,
+# Names of the fields of TransformerConfig that say how Megatron runs a model, not what it computes: kernels, precision,
 # layout, recomputation, initialization, and kinds of models that `megatron.read` has refused. They keep the defaults of
 # Megatron-Core, which run on a CPU.
 _RUNNING = re.compile(
@@ -40,7 +40,7 @@ _RUNNING = re.compile(
     r"|.*(init_method.*|_fusion|_backend)"
 )
 
-# Megatron-Core's names of a layer's tensors by ours, with its local layers.
+# Megatron-Core's names of a layer's tensors, by our names. They are those of its local layers.
 _LAYER = {
     "attention_norm": "input_layernorm",
     "attention.qkv": "self_attention.linear_qkv",
@@ -60,19 +60,19 @@ _OUTSIDE = {
 
 
 def is_installed() -> bool:
-    """Whether Megatron-Core can be imported. It is not imported for that."""
+    """Return whether Megatron-Core can be imported. It is not imported here."""
     return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 
 
 def version() -> str:
-    """Such as "megatron-core 0.16.1"."""
+    """Return name and version of the package, such as "megatron-core 0.16.1"."""
     from megatron.core import package_info
 
     return f"{PACKAGE} {package_info.__version__}"
 
 
 class MegatronModel:
-    """Megatron-Core's GPTModel with the weights of `source`, in fp32 from weights rounded to `dtype`.
+    """Megatron-Core's GPTModel in fp32, with the weights of `source` rounded to `dtype` first.
 
     Raises CheckpointError if Megatron-Core refuses the args or the weights.
     """
@@ -97,41 +97,39 @@ class MegatronModel:
 
     @torch.no_grad()
     def logits(self, tokens_s: Tensor) -> Tensor:
-        """[s, v], with the padding rows of Megatron's vocabulary."""
+        """Return the logits [s, v] of the tokens [s]. v includes the padding rows of Megatron's vocabulary."""
         positions_s = torch.arange(len(tokens_s))
-        # Where it is given no mask, Megatron-Core makes this one on a GPU. True stands for what is not seen.
+        # Without a mask, Megatron-Core would make this one on a GPU. True stands for positions that are not seen.
         mask_bass = torch.ones(1, 1, len(tokens_s), len(tokens_s), dtype=torch.bool).triu(1)
         with _on_one_cpu():
             logits_bsv: Tensor = self._model(tokens_s[None], positions_s[None], mask_bass)
         return logits_bsv[0]
 
     def misread(self, model: ModelConfig) -> list[str]:
-        """The args that do not describe `model`: Megatron-Core's value of each, and what it would be of `model`."""
-        ours = _values_of(model)
-        names = sorted(
-            name for name in {*self._values, *ours} if name not in HARMLESS and not name.endswith("_dropout")
-        )
+        """Return a line for each value that Megatron-Core took from the args and that `model` does not have."""
+        values = _values_of(model)
         defaults = _defaults()
-        pairs = [
-            (name, self._values.get(name, defaults.get(name)), ours.get(name, defaults.get(name))) for name in names
-        ]
-        return [
-            f"{name} is {_shown(theirs)} there, {_shown(found)} here"
-            for name, theirs, found in pairs
-            if theirs != found
-        ]
+        lines = []
+        for name in sorted({*self._values, *values}):
+            if name in HARMLESS or name.endswith("_dropout"):  # dropout is an option of training
+                continue
+            theirs = self._values.get(name, defaults.get(name))
+            ours = values.get(name, defaults.get(name))
+            if theirs != ours:
+                lines.append(f"{name} is {_shown(theirs)} there, {_shown(ours)} here")
+        return lines
 
 
 def config_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of Megatron-Core's TransformerConfig that decide what a model computes, out of `args`."""
+    """Return the fields of Megatron-Core's TransformerConfig that decide what a model computes, from `args`."""
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    # Any field that has an arg's name is taken from it, whether our reader knows it or not.
+    # Each field that has the name of an arg is taken from it, whether our reader knows that arg or not.
     layout = {field.name for field in fields(ModelParallelConfig)}
     names = {field.name for field in fields(TransformerConfig)} - layout
     values = {name: args[name] for name in names if name in args and not _RUNNING.fullmatch(name)}
-    # Args that have another name than the field, or are turned into another value.
+    # These args have another name than the field, or another value.
     values["layernorm_epsilon"] = args.get("norm_epsilon") or args.get("layernorm_epsilon")
     values["layernorm_zero_centered_gamma"] = bool(
         args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")
@@ -142,6 +140,7 @@ def config_values(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activation(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that describe the activation function."""
     from megatron.core.activations import quick_gelu, squared_relu
 
     if args.get("swiglu"):
@@ -150,16 +149,14 @@ def _activation(args: Mapping[str, Any]) -> dict[str, Any]:
         return {"activation_func": squared_relu, "gated_linear_unit": False, "bias_activation_fusion": False}
     if args.get("quick_geglu"):
         return {"activation_func": quick_gelu, "gated_linear_unit": True, "bias_activation_fusion": False}
-    # The fused function is GELU's tanh form, the other one GELU by erf.
+    # The fused function is the tanh form of GELU. The other one is GELU by erf.
     fused = args.get("bias_gelu_fusion", True)
     return {"activation_func": F.gelu, "gated_linear_unit": False, "bias_activation_fusion": fused}
 
 
 def model_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of Megatron-Core's GPTModel itself, out of `args`.
-
-    gpt_builder passes no rope_scaling_factor, so GPTModel computes with its default of 8 whatever the arg says.
-    """
+    """Return the arguments of Megatron-Core's GPTModel itself, from `args`."""
+    # Without rope_scaling_factor: gpt_builder does not pass it, so GPTModel uses its default of 8, whatever the arg is.
     return {
         "max_sequence_length": args["max_position_embeddings"],
         "share_embeddings_and_output_weights": not args.get("untie_embeddings_and_output_weights"),
@@ -172,12 +169,13 @@ def model_values(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _position_embedding(args: Mapping[str, Any]) -> str:
+    """Return the kind of positions. Older versions of Megatron-LM state it by another arg."""
     older = "rope" if args.get("use_rotary_position_embeddings") else "learned_absolute"
     return args.get("position_embedding_type") or older
 
 
 def _values_of(model: ModelConfig) -> dict[str, Any]:
-    """What `config_values` and `model_values` would return for the args of `model`."""
+    """Return what `config_values` and `model_values` would return for the args of `model`."""
     from megatron.core.activations import squared_relu
 
     described = FAMILIES[model.family].megatron
@@ -210,7 +208,7 @@ def _values_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    """Megatron-Core's values of what neither the args nor our options say."""
+    """Return Megatron-Core's defaults, for names that the args or our options do not state."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = {field.name: field.default for field in fields(TransformerConfig)}
@@ -222,21 +220,21 @@ def _shown(value: Any) -> str:
 
 
 def _weights(source: MegatronCheckpoint) -> dict[str, Tensor]:
-    """All tensors as one tensor and one pipeline rank of Megatron-Core holds them, by its names."""
-    found = {}
+    """Return all tensors, by Megatron-Core's names, as one tensor and one pipeline rank would hold them."""
+    tensors = {}
     for name in source.parts:
-        # The last pipeline stage has a copy of a tied embedding; in one stage there is none.
+        # The last pipeline stage has a copy of a tied embedding. A model in one stage has none.
         if name == "head.weight" and not source.args.get("untie_embeddings_and_output_weights"):
             continue
         layer, inside = re.fullmatch(r"(layers\.\d+\.)?(.+)", name).groups()  # type: ignore[union-attr]
-        module, _, kind = inside.rpartition(".")
+        module, _, weight_or_bias = inside.rpartition(".")
         theirs = f"decoder.{layer}{_LAYER[module]}" if layer else _OUTSIDE[module]
-        found[f"{theirs}.{kind}"] = source.gathered(name)
-    return found
+        tensors[f"{theirs}.{weight_or_bias}"] = source.gathered(name)
+    return tensors
 
 
 def _build(config: Mapping[str, Any], model: Mapping[str, Any], rows: int) -> nn.Module:
-    """GPTModel with weights that are not set yet. `rows`: token ids with padding."""
+    """Return GPTModel without its weights. `rows` is the number of token ids, padding included."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -262,20 +260,23 @@ class _OneRank:
 
 @contextmanager
 def _on_one_cpu() -> Iterator[None]:
-    """Let Megatron-Core build and run a model on a CPU, without torch.distributed. All of its stand-ins are here."""
+    """Let Megatron-Core build and run a model on a CPU, without torch.distributed, in the block.
+
+    All stand-ins for what it expects are here.
+    """
     from megatron.core import parallel_state
     from megatron.core.utils import GlobalMemoryBuffer
 
     with ExitStack() as stack:
-        # Layers use the groups that they are given only where torch.distributed is initialized.
+        # Layers use the groups that they are given only if torch.distributed is initialized.
         stack.enter_context(patch("torch.distributed.is_initialized", return_value=True))
         # The rotary table and the buffer of attention scores lie on CUDA's current device, wherever the weights are.
         stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
-        # Attention forks CUDA's random state for its dropout, also where there is none.
+        # Attention forks CUDA's random state for its dropout, even if there is no dropout.
         no_state = SimpleNamespace(fork=nullcontext)
         stack.enter_context(patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", return_value=no_state))
-        # Else initialize_model_parallel makes that buffer, which needs torch.distributed.
+        # Otherwise initialize_model_parallel would make that buffer, which needs torch.distributed.
         stack.enter_context(patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()))
-        # Its fused functions are compiled at their first call, which needs a C++ compiler on a CPU.
+        # Megatron-Core compiles its fused functions at their first call, which needs a C++ compiler on a CPU.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

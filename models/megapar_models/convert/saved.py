@@ -1,4 +1,4 @@
-"""A native checkpoint's options and its whole model, in one process, whatever layout wrote it."""
+"""Options and model of a native checkpoint in one process. Any layout may have written it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +15,10 @@ from megapar_models.stage import Stage
 
 
 def saved_config(manifest: Manifest, **train: Any) -> Config:
-    """The options that a checkpoint was made with, for one process; `train` changes some of that section.
+    """Return the options that a checkpoint was made with, for one process. `train` replaces options of that section.
 
-    Options that are newer than the checkpoint have their default. Where its data lay is kept but not judged: no text
-    will be read. Raises CheckpointError if the checkpoint does not say its options.
+    Options that are newer than the checkpoint have their default. The data section is kept but not validated, because
+    no text will be read. Raises CheckpointError if the manifest does not hold the options.
     """
     stated = manifest.trainer.get("config")
     if not isinstance(stated, dict):
@@ -26,7 +26,7 @@ def saved_config(manifest: Manifest, **train: Any) -> Config:
     # JSON has no tuples.
     saved = {path: tuple(value) if isinstance(value, list) else value for path, value in stated.items()}
     config = unflatten(flatten(Config()) | saved)
-    # Without data there is nothing to evaluate, which is judged too.
+    # The config is validated without its data, and an evaluation without data is an error.
     unused: dict[str, Any] = {"eval_every": TrainConfig.eval_every, "eval_samples": TrainConfig.eval_samples}
     train_section = replace(config.train, **unused, **train)
     alone = replace(config, parallel=ParallelConfig(), launch=LaunchConfig(), train=train_section, data=DataConfig())
@@ -34,9 +34,9 @@ def saved_config(manifest: Manifest, **train: Any) -> Config:
 
 
 def load_model(checkpoint: Path, **train: Any) -> tuple[Config, Stage]:
-    """The model that a checkpoint holds, in one stage on the CPU, in evaluation mode; `train` as in `saved_config`.
+    """Return the options and the model of a checkpoint. The model is one stage on the CPU, in evaluation mode.
 
-    Raises CheckpointError if the checkpoint is damaged.
+    `train` is as in `saved_config`. Raises CheckpointError if the checkpoint is damaged.
     """
     config = saved_config(read_manifest(checkpoint), **train)
     ctx = context.single()

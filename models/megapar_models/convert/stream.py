@@ -1,5 +1,4 @@
-"""Weights written a tensor at a time, as conversion needs it: no more than one tensor is in memory, and the folder
-exists only when it is complete."""
+"""Writing of weights for conversion. One tensor at a time is in memory, and the folder exists only when complete."""
 
 import json
 import math
@@ -29,12 +28,12 @@ from megapar.config import Config, flatten
 from megapar.errors import CheckpointError, ConfigError, StorageError
 from megapar_models.registry import weight_options
 
-SHARD_BYTES = 5_000_000_000
+SHARD_BYTES = 5_000_000_000  # largest file of weights, unless a single tensor is larger
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
 
 
 class TensorInfo(NamedTuple):
-    """What a tensor will be, said before it is made."""
+    """Shape and dtype of a tensor that will be made later."""
 
     shape: Sizes
     dtype: torch.dtype
@@ -49,10 +48,11 @@ Plan = Mapping[str, TensorInfo]
 
 @contextmanager
 def new_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
-    """A temporary folder beside `final`, which becomes `final` when the block ends, or vanishes when it fails.
+    """Yield a temporary folder beside `final`. It is renamed to `final` when the block ends, or removed if it fails.
 
     Raises ConfigError if `final` exists, StorageError if it cannot be written or has no room for `needed_bytes`.
     """
+    # Beside it, since a rename cannot cross file systems.
     if final.exists():
         raise ConfigError(f"{final}: exists; name a folder that does not, nothing is overwritten")
     temporary = final.parent / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}"
@@ -73,7 +73,7 @@ def new_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def shards(plan: Plan, limit: int) -> list[dict[str, TensorInfo]]:
-    """The plan in order, cut where a file would hold more than `limit` bytes; a larger tensor has a file to itself."""
+    """Cut the plan, in order, into files of at most `limit` bytes. A larger tensor has a file to itself."""
     files: list[dict[str, TensorInfo]] = [{}]
     for name, info in plan.items():
         if files[-1] and sum(i.nbytes for i in files[-1].values()) + info.nbytes > limit:
@@ -83,10 +83,12 @@ def shards(plan: Plan, limit: int) -> list[dict[str, TensorInfo]]:
 
 
 def write_file(path: Path, plan: Plan, make: Callable[[str], Tensor]) -> None:
-    """A safetensors file of the planned tensors; `make` is called for one after the other, and each is let go.
+    """Write a safetensors file of the planned tensors and flush it to the disk.
 
+    `make` returns the tensor of a name. It is called for one name after the other, and no tensor is kept.
     Raises CheckpointError for a tensor that is not as planned, or not finite.
     """
+    # Not by safetensors' own save_file, which needs all tensors of a file at once.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, info in plan.items():
@@ -104,6 +106,7 @@ def write_file(path: Path, plan: Plan, make: Callable[[str], Tensor]) -> None:
 
 
 def _bytes(name: str, values: Tensor, info: TensorInfo) -> memoryview:
+    """Return the bytes of a tensor. Raises CheckpointError if it is not as planned, or not finite."""
     if (tuple(values.shape), values.dtype) != info:
         raise CheckpointError(f"{name}: {dtype_name(values.dtype)} {list(values.shape)}, {info} was planned")
     check_finite(name, values)
@@ -111,8 +114,8 @@ def _bytes(name: str, values: Tensor, info: TensorInfo) -> memoryview:
 
 
 def check_finite(name: str, values: Tensor) -> Tensor:
-    """Returns `values`. Raises CheckpointError if one of them is NaN or infinite."""
-    # Their bounds need no second tensor of this size, and are NaN where any value is.
+    """Return `values`. Raises CheckpointError if one of them is NaN or infinite."""
+    # The bounds are NaN if any value is. Unlike `isfinite` of all values, they need no second tensor of this size.
     if values.numel() and not all(bound.isfinite() for bound in values.aminmax()):
         raise CheckpointError(
             f"{name}: holds NaN or infinity as {dtype_name(values.dtype)}: the source is damaged, or its training "
@@ -124,10 +127,10 @@ def check_finite(name: str, values: Tensor) -> Tensor:
 def write_weights(
     folder: Path, config: Config, shapes: Mapping[str, Sizes], make: Callable[[str], Tensor], *, shard_bytes: int
 ) -> None:
-    """A native checkpoint of step 0 in `folder`: fp32 main weights of a validated `config`, no moments.
+    """Write a native checkpoint of step 0 to `folder`: fp32 main weights of a validated `config`, without moments.
 
-    `make` returns the logical tensor of a name in `shapes`, fp32. `trainer.weights_only` in the manifest says that no
-    run can go on from it with its moments.
+    `make` returns the logical tensor of a name in `shapes`, fp32. `trainer.weights_only` in the manifest says that the
+    checkpoint has no moments, so that no run can be resumed from it.
     """
     plan = {f"{MAIN}.{name}": TensorInfo(shape, torch.float32) for name, shape in shapes.items()}
     tensors: dict[str, Entry] = {}

@@ -1,4 +1,4 @@
-"""Tokenizer files of Hugging Face that encode a text as training did, for tokenizers that have no such files."""
+"""Hugging Face's tokenizer files for tokenizers that lack them. They encode a text as training did."""
 
 import json
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from megapar.errors import ConfigError
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 CODE = "tokenizer_as_it_is.py"
-_SYMBOLS = 32  # special tokens that texts are made of; some tokenizers reserve hundreds
+_SYMBOLS = 32  # special tokens that check texts are made of; some tokenizers reserve hundreds
 
 # Two tokenizers that encode all of these alike are taken for the same one. Each text shows something that rebuilt
 # tokenizers are known to change: how words are cut, whether spaces are kept, whether characters are normalized.
@@ -62,9 +62,11 @@ TEXTS = (
 
 
 def check_texts(symbols: Iterable[str]) -> list[str]:
-    """TEXTS, and texts that hold the `symbols`, such as special tokens: alone, at the start, inside words."""
-    added = [text for symbol in symbols for text in (symbol, f"{symbol} a{symbol}b", f"one {symbol}\n{symbol}two")]
-    return [*TEXTS, *added]
+    """Return TEXTS and three texts for each of `symbols`, such as special tokens: alone, at the start, inside words."""
+    texts = list(TEXTS)
+    for symbol in symbols:
+        texts += [symbol, f"{symbol} a{symbol}b", f"one {symbol}\n{symbol}two"]
+    return texts
 
 
 class Difference(NamedTuple):
@@ -76,16 +78,16 @@ class Difference(NamedTuple):
 
 
 def differences(expected: Tokenizer, encode: Any, texts: Iterable[str]) -> list[Difference]:
-    """The `texts` for which the ids of the function `encode` are not those of the tokenizer `expected`."""
-    found = (Difference(text, expected.encode(text).tolist(), list(encode(text))) for text in texts)
-    return [each for each in found if each.expected != each.found]
+    """Return the `texts` for which the function `encode` gives other ids than the tokenizer `expected`, with both."""
+    compared = (Difference(text, expected.encode(text).tolist(), list(encode(text))) for text in texts)
+    return [each for each in compared if each.expected != each.found]
 
 
 def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, context: int) -> str:
-    """Write to `folder` what Hugging Face needs of `tokenizer` and the folder lacks.
+    """Write to `folder` the files of `tokenizer` that Hugging Face needs and the folder lacks.
 
-    That is tokenizer.json for bytes and for the sentencepiece model in `model_file`, and tokenizer_config.json, or the
-    fields that it lacks. `context` is the model's number of positions. Returns what could not be written, or "".
+    They are tokenizer.json, for bytes and for the sentencepiece model in `model_file`, and tokenizer_config.json, or
+    the fields that it lacks. `context` is the model's number of positions. Returns what could not be written, or "".
     """
     names: dict[str, str] = {}
     made: str | None
@@ -101,12 +103,21 @@ def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, c
         if made is None:
             return f"no {JSON} of the `tokenizers` library encodes as the sentencepiece model does"
         (folder / JSON).write_text(made)
-    written = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
+    written = _written_config(folder)
     if "tokenizer_class" not in written:
         names = names or {"eos_token": _name(folder / JSON, tokenizer.eod)}
-        facts = {**_config(names, context), **written}
-        (folder / CONFIG).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+        config = {**_config(names, context), **written}
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     return ""
+
+
+def _written_config(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json in `folder`, or an empty dict if there is none."""
+    path = folder / CONFIG
+    if not path.exists():
+        return {}
+    config: dict[str, Any] = json.loads(path.read_text())
+    return config
 
 
 _AS_IT_IS = """from transformers import PreTrainedTokenizerFast
@@ -118,13 +129,14 @@ class AsItIs(PreTrainedTokenizerFast):
 
 
 def read_as_it_is(folder: Path) -> None:
-    """Let AutoTokenizer read tokenizer.json in `folder` as it is, also where the class of the model_type would not.
+    """Change the files in `folder` so that AutoTokenizer reads tokenizer.json as it is.
 
-    For some values of model_type, qwen2 among them, transformers 5 ignores tokenizer_class, unless there is an auto_map
-    (AutoTokenizer.from_pretrained, transformers 5.23). Without trust_remote_code it then drops the auto_map, and does
-    follow tokenizer_class. With trust_remote_code it takes the class in the file CODE, which does the same.
+    The class that transformers chooses by model_type might not.
     """
-    written = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
+    # For some values of model_type, qwen2 among them, transformers 5 ignores tokenizer_class unless there is an
+    # auto_map (AutoTokenizer.from_pretrained, transformers 5.23). Without trust_remote_code it then drops the auto_map,
+    # but it follows tokenizer_class. With trust_remote_code it takes the class in the file CODE, which does the same.
+    written = _written_config(folder)
     written["tokenizer_class"] = "PreTrainedTokenizerFast"
     written["auto_map"] = {"AutoTokenizer": [None, f"{CODE.removesuffix('.py')}.AsItIs"]}
     (folder / CONFIG).write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n")
@@ -132,17 +144,17 @@ def read_as_it_is(folder: Path) -> None:
 
 
 def compare_with_transformers(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> tuple[dict[str, Any], list[str]]:
-    """What AutoTokenizer makes of the check texts with the files in `folder`, against `tokenizer`.
+    """Compare AutoTokenizer, with the files in `folder`, with `tokenizer` on the check texts.
 
-    Returns what was compared, as JSON types, and what is wrong: texts that differ, another end token, one outside the
-    `vocab_size` ids of the model.
+    Returns what was compared, as JSON types, and a list of problems: texts that are encoded differently, another end
+    token, or an end token outside the `vocab_size` ids of the model.
     """
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     try:
         auto = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever the classes of transformers raise for files that they cannot read
+    except Exception as error:  # the classes of transformers have no common error for files that they cannot read
         return {}, [f"AutoTokenizer cannot read it ({type(error).__name__}: {' '.join(str(error).split())[:200]})"]
     texts = check_texts([str(token) for token in auto.added_tokens_decoder.values()][:_SYMBOLS])
 
@@ -162,7 +174,7 @@ def compare_with_transformers(folder: Path, tokenizer: Tokenizer, vocab_size: in
         problems.append(f"the end token is {auto.eos_token!r} (id {auto.eos_token_id}), in training id {tokenizer.eod}")
     if tokenizer.eod >= vocab_size:
         problems.append(f"the end token's id {tokenizer.eod} is outside the model's vocabulary of {vocab_size}")
-    facts = {
+    comparison = {
         "reference": f"transformers {transformers.__version__}, {type(auto).__name__}",
         "texts": len(texts),
         "different": len(wrong),
@@ -170,16 +182,17 @@ def compare_with_transformers(folder: Path, tokenizer: Tokenizer, vocab_size: in
         "end_token_ids": {"training": tokenizer.eod, "AutoTokenizer": auto.eos_token_id},
         "added_to_each_text": auto("")["input_ids"],
     }
-    return facts, problems
+    return comparison, problems
 
 
 def _config(names: dict[str, str], context: int) -> dict[str, Any]:
+    """Return tokenizer_config.json for a tokenizer.json that is to be read as it is."""
     # transformers 4 and 5 use tokenizer.json unchanged for this class. Another class, which transformers may choose by
     # the model_type of config.json, builds a tokenizer of its own out of the vocabulary.
-    facts: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    # Training puts no token before or after a document's text, and text must come back as it was.
     return {
-        **facts,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **names,
+        # Training puts no token before or after a document's text, and decoding must give the text back unchanged.
         "add_bos_token": False,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
@@ -188,7 +201,7 @@ def _config(names: dict[str, str], context: int) -> dict[str, Any]:
 
 
 def _name(path: Path, token: int) -> str:
-    """The text of a token id of a tokenizer.json."""
+    """Return the text of the token id `token` in a tokenizer.json."""
     import tokenizers
 
     name = tokenizers.Tokenizer.from_file(str(path)).id_to_token(token)
@@ -202,7 +215,7 @@ _BYTES_END = "<|endoftext|>"
 
 
 def bytes_json() -> str:
-    """A tokenizer.json whose ids are those of `ByteTokenizer`: byte-level BPE that merges nothing."""
+    """Return a tokenizer.json whose ids are those of `ByteTokenizer`: byte-level BPE without merges."""
     library = _library()
     symbols = _byte_symbols()
     made = library.Tokenizer(library.models.BPE({symbol: byte for byte, symbol in enumerate(symbols)}, []))
@@ -213,14 +226,17 @@ def bytes_json() -> str:
 
 
 def _byte_symbols() -> list[str]:
-    """The character that stands for each byte in byte-level BPE (GPT-2): itself if it is printable, else one of the
-    characters from 256 on, in the order of the bytes."""
+    """Return the character that stands for each byte in byte-level BPE (GPT-2).
+
+    A printable byte stands for itself. The others get the characters from 256 on, in the order of the bytes.
+    """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _library() -> Any:
+    """Return the `tokenizers` library. Raises ConfigError if it is not installed."""
     try:
         import tokenizers
     except ImportError as error:
@@ -232,7 +248,7 @@ def _library() -> Any:
 
 
 def sentencepiece_names(model_file: Path) -> dict[str, str]:
-    """Names of the special tokens of a sentencepiece model, as tokenizer_config.json calls them."""
+    """Return the special tokens of a sentencepiece model by the names of tokenizer_config.json, such as eos_token."""
     model = _proto(model_file)
     ids = {"bos_token": model.trainer_spec.bos_id, "eos_token": model.trainer_spec.eos_id}
     ids |= {"unk_token": model.trainer_spec.unk_id, "pad_token": model.trainer_spec.pad_id}
@@ -240,11 +256,14 @@ def sentencepiece_names(model_file: Path) -> dict[str, str]:
 
 
 def sentencepiece_json(tokenizer: SentencePieceTokenizer, model_file: Path) -> str | None:
-    """The sentencepiece model in `model_file` as a tokenizer.json, or None if that encodes any of the check texts
-    otherwise than the sentencepiece library does, or the model is neither unigram nor BPE."""
+    """Return the sentencepiece model in `model_file` as a tokenizer.json.
+
+    Returns None if the model is neither unigram nor BPE, or if the tokenizer.json would encode any of the check texts
+    differently from the sentencepiece library.
+    """
     model = _proto(model_file)
-    kinds = model.SentencePiece
-    symbols = [piece.piece for piece in model.pieces if piece.type not in (kinds.NORMAL, kinds.UNUSED, kinds.BYTE)]
+    types = model.SentencePiece
+    symbols = [piece.piece for piece in model.pieces if piece.type not in (types.NORMAL, types.UNUSED, types.BYTE)]
     made = _converted(_library(), model)
     if made is None:
         return None
@@ -253,11 +272,13 @@ def sentencepiece_json(tokenizer: SentencePieceTokenizer, model_file: Path) -> s
     def encode(text: str) -> list[int]:
         return made.encode(text, add_special_tokens=False).ids
 
-    return None if differences(tokenizer, encode, check_texts(symbols)) else made.to_str()
+    if differences(tokenizer, encode, check_texts(symbols)):
+        return None
+    return made.to_str()
 
 
 def _proto(model_file: Path) -> Any:
-    """What a sentencepiece model file holds (sentencepiece_model.proto)."""
+    """Return the parsed sentencepiece model file (sentencepiece_model.proto). Raises ConfigError without protobuf."""
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
@@ -268,9 +289,11 @@ def _proto(model_file: Path) -> Any:
 
 
 def _converted(library: Any, model: Any) -> Any:
-    """A `tokenizers.Tokenizer` of the pieces, scores and normalizer of a sentencepiece model; None for other kinds of
-    models than unigram and BPE."""
-    kinds = model.SentencePiece
+    """Return a `tokenizers.Tokenizer` of the pieces, scores and normalizer of a sentencepiece model.
+
+    Returns None unless the model is unigram or BPE.
+    """
+    types = model.SentencePiece
     spec = model.trainer_spec
     if spec.model_type == spec.UNIGRAM:
         made = library.Tokenizer(
@@ -282,59 +305,61 @@ def _converted(library: Any, model: Any) -> Any:
                 {piece.piece: number for number, piece in enumerate(model.pieces)},
                 _merges(model),
                 unk_token=model.pieces[spec.unk_id].piece,
-                fuse_unk=True,  # as sentencepiece does: unknown characters that follow each other are one id
+                fuse_unk=True,  # as in sentencepiece: unknown characters in a row are one id
                 byte_fallback=spec.byte_fallback,
             )
         )
-        # No merges make a symbol of the user that has several characters, so the text is cut around them first. Where
-        # the model also puts a prefix before a text, each part would get one: the check texts then show it.
-        users = [piece.piece for piece in model.pieces if piece.type == kinds.USER_DEFINED and len(piece.piece) > 1]
+        # No merges make a user-defined symbol of several characters, so the text is cut around such symbols first. If
+        # the model also puts a prefix before a text, each part would get one. The check texts then show the difference.
+        users = [piece.piece for piece in model.pieces if piece.type == types.USER_DEFINED and len(piece.piece) > 1]
         made.add_tokens([library.AddedToken(name, normalized=False, special=False) for name in users])
     else:
         return None
     made.normalizer = _normalizer(library, model.normalizer_spec)
     made.decoder = _decoder(library, model)
-    reserved = [piece.piece for piece in model.pieces if piece.type in (kinds.CONTROL, kinds.UNKNOWN)]
+    reserved = [piece.piece for piece in model.pieces if piece.type in (types.CONTROL, types.UNKNOWN)]
     made.add_special_tokens([library.AddedToken(name, normalized=False, special=True) for name in reserved])
     return made
 
 
 def _unigram(model: Any) -> list[tuple[str, float]]:
-    """Pieces and the scores with which Viterbi search finds what sentencepiece finds (unigram_model.cc)."""
-    kinds = model.SentencePiece
-    learned = [piece.score for piece in model.pieces if piece.type == kinds.NORMAL]
+    """Return the pieces with scores for which a Viterbi search gives sentencepiece's result (unigram_model.cc)."""
+    types = model.SentencePiece
+    learned = [piece.score for piece in model.pieces if piece.type == types.NORMAL]
     scores = []
     for piece in model.pieces:
         score = piece.score
-        if piece.type == kinds.USER_DEFINED:  # chosen wherever it stands
+        if piece.type == types.USER_DEFINED:  # sentencepiece chooses it wherever it occurs
             score = len(piece.piece) * max(learned) - 0.1
-        elif piece.type in (kinds.CONTROL, kinds.UNKNOWN, kinds.BYTE):  # in a text only if it has unknown characters
+        elif piece.type in (types.CONTROL, types.UNKNOWN, types.BYTE):  # chosen only for unknown characters
             score = min(learned) - 1000.0
         scores.append((piece.piece, score))
     return scores
 
 
 def _merges(model: Any) -> list[tuple[str, str]]:
-    """Pairs of pieces that make a piece, best score first, which is the order in which sentencepiece joins them."""
-    kinds = model.SentencePiece
-    numbers = {piece.piece: at for at, piece in enumerate(model.pieces) if piece.type in (kinds.NORMAL, kinds.UNUSED)}
-    found = []
+    """Return the pairs of pieces that make a piece, best score first. sentencepiece joins pairs in this order."""
+    types = model.SentencePiece
+    numbers = {piece.piece: at for at, piece in enumerate(model.pieces) if piece.type in (types.NORMAL, types.UNUSED)}
+    ordered = []
     for name in numbers:
         for cut in range(1, len(name)):
             left = name[:cut]
             right = name[cut:]
             if left in numbers and right in numbers:
                 order = (-model.pieces[numbers[name]].score, numbers[left], numbers[right])
-                found.append((order, (left, right)))
-    return [pair for _, pair in sorted(found)]
+                ordered.append((order, (left, right)))
+    return [pair for _, pair in sorted(ordered)]
 
 
 def _normalizer(library: Any, spec: Any) -> Any:
+    """Return the normalizer of a sentencepiece model."""
     steps = []
     if spec.precompiled_charsmap:
         steps.append(library.normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        steps.append(library.normalizers.Replace(library.Regex(r"\A +|[ ▁]+\z"), ""))  # it strips its own sign too
+        # At the end of a text, sentencepiece also strips U+2581, its own sign for a space.
+        steps.append(library.normalizers.Replace(library.Regex(r"\A +|[ ▁]+\z"), ""))
         steps.append(library.normalizers.Replace(library.Regex(" {2,}"), " "))
     if spec.add_dummy_prefix:
         steps.append(library.normalizers.Prepend("▁"))
@@ -344,6 +369,7 @@ def _normalizer(library: Any, spec: Any) -> Any:
 
 
 def _decoder(library: Any, model: Any) -> Any:
+    """Return the decoder of a sentencepiece model."""
     steps = [library.decoders.Replace("▁", " ")]
     if model.trainer_spec.byte_fallback:
         steps.append(library.decoders.ByteFallback())
