@@ -194,7 +194,7 @@ class Stage(PipelineStage):
         return (TensorSpec((length, batch.size, self.blueprint.model.hidden_size), sharding.dtype),)
 
     def hidden(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        """The hidden states after this stage's layers. On the first stage x_sbh is None, and the tokens are embedded."""
+        """The hidden states after this stage's layers. The first stage gets None for x_sbh, and embeds the tokens."""
         raise NotImplementedError
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
