@@ -142,7 +142,7 @@ def _box(room: str, box: Box, lines: Sequence[str], color: str) -> str:
 
 
 def picture() -> str:
-    """The picture of the repository as it is now. It needs the dev extra, because it imports a test to read its table."""
+    """The picture of the repository as it is now. It needs the dev extra, because it runs a test's file."""
     house = runpy.run_path(str(ROOT / "tests/test_house.py"))
     modules: dict[str, list[str]] = {room: [] for room in house["MAY_IMPORT"]}
     for path in house["LIBRARY"]:

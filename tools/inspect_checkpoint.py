@@ -139,7 +139,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def inspect(options: Options) -> int:
-    """Inspect a checkpoint; returns the exit code. Raises CheckpointError if the checkpoint is incomplete or damaged."""
+    """Inspect a checkpoint; returns the exit code. Raises CheckpointError if it is incomplete or damaged."""
     console = Console()
     manifest = read_manifest(options.path)
     report = {**describe(options.path, manifest), "verified": options.verify}

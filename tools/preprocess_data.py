@@ -110,7 +110,7 @@ def reporter(progress: Progress, total: int) -> Callable[[Counts], None]:
     before = list[int]()
 
     def show(counts: Counts) -> None:
-        # The first counts are those of an earlier run that was killed. Its bytes do not count for the speed of this one.
+        # The first counts are those of an earlier run that was killed. They do not count for the speed of this one.
         if not before:
             before.append(counts.num_bytes)
         speed = (counts.num_bytes - before[0]) / 1e6 / max(time.perf_counter() - start, 1e-3)
