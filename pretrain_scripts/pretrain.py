@@ -41,8 +41,7 @@ def check(resolved: Resolved, world_size: int) -> Config:
 def run(resolved: Resolved, config: Config, env: device.Environment, board: Board | None = None) -> None:
     """Train on one rank. `board` is where ranks of the local launcher log what they do."""
     explained = partial(dry_run.explaining_out_of_memory, config, build_stages, env.rank)
-    # Used twice. The outer one covers `rank_process`, which starts threads. The inner one turns the error into one that
-    # `rank_process` reports.
+    # The outer one covers the start of `rank_process`'s threads, the inner one makes an error that it reports.
     with explained(), rank_process(config, env, board) as process, explained():
         ctx = join(config, env, process)
         train_data, validation_sets = open_loaders(config, ctx)
@@ -51,7 +50,6 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
             process.claim_run_dir(run_dir)
             data = identity(train_data, validation_sets)
             state, notes = start(config, ctx, build_stages(config, ctx), data)
-            # The samples that follow those of the checkpoint.
             train_data.consumed_samples = state.consumed_samples
             write_run_header(config, ctx, parameter_count(config.model), notes, to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length)
