@@ -30,28 +30,30 @@ from megapar.train.trainer import Run, start, train
 
 
 def check(resolved: Resolved, world_size: int) -> Config:
-    """The configuration that `world_size` ranks can run, derived values filled in."""
+    """Check that `world_size` ranks can run the configuration; returns it with derived values filled in."""
     config = validate(resolved.config, world_size)
     schedules.find(config.parallel.schedule)
     if config.model.vocab_size and (config.dry_run or config.data.train == ("synthetic",)):
-        return config  # whatever the tokenizer, no text will be read
+        return config  # no text will be read, so the tokenizer need not be there
     return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
 
 
 def run(resolved: Resolved, config: Config, env: device.Environment, board: Board | None = None) -> None:
-    """One rank's training. `board`: where ranks of the local launcher log what they do."""
+    """Train on one rank. `board` is where ranks of the local launcher log what they do."""
     explained = partial(dry_run.explaining_out_of_memory, config, build_stages, env.rank)
-    # Twice: around the start of the process's own threads, and within what reports for it from then on.
+    # The outer one covers the start of `rank_process`'s threads, the inner one makes an error that it reports.
     with explained(), rank_process(config, env, board) as process, explained():
         ctx = join(config, env, process)
         train_data, validation_sets = open_loaders(config, ctx)
-        with lock_run_dir(run_dir := Path(config.run_dir), ctx):
+        run_dir = Path(config.run_dir)
+        with lock_run_dir(run_dir, ctx):
             process.claim_run_dir(run_dir)
             data = identity(train_data, validation_sets)
             state, notes = start(config, ctx, build_stages(config, ctx), data)
             train_data.consumed_samples = state.consumed_samples
             write_run_header(config, ctx, parameter_count(config.model), notes, to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length)
+            # Last before the first step: until here there is nothing to save, so a request to stop ends the run.
             process.arm()
             stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop))
         leave(ctx)
@@ -60,7 +62,7 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
 
 
 def plan(resolved: Resolved) -> None:
-    """Print what each rank of the layout would hold. How this process was started does not matter."""
+    """Print what each rank of the layout would hold. It does not matter how this process was started."""
     parallel = resolved.config.parallel
     launch = resolved.config.launch
     config = check(resolved, launch.nproc or parallel.tp * parallel.pp * max(parallel.dp, 1))
@@ -69,7 +71,7 @@ def plan(resolved: Resolved) -> None:
 
 
 def main() -> int:
-    # Before ranks know their numbers, the first process speaks for all.
+    # Ranks have not met yet, so one process prints an error for all of them.
     open_streams()
     with reported(0 if device.first_to_speak() else 1):
         resolved = load(sys.argv[1:])
@@ -84,7 +86,8 @@ def main() -> int:
         refuse_too_many_threads(launch.threads)
         config = check(resolved, world)
         if world > 1 and not env.launched:
-            device.choose(launch.device, 0, world)  # raises, if it does, once rather than in every rank
+            device.choose(launch.device, 0, world)  # an error is raised here once, and not in every rank
+            # Forked ranks share what is imported before the fork.
             if config.train.recompute != "none":
                 preload()
             return start_local_ranks(partial(run, resolved, config), world, config.run_dir)

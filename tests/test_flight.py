@@ -203,3 +203,18 @@ def test_clocks_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     found = diagnose(job.logs(), MEMBERS)
     assert found is not None
     assert found[1] == 2
+
+
+@pytest.mark.parametrize("message", ["short", "\N{GRINNING FACE}" * 100_000], ids=["table", "emoji"])
+def test_an_error_of_any_length_leaves_the_rest_of_the_log_alone(message: str) -> None:
+    """Row S21: the table of a thousand ranks, or a message whose JSON takes 12 bytes a character."""
+    log = flight.Flight()
+    axis = log.axis("dp", 0, 2, 1)
+    axis.begin("send", 8, torch.float32, 0)
+    before = flight.read(log.memory, 4)["axes"]
+    row = {"rank": 7, "host": "a" * 30, "pid": 1, "step": 3, "phase": "forward", "waits": "b" * 80}
+    log.post_error({"class": "CommunicationError", "message": message, "exit_code": 6, "ranks": [row] * 3000})
+    found = flight.read(log.memory, 4)
+    assert found["axes"] == before
+    assert found["error"]["exit_code"] == 6
+    assert message.startswith(found["error"]["message"])

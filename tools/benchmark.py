@@ -1,4 +1,4 @@
-"""Starts a benchmark: python tools/benchmark.py [WHAT] [flags]. `WHAT --help` says what it measures, and its flags.
+"""Starts a benchmark: python tools/benchmark.py [WHAT] [flags]. `WHAT --help` explains it and its flags.
 
 layouts      training beside PyTorch's own ways, on a CPU or on GPUs; the one without a WHAT
 checkpoint   saving and loading
@@ -32,7 +32,7 @@ def main() -> int:
     if name not in MODULES:
         print(f"ConfigError: {name}: no such benchmark; {', '.join(MODULES)} are", file=sys.stderr)
         return 2
-    # A program of its own, so that only what it measures is imported.
+    # By name and not by import, so that only the modules of this one benchmark are imported.
     runpy.run_module(MODULES[name], run_name="__main__", alter_sys=True)
     return 0
 

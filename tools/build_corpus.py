@@ -1,4 +1,4 @@
-"""Build a text corpus without a download: the Python standard library's own sources, a document a file."""
+"""Build a text corpus without a download: each source file of Python's standard library is a document."""
 
 import hashlib
 import json
@@ -29,10 +29,12 @@ class Arguments:
 
 
 def documents(root: Path) -> Iterator[tuple[str, str, float]]:
-    """(relative path, text, position in [0, 1)) of each different UTF-8 source, shuffled by a hash of the path.
+    """Yield (relative path, text, position in [0, 1)) of each distinct UTF-8 source, ordered by a hash of the path.
 
-    The position depends on the path alone, so a document stays on its side of the split whatever else there is.
+    The position depends on the path alone. So a document stays in training or in validation, whatever other files are
+    there.
     """
+    # Packages that somebody installed are left out: every machine with this Python gets the same files.
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     kept = [path.as_posix() for path in paths if not _SKIPPED_FOLDERS.intersection(path.parts)]
     digests = {path: hashlib.sha256(path.encode()).digest() for path in kept}
@@ -51,7 +53,7 @@ def documents(root: Path) -> Iterator[tuple[str, str, float]]:
 
 
 def build(args: Arguments) -> dict[str, tuple[int, int]]:
-    """Write both files; returns (documents, bytes) of each."""
+    """Write both files; returns the numbers of (documents, bytes) of each. Raises DataError if one would be empty."""
     if not 0 < args.validation_percent < 100:
         raise ConfigError(f"--validation_percent {args.validation_percent}: give a number between 0 and 100")
     root = Path(sysconfig.get_paths()["stdlib"])

@@ -1,8 +1,8 @@
-"""Checkpoints of Hugging Face to native ones and back, of Megatron-LM to native ones, of native ones to torch's, on one
-CPU, a tensor at a time.
+"""Converts checkpoints on one CPU, one tensor at a time.
 
-What is written is compared with transformers first, on request with Megatron-Core: the largest difference of logits, in
-fp32, goes to parity.json.
+Hugging Face's become native ones and back, Megatron-LM's become native ones, and native ones become torch's. Before the
+result gets its name, its logits are compared in fp32 with those of transformers or, on request, of Megatron-Core. The
+largest difference goes to parity.json.
 """
 
 import importlib.metadata
@@ -44,12 +44,7 @@ from torch import Tensor
 from megapar.batch import MicroBatch
 from megapar.checkpoint.format import MAIN, Sizes, read_manifest
 from megapar.checkpoint.load import differences
-from megapar.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    TrainConfig,
-)
+from megapar.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapar.config_io import part_toml
 from megapar.data.prepared import read_sidecar
 from megapar.data.spec import Entry
@@ -72,14 +67,15 @@ PRECISION: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
 }
-TOLERANCE = 1e-4  # of the largest logit: a wrong conversion is off by much more, deep models' rounding by less
+# Relative to the largest logit. A wrong conversion differs by much more, the rounding of deep models by less.
+TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class HfToNative:
-    """A Hugging Face folder to a native checkpoint of weights without optimizer state.
+    """Convert a Hugging Face folder to a native checkpoint of weights without optimizer state.
 
-    Beside it: config.toml with the [model] section, config.json and tokenizer files for the way back.
+    The folder also gets config.toml with the [model] section, and config.json and tokenizer files for the way back.
     """
 
     src: Annotated[Path, tyro.conf.Positional]
@@ -94,7 +90,7 @@ class HfToNative:
 
 @dataclass(frozen=True)
 class NativeToHf:
-    """A native checkpoint, of any layout, to a Hugging Face folder."""
+    """Convert a native checkpoint of any layout to a Hugging Face folder."""
 
     src: Annotated[Path, tyro.conf.Positional]
     """Folder of one checkpoint, such as RUN_DIR/checkpoints/step_00000300."""
@@ -103,22 +99,22 @@ class NativeToHf:
     like: Path | None = None
     """Folder with the config.json and tokenizer files to take, of the same model; by default SRC, if it has them."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the weights; auto is that of the training."""
+    """The dtype of the weights; auto is that of the training."""
     tokenizer: str = ""
-    """What made the data, as data.tokenizer names it; by default data.tokenizer of the training."""
+    """The tokenizer that made the data, as data.tokenizer names it; by default data.tokenizer of the training."""
     verify: bool = True
     """Compare logits with transformers, which loads the whole model twice; --no-verify needs memory for a tensor."""
     verify_tokenizer: bool = True
-    """Compare ids of some dozens of texts, and the end token, with those of AutoTokenizer on DST."""
+    """Compare the ids of some dozens of texts, and the end token, with those of AutoTokenizer on DST."""
     shard_bytes: int = SHARD_BYTES
     """Largest file, unless one tensor is larger."""
 
 
 @dataclass(frozen=True)
 class MegatronToNative:
-    """Megatron-LM's checkpoint (--ckpt-format torch) of a GPT or Llama to a native one, weights alone.
+    """Convert the weights of Megatron-LM's checkpoint (--ckpt-format torch) of a GPT or Llama to a native checkpoint.
 
-    Beside it: config.toml with the [model] section. Files are unpickled without running anything that they hold.
+    The folder also gets config.toml with the [model] section. No code in the files is run when they are unpickled.
     """
 
     src: Annotated[Path, tyro.conf.Positional]
@@ -126,9 +122,9 @@ class MegatronToNative:
     dst: Annotated[Path, tyro.conf.Positional]
     """Folder of the checkpoint; must not exist."""
     vocab_size: int = 0
-    """The tokenizer's size, beyond which rows are padding; 0 takes what Megatron's --vocab-size was."""
+    """The tokenizer's size: rows beyond it are padding; 0 takes Megatron's --vocab-size."""
     accept_args: tuple[str, ...] = ()
-    """Names of Megatron's args that do not change what the model computes, though we do not know them."""
+    """Names of Megatron's args to accept though they are unknown here: they do not change what the model computes."""
     verify: bool = False
     """Compare logits with Megatron-Core (pip install megatron-core), which loads the whole model twice, on the CPU."""
     shard_bytes: int = SHARD_BYTES
@@ -137,7 +133,7 @@ class MegatronToNative:
 
 @dataclass(frozen=True)
 class NativeToDcp:
-    """A native checkpoint's weights to torch.distributed.checkpoint, keyed by our logical names, for DTensors."""
+    """Convert a native checkpoint's weights to torch.distributed.checkpoint, keyed by logical names, for DTensors."""
 
     src: Annotated[Path, tyro.conf.Positional]
     """Folder of one checkpoint, such as RUN_DIR/checkpoints/step_00000300."""
@@ -146,8 +142,11 @@ class NativeToDcp:
 
 
 def hf_to_native(options: HfToNative) -> None:
-    """Raises ConfigError for an unsupported config.json, CheckpointError for other tensors than it says, before
-    anything is written."""
+    """Convert a Hugging Face folder.
+
+    Raises ConfigError for an unsupported config.json, and CheckpointError if the tensors are not those that it
+    describes. Both are raised before anything is written.
+    """
     check_transformers(options.verify)
     raw = read_json(options.src / HF_CONFIG)
     config = whole_config(from_hugging_face(raw))
@@ -158,13 +157,14 @@ def hf_to_native(options: HfToNative) -> None:
     wanted = hf_recipes(config.model)
     weights = Weights(options.src, lambda name: canonical_name(name, names))
     weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
-    kinds = [f"{kind}:{options.dst / name}" for kind, name in TOKENIZERS.items() if (options.src / name).is_file()]
+    # The names in DST, where the files are copied to below: SRC may be gone when the model is trained.
+    tokenizers = [f"{kind}:{options.dst / name}" for kind, name in TOKENIZERS.items() if (options.src / name).is_file()]
     config = replace(
         config,
         train=replace(config.train, precision=PRECISION[weights.dtype]),
-        data=DataConfig(tokenizer=kinds[0] if kinds else "bytes"),
+        data=DataConfig(tokenizer=tokenizers[0] if tokenizers else "bytes"),
     )
-    where = places(wanted)
+    sources = places(wanted)
     needed = sum(TensorInfo(shape, torch.float32).nbytes for shape in shapes.values())
     with new_folder(options.dst, needed) as folder:
         with progress(len(shapes)) as advance:
@@ -172,12 +172,12 @@ def hf_to_native(options: HfToNative) -> None:
                 folder,
                 config,
                 shapes,
-                lambda name: advance(native_tensor(weights, where[name])),
+                lambda name: advance(native_tensor(weights, sources[name])),
                 shard_bytes=options.shard_bytes,
             )
         copy_files(options.src, folder, (HF_CONFIG, *TOKENIZER_FILES))
-        # A folder without a tokenizer says nothing of it: `bytes`, the default, would name a wrong one.
-        named_options = ("model", "data.tokenizer") if kinds else ("model",)
+        # Without tokenizer files config.toml names no tokenizer: the default, `bytes`, would be a wrong one.
+        named_options = ("model", "data.tokenizer") if tokenizers else ("model",)
         (folder / CONFIG).write_text(part_toml(config, named_options))
         if options.verify:
             write_json(folder / PARITY, verify(folder, transformers_reference(options.src), weights.dtype))
@@ -185,14 +185,17 @@ def hf_to_native(options: HfToNative) -> None:
 
 
 def native_to_hf(options: NativeToHf) -> None:
-    """Raises ConfigError if Hugging Face has no such model, CheckpointError for a damaged checkpoint, before anything
-    is written (damage inside a chunk: before DST exists)."""
+    """Convert a native checkpoint to a Hugging Face folder.
+
+    Raises ConfigError if Hugging Face has no such model, and CheckpointError for a damaged checkpoint. Both are raised
+    before anything is written, or for damage inside a chunk before DST exists.
+    """
     check_transformers(options.verify)
     manifest = read_manifest(options.src)
     config = saved_config(manifest)
     shapes = native_shapes(config.model)
-    kinds = {f"{MAIN}.{name}": ("float32", shape) for name, shape in shapes.items()}
-    wrong = differences(manifest, kinds, weight_options(config), weights_alone=True)
+    expected = {f"{MAIN}.{name}": ("float32", shape) for name, shape in shapes.items()}
+    wrong = differences(manifest, expected, weight_options(config), weights_alone=True)
     if wrong:
         raise CheckpointError(f"{options.src}: tensors are not those of its model: {first_few(wrong, separator='; ')}")
     dtype = model_dtype(config.train.precision) if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -216,15 +219,19 @@ def native_to_hf(options: NativeToHf) -> None:
         if origin is not None and not (folder / GENERATION).exists():
             copy_files(origin, folder, (GENERATION,))
         compared = {"tokenizer": verify_tokenizer(folder, training, config.model, options)}
-        reference = transformers_reference(folder) if options.verify else None
-        logits = verify(options.src, reference, dtype) if reference else {"prompts": []}
+        logits: dict[str, Any] = {"prompts": []}
+        if options.verify:
+            logits = verify(options.src, transformers_reference(folder), dtype)
         write_json(folder / PARITY, {**logits, **compared})
     print(f"{options.dst}: {raw['model_type']}, {raw['torch_dtype']}, step {manifest.step} of {options.src}")
 
 
 def megatron_to_native(options: MegatronToNative) -> None:
-    """Raises CheckpointError for files that are damaged, unsafe or of an unsupported model, before anything is
-    written; ConfigError if the comparison is wanted and Megatron-Core is not installed."""
+    """Convert Megatron-LM's checkpoint.
+
+    Raises CheckpointError for files that are damaged, unsafe or of an unsupported model, and ConfigError if --verify is
+    given and Megatron-Core is not installed. Both are raised before anything is written.
+    """
     if options.verify and not megatron_core.is_installed():
         raise ConfigError(
             "--verify compares with Megatron-Core, which is not installed: pip install megatron-core, or do not verify"
@@ -251,7 +258,7 @@ def megatron_to_native(options: MegatronToNative) -> None:
 
 
 def native_to_dcp(options: NativeToDcp) -> None:
-    """Raises CheckpointError for a damaged checkpoint; DST then does not exist."""
+    """Convert a native checkpoint to torch's. Raises CheckpointError if it is damaged; DST then does not exist."""
     total = sum(name.startswith(f"{MAIN}.") for name in read_manifest(options.src).tensors)
     with progress(total) as advance:
         keys = dcp.export(options.src, options.dst, advance)
@@ -272,15 +279,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def whole_config(model: ModelConfig) -> Config:
-    """Options of a run with this model, derived values filled in. Raises ConfigError if there is no such model."""
+    """The options of a run with this model, derived values filled in. Raises ConfigError for an invalid model."""
     return validate(Config(model=model, train=TrainConfig(seq_length=min(2048, model.max_position_embeddings))), 1)
 
 
 def described_by(config: Config, options: NativeToHf) -> Path | None:
-    """The folder whose config.json and generation settings go with the export, or None if the export has its own.
+    """The folder whose config.json and generation settings the export takes; None if the export makes its own.
 
-    It is --like, else SRC, both refused if they describe another model; else the folder of the weights or of the
-    tokenizer that the training began with, if it describes this model.
+    It is --like, else SRC if it has a config.json. Raises ConfigError if that describes another model. Else it is the
+    folder of the weights or of the tokenizer that the training began with, if it describes this model.
     """
     for folder in (options.like, options.src):
         if folder is not None and (folder == options.like or (folder / HF_CONFIG).is_file()):
@@ -293,7 +300,7 @@ def described_by(config: Config, options: NativeToHf) -> Path | None:
 
 
 def _describes(path: Path, model: ModelConfig) -> bool:
-    """Whether `path` is a config.json of this model; another one stands there by chance."""
+    """Whether `path` is a config.json of this model. Another model's may be in the folder by chance."""
     if not path.is_file():
         return False
     try:
@@ -304,18 +311,20 @@ def _describes(path: Path, model: ModelConfig) -> bool:
 
 
 def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """config.json: that of the folder `origin`, else our own, whose end token is that of the training's tokenizer."""
+    """The config.json of the folder `origin`, or a new one whose end token is that of the training's tokenizer."""
     if origin is not None:
         raw = read_json(origin / HF_CONFIG)
         raw.pop("dtype", None)  # transformers 5's name of torch_dtype
         return raw
-    known = tokenizer is not None and tokenizer.eod < config.model.vocab_size
-    eod = tokenizer.eod if tokenizer is not None and known else None
+    eod = None
+    # A wrong end token would make generation stop early or never, so without a known tokenizer there is none.
+    if tokenizer is not None and tokenizer.eod < config.model.vocab_size:
+        eod = tokenizer.eod
     return {**to_hugging_face(config.model), "bos_token_id": None, "eos_token_id": eod}
 
 
 def _computed(model: ModelConfig) -> ModelConfig:
-    """Without what matters in training alone."""
+    """The model without the options that matter only in training."""
     return replace(model, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.0)
 
 
@@ -333,7 +342,7 @@ def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[Tensor], Tensor]]:
-    """A bar; the function moves it by one and returns its argument."""
+    """Show a progress bar. The function moves it by one tensor and returns its argument."""
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("converting tensors", total=total)
 
@@ -358,7 +367,7 @@ def write_json(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 class Training(NamedTuple):
-    """The tokenizer that made the data of a training and its file, or in `why` the reason that it is not known."""
+    """The tokenizer that made the data of a training, and its file. If it is not known, `why` has the reason."""
 
     tokenizer: Tokenizer | None
     spec: str
@@ -367,7 +376,7 @@ class Training(NamedTuple):
 
 
 def training_tokenizer(config: Config, options: NativeToHf) -> Training:
-    """Raises DataError or ConfigError if its file cannot be read, unless the user wants no verification."""
+    """Load the tokenizer. Raises DataError or ConfigError if it cannot be read, unless verification is off."""
     spec = options.tokenizer or config.data.tokenizer
     if spec == "bytes" and not options.tokenizer and not made_of_bytes(config):
         why = "data.tokenizer was left at bytes, and no description of the data (PREFIX.json) says that bytes made it"
@@ -378,9 +387,10 @@ def training_tokenizer(config: Config, options: NativeToHf) -> Training:
     if file is not None and not options.tokenizer and not file.is_file():
         if not beside.is_file():
             return Training(None, spec, None, f"data.tokenizer {spec} is not there; name its file with --tokenizer")
-        file = beside  # a converted folder that was moved
+        file = beside  # the folder was converted and then moved
     try:
-        return Training(load_tokenizer(f"{kind}:{file}" if file else kind), spec, file)
+        name_of_tokenizer = f"{kind}:{file}" if file else kind
+        return Training(load_tokenizer(name_of_tokenizer), spec, file)
     except (DataError, ConfigError) as error:
         if options.verify_tokenizer:
             raise type(error)(f"{error}; or give --no-verify_tokenizer") from None
@@ -388,34 +398,38 @@ def training_tokenizer(config: Config, options: NativeToHf) -> Training:
 
 
 def made_of_bytes(config: Config) -> bool:
-    """Whether the data says that bytes made it, or was encoded while it was read, as Hugging Face datasets are."""
+    """Whether the data says that `bytes` made it, or was encoded while it was read, as Hugging Face datasets are."""
     for entry in map(Entry.parse, config.data.train):
-        facts = read_sidecar(entry.source)
-        if entry.source.startswith("hf:") or (facts and facts["tokenizer"]["sha256"] == "bytes"):
+        sidecar = read_sidecar(entry.source)
+        if entry.source.startswith("hf:") or (sidecar and sidecar["tokenizer"]["sha256"] == "bytes"):
             return True
     return False
 
 
 def copy_own_tokenizer(training: Training, folder: Path) -> None:
-    """The files of the tokenizer that a run was trained with, unless the folder has one already."""
+    """Copy the files of the training's tokenizer to `folder`, unless it has a tokenizer already."""
     kind = training.spec.partition(":")[0]
     file = training.file
     if kind not in TOKENIZERS or file is None or any((folder / name).exists() for name in TOKENIZERS.values()):
         return
-    copy_files(file.parent, folder, TOKENIZER_FILES if file.name == TOKENIZERS[kind] else ())
+    # A file with another name lies in a folder of other things, so only the file itself is taken.
+    if file.name == TOKENIZERS[kind]:
+        copy_files(file.parent, folder, TOKENIZER_FILES)
     shutil.copyfile(file, folder / TOKENIZERS[kind])
 
 
 def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, options: NativeToHf) -> dict[str, Any]:
-    """Write what the tokenizer's files in `folder` lack, and compare AutoTokenizer with that of the training.
+    """Complete the tokenizer's files in `folder`, and compare AutoTokenizer with the tokenizer of the training.
 
-    Returns what parity.json says of it. Raises CheckpointError if a text or the end token differs.
+    Returns the fields of parity.json about it. Raises CheckpointError if the ids of a text or the end token differ.
     """
     lacks = ""
     if training.tokenizer is not None:
         lacks = write_missing(folder, training.tokenizer, training.file, model.max_position_embeddings)
     readable = any((folder / name).exists() for name in TOKENIZERS.values())
-    why = training.why or ("" if readable else lacks)
+    why = training.why
+    if not why and not readable:
+        why = lacks
     if not options.verify_tokenizer:
         why = "--no-verify_tokenizer"
     elif importlib.util.find_spec("transformers") is None:
@@ -425,15 +439,18 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
         return {"verified": False, "why": why}
     facts, problems = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
     if problems and (folder / TOKENIZERS["hf"]).exists():
-        # The model_type's class may rebuild the tokenizer. An auto_map would be a burden where it does not.
+        # The class that transformers chooses by model_type may rebuild the tokenizer. Only then is an auto_map written:
+        # it is a burden to users.
         read_as_it_is(folder)
-        facts, still = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
-        problems = problems if still else []
+        facts, remaining = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
+        if not remaining:
+            problems = []
     if problems:
-        told = "; ".join([*problems, lacks] if lacks else problems)
+        if lacks:
+            problems = [*problems, lacks]
         raise CheckpointError(
-            f"{options.dst}: the exported tokenizer is not that of the training, {training.spec}: {told}; nothing was "
-            "written; --no-verify_tokenizer writes the folder"
+            f"{options.dst}: the exported tokenizer is not that of the training, {training.spec}: "
+            f"{'; '.join(problems)}; nothing was written; --no-verify_tokenizer writes the folder"
         )
     return {"verified": True, "trained_with": training.spec, **facts}
 
@@ -442,8 +459,11 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
 
 
 class Reference(NamedTuple):
-    """Another implementation with the same weights. `logits` takes tokens [s] and the first position that is wanted;
-    returns [s - first, v]. `misread` says which options of ours are not the reference's, if it can."""
+    """Another implementation of the model with the same weights.
+
+    `logits` takes tokens [s] and the first position that is wanted; it returns [s - first, v]. `misread` names options
+    of ours that differ from the reference's, if the reference can tell.
+    """
 
     name: str
     logits: Callable[[Tensor, int], Tensor]
@@ -478,20 +498,23 @@ def megatron_reference(source: megatron.MegatronCheckpoint, dtype: torch.dtype) 
 
 
 def verify(native: Path, reference: Reference, dtype: torch.dtype) -> dict[str, Any]:
-    """Print how far logits are apart; returns it for parity.json. Raises CheckpointError beyond the tolerance."""
+    """Compare logits, print the differences and return them for parity.json. CheckpointError beyond the tolerance."""
     config, rows = parity(native, reference, dtype)
     table = Table("prompt", "tokens", "compared from", "largest logit", "largest difference", "relative")
     for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+        cells = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()]
+        table.add_row(*cells)
     Console().print(table)
     worst = max(row["relative"] for row in rows)
+    # The sum, because max() does not order NaN.
     if not math.isfinite(sum(row["relative"] for row in rows)):
         raise CheckpointError(f"{native}: logits are not finite, though the weights are: this model overflows")
     if not worst <= TOLERANCE:
-        misread = "; ".join(reference.misread(config.model))
+        misread = reference.misread(config.model)
+        reasons = f": {'; '.join(misread)}" if misread else ""
         raise CheckpointError(
             f"logits differ from those of {reference.name} by {worst:.3g} of the largest, more than {TOLERANCE}; "
-            "nothing was written: the conversion is wrong for this model" + (f": {misread}" if misread else "")
+            f"nothing was written: the conversion is wrong for this model{reasons}"
         )
     facts = {"reference": reference.name, "computed_in": "float32", "weights": str(dtype).removeprefix("torch.")}
     return {**facts, "tolerance": TOLERANCE, "prompts": rows}
@@ -499,8 +522,7 @@ def verify(native: Path, reference: Reference, dtype: torch.dtype) -> dict[str, 
 
 @torch.no_grad()
 def parity(native: Path, reference: Reference, dtype: torch.dtype) -> tuple[Config, list[dict[str, Any]]]:
-    """The options of `native`, and the largest logit difference on each prompt, both models in fp32 from weights in
-    `dtype`."""
+    """The options of `native`, and the largest difference of logits on each prompt, in fp32 from weights in `dtype`."""
     config, stage = load_fp32(native, dtype)
     rows = []
     for name, tokens_s, first in prompts(config.model):
@@ -522,8 +544,10 @@ def parity(native: Path, reference: Reference, dtype: torch.dtype) -> tuple[Conf
 
 
 def prompts(model: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
-    """(name, tokens [s], first position to compare): a fixed text, random ones, and where there are that many positions
-    one whose last tokens lie beyond 2,048."""
+    """Yield (name, tokens [s], first position to compare): a fixed prompt, a short random one, and a long random one.
+
+    The last tokens of the long one are beyond position 2,048, if the model has so many positions.
+    """
     generator = torch.Generator().manual_seed(0)
     short = min(64, model.max_position_embeddings)
     most = min(2048 + 64, model.max_position_embeddings)
@@ -541,7 +565,7 @@ def load_fp32(checkpoint: Path, dtype: torch.dtype) -> tuple[Config, Stage]:
 
 
 def native_logits(stage: Stage, tokens_s: Tensor, first: int) -> Tensor:
-    """[s - first, v] of the positions from `first` on."""
+    """The logits [s - first, v] of the positions from `first` on."""
     tokens_bs = tokens_s[None]
     batch = MicroBatch(tokens_bs, tokens_bs, torch.zeros(tokens_bs.shape), torch.zeros(1, dtype=torch.int64))
     return stage.logits(stage.hidden(None, batch)[first:])[:, 0]
@@ -557,10 +581,14 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any], None]]] = {
 
 def main() -> None:
     options = tyro.extras.subcommand_cli_from_dict(
-        {name: kind for name, (kind, _) in COMMANDS.items()}, description=__doc__, use_underscores=True
+        {name: options_class for name, (options_class, _) in COMMANDS.items()},
+        description=__doc__,
+        use_underscores=True,
     )
     with reported():
-        next(run for kind, run in COMMANDS.values() if isinstance(options, kind))(options)
+        for options_class, run in COMMANDS.values():
+            if isinstance(options, options_class):
+                run(options)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Pages of the documentation that are made from the code, for mkdocs (mkdocs.yml names this file as a hook).
+"""Makes pages of the documentation from the code, for mkdocs. mkdocs.yml names this file as a hook.
 
 - `options.md`: every option, from the dataclasses of the configuration and the sentence under each field.
-- `api/*.md`: a page a package, whose docstrings mkdocstrings renders.
+- `api/*.md`: a page for each package, whose docstrings mkdocstrings renders.
 - README.md, CONTRIBUTING.md and CHANGELOG.md as pages, so that no text exists twice.
 - A page for each file of the repository that a document links to, so that links work here as they do in the repository.
 """
@@ -25,7 +25,7 @@ LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?\)")
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".txt": "text", "": "text"}
 
 
-# mkdocs calls these by their names
+# mkdocs calls these functions by their names.
 
 
 def on_config(config: Any) -> Any:
@@ -61,7 +61,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def site_path(repository_path: str) -> str:
-    """Where the site has a file of the repository."""
+    """The path on the site of a file of the repository."""
     if repository_path in DOCUMENTS:
         return DOCUMENTS[repository_path]
     if repository_path.startswith("docs/"):
@@ -70,9 +70,9 @@ def site_path(repository_path: str) -> str:
 
 
 def rewrite_links(markdown: str, origin: str) -> str:
-    """The text of document `origin` (a path in the repository) with links that lead to the same files on the site.
+    """The text of document `origin`, a path in the repository, with links that lead to the same files on the site.
 
-    A link to a file that is not there stays as it is: mkdocs then refuses it.
+    A link to a file that does not exist stays as it is, and mkdocs reports it as an error.
     """
     folder = posixpath.dirname(site_path(origin))
 
@@ -86,7 +86,7 @@ def rewrite_links(markdown: str, origin: str) -> str:
 
 
 def repository_target(link: str, origin: str) -> str | None:
-    """The file of the repository that `link` in document `origin` names; None if it is no such file."""
+    """The file of the repository that `link` in document `origin` names; None if there is no such file."""
     if "://" in link:
         return None
     target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
@@ -94,20 +94,21 @@ def repository_target(link: str, origin: str) -> str | None:
 
 
 def linked_files() -> set[str]:
-    """Files outside docs/ that documents link to."""
+    """The files outside docs/ that documents link to."""
     documents = [ROOT / name for name in DOCUMENTS] + sorted((ROOT / "docs").rglob("*.md"))
-    found = set()
+    targets = set()
     for document in documents:
         origin = document.relative_to(ROOT).as_posix()
         for match in LINK.finditer(document.read_text()):
             target = repository_target(match[2], origin)
             if target is not None and target not in DOCUMENTS and not target.startswith("docs/"):
-                found.add(target)
-    return found
+                targets.add(target)
+    return targets
 
 
 def file_page(repository_path: str) -> str:
-    """A page that shows a file."""
+    """A page that shows the content of a file."""
+    # Excluded from the search, and fenced by six backticks, because a file may hold three.
     path = ROOT / repository_path
     language = LANGUAGES.get(path.suffix, "text")
     front_matter = "---\nsearch:\n  exclude: true\n---\n\n"
@@ -150,7 +151,7 @@ def options_page() -> str:
 
 
 def _sections(options: Any, prefix: str) -> Iterator[str]:
-    """A heading and a table for each section, sections within sections behind their own."""
+    """Yield a heading, a sentence and a table for each section. Nested sections follow the section that holds them."""
     for name, section in get_type_hints(options).items():
         if not is_dataclass(section):
             continue
@@ -177,10 +178,10 @@ def _table(options: Any, chosen: list[Field[Any]], prefix: str) -> str:
 
 
 def _default(field: Field[Any]) -> str:
-    """The default as TOML spells it."""
+    """The default value in TOML's syntax."""
     assert field.default is not MISSING, field.name
     value = field.default
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # TOML writes true and false
         return str(value).lower()
     if isinstance(value, str):
         return f'"{value}"'
@@ -190,7 +191,7 @@ def _default(field: Field[Any]) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """What may be given, in words."""
+    """The values that an option takes, in words."""
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:
@@ -202,13 +203,14 @@ def type_name(annotation: Any) -> str:
 
 
 def sentences_of(options: Any) -> dict[str, str]:
-    """The string under each field of a dataclass, in one line, by the field's name."""
+    """The string under each field of a dataclass, joined to one line, by the field's name."""
+    # Python does not keep these strings at run time, so they are read from the source.
     body = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found = {}
-    for node, behind in zip(body.body, body.body[1:], strict=False):
+    sentences = {}
+    for node, following in zip(body.body, body.body[1:], strict=False):
         if not isinstance(node, ast.AnnAssign):
             continue
-        if isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant):
-            found[ast.unparse(node.target)] = " ".join(str(behind.value.value).split())
-    return found
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            sentences[ast.unparse(node.target)] = " ".join(str(following.value.value).split())
+    return sentences

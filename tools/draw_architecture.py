@@ -1,7 +1,7 @@
 """Draw docs/images/architecture.svg: who may import whom, from the table that tests/test_house.py enforces.
 
-A box is a room: a package, or modules that count as one. It lies above all rooms that it may import. Arrows that follow
-from others are left out.
+A box is a room: a package, or modules that count as one. It is drawn above all rooms that it may import. An arrow is
+left out if it follows from others.
 """
 
 import runpy
@@ -20,7 +20,7 @@ TITLE_HEIGHT = 20
 LINE_HEIGHT = 16
 PADDING = 12
 CHARACTER_WIDTH = 6.3  # of the modules' names
-COLORS = ("#eceff1", "#e3f2fd", "#e8f5e9", "#fff8e1", "#fbe9e7", "#f3e5f5")  # of the floors, from the ground
+COLORS = ("#eceff1", "#e3f2fd", "#e8f5e9", "#fff8e1", "#fbe9e7", "#f3e5f5")  # of the floors, from the lowest
 
 
 @dataclass
@@ -39,20 +39,20 @@ class Box:
 
 def floors(may_import: Mapping[str, set[str]]) -> dict[str, int]:
     """Each room's floor: 0 for a room that imports nothing, else one above the highest room that it may import."""
-    found: dict[str, int] = {}
+    known: dict[str, int] = {}
 
     def floor(room: str) -> int:
-        if room not in found:
-            found[room] = 1 + max((floor(below) for below in may_import[room]), default=-1)
-        return found[room]
+        if room not in known:
+            known[room] = 1 + max((floor(below) for below in may_import[room]), default=-1)
+        return known[room]
 
     for room in may_import:
         floor(room)
-    return found
+    return known
 
 
 def direct(may_import: Mapping[str, set[str]]) -> dict[str, list[str]]:
-    """The rooms below each room, without those that another of them may import (transitive reduction)."""
+    """The rooms that each room may import, without those that follow from another of them (transitive reduction)."""
     kept = {}
     for room, below in may_import.items():
         implied = {deeper for other in below for deeper in may_import[other]}
@@ -61,7 +61,11 @@ def direct(may_import: Mapping[str, set[str]]) -> dict[str, list[str]]:
 
 
 def place(may_import: Mapping[str, set[str]]) -> dict[str, Box]:
-    """Columns for the rooms that stand on the two lowest floors; a higher room is as wide as the rooms that it uses."""
+    """Place the rooms horizontally; returns their boxes, whose heights are not set yet.
+
+    Floors 0 and 1 take the whole width. Each room of floor 2 has a column. A higher room is as wide as the rooms that
+    it uses.
+    """
     floor = floors(may_import)
     below = direct(may_import)
     columns = [room for room in may_import if floor[room] == 2]
@@ -79,7 +83,7 @@ def place(may_import: Mapping[str, set[str]]) -> dict[str, Box]:
 
 
 def draw(may_import: Mapping[str, set[str]], modules: Mapping[str, Sequence[str]]) -> str:
-    """The picture as SVG; `modules` are the names that stand in each room."""
+    """The picture as SVG. `modules` are the names of the modules of each room."""
     floor = floors(may_import)
     boxes = place(may_import)
     lines = {room: _wrapped(modules[room], boxes[room].width) for room in may_import}
@@ -113,7 +117,8 @@ def _head(height: float) -> str:
 
 
 def _arrow(above: Box, below: Box) -> str:
-    """Straight down, from the middle of the narrower of the two."""
+    """An arrow straight down."""
+    # From the middle of the narrower box, because the other box also covers that point.
     x = above.center if above.width < below.width else below.center
     start = above.y + above.height
     end = below.y
@@ -137,7 +142,7 @@ def _box(room: str, box: Box, lines: Sequence[str], color: str) -> str:
 
 
 def picture() -> str:
-    """The picture of the repository as it is now. Needs the dev extra, because it reads a test's table."""
+    """The picture of the repository as it is now. It needs the dev extra, because it runs a test's file."""
     house = runpy.run_path(str(ROOT / "tests/test_house.py"))
     modules: dict[str, list[str]] = {room: [] for room in house["MAY_IMPORT"]}
     for path in house["LIBRARY"]:

@@ -1,4 +1,4 @@
-"""Unigram and bigram entropies of held-out tokens, in nats per token: what a validation loss has to beat."""
+"""Computes unigram and bigram entropies of held-out tokens, in nats per token. A trained model should be below them."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,7 +14,8 @@ from megapar.errors import ConfigError, DataError, reported
 
 @dataclass
 class Arguments:
-    """Cross entropy of validation tokens under counts of training tokens and of pairs (megapar/data/entropy.py)."""
+    """Compute the cross entropy of validation tokens under counts of training tokens and of their pairs
+    (megapar/data/entropy.py)."""
 
     train: Path
     """Prefix of the .bin/.idx pair to count."""
@@ -25,7 +26,7 @@ class Arguments:
     validation_tokens: int = 0
     """Score this many tokens from the start: N samples of S tokens are N * S + 1. 0 scores all."""
     run_dir: Path | None = None
-    """Also tell how far below them the last held-out loss of this run lies."""
+    """Also print how far the last held-out loss of this run is below the entropies."""
     json: Path | None = None
     """Also write the numbers to this file."""
 
@@ -33,7 +34,9 @@ class Arguments:
 def last_held_out_loss(run_dir: Path) -> float:
     """The newest validation loss in the run's metrics. Raises DataError if it has none."""
     metrics = run_dir / "metrics.jsonl"
-    lines = [json.loads(text) for text in metrics.read_text().splitlines()] if metrics.is_file() else []
+    lines = []
+    if metrics.is_file():
+        lines = [json.loads(text) for text in metrics.read_text().splitlines()]
     losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
     if not losses:
         raise DataError(f"{metrics} has no validation_loss: train with data.validation")
@@ -48,7 +51,7 @@ def main() -> None:
         vocab_size = load_tokenizer(args.tokenizer).vocab_size
         held_out = IndexedDataset(args.validation).tokens[: args.validation_tokens or None]
         entropies = cross_entropies(IndexedDataset(args.train).tokens, held_out, vocab_size)
-        targets = len(held_out) - 1
+        targets = len(held_out) - 1  # the first token has no predecessor to be predicted from
         print(f"unigram {entropies.unigram:.4f}, bigram {entropies.bigram:.4f} nats per token ({targets:,} targets)")
         if args.run_dir:
             loss = last_held_out_loss(args.run_dir)

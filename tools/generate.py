@@ -1,4 +1,4 @@
-"""Continue a text with a trained model: one process, whatever layout trained it."""
+"""Continue a text with a trained model. It runs in one process, whatever layout trained the model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,22 +25,23 @@ class Arguments:
     tokens: int = 200
     """Tokens to add; generation stops earlier at the end of the document."""
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the likeliest token."""
+    """Divides the logits; 0 always takes the most likely token."""
     seed: int = 0
-    """Of the sampling."""
+    """Seed of the sampling."""
 
 
 @torch.no_grad()
 def next_logits(stage: Stage, ids: list[int], vocab_size: int) -> torch.Tensor:
-    """Logits [vocab_size], fp32, of what follows `ids`."""
+    """The logits [vocab_size], fp32, of the token that follows `ids`."""
     tokens_bs = torch.tensor([ids])
     zero = torch.zeros(1, dtype=torch.int64)
     batch = MicroBatch(tokens_bs, tokens_bs, torch.zeros(tokens_bs.shape), zero)
+    # Without the columns that pad the vocabulary.
     return stage.logits(stage.hidden(None, batch)[-1:])[0, 0, :vocab_size].float()
 
 
 def generate(config: Config, stage: Stage, prompt: list[int], eod: int, args: Arguments) -> list[int]:
-    """`prompt` and what follows; the model sees the last `max_position_embeddings` tokens."""
+    """The ids of `prompt` and of its continuation. The model sees the last `max_position_embeddings` tokens."""
     generator = torch.Generator().manual_seed(args.seed)
     ids = list(prompt)
     for _ in range(args.tokens):
@@ -60,6 +61,7 @@ def main() -> None:
     with reported():
         config, stage = load_model(args.checkpoint)
         tokenizer = load_tokenizer(config.data.tokenizer)
+        # A document begins behind the end of another one, so an empty prompt becomes the end token.
         prompt = tokenizer.encode(args.prompt).tolist() or [tokenizer.eod]
         print(tokenizer.decode(generate(config, stage, prompt, tokenizer.eod, args)))
 

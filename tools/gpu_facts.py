@@ -1,8 +1,8 @@
-"""Facts about this machine's GPUs as JSON: python tools/gpu_facts.py [--json FILE] [--missing].
+"""Prints facts about this machine's GPUs as JSON: python tools/gpu_facts.py [--json FILE] [--missing].
 
-Versions of Python, torch, CUDA, Triton and the driver; each GPU's name, memory and multiprocessors; what torch's copy
-of a large buffer and an 8192^3 bf16 matrix product reach; and which packages of this project are not installed. It
-needs torch and nothing else, so it also runs where packages are missing.
+The facts are the versions of Python, torch, CUDA, Triton and the driver; the name, memory and multiprocessors of each
+GPU; the speed of torch's copy of a large buffer and of an 8192^3 bf16 matrix product; and the packages of this project
+that are not installed. It needs only torch, so it also runs if packages are missing.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
-# Where a distribution's module has another name. tensorboard is imported through torch, but under its own name.
-# tyro's own requirements are listed, because packages are installed one by one where there is no index.
+# Modules that setup.py's install_requires does not name. tyro's own requirements are among them, because on a machine
+# without an index packages are installed one by one.
 ALSO_NEEDED = ("docstring_parser", "typeguard", "typing_extensions", "pytest", "hypothesis")
 COPY_BYTES = 4 << 30
 SIDE = 8192
@@ -37,17 +37,19 @@ def missing_packages() -> list[str]:
 
 
 def driver() -> str:
-    """The NVIDIA driver's version as nvidia-smi tells it, "" where there is no such program."""
+    """The version of the NVIDIA driver by nvidia-smi; "" if there is no such program or it fails."""
     if shutil.which("nvidia-smi") is None:
         return ""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     run = subprocess.run(query, capture_output=True, text=True, check=False)
-    return run.stdout.strip().splitlines()[0] if run.returncode == 0 and run.stdout.strip() else ""
+    if run.returncode != 0 or not run.stdout.strip():
+        return ""
+    return run.stdout.strip().splitlines()[0]  # a line for each GPU, all with the same driver
 
 
 def median_seconds(work: Any) -> float:
-    """Of one call of `work` on the current GPU, by its own events."""
-    for _ in range(3):
+    """The median seconds of one call of `work` on the current GPU, measured by CUDA events."""
+    for _ in range(3):  # the first calls also load kernels and allocate memory
         work()
     times = []
     for _ in range(REPETITIONS):
@@ -62,14 +64,14 @@ def median_seconds(work: Any) -> float:
 
 
 def copy_gb_per_second() -> float:
-    """Bytes that torch's copy of a large buffer reads and writes on the first GPU."""
+    """The speed of torch's copy of a large buffer on the first GPU, in 10^9 bytes read and written a second."""
     source = torch.randint(0, 127, (COPY_BYTES,), dtype=torch.int8, device="cuda")  # zeros can be faster than data
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / median_seconds(lambda: target.copy_(source)) / 1e9
 
 
 def product_tflops() -> float:
-    """Of a square bf16 matrix product on the first GPU."""
+    """The speed of a square bf16 matrix product on the first GPU, in 10^12 FLOP/s."""
     a = torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(a)
@@ -77,11 +79,11 @@ def product_tflops() -> float:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Each GPU that torch sees."""
-    found = []
+    """The properties of each GPU that torch sees."""
+    rows = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
+        rows.append(
             {
                 "name": properties.name,
                 "memory_gib": properties.total_memory / 2**30,
@@ -89,13 +91,13 @@ def gpus() -> list[dict[str, Any]]:
                 "capability": f"{properties.major}.{properties.minor}",
             }
         )
-    return found
+    return rows
 
 
 def facts() -> dict[str, Any]:
-    """Everything, as JSON types; what only a GPU can tell is left out without one."""
+    """All facts, as JSON types. Without a GPU the measurements are left out."""
     triton = importlib.util.find_spec("triton")
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -104,12 +106,12 @@ def facts() -> dict[str, Any]:
         "missing": missing_packages(),
         "gpus": gpus() if torch.cuda.is_available() else [],
     }
-    if found["gpus"]:
-        found["cudnn"] = torch.backends.cudnn.version()
-        found["nccl"] = list(torch.cuda.nccl.version())
-        found["copy_gb_per_second"] = copy_gb_per_second()
-        found["bf16_tflops"] = product_tflops()
-    return found
+    if report["gpus"]:
+        report["cudnn"] = torch.backends.cudnn.version()
+        report["nccl"] = list(torch.cuda.nccl.version())
+        report["copy_gb_per_second"] = copy_gb_per_second()
+        report["bf16_tflops"] = product_tflops()
+    return report
 
 
 def main() -> None:

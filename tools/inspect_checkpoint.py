@@ -1,4 +1,7 @@
-"""What a checkpoint holds, whether it is whole, and how it differs from another. Needs neither GPU nor layout."""
+"""Shows what a checkpoint holds, checks that it is complete, and compares it with another.
+
+It needs neither a GPU nor the layout that wrote the checkpoint.
+"""
 
 import json
 import math
@@ -22,7 +25,7 @@ from megapar.errors import CheckpointError, MegaparError
 class Options:
     """Show a checkpoint's tensors, step and layout.
 
-    Exit code 0: whole, and equal to --compare if given; 4: incomplete, damaged, or different.
+    Exit code 0: complete, and equal to --compare if given; 4: incomplete, damaged, or different.
     """
 
     path: Annotated[Path, tyro.conf.Positional]
@@ -31,7 +34,7 @@ class Options:
     """size: manifest, file sizes, and that every tensor is covered once; crc: also every stored byte, and that values
     are finite."""
     compare: Path | None = None
-    """Another checkpoint, of any layout: list what differs, bit by bit."""
+    """Another checkpoint, of any layout: list what is not bitwise equal."""
     json: Path | None = None
     """Write the report to this file as well."""
 
@@ -59,7 +62,7 @@ def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def verify_chunks(path: Path, manifest: Manifest, console: Console) -> None:
-    """Read every chunk. Raises CheckpointError at the first that is damaged."""
+    """Read every chunk. Raises CheckpointError at the first one that is damaged."""
     chunks = [(name, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks]
     with Reader(path, manifest) as reader:
         for name, chunk in track(chunks, "verifying", console=console, transient=True):
@@ -67,7 +70,7 @@ def verify_chunks(path: Path, manifest: Manifest, console: Console) -> None:
 
 
 def compare(path: Path, ours: Manifest, other: Path, console: Console) -> list[str]:
-    """A line for each difference in position, model, data and tensors; layouts and options may differ freely."""
+    """A line for each difference in position, model, data and tensors. Layouts and options are not compared."""
     theirs = read_manifest(other)
     left = _position(ours)
     right = _position(theirs)
@@ -77,32 +80,36 @@ def compare(path: Path, ours: Manifest, other: Path, console: Console) -> list[s
         if left.get(key) != right.get(key)
     ]
     names = sorted(ours.tensors.keys() | theirs.tensors.keys())
-    # Not judged: values that are not finite are differences to be shown.
-    with Reader(path, ours, judge=False) as mine, Reader(other, theirs, judge=False) as others:
+    # judge=False reads values that are not finite without an error: they are differences to be shown.
+    with Reader(path, ours, judge=False) as left_reader, Reader(other, theirs, judge=False) as right_reader:
         for name in track(names, "comparing", console=console, transient=True):
-            line = _tensor_difference(name, mine, others)
+            line = _tensor_difference(name, left_reader, right_reader)
             if line:
                 lines.append(f"{name}: {line}")
     return lines
 
 
 def _position(manifest: Manifest) -> dict[str, Any]:
-    """What two checkpoints of the same training share besides tensors. Of the trainer's entries its own state; nested
-    ones are the run's options, and the lineage has the random names of its starts."""
+    """What two checkpoints of the same step of one training have in common besides their tensors."""
+    # Of the trainer's entries only plain values: the nested ones are the run's options, and the lineage, which has the
+    # random names of the run's starts.
     trainer = {key: value for key, value in manifest.trainer.items() if not isinstance(value, dict | list)}
     sections = ("step", "consumed_samples", "model_config", "data")
     return flatten({section: getattr(manifest, section) for section in sections} | {"trainer": trainer})
 
 
-def _tensor_difference(name: str, mine: Reader, others: Reader) -> str | None:
-    left = mine.manifest.tensors.get(name)
-    right = others.manifest.tensors.get(name)
+def _tensor_difference(name: str, left_reader: Reader, right_reader: Reader) -> str | None:
+    """How the tensors of one name differ, in words; None if they are bitwise equal."""
+    left = left_reader.manifest.tensors.get(name)
+    right = right_reader.manifest.tensors.get(name)
     if left is None or right is None:
-        return f"only in {(mine if left else others).path}"
+        holder = left_reader if left else right_reader
+        return f"only in {holder.path}"
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return f"{left.dtype} {list(left.shape)} | {right.dtype} {list(right.shape)}"
-    a = mine.tensor(name)
-    b = others.tensor(name)
+    a = left_reader.tensor(name)
+    b = right_reader.tensor(name)
+    # As bytes: equal NaNs count as equal, and 0.0 and -0.0 as different.
     if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return None
     changed = int((a != b).sum())
@@ -111,7 +118,7 @@ def _tensor_difference(name: str, mine: Reader, others: Reader) -> str | None:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print the report: one row for each logical tensor, with the states that are kept of it."""
+    """Print the report: a row for each logical tensor, with the states that the checkpoint has of it."""
     table = Table("tensor", "shape", "dtype", "states", "chunks")
     by_name: dict[str, list[str]] = {}
     for full in report["tensors"]:
@@ -132,7 +139,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def inspect(options: Options) -> int:
-    """The exit code. Raises CheckpointError if the checkpoint is not whole."""
+    """Inspect a checkpoint; returns the exit code. Raises CheckpointError if it is incomplete or damaged."""
     console = Console()
     manifest = read_manifest(options.path)
     report = {**describe(options.path, manifest), "verified": options.verify}

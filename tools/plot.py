@@ -1,4 +1,4 @@
-"""Draw a run: its loss curve, and its pipeline's timeline where the run recorded one (log.timeline)."""
+"""Draws the loss curve of a run, and the timeline of its pipeline if the run recorded one (log.timeline)."""
 
 import json
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")
+matplotlib.use("Agg")  # before pyplot is imported: it needs no display
 
 import tyro
 from matplotlib import pyplot as plt
@@ -27,7 +27,7 @@ class Arguments:
 
 
 def draw_loss(run_dir: Path, entropies: Path | None) -> Path:
-    """The loss of each step and each validation loss. Raises DataError if the run has no metrics.jsonl."""
+    """Draw the loss of each step and each validation loss; returns the file. DataError if there is no metrics.jsonl."""
     metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file():
         raise DataError(f"{metrics} is not there: give the folder of a run that has trained")
@@ -53,7 +53,7 @@ def draw_loss(run_dir: Path, entropies: Path | None) -> Path:
 
 
 def draw_timeline(run_dir: Path) -> Path | None:
-    """The timeline that the run recorded, if it did."""
+    """Draw the timeline that the run recorded; returns the file, or None if the run recorded none."""
     source = run_dir / "timeline.json"
     if not source.is_file():
         return None

@@ -1,7 +1,7 @@
 """Turn text into tokens: files or folders of documents into a PREFIX.bin / PREFIX.idx pair, described by PREFIX.json.
 
-In: .jsonl with a text in each line, plain text (.txt, .md, .py), both also as .gz and .zst, and .parquet. A run that
-was killed goes on where it stood when it is started again. Further commands, each with its own --help:
+Input files are .jsonl with a text in each line, plain text (.txt, .md, .py), both also as .gz and .zst, and .parquet.
+A run that was killed continues when it is started again. Further commands, each with its own --help:
 
   preprocess_data.py merge    one pair out of several
   preprocess_data.py split    a pair into train, validation and test, by documents
@@ -42,14 +42,15 @@ class Tokenize:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             total = sum(path.stat().st_size for path in find_files(self.input))
             show = reporter(progress, total)
-            facts = preprocess(self.input, self.output, self.recipe, workers=self.workers, on_progress=show)
-        told = [f"{facts['documents']:,} documents", f"{facts['tokens']:,} tokens"]
-        if facts["empty_documents"]:
-            told.append(f"{facts['empty_documents']:,} empty documents left out")
-        if duplicates := facts["documents_before_deduplication"] - facts["documents"]:
-            told.append(f"{duplicates:,} duplicates left out")
-        told += [f"{count:,} x {reason}" for reason, count in facts["bad_lines"]["counts"].items()]
-        print(f"{self.output}.bin: {', '.join(told)}")
+            sidecar = preprocess(self.input, self.output, self.recipe, workers=self.workers, on_progress=show)
+        parts = [f"{sidecar['documents']:,} documents", f"{sidecar['tokens']:,} tokens"]
+        if sidecar["empty_documents"]:
+            parts.append(f"{sidecar['empty_documents']:,} empty documents left out")
+        duplicates = sidecar["documents_before_deduplication"] - sidecar["documents"]
+        if duplicates:
+            parts.append(f"{duplicates:,} duplicates left out")
+        parts += [f"{count:,} x {reason}" for reason, count in sidecar["bad_lines"]["counts"].items()]
+        print(f"{self.output}.bin: {', '.join(parts)}")
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Merge:
 
 @dataclass
 class Split:
-    """Cut a pair by documents, in their order: if that means something, preprocess with --shuffle."""
+    """Split a pair by documents, in their order. If the order is not random, preprocess with --shuffle first."""
 
     input: Path
     """Prefix of a .bin/.idx pair."""
@@ -103,17 +104,19 @@ COMMANDS: dict[str, type[Tokenize | Merge | Split | Verify]] = {"merge": Merge, 
 
 
 def reporter(progress: Progress, total: int) -> Callable[[Counts], None]:
-    """Shows counts on a bar; what an earlier run has done, told first, does not make this one faster."""
+    """A function that shows counts on a progress bar."""
     bar = progress.add_task("starting", total=total)
     start = time.perf_counter()
     before = list[int]()
 
     def show(counts: Counts) -> None:
+        # The first counts are those of an earlier run that was killed. They do not count for the speed of this one.
         if not before:
             before.append(counts.num_bytes)
         speed = (counts.num_bytes - before[0]) / 1e6 / max(time.perf_counter() - start, 1e-3)
         text = f"{counts.documents:,} documents  {counts.tokens:,} tokens  {speed:.1f} MB/s"
-        if bad := sum(counts.bad.values()):
+        bad = sum(counts.bad.values())
+        if bad:
             text += f"  {bad:,} bad lines"
         progress.update(bar, completed=counts.num_bytes, description=text)
 
@@ -121,12 +124,12 @@ def reporter(progress: Progress, total: int) -> Callable[[Counts], None]:
 
 
 def main() -> None:
-    kind: type[Tokenize | Merge | Split | Verify] = Tokenize
+    command_class: type[Tokenize | Merge | Split | Verify] = Tokenize
     words = sys.argv[1:]
     if words and words[0] in COMMANDS:
-        kind = COMMANDS[words.pop(0)]
-    description = __doc__ if kind is Tokenize else None
-    command = tyro.cli(kind, args=words, description=description, use_underscores=True)
+        command_class = COMMANDS[words.pop(0)]
+    description = __doc__ if command_class is Tokenize else None
+    command = tyro.cli(command_class, args=words, description=description, use_underscores=True)
     with reported():
         command.run()
 

@@ -1,4 +1,4 @@
-"""Train a sentencepiece BPE tokenizer on documents; use it as `spm:FILE`."""
+"""Train a sentencepiece BPE tokenizer on documents. Runs name it as `spm:FILE`."""
 
 import time
 from collections.abc import Iterator
@@ -21,12 +21,13 @@ class Arguments:
     output: Path
     """Model file to write."""
     vocab_size: int = 4096
-    """Ids, those of single bytes and of the end of a document included."""
+    """Number of ids, with those of single bytes and of the end of a document."""
     sample_mb: float = 16.0
     """Megabytes of text to learn from, the first of the input; the input should come shuffled."""
 
 
 def first_megabytes(documents: Iterator[str], megabytes: float) -> Iterator[str]:
+    """Yield documents until they have this many megabytes. The last one is yielded whole."""
     left = megabytes * 1e6
     for text in documents:
         if left <= 0:

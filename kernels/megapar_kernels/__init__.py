@@ -1,1 +1,1 @@
-"""One file an op: today the differentiable torch reference of each, the functions that fused kernels stand behind."""
+"""The ops of the models, one file for each: a torch reference, a fused Triton kernel, and the autograd function."""

@@ -1,8 +1,10 @@
-"""Activations of the MLP, gated or with a bias, in one pass each: forward 6 bytes an element of a gated bf16 output
-(4 ungated), backward 10 (6). Backward keeps the input alone and writes a gradient of its own.
+"""Activations of the MLP, gated or with a bias, in one pass over memory each.
 
-Gated: Shazeer, arXiv 2002.05202. GELU: Hendrycks and Gimpel, arXiv 1606.08415. ReLU squared: So et al., arXiv
-2109.08668.
+For each element of a bf16 output the forward moves 6 bytes if gated and 4 if not, the backward 10 and 6. The backward
+needs only the input, which it does not overwrite.
+
+Sources: gated activations, Shazeer, arXiv 2002.05202; GELU, Hendrycks and Gimpel, arXiv 1606.08415; squared ReLU, So et
+al., arXiv 2109.08668.
 """
 
 from collections.abc import Callable
@@ -30,11 +32,11 @@ TORCH: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 @triton.jit
 def _sigmoids(x):  # type: ignore[no-untyped-def]
-    """sigmoid(x) and sigmoid(-x) by one exponential and one division.
+    """sigmoid(x) and sigmoid(-x), from one exponential and one division.
 
-    With e = exp(-|x|) they are 1 / (1 + e) and e / (1 + e), the first of the sign of x. e is at most 1, so nothing
-    overflows, and neither sigmoid is computed as 1 minus the other, which would cancel.
+    With e = exp(-|x|) the larger of the two is 1 / (1 + e) and the smaller e / (1 + e).
     """
+    # e is at most 1, so nothing overflows. Neither sigmoid is computed as 1 minus the other, which would cancel.
     small = exp(-tl.abs(x))
     larger = 1.0 / (1.0 + small)
     smaller = small * larger
@@ -43,13 +45,15 @@ def _sigmoids(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _twice_gelu_argument(x):  # type: ignore[no-untyped-def]
-    """2 t for t = sqrt(2 / pi) (x + 0.044715 x^3), since GELU's 0.5 (1 + tanh(t)) is sigmoid(2 t)."""
+    """2 t with t = sqrt(2 / pi) (x + 0.044715 x^3). GELU's 0.5 (1 + tanh(t)) equals sigmoid(2 t)."""
+    # 1.5957691216057308 is 2 sqrt(2 / pi).
     return 1.5957691216057308 * x * (1.0 + 0.044715 * (x * x))
 
 
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The activation of fp32 x. An infinite exponential makes it 0, as it should."""
+    """The activation of fp32 x."""
+    # For very negative x the exponential is infinite, and the quotient 0: the right limit.
     if ACTIVATION == "silu":
         return x / (1.0 + exp(-x))
     elif ACTIVATION == "gelu":
@@ -67,6 +71,7 @@ def _activate_and_derive(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untype
         value = x * sigmoid
         slope = sigmoid + value * opposite
     elif ACTIVATION == "gelu":
+        # The derivative of 2 t is 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2).
         sigmoid, opposite = _sigmoids(_twice_gelu_argument(x))
         value = x * sigmoid
         slope = sigmoid + value * opposite * 1.5957691216057308 * (1.0 + 0.134145 * (x * x))
@@ -79,7 +84,8 @@ def _activate_and_derive(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit
 def _tile(rows, columns, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows [ROW_BLOCK, 1] and columns [1, COLUMN_BLOCK] of this program, and which of the tile exist."""
+    """This program's rows [ROW_BLOCK, 1] and columns [1, COLUMN_BLOCK], and the mask of elements that exist."""
+    # int64: rows times columns may exceed 2^31.
     row = tl.program_id(0).to(tl.int64) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[:, None]
     column = tl.program_id(1).to(tl.int64) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)[None, :]
     return row, column, (row < rows) & (column < columns)
@@ -122,12 +128,13 @@ def _activation_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def config(columns: int) -> tuple[int, int, int]:
-    """Rows and columns of a program's tile, and its warps: 16 elements a thread."""
+    """The rows and columns of a program's tile, and its warps. A thread has 16 elements."""
     column_block = min(next_power_of_2(columns), 1024)
     return 2048 // column_block, column_block, 4
 
 
 def _launch(kernel: Any, *tensors: Tensor | None, rows: int, columns: int, activation: Activation, gated: bool) -> None:
+    """Launch `kernel` on [rows, columns], if there is anything to compute."""
     if tensors[0] is not None and launches(tensors[0]):
         row_block, column_block, warps = config(columns)
         grid = triton.cdiv(rows, row_block), triton.cdiv(columns, column_block)
@@ -139,7 +146,9 @@ class _Activation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: Activation, gated: bool) -> Tensor:
         x = x.contiguous()
         bias = None if bias is None else bias.contiguous()
-        columns = x.shape[-1] // 2 if gated else x.shape[-1]
+        columns = x.shape[-1]
+        if gated:
+            columns //= 2
         y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
         rows = x.shape[:-1].numel()
         ctx.settings = {"rows": rows, "columns": columns, "activation": activation, "gated": gated}
@@ -155,7 +164,7 @@ class _Activation(torch.autograd.Function):
         _launch(_activation_backward_kernel, grad_y.contiguous(), x, bias, grad_x, **ctx.settings)
         if bias is None or not ctx.needs_input_grad[1]:
             return grad_x, None, None, None
-        # grad_x is rounded once before the sum, as torch's own is; the sum is fp32 and its order is fixed.
+        # grad_x is rounded before the sum, as in torch. The sum is fp32 in a fixed order, so it is the same each time.
         return grad_x, grad_x.view(-1, bias.numel()).sum(0, dtype=torch.float32).to(bias.dtype), None, None
 
 
@@ -169,21 +178,23 @@ def _gated(gate_up: Tensor, activation: Activation, impl: Implementation) -> Ten
 
 
 def _plain(x: Tensor, activation: Activation, impl: Implementation) -> Tensor:
-    return _Activation.apply(x, None, activation, False) if fused(impl, x) else TORCH[activation](x)
+    if fused(impl, x):
+        return _Activation.apply(x, None, activation, False)
+    return TORCH[activation](x)
 
 
 def swiglu(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
-    """silu(gate) * up of [..., 2 f] = gate then up."""
+    """silu(gate) * up, [..., f]. `gate_up` [..., 2 f] holds gate, then up; ValueError if its width is odd."""
     return _gated(gate_up, "silu", impl)
 
 
 def geglu(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
-    """gelu(gate) * up of [..., 2 f] = gate then up, GELU in its tanh form."""
+    """gelu(gate) * up, [..., f], GELU in its tanh form. `gate_up` is as in `swiglu`."""
     return _gated(gate_up, "gelu", impl)
 
 
 def reglu_squared(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
-    """relu(gate)^2 * up of [..., 2 f] = gate then up."""
+    """relu(gate)^2 * up, [..., f]. `gate_up` is as in `swiglu`."""
     return _gated(gate_up, "relu_squared", impl)
 
 
@@ -198,7 +209,12 @@ def gelu(x: Tensor, impl: Implementation = "torch") -> Tensor:
 
 
 def bias_gelu(x: Tensor, bias: Tensor, impl: Implementation = "torch") -> Tensor:
-    """gelu(x + bias) of [..., f] and [f], in x's dtype; the bias's gradient is summed in fp32, in a fixed order."""
+    """gelu(x + bias) of x [..., f] and bias [f], in x's dtype. ValueError if their shapes do not fit.
+
+    The gradient of the bias is summed in fp32 in a fixed order.
+    """
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias {tuple(bias.shape)} does not fit x {tuple(x.shape)}: it must be [{x.shape[-1]}]")
-    return _Activation.apply(x, bias, "gelu", False) if fused(impl, x) else TORCH["gelu"](x + bias).to(x.dtype)
+    if fused(impl, x):
+        return _Activation.apply(x, bias, "gelu", False)
+    return TORCH["gelu"](x + bias).to(x.dtype)

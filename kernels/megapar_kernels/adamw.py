@@ -1,7 +1,7 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) over a flat shard in one pass, and the sum of squares to clip by.
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) over a flat shard in one pass, and the sum of squares for clipping.
 
-An update moves 30 bytes a parameter: gradient, main weight and two moments of fp32 are read, the last three and a
-16-bit copy of the main weight written. The sum of squares reads 4.
+An update moves 30 bytes for each parameter. It reads the gradient, the main weight and two moments in fp32. It writes
+the main weight, the moments, and a 16-bit copy of the main weight. The sum of squares reads 4 bytes.
 """
 
 import math
@@ -15,7 +15,10 @@ from megapar_kernels import apex
 from megapar_kernels.dispatch import Implementation, fused, tl, triton
 
 UNIT = 64
-"""Elements: where weight decay applies is told by a byte for each UNIT, and may change only at multiples of it."""
+"""Elements. A table has a byte for each UNIT that says whether weight decay applies.
+
+So weight decay may begin and end only at multiples of UNIT.
+"""
 
 _CHUNK = 1 << 16  # elements that a CPU widens to fp64 at a time
 
@@ -24,8 +27,11 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Decayed:
-    """The elements of a flat shard that weight decay applies to, as ranges [start, stop), sorted, and all others; and
-    the same as bool [elements / UNIT, rounded up] on the device, so that one launch serves a shard of many runs."""
+    """The elements of a flat shard that weight decay applies to.
+
+    `ranges` are [start, stop), sorted, and `others` are all other elements. `units` says the same as bool [elements /
+    UNIT, rounded up] on the device: with it one launch serves a shard of any number of ranges.
+    """
 
     ranges: tuple[Range, ...]
     others: tuple[Range, ...]
@@ -33,7 +39,7 @@ class Decayed:
 
     @classmethod
     def of(cls, ranges: Iterable[Range], elements: int, device: torch.device) -> "Decayed":
-        """Of a shard of `elements`. `ranges` are sorted and disjoint; ValueError if they are cut within a UNIT."""
+        """For a shard of `elements`. `ranges` must be sorted and disjoint; ValueError if one is cut within a UNIT."""
         ranges = tuple(ranges)
         others = []
         end = 0
@@ -52,7 +58,8 @@ def _torch_step(
     flat: tuple[Tensor, ...], weight_decay: float, decayed: Decayed | None, step: int, clip: Tensor | None,
     found_inf: Tensor | None, *, lr: float, betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
-    """By torch's fused kernel: on a CPU 3.8 ms for 8 million elements where its foreach takes 18."""
+    """Update by torch's fused kernel."""
+    # On a CPU it takes 3.8 ms for 8 million elements, and torch's foreach 18 ms.
     count = torch.full((), float(step), device=flat[0].device)
     for decay, (mains, grads, exp_avgs, exp_avg_sqs) in _runs(flat, weight_decay, decayed):
         torch._fused_adamw_(
@@ -67,9 +74,10 @@ def _apex_step(
     flat: tuple[Tensor, ...], weight_decay: float, decayed: Decayed | None, step: int, clip: Tensor | None,
     found_inf: Tensor | None, *, lr: float, betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
-    """By apex's, which knows neither a coefficient nor an update that is left out: ValueError for the latter."""
+    """Update by apex's kernel. ValueError if `found_inf` is given: apex cannot leave out an update."""
     if found_inf is not None:
         raise ValueError("apex's AdamW cannot leave out an update: pass no found_inf, or choose triton or torch")
+    # Its kernel takes no coefficient either, so the gradient is multiplied in a pass of its own.
     if clip is not None:
         flat[1].mul_(clip)
     for decay, runs in _runs(flat, weight_decay, decayed):
@@ -79,12 +87,20 @@ def _apex_step(
 def _runs(
     flat: tuple[Tensor, ...], weight_decay: float, decayed: Decayed | None
 ) -> Iterator[tuple[float, list[list[Tensor]]]]:
-    """(weight decay, views of each tensor of `flat`) for the elements that decay, then for the others."""
+    """Yield (weight decay, views of each tensor of `flat`) for the elements that decay, then for the others."""
+    # One call has one weight decay, so the two groups need a call each.
     groups = [(weight_decay, decayed.ranges), (0.0, decayed.others)] if decayed else [(weight_decay, None)]
     for decay, ranges in groups:
-        runs = [[x] if ranges is None else [x[start:stop] for start, stop in ranges] for x in flat]
+        runs = [_views(x, ranges) for x in flat]
         if runs[0]:
             yield decay, runs
+
+
+def _views(x: Tensor, ranges: tuple[Range, ...] | None) -> list[Tensor]:
+    """The views of 1-D `x` that `ranges` name; None names all of it."""
+    if ranges is None:
+        return [x]
+    return [x[start:stop] for start, stop in ranges]
 
 
 @triton.jit
@@ -92,7 +108,11 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, params_ptr, decayed_ptr, clip_ptr, found_inf_ptr, elements,
     decay, momentum, beta2, beta2_rest, eps, step_size, root_correction, UNITS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Without a table everything decays. Pointers that are None stand for no copy, coefficient 1 and found nothing."""
+    """One AdamW update of UNITS units.
+
+    Without `decayed_ptr` all elements decay. Without `params_ptr` no copy is written. Without `clip_ptr` the
+    coefficient is 1. Without `found_inf_ptr` the update always happens.
+    """
     unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
     offset = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
     inside = offset < elements
@@ -107,7 +127,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         main -= decay * main
     if clip_ptr is not None:
         grad *= tl.load(clip_ptr)
-    if found_inf_ptr is not None:  # looked at only now: the loads above need not wait for it
+    if found_inf_ptr is not None:  # read only here, so that the loads above need not wait for it
         inside = offset < tl.where(tl.load(found_inf_ptr) == 0, elements, 0)
     exp_avg += momentum * (grad - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + beta2_rest * grad * grad
@@ -120,7 +140,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
 
 
 def config() -> tuple[int, int]:
-    """Units and warps of a program: 4 elements a thread, one wide access to each buffer."""
+    """The units and warps of a program. A thread has 4 elements: one access of 16 bytes to each fp32 buffer."""
     return 16, 8
 
 
@@ -129,12 +149,14 @@ def adamw_step(
     betas: tuple[float, float], eps: float, weight_decay: float, step: int, decayed: Decayed | None = None,
     clip_coefficient: Tensor | None = None, found_inf: Tensor | None = None, impl: Implementation = "torch",
 ) -> None:  # fmt: skip
-    """The `step`-th update (from 1), in place, of fp32 `main` and its moments by fp32 `grad`, and of main's copy
-    `params` in the model's dtype (None: the parameter is `main`). All are 1-D and contiguous, else ValueError.
+    """Make the `step`-th update (from 1) of fp32 `main` and its moments by fp32 `grad`, in place.
 
-    `decayed` None: weight decay applies everywhere. The gradient counts times `clip_coefficient`, 0-d fp32 on the
-    device, and may be left multiplied by it. `found_inf`, 0-d on the device, unless zero forbids the update. Neither is
-    read by the host, which for its next `step` must know itself whether there was an update.
+    `params` is the copy of `main` in the model's dtype, None if the parameter is `main` itself. All tensors must be 1-D
+    and contiguous, else ValueError. If `decayed` is None, weight decay applies to all elements.
+
+    `clip_coefficient`, 0-d fp32 on the device, multiplies the gradient. It may be left multiplied. `found_inf` is 0-d
+    on the device: unless it is zero, nothing is updated. The host reads neither of the two. So the caller must know
+    itself whether there was an update, and pass the next `step` accordingly.
     """
     flat = main, grad, exp_avg, exp_avg_sq
     if any(x.shape != main.shape or not x.is_contiguous() or x.dtype != torch.float32 for x in flat) or (
@@ -156,15 +178,16 @@ def adamw_step(
         lr * weight_decay, 1 - betas[0], betas[1], 1 - betas[1], eps, lr / (1 - betas[0] ** step),
         1 / math.sqrt(1 - betas[1] ** step), UNITS=units, UNIT=UNIT, num_warps=warps,
     )  # fmt: skip
+    # Autograd does not see what a Triton kernel writes, so it is told that these tensors have changed.
     torch.autograd.graph.increment_version([x for x in (main, exp_avg, exp_avg_sq, params) if x is not None])
 
 
 @dataclass(frozen=True)
 class FlatRanges:
-    """Elements of a flat buffer that a sum counts.
+    """The elements of a flat buffer that a sum counts.
 
-    `ranges` are [start, stop), sorted and disjoint. `tiles` is int64 [programs, 2] on the device: the elements of each
-    program of the kernel, so that one launch serves any number of ranges.
+    `ranges` are [start, stop), sorted and disjoint. `tiles` is int64 [programs, 2] on the device: the elements [start,
+    stop) of each program of the kernel. With it one launch serves any number of ranges.
     """
 
     ranges: tuple[Range, ...]
@@ -172,13 +195,13 @@ class FlatRanges:
 
     @classmethod
     def of(cls, ranges: Iterable[Range], device: torch.device) -> "FlatRanges":
-        """Made once: the table is copied to the device."""
+        """Make the table of `ranges`. Do it once, because the table is copied to the device."""
         ranges = tuple(ranges)
         steps, block, _ = square_sum_config()
         tiles = [torch.empty(0, 2, dtype=torch.int64)]
         for start, stop in ranges:
             if start < stop:
-                # Tiles begin at multiples of UNIT but for the first: then all of their loads are 16 bytes wide.
+                # All tiles but the first begin at multiples of UNIT, so that all of their loads are 16 bytes wide.
                 second = start // UNIT * UNIT + steps * block
                 inner = torch.arange(second, max(second, stop), steps * block)
                 edges = torch.cat((torch.tensor([start]), inner, torch.tensor([stop])))
@@ -190,15 +213,15 @@ class FlatRanges:
 def _square_sum_kernel(  # type: ignore[no-untyped-def]
     x_ptr, tiles_ptr, partial_ptr, elements, STEPS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """Without a table every element counts."""
+    """Write the sum of squares of one tile. Without `tiles_ptr` the tiles cover the whole buffer."""
     program = tl.program_id(0).to(tl.int64)
     first = program * (STEPS * BLOCK)
     last = elements.to(tl.int64)
     if tiles_ptr is not None:
         first = tl.load(tiles_ptr + 2 * program)
         last = tl.load(tiles_ptr + 2 * program + 1)
-    # Whole units are loaded, 16 bytes at a time, and what lies outside the tile is dropped after that: the compiler
-    # cannot load widely under a mask that may change at any element.
+    # Whole units are loaded, 16 bytes at a time, and elements outside the tile are dropped afterwards. The compiler
+    # cannot make wide loads under a mask that may change at any element.
     begin = first // UNIT * UNIT
     end = (last + UNIT - 1) // UNIT * UNIT
     total = tl.zeros([BLOCK], tl.float64)
@@ -211,18 +234,19 @@ def _square_sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def square_sum_config() -> tuple[int, int, int]:
-    """Blocks of a program, their elements, and warps: not by the multiprocessors, so that a sum is the same on all."""
+    """The blocks of a program, the elements of a block, and the warps."""
+    # They do not depend on the number of multiprocessors, so that a sum is the same on every GPU.
     return 4, 2048, 8
 
 
 def square_sum(x: Tensor, impl: Implementation = "torch", only: FlatRanges | None = None) -> Tensor:
-    """Sum of squares of fp32 `x`, or of the elements of 1-D contiguous `x` that `only` names: 0-d fp64.
+    """The sum of squares of fp32 `x`, 0-d fp64; with `only`, the sum over these elements of 1-D contiguous `x`.
 
-    It is the same whenever it is taken. Squares of fp32 are exact in fp64 and so, nearly, is their sum: it hardly
-    depends on how a buffer is cut. fp32 sums would (torch's vector_norm of 8 million elements errs by 4e-4 on a CPU).
-    On a GPU the number of launches does not grow with the number of ranges, or by one for 320 pieces of 65,536 elements
-    where Triton does not serve.
+    The same elements always give the same sum. On a GPU the number of launches does not grow with the number of ranges.
+    If Triton does not serve, it grows by one for every 320 pieces of 65,536 elements.
     """
+    # Squares of fp32 are exact in fp64, and their sum nearly so. It hardly depends on how a buffer is cut into shards.
+    # An fp32 sum would: on a CPU torch's vector_norm of 8 million elements has an error of 4e-4.
     flat = x.detach().contiguous().view(-1)
     ranges = ((0, flat.numel()),) if only is None else only.ranges
     parts = [flat[start:stop] for start, stop in ranges if start < stop]
@@ -231,9 +255,13 @@ def square_sum(x: Tensor, impl: Implementation = "torch", only: FlatRanges | Non
     if not fused(impl, x):
         return _torch_square_sum(parts)
     steps, block, warps = square_sum_config()
-    programs = triton.cdiv(flat.numel(), steps * block) if only is None else len(only.tiles)
+    if only is None:
+        programs = triton.cdiv(flat.numel(), steps * block)
+        tiles = None
+    else:
+        programs = len(only.tiles)
+        tiles = only.tiles
     partial = torch.empty(programs, dtype=torch.float64, device=x.device)
-    tiles = None if only is None else only.tiles
     _square_sum_kernel[(programs,)](
         flat, tiles, partial, flat.numel(), STEPS=steps, BLOCK=block, UNIT=UNIT, num_warps=warps
     )
@@ -241,10 +269,11 @@ def square_sum(x: Tensor, impl: Implementation = "torch", only: FlatRanges | Non
 
 
 def _torch_square_sum(parts: list[Tensor]) -> Tensor:
-    """By torch's ops, for 1-D fp32 `parts`."""
+    """The sum of squares of 1-D fp32 `parts`, by torch's ops."""
     if parts[0].device.type != "cpu":
         return _square_sum_in_few_launches(parts)
-    # A CPU widens as many elements as its cache holds: writing fp64 copies to memory would take longer than the sums.
+    # A CPU converts as many elements at a time as its cache holds. To write fp64 copies of all to memory would take
+    # longer than the sums.
     total = torch.zeros((), dtype=torch.float64)
     for part in parts:
         for chunk in part.split(_CHUNK):
@@ -254,6 +283,6 @@ def _torch_square_sum(parts: list[Tensor]) -> Tensor:
 
 
 def _square_sum_in_few_launches(parts: list[Tensor]) -> Tensor:
-    """A launch for every 320 pieces of 65,536 elements, whatever the number of parts (torch's multi-tensor apply)."""
+    """The same with one launch for every 320 pieces of 65,536 elements: torch's multi-tensor apply."""
     norms = torch._foreach_norm(parts, 2, torch.float64)
     return torch.stack(norms).square().sum()

@@ -1,7 +1,7 @@
-"""NVIDIA's apex (github.com/NVIDIA/apex), used only when asked for: norms, AdamW, weight gradients in fp32.
+"""Kernels of NVIDIA's apex (github.com/NVIDIA/apex), used only on request: norms, AdamW, weight gradients in fp32.
 
-It is never a requirement: the package that PyPI calls apex is an unrelated web toolkit. So it is looked for without
-being imported, and imported where it is used.
+apex is never a requirement, because the package called apex on PyPI is an unrelated web toolkit. `unusable` looks for
+NVIDIA's without importing it. The functions that use it import it.
 """
 
 import importlib.util
@@ -21,35 +21,40 @@ _CHUNK = 2048 * 32  # elements that one block of apex's multi-tensor kernels tak
 
 
 def unusable() -> str:
-    """Why apex cannot serve, or nothing if it can. Imports nothing of it."""
+    """Why apex cannot be used, or "" if it can. Imports nothing of it."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return "apex is not installed"
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     if not any((folder / "optimizers/fused_adam.py").is_file() for folder in folders):
-        where = f" ({folders[0]})" if folders else ""
-        return f"the apex that is installed{where} is not NVIDIA's: pip uninstall apex"
+        location = f" ({folders[0]})" if folders else ""
+        return f"the apex that is installed{location} is not NVIDIA's: pip uninstall apex"
     missing = [name for name in EXTENSIONS if importlib.util.find_spec(name) is None]
-    return f"apex is installed without {', '.join(missing)}" if missing else ""
+    if missing:
+        return f"apex is installed without {', '.join(missing)}"
+    return ""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Differentiable, in x's dtype."""
+    """RMSNorm over the last dimension, differentiable, in x's dtype."""
     from apex.normalization.fused_layer_norm import mixed_dtype_fused_rms_norm_affine
 
     return mixed_dtype_fused_rms_norm_affine(x, weight, weight.shape, eps).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Differentiable, in x's dtype."""
+    """LayerNorm over the last dimension, differentiable, in x's dtype."""
     from apex.normalization.fused_layer_norm import mixed_dtype_fused_layer_norm_affine
 
     return mixed_dtype_fused_layer_norm_affine(x, weight, bias, weight.shape, eps).to(x.dtype)
 
 
 def adamw(runs: Sequence[list[Tensor]], step: int, options: dict[str, Any]) -> None:
-    """One AdamW update in place of fp32 tensors: `runs` are main weights, gradients and both moments, a list each;
-    `options` has lr, betas, eps and weight_decay."""
+    """Make one AdamW update of fp32 tensors, in place.
+
+    `runs` has four lists of tensors: main weights, gradients, first and second moments. `options` has lr, betas, eps
+    and weight_decay.
+    """
     import amp_C
 
     mains, grads, *moments = runs
@@ -62,7 +67,7 @@ def adamw(runs: Sequence[list[Tensor]], step: int, options: dict[str, Any]) -> N
 
 
 def add_outer(main_grad: Tensor, grad_2d: Tensor, x_2d: Tensor) -> None:
-    """main_grad [out, in] fp32 += grad_2d^T x_2d of [tokens, out] and [tokens, in]."""
+    """main_grad += grad_2d^T x_2d, of main_grad [out, in] in fp32, grad_2d [tokens, out] and x_2d [tokens, in]."""
     import fused_weight_gradient_mlp_cuda
 
     fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x_2d.contiguous(), grad_2d.contiguous(), main_grad)

@@ -1,4 +1,4 @@
-"""Causal attention: torch's SDPA, and explicit scores where probabilities are dropped out."""
+"""Causal attention: by torch's SDPA, or with explicit scores if probabilities are dropped out."""
 
 import math
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.softmax import scaled_causal_softmax, scaled_masked_softmax
 
-# For Hopper and Blackwell, where cuDNN is about twice as fast as FlashAttention 2, torch's own first choice.
+# For Hopper and Blackwell. There cuDNN is about twice as fast as FlashAttention 2, which torch would try first.
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -24,7 +24,7 @@ CUDNN_FIRST = [
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: Literal["torch", "cudnn"] = "torch") -> Tensor:
-    """torch's causal scaled_dot_product_attention of [b, n, s, d]; `impl` is which of its backends it tries first."""
+    """torch's causal scaled_dot_product_attention of [b, n, s, d]. `impl` is the backend that torch tries first."""
     with sdpa_kernel(CUDNN_FIRST, set_priority=True) if impl == "cudnn" else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -32,10 +32,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: Literal["torch", "cudnn"] = "tor
 def causal_attention(
     q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, impl: Literal["torch", "cudnn"] = "torch"
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d), causal) v as [s, b, n * d]; q may have a multiple of k's and v's heads, dealt in
-    runs."""
+    """softmax(q k^T / sqrt(d), causal) v as [s, b, n * d].
+
+    q may have a multiple of the heads of k and v. Then each head of k and v serves a run of consecutive heads of q.
+    """
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-    if q.is_meta:  # SDPA would choose explicit scores; CPUs and GPUs keep q, k, v, the result and a number a row
+    if q.is_meta:
+        # On the meta device SDPA would choose explicit scores. On CPUs and GPUs it keeps q, k, v, the result and one
+        # number for each row, and so does this op: a plan counts what a run keeps.
         y = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
     else:
         y = sdpa(q, k, v, impl)
@@ -43,10 +47,10 @@ def causal_attention(
 
 
 class _Scores(torch.autograd.Function):
-    """q k^T of [b, n, s, d], in fp32 for 16-bit q and k (in their dtype for wider ones).
+    """q k^T of [b, n, s, d]: in fp32 for 16-bit q and k, in their own dtype for wider ones.
 
-    A 16-bit product would be rounded before it is scaled by 1 / sqrt(d): fp16 overflows at 65504, where torch's SDPA,
-    which sums and scales in fp32, is finite.
+    A 16-bit product would be rounded before it is scaled by 1 / sqrt(d). In fp16 it overflows beyond 65504. torch's
+    SDPA sums and scales in fp32 and stays finite.
     """
 
     @staticmethod
@@ -54,7 +58,7 @@ class _Scores(torch.autograd.Function):
         ctx.save_for_backward(q, k)
         if q.dtype.itemsize > 2:
             return q @ k.transpose(-1, -2)
-        if not q.is_cuda:
+        if not q.is_cuda:  # bmm takes out_dtype on GPUs alone
             return q.float() @ k.float().transpose(-1, -2)
         product = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(-1, -2), out_dtype=torch.float32)
         return product.unflatten(0, q.shape[:2])
@@ -76,9 +80,10 @@ def causal_attention_dropout(
     documents_bs: Tensor | None = None,
     impl: Implementation = "torch",
 ) -> Tensor:
-    """`causal_attention` with its probabilities multiplied by keep / (1 - p); q, k and v have equally many heads.
+    """`causal_attention` with dropout: the probabilities are multiplied by keep / (1 - p).
 
-    Positions of different `documents_bs` do not attend to each other. `impl` is the softmax's implementation.
+    q, k and v have the same number of heads. If `documents_bs` is given, positions of different documents do not attend
+    to each other. `impl` is the implementation of the softmax.
     """
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
     scores: Tensor = _Scores.apply(q, k)
@@ -96,27 +101,30 @@ def causal_attention_dropout(
 def packed_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor) -> Tensor:
     """`causal_attention` within each of several documents, as [s, b, n * d].
 
-    Document i is positions [starts[i], starts[i + 1]) of all samples, one sample after another; `starts` is int32
-    [documents + 1], from 0 to b * s, and no document reaches into the next sample.
+    The positions of all samples are numbered one sample after another. Document i is [starts[i], starts[i + 1]).
+    `starts` is int32 [documents + 1], from 0 to b * s. No document reaches into the next sample.
 
-    On a GPU torch's varlen_attn where it serves the dtype and head width, else one SDPA with a mask; on a CPU SDPA
-    document by document.
+    A CPU runs SDPA for each document. A GPU runs torch's varlen_attn if it takes the dtype and head width, else one
+    SDPA with a mask.
     """
     length = q_sbnd.shape[0]
     run = q_sbnd.shape[2] // k_sbnd.shape[2]
     q, k, v = (rearrange(x, "s b n d -> (b s) n d") for x in (q_sbnd, k_sbnd, v_sbnd))
     if q.device.type == "cpu":
-        # To cut the tensors, the host must know the lengths: free on a CPU, a wait for the whole queue on a GPU.
+        # The host must know the lengths to split the tensors. On a CPU that is free, on a GPU it would have to wait for
+        # all queued work.
         lengths = starts.diff().tolist()
         parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
         documents = [sdpa(*(rearrange(x, "t n d -> 1 n t d") for x in part)) for part in parts]
         y: Any = torch.cat([rearrange(x, "1 n t d -> t n d") for x in documents])
     elif varlen_serves(q):
-        from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler: seconds, where it is not used
+        from torch.nn.attention.varlen import (
+            varlen_attn,
+        )  # here, because it imports torch's compiler, which takes seconds
 
         k = k.repeat_interleave(run, 1)
         v = v.repeat_interleave(run, 1)
-        # No document is longer than a sample: to know the longest, the host would have to wait.
+        # The longest document is at most a sample. To know its true length, the host would have to wait for the GPU.
         y = varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
     else:
         return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts)
@@ -130,14 +138,14 @@ def varlen_serves(q: Tensor) -> bool:
 
 
 def masked_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor) -> Tensor:
-    """`packed_causal_attention` for any dtype and head width, by a mask of b * s * s booleans."""
+    """`packed_causal_attention` for any dtype and head width, with a mask of b * s * s booleans."""
     length, samples = q_sbnd.shape[:2]
     run = q_sbnd.shape[2] // k_sbnd.shape[2]
-    place = torch.arange(samples * length, dtype=starts.dtype, device=starts.device)
-    documents_bs = torch.searchsorted(starts, place, right=True).view(samples, length)
+    position = torch.arange(samples * length, dtype=starts.dtype, device=starts.device)
+    documents_bs = torch.searchsorted(starts, position, right=True).view(samples, length)
     same_document = documents_bs[:, :, None] == documents_bs[:, None, :]
     past = torch.ones(length, length, dtype=torch.bool, device=starts.device).tril()
-    # Equally many heads: SDPA's fused kernels take no mask together with fewer key/value heads.
+    # Heads of k and v are repeated, because SDPA's fused kernels take no mask together with fewer key/value heads.
     k_sbnd = k_sbnd.repeat_interleave(run, 2)
     v_sbnd = v_sbnd.repeat_interleave(run, 2)
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))

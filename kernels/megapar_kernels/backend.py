@@ -1,4 +1,4 @@
-"""Which implementation serves each op, chosen once for a run and on every rank alike."""
+"""Chooses the implementation of each op. The choice is made once for a run, and is the same on every rank."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
@@ -13,7 +13,7 @@ Backend = Literal["auto", "triton", "torch", "apex"]
 
 @dataclass(frozen=True)
 class Kernels:
-    """The implementation of each op; the default, torch's own ops, serves anywhere."""
+    """The implementation of each op. The default, torch's own ops, works on every device."""
 
     norm: Implementation = "torch"
     activation: Implementation = "torch"
@@ -24,10 +24,10 @@ class Kernels:
     adamw: Implementation = "torch"
     weight_gradient: Implementation = "torch"
     attention: Literal["torch", "cudnn"] = "torch"
-    """Which of torch's SDPA backends is tried first."""
+    """The backend that torch's SDPA tries first; "torch" leaves that to torch."""
 
     def __str__(self) -> str:
-        """The implementations with their ops, or the one of all."""
+        """Each implementation with its ops, or one name if all ops have the same implementation."""
         ops: dict[str, list[str]] = {}
         for op, impl in asdict(self).items():
             ops.setdefault(impl, []).append(op)
@@ -36,6 +36,7 @@ class Kernels:
         return "; ".join(f"{impl}: {', '.join(names)}" for impl, names in ops.items())
 
 
+# No Triton kernel multiplies matrices: torch's mixed-precision GEMM computes weight gradients.
 FUSED = Kernels(
     norm="triton",
     activation="triton",
@@ -46,17 +47,18 @@ FUSED = Kernels(
     adamw="triton",
     weight_gradient="torch",
 )
+# apex has no kernels for the other ops.
 APEX = replace(FUSED, norm="apex", adamw="apex", weight_gradient="apex")
 
 
 def select(backend: Backend, device: torch.device, attention: Literal["torch", "cudnn"] = "torch") -> Kernels:
-    """What `kernels.backend` stands for on `device`: auto is triton on a GPU where it is installed, else torch.
+    """The implementations that `kernels.backend` means on `device`.
 
-    Weight gradients are torch's mixed-precision GEMM. apex has norms, AdamW and weight gradients; triton does the rest.
-    On the meta device nothing is computed, so nothing needs to be installed: auto is torch, and apex, whose norms keep
-    what ours keep for the backward pass, is triton. Raises ValueError, in one line, for a backend that was asked for
-    and cannot serve.
+    auto means triton on a GPU if triton is installed, else torch. With apex, norms, AdamW and weight gradients are
+    apex's, and the rest is triton. Raises ValueError with one line for a backend that was asked for and cannot be used.
     """
+    # On the meta device nothing is computed, so nothing needs to be installed. auto means torch there. The norms of
+    # apex and triton keep the same for the backward pass, so triton stands for apex.
     if device.type == "meta":
         return Kernels() if backend in ("auto", "torch") else FUSED
     if backend == "torch" or (backend == "auto" and (device.type != "cuda" or not HAS_TRITON)):
@@ -69,7 +71,8 @@ def select(backend: Backend, device: torch.device, attention: Literal["torch", "
             "(for tests, TRITON_INTERPRET=1 interprets triton's kernels, slowly)"
         )
     if backend == "apex":
-        if reason := apex.unusable():
+        reason = apex.unusable()
+        if reason:
             raise ValueError(f"kernels.backend=apex: {reason}; {apex.BUILD}, or choose auto")
         return replace(APEX, attention=attention)
     return replace(FUSED, attention=attention)

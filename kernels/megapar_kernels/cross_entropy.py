@@ -1,10 +1,11 @@
-"""The two halves of vocab-parallel cross entropy that touch all logits: statistics forward, gradient backward.
+"""The two parts of vocab-parallel cross entropy that read all logits: statistics forward, gradient backward.
 
-Logits are [rows, width], a slice of the vocabulary in any float dtype, of which the first `columns` are real; what the
-others hold is never used and their gradient is exactly zero. Statistics and gradients are computed in fp32 (fp64 for
-fp64 logits by torch) and rounded once. At least 2 bytes a bf16 logit are moved forward and 4 backward.
+Logits are [rows, width], a slice of the vocabulary in any float dtype. The first `columns` of them are real. The others
+are padding: their values are never used, and their gradient is exactly zero. Statistics and gradients are computed in
+fp32 and rounded once; torch computes them in fp64 for fp64 logits. For a bf16 logit the forward moves at least 2 bytes
+and the backward 4.
 
-One pass over maximum and sum: Milakov and Gimelshein, arXiv 1805.02867.
+Maximum and sum take one pass (Milakov and Gimelshein, arXiv 1805.02867).
 """
 
 import torch
@@ -12,21 +13,25 @@ from torch import Tensor
 
 from megapar_kernels.dispatch import Implementation, exp, fused, launches, next_power_of_2, tl, triton
 
-_CACHED = 1 << 16  # elements
+_CACHED = 1 << 16  # elements that a CPU's cache holds
+# Takes the place of -inf, because 0 * -inf and -inf - -inf are NaN.
 _LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 
 __all__ = ["gradient", "gradient_config", "statistics", "statistics_config"]
 
 
 def _statistics(logits: Tensor, target: Tensor, columns: int, with_total: bool) -> Tensor:
+    """`statistics` by torch's ops, for at least one row and column."""
     z = logits[:, :columns]
     wide = torch.promote_types(logits.dtype, torch.float32)
     maximum = z.amax(-1).to(wide).clamp_(min=torch.finfo(torch.float32).min)
-    mine = (target >= 0) & (target < columns)
-    picked = torch.where(mine, z.gather(-1, torch.where(mine, target, 0)[:, None])[:, 0].to(wide), 0.0)
+    is_here = (target >= 0) & (target < columns)
+    column = torch.where(is_here, target, 0)[:, None]
+    picked = torch.where(is_here, z.gather(-1, column)[:, 0].to(wide), 0.0)
     exp_sum = torch.empty_like(maximum)
     total = torch.zeros_like(maximum)
-    # All rows at once, but on a CPU as many as its cache holds: new pages would cost more than the arithmetic.
+    # A GPU takes all rows at once. A CPU takes as many as its cache holds: fresh memory would cost more than the
+    # arithmetic.
     rows = max(_CACHED // columns if z.is_cpu else len(z), 1)
     for block in (slice(first, first + rows) for first in range(0, len(z), rows)):
         shifted = z[block] - maximum[block, None]
@@ -47,26 +52,30 @@ def _gradient(
     on_all: float,
     inplace: bool,
 ) -> Tensor:
+    """`gradient` by torch's ops."""
     in_logits = inplace and logits.dtype == maximum.dtype
     grad = torch.sub(logits, maximum[:, None], out=logits) if in_logits else logits - maximum[:, None]
     grad.exp_().mul_(scale[:, None])
     if on_all:
         grad -= (on_all * grad_loss)[:, None]
     grad[:, columns:] = 0.0
-    if columns:  # no indexing by a mask, for which a GPU would have to wait
-        mine = (target >= 0) & (target < columns)
-        column = torch.where(mine, target, 0)[:, None]
-        grad.scatter_(1, column, grad.gather(1, column) - torch.where(mine, on_target * grad_loss, 0.0)[:, None])
-    return logits.copy_(grad) if inplace and not in_logits else grad.to(logits.dtype)
+    if columns:
+        # Not by a mask as the index: the host would have to wait for the GPU to know how many elements it selects.
+        is_here = (target >= 0) & (target < columns)
+        column = torch.where(is_here, target, 0)[:, None]
+        grad.scatter_(1, column, grad.gather(1, column) - torch.where(is_here, on_target * grad_loss, 0.0)[:, None])
+    if inplace and not in_logits:
+        return logits.copy_(grad)
+    return grad.to(logits.dtype)
 
 
 @triton.jit
 def _add_tile(  # type: ignore[no-untyped-def]
     z, real, seen, maximum, exp_sum, total, WITH_TOTAL: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Statistics of lanes that have seen `seen` columns each, after one more tile z [STEPS, LANES].
+    """Add a tile z [STEPS, LANES] to the statistics of lanes that have seen `seen` columns each.
 
-    MASKED: only the elements that are `real` count.
+    With MASKED only the elements count whose `real` is true.
     """
     if MASKED:
         z = tl.where(real, z, -float("inf"))
@@ -74,7 +83,8 @@ def _add_tile(  # type: ignore[no-untyped-def]
     z -= higher[None, :]
     exp_sum = exp_sum * exp(maximum - higher) + tl.sum(exp(z), 0)
     if WITH_TOTAL:
-        # maximum - higher may be -inf, and 0 * -inf is NaN: the least finite number takes its place.
+        # `total` sums z - maximum, so each column that was seen moves with the maximum. maximum - higher may be -inf,
+        # and 0 * -inf is NaN: the least finite number takes its place.
         total += seen * tl.maximum(maximum - higher, _LEAST)
         if MASKED:
             z = tl.where(real, z, 0.0)
@@ -87,9 +97,10 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, target_ptr, statistics_ptr, rows, columns, width, stride,
     WITH_TOTAL: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """A program a row. Every lane keeps its own maximum and sums, so that threads meet once, at the end.
+    """Write the statistics of one row. Every lane keeps its own maximum and sums, so threads meet only at the end.
 
-    Whole tiles have a loop without masks, because masks would make it slower than the memory. What is left is masked.
+    Whole tiles are read in a loop without masks, because masks would make it slower than the memory. The rest is read
+    under a mask.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -101,10 +112,10 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     for first in range(0, whole, STEPS * LANES):
         z = tl.load(logits_ptr + first + tile).to(tl.float32)
         maximum, exp_sum, total = _add_tile(z, None, first // LANES, maximum, exp_sum, total, WITH_TOTAL, False)
-    # At most one iteration. As a loop it takes fewer registers than as an `if`.
+    # This loop has at most one iteration. As a loop it takes fewer registers than as an `if`.
     for first in range(whole, columns, STEPS * LANES):
         column = first + tile
-        # The load is masked by `width`, not by `columns`: the compiler knows that `width` divides by 16, so that the
+        # The load is masked by `width`, not by `columns`. The compiler knows that `width` is a multiple of 16, so the
         # load stays wide.
         z = tl.load(logits_ptr + column, column < width, other=0.0).to(tl.float32)
         seen = first // LANES
@@ -127,6 +138,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, grad_ptr, target_ptr, maximum_ptr, scale_ptr, grad_loss_ptr,
     columns, width, stride, blocks, on_target, on_all, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write the gradient of BLOCK columns of one row."""
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks
     first = program % blocks * BLOCK
@@ -138,7 +150,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     target = tl.load(target_ptr + row) - first
     has_target = (target >= 0) & (target < BLOCK)
     if has_target | (first + BLOCK > columns):
-        # At most two blocks of a row come here. All others save the comparison of their columns with two numbers.
+        # At most two blocks of a row come here. The others need not compare their columns with two numbers.
         place = tl.where(has_target, target, -1).to(tl.int32)
         grad -= tl.where(column == place, on_target * grad_loss, 0.0)
         grad = tl.where(column < (columns - first).to(tl.int32), grad, 0.0)
@@ -146,14 +158,17 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def statistics_config(columns: int) -> tuple[int, int, int]:
-    """Steps and lanes of a tile, and warps: 8 lanes a thread (16 bytes of bf16) and up to 4 loads of them at once."""
+    """The steps and lanes of a tile, and the warps.
+
+    A thread has 8 lanes, which are 16 bytes of bf16, and up to 4 loads of them in flight.
+    """
     lanes = min(max(next_power_of_2(columns), 256), 1024)
     steps = min(max(next_power_of_2(columns) // lanes, 1), 4)
     return steps, lanes, lanes // 256
 
 
 def gradient_config(width: int, bytes_a_logit: int) -> tuple[int, int]:
-    """Columns and warps of a program: up to 4 loads of 16 bytes a thread."""
+    """The columns and warps of a program. A thread has up to 4 loads of 16 bytes."""
     block = min(max(next_power_of_2(width), 128), 8192 // bytes_a_logit)
     return block, max(block * bytes_a_logit // 2048, 1)
 
@@ -161,10 +176,11 @@ def gradient_config(width: int, bytes_a_logit: int) -> tuple[int, int]:
 def statistics(
     logits: Tensor, target: Tensor, columns: int, with_total: bool = True, impl: Implementation = "torch"
 ) -> Tensor:
-    """[4, rows], of each row: max, sum of exp(z - max), z[target], sum of (z - max) (0 unless `with_total`).
+    """The statistics [4, rows] of each row: max, sum of exp(z - max), z[target], and sum of (z - max).
 
-    `target` is the column, or anything outside [0, columns) where another rank holds it (z[target] is then 0). Without
-    real columns the maximum is the least fp32 number and the others are 0.
+    The last is 0 unless `with_total`. `target` is the column of the target. If another rank holds it, `target` is
+    outside [0, columns), and z[target] is 0. Without real columns the maximum is the least fp32 number, and the others
+    are 0.
     """
     rows, width = logits.shape
     if rows == 0 or columns == 0:
@@ -201,11 +217,12 @@ def gradient(
 ) -> Tensor:
     """scale * exp(z - maximum) - grad_loss * (on_target at the target column + on_all everywhere), in z's dtype.
 
-    `maximum`, `scale` and `grad_loss` are [rows]: with the maximum over the whole vocabulary and scale = d loss / d
-    logsumexp * grad_loss / (sum of exp(z - maximum)) this is the gradient of the loss. `inplace`: it takes the place of
-    the logits, and autograd is told.
+    `maximum`, `scale` and `grad_loss` are [rows]. This is the gradient of the loss if `maximum` is that over the whole
+    vocabulary, and scale = d loss / d logsumexp * grad_loss / (sum of exp(z - maximum)). With `inplace` the gradient
+    overwrites the logits, and autograd is told so.
     """
-    logits, (rows, width) = logits.detach(), logits.shape
+    logits = logits.detach()
+    rows, width = logits.shape
     if not fused(impl, logits):
         return _gradient(logits, target, columns, maximum, scale, grad_loss, on_target, on_all, inplace)
     if not inplace or not logits.is_contiguous():
@@ -219,5 +236,6 @@ def gradient(
             logits, grad, *rowwise, columns, width, logits.stride(0), blocks, on_target, on_all, block, num_warps=warps
         )
     if inplace:
+        # Autograd does not see what a Triton kernel writes.
         torch.autograd.graph.increment_version(grad)
     return grad

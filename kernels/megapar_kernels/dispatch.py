@@ -1,4 +1,4 @@
-"""What all kernels share: Triton where it is installed, and when a kernel is worth its launch."""
+"""What all kernels share: Triton if it is installed, and the decision whether a kernel is worth its launch."""
 
 from typing import Any, Literal, Protocol
 
@@ -10,9 +10,10 @@ try:
     import triton.language as tl
 
     HAS_TRITON = True
-except ImportError:  # there is none for macOS and Windows: torch's own ops serve there
+except ImportError:  # there is no triton for macOS and Windows, where torch's own ops are used
     HAS_TRITON = False
 
+    # Lets the modules with kernels be imported. Their kernels are plain functions then, which nothing calls.
     class _NoTriton:
         def constexpr(self, value: Any) -> Any:
             return value
@@ -40,8 +41,8 @@ __all__ = [
 
 Implementation = Literal["torch", "triton", "apex"]
 
-# Elements below which a launch from Python costs more than the memory traffic that fusion saves: Liger's fused norm of
-# 1024 columns takes four times as long as torch's on an H100.
+# For fewer elements a launch from Python costs more than the memory traffic that fusion saves. On an H100 Liger's fused
+# norm of 1024 columns takes four times as long as torch's.
 SMALL = 1 << 20
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # log2(e)
@@ -49,19 +50,21 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # log2(e)
 
 @triton.jit
 def exp(x):  # type: ignore[no-untyped-def]
-    """e^x of an fp32 tensor, in two instructions on a GPU; results below the least normal number are 0.
+    """e^x of an fp32 tensor, in two instructions on a GPU. Results below the least normal number are 0.
 
-    tl.exp takes five instructions, because it also returns subnormal numbers. They make cross entropy slower than the
-    memory. Where x is a difference, subtract first and call this on the result: then e^0 is exactly 1. One multiply-add
-    of a * log2(e) - b * log2(e) would save an instruction, but its error grows with |a|.
+    If x is a difference, subtract first and call this on the result: then e^0 is exactly 1.
     """
+    # tl.exp takes five instructions, because it also returns subnormal numbers. They make cross entropy slower than the
+    # memory. For a difference, one multiply-add a * log2(e) - b * log2(e) would save an instruction, but its error
+    # grows with |a|.
     return tl.exp2(x * LOG2_E)
 
 
 def fused(impl: Implementation, x: Tensor) -> bool:
-    """Whether a Triton kernel serves `x`: asked for, and large enough if on a GPU. (On a CPU it is interpreted.)
+    """Whether a Triton kernel computes an op on `x`: if `impl` asks for it and, on a GPU, if `x` is large enough.
 
-    A meta tensor stands for one on a GPU, or on a CPU where kernels are interpreted.
+    On a CPU kernels are interpreted, whatever the size. A meta tensor stands for a tensor on a GPU, or on a CPU if
+    kernels are interpreted.
     """
     if impl != "triton":
         return False
@@ -70,7 +73,7 @@ def fused(impl: Implementation, x: Tensor) -> bool:
 
 
 def launches(x: Tensor) -> bool:
-    """Whether there is anything to launch a kernel for: `x` has elements, and memory that holds them (not meta)."""
+    """Whether there is anything to launch a kernel for: `x` has elements and is not on the meta device."""
     return x.numel() > 0 and not x.is_meta
 
 
@@ -80,13 +83,14 @@ def interpreting() -> bool:
 
 
 class MainGrad(Protocol):
-    """Where training sums a parameter's gradient in fp32 over the micro-batches, found as the attribute `main_grad` of
-    the parameter (Megatron has an attribute of the same name, which is the tensor itself).
+    """The sum of a parameter's gradients in fp32 over the micro-batches: the attribute `main_grad` of the parameter.
 
-    A kernel that computes a parameter's gradient in fp32 adds it here, once a backward pass, and its autograd function
-    returns None for the parameter. The gradient is then neither rounded to the parameter's dtype nor added a second
-    time. Read the attribute in the forward pass: recompute hands the backward pass a copy without attributes. A
-    parameter without the attribute gets its gradient from autograd, as in plain PyTorch.
+    (Megatron's attribute of the same name is the tensor itself.) A kernel that computes a parameter's gradient in fp32
+    adds it here, once in each backward pass. Its autograd function then returns None for the parameter. So the gradient
+    is neither rounded to the parameter's dtype nor added a second time.
+
+    Read the attribute in the forward pass: recomputation gives the backward pass a copy of the parameter without
+    attributes. A parameter without the attribute gets its gradient from autograd, as in plain PyTorch.
     """
 
     def add(self, grad: Tensor) -> None:
@@ -94,13 +98,15 @@ class MainGrad(Protocol):
 
 
 def main_grad_of(param: Tensor | None) -> MainGrad | None:
+    """The parameter's `MainGrad`; None if it has none or `param` is None."""
     return getattr(param, "main_grad", None)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU."""
+    """The number of streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least `n`, and at least 1. Triton's tiles need powers of two."""
     return 1 << max(n - 1, 0).bit_length()

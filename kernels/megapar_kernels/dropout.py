@@ -1,7 +1,8 @@
-"""Dropout and residual add, with masks that are a function of (row key, column) and nothing else.
+"""Dropout and residual add, with masks that are a function of row key and column alone.
 
-A mask is never stored: MurmurHash3's 32-bit finaliser (Appleby, 2011) of a row's key and the column gives it again
-wherever it is wanted, on every device and in every layout. bf16 moves 6 bytes an element forward, 4 backward.
+A mask is never stored. MurmurHash3's 32-bit finalizer (Appleby, 2011) computes it from a row's key and the column, and
+gives the same mask on every device and in every layout. In bf16 the forward moves 6 bytes for each element, the
+backward 4.
 """
 
 from typing import Any, TypeVar
@@ -19,15 +20,19 @@ Number = TypeVar("Number", int, Tensor)
 
 
 def mix(x: Number) -> Number:
-    """MurmurHash3's 32-bit finalizer, of an int or an int64 tensor of values from 0 to 2^32 - 1."""
+    """MurmurHash3's 32-bit finalizer of an int, or of an int64 tensor, with values from 0 to 2^32 - 1."""
+    # torch has no uint32 arithmetic. An int64 product may wrap, but its lower 32 bits are right.
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
     return x ^ (x >> 16)
 
 
 def keep_mask(keys: Tensor, columns: int, p: float) -> Tensor:
-    """bool [*keys.shape, columns], False with probability `p`: the mask of rows whose 32-bit keys (in int64) are
-    given."""
+    """The mask of rows with the given keys: bool [*keys.shape, columns], False with probability `p`.
+
+    `keys` are int64 with values of 32 bits.
+    """
+    # 0x9E3779B1 is 2^32 divided by the golden ratio. It spreads neighboring columns over all 32 bits.
     index = torch.arange(columns, device=keys.device) * 0x9E3779B1
     bits = mix((keys[..., None] + index) & _MASK)
     return bits >= int(p * 2**32)
@@ -35,7 +40,7 @@ def keep_mask(keys: Tensor, columns: int, p: float) -> Tensor:
 
 @triton.jit
 def _kept(keys, columns, THRESHOLD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`keep_mask` of rows and columns that broadcast against each other."""
+    """`keep_mask` of keys and columns that broadcast against each other."""
     bits = keys.to(tl.uint32) + columns.to(tl.uint32) * 0x9E3779B1
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
@@ -47,7 +52,7 @@ def _dropout_add_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, keys_ptr, y_ptr, rows, columns, scale,
     THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y = residual + x * scale where kept; without a residual (backward) y = x * scale where kept."""
+    """y = residual + x * scale for elements that are kept. The backward has no residual: y = x * scale."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keys = tl.load(keys_ptr + row, mask=row < rows, other=0)
@@ -61,15 +66,19 @@ def _dropout_add_kernel(  # type: ignore[no-untyped-def]
 
 
 def config(columns: int) -> tuple[int, int, int]:
-    """Rows and columns of a program's tile, and its warps: 16 elements a thread."""
+    """The rows and columns of a program's tile, and its warps. A thread has 16 elements."""
     block = min(next_power_of_2(columns), 2048)
     return 2048 // block, block, 4
 
 
 def _launch(x: Tensor, residual: Tensor | None, keys: Tensor, p: float) -> Tensor:
+    """The kernel's y, in the wider dtype of x and the residual."""
     x = x.contiguous()
     keys = keys.contiguous()
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    dtype = x.dtype
+    if residual is not None:
+        residual = residual.contiguous()
+        dtype = torch.promote_types(x.dtype, residual.dtype)
     y = torch.empty_like(x, dtype=dtype)
     if not launches(y):
         return y
@@ -78,7 +87,7 @@ def _launch(x: Tensor, residual: Tensor | None, keys: Tensor, p: float) -> Tenso
     tile_rows, block, warps = config(columns)
     grid = triton.cdiv(rows, tile_rows), triton.cdiv(columns, block)
     _dropout_add_kernel[grid](
-        x, residual if residual is None else residual.contiguous(), keys, y, rows, columns, 1.0 / (1.0 - p),
+        x, residual, keys, y, rows, columns, 1.0 / (1.0 - p),
         THRESHOLD=int(p * 2**32), ROWS=tile_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return y
@@ -87,6 +96,7 @@ def _launch(x: Tensor, residual: Tensor | None, keys: Tensor, p: float) -> Tenso
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, keys: Tensor, p: float) -> Tensor:
+        # The keys alone: the backward computes the mask again.
         ctx.save_for_backward(keys)
         ctx.p = p
         ctx.dtypes = (x.dtype, residual.dtype)
@@ -96,14 +106,16 @@ class _DropoutAdd(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_dtype, residual_dtype = ctx.dtypes
-        dx = _launch(dy, None, ctx.saved_tensors[0], ctx.p).to(x_dtype) if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = _launch(dy, None, ctx.saved_tensors[0], ctx.p).to(x_dtype)
         return dx, dy.to(residual_dtype), None, None
 
 
 def dropout_add(x: Tensor, residual: Tensor, keys: Tensor | None, p: float, impl: Implementation = "torch") -> Tensor:
-    """residual + x * keep / (1 - p) with the `keep_mask` of `keys`, int64 [x.shape[:-1]]; None drops nothing.
+    """residual + x * keep / (1 - p), with the `keep_mask` of `keys`, int64 [x.shape[:-1]]; None drops nothing.
 
-    `x` and `residual` are equal in shape; ValueError if they or the keys are not.
+    Raises ValueError if `x` and `residual` differ in shape, or if the shape of `keys` does not fit.
     """
     if x.shape != residual.shape or (keys is not None and keys.shape != x.shape[:-1]):
         shapes = [tuple(t.shape) for t in (x, residual, keys) if t is not None]

@@ -1,11 +1,14 @@
-"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467) and LayerNorm (Ba et al., arXiv 1607.06450) over the last dimension,
-alone or after the residual's addition.
+"""RMSNorm and LayerNorm over the last dimension, alone or after the addition of the residual.
 
-Bytes an element of bf16 moved at least: forward 4, backward 6; with the residual 8 and 8. Statistics are fp32; backward
-keeps the normalized input and a row's statistics, never y. The weight may be wider than the input, as fp32 beside bf16.
-A program holds tiles of whole rows in registers; rows too wide for that are walked in blocks, twice, and their weight's
-gradient takes a pass of its own (10 bytes). The same kernels serve both norms: given a
-pointer for the means, they subtract the mean as LayerNorm does.
+Sources: Zhang and Sennrich, arXiv 1910.07467; Ba et al., arXiv 1607.06450.
+
+For each element of bf16 the forward moves at least 4 bytes and the backward 6. With the residual both move 8.
+Statistics are fp32. The backward keeps the tensor that was normalized and the statistics of its rows, never y. The
+weight may have a wider dtype than the input, such as fp32 with bf16.
+
+A program has tiles of whole rows in registers. Rows that are too wide for that are read in blocks, twice, and the
+gradient of their weight takes a pass of its own (10 bytes). The same kernels compute both norms: with a pointer for the
+means they subtract the mean, as LayerNorm does.
 """
 
 from typing import Any
@@ -30,15 +33,18 @@ from megapar_kernels.dispatch import (
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
-MOST_WARPS = 32  # of a program, and of a multiprocessor as long as a thread takes 64 registers
-WIDE_BLOCK = 512 * MOST_WARPS  # columns at once of wide rows; one program a multiprocessor, so that rows stay in the L2
+MOST_WARPS = 32  # the most of a program, and of a multiprocessor if a thread takes 64 registers
+# Columns of a wide row that are read at a time. With all warps in one program a multiprocessor runs one row at a time,
+# so that its second reading finds the row in the L2.
+WIDE_BLOCK = 512 * MOST_WARPS
 WIDE_WARPS = MOST_WARPS
-GRADIENT_TILE = 8, 512  # rows and columns of the pass for the weight's gradient of wide rows
+GRADIENT_TILE = 8, 512  # rows and columns of a tile in the pass for the gradient of a wide row's weight
 GRADIENT_WARPS = 8
 
 
 def _torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm without a bias, LayerNorm with one; in the wider of the dtypes, since torch fuses only equal ones."""
+    """RMSNorm without a bias, LayerNorm with one, by torch's ops."""
+    # In the wider of the dtypes, because torch's fused norms take only equal dtypes.
     wide = torch.promote_types(x.dtype, weight.dtype)
     x_wide = x.to(wide)
     weight = weight.to(wide)
@@ -62,7 +68,7 @@ def _norm_forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr, rows, columns, eps,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of whole rows a program."""
+    """Normalize one tile of whole rows."""
     row = tl.program_id(0).to(tl.int64) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[:, None]
     column = tl.arange(0, COLUMN_BLOCK)[None, :]
     in_row = row < rows
@@ -71,6 +77,7 @@ def _norm_forward_kernel(  # type: ignore[no-untyped-def]
     offset = row * columns + column
     x = _read(x_ptr + offset, inside)
     if residual_ptr is not None:
+        # What is normalized is the rounded sum, as when torch adds and normalizes in two steps.
         rounded = (x + _read(residual_ptr + offset, inside)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + offset, rounded, inside)
         x = rounded.to(tl.float32)
@@ -91,9 +98,9 @@ def _norm_forward_wide_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr, rows, columns, eps,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, walked once for its statistics and once for y."""
+    """Normalize one row. It is read once for its statistics and once for y."""
     row = tl.program_id(0).to(tl.int64)
-    mean, squares = 0.0, 0.0  # squares: of deviations from the mean
+    mean, squares = 0.0, 0.0  # squares: the sum of squared deviations from the mean
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
@@ -102,7 +109,9 @@ def _norm_forward_wide_kernel(  # type: ignore[no-untyped-def]
             rounded = (x + _read(residual_ptr + row * columns + column, inside)).to(sum_ptr.dtype.element_ty)
             tl.store(sum_ptr + row * columns + column, rounded, inside)
             x = rounded.to(tl.float32)
-        if mean_ptr is not None:  # join the block's mean and squares to those before it (Chan et al., 1979)
+        if mean_ptr is not None:
+            # Combine the mean and squares of this block with those of the blocks before it (Chan et al., 1979). The
+            # mean of the squares less the square of the mean would cancel.
             number = tl.minimum(columns - start, BLOCK)
             block_mean = tl.sum(x, 0) / number
             x = tl.where(inside, x - block_mean, 0.0)
@@ -118,7 +127,7 @@ def _norm_forward_wide_kernel(  # type: ignore[no-untyped-def]
     source_ptr = x_ptr
     if residual_ptr is not None:
         source_ptr = sum_ptr
-        tl.debug_barrier()  # what other threads of this program stored is read
+        tl.debug_barrier()  # the next loop reads what other threads of this program have stored
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
@@ -134,11 +143,13 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
     grad_y_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, grad_x_ptr, grad_weight_ptr, grad_bias_ptr,
     rows, columns, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every so many tiles a program, and one line of partial sums [programs, columns] of the weight's gradient.
+    """Gradients of the tiles program, program + programs, ... and one row of partial sums of the weight's gradient.
 
-    A tile is read twice, from memory for the sums over its rows and then from the L1: the registers that would hold it
-    meanwhile are needed for the weight's gradient. The policies tell the L1 so, and the compiler not to merge both.
+    The partial sums are [programs, columns].
     """
+    # A tile is read twice: from memory for the sums over its rows, then from the L1. The registers that could hold it
+    # in between are needed for the weight's gradient. The eviction policies keep the tile in the L1 for the second
+    # reading, and keep the compiler from merging the two.
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMN_BLOCK)[None, :]
     in_column = column < columns
@@ -153,8 +164,8 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         grad_hat *= _read_for("evict_last", weight_ptr + column, in_column)
         x = _read_for("evict_last", x_ptr + offset, inside)
         if grad_sum_ptr is not None:
-            # Loaded before the sums over rows, so that it arrives while threads wait at their barriers. It stays in its
-            # dtype until it is added: bf16 takes half the registers of fp32.
+            # It is loaded before the sums over rows, so that it arrives while threads wait at their barriers. It stays
+            # in its dtype until it is added, because bf16 takes half the registers of fp32.
             grad_sum = tl.load(grad_sum_ptr + offset, inside, other=0.0, eviction_policy="evict_first")
         rstd = _read(rstd_ptr + row, in_row)
         mean = 0.0
@@ -183,7 +194,7 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
 def _norm_backward_wide_kernel(  # type: ignore[no-untyped-def]
     grad_y_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, grad_x_ptr, rows, columns, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row a program, walked once for its sums and once for x's gradient."""
+    """The gradient of one row of x. The row is read once for its sums and once for the gradient."""
     row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(rstd_ptr + row)
     mean = 0.0
@@ -217,7 +228,10 @@ def _norm_weight_gradient_kernel(  # type: ignore[no-untyped-def]
     grad_y_ptr, x_ptr, mean_ptr, rstd_ptr, grad_weight_ptr, grad_bias_ptr, rows, columns,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns and every so many rows a program; one line of partial sums [programs of axis 1, columns]."""
+    """The gradient of a block of columns of the weight, over every n-th tile of rows.
+
+    n is the number of programs of axis 1. Each of them writes a row of the partial sums [n, columns].
+    """
     column = tl.program_id(0).to(tl.int64) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)[None, :]
     line = tl.program_id(1).to(tl.int64)
     in_column = column < columns
@@ -239,40 +253,53 @@ def _norm_weight_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tile(columns: int, elements_a_thread: int) -> tuple[int, int, int] | None:
+    """The rows and columns of a tile, and its warps; None if one row takes more than MOST_WARPS."""
     column_block = next_power_of_2(columns)
     elements_a_warp = 32 * elements_a_thread
     if column_block > elements_a_warp * MOST_WARPS:
         return None
-    row_block = min(2048 // column_block, 64) if column_block <= 256 else 1  # a row of several warps has them alone
+    row_block = 1  # a row that takes several warps has the program to itself
+    if column_block <= 256:
+        row_block = min(2048 // column_block, 64)
     return row_block, column_block, max(row_block * column_block // elements_a_warp, 1)
 
 
 def forward_config(columns: int) -> tuple[int, int, int] | None:
-    """Rows and columns of a tile and the warps that share it; None: too wide for one."""
+    """The rows and columns of a tile and the warps that share it; None if a row is too wide for a tile."""
     return _tile(columns, 8) or _tile(columns, 16) or _tile(columns, 32)
 
 
 def backward_config(columns: int, bytes_an_element: int, layer_norm: bool) -> tuple[int, int, int] | None:
-    """As `forward_config`. Two sums a column, or inputs of four bytes, leave registers for 8 elements a thread."""
-    return _tile(columns, 8) or (None if layer_norm or bytes_an_element > 2 else _tile(columns, 16))
+    """As `forward_config`, for the backward."""
+    # LayerNorm has two sums for each column. These, or inputs of four bytes, leave registers for 8 elements a thread.
+    narrow = _tile(columns, 8)
+    if narrow is not None or layer_norm or bytes_an_element > 2:
+        return narrow
+    return _tile(columns, 16)
 
 
 def _programs(device: torch.device, warps: int) -> int:
-    """As many as run at once; two where they are interpreted, so that they walk over tiles there as well."""
-    return multiprocessors(device) * (MOST_WARPS // warps) if device.type == "cuda" else 2
+    """The number of programs that run at the same time on `device`."""
+    if device.type == "cuda":
+        return multiprocessors(device) * (MOST_WARPS // warps)
+    return 2  # interpreted, for tests: with two, each program has several tiles as on a GPU
 
 
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """y, what was normalized, its mean (LayerNorm's alone) and inverse deviation [rows], of contiguous tensors."""
+    """Normalize contiguous tensors; returns y, the tensor that was normalized, its means and its inverse deviations.
+
+    The last two are [rows]. RMSNorm has no means.
+    """
     columns = x.shape[-1]
     rows = x.shape[:-1].numel()
     y = torch.empty_like(x)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(rstd)
     total = x if residual is None else torch.empty_like(x)
-    tensors = x, residual, weight, bias, y, None if residual is None else total, mean, rstd
+    sum_out = None if residual is None else total
+    tensors = x, residual, weight, bias, y, sum_out, mean, rstd
     config = forward_config(columns)
     if not launches(x):
         return y, total, mean, rstd
@@ -288,22 +315,23 @@ def _forward(
 def _backward(
     grad_y: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, in its dtype, and of weight and bias [1 or 2, columns] in fp32, of contiguous tensors."""
+    """The gradients of x, in its dtype, and of weight and bias, fp32 [1 or 2, columns]. Tensors are contiguous."""
     columns = weight.numel()
     rows = rstd.numel()
     grad_x = torch.empty_like(x)
-    kinds = 1 if mean is None else 2
+    vectors = 1 if mean is None else 2  # LayerNorm has a weight and a bias
     config = backward_config(columns, x.element_size(), mean is not None)
     if not x.numel():
-        return grad_x, weight.new_zeros(kinds, columns, dtype=torch.float32)
+        return grad_x, weight.new_zeros(vectors, columns, dtype=torch.float32)
     if config is not None:
         row_block, column_block, warps = config
         programs = min(triton.cdiv(rows, row_block), _programs(x.device, warps))
-        partial = x.new_empty(kinds, programs, columns, dtype=torch.float32)
+        partial = x.new_empty(vectors, programs, columns, dtype=torch.float32)
         _norm_backward_kernel[(programs,)](
             grad_y, grad_total, x, weight, mean, rstd, grad_x, partial[0], None if mean is None else partial[1],
             rows, columns, row_block, column_block, num_warps=warps,
         )  # fmt: skip
+        # Not by atomic additions, whose order changes: the gradient is the same each time.
         return grad_x, partial.sum(1)
     _norm_backward_wide_kernel[(rows,)](
         grad_y, grad_total, x, weight, mean, rstd, grad_x, rows, columns, WIDE_BLOCK, num_warps=WIDE_WARPS
@@ -311,7 +339,7 @@ def _backward(
     row_block, column_block = GRADIENT_TILE
     blocks = triton.cdiv(columns, column_block)
     lines = min(triton.cdiv(rows, row_block), max(_programs(x.device, GRADIENT_WARPS) // blocks, 2))
-    partial = x.new_empty(kinds, lines, columns, dtype=torch.float32)
+    partial = x.new_empty(vectors, lines, columns, dtype=torch.float32)
     _norm_weight_gradient_kernel[(blocks, lines)](
         grad_y, x, mean, rstd, partial[0], None if mean is None else partial[1],
         rows, columns, row_block, column_block, num_warps=GRADIENT_WARPS,
@@ -320,7 +348,7 @@ def _backward(
 
 
 def _give(grad: Tensor, main_grad: MainGrad | None, dtype: torch.dtype) -> Tensor | None:
-    """Add a parameter's fp32 gradient to its main gradient; without one return it for autograd, in `dtype`."""
+    """Add a parameter's fp32 gradient to its main gradient. Without one, return it for autograd, in `dtype`."""
     if main_grad is None:
         return grad.to(dtype)
     main_grad.add(grad)
@@ -328,20 +356,21 @@ def _give(grad: Tensor, main_grad: MainGrad | None, dtype: torch.dtype) -> Tenso
 
 
 class _Norm(torch.autograd.Function):
-    """(y, x + residual), or y alone where there is no residual; RMSNorm where there is no bias.
+    """(y, x + residual); y alone if there is no residual. Without a bias it is RMSNorm, with one LayerNorm.
 
-    The gradients of weight and bias go to their main gradients where they have them (`dispatch.MainGrad`).
+    The gradients of weight and bias are added to their main gradients if they have them (`dispatch.MainGrad`).
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor | tuple[Tensor, Tensor]:
+        # Read here: a recomputation gives the backward pass copies of the parameters without attributes.
         ctx.main_grads = main_grad_of(weight), main_grad_of(bias)
         tensors = (None if t is None else t.contiguous() for t in (x, residual, weight, bias))
         x, residual, weight, bias = tensors  # type: ignore[assignment]
         y, total, mean, rstd = _forward(x, residual, weight, bias, eps)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an output that is not used has gradient None, and not a tensor of zeros
         ctx.save_for_backward(total, weight, mean, rstd)
         return y if residual is None else (y, total)
 
@@ -350,19 +379,24 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor | None, grad_total: Tensor | None = None) -> tuple[Tensor | None, ...]:
         total, weight, mean, rstd = ctx.saved_tensors
         _, needs_residual, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        if grad_y is None:  # the sum alone was used
-            return grad_total, grad_total if needs_residual else None, None, None, None
-        grad_total = None if grad_total is None else grad_total.contiguous()
+        if grad_y is None:  # only the sum was used
+            grad_residual = grad_total if needs_residual else None
+            return grad_total, grad_residual, None, None, None
+        if grad_total is not None:
+            grad_total = grad_total.contiguous()
         grad_x, grads = _backward(grad_y.contiguous(), grad_total, total, weight, mean, rstd)
         weight_main_grad, bias_main_grad = ctx.main_grads
         grad_weight = _give(grads[0], weight_main_grad, weight.dtype) if needs_weight else None
         grad_bias = _give(grads[1], bias_main_grad, weight.dtype) if needs_bias else None
-        return grad_x, grad_x if needs_residual else None, grad_weight, grad_bias, None
+        grad_residual = grad_x if needs_residual else None
+        return grad_x, grad_residual, grad_weight, grad_bias, None
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
     _check(x, None, weight, bias)
-    return _Norm.apply(x, None, weight, bias, eps) if fused(impl, x) else _unfused_norm(x, weight, bias, eps, impl)
+    if fused(impl, x):
+        return _Norm.apply(x, None, weight, bias, eps)
+    return _unfused_norm(x, weight, bias, eps, impl)
 
 
 def _add_norm(
@@ -378,7 +412,9 @@ def _add_norm(
 def _unfused_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
     if impl != "apex":
         return _torch_norm(x, weight, bias, eps)
-    return apex.rms_norm(x, weight, eps) if bias is None else apex.layer_norm(x, weight, bias, eps)
+    if bias is None:
+        return apex.rms_norm(x, weight, eps)
+    return apex.layer_norm(x, weight, bias, eps)
 
 
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
@@ -392,24 +428,30 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | No
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, impl: Implementation = "torch") -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight of [..., h] and [h], in x's dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight of x [..., h] and weight [h], in x's dtype.
+
+    Raises ValueError if shapes do not fit.
+    """
     return _norm(x, weight, None, eps, impl)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, impl: Implementation = "torch") -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias of [..., h] and [h], in x's dtype."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias of x [..., h], weight and bias [h], in x's dtype.
+
+    Raises ValueError if shapes do not fit.
+    """
     return _norm(x, weight, bias, eps, impl)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, impl: Implementation = "torch"
 ) -> tuple[Tensor, Tensor]:
-    """rms_norm(sum) and sum = x + residual, rounded to x's dtype: the residual stream that goes on."""
+    """rms_norm(sum) and sum = x + residual, rounded to x's dtype. The sum is the new residual stream."""
     return _add_norm(x, residual, weight, None, eps, impl)
 
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, impl: Implementation = "torch"
 ) -> tuple[Tensor, Tensor]:
-    """layer_norm(sum) and sum = x + residual, rounded to x's dtype: the residual stream that goes on."""
+    """layer_norm(sum) and sum = x + residual, rounded to x's dtype. The sum is the new residual stream."""
     return _add_norm(x, residual, weight, bias, eps, impl)

@@ -1,8 +1,8 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864) of queries and keys, both in one pass: 4 bytes a bf16
-element, forward and backward each.
+"""Rotary position embedding (Su et al., arXiv 2104.09864) of queries and keys, both in one pass.
 
-Pair i of a head of width d turns by its position's angle i. In Hugging Face's half layout that pair is (i, i + d/2), in
-the interleaved one (2i, 2i + 1). The tables cos and sin [s, d] repeat over both halves and serve both layouts.
+Forward and backward move 4 bytes each for a bf16 element. A head of width d has d/2 pairs of elements, and pair i is
+rotated by angle i of its position. In Hugging Face's half layout pair i is (i, i + d/2), in the interleaved layout it
+is (2i, 2i + 1). The tables cos and sin [s, d] repeat over both halves and serve both layouts.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def _rotate_rows(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, cos, sin, valid,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate heads that begin at the pointers x_ptr [ROWS, 1], by cos and sin [ROWS, PAIRS], into those at y_ptr."""
+    """Rotate the heads that begin at the pointers x_ptr [ROWS, 1] by cos and sin [ROWS, PAIRS]; store them at y_ptr."""
     kind = y_ptr.dtype.element_ty
     if INTERLEAVED:
         element = tl.arange(0, 2 * PAIRS)[None, :]
@@ -59,7 +59,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
     POSITIONS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of positions, sample, block of heads): the blocks of q's heads come first, then those of k's."""
+    """Rotate a tile. The program is (block of positions, sample, block of heads), with q's heads before k's."""
     row = tl.arange(0, POSITIONS * HEADS)[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
     s = tl.program_id(0).to(tl.int64) * POSITIONS + row // HEADS
@@ -69,7 +69,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     inside = (s < positions) & (pair < WIDTH // 2)
     cos = tl.load(cos_ptr + s * WIDTH + pair, inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + s * WIDTH + pair, inside, other=0.0).to(tl.float32)
-    if INVERSE:
+    if INVERSE:  # the backward: the transpose of a rotation is its inverse
         sin = -sin
     q_blocks = tl.cdiv(q_heads, HEADS)
     if block < q_blocks:
@@ -87,8 +87,10 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
 
 
 def config(heads: int, width: int) -> tuple[int, int, int, int]:
-    """Positions, heads and pairs of a program's tile, and its warps: 8 pairs a thread. `heads` is the larger of q's
-    and k's."""
+    """The positions, heads and pairs of a program's tile, and its warps. A thread has 8 pairs.
+
+    `heads` is the larger number of q's and k's heads.
+    """
     pairs = next_power_of_2(width // 2)
     heads = min(next_power_of_2(heads), max(1, 1024 // pairs))
     return max(1, 1024 // (heads * pairs)), heads, pairs, 4
@@ -97,9 +99,10 @@ def config(heads: int, width: int) -> tuple[int, int, int, int]:
 def _launch(
     q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
+    # The kernel takes any strides but the last, so that slices of a fused q/k/v projection need no copy.
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    (s, b, q_heads, width) = q.shape
+    s, b, q_heads, width = q.shape
     k_heads = k.shape[2]
     if launches(q_out) or launches(k_out):
         positions, heads, pairs, warps = config(max(q_heads, k_heads), width)
@@ -119,6 +122,7 @@ class _Rotate(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         cos_sd = cos_sd.contiguous()
         sin_sd = sin_sd.contiguous()
+        # Not q and k: the gradient of a rotation does not depend on its input.
         ctx.save_for_backward(cos_sd, sin_sd)
         ctx.interleaved = interleaved
         return _launch(q, k, cos_sd, sin_sd, interleaved, inverse=False)
@@ -139,10 +143,10 @@ def rotate_qk(
     interleaved: bool = False,
     impl: Implementation = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Rotated copies of queries and keys (their numbers of heads may differ; any strides), each in its own dtype.
+    """Rotated copies of queries and keys, each in its own dtype.
 
-    The tables [s, d] are constants and must repeat over both halves; `-sin` gives the inverse. Raises ValueError for an
-    odd d or tables of another shape.
+    q and k may have different numbers of heads and any strides. The tables [s, d] get no gradient, and must repeat over
+    both halves. With `-sin` the rotation is the inverse. Raises ValueError for an odd d or tables of another shape.
     """
     s, b, _, d = q_sbnd.shape
     if d % 2 or k_sbnd.shape[:2] != (s, b) or k_sbnd.shape[3] != d or not cos_sd.shape == sin_sd.shape == (s, d):
@@ -156,8 +160,11 @@ def rotate_qk(
 
 
 def rotate(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, impl: Implementation = "torch") -> Tensor:
-    """Rotate each pair of each head (n heads of width d, half layout) by its position's angle. Computed in the tables'
-    dtype, returned in x's."""
+    """Rotate each pair of each of n heads of width d, in the half layout, by the angle of its position.
+
+    It is computed in the tables' dtype and returned in x's.
+    """
     if fused(impl, x_sbnd):
+        # The kernel takes a q and a k: no heads stand for k.
         return rotate_qk(x_sbnd, x_sbnd.detach()[:, :, :0], cos_sd, sin_sd, impl=impl)[0]
     return _reference(x_sbnd, cos_sd, sin_sd, interleaved=False)

@@ -1,6 +1,7 @@
-"""Softmax of scaled, masked scores, for attention that needs its probabilities: each row by one program, statistics in
-fp32, one rounding. bf16 moves 4 bytes a score forward, 6 backward, which keeps the result alone; of causal scores those
-above the diagonal are not read.
+"""Softmax of scaled, masked scores, for attention that needs its probabilities.
+
+One program computes a whole row, with statistics in fp32 and one rounding. For a score in bf16 the forward moves 4
+bytes and the backward 6. The backward keeps only the result. Causal scores above the diagonal are not read.
 """
 
 from typing import Any
@@ -11,18 +12,18 @@ from torch.autograd.function import once_differentiable
 
 from megapar_kernels.dispatch import Implementation, fused, launches, next_power_of_2, tl, triton
 
-LONGEST = 16384  # columns that one program holds in registers; longer rows are torch's
+LONGEST = 16384  # the most columns that one program holds in registers; torch computes longer rows
 
 
 def _reference(scores: Tensor, masked: Tensor, scale: float) -> Tensor:
-    """In fp32 at least, and not yet rounded. A fully masked row has equal values."""
+    """The softmax by torch's ops, in fp32 or wider, not rounded. A row that is masked completely has equal values."""
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     return wide.masked_fill(masked, torch.finfo(wide.dtype).min).softmax(-1)
 
 
 @triton.jit
 def _last_read(row, columns, queries, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The end of what a row reads: its diagonal, rounded up so that loads stay wide."""
+    """The end of the columns that a row reads: behind its diagonal, rounded up to 16 so that loads stay wide."""
     if CAUSAL:
         return tl.minimum((row % queries + columns - queries + 16) // 16 * 16, columns)
     return columns + 0 * row
@@ -33,7 +34,7 @@ def _softmax_forward_kernel(  # type: ignore[no-untyped-def]
     scores_ptr, mask_ptr, y_ptr, rows, columns, queries, heads, batch_stride, head_stride, query_stride, column_stride,
     scale, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row (batch * heads + head) * queries + query; strides are the mask's."""
+    """Write ROWS rows of the softmax. Row (batch * heads + head) * queries + query; the strides are the mask's."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
@@ -49,6 +50,7 @@ def _softmax_forward_kernel(  # type: ignore[no-untyped-def]
         mask_row = batch * batch_stride + head * head_stride + query * query_stride
         seen = tl.load(mask_ptr + mask_row + column * column_stride, mask=inside, other=1) == 0
     x = tl.where(seen, x, float("-inf"))
+    # A row that is masked completely has maximum -inf and sum 0. The two replacements make it zero, and not NaN.
     largest = tl.max(x, 1)[:, None]
     x = tl.exp(x - tl.where(largest == float("-inf"), 0.0, largest))
     total = tl.sum(x, 1)[:, None]
@@ -73,7 +75,7 @@ def _softmax_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def config(columns: int) -> tuple[int, int, int]:
-    """Rows of a program's tile, its columns, and its warps: 16 elements a thread."""
+    """The rows of a program's tile, its columns, and its warps. A thread has 16 elements."""
     block = next_power_of_2(columns)
     return max(2048 // block, 1), block, max(block // 512, 4)
 
@@ -81,7 +83,7 @@ def config(columns: int) -> tuple[int, int, int]:
 class _ScaledSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, mask_bnqk: Tensor | None, scale: float) -> Tensor:
-        """Causal without a mask."""
+        """The softmax with `mask_bnqk`; without a mask it is causal."""
         scores = scores.contiguous()
         y = torch.empty_like(scores)
         queries, columns = scores.shape[-2:]
@@ -89,7 +91,11 @@ class _ScaledSoftmax(torch.autograd.Function):
         ctx.causal = mask_bnqk is None
         if launches(y):
             rows, block, warps = config(columns)
-            heads, strides = (1, (0, 0, 0, 0)) if mask_bnqk is None else (mask_bnqk.shape[1], mask_bnqk.stride())
+            heads = 1
+            strides: tuple[int, ...] = (0, 0, 0, 0)
+            if mask_bnqk is not None:
+                heads = mask_bnqk.shape[1]
+                strides = mask_bnqk.stride()
             _softmax_forward_kernel[(triton.cdiv(y.numel() // columns, rows),)](
                 scores, mask_bnqk, y, y.numel() // columns, columns, queries, heads, *strides, scale,
                 CAUSAL=ctx.causal, ROWS=rows, BLOCK=block, num_warps=warps,
@@ -113,8 +119,11 @@ class _ScaledSoftmax(torch.autograd.Function):
 
 
 def scaled_causal_softmax(scores: Tensor, scale: float, impl: Implementation = "torch") -> Tensor:
-    """softmax(scale * scores) over the last dimension of [..., q, k], in their dtype. The queries are the last q of the
-    k positions: query i sees columns up to i + k - q, others become zero. ValueError if q > k."""
+    """softmax(scale * scores) over the last dimension of [..., q, k], in their dtype.
+
+    The queries are the last q of the k positions: query i sees the columns up to i + k - q. The others become zero.
+    Raises ValueError if q > k.
+    """
     queries, columns = scores.shape[-2:]
     if queries > columns:
         raise ValueError(f"scaled_causal_softmax: {queries} queries of {columns} positions: the first would see none")
@@ -125,8 +134,12 @@ def scaled_causal_softmax(scores: Tensor, scale: float, impl: Implementation = "
 
 
 def scaled_masked_softmax(scores: Tensor, mask: Tensor, scale: float, impl: Implementation = "torch") -> Tensor:
-    """softmax(scale * scores) over the last dimension of [b, n, q, k] (or fewer), in their dtype, without those where
-    bool `mask`, which broadcasts against them, is True: they become zero, and so does a row that has no others."""
+    """softmax(scale * scores) over the last dimension of [b, n, q, k] or fewer dimensions, in their dtype.
+
+    bool `mask` broadcasts against the scores. Scores whose mask is True become zero. A row that is masked completely
+    becomes zero.
+    """
+    # The kernel reads the mask by its strides, so an expanded mask takes no memory.
     if fused(impl, scores) and scores.shape[-1] <= LONGEST and 2 <= scores.ndim <= 4:
         mask_bnqk = mask.expand(scores.shape)[(None,) * (4 - scores.ndim)]
         return _ScaledSoftmax.apply(scores, mask_bnqk, scale)

@@ -547,6 +547,9 @@ def find_complete(root: Path, check: Check | None = None) -> Iterator[Path]:
     for folder in checkpoint_folders(root):
         try:
             manifest = read_manifest(folder)
+            # Another checkpoint's manifest, or a folder that somebody has renamed.
+            if manifest.step != step_of(folder):
+                raise CheckpointError(f"{folder}: its manifest is of step {manifest.step}")
             if check is not None:
                 check(manifest)
         except ForeignCheckpointError:

@@ -1,4 +1,4 @@
-"""A training state to and from the checkpoints of its run folder."""
+"""Saves a training state to the checkpoints of its run folder, and restores it from them."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -29,20 +29,21 @@ from megapar.train.data import ORDER, compare
 from megapar.train.step import TrainState
 
 FOLDER = "checkpoints"
-_UNDER_WAY = 2  # saves at a time: one that writes and one that waits with its copy of the state
-_PATIENCE_SECONDS = 10.0  # for the parts of ranks that may be gone
+# One save writes while another waits with its copy of the state. Each further one would cost another copy in memory.
+_UNDER_WAY = 2
+_PATIENCE_SECONDS = 10.0  # how long a failed run waits for the parts of ranks that may be gone
 
 
 def lock_run_dir(run_dir: Path, ctx: ParallelContext) -> AbstractContextManager[None]:
-    """Keep the run folder from other jobs, and remove what killed ones left. A collective."""
+    """Lock the run folder against other jobs, and remove what killed jobs left in it. A collective."""
     return exclusive(run_dir, run_dir / FOLDER, ctx)
 
 
 class Saver:
-    """A run's saves. A context: leaving it waits for what is being written.
+    """Saves the checkpoints of a run. It is a context manager: leaving it waits for the saves that are being written.
 
-    Made before the first step: raises StorageError on every rank if the run will save and could not. All methods are
-    collectives.
+    It is made before the first step. If the options ask for checkpoints and the folder cannot take them, making it
+    raises StorageError on every rank. All methods are collectives.
     """
 
     def __init__(self, state: TrainState, run_dir: Path):
@@ -50,24 +51,26 @@ class Saver:
         self._options = state.config.checkpoint
         self._timeout_seconds = state.config.launch.timeout_seconds
         self._keep = Keep(self._options.keep_last, self._options.keep_every)
-        self._saves: list[tuple[Save, Tensor | None]] = []  # the oldest first, each with its copy of the state
-        self._last: Save | None = None  # the newest, which may still remove old checkpoints
+        self._saves: list[tuple[Save, Tensor | None]] = []  # oldest first, each with its copy of the state
+        self._last: Save | None = None  # the newest save; it may still have to remove old checkpoints
         self._owned = Ownership(run_dir)
+        # Buffers of finished saves. The next save takes one of them: pinned memory is slow to allocate.
         self._idle: list[Tensor] = []
         if self._options.every or self._options.save_last:
-            check(self._root, needed_bytes(self._mine(state), state.ctx), state.ctx)
+            check(self._root, needed_bytes(self._slices_to_save(state), state.ctx), state.ctx)
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether the options ask for a checkpoint after `step` steps."""
+        """Whether the options ask for a checkpoint after `step` steps; `last`: these are all steps of the run."""
         every = self._options.every
         return (every > 0 and step % every == 0) or (last and self._options.save_last)
 
     def save(self, state: TrainState, ready: Callable[[], None] = lambda: None) -> list[Path]:
-        """Save weights, moments and position, complete or not at all; returns what has become complete meanwhile.
+        """Save the weights, moments and position, completely or not at all.
 
-        An asynchronous save returns when the state is copied, and waits if two are under way already. Rank 0 calls
-        `ready` in another thread before the checkpoint gets its name. Raises StorageError on every rank if this save
-        or an earlier one failed, NumericError if a value is not finite.
+        Returns the checkpoints that have become complete since the last call. An asynchronous save returns when the
+        state is copied. If two saves are under way already, it first waits for the older one. Rank 0 calls `ready` in
+        another thread before the checkpoint gets its name. Raises StorageError on every rank if this save or an
+        earlier one failed, and NumericError if a value is not finite.
         """
         paths = []
         if len(self._saves) == _UNDER_WAY:
@@ -75,14 +78,17 @@ class Saver:
                 text = "step %d: waiting for the checkpoint of step %d, which is still being written"
                 logging.getLogger(__name__).warning(text, state.step, self._saves[0][0].step)
             paths.append(self._finish())
-        mine = self._mine(state)
+        slices = self._slices_to_save(state)
         buffer = None
         if self._options.async_save:
             doing = f"checkpoint of step {state.step} not saved"
-            mine, buffer = on_all_ranks(lambda: self._copied(mine, state.ctx.device), state.ctx, StorageError, doing)
+            # Training changes the weights while the thread writes, so it writes from a copy.
+            slices, buffer = on_all_ranks(
+                lambda: self._copied(slices, state.ctx.device), state.ctx, StorageError, doing
+            )
         self._last = Save(
             self._root,
-            mine,
+            slices,
             state.ctx,
             facts(state),
             keep=self._keep,
@@ -94,8 +100,10 @@ class Saver:
         return paths if self._options.async_save else [self._finish()]
 
     def completed(self, wait: bool = False) -> Iterator[Path]:
-        """Checkpoints that have become complete, all of them with `wait`. Raises StorageError on every rank if one
-        failed."""
+        """Yield the checkpoints that have become complete; with `wait`, wait for all of them.
+
+        Raises StorageError on every rank if a save failed.
+        """
         while self._saves and (wait or self._saves[0][0].ended()):
             yield self._finish()
 
@@ -105,33 +113,40 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        patience = _PATIENCE_SECONDS if isinstance(error, CommunicationError) else self._timeout_seconds
+        patience = self._timeout_seconds
+        if isinstance(error, CommunicationError):
+            patience = _PATIENCE_SECONDS
         for save, _ in self._saves:
             save.join(patience)
         if error is None and self._last is not None:
             self._last.settle()  # every rank is here, so they can wait for the removal of old checkpoints together
 
-    def _copied(self, mine: list[Any], where: torch.device) -> tuple[list[Any], Tensor]:
-        """Host copies of the slices, and the memory that they lie in."""
-        buffer = self._idle.pop() if self._idle else device.host_buffer(snapshot_bytes(mine), where)
-        copies = snapshot(mine, buffer)
-        device.synchronize(where)
+    def _copied(self, slices: list[Any], source: torch.device) -> tuple[list[Any], Tensor]:
+        """Copies of the slices in host memory, and the buffer that holds them. `source` is the device of the slices."""
+        buffer = self._idle.pop() if self._idle else device.host_buffer(snapshot_bytes(slices), source)
+        copies = snapshot(slices, buffer)
+        # Copies to pinned memory are asynchronous: the thread that writes must not read them before they are done.
+        device.synchronize(source)
         return copies, buffer
 
     def _finish(self) -> Path:
+        """Wait for the oldest save and free its buffer for the next; returns the checkpoint's folder."""
         save, buffer = self._saves.pop(0)
         if buffer is not None:
             self._idle.append(buffer)
         return save.finish()
 
-    def _mine(self, state: TrainState) -> list[Any]:
-        trained = state.optimizer.slices()
-        mine = list(trained) if state.grads.layout.sharded else share(trained)
-        return mine + share(fixed_slices(state.stages.values(), to_save=True))
+    def _slices_to_save(self, state: TrainState) -> list[Any]:
+        """What this rank writes of the optimizer's state and of the fixed tensors."""
+        trained = list(state.optimizer.slices())
+        if not state.grads.layout.sharded:
+            # All replicas hold the whole optimizer state, so they share the work of writing it.
+            trained = share(trained)
+        return trained + share(fixed_slices(state.stages.values(), to_save=True))
 
 
 def facts(state: TrainState) -> dict[str, Any]:
-    """What a manifest says besides its tensors, as JSON types."""
+    """The fields of a checkpoint's manifest besides its tensors, as JSON types."""
     config = state.config
     parallel = state.config.parallel
     return {
@@ -157,7 +172,7 @@ def _weight_options(state: TrainState) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a trainer stood, besides what every checkpoint says."""
+    """The state of the trainer in a checkpoint: the fields that not every checkpoint has."""
 
     updates: int
     loss_scale: LossScale | None
@@ -166,22 +181,24 @@ class Position:
 
 
 def position(manifest: Manifest) -> Position:
-    """The trainer's section of a manifest. Raises CheckpointError if it lacks a field or one has another type."""
+    """Parse the `trainer` section of a manifest. Raises CheckpointError if a field is missing or has another type."""
     trainer = manifest.trainer
-    updates, scale, config = (trainer.get(name) for name in ("updates", "loss_scale", "config"))
+    updates = trainer.get("updates")
+    config = trainer.get("config")
     where = f"checkpoint of step {manifest.step}: trainer"
+    # Not isinstance: True is an int to Python, and JSON's true is no number of updates.
     if type(updates) is not int or updates < 0:
         raise CheckpointError(f"{where}.updates is {updates!r}, not a number of updates")
     if type(config) is not dict:
         raise CheckpointError(f"{where}.config is {config!r}, not the run's options")
-    return Position(updates, _loss_scale(scale, where), config, lineage_of(trainer))
+    return Position(updates, _loss_scale(trainer.get("loss_scale"), where), config, lineage_of(trainer))
 
 
 def _loss_scale(saved: object, where: str) -> LossScale | None:
     if saved is None:
         return None
-    kinds = {name: type(value) for name, value in asdict(LossScale.of("fp16")).items()}
-    if type(saved) is not dict or {name: type(value) for name, value in saved.items()} != kinds:
+    types = {name: type(value) for name, value in asdict(LossScale.of("fp16")).items()}
+    if type(saved) is not dict or {name: type(value) for name, value in saved.items()} != types:
         raise CheckpointError(f"{where}.loss_scale is {saved!r}, not a loss scale")
     scale = LossScale(**saved)
     if not 1.0 <= scale.scale <= LossScale.LARGEST:
@@ -190,12 +207,12 @@ def _loss_scale(saved: object, where: str) -> LossScale | None:
 
 
 def resume(state: TrainState, run_dir: Path) -> list[str]:
-    """Go on from the checkpoint that `checkpoint.resume` names, if there is one, else start from the weights of
-    `checkpoint.init_from`; returns what to tell the user.
+    """Restore the checkpoint that `checkpoint.resume` names; returns lines for the user.
 
-    Weights and moments are restored bit for bit, whatever layout wrote them. Checkpoints that do not lead to this start
-    are set aside. Raises CheckpointError on every rank if the checkpoint is damaged or of another model, DataError if
-    its training read other data.
+    If there is none, the run starts from the weights of `checkpoint.init_from`. Weights and moments are restored bit
+    for bit, whatever layout wrote them. Checkpoints of a branch that the run leaves are set aside. Raises
+    CheckpointError on every rank if the checkpoint is damaged or of another model, and DataError if its training read
+    other data.
     """
     root = run_dir / FOLDER
     ctx = state.ctx
@@ -205,11 +222,11 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
         notes = _start_from_weights(state)
     else:
         manifest = load(path, slices=_all_slices(state), ctx=ctx, model_config=_weight_options(state))
-        found = position(manifest)
+        saved = position(manifest)
         notes = compare(manifest.data, state.data, path, accept=state.config.data.accept_changed)
-        notes = [f"resumed step {manifest.step} from {path}", *_go_on(state, manifest, found), *notes]
-        past = found.lineage
-    # After all that can refuse, so that a start that is refused changes nothing.
+        notes = [f"resumed step {manifest.step} from {path}", *_go_on(state, manifest, saved), *notes]
+        past = saved.lineage
+    # Last, because everything above can refuse the start: a refused start must change nothing on disk.
     state.lineage = [*past, (from_first(new_id(), ctx), state.step)]
     doing = "checkpoints of an abandoned branch not set aside"
     moved = on_all_ranks(lambda: set_aside(root, state.lineage) if ctx.world.first else [], ctx, StorageError, doing)
@@ -220,19 +237,24 @@ def _all_slices(state: TrainState) -> list[StateSlice]:
     return [*state.optimizer.slices(), *fixed_slices(state.stages.values())]
 
 
-def _go_on(state: TrainState, manifest: Manifest, found: Position) -> list[str]:
-    """Put the state where the checkpoint was, once its tensors are loaded; a line for each option that changed."""
-    state.optimizer.step_count = found.updates
+def _go_on(state: TrainState, manifest: Manifest, saved: Position) -> list[str]:
+    """Set the position of the state after its tensors are loaded; returns a line for each option that changed."""
+    state.optimizer.step_count = saved.updates
+    # The checkpoint holds the fp32 main weights alone. The parameters are rounded from them.
     state.optimizer.refresh_params_from_main()
-    if state.loss_scale.dynamic and found.loss_scale:
-        state.loss_scale = found.loss_scale
+    # A run in bf16 or fp32 saves no loss scale. Resumed in fp16, it starts with the default one.
+    if state.loss_scale.dynamic and saved.loss_scale:
+        state.loss_scale = saved.loss_scale
     state.step = manifest.step
     state.consumed_samples = manifest.consumed_samples
-    return [f"changed since: {line}" for line in changes(found.config, state.config)]
+    return [f"changed since: {line}" for line in changes(saved.config, state.config)]
 
 
 def _start_from_weights(state: TrainState) -> list[str]:
-    """At step 0: the optimizer's main weights are filled, and the parameters rounded from them."""
+    """Load the weights that `checkpoint.init_from` names, at step 0; returns lines for the user.
+
+    They fill the optimizer's main weights, and the parameters are rounded from those.
+    """
     options = state.config.checkpoint
     if options.init_from == "none":
         return []

@@ -1,4 +1,4 @@
-"""The data of a run: opened on every rank, and the same on all of them."""
+"""Opens the data of a run on every rank, and checks that all ranks read the same data."""
 
 import hashlib
 import json
@@ -24,29 +24,32 @@ from megapar.data.tokenizer import load_tokenizer, made_by
 from megapar.errors import DataError
 from megapar.pipeline.schedules import embedding_ranks
 
-TEST = "test"  # the set that is evaluated after the last step only
-WHOLE = (0.0, 1.0)
-ORDER = {"order": ORDER_VERSION, "blend": BLEND_VERSION}  # names of what decides the order of samples
+TEST = "test"  # the name of the set that is evaluated only after the last step
+WHOLE = (0.0, 1.0)  # the part of a source, as fractions of its documents
+ORDER = {"order": ORDER_VERSION, "blend": BLEND_VERSION}  # versions of the algorithms that order samples
 
 
 def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[str, Loader]]:
-    """Training data, and validation sets by name. A collective: raises DataError on every rank if it fails on one, or
-    if ranks have different files.
+    """Open the training data, and the validation sets by name. A collective.
 
-    Every rank of a tensor group reads for itself: they share a node and so its page cache, where a sample costs
-    microseconds. A transfer would cost more, and could not run beside those of the step that it is read ahead of.
+    Raises DataError on every rank if opening fails on one rank, or if ranks have different files.
     """
     train = config.train
     seed = config.train.seed
     sources = [Entry.parse(text).source for text in config.data.train]
     parts = dict(zip(("train", "validation", TEST), _parts(config.data.split), strict=False))
     held_out = [(name, source, WHOLE) for name, source in validation_sets(config)]
-    held_out += [(name, sources[0], part) for name, part in parts.items() if name != "train" and part[0] < part[1]]
+    for name, part in parts.items():
+        # A share of 0 in data.split leaves no document for its set.
+        if name != "train" and part[0] < part[1]:
+            held_out.append((name, sources[0], part))
 
     apart = config.data.documents == "apart"
     marks = MiddleTokens(*config.data.fim_tokens) if config.data.fim_tokens else None
     fim = Treatment(apart, config.data.fim_rate, marks, seed)
 
+    # Each rank of a tensor group reads for itself. The ranks share a node and so its page cache, where a sample costs
+    # microseconds. A transfer between them would cost more, and the step's own transfers would delay it.
     def loader(samples: Mixture, batch_size: Callable[[int], int], treatment: Treatment) -> Loader:
         return Loader(
             samples,
@@ -62,14 +65,11 @@ def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[s
     def open_all() -> tuple[Loader, dict[str, Loader]]:
         opened = _open(config, [(source, parts["train"]) for source in sources], seed)
         training = Mixture(opened, [Stage(*stage) for stage in blend_stages(config)], seed=seed)
-        sets = {
-            name: loader(
-                Mixture(_open(config, [(source, part)], seed + 1), seed=None),
-                lambda _: train.global_batch_size,
-                Treatment(apart),
-            )
-            for name, source, part in held_out
-        }
+        sets: dict[str, Loader] = {}
+        for name, source, part in held_out:
+            # No seed: an evaluation reads the samples in their stored order, so that losses can be compared.
+            samples = Mixture(_open(config, [(source, part)], seed + 1), seed=None)
+            sets[name] = loader(samples, lambda _: train.global_batch_size, Treatment(apart))
         return loader(training, train.batch_size, fim), sets
 
     training, sets = on_all_ranks(open_all, ctx, DataError, "data not opened")
@@ -78,12 +78,14 @@ def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[s
 
 
 def _parts(split: Sequence[float]) -> list[tuple[float, float]]:
-    """First and last document of each share, as fractions of their number."""
-    return list(pairwise(sum(split[:n]) / sum(split) for n in range(len(split) + 1))) if split else [WHOLE]
+    """Start and end of each share of `data.split`, as fractions of the number of documents."""
+    if not split:
+        return [WHOLE]
+    return list(pairwise(sum(split[:n]) / sum(split) for n in range(len(split) + 1)))
 
 
 def _open(config: Config, sources: Sequence[tuple[str, tuple[float, float]]], seed: int) -> list[Dataset]:
-    """Each source, or one DataError for all that cannot be opened."""
+    """Open each source. Raises one DataError that names every source that cannot be opened."""
     size = {"seq_length": config.train.seq_length, "vocab_size": config.model.vocab_size}
     opened = []
     problems = []
@@ -109,11 +111,9 @@ def _check_tokenizer(source: str, spec: str) -> None:
 
 
 def _agree(loaders: Sequence[Loader], ctx: ParallelContext) -> None:
-    """Raise DataError on every rank if a file's content is not that of the first rank's.
-
-    Ranks compare one digest each: all lists on all ranks would be gigabytes with thousands of both.
-    """
+    """Raise DataError on every rank if a file's content differs from that on rank 0."""
     files = _fingerprints(loaders)
+    # One digest a rank is compared first: with thousands of files and ranks all lists would be gigabytes.
     digest = hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()
     digests = comm.gather_json(digest, ctx.world, ctx.device)
     if len(set(digests)) == 1:
@@ -137,16 +137,17 @@ def _fingerprints(loaders: Sequence[Loader]) -> dict[str, str]:
 
 
 def identity(train: Delivery, validation_sets: Mapping[str, Loader]) -> dict[str, Any]:
-    """What the samples of a run depend on besides its options: a hash of each file's content, by path."""
+    """What the samples of a run depend on besides its options: by path, a hash of the content of each file."""
     return {"files": _fingerprints([train.loader, *validation_sets.values()])}
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, *, accept: bool) -> list[str]:
-    """What became of the data that a checkpoint's training read, in lines for people. `saved` is its `data` section.
+    """Compare the data of a checkpoint's training with that of this run; returns lines for the user.
 
-    Other paths and weights are options, which are compared as such. Here it is about what nobody asked for: the same
-    file with other contents, or another order of samples. The samples that follow would then not be those that did not
-    come yet. Raises DataError on every rank unless `accept`.
+    `saved` is the `data` section of the manifest of `path`, `now` is that of this run. Paths and weights are options,
+    and options are compared elsewhere. This function finds changes that nobody asked for: a file that has other
+    contents, or another order of samples. The run would then repeat or skip samples. Raises DataError on every rank if
+    it finds one, unless `accept` is set.
     """
     lines = [
         f"{name}: {saved[name]} -> {version}" for name, version in ORDER.items() if saved.get(name, version) != version

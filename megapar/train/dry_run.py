@@ -1,4 +1,4 @@
-"""The whole layout without training: every kind of rank is built on the meta device, without processes."""
+"""Plans the memory of a layout without training: builds every kind of rank on the meta device, without processes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,8 +26,11 @@ Build = Callable[[Config, ParallelContext], Mapping[int, PipelineStage]]
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's memory in bytes. `activations`: most that its forwards keep for backwards at one time, in the order of
-    its schedule; kernels' workspaces and the caching allocator come on top."""
+    """The memory that one rank needs, in bytes.
+
+    `parameters` is a number of elements. `activations` is the most that the rank's forwards keep for their backwards at
+    one time, in the order of its schedule. Workspaces of kernels and what the caching allocator holds come on top.
+    """
 
     pp: int
     stages: str
@@ -43,13 +46,13 @@ class RankReport:
 
 
 def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
-    """The ranks that need the same, by what they need.
+    """Group the ranks by the memory that they need. Only the ranks of the first replica are listed.
 
-    Data-parallel replicas need the same, so only the first is built. Tensor ranks whose parameters have the same shapes
-    need the same too, so memory is counted for the first of them.
+    Data-parallel replicas need the same memory, so only the first is built. Tensor ranks whose parameters have the same
+    shapes need the same memory too, so it is counted for the first of them.
     """
     parallel = config.parallel
-    kinds: dict[RankReport, list[int]] = {}
+    ranks_by_report: dict[RankReport, list[int]] = {}
     by_shapes: dict[tuple[object, ...], RankReport] = {}
     for rank in range(parallel.tp * parallel.pp * parallel.dp):
         ctx = _context(config, rank)
@@ -58,12 +61,12 @@ def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
         shapes = _local_shapes(build(config, ctx))
         if shapes not in by_shapes:
             by_shapes[shapes] = report_rank(config, build, rank)
-        kinds.setdefault(by_shapes[shapes], []).append(rank)
-    return kinds
+        ranks_by_report.setdefault(by_shapes[shapes], []).append(rank)
+    return ranks_by_report
 
 
 def _local_shapes(stages: Mapping[int, PipelineStage]) -> tuple[object, ...]:
-    """By stage and parameter: its shape with padding, and the shapes of this rank's parts of logical tensors."""
+    """For each parameter of each stage: its shape with padding, and the shapes of its parts of logical tensors."""
     return tuple(
         (number, param.shape, tuple(piece.local_shape for piece in spec_of(param).pieces))
         for number, stage in stages.items()
@@ -72,14 +75,14 @@ def _local_shapes(stages: Mapping[int, PipelineStage]) -> tuple[object, ...]:
 
 
 def planned_device(config: Config) -> str:
-    """cuda or cpu: what `launch.device` names, or what auto would choose on this machine."""
+    """The device that `launch.device` names, "cuda" or "cpu"; for auto, the one that this machine would choose."""
     if config.launch.device != "auto":
         return config.launch.device
     return "cuda" if device.cuda_devices() else "cpu"
 
 
 def _with_kernels_of_the_planned_device(config: Config) -> Config:
-    """On the meta device `kernels.backend` auto means torch, and on GPUs it means Triton."""
+    """Set `kernels.backend` to what auto means on the planned device: on the meta device auto always means torch."""
     if config.kernels.backend != "auto" or planned_device(config) == "cpu":
         return config
     return replace(config, kernels=replace(config.kernels, backend="triton"))
@@ -99,13 +102,14 @@ def _context(config: Config, rank: int) -> ParallelContext:
 
 
 def report_rank(config: Config, build: Build, rank: int) -> RankReport:
-    """What `rank` needs, with the activations that the kernels of the planned device keep. Needs no process group."""
+    """The memory of `rank`, with the activations that the planned device's kernels keep. Needs no process group."""
     config = _with_kernels_of_the_planned_device(config)
     ctx = _context(config, rank)
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
     state = assemble(config, ctx, stages)
     kept = {number: _kept_bytes(stage, config) for number, stage in stages.items()}
+    # By id: a tied embedding is a parameter of two stages, but stands in memory once.
     params = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
     return RankReport(
         ctx.pp.rank,
@@ -119,17 +123,21 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
 
 
 def _kept_bytes(stage: PipelineStage, config: Config) -> int:
-    """Bytes that autograd keeps of one micro-batch's forward through `stage`, parameters not counted."""
+    """Bytes that autograd keeps for the backward of one micro-batch through `stage`, without the parameters."""
     shape = config.train.micro_batch_size, config.train.seq_length
     tokens = torch.zeros(shape, dtype=torch.int64, device=META)
     batch = MicroBatch(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
     specs = stage.boundary(batch)
     inputs = [torch.empty(s.shape, dtype=s.dtype, device=META, requires_grad=True) for s in specs]
-    return kept_for_backward(lambda: stage(inputs[0] if inputs else None, batch), list(stage.parameters()))
+    x_sbh = None  # the first stage receives nothing
+    if inputs:
+        x_sbh = inputs[0]
+    # Parameters are counted as weights already.
+    return kept_for_backward(lambda: stage(x_sbh, batch), list(stage.parameters()))
 
 
 def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) -> int:
-    """Bytes of the storages that autograd keeps of `forward()` for its backward pass.
+    """Run `forward()`; returns the bytes of the storages that autograd keeps for its backward pass.
 
     The storages of the tensors `without` are not counted. A storage that several tensors share is counted once.
     """
@@ -148,17 +156,21 @@ def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) 
 
 
 def _peak(config: Config, pp_rank: int, kept: Mapping[int, int]) -> int:
+    """The most activation bytes at one time over a step; `kept` has the bytes of one forward by stage."""
     parallel = config.parallel
     order = make(parallel.schedule, parallel.pp, parallel.vpp, num_microbatches(config))[pp_rank]
     live = peak = 0
     for action in order:
-        live += kept[action.stage] if action.kind == "F" else -kept[action.stage]
+        if action.kind == "F":
+            live += kept[action.stage]
+        else:
+            live -= kept[action.stage]
         peak = max(peak, live)
     return peak
 
 
 def show(config: Config, build: Build, parameters: int, flops_per_token: int, console: Console) -> None:
-    """Print parameters, batch arithmetic and the memory of every kind of rank."""
+    """Print the number of parameters, the arithmetic of the batch, and the memory of every kind of rank."""
     parallel = config.parallel
     train = config.train
     world = parallel.tp * parallel.pp * parallel.dp
@@ -189,6 +201,7 @@ def _planned_in_words(config: Config) -> str:
     name = {"cuda": "GPUs", "cpu": "CPUs"}[planned_device(config)]
     if config.launch.device != "auto":
         return f"planned for {name}"
+    # The plan may be made on a laptop for a cluster, so the message names the flag for the other device.
     other = "--launch.device cpu plans for CPUs" if name == "GPUs" else "--launch.device cuda plans for GPUs"
     return f"planned for {name}, which launch.device auto chooses on this machine; {other}"
 
@@ -198,8 +211,10 @@ def _planned_in_words(config: Config) -> str:
 
 @contextmanager
 def explaining_out_of_memory(config: Config, build: Build, rank: int) -> Iterator[None]:
-    """Around a run on `rank`: where memory runs out, OutOfMemoryError says in one line what the rank needs and what
-    would help."""
+    """A context around a run on `rank`. If memory runs out within it, raises OutOfMemoryError.
+
+    The error says in one line what the rank needs and which options would help.
+    """
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
@@ -211,6 +226,7 @@ def explaining_out_of_memory(config: Config, build: Build, rank: int) -> Iterato
 
 
 def _needs(config: Config, build: Build, rank: int) -> str:
+    """The memory that the rank needs by plan, in words."""
     try:
         needs = report_rank(config, build, rank)
     except (MemoryError, RuntimeError):  # too large to be counted, or no memory is left to count with
@@ -226,7 +242,7 @@ def _needs(config: Config, build: Build, rank: int) -> str:
 
 
 def _what_would_help(config: Config) -> str:
-    """The first three that apply, of the options that save memory, cheap ones first."""
+    """Name the first three options that would save memory here. The cheap ones come first."""
     parallel = config.parallel
     train = config.train
     options = [

@@ -1,8 +1,8 @@
-"""A rank's process from its start to its end: signals, the meeting with the others, the exit code.
+"""Runs one rank's process from start to end: answers signals, meets the other ranks, and reports the exit code.
 
-megapar.train.local starts ranks on this machine; torchrun and Slurm start them elsewhere. Under torchrun a rank that is
-lost ends the others through its agent, whose own exit code is always 1: error.json has ours. The agent passes SIGTERM
-on and kills after 30 seconds: the save must be done by then. Slurm's --signal=USR1@120 leaves as long as one asks for.
+megapar.train.local, torchrun or Slurm starts the ranks. If a rank is lost under torchrun, torchrun's agent ends the
+other ranks. The agent's own exit code is always 1; error.json has ours. The agent passes SIGTERM on and kills its ranks
+30 seconds later, so a save must be done by then. Slurm's --signal=USR1@120 leaves as many seconds as it names.
 """
 
 import faulthandler
@@ -26,10 +26,10 @@ from megapar.rendezvous import Member
 from megapar.train.monitor import Monitor
 from megapar.train.signals import Signals
 
-_WATCHDOG_MARGIN_SECONDS = 2.0  # that the monitor speaks before NCCL's watchdog ends the process
-_TELLING_SECONDS = 0.5  # that a rank leaves to another one, which tells the error of both
+_WATCHDOG_MARGIN_SECONDS = 2.0  # the monitor speaks this long before NCCL's watchdog ends the process
+_TELLING_SECONDS = 0.5  # a rank waits this long at its end while another one tells the error of both
 _MOST_THREADS_PER_CORE = 4
-STARTED = time.monotonic()  # of this program; forked ranks inherit it
+STARTED = time.monotonic()  # when this program started; forked ranks inherit it
 
 
 @dataclass
@@ -45,18 +45,21 @@ class RankProcess:
     members: list[Member] = field(default_factory=list)
 
     def asked_to_stop(self) -> str:
-        """What asks the run to stop at the end of this step: a signal, launch.time_limit, or ""."""
+        """What asks the run to stop at the end of this step: a signal, "launch.time_limit", or "" for nothing."""
         if self.signals.request:
             return self.signals.request
-        return "launch.time_limit" if self.deadline and time.monotonic() > self.deadline else ""
+        if self.deadline and time.monotonic() > self.deadline:
+            return "launch.time_limit"
+        return ""
 
     def arm(self) -> None:
-        """Training begins: requests to stop are followed at a step's end from now on."""
+        """Note that training begins: from now on a request to stop is followed at the end of a step."""
         self.signals.armed = True
         self.flight.raise_flag("armed")
 
     def claim_run_dir(self, run_dir: Path) -> None:
-        """The run folder is this job's: old errors are no longer true, and ranks.json says where its processes are."""
+        """Note that this job has locked the run folder: remove an old error.json, and write ranks.json."""
+        # Without this flag an error must not be written to the folder: it may belong to another job.
         self.flight.raise_flag("owns")
         if self.rank == 0:
             (run_dir / "error.json").unlink(missing_ok=True)
@@ -65,16 +68,25 @@ class RankProcess:
 
 @contextmanager
 def rank_process(config: Config, env: device.Environment, board: Board | None = None) -> Iterator[RankProcess]:
-    """Around all that a rank does: answers signals, and reports how it ended. `board`: the local launcher's."""
+    """A context around all that a rank does. It answers signals, and reports how the rank ended.
+
+    `board` is that of the local launcher, None under torchrun and Slurm.
+    """
     # A crash in native code (SIGSEGV, SIGBUS, NCCL's SIGABRT) then prints where Python stood.
     faulthandler.enable(all_threads=False)
     file = FlightFile() if env.launched and env.world_size > 1 else None
-    memory = None if file is None else file.memory
-    flight = Flight(memory if board is None else board[env.rank])
+    if board is not None:
+        flight = Flight(board[env.rank])
+    elif file is not None:
+        flight = Flight(file.memory)
+    else:
+        flight = Flight()
     signals = Signals()
     monitor = Monitor(flight, env.rank, signals, board)
     limit = config.launch.time_limit
-    process = RankProcess(env.rank, flight, signals, monitor, file, STARTED + 60 * limit if limit else 0.0)
+    # Counted from the start of the program: imports and the meeting of the ranks take part of the time as well.
+    deadline = STARTED + 60 * limit if limit else 0.0
+    process = RankProcess(env.rank, flight, signals, monitor, file, deadline)
     ended_alike = False
     try:
         with reported(env.rank, config.run_dir, flight, launcher_tells=board is not None):
@@ -89,7 +101,7 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
                 ended_alike = error.everywhere
                 if not error.everywhere and not monitor.tells(f"{type(error).__name__}: {error}"):
                     error.told = True
-                    # Where a rank ends, torchrun ends the others: the one that tells must come first.
+                    # torchrun ends all ranks when one ends: the rank that tells the error must be the first to end.
                     error.patience_seconds = _TELLING_SECONDS
                 raise
     finally:
@@ -101,7 +113,8 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
 
 
 def refuse_too_many_threads(threads: int) -> None:
-    """Raise ConfigError for more threads than this machine's cores can use: OpenMP crashes at some thousands."""
+    """Raise ConfigError if `threads` is more than this machine's cores can use."""
+    # OpenMP crashes at some thousands of threads.
     most = _MOST_THREADS_PER_CORE * device.usable_cores()
     if threads > most:
         raise ConfigError(
@@ -113,10 +126,10 @@ def join(config: Config, env: device.Environment, process: RankProcess) -> Paral
     """Prepare this process, meet the other ranks, and make the rank grid. A collective over all ranks of `env`.
 
     Raises ConfigError on every rank, before any collective, if ranks disagree on options, code, torch's version or the
-    kind of device, or if two share a GPU; CommunicationError if some do not come.
+    type of device, or if two ranks share a GPU. Raises CommunicationError if some ranks do not come.
     """
     chosen = device.choose(config.launch.device, env.local_rank, env.local_world_size, own_gpus=env.launched)
-    device.choose_kernels(config.kernels.backend, chosen)  # raises, if it does, before the first collective
+    device.choose_kernels(config.kernels.backend, chosen)  # called here to raise before the first collective
     device.prepare(chosen, threads=config.launch.threads, cores=env.cores, deterministic=config.train.deterministic)
     timeout = config.launch.timeout_seconds
     member = rendezvous.this_member(env.rank, str(chosen), device.gpu_id(chosen))
@@ -139,7 +152,7 @@ def join(config: Config, env: device.Environment, process: RankProcess) -> Paral
 def _meet(
     config: Config, env: device.Environment, member: Member, chosen: torch.device, process: RankProcess
 ) -> list[Member]:
-    """Meet the other ranks, compare what must be equal, and make the world; returns all members."""
+    """Meet the other ranks, compare what must be equal, and make the world's process group; returns all members."""
     timeout = config.launch.timeout_seconds
     store = _connect(env, timeout, serves_store=env.serves_store)
     members = rendezvous.meet(store, member, env.world_size, what_ranks_share(config, chosen.type), timeout)
@@ -148,7 +161,7 @@ def _meet(
     if process.file is None:
         process.monitor.watch(members)
         return members
-    # A connection of its own: one that the main thread waits on answers nobody else.
+    # The monitor gets its own connection: while the main thread waits on the first one, it answers no other thread.
     process.monitor.watch(members, _connect(env, timeout, serves_store=False), process.file)
     if backend == "nccl":
         process.monitor.warn_after = max(1.0, timeout - _WATCHDOG_MARGIN_SECONDS)
@@ -156,6 +169,7 @@ def _meet(
 
 
 def _connect(env: device.Environment, timeout_seconds: float, *, serves_store: bool) -> Any:
+    """A connection to the job's store; `serves_store`: this process runs the server too."""
     return comm.connect(
         env.meeting,
         env.rank,
@@ -167,10 +181,8 @@ def _connect(env: device.Environment, timeout_seconds: float, *, serves_store: b
 
 
 def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
-    """All that must be equal on every rank, as JSON types: options, code, versions, and what kind of device is used.
-
-    How a process starts may differ between nodes: how many ranks it has, their threads, the name of the device.
-    """
+    """All that must be equal on every rank, as JSON types: options, code, versions and the type of device."""
+    # These may differ between nodes: how many ranks a node has, their threads, and the name of the device.
     local = ("launch.nproc", "launch.device", "launch.threads")
     options = {path: value for path, value in flatten(config).items() if path not in local}
     versions = {"torch's version": torch.__version__}
@@ -180,9 +192,9 @@ def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
 def leave(ctx: ParallelContext) -> None:
     """End a run that succeeded or has saved: wait for all ranks, then free the process groups.
 
-    Without the wait, rank 0 could take the store away while others still use it. After a failure nobody waits: the
-    process ends, and its launcher ends the others.
+    A run that failed does not call this: its process ends, and its launcher ends the others.
     """
+    # Without the barrier, rank 0 could take the store away while other ranks still use it.
     comm.barrier(ctx.world)
     comm.shutdown()
     ctx.flight.enter("end")

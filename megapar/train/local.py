@@ -1,11 +1,13 @@
-"""Starts ranks on this machine, watches them, and tells why a run ended: once, and its cause rather than its echoes.
+"""The local launcher: starts ranks on this machine, watches them, and reports once why the run ended.
 
-The ranks are forks of this process, so they share the imported torch and start in a second. It must happen before CUDA
-is used and while this process has one thread: hence a file for the ranks to meet at, and not torchrun's agent, which
-serves a store and so forks among threads.
+When one rank fails, the operations of the others fail soon after. The launcher reports the cause, not these effects.
 
-However this process ends, its ranks end: the kernel kills them with it. What they share (the store's file, the flight
-logs) is memory without a name, so nothing is left behind.
+The ranks are forks of this process, so they share the imported torch and start in a second. They are forked before CUDA
+is used and while this process has one thread. So the ranks meet at a file: torchrun's agent serves a store, and would
+fork while the store's threads run.
+
+When this process ends, the kernel kills its ranks. The ranks share the store's file and the flight logs. Both are
+memory without a name, so nothing is left behind.
 """
 
 import ctypes
@@ -31,9 +33,10 @@ from megapar.train.monitor import local_logs
 from megapar.train.signals import HANDLED, Signals
 
 Main = Callable[[device.Environment, Board], None]
-_ECHO_SECONDS = 1.0  # after a rank's failed operation: time for another rank's end, which may be its cause
-_ENDING_SECONDS = 1.0  # that ranks have to end by themselves after a signal that ends the run
-_LEAVING_SECONDS = 30.0  # that ranks may end apart once the run is over
+# After an operation of a rank has failed, the launcher waits this long for the end of another rank, the likely cause.
+_ECHO_SECONDS = 1.0
+_ENDING_SECONDS = 1.0  # after a signal that ends the run, ranks have this long to end by themselves
+_LEAVING_SECONDS = 30.0  # after the first rank has ended well, the others have this long to end
 _LOST = CommunicationError.exit_code
 _PREEMPTED = 75
 
@@ -41,12 +44,14 @@ _PREEMPTED = 75
 def start_local_ranks(main: Main, nproc: int, run_dir: str) -> int:
     """Run `main` on `nproc` forked ranks of this machine; returns the exit code of the run.
 
-    0: every rank has done all it had to. 75: it was asked to stop, and saved. 128 and a signal's number: interrupted.
-    6: a rank was lost. Else the code of the first rank that failed. Only the cause is printed and stands in error.json.
+    The code is 0 if every rank has finished, 75 if the run was asked to stop and has saved, 128 plus a signal's number
+    if it was interrupted, and 6 if a rank was lost. Otherwise it is the code of the first rank that failed. Only the
+    cause is printed and written to error.json.
     """
     board = Board(nproc)
     with _store_file() as meeting:
-        # Until a rank has handlers of its own it must not run this process's, which share a pipe with it.
+        # Ranks inherit this process's handlers, which write to a pipe that they share with it. So signals stay blocked
+        # in a rank until it has installed its own handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         signals = Signals(raises=False)
         fork = multiprocessing.get_context("fork")
@@ -59,20 +64,18 @@ def start_local_ranks(main: Main, nproc: int, run_dir: str) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         launcher = _Launcher(ranks, board, signals)
         try:
-            code, facts = launcher.watch()
+            code, error = launcher.watch()
         finally:
             launcher.kill()
-    if facts is not None:
-        report_error(facts, run_dir, ours=False)
+    if error is not None:
+        report_error(error, run_dir, ours=False)
     return code
 
 
 @contextmanager
 def _store_file() -> Iterator[str]:
-    """The URL of a file at which forked processes meet, for torch's FileStore.
-
-    On Linux the file is memory without a name, so that nothing is left behind however this process ends.
-    """
+    """Yield the URL of a file at which forked processes meet, for torch's FileStore."""
+    # On Linux the file is memory without a name: nothing is left behind, however this process ends.
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("megapar-store")
         try:
@@ -85,8 +88,9 @@ def _store_file() -> Iterator[str]:
 
 
 def _rank_main(rank: int, nproc: int, meeting: str, launcher: int, board: Board, main: Main) -> None:
+    """The program of a forked rank. `launcher` is the launcher's process number."""
     _die_with(launcher)
-    signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(-1)  # a signal of this rank must not arrive in the launcher's pipe
     flight = Flight(board[rank])
     env = device.Environment(
         rank=rank,
@@ -98,15 +102,16 @@ def _rank_main(rank: int, nproc: int, meeting: str, launcher: int, board: Board,
         cores=max(1, device.usable_cores() // nproc),
     )
     main(env, board)
+    # An exit code of 0 without this flag means that something else ended the rank early (row S12 of docs/faults.md).
     flight.raise_flag("done")
 
 
 def _die_with(launcher: int) -> None:
-    """Let the kernel kill this process when the launcher ends, however that happens. Linux only."""
+    """Make the kernel kill this process when the launcher ends, however the launcher ends. Linux only."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of sys/prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != launcher:  # it has ended already
+    if os.getppid() != launcher:  # it ended before prctl, and no signal will come
         os._exit(_LOST)
 
 
@@ -119,13 +124,14 @@ class _Launcher:
         self._signals = signals
         host = socket.gethostname()
         self._members = [Member(rank, host, "", pid=process.pid or 0) for rank, process in enumerate(ranks)]
-        self._codes: dict[int, int] = {}  # exit codes of ranks that have ended, in the order of their ends
-        self._failed_at = self._over_at = 0.0
-        self._logs: dict[int, Any] = {}  # as they were when the first operation failed
-        self._passed_on = False
+        self._codes: dict[int, int] = {}  # exit codes of ranks that have ended, in the order in which they were noted
+        self._failed_at = 0.0  # when the first operation failed, on time.monotonic's clock; 0 for never
+        self._over_at = 0.0  # when the first rank ended well; 0 for never
+        self._logs: dict[int, Any] = {}  # the flight logs at the moment when the first operation failed
+        self._passed_on = False  # whether the request to stop has been sent to the ranks
 
     def watch(self) -> tuple[int, Mapping[str, Any] | None]:
-        """The run's exit code, and what to tell: None if there is nothing."""
+        """Wait for the end of the run; returns its exit code and the fields of error.json (None without error)."""
         while True:
             alive = [process.sentinel for rank, process in enumerate(self._ranks) if rank not in self._codes]
             wait([*alive, self._signals.reader], timeout=0.1)
@@ -137,12 +143,13 @@ class _Launcher:
             if self._signals.ending:
                 return self._interrupt()
             self._pass_on_request()
+            # A failed operation often follows from the end of a rank, so ends are looked at first.
             verdict = self._primary() or self._echo() or self._over()
             if verdict is not None:
                 return verdict
 
     def kill(self) -> None:
-        """End all ranks at once, stopped ones too."""
+        """Kill all ranks with SIGKILL, which ends stopped processes too."""
         for process in self._ranks:
             if process.is_alive():
                 process.kill()
@@ -150,11 +157,13 @@ class _Launcher:
             process.join()
 
     def _note_ends(self) -> None:
+        """Add the exit codes of ranks that have ended since the last call."""
         for rank, process in enumerate(self._ranks):
             if rank not in self._codes and process.exitcode is not None:
                 self._codes[rank] = process.exitcode
 
     def _interrupt(self) -> tuple[int, Mapping[str, Any]]:
+        """Pass on the signal that ends the run, and wait for the ranks for a moment."""
         number = self._signals.ending
         self._send(number)
         end = time.monotonic() + _ENDING_SECONDS
@@ -164,13 +173,16 @@ class _Launcher:
         return 128 + number, self._interrupted(number)
 
     def _interrupted(self, number: int, note: str = "") -> dict[str, Any]:
+        """The fields of error.json of a run that signal `number` has ended."""
         log = read(self._board[0], 0)
         text = interrupted_at(log["step"], log["checkpoint"], number) + note
         return self._facts(0, text, 128 + number) | {"class": Interrupted.__name__}
 
     def _pass_on_request(self) -> None:
-        """A request to stop reaches every rank once. Before the first step there is nothing to save: then it ends."""
+        """Send a request to stop to every rank, once."""
         if not self._signals.request or self._passed_on:
+            # Not armed means that some rank has not begun its first step. Then there is nothing to save, and SIGTERM
+            # ends the run at once (`Signals`).
             self._signals.armed = all(has_flag(self._board[rank], "armed") for rank in range(len(self._ranks)))
             return
         self._passed_on = True
@@ -179,17 +191,20 @@ class _Launcher:
     def _send(self, number: int) -> None:
         for rank, process in enumerate(self._ranks):
             if rank not in self._codes and process.pid is not None:
-                os.kill(process.pid, number)  # not reaped yet, so the number is still its own
+                os.kill(process.pid, number)  # the process was not reaped yet, so no other has its number
 
     def _primary(self) -> tuple[int, Mapping[str, Any] | None] | None:
-        """The first rank that ended by itself and too early."""
+        """The exit code and error if a rank has ended early by itself; None if none has."""
         for rank, code in self._codes.items():
+            # `_echo` judges ranks that lost another one, and `_over` those that were preempted or have finished.
             if code in (_LOST, _PREEMPTED) or (code == 0 and has_flag(self._board[rank], "done")):
                 continue
             if code > 128 and code - 128 in HANDLED:
-                text = f"; {self._name(rank)} was sent the signal" if self._signals.ending == 0 else ""
+                text = ""
+                if self._signals.ending == 0:  # the launcher got no signal, so someone sent it to the rank
+                    text = f"; {self._name(rank)} was sent the signal"
                 return code, self._interrupted(code - 128, text)
-            if code <= 0:
+            if code <= 0:  # multiprocessing gives the number of the signal that killed a process as a negative code
                 return _LOST, self._lost(rank, code)
             error = read(self._board[rank], 0)["error"]
             text = f"{self._name(rank)} ended with exit code {code}"
@@ -197,6 +212,7 @@ class _Launcher:
         return None
 
     def _lost(self, rank: int, code: int) -> dict[str, Any]:
+        """The fields of error.json for a rank that a signal killed, or that exited with 0 before its work was done."""
         logs = local_logs(self._board, self._members)
         if code == 0:
             text = f"{self._name(rank)} ended with exit code 0 before its run was complete"
@@ -207,13 +223,16 @@ class _Launcher:
             text += ": often a file that was cut short while it was read, or a full disk or /dev/shm"
         if code == -signal.SIGKILL:
             text += ": if nobody did it, the kernel does so for want of memory (see dmesg)"
-        found = mismatch(logs, self._members)
-        if found is not None:
-            text = f"{found[0]}; then {text}"
+        different = mismatch(logs, self._members)
+        if different is not None:
+            text = f"{different[0]}; then {text}"
         return self._facts(rank, text, _LOST) | {"ranks": rows(logs, self._members)}
 
     def _echo(self) -> tuple[int, Mapping[str, Any]] | None:
-        """Operations have failed on some rank, for want of another: told once no rank ends by itself meanwhile."""
+        """The exit code and error if operations have failed on some rank because another one is missing.
+
+        Returns None for `_ECHO_SECONDS` after the first failure: the cause may show as the early end of a rank.
+        """
         failed = [rank for rank in range(len(self._ranks)) if self._has_failed(rank)]
         if not failed:
             return None
@@ -223,26 +242,30 @@ class _Launcher:
         others_live = len(self._codes) < len(self._ranks)
         if others_live and time.monotonic() - self._failed_at < _ECHO_SECONDS:
             return None
-        # Without a failed operation a rank has said itself what it lacks: the others did not come to the meeting, say.
-        in_operation = any("failed" in log["flags"] for log in self._logs.values())
-        found = diagnose(self._logs, self._members) if in_operation else None
-        if found is not None:
-            text, rank = found
+        # If no operation has failed, the rank's own error says what is missing: ranks that did not come to the meeting,
+        # for example. The logs would add nothing.
+        diagnosis = None
+        if any("failed" in log["flags"] for log in self._logs.values()):
+            diagnosis = diagnose(self._logs, self._members)
+        if diagnosis is not None:
+            text, rank = diagnosis
             return _LOST, self._facts(rank, text, _LOST) | {"ranks": rows(self._logs, self._members)}
         errors = [read(self._board[rank], 0)["error"] for rank in failed]
-        told = next((error for error in errors if error is not None), None)
-        return _LOST, told or self._facts(failed[0], "an operation failed, and no rank is missing", _LOST)
+        first_error = next((error for error in errors if error is not None), None)
+        return _LOST, first_error or self._facts(failed[0], "an operation failed, and no rank is missing", _LOST)
 
     def _has_failed(self, rank: int) -> bool:
         return self._codes.get(rank) == _LOST or has_flag(self._board[rank], "failed")
 
     def _over(self) -> tuple[int, Mapping[str, Any] | None] | None:
-        """Every rank has ended well, or should have."""
+        """The exit code if every rank has ended well, an error if one is late; None while the run goes on."""
         if len(self._codes) == len(self._ranks):
             # `_primary` and `_echo` have answered for all other codes.
             assert set(self._codes.values()) <= {0, _PREEMPTED}, self._codes
             stopped = [rank for rank, code in self._codes.items() if code == _PREEMPTED]
-            return (_PREEMPTED, read(self._board[stopped[0]], 0)["error"]) if stopped else (0, None)
+            if not stopped:
+                return 0, None
+            return _PREEMPTED, read(self._board[stopped[0]], 0)["error"]
         if self._codes and not self._over_at:
             self._over_at = time.monotonic()
         if self._over_at and time.monotonic() - self._over_at > _LEAVING_SECONDS:
@@ -255,8 +278,9 @@ class _Launcher:
         return name(self._members[rank], {"pid": self._members[rank].pid})
 
     def _facts(self, rank: int, text: str, code: int) -> dict[str, Any]:
-        """What error.json says of `rank`, without its table."""
+        """The fields of error.json for `rank`, without the table of all ranks."""
         log = read(self._board[rank], 0)
         facts = error_facts(CommunicationError(text), rank, Flight())
         facts |= {"step": log["step"], "phase": log["phase"], "pid": self._members[rank].pid, "exit_code": code}
-        return facts | {"everywhere": True}  # the text names its rank
+        # The text names its rank already, so no "rank N" is to be put before it.
+        return facts | {"everywhere": True}

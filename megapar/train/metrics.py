@@ -1,7 +1,8 @@
-"""What a run says of itself: metrics.jsonl (always), TensorBoard (by option) and one log line, written by rank 0.
+"""Measures training steps and reports them: to metrics.jsonl, to the console and, by option, to TensorBoard.
 
-MFU is model FLOPs / (step seconds * devices * peak FLOP/s of one device). Model FLOPs are those of forward and backward
-without recomputation, causal attention counted half (arXiv 2205.05198, section 6; the models say how they count).
+Rank 0 writes. MFU is model FLOPs / (step seconds * devices * peak FLOP/s of one device). Model FLOPs are those of
+forward and backward without recomputation. Causal attention counts half (arXiv 2205.05198, section 6). The models
+document how they count.
 """
 
 import json
@@ -30,12 +31,12 @@ from megapar.errors import say, storing, tell
 from megapar.files import replace_file
 from megapar.train.step import StepResult
 
-_PATIENCE_SECONDS = 10.0  # for the last lines of a run that failed
+_PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines are written
 
 
 @dataclass
 class Meter:
-    """Measures one step: wall time, and bytes sent by axis since the last step."""
+    """Measures one step: its wall time, the time that it waited for data, and the bytes that it sent by axis."""
 
     ctx: ParallelContext
     flops_per_token: int
@@ -49,19 +50,20 @@ class Meter:
         self._start = time.perf_counter()
 
     def waited(self, next_step: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
-        """What `next_step` returns; the step waited for its data that long."""
+        """Call `next_step` and return its result. The time that it takes is the step's `data_seconds`."""
         start = time.perf_counter()
         batches = next_step()
         self._data_seconds = time.perf_counter() - start
         return batches
 
     def stop(self, result: StepResult, step: int, consumed_samples: int) -> dict[str, Any]:
-        """The step's line of metrics.jsonl. Bytes are those that this rank sent (ring algorithms)."""
+        """The step's line of metrics.jsonl. `comm_bytes` are the bytes that this rank sent, by ring algorithms."""
+        # A GPU runs behind the host: without this the time would be that of launching the kernels.
         device.synchronize(self.ctx.device)
         seconds = time.perf_counter() - self._start
         sent = {axis: n - self._sent.get(axis, 0) for axis, n in self.ctx.traffic().items()}
         tflops = self.flops_per_token * result.tokens / seconds / self.ctx.world.size / 1e12
-        return {
+        line = {
             "step": step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -75,8 +77,10 @@ class Meter:
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "peak_memory_bytes": device.peak_memory_bytes(self.ctx.device),
             "comm_bytes": sent,
-            **({"loss_scale": result.loss_scale.scale} if result.loss_scale.dynamic else {}),
         }
+        if result.loss_scale.dynamic:
+            line["loss_scale"] = result.loss_scale.scale
+        return line
 
 
 def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str:
@@ -84,9 +88,13 @@ def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str
 
     `eta_seconds` is None at the first step, which is slower than the others.
     """
-    mfu = f" | mfu {line['mfu']:.1%}" if line["mfu"] is not None else ""
-    minutes, seconds = divmod(int(eta_seconds or 0), 60)
-    eta = "" if eta_seconds is None else f" | eta {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+    mfu = ""
+    if line["mfu"] is not None:  # None on a device whose peak is not known
+        mfu = f" | mfu {line['mfu']:.1%}"
+    eta = ""
+    if eta_seconds is not None:
+        minutes, seconds = divmod(int(eta_seconds), 60)
+        eta = f" | eta {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
     return (
         f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f} | "
         f"grad norm {line['grad_norm']:.3f} | lr {line['lr']:.2e} | {line['tokens_per_second']:,.0f} tokens/s{mfu} | "
@@ -95,38 +103,40 @@ def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str
 
 
 class Lines:
-    """Lines for a file, written in their order by a thread: a disk that stalls must not stall training.
+    """Writes lines to a file in their order, in a thread of its own.
 
-    What a full disk does not take is lost, and told once: a run need not end for it. (A checkpoint that cannot be saved
-    does end it.)
+    A line that a full disk does not take is lost. The first loss prints a message. The run goes on without the line,
+    while a checkpoint that cannot be saved ends it.
     """
 
     def __init__(self, path: Path):
         """Raises OSError if the file cannot be opened."""
         self.path = path
-        self._file = path.open("ab", buffering=0)  # unbuffered: what fails is not tried again when the file is closed
-        self._whole = path.stat().st_size  # bytes of whole lines
-        self._lost = False  # whether the loss of a line was told
+        self._file = path.open("ab", buffering=0)  # unbuffered: a failed write is not repeated at close
+        self._whole = path.stat().st_size  # bytes of the lines that are complete in the file
+        self._lost = False  # whether a line was lost, and the message printed
         self._waiting: SimpleQueue[tuple[int, str] | Event | None] = SimpleQueue()
+        # A disk that stalls must not stall training, so a thread writes.
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def write(self, step: int, text: str) -> None:
-        """Have the line of a step written soon."""
+        """Queue the line of a step and return at once."""
         self._waiting.put((step, text + "\n"))
 
     def flush(self) -> None:
-        """Wait until all that was given is with the system, or lost."""
+        """Wait until every queued line has been written or lost."""
         written = Event()
         self._waiting.put(written)
         written.wait()
 
     def close(self, patience_seconds: float | None = None) -> None:
-        """Write what is left, and end the thread."""
+        """Write the queued lines and end the thread; None waits without limit."""
         self._waiting.put(None)
         self._thread.join(patience_seconds)
 
     def _run(self) -> None:
+        """The thread: a tuple is a line to write, an Event is set when its turn comes, None ends the thread."""
         while (item := self._waiting.get()) is not None:
             if isinstance(item, Event):
                 item.set()
@@ -142,18 +152,20 @@ class Lines:
             self._file.close()
 
     def _append(self, line: bytes) -> None:
-        os.ftruncate(self._file.fileno(), self._whole)  # an earlier line may have been cut short by a full disk
+        # A full disk may have taken a part of an earlier line. That part must go, or this line would continue it.
+        os.ftruncate(self._file.fileno(), self._whole)
         left = line
-        while left:  # a full disk takes a part, and refuses the rest
+        while left:  # os.write may take only a part
             left = left[os.write(self._file.fileno(), left) :]
         self._whole += len(line)
 
 
 class Reporter:
-    """Writes metrics of a run. Only rank 0 has one that speaks; on the others every method does nothing.
+    """Writes the metrics of a run. On rank 0 `speaks` is True; on the other ranks every method does nothing.
 
-    A context: leaving it writes what is left. `start` names the start of the run, for the file that lines of an
-    abandoned branch go to.
+    It is a context manager: leaving it writes the queued lines. `steps` is the run's train.steps, and `first_step` the
+    step that it starts from. `start` names the start of the run, for the file that takes the lines of an abandoned
+    branch. Raises StorageError if a file cannot be opened.
     """
 
     def __init__(
@@ -163,7 +175,7 @@ class Reporter:
         self._steps = steps
         self._speaks = speaks
         self._first_step = first_step
-        self._second = 0.0  # when the second step began
+        self._second = 0.0  # when the second step began, on time.monotonic's clock
         self._tensorboard = None
         self._progress: Progress | None = None
         if not speaks:
@@ -184,31 +196,35 @@ class Reporter:
             self._progress.start()
 
     def say(self, text: str) -> None:
-        """A line of its own, above the progress bar."""
+        """Print a line, above the progress bar if there is one."""
         if self._progress:
             self.console.print(text, markup=False)
         elif self._speaks:
             say(text)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl and its numbers to TensorBoard. What a full disk does not take is lost."""
+        """Append a line to metrics.jsonl and its numbers to TensorBoard. A full disk loses the line, not the run."""
         if not self._speaks:
             return
         self._lines.write(line["step"], json.dumps(line))
         if self._tensorboard:
-            with suppress(OSError):  # its own thread failed: the loss of the same step's line is told
+            # TensorBoard's thread may have failed on a full disk. `Lines` reports the loss of the same step's line.
+            with suppress(OSError):
                 for key, value in line.items():
                     if isinstance(value, int | float) and key != "step":
                         self._tensorboard.add_scalar(key, value, line["step"])
 
     def step(self, line: dict[str, Any]) -> None:
-        """Record a training step; log it on the first, the last, every `log.every`-th and every non-finite one."""
+        """Record a training step. Log it if it is the first or last, a multiple of `log.every`, or not finite."""
         self.write(line)
         if not self._speaks:
             return
         done = line["step"] - self._first_step
         step = line["step"]
-        eta = (time.monotonic() - self._second) / (done - 1) * (self._steps - step) if done > 1 else None
+        eta = None
+        # The first step compiles and allocates, so the rate is taken from the second step on.
+        if done > 1:
+            eta = (time.monotonic() - self._second) / (done - 1) * (self._steps - step)
         if done == 1:
             self._second = time.monotonic()
         if self._progress:
@@ -218,7 +234,7 @@ class Reporter:
             self.say(log_line(line, self._steps, eta))
 
     def flush(self) -> None:
-        """Wait until metrics.jsonl holds every line that the disk takes."""
+        """Wait until every line is in metrics.jsonl, or lost to a full disk."""
         if self._speaks:
             self._lines.flush()
 
@@ -234,45 +250,55 @@ class Reporter:
             self._progress.stop()
         self._lines.close(None if error is None else _PATIENCE_SECONDS)
         if self._tensorboard:
-            with suppress(OSError):  # a full disk: told when the line was lost
+            with suppress(OSError):  # a full disk: `Lines` has reported it
                 self._tensorboard.close()
 
 
 def _without_tensorboards_trace(failure: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread raises what its next caller is told as well: only other threads' traces are printed."""
+    """A threading.excepthook that prints the traces of all threads but TensorBoard's.
+
+    TensorBoard's next caller gets the same error, and `Reporter` handles it there.
+    """
     if failure.thread is None or type(failure.thread).__name__ != "_AsyncWriterThread":
         threading.__excepthook__(failure)
 
 
 def cut_back(path: Path, last_step: int, abandoned: Path) -> None:
-    """Take the lines of steps beyond `last_step` out of metrics.jsonl, so that a resumed curve is one curve.
+    """Move the lines of steps beyond `last_step` from metrics.jsonl to the file `abandoned`.
 
-    They move to the file `abandoned`, and so do lines without a step, with a warning. The last line may be cut short,
-    as a full disk or a machine that went down leaves it.
+    A resumed run then has one curve. Lines without a step are moved too, with a warning. A full disk, or a machine that
+    went down, may have cut the last line short. It is moved without a warning.
     """
     kept: list[bytes] = []
     moved: list[bytes] = []
     foreign = 0
-    for text in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        whole = text.endswith(b"\n")
-        step = _step(text)
+    lines: list[bytes] = []
+    if path.exists():
+        lines = path.read_bytes().splitlines(keepends=True)
+    for line in lines:
+        whole = line.endswith(b"\n")
+        step = _step(line)
         foreign += whole and step is None
-        stays = whole and step is not None and step <= last_step
-        (kept if stays else moved).append(text)
+        if whole and step is not None and step <= last_step:
+            kept.append(line)
+        else:
+            moved.append(line)
     if foreign:
         message = "%s: %d lines that are no metrics of a step are kept out of it, in %s"
         logging.getLogger(__name__).warning(message, path, foreign, abandoned)
     if moved:
-        # Written whole before the lines leave their file: a kill in between leaves them in both.
+        # In this order a kill between the two writes leaves the lines in both files, and loses none.
         replace_file(abandoned, b"".join(moved))
         replace_file(path, b"".join(kept))
 
 
 def _step(text: bytes) -> int | None:
-    """The step of a line of metrics.jsonl; None if it has none."""
+    """The step in a line of metrics.jsonl; None if the line has none."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    step = line.get("step") if isinstance(line, dict) else None
-    return step if type(step) is int else None
+    if not isinstance(line, dict):
+        return None
+    step = line.get("step")
+    return step if type(step) is int else None  # True and False are instances of int, but no steps

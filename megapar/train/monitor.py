@@ -1,13 +1,14 @@
-"""Watches a rank beside its training: tells others where it stands, finds out who is missing, answers signals.
+"""Watches a rank beside its training: publishes its flight log, finds out which rank is missing, answers signals.
 
-A thread, because the main thread may be held in a collective. Ranks of the local launcher share one Board, which the
+It is a thread, because a collective may hold the main thread. Ranks of the local launcher share one Board, which the
 launcher reads as well. Under torchrun and Slurm each rank posts its log once a second to the job's TCP store, over a
-connection of its own; logs of ranks on the same host are read directly, also after these have ended. The store lives in
-rank 0 (Slurm) or in torchrun's agent: if that does not answer, it is what is missing.
+connection of its own. Logs of ranks on the same host are read directly, also after these ranks have ended. The store
+runs in rank 0 (Slurm) or in torchrun's agent. If the store does not answer, that process is the missing one.
 
-NCCL's watchdog aborts a process (SIGABRT) when a collective outlasts its time, and no Python code runs then. The local
-launcher tells who was missing, as the logs outlive their processes. Under torchrun and Slurm the ranks that live tell
-it; so does, a little before the watchdog acts, each rank's monitor (`warn_after`).
+NCCL's watchdog aborts a process (SIGABRT) when a collective takes longer than its timeout. No Python code runs then.
+The flight logs outlive their processes, so the local launcher can report which rank was missing. Under torchrun and
+Slurm the ranks that still live report it. Each rank's monitor also warns shortly before the watchdog acts
+(`warn_after`).
 """
 
 import json
@@ -26,44 +27,45 @@ from megapar.rendezvous import Member, Store
 from megapar.train.diagnosis import SILENT_SECONDS, Log, as_table, diagnose, process_state, rows
 from megapar.train.signals import Signals
 
-RECORDS = 64  # operations of each axis that are compared
-_POSTED = 16  # those that travel to other hosts each second
-_ANSWER_SECONDS = 1.5  # that a failed operation waits for the store
-_SILENCE_SECONDS = SILENT_SECONDS + 1.0  # after which a process that has ended counts as silent
-_LAST_POST_SECONDS = 0.5  # the store may have ended
-_SETTLE_SECONDS = 0.3  # until others that failed at the same moment have said so
-_HURRY_SECONDS = 2.0  # that the main thread has to end after a signal that ends the process
+RECORDS = 64  # the number of newest operations of each axis that are compared
+_POSTED = 16  # the number of those that are posted for other hosts each second
+_ANSWER_SECONDS = 1.5  # how long a failed operation waits for the store's first answer
+_SILENCE_SECONDS = SILENT_SECONDS + 1.0  # after this time a process of another host that has ended is known as silent
+_LAST_POST_SECONDS = 0.5  # how long the last post may take: the store may have ended
+_SETTLE_SECONDS = 0.3  # ranks that fail at the same moment have raised their flags after this time
+_HURRY_SECONDS = 2.0  # how long the main thread has to end after a signal that ends the process
 
 
 def local_logs(board: Board, members: Sequence[Member]) -> dict[int, Log]:
-    """The logs of the launcher's ranks, with the state of their processes."""
+    """The logs of the local launcher's ranks, with the state of their processes."""
     return {member.rank: _with_state(read(board[member.rank], RECORDS)) for member in members}
 
 
 def _with_state(log: Log) -> Log:
-    """The log of a process of this host, with what that does now."""
-    return log | {"state": "failed" if "failed" in log["flags"] else process_state(log["pid"])}
+    """Add the field `state` to the log of a process of this host."""
+    state = "failed" if "failed" in log["flags"] else process_state(log["pid"])
+    return log | {"state": state}
 
 
 class Monitor:
-    """The thread of one rank, from its start on. `board`: the launcher's, if it started this rank."""
+    """The monitor thread of one rank. It starts at once. `board` is the local launcher's, if that started this rank."""
 
     def __init__(self, flight: Flight, rank: int, signals: Signals, board: Board | None = None):
         self.members: list[Member] = []
         self.table: list[dict[str, Any]] = []  # where all ranks stood when an operation failed, as JSON types
-        self.warn_after = 0.0  # seconds; see above on NCCL. 0: never
+        self.warn_after = 0.0  # seconds without progress before a warning (see above on NCCL); 0: never
         self._flight = flight
         self._rank = rank
         self._signals = signals
         self._board = board
         self._store: Store | None = None
         self._file: FlightFile | None = None
-        self._interval = 1.0
+        self._interval = 1.0  # seconds between two posts
         self._asked = threading.Event()  # the main thread wants to know who is missing
-        self._heard = threading.Event()  # the store answers
-        self._answered = threading.Event()  # the store's part is done
-        self._answer: tuple[str, int] | None = None
-        self._exit_at = 0.0
+        self._heard = threading.Event()  # the store has answered
+        self._answered = threading.Event()  # the comparison through the store is done
+        self._answer: tuple[str, int] | None = None  # a sentence, and the rank that is the cause
+        self._exit_at = 0.0  # when this thread ends the process, on time.monotonic's clock; 0 for never
         self._closing = False
         self._closed = threading.Event()
         self._warned = False
@@ -72,27 +74,26 @@ class Monitor:
         self._thread.start()
 
     def watch(self, members: Sequence[Member], store: Store | None = None, file: FlightFile | None = None) -> None:
-        """From now on tell `members`, all ranks of the job, apart. `store` and `file`: for ranks that torchrun or Slurm
-        started."""
+        """Begin to watch `members`, all ranks of the job. `store` and `file` are given under torchrun and Slurm."""
         self.members = list(members)
-        self._interval = max(1.0, len(members) / 1000)  # so that a large job does not keep its store busy
+        self._interval = max(1.0, len(members) / 1000)  # at most 1000 posts a second: the store is one process
         self._file = file
-        # On one host all logs are read directly.
+        # If all ranks are on this host, their logs are read directly, and no store is needed.
         self._store = store if any(member.host != socket.gethostname() for member in members) else None
         self._signals.wake()
 
     def close(self) -> None:
-        """Post this rank's last log, with the error that ends it."""
+        """Post this rank's last log, which holds the error that ends it."""
         if self._store is not None:
             self._closing = True
             self._signals.wake()
             self._closed.wait(_LAST_POST_SECONDS)
 
     def explain(self, reason: str) -> str:
-        """What a failed operation says: who did not arrive or, if that cannot be found out, what the backend said."""
+        """The message of a failed operation: which rank did not arrive, or the backend's `reason` if nobody knows."""
         self._flight.raise_flag("failed")
         if self._board is not None or self._file is None:
-            return reason  # the local launcher finds out and tells, once for all ranks
+            return reason  # the local launcher finds the cause and reports it, once for all ranks
         if self._store is not None:
             self._asked.set()
             self._signals.wake()
@@ -108,38 +109,47 @@ class Monitor:
         return reason if self._answer is None else self._answer[0]
 
     def culprit(self) -> dict[str, Any]:
-        """Rank, host, process number, step and phase of the rank that `explain` has named; empty if it named none."""
+        """Rank, host, process number, step and phase of the rank that `explain` named; empty if it named none."""
         rank = -1 if self._answer is None else self._answer[1]
         row = next((row for row in self.table if row["rank"] == rank), {})
         return {key: row[key] for key in ("rank", "host", "pid", "step", "phase") if key in row}
 
     def speaks(self) -> bool:
-        """Whether this rank is the first of its host that has something to tell about what `explain` found."""
+        """Whether this rank is to print what `explain` found: it is the first of its host that asks."""
         return self._file is None or not self._answer or self._file.claim(self._lowest_pid())
 
     def tells(self, words: str) -> bool:
-        """Whether no other rank of this host tells an error with the same `words`. Ranks that raise the same words have
-        one cause: all ranks of a tensor group read the same bad token, say."""
-        if self._file is None or not self.members:  # the local launcher tells one error for all; or nobody is known yet
+        """Whether this rank is to print an error with these `words`: no other rank of this host prints the same.
+
+        Errors with the same words have one cause. For example, all ranks of a tensor group read the same bad token.
+        """
+        # The local launcher prints one error for all ranks. Before the ranks have met, each one speaks for itself.
+        if self._file is None or not self.members:
             return True
         return self._file.claim(self._lowest_pid(), f"-{blake2b(words.encode(), digest_size=8).hexdigest()}")
 
     def _lowest_pid(self) -> int:
-        """The process number of the job's lowest rank on this host, which names the job here."""
+        """The process number of the job's lowest rank on this host. It identifies the job on this host."""
         return next(member.pid for member in self.members if member.host == socket.gethostname())
 
     def logs(self) -> dict[int, Log]:
-        """The logs of all ranks that can be read here, each with the state of its process."""
+        """The logs of all ranks that this process can read, each with the state of its process."""
         if self._board is not None:
             return local_logs(self._board, self.members)
         logs = {self._rank: _with_state(read(self._flight.memory, RECORDS))}
         for member in self.members:
-            if member.rank != self._rank and (log := self._log_of(member)) is not None:
+            if member.rank == self._rank:
+                continue
+            log = self._log_of(member)
+            if log is not None:
                 logs[member.rank] = log
         return logs
 
     def _log_of(self, member: Member) -> Log | None:
-        memory = self._file.peer(member.pid) if self._file and member.host == socket.gethostname() else None
+        """The log of another rank: from its file on this host, else from the store; None if neither has it."""
+        memory = None
+        if self._file and member.host == socket.gethostname():
+            memory = self._file.peer(member.pid)
         if memory is not None:
             return _with_state(read(memory, RECORDS))
         key = f"log/{member.rank}"
@@ -152,14 +162,20 @@ class Monitor:
         return posted | {"state": "silent" if silent else "running"}
 
     def _conclude(self, logs: dict[int, Log]) -> None:
+        """Keep the table of all ranks, and the diagnosis if there is one."""
         self.table = rows(logs, self.members)
         self._answer = diagnose(logs, self.members)
 
     def _run(self) -> None:
         next_post = time.monotonic()
         while True:
-            pause = self._interval if self._store is not None or self.warn_after else 60.0
-            select.select([self._signals.reader], [], [], 0.1 if self._exit_at else pause)
+            # Signals and `wake` end the pause early. Without posts and warnings there is nothing else to do.
+            pause = 60.0
+            if self._exit_at:
+                pause = 0.1
+            elif self._store is not None or self.warn_after:
+                pause = self._interval
+            select.select([self._signals.reader], [], [], pause)
             self._signals.judge()
             if self._signals.wants_table:
                 self._signals.wants_table = False
@@ -176,7 +192,10 @@ class Monitor:
             self._warn()
 
     def _end_if_asked(self) -> None:
-        """End the process if the main thread, in which the signal's handler has raised, does not come to its end."""
+        """End the process if a signal asked for its end and the main thread does not end it in time.
+
+        The signal's handler raises in the main thread, but only when that returns to Python.
+        """
         if not self._signals.ending:
             return
         if not self._exit_at:
@@ -187,15 +206,16 @@ class Monitor:
             os._exit(128 + self._signals.ending)
 
     def _post(self) -> None:
+        """Write this rank's log to the store."""
         assert self._store is not None
         log = read(self._flight.memory, _POSTED) | {"posted": time.time()}
         try:
             self._store.set(f"log/{self._rank}", json.dumps(log))
-        except RuntimeError:  # the job is ending; nobody is left to read
+        except RuntimeError:  # the store has ended, and so the job is ending: nobody reads the log
             self._store = None
 
     def _find_out(self) -> None:
-        """The first rank that asks compares the logs; the others take over what it has found."""
+        """Find the missing rank. The first rank that asks compares the logs; the others wait for its result."""
         store = self._store
         try:
             self._post()
@@ -204,7 +224,8 @@ class Monitor:
             if first and store is not None:
                 time.sleep(_SETTLE_SECONDS)
                 self._conclude(self.logs())
-                if self._answer is None:  # a process of another host may have ended without a word: it falls silent
+                if self._answer is None:
+                    # A process of another host may have ended without an error. It shows when its posts stop.
                     time.sleep(_SILENCE_SECONDS + self._interval)
                     self._conclude(self.logs())
                 store.set("verdict", json.dumps([self._answer, self.table]))
@@ -220,13 +241,13 @@ class Monitor:
         self._answered.set()
 
     def _warn(self) -> None:
-        """Tell once who is missing when the main thread has not moved for `warn_after` seconds: see above on NCCL."""
+        """Print once which rank is missing if the main thread has made no progress for `warn_after` seconds."""
         if not self.warn_after or self._warned:
             return
         log = read(self._flight.memory, 1)
         newest = max([log["since"], *(axis["records"][-1]["started"] for axis in log["axes"] if axis["records"])])
         if log["step"] and time.time() - newest > self.warn_after:
             self._warned = True
-            found = diagnose(self.logs(), self.members)
-            if found is not None:
-                tell(f"rank {self._rank} is held up: {found[0]}")
+            diagnosis = diagnose(self.logs(), self.members)
+            if diagnosis is not None:
+                tell(f"rank {self._rank} is held up: {diagnosis[0]}")

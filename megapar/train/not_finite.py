@@ -1,7 +1,7 @@
-"""Where a step first went wrong: a second pass over its micro-batches that looks at every module's tensors.
+"""Finds the first tensor of a step that was not finite, by a second pass that looks at every module's tensors.
 
-It costs nothing in good steps. After a step that was not finite all ranks take part in it, with the same weights and
-samples and, as dropout masks derive from counters, the same masks: so it repeats the step, transfers included.
+A finite step costs nothing. After a step that was not finite, all ranks run its micro-batches again, transfers
+included. The weights and samples are the same. The dropout masks are the same too, because they derive from counters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,16 @@ from megapar import comm
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.train.step import StepResult, TrainState, count_targets
 
-_MOST = 4  # names or samples that a message lists
+_MOST = 4  # the most names or samples that a message lists
 
 
 class Finding(NamedTuple):
-    """A tensor with an element that is not finite. Findings sort in the order of computation, a micro-batch at a time:
-    `place` counts stages in the direction of the pass, `order` what a rank has computed."""
+    """A tensor that has an element that is not finite.
+
+    The first four fields sort findings in the order of computation, one micro-batch after another. `place` counts
+    stages in the direction of the pass. `order` counts the tensors that the rank has looked at. `what` names the
+    tensor.
+    """
 
     microbatch: int
     backward: bool
@@ -40,20 +44,24 @@ class Finding(NamedTuple):
 
 
 def explain(state: TrainState, batches: Sequence[MicroBatch], result: StepResult) -> str:
-    """What was not finite first in a step of these micro-batches, and whether the weights were: the same words on every
-    rank. A collective over all ranks; gradients are overwritten."""
+    """Say what was not finite first in a step of these micro-batches, and whether the weights were finite before.
+
+    A collective over all ranks, which returns the same words on each. Gradients are overwritten.
+    """
     rank = state.ctx.world.rank
     weights = [f"{name} on rank {rank}" for name in not_finite_weights(state)]
     findings = second_pass(state, batches, result.loss_scale.scale)
     gradients = [f"the gradient of {name} on rank {rank}" for name in _not_finite_gradients(state)]
-    # With thousands of ranks, whose weights may all be bad, a few names of each are enough.
+    # A few names of each rank are enough: with thousands of ranks, all weights of all of them may be bad.
     here = [weights[:_MOST], len(weights), min(findings, default=None), gradients[:1]]
     everywhere = comm.gather_json(here, state.ctx.world, state.ctx.device)
     bad_weights = [name for names, _, _, _ in everywhere for name in names]
-    found = [Finding(*finding) for _, _, finding, _ in everywhere if finding]
+    all_findings = [Finding(*finding) for _, _, finding, _ in everywhere if finding]
     bad_gradients = [name for _, _, _, names in everywhere for name in names]
-    if found:
-        first = str(min(found))
+    # Tensors of the second pass come first, because they name a module. A gradient may also overflow only in the sum
+    # over micro-batches, and a bad weight may lie where no tensor of this step depends on it.
+    if all_findings:
+        first = str(min(all_findings))
     elif bad_gradients:
         first = f"{bad_gradients[0]}, summed over micro-batches"
     elif bad_weights:
@@ -72,7 +80,10 @@ def not_finite_weights(state: TrainState) -> list[str]:
 
 
 def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: float) -> list[Finding]:
-    """Forward and backward of the micro-batches once more; for each of them the first finding of either pass here."""
+    """Run forward and backward of the micro-batches again.
+
+    Returns, for each micro-batch, the first finding of its forward and of its backward on this rank.
+    """
     watch = _Watch(state, batches)
     state.grads.zero()
     handles = watch.attach(state.stages)
@@ -85,13 +96,16 @@ def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: fl
 
 
 def _not_finite_gradients(state: TrainState) -> list[str]:
-    """In the order of the backward pass; sums over this rank's micro-batches, not yet reduced."""
+    """Names of parameters whose gradient is not finite, in the order of the backward pass.
+
+    The gradients are sums over this rank's micro-batches, before any reduction over ranks.
+    """
     grads = state.grads
     return [slot.name for slot in grads.layout.slots if not _finite(grads.flat[slot.start : slot.stop])]
 
 
 class _Watch:
-    """Hooks on every module of this rank's stages, and what they found."""
+    """Hooks on every module of this rank's stages, and the findings of these hooks."""
 
     def __init__(self, state: TrainState, batches: Sequence[MicroBatch]):
         self.forward: dict[int, Finding] = {}  # by micro-batch
@@ -99,10 +113,13 @@ class _Watch:
         self._rank = state.ctx.world.rank
         self._num_stages = state.pipeline.num_stages
         self._batches = batches
-        self._now: tuple[int, int] | None = None  # (stage, micro-batch) whose forward runs; None: a recomputation
+        # The stage and micro-batch whose forward runs. It is None while activation checkpointing recomputes a layer
+        # within a backward: the layer's tensors were looked at in the forward.
+        self._now: tuple[int, int] | None = None
         self._order = 0
 
     def attach(self, stages: Mapping[int, PipelineStage]) -> list[RemovableHandle]:
+        """Add the hooks; returns their handles."""
         handles = []
         for number, stage in stages.items():
             handles.append(stage.register_forward_pre_hook(partial(self._enter, number)))
@@ -116,7 +133,8 @@ class _Watch:
     def _enter(self, number: int, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         # The pipeline hands its stages copies of the micro-batches, which share their tensors.
         ids = inputs[1].sample_ids_b
-        self._now = number, next(i for i, batch in enumerate(self._batches) if batch.sample_ids_b is ids)
+        microbatch = next(i for i, batch in enumerate(self._batches) if batch.sample_ids_b is ids)
+        self._now = number, microbatch
 
     def _leave(self, *_: Any) -> None:
         self._now = None
@@ -140,27 +158,30 @@ class _Watch:
 
     def _look(
         self,
-        found: dict[int, Finding],
+        findings: dict[int, Finding],
         backward: bool,
         what: str,
         stage: int,
         microbatch: int,
         tensors: Sequence[Any],
     ) -> None:
+        """Add a finding to `findings` if one of `tensors` is not finite and the micro-batch has none yet."""
         self._order += 1
-        if microbatch in found or all(_finite(x) for x in tensors if isinstance(x, Tensor)):
+        if microbatch in findings or all(_finite(x) for x in tensors if isinstance(x, Tensor)):
             return
         place = self._num_stages - 1 - stage if backward else stage
         samples = tuple(self._batches[microbatch].sample_ids_b.tolist())
-        found[microbatch] = Finding(microbatch, backward, place, self._order, self._rank, what, samples)
+        findings[microbatch] = Finding(microbatch, backward, place, self._order, self._rank, what, samples)
 
 
 def _finite(x: Tensor) -> bool:
-    # Detached: what autograd saved here would confuse a recomputation, which saves nothing here.
+    # Detached, so that autograd saves nothing here: a recomputation does not run this, and must save the same tensors.
     return not x.is_floating_point() or bool(torch.isfinite(x.detach()).all())
 
 
 def _some(items: Sequence[Any], number: int) -> str:
-    """The first of `number` items."""
-    more = f" and {number - _MOST} more" if number > _MOST else ""
+    """List the first of `number` items, and how many more there are."""
+    more = ""
+    if number > _MOST:
+        more = f" and {number - _MOST} more"
     return ", ".join(map(str, items[:_MOST])) + more

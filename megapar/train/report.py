@@ -1,4 +1,4 @@
-"""What a run says before its first step."""
+"""Prints and records what a run is about to do, before its first step."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
-from megapar import comm, device
+from megapar import device
+from megapar.agreement import on_all_ranks
 from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.derive import num_microbatches
-from megapar.errors import say, storing
+from megapar.errors import StorageError, say, storing
 from megapar.files import write_json
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make
@@ -22,13 +23,16 @@ def length_of_run(config: Config) -> str:
     """Steps, tokens of a step and tokens of the whole run, in words."""
     train = config.train
     total = train.samples() * train.seq_length
-    first, last = (samples * train.seq_length for samples in (train.batch_size(0), train.global_batch_size))
-    tokens = f"{last:,}" if first == last else f"{first:,} to {last:,}"
+    first = train.batch_size(0) * train.seq_length
+    last = train.global_batch_size * train.seq_length
+    tokens = f"{last:,}"
+    if first != last:  # train.batch_ramp grows the batch
+        tokens = f"{first:,} to {last:,}"
     return f"{train.steps:,} steps of {tokens} tokens = {total:,} tokens"
 
 
 def warnings(config: Config) -> list[str]:
-    """Lines about a validated config that runs, but not well."""
+    """Warnings about a validated config that runs, but slower than it could."""
     parallel = config.parallel
     m = num_microbatches(config)
     lines = []
@@ -41,9 +45,13 @@ def warnings(config: Config) -> list[str]:
     ragged = parallel.vpp > 1 and m % parallel.pp > 0
     if parallel.pp == 1 or not (too_few or ragged):
         return lines
-    better = 4 * parallel.pp if too_few else -(-m // parallel.pp) * parallel.pp
+    if too_few:
+        better = 4 * parallel.pp
+        why = "are fewer than the pipeline's ranks"
+    else:
+        better = -(-m // parallel.pp) * parallel.pp  # rounded up to whole rounds
+        why = "do not fill the interleaved schedule's last round"
     batch = better * config.train.micro_batch_size * parallel.dp
-    why = "are fewer than the pipeline's ranks" if too_few else "do not fill the interleaved schedule's last round"
     return [
         *lines,
         f"parallel.pp={parallel.pp}, parallel.vpp={parallel.vpp}, "
@@ -54,10 +62,10 @@ def warnings(config: Config) -> list[str]:
 
 
 def idle_share(config: Config, microbatches: int) -> float:
-    """Share of all pipeline ranks' time in which they compute nothing, from the plans that would run: all stages cost
-    the same, a backward twice a forward, transfers nothing.
+    """The share of time in which the ranks of a pipeline compute nothing, simulated from the plans that would run.
 
-    Where pp divides the micro-batches m this is (pp - 1) / (vpp m + pp - 1) (arXiv 2104.04473, section 2.2).
+    All stages are taken to cost the same, a backward twice a forward, and transfers nothing. If pp divides the number m
+    of micro-batches, the share is (pp - 1) / (vpp m + pp - 1) (arXiv 2104.04473, section 2.2).
     """
     parallel = config.parallel
     orders = make(parallel.schedule, parallel.pp, parallel.vpp, microbatches)
@@ -67,19 +75,28 @@ def idle_share(config: Config, microbatches: int) -> float:
 def write_run_header(
     config: Config, ctx: ParallelContext, parameters: int, notes: Sequence[str], config_toml: str
 ) -> None:
-    """Make the run folder, write config.toml and environment.json (`provenance`, and who computes each op), print
-    what is about to run and, from `notes`, what was resumed."""
+    """Make the run folder, write config.toml and environment.json, and print what is about to run. A collective.
+
+    environment.json holds `provenance` and the implementation of each op. `notes` are lines to print about what was
+    resumed. Raises StorageError on every rank if rank 0 cannot write the folder, which exists on every rank afterwards.
+    """
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
-    if ctx.world.first:
-        run_dir = Path(config.run_dir)
-        facts = provenance(ctx.device) | {"kernels": asdict(kernels)}
+    run_dir = Path(config.run_dir)
+    environment = provenance(ctx.device) | {"kernels": asdict(kernels)}
+
+    def write_files() -> None:
+        if not ctx.world.first:
+            return
         with storing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.toml").write_text(config_toml)
-        write_json(run_dir / "environment.json", facts)
+        write_json(run_dir / "environment.json", environment)
+
+    on_all_ranks(write_files, ctx, StorageError, "run folder not written")
+    if ctx.world.first:
         parallel = config.parallel
         train = config.train
-        hardware = f"{facts['hardware']}, torch {torch.__version__}"
+        hardware = f"{environment['hardware']}, torch {torch.__version__}"
         say(f"{config.model.family}, {parameters:,} parameters, {train.precision}; {hardware}")
         say(
             f"{ctx.world.size} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}; {parallel.schedule}, "
@@ -87,9 +104,11 @@ def write_run_header(
             f"recompute {train.recompute}; ZeRO stage {config.optimizer.zero_stage}; kernels {kernels}"
         )
         say(f"{length_of_run(config)}; data {' '.join(config.data.train)}; run folder {run_dir}")
-        unseen = device.unseen_gpu() if config.launch.device == "auto" else ""
+        # A GPU that torch cannot use makes auto choose the CPU. The user should learn it before a slow run.
+        unseen = ""
+        if config.launch.device == "auto":
+            unseen = device.unseen_gpu()
         if unseen:
             say(f"trains on the CPU: {unseen}")
         for line in [*warnings(config), *notes]:
             say(line)
-    comm.barrier(ctx.world)

@@ -1,10 +1,11 @@
-"""Signals that ask a run to stop, and those that end it.
+"""Handles the signals that ask a run to stop, and those that end it.
 
-SIGTERM and SIGUSR1 (Slurm's --signal=USR1@120) ask: the run saves at the end of a step and exits with 75. A second one,
-SIGINT (Ctrl-C) and SIGHUP end at once, with 128 plus the signal's number. SIGTERM ends at once as well before the first
-step, when there is nothing to save. SIGUSR2 prints where each rank stands.
+SIGTERM and SIGUSR1 (Slurm's --signal=USR1@120) ask the run to stop: it saves at the end of a step and exits with 75. A
+second request, SIGINT (Ctrl-C) and SIGHUP end the run at once. The exit code is then 128 plus the signal's number.
+Before the first step there is nothing to save, so SIGTERM ends the run at once as well. SIGUSR2 prints the position of
+each rank.
 
-What was ignored when the program started (nohup, background jobs of a shell) stays ignored.
+A signal that was ignored when the program started (by nohup, or for a shell's background job) stays ignored.
 """
 
 import contextlib
@@ -23,21 +24,22 @@ _SAME_REQUEST_SECONDS = 1.0
 
 
 class Signals:
-    """What this process was asked by signals. Made in the main thread.
+    """The signals that this process has got. It must be made in the main thread.
 
-    Python runs a handler only when the main thread comes back to Python, which a collective may delay for minutes. So
-    each signal's number also arrives in a pipe, `reader`, for another thread to read. Whoever reads a number judges it,
-    so that each signal is judged once, in time.
+    Python runs a handler only when the main thread returns to Python. A collective may delay that for minutes. So each
+    signal's number is also written to a pipe, `reader`, which another thread reads. The thread that reads a number
+    judges it, so each signal is judged once and without delay. With `raises` the main thread's handler raises
+    Interrupted for a signal that ends the process.
     """
 
     def __init__(self, raises: bool = True):
         self.reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         os.set_blocking(self.reader, False)
-        self.armed = False  # from the first step on: a request is followed at a step's end
-        self.request = ""  # what asked first: a signal's name
-        self.ending = 0  # the signal that ends this process at once
-        self.wants_table = False
+        self.armed = False  # True from the first step on: a request is followed at the end of a step
+        self.request = ""  # the name of the first signal that asked the run to stop
+        self.ending = 0  # the number of the signal that ends this process at once; 0 for none
+        self.wants_table = False  # SIGUSR2 has asked for the position of each rank
         self._asked_at = 0.0
         self._raises = raises
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -47,8 +49,8 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # the local launcher forks its ranks with them blocked
 
     def wake(self) -> None:
-        """Wake up who reads the pipe."""
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+        """Wake up the thread that reads the pipe."""
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the reader as well
             os.write(self._writer, b"\0")
 
     def judge(self) -> None:
@@ -66,6 +68,7 @@ class Signals:
                 self._judge_request(number)
 
     def _judge_request(self, number: int) -> None:
+        """Take a signal of ASKING for a request, for the repetition of one, or for the end of the process."""
         again = self.request != "" and time.monotonic() - self._asked_at > _SAME_REQUEST_SECONDS
         if again or (number == signal.SIGTERM and not self.armed):
             self.ending = self.ending or number

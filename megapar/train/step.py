@@ -1,4 +1,4 @@
-"""One training step on one screen."""
+"""The training step, and the evaluation of one global batch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,12 @@ from megapar.precision import LossScale
 
 @dataclass
 class TrainState:
-    """Everything that a step changes or uses, and what its checkpoints say of it.
+    """Everything that a step uses or changes, and what its checkpoints record.
 
-    `step` counts completed steps, including those whose update was skipped after an fp16 overflow; `consumed_samples`
-    counts the samples in them.
-    `lineage` lists the starts that led here, each with the step that it went on from; `data` says what the samples
-    depend on (`megapar.train.data.identity`).
+    `stages` are this rank's stages by global stage number. `step` counts completed steps, including those whose update
+    was skipped after an fp16 overflow. `consumed_samples` counts the samples of these steps. `lineage` lists the starts
+    of the run that led here, each with the step that it started from. `data` is what the samples depend on
+    (`megapar.train.data.identity`).
     """
 
     config: Config
@@ -48,14 +48,17 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step found, the same on every rank. `grad_norm` is taken before clipping; `tokens` are the target
-    tokens; `stop`: some rank was asked to end the run."""
+    """The result of a step, the same on every rank.
+
+    `loss` is the mean in nats per target token. `grad_norm` is taken before clipping. `tokens` is the number of target
+    tokens. `stop` is True if some rank was asked to end the run.
+    """
 
     loss: float
     grad_norm: float
     lr: float
     tokens: float
-    loss_scale: LossScale  # that the step used
+    loss_scale: LossScale  # the one that the step used
     stop: bool = False
 
     @property
@@ -64,22 +67,25 @@ class StepResult:
 
     @property
     def overflowed(self) -> bool:
-        """A gradient left fp16's range though the loss did not: a smaller loss scale mends it."""
+        """Whether the gradients overflowed fp16 while the loss is finite. A smaller loss scale avoids that."""
         scale = self.loss_scale
         return math.isfinite(self.loss) and not self.finite and scale.dynamic and scale.scale > 1.0
 
 
 def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor:
-    """Sum of loss weights over all samples of the step on all ranks, at least 1, fp32: the only divisor, applied
-    once."""
+    """Sum the loss weights of all samples of the step over all replicas; returns a 0-d fp32 tensor, at least 1.
+
+    A step's loss and gradients are divided by it once, and by nothing else.
+    """
     tokens = torch.zeros((), device=ctx.device)
-    if batches:  # else another replica has all of the step's micro-batches
+    if batches:  # a replica has none if the step has fewer micro-batches than replicas
         tokens = torch.stack([batch.weights_bs.sum() for batch in batches]).sum().to(ctx.device)
+    # Samples without any target would give 0 / 0.
     return comm.all_reduce(tokens, ctx.grad).clamp_(min=1.0)
 
 
 def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext) -> Tensor:
-    """The step's loss over all its tokens, on every rank; only last stages have sums."""
+    """The step's loss over all its tokens, 0-d, on every rank. `loss_sums` is empty on ranks without the last stage."""
     total = torch.stack(list(loss_sums)).sum() if loss_sums else torch.zeros((), device=ctx.device)
     return comm.all_reduce(comm.all_reduce(total, ctx.grad), ctx.pp) / tokens
 
@@ -87,10 +93,10 @@ def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext)
 def train_step(
     state: TrainState, batches: Sequence[MicroBatch], trace: list[Event] | None = None, *, asked_to_stop: bool = False
 ) -> StepResult:
-    """Forward and backward over this rank's micro-batches, then one AdamW update if loss and norm are finite.
+    """Run forward and backward over this rank's micro-batches, then one AdamW update if loss and norm are finite.
 
-    `trace` collects when each forward and backward ran. `asked_to_stop` on any rank is `stop` in the result on every
-    rank. That costs no message: it goes with the gradient norm.
+    `trace` collects the time of each forward and backward. If `asked_to_stop` is True on any rank, `stop` of the result
+    is True on every rank.
     """
     ctx = state.ctx
     options = state.config.optimizer
@@ -98,9 +104,11 @@ def train_step(
     ctx.flight.enter("forward")
     tokens = count_targets(batches, ctx)
     state.grads.zero()
+    # The divisor is known before the first backward, so no gradient needs to be rescaled after it was summed.
     loss_sums = state.pipeline.step(batches, scale / tokens, state.grads.begin, trace)
     ctx.flight.enter("reduce")
     state.grads.finish()
+    # The votes travel with the gradient norm, so that agreeing to stop costs no message of its own.
     votes = torch.full((), float(asked_to_stop), device=ctx.device)
     norm = grad_norm(state.grads, ctx, votes) / scale
     lr = learning_rate(state.step, options, state.config.train.steps)
@@ -108,8 +116,11 @@ def train_step(
     stop = votes.item() > 0
     result = StepResult(loss.item(), norm.item(), lr, tokens.item(), replace(state.loss_scale), stop)
     ctx.flight.enter("optimizer")
+    # Loss and norm are the same on every rank, so all ranks take the same branch.
     if result.finite:
+        # The gradients are still multiplied by the loss scale: the update divides them along with clipping.
         state.optimizer.step(lr, clip_coefficient(norm, options.clip_grad) / scale)
+    # Any other step that is not finite ends the run: the state stays that of the step before.
     if result.finite or result.overflowed:
         state.loss_scale.update(result.finite)
         state.step += 1
@@ -118,7 +129,10 @@ def train_step(
 
 
 def evaluate(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, float]:
-    """(loss sum, target tokens) over all ranks of one global batch of validation samples, without dropout."""
+    """Evaluate one global batch without dropout; returns the loss sum and the number of target tokens over all ranks.
+
+    `batches` are this rank's micro-batches.
+    """
     for stage in state.stages.values():
         stage.eval()
     tokens = count_targets(batches, state.ctx)

@@ -1,4 +1,7 @@
-"""Which parameters a run trains. The others are frozen: no gradient, no optimizer state, saved like any other."""
+"""Selects the parameters that a run trains. The others are frozen.
+
+A frozen parameter has no gradient and no optimizer state. Checkpoints hold it like any other.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,17 +17,20 @@ from megapar.params import spec_of
 
 @dataclass(frozen=True)
 class Frozen:
-    """What `freeze` found on a rank: patterns that matched, fused parameters of which they name a part, and elements
-    that this rank owns, trained and in all."""
+    """The result of `freeze` on one rank."""
 
     used: list[str]
+    """Patterns that matched a parameter."""
     torn: list[str]
+    """Names of fused parameters of which the patterns match only a part."""
     trained: int
+    """Elements of trained parameters that this rank owns."""
     total: int
+    """Elements of all parameters that this rank owns."""
 
 
 def freeze(modules: Iterable[nn.Module], patterns: Sequence[str]) -> Frozen:
-    """Freeze each parameter of `modules` whose name matches none of `patterns`; without patterns none.
+    """Freeze each parameter of `modules` whose name matches none of `patterns`. Without patterns nothing is frozen.
 
     Patterns are those of a shell, such as `layers.1?.mlp.*`.
     """
@@ -32,39 +38,44 @@ def freeze(modules: Iterable[nn.Module], patterns: Sequence[str]) -> Frozen:
     torn: list[str] = []
     trained = 0
     total = 0
+    # By id, because two stages of a rank may share a tied embedding.
     for param in {id(param): param for module in modules for param in module.parameters()}.values():
         spec = spec_of(param)
         matching = [[p for p in patterns if fnmatchcase(piece.name, p)] for piece in spec.pieces]
-        used.update(pattern for found in matching for pattern in found)
+        for names in matching:
+            used.update(names)
+        # A fused parameter has one gradient, so it is trained only if the patterns match all of its pieces.
         is_trained = not patterns or all(matching)
         if any(matching) and not is_trained:
             torn.append(spec.name)
         param.requires_grad_(is_trained)
         owned = sum(last - first for first, last in spec.owned_ranges())
         total += owned
-        trained += owned if is_trained else 0
+        if is_trained:
+            trained += owned
     return Frozen(sorted(used), torn, trained, total)
 
 
 def freeze_others(modules: Iterable[nn.Module], patterns: Sequence[str], ctx: ParallelContext) -> list[str]:
-    """`freeze` on all ranks (train.trainable); returns what to tell the user. A collective over `ctx.world`.
+    """Freeze parameters on all ranks by the patterns of train.trainable; returns lines for the user. A collective.
 
-    Raises ConfigError on every rank if a pattern matches no parameter of the model, or a part of a fused one, such as a
-    layer's keys without its queries.
+    Raises ConfigError on every rank if a pattern matches no parameter of the model, or only a part of a fused one, such
+    as a layer's keys without its queries.
     """
     if not patterns:
         return []
-    everywhere = [
-        Frozen(**found) for found in comm.gather_json(asdict(freeze(modules, patterns)), ctx.world, ctx.device)
-    ]
+    # All ranks, because a pattern may match only parameters of another pipeline stage.
+    gathered = comm.gather_json(asdict(freeze(modules, patterns)), ctx.world, ctx.device)
+    everywhere = [Frozen(**fields) for fields in gathered]
     _refuse(patterns, everywhere)
-    # Replicas hold the same parameters.
+    # Replicas own the same elements, so the sum counts each element once for each replica.
     trained = sum(rank.trained for rank in everywhere) // ctx.grad.size
     total = sum(rank.total for rank in everywhere) // ctx.grad.size
     return [f"trains {trained:,} of {total:,} parameters: {' '.join(patterns)}; the others are frozen"]
 
 
 def _refuse(patterns: Sequence[str], everywhere: Sequence[Frozen]) -> None:
+    """Raise ConfigError for an unused pattern or a torn parameter."""
     used = {pattern for rank in everywhere for pattern in rank.used}
     unused = [pattern for pattern in patterns if pattern not in used]
     torn = sorted({name for rank in everywhere for name in rank.torn})

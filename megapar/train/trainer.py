@@ -1,4 +1,4 @@
-"""Puts the engines together around a model and runs the steps."""
+"""The trainer: builds a training state around a model, and runs its steps."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +32,10 @@ from megapar.train.trainable import freeze_others
 
 
 def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineStage]) -> TrainState:
-    """Runtime, flat weights and gradients, and optimizer around this rank's `stages` (global number to module), at
-    step 0.
+    """Build the training state at step 0: pipeline runtime, flat weights and gradients, and optimizer.
 
-    The optimizer's main weights start from the stages' weights: initialize those before.
+    `stages` are this rank's stages by global stage number. Initialize their weights before this call: the optimizer's
+    main weights are copied from them.
     """
     options = config.optimizer
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
@@ -55,7 +55,7 @@ def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, Pipeline
 
 
 def bucket_elements(bucket_mb: float) -> int:
-    """The fp32 gradients in `bucket_mb` MiB. Raises ValueError if there are none."""
+    """How many fp32 gradients `bucket_mb` MiB hold. Raises ValueError if that is none."""
     elements = int(bucket_mb * 2**20 / 4)
     if elements < 1:
         raise ValueError(f"bucket_mb is {bucket_mb}: validate() fills in the 0 of optimizer.bucket_mb")
@@ -64,15 +64,18 @@ def bucket_elements(bucket_mb: float) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run needs besides its state. `flops_per_token` is that of forward and backward, for MFU;
-    `asked_to_stop` says what asks this rank to end the run, "" as long as nothing does."""
+    """A training run: its state, its data and its folder.
+
+    `flops_per_token` counts forward and backward, for MFU. `asked_to_stop` returns what asks this rank to end the run,
+    and "" as long as nothing does.
+    """
 
     state: TrainState
     train_data: Delivery
     validation_sets: Mapping[str, Loader]
     run_dir: Path
     flops_per_token: int
-    asked_to_stop: Callable[[], str] = str
+    asked_to_stop: Callable[[], str] = str  # str() is ""
 
 
 def start(
@@ -81,10 +84,11 @@ def start(
     stages: Mapping[int, PipelineStage],
     data: Mapping[str, Any] | None = None,
 ) -> tuple[TrainState, list[str]]:
-    """A state at step 0, or where `checkpoint.resume` says, and lines that tell what was resumed.
+    """Build the state at step 0 or at the checkpoint that `checkpoint.resume` names; returns it and lines for the user.
 
-    `data` is the `identity` of the data that the run reads, which a checkpoint's must equal.
+    `data` is the `identity` of the data that the run reads. That of the checkpoint must be equal.
     """
+    # In this order: the optimizer copies the initialized weights, and makes state for trained parameters alone.
     initialize(stages.values(), config.train.seed)
     notes = freeze_others(stages.values(), config.train.trainable, ctx)
     state = assemble(config, ctx, stages)
@@ -98,22 +102,25 @@ def start(
 
 
 def _numbers_of_microbatches(state: TrainState) -> list[int]:
-    """Of all steps that follow; they differ where the global batch grows (train.batch_ramp)."""
+    """How many micro-batches this rank runs in a step, for each size of the global batch that follows.
+
+    The sizes differ if train.batch_ramp grows the global batch.
+    """
     train = state.config.train
     first = train.batch_size(state.consumed_samples)
     last = train.global_batch_size
     sizes = range(first, last, train.batch_ramp[1]) if train.batch_ramp else ()
     dp = state.ctx.dp
+    # Replica r runs the micro-batches r, r + dp, ...: the first replicas have one more if dp does not divide them.
     return [len(range(dp.rank, size // train.micro_batch_size, dp.size)) for size in (*sizes, last)]
 
 
 def train(run: Run) -> str:
-    """Train to `train.steps`, reporting, evaluating and saving on the way; returns why it stopped before, or "".
+    """Train to `train.steps`; report, evaluate and save on the way. Returns why the run stopped before, or "".
 
-    A run that is asked to stop saves at the end of the step that all ranks agree on.
-
-    Raises NumericError at the first step whose loss or gradient norm is not finite, before its update; an fp16 overflow
-    costs a step's update alone, unless the loss scale is 1 already.
+    A run that is asked to stop saves at the end of the step that all ranks agree on. Raises NumericError at the first
+    step whose loss or gradient norm is not finite, before its update. After an fp16 overflow only the step's update is
+    skipped, unless the loss scale is 1 already.
     """
     state = run.state
     options = run.state.config
@@ -134,12 +141,15 @@ def train(run: Run) -> str:
         while state.step < steps and not stop:
             flight.step = state.step + 1
             flight.enter("data")
-            trace: list[Event] | None = [] if options.log.timeline and state.step == steps - 1 else None
+            trace: list[Event] | None = None
+            if options.log.timeline and state.step == steps - 1:
+                trace = []
             meter.start()
             batches = meter.waited(data.next_step)
             batches = _on_device(batches, ctx)
             asked = run.asked_to_stop() != ""
             result = train_step(state, batches, trace, asked_to_stop=asked)
+            # A failed step leaves state.step as it was, and its line still has a number of its own.
             failed = not result.finite and not result.overflowed
             reporter.step(meter.stop(result, state.step + failed, state.consumed_samples))
             if not result.finite:
@@ -154,7 +164,11 @@ def train(run: Run) -> str:
                 flight.enter("evaluate")
                 report_validation(state, run.validation_sets, reporter, last)
             flight.enter("save")
-            saved = saver.save(state, ready=reporter.flush) if saver.due(state.step, last) or (stop and saves) else []
+            saved: list[Path] = []
+            if saver.due(state.step, last) or (stop and saves):
+                # The lines of the steps before a checkpoint must be on disk when it gets its name: a resumed run goes
+                # on behind them.
+                saved = saver.save(state, ready=reporter.flush)
             for path in [*saved, *saver.completed(wait=last or stop)]:
                 flight.checkpoint(step_of(path))
                 reporter.say(f"step {state.step}/{steps} | saved {path}")
@@ -162,7 +176,7 @@ def train(run: Run) -> str:
 
 
 def _why_stopped(run: Run, saves: bool) -> str:
-    """What asked the run to stop, where it did, and what there is to go on from. A collective."""
+    """What asked the run to stop, after which step it stopped, and whether it saved. A collective."""
     reasons = comm.gather_json(run.asked_to_stop(), run.state.ctx.world, run.state.ctx.device)
     reason = next(reason for reason in reasons if reason)
     if not saves:
@@ -171,7 +185,7 @@ def _why_stopped(run: Run, saves: bool) -> str:
 
 
 def _reporter(run: Run) -> Reporter:
-    """What rank 0 reports with; it may take long to open a file of millions of lines. A collective."""
+    """The run's reporter. A collective: rank 0 may take long to open a file of millions of lines."""
     state = run.state
     options = run.state.config
     first = state.ctx.world.first
@@ -187,7 +201,7 @@ def _reporter(run: Run) -> Reporter:
 def _explain_not_finite(
     state: TrainState, batches: Sequence[MicroBatch], result: StepResult, reporter: Reporter
 ) -> None:
-    """Say which gradients left fp16's range, or raise NumericError if a smaller loss scale cannot mend it."""
+    """Report the gradients that overflowed fp16. Raises NumericError if a smaller loss scale would not avoid it."""
     if not result.overflowed:
         cause = not_finite.explain(state, batches, result)
         raise NumericError(
@@ -197,8 +211,10 @@ def _explain_not_finite(
         )
     here = [-state.ctx.pp.rank, state.grads.not_finite()]  # the last stage's backward runs first
     everywhere = comm.gather_json(here, state.ctx.world, state.ctx.device)
-    names = [name for _, names in sorted(everywhere) for name in names]
-    first = ", ".join(list(dict.fromkeys(names))[:3]) or "none"
+    names: dict[str, None] = {}  # as an ordered set: replicas and tensor ranks name the same parameters
+    for _, names_of_rank in sorted(everywhere):
+        names |= dict.fromkeys(names_of_rank)
+    first = ", ".join(list(names)[:3]) or "none"
     reporter.say(
         f"step {state.step}: no update, gradients overflowed fp16 (first in the backward pass: {first}); "
         f"loss scale {result.loss_scale.scale:,.0f} -> {state.loss_scale.scale:,.0f}"
@@ -206,18 +222,26 @@ def _explain_not_finite(
 
 
 def write_timeline(trace: Sequence[Event], ctx: ParallelContext, run_dir: Path) -> None:
-    """Gather the events of the first replica's pipeline into run_dir/timeline.json. Clocks of other machines differ."""
+    """Write the events of the first replica's pipeline to run_dir/timeline.json. A collective over `ctx.pp`.
+
+    Ranks on other machines have other clocks, which are not aligned.
+    """
     rows = comm.gather_json([[e.rank, *e.action, e.start, e.end] for e in trace], ctx.pp, ctx.device)
     if ctx.world.first:
-        with storing(path := run_dir / "timeline.json"):
+        path = run_dir / "timeline.json"
+        with storing(path):
             path.write_text(json.dumps([event for row in rows for event in row]))
 
 
 def report_validation(state: TrainState, sets: Mapping[str, Loader], reporter: Reporter, last: bool) -> None:
-    """Report the mean loss on each set: as validation_loss if there is one, else with its name behind it, and as
-    test_loss on the set for after the last step."""
+    """Report the mean loss on each validation set, and after the last step on the test set.
+
+    The key in metrics.jsonl is `validation_loss`, or `validation_loss/NAME` if there are several sets, and `test_loss`.
+    """
     validation = [name for name in sets if name != TEST]
-    keys = {name: "validation_loss" if len(validation) == 1 else f"validation_loss/{name}" for name in validation}
+    keys = {name: f"validation_loss/{name}" for name in validation}
+    if len(validation) == 1:
+        keys = {validation[0]: "validation_loss"}
     if last and TEST in sets:
         keys[TEST] = "test_loss"
     losses = {key: mean_validation_loss(state, sets[name]) for name, key in keys.items()}
@@ -228,8 +252,10 @@ def report_validation(state: TrainState, sets: Mapping[str, Loader], reporter: R
 
 
 def mean_validation_loss(state: TrainState, data: Loader) -> float:
-    """Mean loss in nats per target token over the first `train.eval_samples` validation samples, always the same ones,
-    in whole global batches and none of them twice."""
+    """The mean loss over the first `train.eval_samples` samples, in nats per target token.
+
+    These are the same samples at each call. They are read in whole global batches, and none of them twice.
+    """
     size = data.batch_size(0)
     batches = min(-(-state.config.train.eval_samples // size), len(data.samples) // size)
     sums = [evaluate(state, _on_device(data.step_after(i * size), state.ctx)) for i in range(batches)]

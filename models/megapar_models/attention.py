@@ -1,4 +1,4 @@
-"""Grouped-query attention (Ainslie et al., arXiv 2305.13245) cut over tp by query heads.
+"""Grouped-query attention (Ainslie et al., arXiv 2305.13245), split over tp by query heads.
 
 Shapes: s sequence, b micro-batch, h hidden, n this rank's heads, d width of a head, c this rank's columns of q, k and v
 together: (query heads + 2 key/value heads) d.
@@ -24,9 +24,10 @@ from megapar_models.stage import Blueprint, DropoutSite, ForwardContext, dropout
 class Heads:
     """The query heads [q_start, q_stop) of a rank and the key/value heads [kv_start, kv_stop) that they read.
 
-    Ranks may share key/value heads (fewer of them than tp, or groups that straddle ranks): the first rank that holds
-    one owns it. `kv_index` is the local key/value head of each local query head, None where they are dealt in equal
-    runs.
+    Ranks share key/value heads if there are fewer of them than tp, or if the query heads of one lie on two ranks. The
+    first rank that holds a key/value head owns it: [kv_own_start, kv_stop) are this rank's own. `shared` is the same on
+    every rank: whether any two ranks share a head. `kv_index` is the local key/value head of each local query head. It
+    is None if each local key/value head serves the same number of consecutive query heads.
     """
 
     q_start: int
@@ -39,17 +40,19 @@ class Heads:
 
 
 def _kv_range(rank: int, per_rank: int, group: int) -> tuple[int, int]:
+    """The key/value heads [start, stop) of a rank with `per_rank` query heads, `group` query heads to one of them."""
     return rank * per_rank // group, ((rank + 1) * per_rank - 1) // group + 1
 
 
 def deal_heads(num_heads: int, num_kv_heads: int, tp: Axis) -> Heads:
-    """Heads of this rank. `num_heads` divides by tp and by `num_kv_heads`."""
+    """Deal the heads to tp ranks; returns this rank's. `num_heads` must be a multiple of tp and of `num_kv_heads`."""
     per_rank = num_heads // tp.size
     group = num_heads // num_kv_heads
     ranges = [_kv_range(rank, per_rank, group) for rank in range(tp.size)]
     start, stop = ranges[tp.rank]
     previous_stop = ranges[tp.rank - 1][1] if tp.rank else 0
     index = tuple(q // group - start for q in range(tp.rank * per_rank, (tp.rank + 1) * per_rank))
+    # SDPA's enable_gqa takes equal runs only. Everything else needs the index.
     run = per_rank // (stop - start)
     equal_runs = index == tuple(i // run for i in range(per_rank)) and per_rank % (stop - start) == 0
     shared = sum(b - a for a, b in ranges) > num_kv_heads
@@ -65,7 +68,10 @@ def deal_heads(num_heads: int, num_kv_heads: int, tp: Axis) -> Heads:
 
 
 class Attention(nn.Module):
-    """Causal self-attention of one layer: fused q/k/v projection, optional q/k norm and rotation, output projection."""
+    """Causal self-attention of layer `number`.
+
+    It has a fused q/k/v projection, an optional norm of q and k, an optional rotation, and an output projection.
+    """
 
     def __init__(self, number: int, blueprint: Blueprint, *, qkv_bias: bool, out_bias: bool):
         super().__init__()
@@ -78,10 +84,10 @@ class Attention(nn.Module):
         d = model.head_dim
         width = model.num_attention_heads * model.head_dim
         columns = [Columns.even(f"{name}.q", width, sharding.tp)]
-        for kind in ("k", "v"):
+        for letter in ("k", "v"):
             columns.append(
                 Columns(
-                    f"{name}.{kind}",
+                    f"{name}.{letter}",
                     size=model.num_key_value_heads * d,
                     start=heads.kv_start * d,
                     stop=heads.kv_stop * d,
@@ -94,22 +100,24 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(
             f"{name}.o", width, model.hidden_size, sharding, init=blueprint.output_init, bias=out_bias
         )
-        # Made here: in the forward pass it would be copied to the GPU each time, and wait for all queued work.
+        # Made here: in the forward pass each copy to the GPU would wait for all queued work.
         self.kv_index = None
         if heads.kv_index is not None:
             self.kv_index = torch.tensor(heads.kv_index, device=sharding.device)
         self.q_norm = self.k_norm = None
         if model.qk_norm:
-            # One weight for all heads, of which each rank sees its own: the gradient is a partial sum in any case.
+            # One weight serves all heads, and each rank has only some heads. So each rank's gradient is a partial sum,
+            # with or without sequence parallelism.
             self.q_norm = norm_weight(f"{name}.q_norm.weight", d, sharding, partial=True)
             self.k_norm = norm_weight(f"{name}.k_norm.weight", d, sharding, partial=True)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        """[s or s/tp, b, h] to the same shape."""
+        """Map [s or s/tp, b, h] to the same shape. s/tp is the length under sequence parallelism."""
         qkv_sbc = self.qkv(x_sbh)
         return self.out(recompute.run(self.blueprint.recompute.attention(), self._core, qkv_sbc, context))
 
     def _core(self, qkv_sbc: Tensor, context: ForwardContext) -> Tensor:
+        """The attention between the projections: [s, b, c] to [s, b, n * d]. Selective recomputation repeats it."""
         model = self.blueprint.model
         kernels = self.blueprint.kernels
         d = model.head_dim
@@ -129,6 +137,7 @@ class Attention(nn.Module):
             if context.batch.starts is None:
                 return causal_attention(q, k, v, kernels.attention)
             return packed_causal_attention(q, k, v, context.batch.starts)
+        # The explicit scores of attention with dropout need a key/value head for each query head.
         queries_per_kv_head = q_heads // k.shape[2]
         k = k.repeat_interleave(queries_per_kv_head, 2)
         v = v.repeat_interleave(queries_per_kv_head, 2)
@@ -139,7 +148,10 @@ class Attention(nn.Module):
         return causal_attention_dropout(q, k, v, keep, model.attention_dropout, documents, kernels.softmax)
 
     def _keep(self, length: int, context: ForwardContext) -> Tensor:
-        """Dropout mask [b, n, s, s], keyed by sample, global head and query position."""
+        """The dropout mask, bool [b, n, s, s], keyed by sample, global head and query position.
+
+        None of these depends on the layout, so the mask does not either.
+        """
         device = context.batch.sample_ids_b.device
         head = torch.arange(self.heads.q_start, self.heads.q_stop, device=device)[None, :, None]
         position = context.batch.positions_s[None, None, :]

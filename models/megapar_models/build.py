@@ -1,4 +1,4 @@
-"""From a configuration to this rank's pipeline stages, and to the model's size and FLOPs by its ParamSpecs."""
+"""Builds this rank's pipeline stages from a configuration, and counts a model's parameters and FLOPs."""
 
 import torch
 
@@ -17,8 +17,11 @@ from megapar_models.stage import Blueprint, Stage
 
 
 def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
-    """This rank's stages by global stage number, on the context's device, uninitialized. The schedule says where each
-    stage lives. `config` is validated; a context on the meta device gives shapes alone."""
+    """Build this rank's stages on the context's device, uninitialized; returns them by global stage number.
+
+    The schedule decides which rank has which stage. `config` must be validated. With a context on the meta device the
+    stages have shapes and no memory.
+    """
     model = config.model
     first_rank, last_rank = embedding_ranks(config.parallel)
     kernels = choose_kernels(config.kernels.backend, ctx.device)
@@ -45,6 +48,8 @@ def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
     for number, rank in enumerate(placement(config.parallel.schedule, ctx.pp.size, config.parallel.vpp)):
         if rank != ctx.pp.rank:
             continue
+        # If one rank has the first and the last stage, both use one parameter for the tied embedding. Otherwise the
+        # last stage makes a copy, and the axis `tied` of the blueprint sums the gradients of both.
         tied = None
         if model.tie_word_embeddings and first_rank == last_rank and 0 < number == len(layers) - 1:
             tied = stages[0].embedding_weight()
@@ -55,9 +60,9 @@ def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
 
 
 def stage_layers(config: Config) -> list[range]:
-    """Layers of each of the pp * vpp stages: as `parallel.partition` says, or balanced by cost.
+    """The layers of each of the pp * vpp stages: those of `parallel.partition`, or a split that balances the cost.
 
-    Cost is FLOPs per token; norm, head and loss count on the last stage, the embedding's lookup is nearly free.
+    The cost is in FLOPs per token. Head and loss count on the last stage. The embedding's lookup is nearly free.
     """
     model = config.model
     parallel = config.parallel
@@ -72,7 +77,8 @@ def stage_layers(config: Config) -> list[range]:
 
 
 def logical_tensors(model: ModelConfig) -> dict[str, Piece]:
-    """Every logical tensor of the model by name, a tied embedding once."""
+    """Every logical tensor of the model by name. A tied embedding is listed once."""
+    # Built on the meta device, so that no count of parameters is written down a second time.
     alone = single()
     sharding = Sharding(alone.tp, alone.grad, False, torch.float32, torch.device("meta"))
     blueprint = Blueprint(model, sharding, Recompute(), seed=0)
@@ -81,19 +87,23 @@ def logical_tensors(model: ModelConfig) -> dict[str, Piece]:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the whole model: the true vocabulary, tied embeddings once."""
+    """The number of parameters of the whole model, without padding of the vocabulary. A tied embedding counts once."""
     return sum(torch.Size(piece.shape).numel() for piece in logical_tensors(model).values())
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> int:
-    """FLOPs of forward and backward for one token: 6 for each weight of a matrix multiplication (the head's included,
-    the lookup not) and 6 * s * heads * head_dim a layer for causal attention, whose s^2 scores count half. As
-    Megatron-LM counts them: attention over the whole sample, also where data.documents apart computes less."""
+    """The FLOPs of forward and backward for one token.
+
+    Each weight of a matrix product counts 6: those of the head do, those of the embedding's lookup do not. Causal
+    attention counts 6 * s * heads * head_dim for each layer, because half of its s^2 scores are computed. As in
+    Megatron-LM, attention counts over the whole sample, also if data.documents=apart computes less.
+    """
     matrices = sum(
         torch.Size(piece.shape).numel()
         for name, piece in logical_tensors(model).items()
         if len(piece.shape) == 2 and name not in ("embedding.weight", "positions.weight", "head.weight")
     )
+    # Added by hand: a tied head is listed as the embedding, which is left out above.
     head = model.vocab_size * model.hidden_size
     scores = seq_length * model.num_attention_heads * model.head_dim * model.num_hidden_layers
     return 6 * (matrices + head + scores)

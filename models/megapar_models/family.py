@@ -1,4 +1,4 @@
-"""What a model family is: its modules, the options that it reads, and its names in other frameworks."""
+"""Describes a model family: its modules, the options that it reads, and its names in other frameworks."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from megapar.config import ModelConfig
 from megapar.model_rules import ModelRules
 from megapar_models.stage import Stage
 
-Raw = Mapping[str, Any]  # a config.json
+Raw = Mapping[str, Any]  # the content of a config.json
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class ModelType:
     """One `model_type` of Hugging Face's config.json."""
 
     defaults: Raw
-    """What an absent field means to transformers. Sizes that are not here must be there."""
+    """Values that transformers takes for absent fields. A size without a default here must be in the file."""
     fixed: Raw
-    """Fields that must have this value where they stand: with another, other things are computed."""
+    """Fields that, if present, must have this value. With another value the model computes something else."""
 
 
 def _no_lines(*_: Any) -> list[str]:
@@ -31,34 +31,34 @@ def _nothing_further(_: Raw, __: str) -> tuple[dict[str, Any], list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace:
-    """A family's names at Hugging Face, and which config.json files it can represent."""
+    """A family's names at Hugging Face, and the config.json files that it can represent."""
 
     model_types: Mapping[str, ModelType]
     modules: dict[str, str]
-    """Our modules to theirs; * is the layer's number. Several of ours may have one of theirs, which stacks them."""
+    """From our modules to theirs; * is the layer's number. One of theirs may stack the weights of several of ours."""
     fields: Mapping[str, str]
-    """Their fields of config.json to our options."""
+    """From their fields of config.json to our options."""
     activations: Mapping[str, str]
-    """Their names of activations to ours."""
+    """From their names of activations to ours."""
     tied: Mapping[str, str]
-    """Tensors that a file of a tied model may hold besides, each with the one that it equals."""
+    """Redundant tensors that a file of a tied model may hold, each with the tensor that it must equal."""
     transposed: Collection[str] = ()
     """Their modules whose weights are [in, out]."""
     base_prefix: str = ""
-    """What the names of a model without its head lack."""
+    """The prefix that is missing from tensor names if a model was saved without its head."""
     write: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]]
-    """config.json of a validated model and the `fields` of it. Raises ConfigError if no model_type is it."""
+    """Make the config.json of a validated model from its `fields`. Raises ConfigError if no model_type fits."""
     read: Callable[[Raw, str], tuple[dict[str, Any], list[str]]] = _nothing_further
-    """Of a config.json and its model_type: values of further options of ours, and problems."""
+    """From a config.json and its model_type: values of our options that `fields` does not list, and problems."""
     judge: Callable[[Raw, str], Iterable[str]] = _no_lines
-    """Further problems of a config.json whose fields are all there and understood."""
+    """Further problems of a config.json. It is called only if all fields are present and understood."""
     told: Callable[[Raw], list[str]] = _no_lines
-    """What of a config.json has no option of ours and does not matter to what the model computes."""
+    """Warnings about fields of a config.json that have no option here and do not change what the model computes."""
 
 
 @dataclass(frozen=True)
 class Megatron:
-    """The args of Megatron-LM that make its GPT model this family."""
+    """The arguments of Megatron-LM with which its GPT model is this family."""
 
     swiglu: bool
     normalization: str
@@ -68,8 +68,10 @@ class Megatron:
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ModelRules):
-    """All that the project knows of a model family. One outside this tree needs no more than `stage`, and names in
-    other frameworks only to be converted."""
+    """All that the project knows of a model family.
+
+    A family outside this repository needs only `stage`. It needs names in other frameworks only for conversions.
+    """
 
     stage: type[Stage]
     hugging_face: HuggingFace | None = None
@@ -77,15 +79,22 @@ class Family(ModelRules):
 
 
 def wrong_types(values: Mapping[str, Any], section: type) -> Iterator[str]:
-    """A problem for each of `values` that is not what `section`, a dataclass of options, has under its name."""
-    for name, kind in get_type_hints(section).items():
-        value = values.get(name)
-        allowed = (int, float) if kind is float else kind if kind in (int, bool) else object
-        if name in values and (not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool)):
-            yield f"{name}={value!r} should be {kind.__name__}"
+    """Yield a problem for each of `values` whose type is not that of its field in the dataclass `section`."""
+    for name, expected in get_type_hints(section).items():
+        if name not in values:
+            continue
+        value = values[name]
+        allowed: Any = object
+        if expected is float:
+            allowed = (int, float)  # JSON may spell a float as a whole number
+        elif expected in (int, bool):
+            allowed = expected
+        # In Python a bool is an int as well, so it must be told apart.
+        if not isinstance(value, allowed) or isinstance(value, bool) != (expected is bool):
+            yield f"{name}={value!r} should be {expected.__name__}"
 
 
 def typed(values: Mapping[str, Any], section: type) -> dict[str, Any]:
-    """JSON's whole numbers as floats where options are floats."""
+    """Convert JSON's whole numbers to floats for the options of `section` that are floats."""
     types = get_type_hints(section)
     return {name: float(value) if types[name] is float else value for name, value in values.items()}

@@ -1,5 +1,8 @@
-"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm before each block, GELU, biases everywhere, dropout, tied
-embeddings by option."""
+"""GPT-2 (Radford et al., 2019).
+
+It has learned positions, LayerNorm before each block, GELU, biases in all linear layers, and dropout. An option ties
+the embeddings.
+"""
 
 import torch.nn.functional as F
 from megapar_kernels.activations import bias_gelu, gelu, relu_squared
@@ -21,7 +24,7 @@ from megapar_models.stage import Blueprint, DropoutSite, ForwardContext, Stage, 
 
 
 class LayerNorm(nn.Module):
-    """Over the hidden dimension, with weight and bias."""
+    """LayerNorm over the hidden dimension, with weight and bias."""
 
     def __init__(self, name: str, blueprint: Blueprint):
         super().__init__()
@@ -36,12 +39,12 @@ class LayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps, self.impl)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, sum) of x and the residual stream."""
+        """Add x to the residual stream; returns (norm of the sum, sum)."""
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.impl)
 
 
 class GPTMLP(nn.Module):
-    """down(act(up x)), up cut by columns, down by rows."""
+    """down(act(up x)). Tensor parallelism splits up by columns and down by rows."""
 
     def __init__(self, number: int, blueprint: Blueprint):
         super().__init__()
@@ -61,6 +64,7 @@ class GPTMLP(nn.Module):
             return self.down(relu_squared(self.up(x_sbh), self.impl))
         if self.impl == "torch" or self.up.bias is None:
             return self.down(gelu(self.up(x_sbh)))
+        # The kernel adds the bias itself, which saves a pass over the activations.
         return self.down(bias_gelu(self.up.product(x_sbh), self.up.bias, self.impl))
 
 
@@ -83,6 +87,7 @@ class GPTLayer(nn.Module):
             x_sbh = self._add(y_sbh, x_sbh, context, DropoutSite.ATTENTION_OUTPUT)
             normed = self.mlp_norm(x_sbh)
         else:
+            # Without dropout one kernel adds and normalizes, as in Llama.
             normed, x_sbh = self.mlp_norm.add(y_sbh, x_sbh)
         return self._add(self.mlp(normed), x_sbh, context, DropoutSite.MLP_OUTPUT)
 
@@ -98,7 +103,7 @@ class GPTLayer(nn.Module):
 
 
 class GPTStage(Stage):
-    """A run of GPT-2 layers; the first stage also holds the position table, learned and added to the embedding."""
+    """Consecutive GPT-2 layers. The first stage also has the table of learned positions."""
 
     sizes_of_weights = ("model.max_position_embeddings",)
 
@@ -110,6 +115,8 @@ class GPTStage(Stage):
         if first:
             sharding = blueprint.sharding
             shape = (blueprint.model.max_position_embeddings, blueprint.model.hidden_size)
+            # Under sequence parallelism each tp rank adds the positions of its part of the sequence. Its gradient of
+            # the table is then a partial sum.
             piece = replicated("positions.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
             self.positions = sharding.parameter((piece,), shape, blueprint.init, decay=True)
 
@@ -132,8 +139,10 @@ class GPTStage(Stage):
         return self.loss(x_sbh, batch)  # norm, head and cross entropy
 
     def embed_with_positions(self, context: ForwardContext) -> Tensor:
-        """Token plus position embeddings, dropped out; positions count from the start of a document. With sequence
-        parallel each rank adds its own."""
+        """Token plus position embeddings after dropout, [s or s/tp, b, h].
+
+        Positions count from the start of a document. Under sequence parallelism each rank adds those of its rows.
+        """
         assert self.positions is not None
         batch = context.batch
         x_sbh = self.embed(batch)

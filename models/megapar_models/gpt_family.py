@@ -11,7 +11,7 @@ from megapar_models.gpt import GPTStage
 
 # Hugging Face
 
-# It keeps q, k and v stacked in one.
+# GPT-2's c_attn stacks the weights of q, k and v.
 _MODULES = {
     "embedding": "transformer.wte",
     "positions": "transformer.wpe",
@@ -26,7 +26,7 @@ _MODULES = {
     "norm": "transformer.ln_f",
     "head": "lm_head",
 }
-# Their Conv1D modules, whose weights are [in, out].
+# Modules of the class Conv1D, whose weights are [in, out]. Those of Linear are [out, in].
 _CONV1D = {f"transformer.h.*.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
 _FIELDS = {
     "n_embd": "hidden_size",
@@ -55,12 +55,14 @@ _FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, 
 
 
 def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    # config.json of gpt2 has no field for grouped-query attention or for the width of a head.
     whole = model.num_key_value_heads == model.num_attention_heads
     if not whole or model.num_attention_heads * model.head_dim != model.hidden_size:
         raise ConfigError(
             "model.num_key_value_heads, model.head_dim: gpt2 of Hugging Face has as many key/value heads as heads, "
             "of width hidden_size / num_attention_heads"
         )
+    # Two names of one function. GPT-2's own config.json has this one.
     if model.hidden_act == "gelu_pytorch_tanh":
         fields["activation_function"] = "gelu_new"
     fields["embd_pdrop"] = model.hidden_dropout

@@ -1,8 +1,10 @@
-"""Llama 2 and 3 (arXiv 2302.13971, 2307.09288, 2407.21783), and by options Mistral, Qwen2 and Qwen3: RMSNorm before
-each block, rotary positions, SwiGLU, grouped-query attention, optional q/k/v bias and q/k norm, tied or untied
-embeddings.
+"""Llama 2 and 3 (arXiv 2302.13971, 2307.09288, 2407.21783), and by options Mistral, Qwen2 and Qwen3.
 
-The weights of the whole model, each [out, in], of h hidden, i intermediate, v vocabulary, and heads of width d:
+The model has RMSNorm before each block, rotary positions, SwiGLU, and grouped-query attention. By options it has biases
+of q, k and v, norms of q and k, and tied embeddings.
+
+These are the weights of the whole model. Each matrix is [out, in]. Sizes are h hidden, i intermediate, v vocabulary,
+and d the width of a head:
 
     embedding.weight                        [v, h]              cut by rows over tp
     layers.N.attention_norm.weight          [h]                 on every tp rank
@@ -15,7 +17,7 @@ The weights of the whole model, each [out, in], of h hidden, i intermediate, v v
     norm.weight                             [h]                 on every tp rank
     head.weight (unless tied)               [v, h]              cut by rows
 
-LlamaStage.forward is the model, from tokens to the loss.
+Read LlamaStage.forward first: it is the model from tokens to the loss.
 """
 
 import math
@@ -33,9 +35,10 @@ from megapar_models.stage import Blueprint, ForwardContext, Stage
 
 
 def rope_tables(model: ModelConfig, positions_s: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [s, d], fp32, of the angles of `positions_s`, repeated over both halves of a head (arXiv 2104.09864).
+    """The tables cos and sin [s, d], fp32, of the angles of `positions_s` (arXiv 2104.09864).
 
-    `rope_scaling` stretches wavelengths as Hugging Face's rope types `linear` and `llama3` do.
+    They repeat over both halves of a head. `rope_scaling` stretches wavelengths as Hugging Face's rope types `linear`
+    and `llama3` do.
     """
     exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32, device=positions_s.device) / model.head_dim
     frequency = 1.0 / model.rope_theta**exponents
@@ -43,6 +46,8 @@ def rope_tables(model: ModelConfig, positions_s: Tensor) -> tuple[Tensor, Tensor
     if scaling.rope_type == "linear":
         frequency = frequency / scaling.factor
     elif scaling.rope_type == "llama3":
+        # Frequencies that turn often within the original context stay, slow ones are divided by the factor, and those
+        # between are interpolated.
         turns_in_context = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
         width = scaling.high_freq_factor - scaling.low_freq_factor
         kept = ((turns_in_context - scaling.low_freq_factor) / width).clamp(0, 1)
@@ -52,12 +57,13 @@ def rope_tables(model: ModelConfig, positions_s: Tensor) -> tuple[Tensor, Tensor
     return angles.cos(), angles.sin()
 
 
-# By Hugging Face's `hidden_act`: SwiGLU, GeGLU and their kin (Shazeer, arXiv 2002.05202; So et al., arXiv 2109.08668).
+# The gated activation of each `hidden_act` of Hugging Face: SwiGLU and GeGLU (Shazeer, arXiv 2002.05202), and gated
+# squared ReLU (So et al., arXiv 2109.08668).
 GATED = {"auto": swiglu, "silu": swiglu, "gelu_pytorch_tanh": geglu, "relu2": reglu_squared}
 
 
 class RMSNorm(nn.Module):
-    """Over the hidden dimension, with weight."""
+    """RMSNorm over the hidden dimension, with weight."""
 
     def __init__(self, name: str, blueprint: Blueprint):
         super().__init__()
@@ -69,12 +75,12 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.impl)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, sum) of x and the residual stream."""
+        """Add x to the residual stream; returns (norm of the sum, sum)."""
         return add_rms_norm(x, residual, self.weight, self.eps, self.impl)
 
 
 class LlamaMLP(nn.Module):
-    """down(act(gate x) * up x), gate and up fused and cut by columns, down by rows."""
+    """down(act(gate x) * up x). Gate and up are one matrix, which tp splits by columns; it splits down by rows."""
 
     def __init__(self, number: int, blueprint: Blueprint):
         super().__init__()
@@ -106,16 +112,13 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(number, blueprint)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        # One kernel adds the attention's output to the residual stream and normalizes the sum.
         normed, x_sbh = self.mlp_norm.add(self.attention(self.attention_norm(x_sbh), context), x_sbh)
         return x_sbh + self.mlp(normed)
 
 
 class LlamaStage(Stage):
-    """A run of Llama layers, which share one forward pass's rotary tables.
-
-    Positions are not reset at document boundaries. Rotary attention depends on distances alone, and each document
-    attends to itself alone, so the result is the same.
-    """
+    """Consecutive Llama layers. The layers of a stage share the rotary tables of a forward pass."""
 
     def make_layer(self, number: int) -> nn.Module:
         return LlamaLayer(number, self.blueprint)
@@ -126,6 +129,8 @@ class LlamaStage(Stage):
     def hidden(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         if x_sbh is None:  # the first stage
             x_sbh = self.embed(batch)
+        # Positions are not reset at the start of a document. Rotary attention depends on distances alone, and a
+        # document attends only to itself, so the result is the same.
         rope = rope_tables(self.blueprint.model, batch.positions_s)
         return self.run_layers(x_sbh, ForwardContext(batch, rope))
 

@@ -1,6 +1,6 @@
 """The Llama family: the options that it reads, and its names at Hugging Face and in Megatron-LM.
 
-Read are `model_type` llama, mistral, qwen2 and qwen3, as transformers 4 and 5 spell them.
+It reads `model_type` llama, mistral, qwen2 and qwen3, as transformers 4 and 5 write them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ _UNUSED_BY_ROPE_TYPE = {"default": ROPE_SCALING[1:], "linear": ROPE_SCALING[2:],
 
 
 def _rope_scaling(config: Config) -> Iterator[str]:
-    """Problems of model.rope_scaling."""
+    """Yield the problems of model.rope_scaling: options that its type does not use, and factors in the wrong order."""
     defaults = flatten(Config())
     values = flatten(config)
     scaling = config.model.rope_scaling
@@ -58,7 +58,7 @@ _FIXED = {"attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, 
 _MODEL_TYPES = {
     "llama": ModelType({**_DEFAULTS, "num_key_value_heads": None, "head_dim": None}, _FIXED),
     "mistral": ModelType({**_DEFAULTS, "num_key_value_heads": 8, "head_dim": None}, _FIXED),
-    # It has biases without saying so.
+    # Its q, k and v have biases, though its config.json has no field for them.
     "qwen2": ModelType({**_DEFAULTS, "num_key_value_heads": 32, "head_dim": None}, {**_FIXED, "attention_bias": True}),
     "qwen3": ModelType({**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128}, _FIXED),
 }
@@ -69,48 +69,56 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _read(raw: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
+def _read(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], list[str]]:
+    """Rotary embedding, biases and norms from a config.json; returns option values and problems."""
     rope = _rope(raw)
     problems = list(_rope_problems(rope))
-    values = {"rope_theta": rope.pop("rope_theta"), "attention_bias": kind == "qwen2", "qk_norm": kind == "qwen3"}
+    values = {"rope_theta": rope.pop("rope_theta"), "attention_bias": model_type == "qwen2"}
+    values["qk_norm"] = model_type == "qwen3"
     if not problems:
         values["rope_scaling"] = RopeScaling(**typed(rope, RopeScaling))
     return values, problems
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Base and scaling of the rotary embedding. transformers 5 keeps both in `rope_parameters`; before, there were
-    `rope_theta` and `rope_scaling`, whose `rope_type` was once `type`."""
+    """The base and the scaling of the rotary embedding, under the names of transformers 5."""
+    # transformers 5 has both in `rope_parameters`. Version 4 has `rope_theta` and `rope_scaling`, whose field
+    # `rope_type` was once called `type`.
     rope = {"rope_theta": raw.get("rope_theta", 10000.0), "rope_type": "default"}
     rope |= raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     old_type = rope.pop("type", "default")
-    rope["rope_type"] = old_type if rope["rope_type"] == "default" else rope["rope_type"]
+    if rope["rope_type"] == "default":
+        rope["rope_type"] = old_type
     if rope.get("partial_rotary_factor") == 1.0:
         del rope["partial_rotary_factor"]
     return rope
 
 
 def _rope_problems(rope: dict[str, Any]) -> Iterator[str]:
-    kind = rope["rope_type"]
-    if kind not in _ROPE_FIELDS:
-        yield f"rope_type={kind!r} is not supported; {', '.join(_ROPE_FIELDS)} are"
+    """Yield a problem for an unknown rope_type, and for fields that are missing, superfluous or of a wrong type."""
+    rope_type = rope["rope_type"]
+    if rope_type not in _ROPE_FIELDS:
+        yield f"rope_type={rope_type!r} is not supported; {', '.join(_ROPE_FIELDS)} are"
         return
-    found = rope.keys() - {"rope_theta", "rope_type"}
-    for field in sorted(found ^ set(_ROPE_FIELDS[kind])):
-        yield f"rope_type {kind} {'does not use' if field in found else 'lacks'} {field}"
+    fields = rope.keys() - {"rope_theta", "rope_type"}
+    for field in sorted(fields ^ set(_ROPE_FIELDS[rope_type])):
+        verb = "does not use" if field in fields else "lacks"
+        yield f"rope_type {rope_type} {verb} {field}"
     yield from wrong_types({"rope_theta": rope["rope_theta"]}, ModelConfig)
-    yield from wrong_types({field: rope[field] for field in found}, RopeScaling)
+    yield from wrong_types({field: rope[field] for field in fields}, RopeScaling)
 
 
-def _window_problems(raw: Mapping[str, Any], kind: str) -> Iterator[str]:
-    """A sliding window may stand there if it never applies: absent it means 4096, and Qwen's has switches."""
+def _window_problems(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
+    """Yield a problem if a sliding window applies to positions of the model. A window that never applies is allowed."""
+    # transformers takes 4096 for an absent window. Qwen's applies only with use_sliding_window, and from the layer
+    # max_window_layers on.
     window = raw.get("sliding_window", 4096)
     layers = raw["num_hidden_layers"]
     types = raw.get("layer_types")
     if not types:
         types = ["sliding_attention"] if layers > raw.get("max_window_layers", 28) else []
-    used = {"llama": False, "mistral": True}.get(kind, raw.get("use_sliding_window", False))
-    if kind.startswith("qwen") and "sliding_attention" not in types:
+    used = {"llama": False, "mistral": True}.get(model_type, raw.get("use_sliding_window", False))
+    if model_type.startswith("qwen") and "sliding_attention" not in types:
         used = False
     if used and window is not None and window < raw["max_position_embeddings"]:
         yield (
@@ -120,10 +128,16 @@ def _window_problems(raw: Mapping[str, Any], kind: str) -> Iterator[str]:
 
 
 def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of `model`. Raises ConfigError if no model_type represents it."""
     if model.attention_bias and model.qk_norm:
         raise ConfigError("model.attention_bias, model.qk_norm: no model_type of Hugging Face has both as we do")
-    kind = "qwen2" if model.attention_bias else "qwen3" if model.qk_norm else "llama"
-    if kind == "llama" and model.hidden_size % model.num_attention_heads:
+    if model.attention_bias:
+        model_type = "qwen2"
+    elif model.qk_norm:
+        model_type = "qwen3"
+    else:
+        model_type = "llama"
+    if model_type == "llama" and model.hidden_size % model.num_attention_heads:
         raise ConfigError(
             f"model.hidden_size={model.hidden_size}, model.num_attention_heads={model.num_attention_heads}: "
             "transformers refuses a llama whose width does not divide by its heads"
@@ -131,9 +145,12 @@ def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     scaling = model.rope_scaling
     used = {name: getattr(scaling, name) for name in ("rope_type", *_ROPE_FIELDS[scaling.rope_type])}
     fields |= {"rope_theta": model.rope_theta, "rope_scaling": None if scaling.rope_type == "default" else used}
-    fields |= {"attention_bias": False, "mlp_bias": False} if kind == "llama" else {"use_sliding_window": False}
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
-    return {"model_type": kind, "architectures": [f"{name}ForCausalLM"], **fields}
+    if model_type == "llama":
+        fields |= {"attention_bias": False, "mlp_bias": False}
+    else:
+        fields |= {"use_sliding_window": False}
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model_type]
+    return {"model_type": model_type, "architectures": [f"{name}ForCausalLM"], **fields}
 
 
 LLAMA = Family(

@@ -1,4 +1,4 @@
-"""The model families by name: a line for each. Others are named by their import path."""
+"""The model families by name, one line for each. A family outside this repository is named by its import path."""
 
 import importlib
 from typing import Any
@@ -18,9 +18,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def find(name: str) -> Family:
-    """The family that model.family names: one of FAMILIES, or MODULE:NAME, a Family of a module that can be imported.
+    """The family that model.family names: a key of FAMILIES, or MODULE:NAME for a Family in an importable module.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if there is no such family.
     """
     if name in FAMILIES:
         return FAMILIES[name]
@@ -42,10 +42,10 @@ def find(name: str) -> Family:
 
 
 def validate(config: Config, world_size: int) -> Config:
-    """`megapar.validate.validate` with the rules of the config's family."""
+    """Call `megapar.validate.validate` with the rules of the config's family."""
     return checks.validate(config, world_size, find(config.model.family))
 
 
 def weight_options(config: Config) -> dict[str, Any]:
-    """`compatible.weight_options` with the sizes of weights of the config's family."""
+    """Call `compatible.weight_options` with the options that decide the sizes of the family's weights."""
     return compatible.weight_options(config, find(config.model.family).stage.sizes_of_weights)

@@ -1,7 +1,10 @@
-"""One pipeline stage of a decoder-only transformer: a run of layers, with the embedding on the first stage and the
-norm, head and loss on the last. Layers keep their global numbers, so that names survive any split.
+"""One pipeline stage of a decoder-only transformer.
 
-Shapes: s sequence (s/tp between layers with sequence parallel), b micro-batch, h hidden, v vocabulary, d head width.
+A stage has consecutive layers. The first stage also has the embedding, and the last one the norm, head and loss. Layers
+keep their global numbers, so that the names of weights do not depend on the split into stages.
+
+Shapes: s sequence (s/tp between layers under sequence parallelism), b micro-batch, h hidden, v vocabulary, d width of a
+head.
 """
 
 import math
@@ -32,8 +35,9 @@ from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 class Blueprint:
     """What every module of a model is built from.
 
-    `tied`: the axis of pipeline stages that hold copies of a tied embedding; None if one stage holds all of it.
-    `loss_chunk`: tokens whose logits are held at once, 0 meaning all of a micro-batch.
+    `tied` is the axis of the pipeline ranks that hold copies of a tied embedding. It is None if one rank holds all of
+    it, or if the embedding is not tied. `loss_chunk` is the number of tokens whose logits are in memory at one time; 0
+    takes all tokens of a micro-batch.
     """
 
     model: ModelConfig
@@ -51,21 +55,25 @@ class Blueprint:
 
     @property
     def output_init(self) -> Init:
-        """For the two projections that write to the residual stream (GPT-2's scaling by depth)."""
+        """The initialization of the two projections that add to the residual stream: GPT-2 scales it by the depth."""
         return Init("normal", self.model.initializer_range / math.sqrt(2 * self.model.num_hidden_layers))
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What one forward pass tells every layer: the batch (positions, keys of dropout, documents), and the rotary cos
-    and sin [s, d], if the model has any."""
+    """What every layer needs in a forward pass.
+
+    `batch` has the positions, the keys of dropout and the documents. `rope` has the rotary tables cos and sin [s, d];
+    it is None in a model without rotary positions.
+    """
 
     batch: MicroBatch
     rope: tuple[Tensor, Tensor] | None = None
 
 
 class DropoutSite(IntEnum):
-    """Where a model drops out. The numbers key the masks (`dropout_use`): another number is another mask."""
+    """The places where a model applies dropout. Their numbers are part of a mask's key (`dropout_use`): do not change
+    them, or a resumed run draws other masks."""
 
     EMBEDDING = 0
     ATTENTION_PROBABILITIES = 1
@@ -74,29 +82,32 @@ class DropoutSite(IntEnum):
 
 
 def dropout_use(layer: int, site: DropoutSite) -> int:
-    """The number of a site in the whole model; the embedding counts as one of layer 0."""
+    """The number of a site in the whole model. The site of the embedding is counted in layer 0."""
     return len(DropoutSite) * layer + site
 
 
 def hidden_keys(x_sbh: Tensor, context: ForwardContext, use: int, blueprint: Blueprint) -> Tensor:
-    """Keys [s or s/tp, b] of the dropout mask of hidden states, by sample and global position; `use` numbers the
-    place."""
+    """The keys [s or s/tp, b] of a dropout mask of hidden states, from sample and global position.
+
+    `use` is the site's number (`dropout_use`).
+    """
     position_s = rows_of_rank(context.batch.positions_s, blueprint.sharding)
     return row_keys(blueprint.seed, use, context.batch.sample_ids_b[None, :], position_s[:, None])
 
 
 def rows_of_rank(x_s: Tensor, sharding: Sharding) -> Tensor:
-    """The part of [s, ...] that this rank holds between layers: all of it, or [s/tp, ...] with sequence parallel."""
+    """The part of [s, ...] that this rank holds between layers: all, or [s/tp, ...] under sequence parallelism."""
     if not sharding.splits_sequence:
         return x_s
     return x_s.chunk(sharding.tp.size)[sharding.tp.rank]
 
 
 class Stage(PipelineStage):
-    """Layers `layers` of the model; the embedding if `first`, norm, head and loss if `last`. Families subclass it.
+    """A pipeline stage with the layers `layers`. Families subclass it.
 
-    `tied` is the input embedding's parameter where first and last stage are on one rank. Without it the last stage of a
-    tied model holds a copy whose gradients are summed with the first stage's.
+    It has the embedding if `first`, and norm, head and loss if `last`. `tied` is the parameter of the input embedding,
+    given to the last stage of a tied model if the first stage is on the same rank. Without it the last stage holds a
+    copy, and the gradients of both are summed.
     """
 
     def __init__(
@@ -121,6 +132,7 @@ class Stage(PipelineStage):
         self.layers = nn.ModuleDict({str(number): self.make_layer(number) for number in layers})
         if last:
             self.norm = self.make_norm("norm")
+            # One stage is the whole model: the head is the embedding's own parameter.
             if model.tie_word_embeddings and self.embedding is not None:
                 tied = self.embedding.weight
             self.head = tied if tied is not None else self._make_head()
@@ -130,7 +142,7 @@ class Stage(PipelineStage):
         return self.embedding.weight
 
     def make_layer(self, number: int) -> nn.Module:
-        """The layer with this global number: (x_sbh, ForwardContext) to x_sbh."""
+        """Make the layer with this global number. It maps (x_sbh, ForwardContext) to x_sbh."""
         raise NotImplementedError
 
     def make_norm(self, name: str) -> nn.Module:
@@ -142,13 +154,14 @@ class Stage(PipelineStage):
         return self.embedding(batch.tokens_bs.t())
 
     def run_layers(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        """This stage's layers, one after the other, those under activation checkpointing that the run asks for."""
+        """Run this stage's layers in order. train.recompute decides which of them recompute their activations."""
         for number, layer in self.layers.items():
             x_sbh = recompute.run(self.blueprint.recompute.layer(int(number)), layer, x_sbh, context)
         return x_sbh
 
     def _make_head(self) -> nn.Parameter:
         model = self.blueprint.model
+        # The copy of a tied embedding has the embedding's name: it is one tensor in a checkpoint.
         tie = model.tie_word_embeddings
         return vocabulary_parameter(
             "embedding.weight" if tie else "head.weight",
@@ -161,38 +174,48 @@ class Stage(PipelineStage):
 
     def title(self) -> str:
         numbers = list(self.layers)
-        layers = [f"layers {numbers[0]}-{numbers[-1]}"] if numbers else []
-        return ", ".join([*(["embedding"] if self.first else []), *layers, *(["head"] if self.last else [])])
+        parts = []
+        if self.first:
+            parts.append("embedding")
+        if numbers:
+            parts.append(f"layers {numbers[0]}-{numbers[-1]}")
+        if self.last:
+            parts.append("head")
+        return ", ".join(parts)
 
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
-        """What arrives from the previous stage: nothing on the first, else hidden states."""
+        """The tensors that arrive from the previous stage: hidden states, and none on the first stage."""
         if self.first:
             return ()
         sharding = self.blueprint.sharding
-        length = batch.seq_length // (sharding.tp.size if sharding.splits_sequence else 1)
+        length = batch.seq_length
+        if sharding.splits_sequence:
+            length //= sharding.tp.size
         return (TensorSpec((length, batch.size, self.blueprint.model.hidden_size), sharding.dtype),)
 
     def hidden(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Hidden states after this stage's layers; on the first stage x_sbh is None, and the batch is embedded."""
+        """The hidden states after this stage's layers. The first stage gets None for x_sbh, and embeds the tokens."""
         raise NotImplementedError
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Hidden states for the next stage, or on the last stage the loss sum."""
+        """The hidden states for the next stage; on the last stage the loss sum."""
         raise NotImplementedError
 
     def logits(self, x_sbh: Tensor) -> Tensor:
-        """[s, b, v]: this tp rank's columns of the vocabulary, padding last."""
+        """The logits of this tp rank's part of the vocabulary, [s, b, its columns]. Padding comes last."""
         assert self.norm is not None
         return column_linear(self.norm(x_sbh), self.head, None, self.blueprint.sharding)
 
     def loss(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
-        """Sum over targets of weight * cross entropy, an fp32 scalar that is the same on every tp rank."""
+        """The sum of weight * cross entropy over targets: 0-d fp32, the same on every tp rank."""
         blueprint = self.blueprint
         sharding = blueprint.sharding
         vocab_size = blueprint.model.vocab_size
         targets_sb = batch.targets_bs.t()
         start, _, _ = vocabulary_cut(vocab_size, sharding.tp)
-        z_loss = blueprint.z_loss if self.training else 0.0
+        z_loss = blueprint.z_loss if self.training else 0.0  # a validation loss is the cross entropy alone
+        # In chunks the logits of all tokens are never in memory at one time, but the backward pass computes them again.
+        # A single chunk would save nothing.
         if 0 < blueprint.loss_chunk < targets_sb.numel():
             assert self.norm is not None
             losses_sb = linear_cross_entropy(
