@@ -169,7 +169,7 @@ def write_behind_for_ever(root: Path, first: int, done: Connection) -> None:
     number = first
     while True:
         slices = toy_slices(number)
-        copies = snapshot(slices, torch.empty(snapshot_bytes(slices)))
+        copies = snapshot(slices, torch.empty(snapshot_bytes(slices), dtype=torch.uint8))
         for item in slices:
             item.main.zero_()
         facts = {**FACTS, "step": number}

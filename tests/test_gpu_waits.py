@@ -110,7 +110,7 @@ def test_a_step_never_waits_for_the_device(model: ModelConfig, recompute: str, p
 def test_heads_that_straddle_ranks_wait_for_nothing() -> None:
     """The index of key/value heads is made with the layer, not in each forward pass."""
     from megapar_models.attention import Attention
-    from megapar_models.stage import Blueprint, Pass
+    from megapar_models.stage import Blueprint, ForwardContext
 
     from megapar.context import Axis
     from megapar.recompute import Recompute
@@ -122,7 +122,7 @@ def test_heads_that_straddle_ranks_wait_for_nothing() -> None:
     assert layer.kv_index is not None
     rows = layer.qkv.weight.shape[0]
     with no_copies_from_python():
-        layer._core(torch.zeros(12, 1, rows, device=META), Pass(micro_batch(packed=False)))
+        layer._core(torch.zeros(12, 1, rows, device=META), ForwardContext(micro_batch(packed=False)))
 
 
 def test_a_copy_from_python_would_be_counted() -> None:
