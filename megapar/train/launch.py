@@ -106,9 +106,10 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
                 raise
     finally:
         monitor.close()
-        # After a failure other ranks may read the log, and the next start on this host removes it. Where all ranks have
-        # ended alike, by success or by the same refusal, nobody will.
-        if file is not None and (ended_alike or flight.phase == "end"):
+        # After a failure other ranks may read the log, and the next start on this host removes it. Nobody will read it
+        # where all ranks have ended alike, by success or by the same refusal, or where this rank has met no other.
+        has_met = len(process.members) > 1
+        if file is not None and (ended_alike or not has_met or flight.phase == "end"):
             file.remove()
 
 
