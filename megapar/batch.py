@@ -14,7 +14,7 @@ class MicroBatch:
     `weights_bs` scales the loss of each target; 0 drops the target. The sum of all weights of a step is its divisor.
     `sample_ids_b` are positions in the run's global sample order. Dropout masks are keyed by them, so no layout changes
     a mask. `positions_s` are the positions, inside their samples, of the s columns that this rank holds. Rotary tables,
-    learned positions and dropout keys read them. The default means that the rank holds whole samples: 0, 1, ... s - 1.
+    learned positions and dropout keys read them. `of_samples` makes a micro-batch of whole samples.
     `loss_scale`, 0-d fp32, multiplies the gradient of every loss (`add_loss`). It is None outside of training.
     `starts` marks samples that hold several documents, which do not attend to each other. It is int32 [documents + 1]:
     the position at which each document starts, counted through all samples one after the other, and b * s at the end.
@@ -25,15 +25,22 @@ class MicroBatch:
     targets_bs: Tensor  # int64
     weights_bs: Tensor  # float32
     sample_ids_b: Tensor  # int64
+    positions_s: Tensor  # int64
     starts: Tensor | None = None
-    positions_s: Tensor = None  # type: ignore[assignment]  # int64, filled in below
     loss_scale: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        if self.positions_s is None:
-            whole = torch.arange(self.seq_length, device=self.tokens_bs.device)
-            # A frozen dataclass refuses plain assignment, also in its own __post_init__.
-            object.__setattr__(self, "positions_s", whole)
+    @classmethod
+    def of_samples(
+        cls,
+        tokens_bs: Tensor,
+        targets_bs: Tensor,
+        weights_bs: Tensor,
+        sample_ids_b: Tensor,
+        starts: Tensor | None = None,
+    ) -> "MicroBatch":
+        """A micro-batch of whole samples: the positions are 0, 1, ... s - 1."""
+        positions_s = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)
+        return cls(tokens_bs, targets_bs, weights_bs, sample_ids_b, positions_s, starts)
 
     @property
     def size(self) -> int:

@@ -83,7 +83,8 @@ class ParallelConfig:
     vpp: int = 1
     """Pipeline stages on each rank; more than 1 needs schedule interleaved (or gpipe)."""
     schedule: str = "1f1b"
-    """Order of forwards and backwards: 1f1b keeps at most pp micro-batches, gpipe all; interleaved idles least."""
+    """Order of forwards and backwards: 1f1b keeps at most pp micro-batches, gpipe all; interleaved idles least.
+    MODULE:NAME is one of your own, a megapar.pipeline.schedules.Schedule."""
     sequence_parallel: bool = False
     """Split activations between matrices over tp along the sequence; train.seq_length must divide by tp."""
     partition: tuple[int, ...] = ()

@@ -48,9 +48,17 @@ class MatrixProducts:
         """y: [..., out], from x [..., in] and weight [out, in]."""
         return F.linear(x, weight, bias)
 
+    def forward_into(self, out: Tensor, x_2d: Tensor, weight: Tensor) -> Tensor:
+        """`forward` of x_2d [tokens, in] without a bias, into the memory of `out`, which is returned."""
+        return torch.mm(x_2d, weight.t(), out=out)
+
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
         """Gradient of x: [..., in], from grad_y [..., out] and weight [out, in]."""
         return grad_y @ weight
+
+    def input_gradient_into(self, out: Tensor, grad_2d: Tensor, weight: Tensor) -> Tensor:
+        """`input_gradient` of grad_2d [tokens, out], into the memory of `out`, which is returned."""
+        return torch.mm(grad_2d, weight, out=out)
 
     def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
         """Gradient of the weight: [out, in], from grad_2d [tokens, out] and x_2d [tokens, in]."""

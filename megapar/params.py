@@ -224,6 +224,10 @@ def main_grad_of(param: Tensor) -> MainGrad | None:
     return getattr(param, "main_grad", None)
 
 
+MAIN = "main"
+"""The name of the weights in a `StateSlice` and in a checkpoint. An optimizer names the rest of its state."""
+
+
 @dataclass(frozen=True)
 class StateSlice:
     """Flat elements [start, stop) of a local parameter, and the optimizer state of these elements on this rank.
@@ -240,4 +244,4 @@ class StateSlice:
 
     @property
     def main(self) -> Tensor:
-        return self.tensors["main"]
+        return self.tensors[MAIN]

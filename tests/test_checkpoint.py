@@ -85,7 +85,7 @@ def step(state: TrainState) -> None:
     for sample in range(ctx.dp.rank, SAMPLES, ctx.dp.size):
         row = tokens[sample : sample + 1]
         ids = torch.tensor([state.consumed_samples + sample])
-        batches.append(MicroBatch(row[:, :-1], row[:, 1:], torch.rand(1, LENGTH), ids))
+        batches.append(MicroBatch.of_samples(row[:, :-1], row[:, 1:], torch.rand(1, LENGTH), ids))
     train_step(state, batches)
 
 

@@ -28,7 +28,7 @@ def test_documents_start_where_the_batch_says_and_boundaries_weigh_nothing() -> 
     packed = packed_starts(starts, 6)
     assert packed.tolist() == [0, 2, 6, 11, 12]
     tokens = torch.zeros(2, 6, dtype=torch.int64)
-    batch = MicroBatch(tokens, tokens, torch.ones(2, 6), tokens[:, 0], packed)
+    batch = MicroBatch.of_samples(tokens, tokens, torch.ones(2, 6), tokens[:, 0], packed)
     assert batch.documents_bs().tolist() == [[0, 0, 1, 1, 1, 1], [2, 2, 2, 2, 2, 3]]
     assert batch.document_positions_bs().tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0]]
     assert weights(starts, 6).tolist() == [[1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]

@@ -118,7 +118,7 @@ def kept_by_autograd(model: ModelConfig, train: TrainConfig, loss_chunk: int) ->
     (stage,) = contender.state.stages.values()
     shape = train.micro_batch_size, train.seq_length
     tokens = torch.arange(train.seq_length).expand(shape).contiguous() % model.vocab_size
-    batch = MicroBatch(tokens, tokens.clone(), torch.ones(shape), torch.zeros(shape[0], dtype=torch.int64))
+    batch = MicroBatch.of_samples(tokens, tokens.clone(), torch.ones(shape), torch.zeros(shape[0], dtype=torch.int64))
     known = [*stage.parameters(), batch.targets_bs, batch.weights_bs]
     return kept_for_backward(lambda: stage(None, batch), without=known)
 

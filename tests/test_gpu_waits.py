@@ -73,7 +73,7 @@ def state_on_meta(model: ModelConfig, **train: Any) -> TrainState:
 def micro_batch(*, packed: bool) -> MicroBatch:
     tokens = torch.zeros(1, 12, dtype=torch.int64, device=META)
     starts = torch.zeros(4, dtype=torch.int32, device=META) if packed else None
-    return MicroBatch(tokens, tokens, torch.zeros(1, 12, device=META), tokens[:, 0], starts)
+    return MicroBatch.of_samples(tokens, tokens, torch.zeros(1, 12, device=META), tokens[:, 0], starts)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ FOUNDATION = {
     for name in (
         *("config", "config_io", "validate", "device", "context", "comm", "params", "linear"),
         *("random", "recompute", "precision", "batch", "errors", "rendezvous", "flight", "agreement"),
-        *("files", "provenance", "messages", "derive", "model_rules", "data.spec"),
+        *("files", "provenance", "messages", "derive", "model_rules", "plugins", "data.spec"),
         "checkpoint.compatible",
     )
 }

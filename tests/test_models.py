@@ -90,7 +90,7 @@ def test_packed_documents_train_as_if_each_were_alone(name: str) -> None:
     alone = []
     for sample, parts in enumerate(lengths):
         rows = (x[sample : sample + 1].split(parts, 1) for x in (batch.tokens_bs, batch.targets_bs, batch.weights_bs))
-        alone += [MicroBatch(*row, batch.sample_ids_b[:1]) for row in zip(*rows, strict=True)]
+        alone += [MicroBatch.of_samples(*row, batch.sample_ids_b[:1]) for row in zip(*rows, strict=True)]
     tensors = tiny_models.random_tensors(config.model)
     expected, gradients = reference_models.loss_and_gradients(config.model, tensors, alone)
     assert loss.item() == pytest.approx(expected, rel=1e-6)

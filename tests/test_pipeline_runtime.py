@@ -79,7 +79,7 @@ def make_batches(m: int, seed: int, longest: int = 7) -> list[MicroBatch]:
     for _ in range(m):
         shape = (2, int(torch.randint(1, longest + 1, (), generator=generator)))
         tokens, targets = (torch.randint(0, VOCAB, shape, generator=generator) for _ in range(2))
-        batches.append(MicroBatch(tokens, targets, torch.rand(shape, generator=generator), torch.arange(2)))
+        batches.append(MicroBatch.of_samples(tokens, targets, torch.rand(shape, generator=generator), torch.arange(2)))
     return batches
 
 

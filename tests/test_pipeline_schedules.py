@@ -12,7 +12,7 @@ from megapar.errors import ConfigError
 from megapar.pipeline import timeline
 from megapar.pipeline.lowering import Transfers, lower, lower_one, producer
 from megapar.pipeline.partition import explicit, partition
-from megapar.pipeline.schedules import Action, make, show
+from megapar.pipeline.schedules import Action, Schedule, make, show
 from megapar.pipeline.simulation import simulate
 
 GRID = [
@@ -82,7 +82,7 @@ def test_interleaved_with_one_chunk_is_1f1b(pp, m):
     ("arguments", "words"),
     [
         (("1f1b", 2, 2, 4), ["parallel.vpp 2", "interleaved"]),
-        (("dualpipe", 2, 1, 4), ["'dualpipe'", "gpipe, 1f1b, interleaved"]),
+        (("dualpipe", 2, 1, 4), ["parallel.schedule=dualpipe", "gpipe, 1f1b, interleaved"]),
         (("1f1b", 2, 1, 0), ["micro-batches is 0"]),
         (("gpipe", 0, 1, 1), ["parallel.pp is 0"]),
         (("gpipe", 1, 0, 1), ["parallel.vpp is 0"]),
@@ -291,3 +291,28 @@ def test_the_picture_shows_computation_in_proportion_to_time(tmp_path):
     assert area["idle"] / sum(area.values()) == pytest.approx(result.bubble, rel=0.1)
     with pytest.raises(ValueError, match="no events"):
         timeline.draw([], tmp_path / "none.png", "nothing")
+
+
+def scattered(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
+    return list(reversed(make("gpipe", pp, vpp, num_microbatches)))
+
+
+SCATTERED = Schedule(scattered)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "tests.test_pipeline_schedules:SCATTERED",
+            r"orders stages \[1\] on rank 0, but places the stages on ranks \[0, 1\]",
+        ),
+        ("tests.test_pipeline_schedules:make", "is function, not a megapar.pipeline.schedules.Schedule"),
+        ("tests.test_pipeline_schedules:NOBODY", "cannot be imported"),
+        ("no.such.module:X", "cannot be imported"),
+        ("zigzag", "unknown; there are gpipe, 1f1b, interleaved, and MODULE:NAME"),
+    ],
+)
+def test_a_schedule_of_ones_own_is_refused_by_name(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^parallel.schedule={name}: {said}"):
+        make(name, 2, 1, 4)

@@ -165,9 +165,9 @@ def recorded_masks() -> Iterator[dict[str, Tensor]]:
     masks: dict[str, Tensor] = {}
     hidden_keys, attention_keep = gpt.hidden_keys, Attention._keep
 
-    def record_hidden(x: Tensor, info: Any, use: int, blueprint: Any) -> Tensor:
-        keys = hidden_keys(x, info, use, blueprint)
-        masks[f"hidden {use}"] = keep_mask(keys, x.shape[-1], blueprint.model.hidden_dropout)
+    def record_hidden(info: Any, use: int, blueprint: Any) -> Tensor:
+        keys = hidden_keys(info, use, blueprint)
+        masks[f"hidden {use}"] = keep_mask(keys, blueprint.model.hidden_size, blueprint.model.hidden_dropout)
         return keys
 
     def record_attention(self: Attention, length: int, info: Any) -> Tensor:
@@ -220,7 +220,9 @@ def test_dropout_masks_differ_by_sample_layer_and_use_but_not_by_micro_batch() -
     for (a, mask_a), (b, mask_b) in combinations(by_sample.items(), 2):
         if mask_a.shape == mask_b.shape:
             assert (mask_a == mask_b).double().mean().item() == pytest.approx(0.5, abs=0.06), (a, b)
-    last = MicroBatch(*(x[2:] for x in (batch.tokens_bs, batch.targets_bs, batch.weights_bs, batch.sample_ids_b)))
+    last = MicroBatch.of_samples(
+        *(x[2:] for x in (batch.tokens_bs, batch.targets_bs, batch.weights_bs, batch.sample_ids_b))
+    )
     for name, mask in masks_of(config, last).items():
         assert torch.equal(mask.squeeze(1 if name.startswith("hidden") else 0), by_sample[name, 2])
 

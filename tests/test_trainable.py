@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_models.build import build_stages
 from torch import Tensor, nn
 
 from megapar import context
@@ -18,9 +19,10 @@ from megapar.checkpoint.save import save, share
 from megapar.errors import ConfigError
 from megapar.params import ZEROS, ParamSpec, cut, sharded
 from megapar.pipeline.runtime import PipelineRuntime
+from megapar.train import dry_run
 from megapar.train.checkpoints import Saver
 from megapar.train.step import train_step
-from megapar.train.trainable import freeze_others
+from megapar.train.trainable import freeze, freeze_others
 from megapar.train.trainer import start
 from tests.support import layouts
 from tests.support.distributed import run_ranks
@@ -92,6 +94,24 @@ def test_a_pattern_that_cannot_be_followed_is_refused_by_name(patterns: tuple[st
     assert message in str(caught.value)
 
 
+def test_a_dry_run_refuses_what_a_run_would() -> None:
+    config = Layout(LLAMA, pp=2).config()
+    config = replace(config, train=replace(config.train, trainable=("layers.9.*",)))
+    with pytest.raises(ConfigError, match=r"layers\.9\.\*: matches no parameter"):
+        dry_run.report(config, build_stages)
+
+
+def test_what_the_model_itself_has_frozen_stays_frozen() -> None:
+    stages = make_state(Layout(LLAMA).config()).stages
+    norm = stages[0].norm.weight
+    norm.requires_grad_(False)
+    freeze(stages.values(), ())
+    freeze(stages.values(), ("norm.*", "head.*"))
+    trained = [param for param in stages[0].parameters() if param.requires_grad]
+    assert not norm.requires_grad
+    assert [param.spec.name for param in trained] == ["head.weight"]
+
+
 class Balanced(nn.Module):
     """A buffer that is state: cut over tp, the same on all replicas."""
 
@@ -148,7 +168,9 @@ def test_a_stage_before_the_last_trains_on_a_loss_of_its_own() -> None:
     runtime = PipelineRuntime(stages, context.single(), "gpipe", 3)
     tokens = torch.arange(24).view(4, 6) % 5
     weights = 0.5 + torch.rand(4, 6, generator=torch.Generator().manual_seed(1))
-    batches = [MicroBatch(tokens[i : i + 2], tokens[i : i + 2], weights[i : i + 2], torch.arange(2)) for i in (0, 2)]
+    batches = [
+        MicroBatch.of_samples(tokens[i : i + 2], tokens[i : i + 2], weights[i : i + 2], torch.arange(2)) for i in (0, 2)
+    ]
     runtime.step(batches, scale=0.125)
     expected = {number: WithOwnLoss(number) for number in range(3)}
     for batch in batches:

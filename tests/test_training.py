@@ -347,7 +347,9 @@ def only_one_counts(cases: Sequence[Case], chosen: Sequence[int]) -> list[list[l
                 mine = batch.sample_ids_b == i
                 tokens = (torch.arange(LENGTH, device=state.ctx.device) * 7 % 131).expand_as(batch.tokens_bs)
                 weights = mine[:, None] * torch.linspace(0.5, 1.5, LENGTH, device=state.ctx.device)
-                batches.append(MicroBatch(tokens, tokens.roll(-1, 1), weights, torch.zeros_like(batch.sample_ids_b)))
+                batches.append(
+                    MicroBatch.of_samples(tokens, tokens.roll(-1, 1), weights, torch.zeros_like(batch.sample_ids_b))
+                )
             found.append(gradients(state, batches)[1])
         shown.append(found)
     return shown

@@ -154,7 +154,7 @@ def hops() -> tuple[int, int]:
     import torch
 
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    train_step(state, [MicroBatch(tokens, tokens, torch.ones(1, 4), tokens[:, 0])])
+    train_step(state, [MicroBatch.of_samples(tokens, tokens, torch.ones(1, 4), tokens[:, 0])])
     return len(frames), len({frame.f_code.co_filename for frame in frames})
 
 

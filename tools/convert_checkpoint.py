@@ -42,7 +42,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megapar.batch import MicroBatch
-from megapar.checkpoint.format import MAIN, Sizes, read_manifest
+from megapar.checkpoint.format import Sizes, read_manifest
 from megapar.checkpoint.load import differences
 from megapar.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapar.config_io import part_toml
@@ -51,6 +51,7 @@ from megapar.data.spec import Entry
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, DataError, reported
 from megapar.messages import first_few
+from megapar.params import MAIN
 from megapar.precision import model_dtype
 
 HF_CONFIG = "config.json"
@@ -567,7 +568,7 @@ def load_fp32(checkpoint: Path, dtype: torch.dtype) -> tuple[Config, Stage]:
 def native_logits(stage: Stage, tokens_s: Tensor, first: int) -> Tensor:
     """The logits [s - first, v] of the positions from `first` on."""
     tokens_bs = tokens_s[None]
-    batch = MicroBatch(tokens_bs, tokens_bs, torch.zeros(tokens_bs.shape), torch.zeros(1, dtype=torch.int64))
+    batch = MicroBatch.of_samples(tokens_bs, tokens_bs, torch.zeros(tokens_bs.shape), torch.zeros(1, dtype=torch.int64))
     return stage.logits(stage.hidden(None, batch)[first:])[:, 0]
 
 

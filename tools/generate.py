@@ -35,7 +35,7 @@ def next_logits(stage: Stage, ids: list[int], vocab_size: int) -> torch.Tensor:
     """The logits [vocab_size], fp32, of the token that follows `ids`."""
     tokens_bs = torch.tensor([ids])
     zero = torch.zeros(1, dtype=torch.int64)
-    batch = MicroBatch(tokens_bs, tokens_bs, torch.zeros(tokens_bs.shape), zero)
+    batch = MicroBatch.of_samples(tokens_bs, tokens_bs, torch.zeros(tokens_bs.shape), zero)
     # Without the columns that pad the vocabulary.
     return stage.logits(stage.hidden(None, batch)[-1:])[0, 0, :vocab_size].float()
 

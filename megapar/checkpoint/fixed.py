@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from megapar.checkpoint.format import BUFFER, MAIN
-from megapar.params import ParamSpec, StateSlice, spec_of
+from megapar.checkpoint.format import BUFFER
+from megapar.params import MAIN, ParamSpec, StateSlice, spec_of
 
 
 def fixed_slices(modules: Iterable[nn.Module], *, to_save: bool = False) -> Iterator[StateSlice]:

@@ -38,7 +38,6 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 # The first part of a stored name is the tensor's state, which says what the tensor is to its parameter. The optimizer
 # names its own states, such as moments.
-MAIN = "main"  # the weights, fp32
 BUFFER = "buffer"  # a tensor that is state but no parameter
 SECOND_MOMENT = "exp_avg_sq"
 _FOLDER = re.compile(r"step_(\d{8,})")

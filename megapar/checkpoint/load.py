@@ -18,7 +18,6 @@ from megapar import comm
 from megapar.agreement import from_first, on_all_ranks
 from megapar.checkpoint.format import (
     BUFFER,
-    MAIN,
     MANIFEST,
     Check,
     Chunk,
@@ -38,7 +37,7 @@ from megapar.checkpoint.format import (
 )
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError
-from megapar.params import Sizes, StateSlice, spec_of
+from megapar.params import MAIN, Sizes, StateSlice, spec_of
 
 Kind = tuple[str, Sizes]  # dtype and shape of a tensor
 

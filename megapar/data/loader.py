@@ -143,4 +143,4 @@ def _without_tokens(positions: NDArray[np.int64], seq_length: int) -> MicroBatch
     Its shapes, weights and positions are right. A stage between the first and the last uses nothing else.
     """
     zeros_bs = torch.zeros(len(positions), seq_length, dtype=torch.int64)
-    return MicroBatch(zeros_bs, zeros_bs, torch.ones(zeros_bs.shape), torch.from_numpy(positions.copy()))
+    return MicroBatch.of_samples(zeros_bs, zeros_bs, torch.ones(zeros_bs.shape), torch.from_numpy(positions.copy()))

@@ -60,7 +60,7 @@ def micro_batch(
     if treatment.fim_rate and treatment.marks:
         keys = mix64(np.array([treatment.seed], np.uint64)) ^ positions.astype(np.uint64)
         samples = fill_in_the_middle(samples, starts, keys, treatment.fim_rate, treatment.marks)
-    return MicroBatch(
+    return MicroBatch.of_samples(
         # The copies are contiguous, and share no memory with the caller's array.
         tokens_bs=torch.from_numpy(samples[:, :-1].copy()),
         targets_bs=torch.from_numpy(samples[:, 1:].copy()),

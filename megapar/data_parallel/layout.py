@@ -28,6 +28,9 @@ would depend on where the buffer happens to be cut.
 """
 
 
+_TIES = "ends"  # the axis of stages that hold copies of one parameter (megapar.context)
+
+
 class Bucket(NamedTuple):
     """Contiguous elements of the buffers that are reduced in one collective.
 
@@ -286,9 +289,6 @@ def _in_groups(params: Sequence[Declared]) -> list[list[Declared]]:
             group.sort(key=lambda pair: pair[1].name)
     # Tied parameters come last: the gradient of an embedding becomes final at the very end of the backward pass.
     return [groups[key] for key in sorted(groups, key=lambda key: (_TIES in key[0], key))]
-
-
-_TIES = "ends"  # the axis of stages that hold copies of one parameter (megapar.context)
 
 
 def _slots(params: Sequence[Declared], starts: Sequence[int], buckets: Sequence[Bucket]) -> list[Slot]:

@@ -11,9 +11,7 @@ from megapar.config import OptimizerConfig
 from megapar.data_parallel.layout import FlatLayout, Range, intersect
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.weights import FlatWeights
-from megapar.params import StateSlice
-
-MAIN = "main"
+from megapar.params import MAIN, StateSlice
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ They can be printed, compared and tested without a process. A schedule says only
 which order each rank computes. `lowering` inserts the transfers. `runtime` executes the result.
 """
 
-import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megapar.config import ParallelConfig
 from megapar.errors import ConfigError
+from megapar.plugins import named
 
 Kind = Literal["F", "B"]
 
@@ -53,24 +53,9 @@ class Schedule:
 
 
 def find(name: str) -> Schedule:
-    """The schedule `name` in SCHEDULES, or one outside of megapar that is named `package.module:SCHEDULE`.
-
-    Raises ConfigError if there is none.
-    """
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise ConfigError(
-            f"parallel.schedule {name!r} is unknown; there are {', '.join(SCHEDULES)}, or package.module:SCHEDULE"
-        )
-    try:
-        schedule = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"parallel.schedule {name!r} cannot be imported: {error}") from None
-    if not isinstance(schedule, Schedule):
-        raise ConfigError(f"parallel.schedule {name!r} is no megapar.pipeline.schedules.Schedule")
-    return schedule
+    """The schedule that parallel.schedule names: a key of SCHEDULES, or MODULE:NAME. Raises ConfigError if there is
+    none."""
+    return named("parallel.schedule", name, SCHEDULES, Schedule)
 
 
 def placement(name: str, pp: int, vpp: int) -> list[int]:
@@ -96,7 +81,16 @@ def make(name: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Actio
             raise ConfigError(f"{flag} is {value}, but a pipeline needs at least 1")
     if name == "1f1b" and vpp > 1:
         raise ConfigError(f"parallel.vpp {vpp} needs parallel.schedule interleaved: 1f1b runs one stage on each rank")
-    return schedule.orders(pp, vpp, num_microbatches)
+    orders = schedule.orders(pp, vpp, num_microbatches)
+    place = schedule.place(pp, vpp)
+    for rank, order in enumerate(orders):
+        stages = {action.stage for action in order}
+        if stages != {stage for stage, home in enumerate(place) if home == rank}:
+            raise ConfigError(
+                f"parallel.schedule={name}: orders stages {sorted(stages)} on rank {rank}, but places the stages on "
+                f"ranks {place}"
+            )
+    return orders
 
 
 def show(orders: Sequence[Iterable[object]]) -> str:

@@ -21,7 +21,7 @@ from megapar.tensor_parallel.cross_entropy import CrossEntropy
 from megapar.tensor_parallel.regions import input_region
 
 
-def _chunks(x_2d: Tensor, weight: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
+def _chunks(x_2d: Tensor, weight: Tensor, chunk_rows: int, products: MatrixProducts) -> Iterator[tuple[slice, Tensor]]:
     """Yield (range of rows, their logits). The logits of the next range overwrite those of the last.
 
     There is at least one range, which is empty if there are no rows, so that callers can concatenate results.
@@ -30,7 +30,7 @@ def _chunks(x_2d: Tensor, weight: Tensor, chunk_rows: int) -> Iterator[tuple[sli
     memory = x_2d.new_empty(min(rows, chunk_rows), weight.shape[0])
     for first in range(0, max(rows, 1), chunk_rows):
         chunk = slice(first, min(first + chunk_rows, rows))
-        yield chunk, torch.mm(x_2d[chunk], weight.t(), out=memory[: chunk.stop - first])
+        yield chunk, products.forward_into(memory[: chunk.stop - first], x_2d[chunk], weight)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -46,7 +46,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_rows: int,
     ) -> Tensor:
         full = region.enter(x)
-        chunks = _chunks(full.reshape(-1, full.shape[-1]), weight, chunk_rows)
+        chunks = _chunks(full.reshape(-1, full.shape[-1]), weight, chunk_rows, products)
         statistics = [entropy.statistics(logits, target[rows]) for rows, logits in chunks]
         loss, highest, exp_sum = entropy.losses(torch.cat(statistics, dim=1), target)
         ctx.save_for_backward(x, weight, target, highest, exp_sum)
@@ -68,16 +68,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         leaving = Pending()
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         # The gradients of chunks are summed in fp32. A 16-bit sum would round once for each chunk.
-        total = None
         if ctx.main_grad:
             total = ctx.main_grad.view
         elif needs_weight:
             total = torch.zeros_like(weight, dtype=torch.float32)
         rowwise = (target, highest, *ctx.entropy.scales(target, highest, exp_sum, grad_loss))
-        for rows, logits in _chunks(x_2d, weight, ctx.chunk_rows):
+        for rows, logits in _chunks(x_2d, weight, ctx.chunk_rows, ctx.products):
             grad = ctx.entropy.gradient(logits, *(values[rows] for values in rowwise), inplace=True)
             if grad_x is not None:
-                torch.mm(grad, weight, out=grad_x.view(x_2d.shape)[rows])
+                ctx.products.input_gradient_into(grad_x.view(x_2d.shape)[rows], grad, weight)
                 if rows.stop == x_2d.shape[0]:
                     # This communication runs during the weight gradient of the last chunk.
                     grad_x, leaving = ctx.region.leave_async(grad_x)
@@ -86,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = None
         if needs_weight and ctx.main_grad:
             ctx.main_grad.added()
-        elif total is not None:
+        elif needs_weight:
             grad_weight = total.to(weight.dtype)
         leaving.wait()
         return grad_x, grad_weight, None, None, None, None, None

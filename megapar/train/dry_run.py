@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megapar import context, device
 from megapar.batch import MicroBatch, PipelineStage
-from megapar.config import Config
+from megapar.config import Config, ParallelConfig
 from megapar.context import ParallelContext
 from megapar.derive import num_microbatches
 from megapar.errors import OutOfMemoryError
 from megapar.params import spec_of
 from megapar.pipeline.schedules import embedding_ranks, make
-from megapar.train.trainable import freeze
+from megapar.train.trainable import freeze, refuse
 from megapar.train.trainer import assemble
 
 META = torch.device("meta")
@@ -51,6 +51,11 @@ def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
     Data-parallel replicas need the same memory, so only the first is built. Tensor ranks whose parameters have the same
     shapes need the same memory too, so it is counted for the first of them.
     """
+    patterns = config.train.trainable
+    if patterns:
+        # In the whole model, a pattern that no parameter of any stage matches shows.
+        alone = replace(config, parallel=ParallelConfig(dp=1))
+        refuse(patterns, [freeze(build(alone, _context(alone, 0)).values(), patterns)])
     parallel = config.parallel
     ranks_by_report: dict[RankReport, list[int]] = {}
     by_shapes: dict[tuple[object, ...], RankReport] = {}
@@ -126,7 +131,7 @@ def _kept_bytes(stage: PipelineStage, config: Config) -> int:
     """Bytes that autograd keeps for the backward of one micro-batch through `stage`, without the parameters."""
     shape = config.train.micro_batch_size, config.train.seq_length
     tokens = torch.zeros(shape, dtype=torch.int64, device=META)
-    batch = MicroBatch(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
+    batch = MicroBatch.of_samples(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
     specs = stage.boundary(batch)
     inputs = [torch.empty(s.shape, dtype=s.dtype, device=META, requires_grad=True) for s in specs]
     x_sbh = None  # the first stage receives nothing

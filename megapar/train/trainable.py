@@ -48,6 +48,8 @@ def freeze(modules: Iterable[nn.Module], patterns: Sequence[str]) -> Frozen:
         is_trained = not patterns or all(matching)
         if any(matching) and not is_trained:
             torn.append(spec.name)
+        # A parameter that the model itself has frozen stays frozen.
+        is_trained = is_trained and param.requires_grad
         param.requires_grad_(is_trained)
         owned = sum(last - first for first, last in spec.owned_ranges())
         total += owned
@@ -67,14 +69,14 @@ def freeze_others(modules: Iterable[nn.Module], patterns: Sequence[str], ctx: Pa
     # All ranks, because a pattern may match only parameters of another pipeline stage.
     gathered = comm.gather_json(asdict(freeze(modules, patterns)), ctx.world, ctx.device)
     everywhere = [Frozen(**fields) for fields in gathered]
-    _refuse(patterns, everywhere)
+    refuse(patterns, everywhere)
     # Replicas own the same elements, so the sum counts each element once for each replica.
     trained = sum(rank.trained for rank in everywhere) // ctx.grad.size
     total = sum(rank.total for rank in everywhere) // ctx.grad.size
     return [f"trains {trained:,} of {total:,} parameters: {' '.join(patterns)}; the others are frozen"]
 
 
-def _refuse(patterns: Sequence[str], everywhere: Sequence[Frozen]) -> None:
+def refuse(patterns: Sequence[str], everywhere: Sequence[Frozen]) -> None:
     """Raise ConfigError for an unused pattern or a torn parameter."""
     used = {pattern for rank in everywhere for pattern in rank.used}
     unused = [pattern for pattern in patterns if pattern not in used]

@@ -98,7 +98,7 @@ class GPTLayer(nn.Module):
         p = self._dropout()
         keys = None
         if p:
-            keys = hidden_keys(y_sbh, context, dropout_use(self.number, site), self.blueprint)
+            keys = hidden_keys(context, dropout_use(self.number, site), self.blueprint)
         return dropout_add(y_sbh, residual_sbh, keys, p, self.blueprint.kernels.dropout)
 
 
@@ -151,5 +151,5 @@ class GPTStage(Stage):
         x_sbh = x_sbh + F.embedding(rows_of_rank(positions, self.blueprint.sharding), self.positions)
         if not p:
             return x_sbh
-        keys = hidden_keys(x_sbh, context, dropout_use(0, DropoutSite.EMBEDDING), self.blueprint)
+        keys = hidden_keys(context, dropout_use(0, DropoutSite.EMBEDDING), self.blueprint)
         return x_sbh * keep_mask(keys, x_sbh.shape[-1], p) / (1.0 - p)

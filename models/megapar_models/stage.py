@@ -86,7 +86,7 @@ def dropout_use(layer: int, site: DropoutSite) -> int:
     return len(DropoutSite) * layer + site
 
 
-def hidden_keys(x_sbh: Tensor, context: ForwardContext, use: int, blueprint: Blueprint) -> Tensor:
+def hidden_keys(context: ForwardContext, use: int, blueprint: Blueprint) -> Tensor:
     """The keys [s or s/tp, b] of a dropout mask of hidden states, from sample and global position.
 
     `use` is the site's number (`dropout_use`).

@@ -125,7 +125,7 @@ def micro_batches(config: Config, ctx: ParallelContext, step: int, packed: bool 
     ids = torch.arange(SAMPLES) + step * SAMPLES
     positions = micro_batch_positions(0, SAMPLES, config.train.micro_batch_size, ctx.dp.rank, ctx.dp.size)
     rows = [torch.from_numpy(row) for row in positions]
-    batches = [MicroBatch(tokens[r, :-1], tokens[r, 1:], weights[r], ids[r]) for r in rows]
+    batches = [MicroBatch.of_samples(tokens[r, :-1], tokens[r, 1:], weights[r], ids[r]) for r in rows]
     if packed:
         batches = [replace(batch, starts=two_documents(row)) for batch, row in zip(batches, rows, strict=True)]
     return [batch.to(ctx.device) for batch in batches]

@@ -46,13 +46,13 @@ def batch(model: ModelConfig, seed: int = 0, samples: int = 2, length: int = LEN
     targets_bs, weights_bs = tokens_bs[:, 1:].clone(), 0.1 + torch.rand(samples, length, generator=generator)
     targets_bs[0, 3:5] = -100
     weights_bs[-1, 7] = 0.0
-    return MicroBatch(tokens_bs[:, :-1], targets_bs, weights_bs, torch.arange(samples) + 1000 * seed)
+    return MicroBatch.of_samples(tokens_bs[:, :-1], targets_bs, weights_bs, torch.arange(samples) + 1000 * seed)
 
 
 def joined(batches: Sequence[MicroBatch]) -> MicroBatch:
     """One micro-batch of all samples."""
     names = ["tokens_bs", "targets_bs", "weights_bs", "sample_ids_b"]
-    return MicroBatch(*(torch.cat([getattr(batch, name) for batch in batches]) for name in names))
+    return MicroBatch.of_samples(*(torch.cat([getattr(batch, name) for batch in batches]) for name in names))
 
 
 def random_tensors(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:

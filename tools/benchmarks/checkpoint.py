@@ -92,7 +92,9 @@ def step(state: TrainState) -> tuple[float, float]:
     where = state.ctx.device
     generator = torch.Generator().manual_seed(state.step)
     row = torch.randint(config.model.vocab_size, (1, config.train.seq_length + 1), generator=generator)
-    batch = MicroBatch(row[:, :-1], row[:, 1:], torch.ones(1, config.train.seq_length), torch.tensor([state.step]))
+    batch = MicroBatch.of_samples(
+        row[:, :-1], row[:, 1:], torch.ones(1, config.train.seq_length), torch.tensor([state.step])
+    )
     began = time.perf_counter()
     busy = time.thread_time()
     train_step(state, [batch.to(where)])

@@ -116,7 +116,9 @@ class Megapar(Peer):
 
     def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
         batches = [
-            MicroBatch(tokens, targets, torch.ones_like(targets, dtype=torch.float32), torch.zeros_like(targets[:, 0]))
+            MicroBatch.of_samples(
+                tokens, targets, torch.ones_like(targets, dtype=torch.float32), torch.zeros_like(targets[:, 0])
+            )
             for tokens, targets in self.micro_batches(tokens_bs, targets_bs, self.ctx.dp.size)
         ]
         result = train_step(self.state, batches)

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, s
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megapar.checkpoint.format import MAIN, Manifest, dtype_of, read_manifest
+from megapar.checkpoint.format import Manifest, dtype_of, read_manifest
 from megapar.checkpoint.load import Reader
+from megapar.params import MAIN
 from megapar_models.convert.stream import check_finite, new_folder
 
 CONFIG = "model_config.json"

@@ -14,10 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megapar.checkpoint.format import MAIN, Manifest, Sizes
+from megapar.checkpoint.format import Manifest, Sizes
 from megapar.checkpoint.load import Reader
 from megapar.errors import CheckpointError
 from megapar.messages import first_few
+from megapar.params import MAIN
 from megapar_models.convert.stream import CODES, TensorInfo, check_finite, shards, write_file
 
 INDEX = "model.safetensors.index.json"

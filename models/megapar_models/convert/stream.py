@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megapar.checkpoint.format import (
-    MAIN,
     Chunk,
     Entry,
     Manifest,
@@ -26,6 +25,7 @@ from megapar.checkpoint.format import (
 )
 from megapar.config import Config, flatten
 from megapar.errors import CheckpointError, ConfigError, StorageError
+from megapar.params import MAIN
 from megapar_models.registry import weight_options
 
 SHARD_BYTES = 5_000_000_000  # largest file of weights, unless a single tensor is larger

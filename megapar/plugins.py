@@ -1,0 +1,33 @@
+"""Imports what an option names outside of this repository, such as a model family or a pipeline schedule."""
+
+import importlib
+from collections.abc import Mapping
+from typing import TypeVar
+
+from megapar.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def named(option: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
+    """The object that `option` names: a key of `known`, or MODULE:NAME for a `kind` in an importable module.
+
+    Raises ConfigError if there is no such object.
+    """
+    if name in known:
+        return known[name]
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ConfigError(
+            f"{option}={name}: unknown; there are {', '.join(known)}, and MODULE:NAME names one of your own"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # a module may raise anything while it is imported
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"{option}={name}: cannot be imported ({reason}); the module must lie where Python looks (PYTHONPATH)"
+        ) from error
+    if not isinstance(found, kind):
+        raise ConfigError(f"{option}={name}: is {type(found).__name__}, not a {kind.__module__}.{kind.__name__}")
+    return found
