@@ -99,7 +99,7 @@ class ParamSpec:
     decay: bool
     """Whether weight decay applies."""
     replicas: Axis
-    """The data-parallel axis. Each of its ranks computes the gradient of its own samples.
+    """The data-parallel axis (`ParallelContext.grad`). Each of its ranks computes the gradient of its own samples.
 
     Gradients are summed over it. Under ZeRO the optimizer state is sharded over it.
     """

@@ -133,7 +133,7 @@ def train(case: Case, ctx: ParallelContext) -> dict[str, Any]:
                 slot.start - bucket.start,
                 bucket.stop - bucket.start,
             )
-            for slot, bucket in ((slot, buffer.layout.buckets[slot.bucket]) for slot in buffer.slots)
+            for slot, bucket in ((slot, buffer.layout.buckets[slot.bucket_index]) for slot in buffer.slots)
             if slot.spec.replicated_over()
         },
     }

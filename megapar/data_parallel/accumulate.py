@@ -22,10 +22,10 @@ class MainGradView:
         self.added()
 
 
-def accumulate(layout: FlatLayout, device: torch.device, on_added: Callable[[int], None]) -> Tensor:
+def make_main_grads(layout: FlatLayout, device: torch.device, on_added: Callable[[int], None]) -> Tensor:
     """Make the flat fp32 gradients of `layout`, zero, and attach a `main_grad` to each parameter.
 
-    A gradient that autograd leaves in `.grad` is added to the flat gradients too. `on_added` is called with the number
+    A gradient that autograd leaves in `.grad` is added to the flat gradients too. `on_added` is called with the index
     of the slot after each addition to it.
     """
     flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
