@@ -126,8 +126,8 @@ class _Linear(torch.autograd.Function):
             if ctx.main_grad is None:
                 grad_weight = ctx.products.weight_gradient(grad_2d, x_2d)
             else:
-                ctx.products.add_weight_gradient(ctx.main_grad.view, grad_2d, x_2d)
-                ctx.main_grad.added()
+                ctx.products.add_weight_gradient(ctx.main_grad.tensor, grad_2d, x_2d)
+                ctx.main_grad.note_added()
         if needs_bias:
             grad_bias = grad_2d.sum(0)
         leaving.wait()

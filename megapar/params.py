@@ -232,21 +232,21 @@ def spec_of(param: Tensor, name: str = "parameter") -> ParamSpec:
 class MainGrad(Protocol):
     """The fp32 sum of a parameter's gradients over the micro-batches. It is the parameter's attribute `main_grad`.
 
-    A layer that computes a weight gradient itself adds it to `view`, which has the shape of the parameter. After each
-    addition it calls `added`. A parameter that is used several times gets several additions. The layer returns None to
-    autograd, so that the gradient is not added a second time.
+    A layer that computes a weight gradient itself adds it to `tensor`, which has the shape of the parameter. After each
+    addition it calls `note_added`. A parameter that is used several times gets several additions. The layer returns
+    None to autograd, so that the gradient is not added a second time.
 
     Read the attribute in the forward pass. Under activation checkpointing, backward unpacks another tensor, which has
     no attributes.
     """
 
-    view: Tensor
+    tensor: Tensor
 
-    def added(self) -> None:
-        """Note that a gradient has been added to `view`."""
+    def note_added(self) -> None:
+        """Note that a gradient has been added to `tensor`."""
 
     def add(self, grad: Tensor) -> None:
-        """Add `grad`, of the parameter's shape and any dtype, to `view`, and call `added`."""
+        """Add `grad`, of the parameter's shape and any dtype, to `tensor`, and call `note_added`."""
 
 
 def main_grad_of(param: Tensor) -> MainGrad | None:

@@ -79,7 +79,7 @@ def check_gradients(adamw: AdamW, expected: dict[str, Tensor], case: Case) -> No
     """Every element of this rank's shards."""
     for s in adamw.slices():
         want = padded(local(s.spec, expected), s.param)[s.start : s.stop]
-        got = s.param.main_grad.view.flatten()[s.start : s.stop]
+        got = s.param.main_grad.tensor.flatten()[s.start : s.stop]
         assert_close(got, want, f"{case}: gradient of {s.spec.name}")
 
 

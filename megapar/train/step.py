@@ -53,8 +53,7 @@ class StepResult:
 
     `loss` is the mean in nats per target token. `grad_norm` is taken before clipping. `tokens` is the sum of the loss
     weights, which is the number of target tokens if all weights are 0 or 1. It is a float because weights may be
-    fractions. `stop` is True if some rank has to stop, because of a signal or
-    launch.time_limit.
+    fractions. `stop` is True if some rank has to stop, because of a signal or launch.time_limit.
     """
 
     loss: float
