@@ -1,7 +1,7 @@
 """Reduces gradients over data-parallel replicas, bucket by bucket, while the last backward of a step still runs.
 
-The last backward of a step is the one that this rank runs last: that of its last micro-batch, through one of its
-stages. A bucket is complete when all its gradients have been added. A complete bucket is all-reduced (ZeRO stage 0) or
+The last backward of a step is the one that this rank runs last: of one micro-batch, through one of the rank's stages.
+A bucket is complete when all its gradients have been added. A complete bucket is all-reduced (ZeRO stage 0) or
 reduce-scattered (stage 1). All ranks reduce the buckets in the same order.
 
     call        when                                effect
