@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megapar import shared_memory
 from megapar.flight import AxisLog, Flight
 from megapar.local_collectives import LocalAxis
+from megapar.shared_memory import Host
 
 DEFAULT_ORDER = "tp-cp-dp-pp"
 
@@ -189,30 +190,7 @@ def create(
     if use_shared_memory and dist.get_backend() == "gloo":
         store = dist.distributed_c10d._get_default_store()
         host = shared_memory.meet(rank, store, dist.barrier, timeout_seconds)
-    # Every rank knows whether this host has all of them. Then no axis needs a group.
-    needs_groups = host is None or len(host.peers) + 1 < world_size
-    # Axes with the same ranks share one group: each group costs memory and connections.
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): dist.group.WORLD}
-    channels = 0
-
-    def axis(name: str, groups: list[tuple[int, ...]]) -> Axis:
-        nonlocal channels
-        channels += 1
-        # new_group is a collective over the world, so every rank makes the groups of all ranks in the same order.
-        for ranks in groups:
-            if needs_groups and len(ranks) > 1 and ranks not in made:
-                # A new group does not inherit the timeout of the world.
-                made[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
-        members = next((ranks for ranks in groups if rank in ranks), (rank,))
-        if len(members) == 1:
-            return Axis(name, ranks=members)
-        position = members.index(rank)
-        log = flight.axis(name, members[0], len(members), position)
-        local = None
-        if host is not None and host.peers.issuperset(set(members) - {rank}):
-            local = LocalAxis(host, channels, position, members)
-        return Axis(name, len(members), position, members, made.get(members), log=log, local=local)
-
+    axis = _AxisMaker(rank, world_size, timedelta(seconds=timeout_seconds), flight, host).make
     pipelines = rank_groups(sizes, ["pp"], order)
     holders = _holders(ends, pp)
     return ParallelContext(
@@ -226,3 +204,37 @@ def create(
         device=device or torch.device("cpu"),
         flight=flight,
     )
+
+
+class _AxisMaker:
+    """Makes the axes of a rank, each with what it needs to communicate. All ranks make the same axes in one order."""
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta, flight: Flight, host: Host | None):
+        self._rank = rank
+        self._timeout = timeout
+        self._flight = flight
+        self._host = host
+        # Every rank knows whether this host has all of them. Then no axis needs a group.
+        self._needs_groups = host is None or len(host.peers) + 1 < world_size
+        # Axes with the same ranks share one group: each group costs memory and connections.
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): dist.group.WORLD}
+        self._axes = 0
+
+    def make(self, name: str, groups: list[tuple[int, ...]]) -> Axis:
+        """The axis of this rank, given all groups of ranks that differ in its direction."""
+        self._axes += 1
+        # new_group is a collective over the world, so every rank makes the groups of all ranks in the same order.
+        for ranks in groups:
+            if self._needs_groups and len(ranks) > 1 and ranks not in self._groups:
+                # A new group does not inherit the timeout of the world.
+                self._groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+        members = next((ranks for ranks in groups if self._rank in ranks), (self._rank,))
+        if len(members) == 1:
+            return Axis(name, ranks=members)
+        position = members.index(self._rank)
+        log = self._flight.axis(name, members[0], len(members), position)
+        local = None
+        if self._host is not None and self._host.peers.issuperset(set(members) - {self._rank}):
+            # The number of the axis is the same on all ranks, and so names its messages.
+            local = LocalAxis(self._host, self._axes, position, members)
+        return Axis(name, len(members), position, members, self._groups.get(members), log=log, local=local)

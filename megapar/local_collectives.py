@@ -1,7 +1,7 @@
 """The collectives and transfers of ranks on one host, through shared memory (`megapar.shared_memory`).
 
 Each is written as a generator: it sends what this rank contributes, yields the messages that it needs, and goes on when
-they have arrived. `Operation` runs it. So an operation in flight takes no thread: what has arrived is worked on whenever
+they have arrived. `Operation` runs it. An operation in flight takes no thread: what has arrived is worked on whenever
 this rank sends or waits.
 
 Reductions add the ranks' parts in the order of ranks. So a sum rounds the same way wherever an element lies, and the
@@ -39,11 +39,8 @@ class Operation(Work):
         return self._needs
 
     def go_on(self) -> None:
-        # A generator may have nothing to wait for.
-        for self._needs in self._steps:
-            if self._needs:
-                return
-        self._needs = ()
+        # A generator may yield no messages: then there is nothing to wait for, and it goes on at once.
+        self._needs = next((messages for messages in self._steps if messages), ())
 
     def wait(self) -> None:
         """Wait until it has ended. Raises RuntimeError if a rank that it needs has ended, or is too late."""

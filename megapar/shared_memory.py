@@ -450,13 +450,13 @@ def meet(rank: int, store: Store, barrier: Callable[[], None], timeout_seconds: 
     """Connect to the ranks on this host. A collective over all ranks of the job, whatever their hosts.
 
     `barrier` waits until all ranks have called it. Returns None if there is no other rank here, or if this host's ranks
-    cannot all reach each other: containers with one host name may be apart. All ranks of a host return None together.
-    Raises OSError if the system refuses sockets.
+    cannot all reach each other: containers with one host name may be apart, and a system may refuse the memory. All
+    ranks of a host return None together.
     """
     # All ranks meet equally often, so the number of the meeting is the same on all.
     meeting = f"host/{store.add(f'host/meetings/{rank}', 1)}/{socket.gethostname()}"
     nonce = os.urandom(16)
-    listener = _listen(nonce) if sys.platform == "linux" else None
+    listener = _listen(nonce)
     place = store.add(meeting, 1)
     store.set(f"{meeting}/{place}", f"{rank} {nonce.hex()}")
     barrier()
@@ -485,9 +485,16 @@ def meet(rank: int, store: Store, barrier: Callable[[], None], timeout_seconds: 
     return Host(rank, connections, timeout_seconds)
 
 
-def _listen(nonce: bytes) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(_address(nonce))
+def _listen(nonce: bytes) -> socket.socket | None:
+    """Listen for the other ranks; None where the system has not what it takes."""
+    if sys.platform != "linux":
+        return None
+    try:
+        os.close(os.memfd_create("megapar-exchange"))
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(_address(nonce))
+    except OSError:  # a container's filter of system calls may refuse them
+        return None
     listener.listen(socket.SOMAXCONN)
     listener.setblocking(False)
     return listener
@@ -513,7 +520,7 @@ def _connect(nonce: bytes, rank: int) -> socket.socket | None:
 
 def _accept(listener: socket.socket, nonce: bytes) -> dict[int, socket.socket]:
     """Accept the connections that have been made, by rank."""
-    connections = {}
+    connections: dict[int, socket.socket] = {}
     while True:
         try:
             connection, _ = listener.accept()
