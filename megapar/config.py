@@ -268,6 +268,8 @@ class LaunchConfig:
     """Minutes until the run saves at the end of a step and exits with 75, as after SIGTERM or SIGUSR1; 0: no limit."""
     threads: int = 0
     """CPU threads of each rank; 0: OMP_NUM_THREADS, or if that is not set an equal share of the node's usable cores."""
+    cpu_exchange: Literal["shared_memory", "gloo"] = "shared_memory"
+    """How ranks on the CPUs of one host exchange tensors. Between hosts it is always gloo, between GPUs NCCL."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megapar import shared_memory
 from megapar.flight import AxisLog, Flight
+from megapar.local_collectives import LocalAxis
+from megapar.shared_memory import Host
 
 DEFAULT_ORDER = "tp-cp-dp-pp"
 
@@ -63,8 +66,9 @@ TIED_AXIS = "ends"
 class Axis:
     """One direction of the rank grid: the ranks that differ from this rank in this direction alone.
 
-    `ranks` are global ranks. `rank` is this rank's position among them. `group` is None at size 1, where collectives do
-    nothing. `log` keeps the newest operations. It is None at size 1.
+    `ranks` are global ranks. `rank` is this rank's position among them. `log` keeps the newest operations. At size 1
+    `group`, `log` and `local` are None, and collectives do nothing. `local` is set if the ranks exchange through shared
+    memory. `group` is None too if all ranks of the job do.
     """
 
     name: str
@@ -74,6 +78,7 @@ class Axis:
     group: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     log: AxisLog | None = field(default=None, compare=False)
+    local: LocalAxis | None = field(default=None, compare=False)
 
     @property
     def first(self) -> bool:
@@ -163,11 +168,13 @@ def create(
     device: torch.device | None = None,
     timeout_seconds: float = 300.0,
     flight: Flight | None = None,
+    use_shared_memory: bool = True,
 ) -> ParallelContext:
     """Make the process groups. A collective: every rank of an initialized world calls it with the same arguments.
 
     Collectives that take longer than `timeout_seconds` raise an error. `ends` are the pipeline ranks that hold a tied
     embedding, by default the first and the last. `flight` is the log of this rank's operations, by default private.
+    With `use_shared_memory` the axes of a gloo job whose ranks are all on one host exchange through shared memory.
 
     Raises ValueError if the sizes do not multiply to the world size or `order` does not name each axis once.
     """
@@ -183,22 +190,11 @@ def create(
         return single(device, flight)
     flight = flight or Flight()
     rank = dist.get_rank()
-    # Axes with the same ranks share one group: each group costs memory and connections.
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): dist.group.WORLD}
-
-    def axis(name: str, groups: list[tuple[int, ...]]) -> Axis:
-        # new_group is a collective over the world, so every rank makes the groups of all ranks in the same order.
-        for ranks in groups:
-            if len(ranks) > 1 and ranks not in made:
-                # A new group does not inherit the timeout of the world.
-                made[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
-        members = next((ranks for ranks in groups if rank in ranks), (rank,))
-        if len(members) == 1:
-            return Axis(name, ranks=members)
-        position = members.index(rank)
-        log = flight.axis(name, members[0], len(members), position)
-        return Axis(name, len(members), position, members, made[members], log=log)
-
+    host = None
+    if use_shared_memory and dist.get_backend() == "gloo":
+        store = dist.distributed_c10d._get_default_store()
+        host = shared_memory.meet(rank, store, dist.barrier, timeout_seconds)
+    axis = _AxisMaker(rank, world_size, timedelta(seconds=timeout_seconds), flight, host).make
     pipelines = rank_groups(sizes, ["pp"], order)
     holders = _holders(ends, pp)
     return ParallelContext(
@@ -212,3 +208,37 @@ def create(
         device=device or torch.device("cpu"),
         flight=flight,
     )
+
+
+class _AxisMaker:
+    """Makes the axes of a rank, each with what it needs to communicate. All ranks make the same axes in one order."""
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta, flight: Flight, host: Host | None):
+        self._rank = rank
+        self._timeout = timeout
+        self._flight = flight
+        self._host = host
+        # Every rank knows whether this host has all of them. Then no axis needs a group.
+        self._needs_groups = host is None or len(host.peers) + 1 < world_size
+        # Axes with the same ranks share one group: each group costs memory and connections.
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): dist.group.WORLD}
+        self._axes = 0
+
+    def make(self, name: str, groups: list[tuple[int, ...]]) -> Axis:
+        """The axis of this rank, given all groups of ranks that differ in its direction."""
+        self._axes += 1
+        # new_group is a collective over the world, so every rank makes the groups of all ranks in the same order.
+        for ranks in groups:
+            if self._needs_groups and len(ranks) > 1 and ranks not in self._groups:
+                # A new group does not inherit the timeout of the world.
+                self._groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+        members = next((ranks for ranks in groups if self._rank in ranks), (self._rank,))
+        if len(members) == 1:
+            return Axis(name, ranks=members)
+        position = members.index(self._rank)
+        log = self._flight.axis(name, members[0], len(members), position)
+        local = None
+        if self._host is not None and self._host.peers.issuperset(set(members) - {self._rank}):
+            # The number of the axis is the same on all ranks, and so names its messages.
+            local = LocalAxis(self._host, self._axes, position, members)
+        return Axis(name, len(members), position, members, self._groups.get(members), log=log, local=local)

@@ -119,8 +119,8 @@ def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
         assert torch.equal(x.grad.cpu().float(), targets * (2 + axis.rank))
 
 
-def every_function(sizes: dict[str, int]) -> None:
-    ctx = context.create(**sizes, device=rank_device(dist.get_rank()))
+def every_function(sizes: dict[str, int], use_shared_memory: bool) -> None:
+    ctx = context.create(**sizes, device=rank_device(dist.get_rank()), use_shared_memory=use_shared_memory)
     for name in sizes:
         axis = getattr(ctx, name)
         for dtype in DTYPES:
@@ -138,15 +138,16 @@ def every_function(sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.gpus
+@pytest.mark.parametrize("use_shared_memory", [True, False], ids=["shared memory", "groups"])
 @pytest.mark.parametrize("sizes", [{"dp": 3}, {"tp": 2, "dp": 2}, {"pp": 4}], ids=str)
-def test_every_function_gives_the_expected_values(sizes: dict[str, int]) -> None:
+def test_every_function_gives_the_expected_values(sizes: dict[str, int], use_shared_memory: bool) -> None:
     """fp32, bf16 and int64; 1, 2 and 3 dimensions; tensors that are not contiguous (row 12)."""
-    run_ranks(torch.Size(sizes.values()).numel(), every_function, sizes)
+    run_ranks(torch.Size(sizes.values()).numel(), every_function, sizes, use_shared_memory)
 
 
-def sums_of_noise() -> list[Tensor]:
+def sums_of_noise(use_shared_memory: bool) -> list[Tensor]:
     """One number in many places of tensors below and above the size that is exchanged directly; sums of slices."""
-    axis = context.create(dp=4, device=rank_device(dist.get_rank())).dp
+    axis = context.create(dp=4, use_shared_memory=use_shared_memory).dp
     noise = float(torch.randn((), generator=torch.Generator().manual_seed(axis.rank)))
     small = comm.all_reduce(torch.full((1000,), noise), axis)
     large = comm.all_reduce(torch.full((1 << 19,), noise), axis)
@@ -156,12 +157,18 @@ def sums_of_noise() -> list[Tensor]:
 
 @pytest.mark.skipif(ON_GPUS, reason="NCCL chooses its own order of sums")
 def test_sums_are_equal_on_all_ranks_and_do_not_depend_on_the_place() -> None:
-    ranks = run_ranks(4, sums_of_noise)
-    for small, large, slices in ranks:
-        assert (small == ranks[0][0][0]).all()
-        assert (slices == ranks[0][0][0]).all()
-        assert torch.equal(large, ranks[0][1])
-        assert large[0].item() == pytest.approx(small[0].item(), rel=1e-6)
+    shared = run_ranks(4, sums_of_noise, True)
+    gloo = run_ranks(4, sums_of_noise, False)
+    the_sum = shared[0][0][0]
+    for small, large, slices in shared:
+        assert (small == the_sum).all()
+        assert (slices == the_sum).all()
+        assert (large == the_sum).all()
+    for small, large, slices in gloo:
+        assert (small == the_sum).all()
+        assert (slices == the_sum).all()
+        assert torch.equal(large, gloo[0][1])  # gloo's own algorithm sums in an order of its own
+        assert large[0].item() == pytest.approx(the_sum.item(), rel=1e-6)
 
 
 def test_one_rank_communicates_nothing_and_copies_nothing() -> None:

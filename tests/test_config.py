@@ -540,7 +540,7 @@ data: train stages split validation documents fim_rate fim_tokens workers tokeni
 checkpoint: every save_last resume init_from strict async_save keep_last keep_every
 log: every tensorboard timeline peak_tflops
 kernels: backend loss_chunk
-launch: nproc device timeout_seconds time_limit threads
+launch: nproc device timeout_seconds time_limit threads cpu_exchange
 top: run_dir dry_run
 """
 

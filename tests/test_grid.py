@@ -1,11 +1,13 @@
 """The grid: every layout trains as one process does. Loss, every gradient and every weight after two steps, in fp32."""
 
+import socket
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,7 +16,7 @@ from megapar.config import Config, ModelConfig
 from megapar.optimizer.clip import clip_coefficient
 from megapar.train.step import train_step
 from tests.support import layouts
-from tests.support.distributed import run_ranks
+from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.grid import (
     GPT,
     LLAMA,
@@ -70,6 +72,31 @@ def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
 
 def check_on_ranks(layout: Layout) -> None:
     check(layout, run_ranks(layout.world, train_two_steps, layout.config(), layout.packed))
+
+
+def train_on_hosts(config: Config, ranks_of_a_host: int) -> dict[str, Any]:
+    """`train_two_steps`, where each `ranks_of_a_host` consecutive ranks have a host name of their own."""
+    name = f"host-{dist.get_rank() // ranks_of_a_host}"
+    socket.gethostname = lambda: name
+    return train_two_steps(config)
+
+
+@pytest.mark.skipif(ON_GPUS, reason="ranks on GPUs exchange over NCCL")
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_shared_memory_and_gloo_give_the_same_bits(schedule: str) -> None:
+    """On one host, over gloo alone, and on two hosts of which each has both ranks of every tp axis."""
+    layout = Layout(LLAMA, tp=2, dp=2, pp=2, vpp=1 + (schedule == "interleaved"), schedule=schedule, micro_batch_size=2)
+    config = layout.config()
+    shared = run_ranks(8, train_on_hosts, config, 8)
+    over_gloo = replace(config, launch=replace(config.launch, cpu_exchange="gloo"))
+    for ranks in (run_ranks(8, train_on_hosts, over_gloo, 8), run_ranks(8, train_on_hosts, config, 4)):
+        for step in range(STEPS):
+            found = [rank["steps"][step] for rank in ranks]
+            expected = [rank["steps"][step] for rank in shared]
+            assert [row[:2] for row in found] == [row[:2] for row in expected]
+            for kind in (2, 3):  # gradients, weights
+                one = layouts.assemble([row[kind] for row in found])
+                assert bitwise(one, layouts.assemble([row[kind] for row in expected]))
 
 
 # A micro-batch of a layer costs a tensor-parallel layout several messages, so these have fewer of them.

@@ -186,7 +186,7 @@ class CountedWork:
 
 
 def counted_waits() -> list[int]:
-    ctx = context.create(pp=2)
+    ctx = context.create(pp=2, use_shared_memory=False)
     works, real = [], dist.batch_isend_irecv
 
     def counting(operations):

@@ -147,6 +147,7 @@ def join(config: Config, env: device.Environment, process: RankProcess) -> Paral
         device=chosen,
         timeout_seconds=timeout,
         flight=process.flight,
+        use_shared_memory=config.launch.cpu_exchange == "shared_memory",
     )
 
 

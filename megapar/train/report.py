@@ -72,6 +72,16 @@ def idle_share(config: Config, microbatches: int) -> float:
     return simulate(lower(orders, parallel.pp * parallel.vpp), forward=1, backward=2).bubble
 
 
+def _axes_over_gloo(config: Config, ctx: ParallelContext) -> list[str]:
+    """A line about the axes that do not exchange through shared memory although the config asks for it."""
+    if ctx.device.type != "cpu" or config.launch.cpu_exchange != "shared_memory":
+        return []
+    names = [axis.name for axis in (ctx.tp, ctx.dp, ctx.pp) if axis.size > 1 and axis.local is None]
+    if not names:
+        return []
+    return [f"{', '.join(names)} exchange over gloo: their ranks are on several hosts, or cannot share memory"]
+
+
 def write_run_header(
     config: Config, ctx: ParallelContext, parameters: int, notes: Sequence[str], config_toml: str
 ) -> None:
@@ -110,5 +120,5 @@ def write_run_header(
             unseen = device.unseen_gpu()
         if unseen:
             say(f"trains on the CPU: {unseen}")
-        for line in [*warnings(config), *notes]:
+        for line in [*_axes_over_gloo(config, ctx), *warnings(config), *notes]:
             say(line)

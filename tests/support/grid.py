@@ -144,7 +144,14 @@ def make_state(config: Config) -> TrainState:
     where = (
         rank_device(rank) if config.parallel.tp * config.parallel.pp * config.parallel.dp > 1 else torch.device("cpu")
     )
-    ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, device=where)
+    ctx = context.create(
+        tp=parallel.tp,
+        dp=parallel.dp,
+        pp=parallel.pp,
+        order=parallel.order,
+        device=where,
+        use_shared_memory=config.launch.cpu_exchange == "shared_memory",
+    )
     stages = build_stages(config, ctx)
     initialize(stages.values(), config.train.seed)
     return assemble(config, ctx, stages)

@@ -1,0 +1,180 @@
+"""The collectives and transfers of ranks on one host, through shared memory (`megapar.shared_memory`).
+
+Each is written as a generator: it sends what this rank contributes, yields the messages that it needs, and goes on when
+they have arrived. `Operation` runs it. An operation in flight takes no thread: what has arrived is worked on whenever
+this rank sends or waits.
+
+Reductions add the ranks' parts in the order of ranks. So a sum rounds the same way wherever an element lies, and the
+same way as over gloo.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megapar.shared_memory import SMALL, Host, Message, Work
+
+_FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+# An all-reduce of more bytes, over three and more ranks, is a reduce-scatter and an all-gather: every rank would read
+# the whole tensor of every other one. For fewer bytes the second exchange of messages costs more.
+_DIRECT = 1 << 16
+
+Steps = Generator[Sequence[Message], None, None]
+
+
+class Operation(Work):
+    """Runs a generator that yields the messages that it needs."""
+
+    def __init__(self, steps: Steps, host: Host):
+        self._steps = steps
+        self._host = host
+        self._needs: Sequence[Message] = ()
+        self.go_on()
+        if self._needs:
+            host.start(self)
+
+    def needs(self) -> Sequence[Message]:
+        return self._needs
+
+    def go_on(self) -> None:
+        # A generator may yield no messages: then there is nothing to wait for, and it goes on at once.
+        self._needs = next((messages for messages in self._steps if messages), ())
+
+    def wait(self) -> None:
+        """Wait until it has ended. Raises RuntimeError if a rank that it needs has ended, or is too late."""
+        if self._needs:
+            self._host.wait(self)
+
+
+@dataclass(frozen=True)
+class LocalAxis:
+    """An axis whose ranks are all on this host. `ranks` are global ranks; this one is at position `rank`."""
+
+    host: Host
+    channel: int
+    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def peers(self) -> list[int]:
+        """Positions of the other ranks."""
+        return [position for position in range(self.size) if position != self.rank]
+
+    def expect(self, position: int, phase: int = 0) -> Message:
+        """The next message of `phase` from `position`."""
+        return self.host.expect(self.ranks[position], 2 * self.channel + phase)
+
+    def send(self, x: Tensor, positions: Sequence[int], phase: int = 0) -> None:
+        """Send a copy of `x` to each of `positions`.
+
+        What an operation sends later than at its start has phase 1: another operation may have started in between on
+        one rank and not on another, so their messages of phase 0 and 1 come in different orders.
+        """
+        channel = 2 * self.channel + phase
+        if not positions:
+            return
+        if x.nbytes <= SMALL:
+            payload = x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.nbytes else b""
+            for position in positions:
+                self.host.send_small(self.ranks[position], channel, payload)
+            return
+        block = self.host.block(x.nbytes)
+        block.tensor()[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        for position in positions:
+            self.host.send(self.ranks[position], channel, block, x.nbytes)
+        self.host.let_go(block)
+
+
+def _fold(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
+    """Reduce `parts` in their order into `out`, which may be one of the first two parts and none of the others."""
+    fold = _FOLDS[op]
+    fold(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        fold(out, part, out=out)
+
+
+def _release(messages: Sequence[Message]) -> None:
+    for message in messages:
+        message.release()
+
+
+def all_reduce(x: Tensor, axis: LocalAxis, op: str) -> Steps:
+    """Reduce contiguous `x` in place."""
+    if axis.size > 2 and x.nbytes > _DIRECT:
+        return _all_reduce_in_slices(x.view(-1), axis, op)
+    return _all_reduce_whole(x, axis, op)
+
+
+def _all_reduce_whole(x: Tensor, axis: LocalAxis, op: str) -> Steps:
+    """Every rank sends its tensor to every other one."""
+    axis.send(x, axis.peers())
+    arriving = {position: axis.expect(position) for position in axis.peers()}
+    yield list(arriving.values())
+    # `_fold` overwrites `out` before it has read the third part.
+    own = x if axis.rank < 2 else x.clone()
+    parts = [arriving[position].content(x) if position in arriving else own for position in range(axis.size)]
+    _fold(parts, x, op)
+    _release(list(arriving.values()))
+
+
+def _all_reduce_in_slices(x: Tensor, axis: LocalAxis, op: str) -> Steps:
+    """Every rank reduces one slice and sends the result to every other one. `x` is 1-D."""
+    slices = x.tensor_split(axis.size)
+    for position in axis.peers():
+        axis.send(slices[position], [position])
+    yield from _reduce_own(slices, slices[axis.rank], axis, op)
+    axis.send(slices[axis.rank], axis.peers(), phase=1)
+    yield from _receive([(slices[position], position) for position in axis.peers()], axis, phase=1)
+
+
+def _reduce_own(slices: Sequence[Tensor], out: Tensor, axis: LocalAxis, op: str) -> Steps:
+    """Reduce the parts of this rank's slice, which the other ranks have sent, into `out`."""
+    own = slices[axis.rank]
+    arriving = {position: axis.expect(position) for position in axis.peers()}
+    yield list(arriving.values())
+    if axis.rank >= 2 and out is own:
+        own = own.clone()
+    parts = [arriving[position].content(own) if position in arriving else own for position in range(axis.size)]
+    _fold(parts, out, op)
+    _release(list(arriving.values()))
+
+
+def _receive(receives: Sequence[tuple[Tensor, int]], axis: LocalAxis, phase: int = 0) -> Steps:
+    """Receive into (tensor, position) pairs."""
+    arriving = [axis.expect(position, phase) for _, position in receives]
+    yield arriving
+    for message, (x, _) in zip(arriving, receives, strict=True):
+        x.copy_(message.content(x))
+        message.release()
+
+
+def reduce_scatter(slices: Sequence[Tensor], out: Tensor, axis: LocalAxis) -> Steps:
+    """Sum `slices[i]` of all ranks on position i, into its `out`, which may be its own slice."""
+    for position in axis.peers():
+        axis.send(slices[position], [position])
+    yield from _reduce_own(slices, out, axis, "sum")
+
+
+def all_gather(slices: Sequence[Tensor], axis: LocalAxis) -> Steps:
+    """Send this rank's slice to all others, and receive theirs into their slices."""
+    axis.send(slices[axis.rank], axis.peers())
+    yield from _receive([(slices[position], position) for position in axis.peers()], axis)
+
+
+def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: LocalAxis) -> Steps:
+    """Send and receive (tensor, position) pairs. It ends when all have been received."""
+    for x, position in sends:
+        axis.send(x, [position])
+    yield from _receive(receives, axis)
+
+
+def barrier(axis: LocalAxis) -> Steps:
+    """End when all ranks have begun it."""
+    nothing = torch.empty(0)
+    axis.send(nothing, axis.peers())
+    yield from _receive([(nothing, position) for position in axis.peers()], axis)

@@ -1,0 +1,193 @@
+"""The exchange between ranks of one host: what is in flight, what is left behind, and who may take part."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megapar import comm, context, shared_memory
+from megapar.context import ParallelContext
+from megapar.errors import CommunicationError
+from tests.support.distributed import run_ranks
+
+
+def own_blocks(ctx: ParallelContext) -> list[int]:
+    """The sizes of the blocks that this rank has made and not given back."""
+    assert ctx.world.local is not None
+    return [block.size for block in ctx.world.local.host._blocks.values()]
+
+
+def everything_in_flight() -> None:
+    """Starts many operations on two axes, of sizes below and above every limit, and waits for them in reverse order."""
+    ctx = context.create(tp=2, dp=2)
+    sizes = [1, 1000, 1025, 16_384, 20_000, 300_001]
+    started = []
+    for round_number in range(3):
+        for axis in (ctx.world, ctx.tp, ctx.dp):
+            for size in sizes:
+                parts = [torch.arange(size) % 97 + 3 * rank + round_number for rank in range(axis.size)]
+                x = parts[axis.rank].clone()
+                started.append((comm.all_reduce_async(x, axis), x, torch.stack(parts).sum(0)))
+                peer = (axis.rank + 1) % axis.size
+                before = (axis.rank - 1) % axis.size
+                y = torch.full((size,), -1)
+                started.append(
+                    (comm.exchange([(parts[axis.rank].clone(), peer)], [(y, before)], axis), y, parts[before])
+                )
+                z, pending = comm.all_gather_async(parts[axis.rank], axis)
+                started.append((pending, z, torch.cat(parts)))
+    for pending, found, expected in reversed(started):
+        pending.wait()
+        assert torch.equal(found, expected)
+
+
+def test_many_operations_in_flight_are_each_others_neighbors_and_nothing_more() -> None:
+    run_ranks(4, everything_in_flight)
+
+
+def many_before_the_first_is_received(kilobytes: int) -> None:
+    """Rank 0 sends more than a socket holds before rank 1 receives anything."""
+    axis = context.create(pp=2).pp
+    count = 3000 // kilobytes
+    if axis.first:
+        pendings = [comm.exchange([(torch.full((256 * kilobytes,), float(i)), 1)], [], axis) for i in range(count)]
+        assert axis.local is not None
+        if kilobytes == 1:
+            assert axis.local.host._links[1].has_unsent, "the case that this test is about"
+        for pending in pendings:
+            pending.wait()
+    else:
+        time.sleep(0.3)
+        for i in range(count):
+            x = torch.empty(256 * kilobytes)
+            comm.exchange([], [(x, 0)], axis).wait()
+            assert (x == i).all()
+    comm.barrier(axis)
+
+
+@pytest.mark.parametrize("kilobytes", [1, 40])
+def test_a_full_socket_delays_messages_and_loses_none(kilobytes: int) -> None:
+    run_ranks(2, many_before_the_first_is_received, kilobytes)
+
+
+def memory_is_given_back() -> None:
+    ctx = context.create(dp=2)
+    mega = 1 << 20
+    for _ in range(20):
+        comm.all_reduce(torch.ones(mega // 4), ctx.dp)
+    assert len(own_blocks(ctx)) <= 4, "blocks are used again"
+    pendings = [comm.all_reduce_async(torch.ones(8 * mega // 4), ctx.dp) for _ in range(16)]
+    for pending in pendings:
+        pending.wait()
+    comm.all_reduce(torch.ones(mega // 4), ctx.dp)
+    comm.barrier(ctx.dp)
+    assert sum(own_blocks(ctx)) <= 88 * mega, "idle blocks beyond 64 MiB are given back, but for the last two messages"
+    mapped = Path("/proc/self/smaps").read_text().count("memfd:megapar-exchange")
+    assert mapped <= 2 * len(own_blocks(ctx)) + 4, "the peer's blocks are unmapped too"
+
+
+def test_blocks_are_used_again_and_large_ones_given_back() -> None:
+    run_ranks(2, memory_is_given_back)
+
+
+def the_other_ends(number: int) -> None:
+    ctx = context.create(dp=2, timeout_seconds=2)
+    comm.all_reduce(torch.ones(10_000), ctx.dp)
+    if ctx.dp.rank == 1:
+        comm.exchange([(torch.full((10_000,), 7.0), 0)], [], ctx.dp)
+        os.kill(os.getpid(), number)
+    start = time.monotonic()
+    x = torch.empty(10_000)
+    comm.exchange([], [(x, 1)], ctx.dp).wait()
+    assert (x == 7).all(), "what was sent before the end arrives"
+    with pytest.raises(CommunicationError, match="timed out" if number == signal.SIGSTOP else "closed its connection"):
+        comm.all_reduce(torch.ones(10_000), ctx.dp)
+    assert (time.monotonic() - start < 1.5) == (number == signal.SIGKILL)
+    if number == signal.SIGKILL:
+        with pytest.raises(CommunicationError, match="closed its connection"):
+            comm.exchange([(x, 1)], [], ctx.dp)
+    raise AssertionError("the end of the test")  # its ranks are killed: one of them cannot end by itself
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_ends_or_stops_ends_the_wait(number: signal.Signals) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(AssertionError, match="the end of the test") as caught:
+        run_ranks(2, the_other_ends, number, idle_seconds=5)
+    assert "rank 1:" not in str(caught.value)
+    assert set(os.listdir("/dev/shm")) <= before
+    assert "megapar-" not in Path("/proc/net/unix").read_text()
+
+
+def sizes_differ() -> None:
+    axis = context.create(dp=2).dp
+    with pytest.raises(CommunicationError, match=r"sent \d+ bytes where this rank expects \d+"):
+        comm.all_reduce(torch.ones(100 + 100 * axis.rank), axis)
+
+
+def test_ranks_that_send_other_sizes_are_told() -> None:
+    run_ranks(2, sizes_differ)
+
+
+def meeting_of(hosts: list[str], reachable: bool) -> list[bool]:
+    """Trains nothing: which axes of tp 2, dp 2 exchange through shared memory, and that all of them work."""
+    rank = dist.get_rank()
+    socket.gethostname = lambda: hosts[rank]
+    if not reachable and rank == 3:
+        shared_memory._connect = lambda nonce, rank: None
+    ctx = context.create(tp=2, dp=2)
+    for axis in (ctx.tp, ctx.dp, ctx.world):
+        expected = float(sum(2**r for r in axis.ranks))
+        assert (comm.all_reduce(torch.full((3,), 2.0**rank), axis) == expected).all()
+        comm.barrier(axis)
+    return [axis.local is not None for axis in (ctx.tp, ctx.dp, ctx.world)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reachable", "shared"),
+    [
+        (["a", "a", "a", "a"], True, [(True, True, True)] * 4),
+        (["a", "a", "b", "b"], True, [(True, False, False)] * 4),
+        (["a", "b", "a", "b"], True, [(False, True, False)] * 4),
+        (["a", "a", "a", "b"], True, [(True, False, False)] * 2 + [(False, False, False)] * 2),
+        (["a", "a", "a", "a"], False, [(False, False, False)] * 4),
+    ],
+    ids=["one host", "tp on a host", "dp on a host", "three and one", "one name, two hosts"],
+)
+def test_each_axis_whose_ranks_share_a_host_uses_it(
+    hosts: list[str], reachable: bool, shared: list[tuple[bool, ...]]
+) -> None:
+    found = run_ranks(4, meeting_of, hosts, reachable)
+    if hosts == ["a", "a", "a", "b"]:
+        # The dp axis of ranks 0 and 2 is on host a, that of ranks 1 and 3 is not.
+        shared = [(True, True, False), (True, False, False), (False, True, False), (False, False, False)]
+    assert [tuple(row) for row in found] == shared
+
+
+def a_stranger_knocks() -> None:
+    rank = dist.get_rank()
+    listen = shared_memory._listen
+
+    def listen_and_be_called(nonce: bytes) -> socket.socket:
+        listener = listen(nonce)
+        for hello in (b"", b"short", shared_memory._HELLO.pack(1, b"0123456789abcdef")):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stranger.connect(listener.getsockname())
+            stranger.send(hello)
+            strangers.append(stranger)
+        return listener
+
+    strangers: list[socket.socket] = []
+    shared_memory._listen = listen_and_be_called
+    ctx = context.create(dp=2)
+    assert ctx.dp.local is not None
+    assert comm.all_reduce(torch.tensor(1.0 + rank), ctx.dp) == 3
+
+
+def test_a_process_that_does_not_know_the_nonce_is_no_rank() -> None:
+    run_ranks(2, a_stranger_knocks)
