@@ -179,7 +179,7 @@ class OptimizerConfig:
     bucket_mb: float = 0.0
     """MiB of gradients that are reduced at once, while the backward pass runs; 0: 4 for each replica, at least 64."""
     overlap_grad_reduce: bool = True
-    """Reduce full buckets during the last backward pass instead of after it; changes no bit."""
+    """Reduce complete buckets during the last backward pass instead of after it; changes no bit."""
 
 
 @dataclass(frozen=True)
