@@ -147,7 +147,8 @@ CONFIGS = [
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(tmp_path: Path) -> None:
-    """Row 43: weights, main weights, moments and their dtypes after the next step, in every kind of layout."""
+    """Fault resumption-is-bitwise: weights, main weights, moments and their dtypes after the next step, in every kind
+    of layout."""
     for rank in run_ranks(4, resume_twice, str(tmp_path), CONFIGS):
         for config, (straight, resumed) in zip(CONFIGS, rank, strict=True):
             assert len(straight) == len(resumed)
@@ -168,7 +169,7 @@ def save_load_save(root: str, configs: list[Config]) -> None:
 
 
 def test_a_checkpoint_wanders_through_layouts_unchanged(tmp_path: Path) -> None:
-    """Row 45, over real ranks: what each layout loaded and saved again is what the first one saved."""
+    """Fault any-layout-loads, over real ranks: what each layout loaded and saved again is what the first one saved."""
     run_ranks(4, save_load_save, str(tmp_path), CONFIGS)
     paths = [tmp_path / str(number) / "step_00000001" for number in range(len(CONFIGS))]
     with Reader(paths[0], read_manifest(paths[0])) as first:
@@ -229,7 +230,7 @@ def fail_in_turn(root: str) -> list[tuple[str, int, str]]:
 
 
 def test_a_failed_save_is_reported_on_every_rank_and_leaves_what_was_there(tmp_path: Path) -> None:
-    """Row K7 of the fault list: one rank cannot write, elements missing or twice, too little space, a path that is a
+    """Fault disk-without-space: one rank cannot write, elements missing or twice, too little space, a path that is a
     file."""
     ranks = run_ranks(4, fail_in_turn, str(tmp_path))
     said = ["(rank 2): ", "(rank 0): ", "(rank 0): ", "(rank 0): ", "(rank 0): "]
@@ -265,7 +266,8 @@ def load_wrongly(root: str) -> list[tuple[str, int, str]]:
 
 
 def test_a_load_fails_on_every_rank_alike(tmp_path: Path) -> None:
-    """One rank's missing tensor or damaged chunk is everyone's error, in the same words (rows 45, K3, K9, K10)."""
+    """One rank's missing tensor or damaged chunk is everyone's error, in the same words (faults any-layout-loads,
+    flipped-bit, checkpoint-of-another-model, missing-tensors)."""
     ranks = run_ranks(4, load_wrongly, str(tmp_path))
     for outcomes in ranks:
         assert outcomes == ranks[0]
@@ -321,19 +323,20 @@ def kill_saves(write: Callable[[Path, int, Connection], None], ahead: int, root:
 
 
 def test_kill_9_loses_no_complete_checkpoint(tmp_path: Path) -> None:
-    """Row 47."""
+    """Fault killed-saves."""
     kill_saves(write_for_ever, 1, tmp_path, 8)
 
 
 @pytest.mark.slow
 def test_kill_9_many_times(tmp_path: Path) -> None:
-    """Row 47: 25 trials; test_checkpoint_async.py has as many of asynchronous saves."""
+    """Fault killed-saves: 25 trials; test_checkpoint_async.py has as many of asynchronous saves."""
     kill_saves(write_for_ever, 1, tmp_path, 25)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_weights_alone_are_where_training_goes_on_from(tmp_path: Path, precision: str) -> None:
-    """Row 40: a step of learning rate 0 changes no bit, a later step moves from the loaded weights."""
+    """Fault loaded-weights-survive: a step of learning rate 0 changes no bit, a later step moves from the loaded
+    weights."""
     config = make_config(precision=precision)
     source = make_state(config, seed=1)
     step(source)
@@ -355,7 +358,7 @@ def test_weights_alone_are_where_training_goes_on_from(tmp_path: Path, precision
 
 
 def test_a_checkpoint_asked_for_by_name_must_be_complete(tmp_path: Path) -> None:
-    """Row K4: never another one in its place."""
+    """Fault incomplete-checkpoint: never another one in its place."""
     save_toy(tmp_path, 1)
     path = save_toy(tmp_path, 2)
     (path / "manifest.json").unlink()
@@ -404,7 +407,8 @@ def initialized(config: Config, run_dir: Path, init_from: Path, strict: bool = T
 
 
 def test_a_run_starts_from_another_runs_weights(tmp_path: Path) -> None:
-    """Row 40 and K10: at step 0 with moments 0, strict unless asked; a run that resumes does not start over."""
+    """Faults loaded-weights-survive, missing-tensors: at step 0 with moments 0, strict unless asked; a run that resumes
+    does not start over."""
     config = make_config(precision="bf16", dp=1)
     source = make_state(config, seed=1)
     step(source)

@@ -243,7 +243,7 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (1,
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_logical_tensor_returns_bitwise_from_every_layout(kind: str, style: str, tmp_path: Path) -> None:
     """q/k/v by groups (4 tensor ranks share 2 of them), gate and up of each rank, padding, layer numbers, tied ends
-    (row 24, row 32)."""
+    (faults pipeline-schedules-agree, tied-on-one-rank)."""
     model = MODELS[kind]
     tensors = {name: tensor.bfloat16() for name, tensor in tiny_models.random_tensors(model).items()}
     for tp, pp, vpp in LAYOUTS:
@@ -305,7 +305,7 @@ def first_file(root: Path) -> Path:
 def test_a_pickle_that_would_run_code_is_refused_before_it_runs(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """S1: whatever it calls, wherever it lies, in every protocol; nothing is written."""
+    """Fault nothing-is-unpickled: whatever it calls, wherever it lies, in every protocol; nothing is written."""
     ran, path = tmp_path / "ran", first_file(small)
     whole = path.read_bytes()
     calls = (
@@ -417,7 +417,8 @@ DEFAULTS = {
 
 
 def test_an_option_that_we_do_not_know_is_refused_if_its_name_speaks_of_the_arithmetic(small: Path) -> None:
-    """Row I1: Megatron renames options, and a conversion that ignores one is silently wrong. Its defaults pass."""
+    """Fault megatron-options: Megatron renames options, and a conversion that ignores one is silently wrong. Its
+    defaults pass."""
     rewrite(first_file(small), lambda state: vars(state["args"]).update(DEFAULTS, **dict.fromkeys(UNKNOWN)))
     imported(small)
     for field in UNKNOWN:
@@ -485,7 +486,8 @@ def test_rotary_scaling_is_megatrons(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_belong_together_are_refused(small: Path, tmp_path: Path) -> None:
-    """K2, K10: a missing rank or tensor, another iteration, stages or ranks that disagree on what both hold."""
+    """Faults missing-file, missing-tensors: a missing rank or tensor, another iteration, stages or ranks that disagree
+    on what both hold."""
 
     def refused(change: Callable[[dict[str, Any]], Any], words: str) -> None:
         path = small / "iter_0000012" / "mp_rank_01_001" / FILE
@@ -512,7 +514,7 @@ def test_files_that_do_not_belong_together_are_refused(small: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight"])
 def test_weights_that_are_not_finite_are_refused_by_name(name: str, small: Path, tmp_path: Path) -> None:
-    """Row I8: one that all tensor ranks hold, and one that they share."""
+    """Fault non-finite-weights: one that all tensor ranks hold, and one that they share."""
     rewrite(small / "iter_0000012" / "mp_rank_01_001" / FILE, lambda state: state["model"][name][3:].fill_(torch.nan))
     with pytest.raises(CheckpointError, match=r"(norm|mlp\.(gate|up))\.weight: holds NaN"):
         convert_checkpoint.megatron_to_native(MegatronToNative(small, tmp_path / "native"))

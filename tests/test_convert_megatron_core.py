@@ -1,4 +1,4 @@
-"""Row I9: a conversion of a Megatron checkpoint against Megatron-Core's own model of it.
+"""Fault megatron-core-logits: a conversion of a Megatron checkpoint against Megatron-Core's own model of it.
 
 `test_convert_megatron.py` compares with what we know of Megatron. Here an argument that we do not know, or read
 wrongly, must show. These tests need the package megatron-core; that its absence is told in one line needs nothing.

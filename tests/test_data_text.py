@@ -105,8 +105,9 @@ def test_the_end_of_a_document_is_what_the_files_say(tmp_path: Path):
 
 
 def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path: Path):
-    """Row I4: transformers adds fields to tokenizer_config.json when it saves a tokenizer, and chat templates change.
-    Data prepared under the fingerprint of both files, as earlier versions wrote it, is still taken."""
+    """Fault tokenizer-fingerprint: transformers adds fields to tokenizer_config.json when it saves a tokenizer, and
+    chat templates change. Data prepared under the fingerprint of both files, as earlier versions wrote it, is still
+    taken."""
     path, beside = hugging_face(tmp_path), tmp_path / "tokenizer_config.json"
     beside.write_text('{"eos_token": "<|endoftext|>"}')
     first = load_tokenizer(f"hf:{path}")
@@ -122,7 +123,7 @@ def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path: Path):
 
 
 def test_data_described_by_an_earlier_version_is_trained_on(tmp_path: Path):
-    """Row I4: its description holds the fingerprint of both files."""
+    """Fault tokenizer-fingerprint: its description holds the fingerprint of both files."""
     path, prefix = hugging_face(tmp_path), tmp_path / "out"
     (tmp_path / "a.txt").write_text("text " * 20)
     facts = preprocess([tmp_path / "a.txt"], prefix, Recipe(tokenizer=f"hf:{path}"))
@@ -139,7 +140,7 @@ def test_data_described_by_an_earlier_version_is_trained_on(tmp_path: Path):
 
 
 def test_special_tokens_in_a_text_become_ids_only_where_that_is_asked_for(tmp_path: Path):
-    """Row I5"""
+    """Fault special-tokens-in-text."""
     spec, text = f"hf:{hugging_face(tmp_path)}", "<s>one<|endoftext|>"
     parsed = load_tokenizer(spec, parse_special=True)
     assert parsed.encode(text).tolist() == [0, *load_tokenizer(spec).encode("one"), 1]

@@ -131,7 +131,7 @@ FUSED = {
 @pytest.mark.skipif(ON_GPUS, reason="compares with interpreted kernels, which run on a CPU")
 @pytest.mark.parametrize("layout", FUSED.values(), ids=list(FUSED))
 def test_predicted_bytes_are_those_that_fused_kernels_keep(layout: Layout) -> None:
-    """Row C15. In bf16, on the real bytes of interpreted kernels; torch's own ops keep more."""
+    """Fault planned-activations. In bf16, on the real bytes of interpreted kernels; torch's own ops keep more."""
     config = layout.config("bf16")
     (expected,) = predicted(config).values()
     assert held_bytes(make_state(config), most_batches=1) == expected
@@ -140,7 +140,7 @@ def test_predicted_bytes_are_those_that_fused_kernels_keep(layout: Layout) -> No
 
 
 def test_a_plan_for_gpus_counts_what_their_kernels_keep() -> None:
-    """Row C15. `launch.device` decides, and large tensors go to Triton's kernels there."""
+    """Fault planned-activations. `launch.device` decides, and large tensors go to Triton's kernels there."""
     wide = replace(LLAMA, hidden_size=64, intermediate_size=192)
     config = Layout(wide).config("bf16")
     config = replace(config, train=replace(config.train, seq_length=2**15))

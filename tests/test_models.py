@@ -163,7 +163,8 @@ def test_flops_per_token_of_llama_7b_by_hand() -> None:
 
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_tied_embedding_on_one_rank_is_one_parameter(vpp: int) -> None:
-    """Row 32: one object with one place in the buffers, whose gradient sums both uses, and counted once."""
+    """Fault tied-on-one-rank: one object with one place in the buffers, whose gradient sums both uses, and counted
+    once."""
     config = tiny_models.config(MODELS["gpt tied"])
     config = replace(config, parallel=replace(config.parallel, vpp=vpp))
     stages = build_stages(config, context.single())

@@ -146,7 +146,7 @@ def plant_before_step_2(data: Delivery, patch: pytest.MonkeyPatch, plant: Plant,
 
 
 def test_a_bad_step_names_the_first_bad_tensor_its_rank_micro_batch_and_samples(tmp_path: Path) -> None:
-    """Row C19. On every rank in the same words, whatever it was; nobody hangs."""
+    """Fault non-finite-step. On every rank in the same words, whatever it was; nobody hangs."""
     first, *others = run_ranks(4, messages, tmp_path)
     assert all(said == first for said in others)
     for name, (_, expected) in CASES.items():
