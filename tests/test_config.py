@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from megapar_models.registry import validate, weight_options
+from megapar_models.registry import presets, validate, weight_options
 
 import megapar.config
 from megapar.checkpoint.compatible import changes
@@ -331,9 +331,9 @@ def test_what_decides_the_weights_is_told_from_what_may_change_on_resume():
 
 def test_positions_are_weights_for_gpt_alone():
     """Fault options-fixed-on-resumption."""
-    for family in ("gpt", "llama"):
+    for family, are_weights in (("gpt", True), ("llama", False)):
         short, long = (Config(ModelConfig(family=family, max_position_embeddings=n)) for n in (2048, 4096))
-        assert (weight_options(short) == weight_options(long)) == (family == "llama")
+        assert (weight_options(short) != weight_options(long)) == are_weights
     stretched = Config(ModelConfig(rope_scaling=RopeScaling("linear", 2.0), rope_theta=5e5))
     assert weight_options(stretched) == weight_options(Config())
 
@@ -627,7 +627,7 @@ def test_shipped_configs_run_at_their_world_size_without_a_warning(name):
     assert warnings(validate(config, WORLD_SIZES[name])) == []
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", presets().values(), ids=presets())
 def test_shipped_models_are_sound_and_only_models(path):
     assert set(tomllib.loads(path.read_text())) == {"model"}
     validate(load(["--config", str(path)]).config, 1)

@@ -18,6 +18,8 @@ import pytest
 import torch
 from megapar_models.build import logical_tensors
 from megapar_models.convert.megatron import FILE, TRACKER, MegatronCheckpoint, read
+from megapar_models.family import Megatron
+from megapar_models.registry import FAMILIES
 from torch import Tensor
 
 from megapar.config import ModelConfig, RopeScaling
@@ -31,7 +33,7 @@ LAYERS = 5
 
 def model(family: Literal["gpt", "llama"], **changes: Any) -> ModelConfig:
     """Five layers, with what stands for "derived" filled in."""
-    act = "gelu_pytorch_tanh" if family == "gpt" else "silu"
+    act = FAMILIES[family].activations[0]
     whole = {"num_hidden_layers": LAYERS, "num_key_value_heads": 4, "head_dim": 12, "hidden_act": act}
     return tiny_models.model(family, **whole | changes)
 
@@ -73,6 +75,12 @@ STYLES = {
 }
 
 
+def megatron_arguments(model: ModelConfig) -> Megatron:
+    arguments = FAMILIES[model.family].megatron
+    assert arguments is not None
+    return arguments
+
+
 def fused_qkv(model: ModelConfig, tensors: dict[str, Tensor], attention: str, kind: str) -> Tensor:
     """For each key/value head its query heads, itself, its value head."""
     q, k, v = (tensors[f"{attention}.{letter}.{kind}"].split(model.head_dim) for letter in "qkv")
@@ -89,6 +97,7 @@ def layer_parts(
     """One tensor rank's tensors of a layer, by Megatron's names within it."""
     norm, qkv, out, mlp_norm, fc1, fc2, _ = STYLES[style]
     ours, parts = f"layers.{number}", {}
+    arguments = megatron_arguments(model)
 
     def shard(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(tp, dim)[rank].clone()
@@ -102,9 +111,9 @@ def layer_parts(
     parts[out + "weight"] = shard(tensors[f"{ours}.attention.o.weight"], 1)
     parts[fc2 + "weight"] = shard(tensors[f"{ours}.mlp.down.weight"], 1)
     parts[fc1 + "weight"] = shard(tensors[f"{ours}.mlp.up.weight"], 0)
-    if model.family == "llama":
+    if arguments.swiglu:
         parts[fc1 + "weight"] = torch.cat([shard(tensors[f"{ours}.mlp.gate.weight"], 0), parts[fc1 + "weight"]])
-    else:
+    if arguments.add_bias_linear:
         parts[out + "bias"] = tensors[f"{ours}.attention.o.bias"]
         parts[fc2 + "bias"] = tensors[f"{ours}.mlp.down.bias"]
         parts[fc1 + "bias"] = shard(tensors[f"{ours}.mlp.up.bias"], 0)
@@ -132,11 +141,12 @@ def stage_parts(
     embedding, outer = {}, {}
     if "first" in ends:
         embedding["word_embeddings"] = {"weight": padded(tensors["embedding.weight"], tp).chunk(tp)[rank].clone()}
-        if model.family == "gpt":
+        if "positions.weight" in tensors:
             embedding["position_embeddings"] = {"weight": tensors["positions.weight"]}
     if "last" in ends:
-        for kind in ("weight", "bias") if model.family == "gpt" else ("weight",):
-            block[STYLES[style][-1] + kind] = tensors[f"norm.{kind}"]
+        for kind in ("weight", "bias"):
+            if f"norm.{kind}" in tensors:
+                block[STYLES[style][-1] + kind] = tensors[f"norm.{kind}"]
     head = None
     if "last" in ends and not (model.tie_word_embeddings and "first" in ends):
         whole = tensors["embedding.weight" if model.tie_word_embeddings else "head.weight"]
@@ -155,7 +165,7 @@ def stage_parts(
 
 
 def args_of(model: ModelConfig, tp: int, pp: int, **changes: Any) -> Namespace:
-    llama = model.family == "llama"
+    arguments = megatron_arguments(model)
     values = {
         "num_layers": model.num_hidden_layers,
         "hidden_size": model.hidden_size,
@@ -165,15 +175,15 @@ def args_of(model: ModelConfig, tp: int, pp: int, **changes: Any) -> Namespace:
         "group_query_attention": model.num_key_value_heads != model.num_attention_heads,
         "num_query_groups": model.num_key_value_heads,
         "max_position_embeddings": model.max_position_embeddings,
-        "position_embedding_type": "rope" if llama else "learned_absolute",
+        "position_embedding_type": arguments.position_embedding_type,
         "rotary_base": int(model.rope_theta),
         "rotary_percent": 1.0,
-        "normalization": "RMSNorm" if llama else "LayerNorm",
+        "normalization": arguments.normalization,
         "norm_epsilon": model.rms_norm_eps,
-        "swiglu": llama,
+        "swiglu": arguments.swiglu,
         "squared_relu": model.hidden_act == "relu2",
         "bias_gelu_fusion": True,
-        "add_bias_linear": not llama,
+        "add_bias_linear": arguments.add_bias_linear,
         "add_qkv_bias": model.attention_bias,
         "qk_layernorm": model.qk_norm,
         "untie_embeddings_and_output_weights": not model.tie_word_embeddings,

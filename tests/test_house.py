@@ -92,7 +92,7 @@ def relative(path: Path) -> str:
 
 
 def module_name(path: Path) -> str:
-    """megapar.data.loader, megapar_models.gpt, tools.plot: as an import, or for a program as its path, spells it."""
+    """megapar.data.loader, megapar_models.build, tools.plot: as an import, or for a program as its path, spells it."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     if len(parts) > 2 and parts[1] in (MODELS, KERNELS):
         parts = parts[1:]
@@ -358,6 +358,21 @@ def test_constraints_pin_every_dependency_and_a_torch_that_setup_allows() -> Non
     low, high = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", torch).groups()  # type: ignore[union-attr]
     assert version(low) <= version(pinned["torch"]) < version(high)
     assert set(re.findall(r"torch==([\d.]+)", scripts)) <= {pinned["torch"]}
+
+
+def test_an_installation_has_every_module_and_preset(tmp_path: Path) -> None:
+    """What setup.py copies into a wheel, without making one."""
+    command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path), "egg_info", "--egg-base"]
+    subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, check=True)
+    built = {path.relative_to(tmp_path / "lib").as_posix() for path in (tmp_path / "lib").rglob("*") if path.is_file()}
+    needed = {*LIBRARY, *(ROOT / "models").rglob("*.toml")}
+    missing = {
+        name
+        for path in needed
+        if (name := relative(path).removeprefix("models/").removeprefix("kernels/")) not in built
+    }
+    assert not missing, f"setup.py leaves out {sorted(missing)}"
+    assert sum(name.endswith(".toml") for name in built) > 14
 
 
 # Faults

@@ -13,7 +13,7 @@ import pytest
 import torch
 from megapar_models.attention import Attention
 from megapar_models.build import build_stages
-from megapar_models.llama import LlamaMLP
+from megapar_models.llama.model import LlamaMLP
 from torch import Tensor
 
 from megapar import context

@@ -147,7 +147,11 @@ def picture() -> str:
     modules: dict[str, list[str]] = {room: [] for room in house["MAY_IMPORT"]}
     for path in house["LIBRARY"]:
         if path.stem != "__init__":
-            modules[house["room"](house["module_name"](path))].append(path.stem)
+            module = house["module_name"](path)
+            room = house["room"](module)
+            # A folder within a room shows in the name: gpt.model. The foundation's modules have no folder in common.
+            name = module.removeprefix(f"{room}.") if module.startswith(f"{room}.") else path.stem
+            modules[room].append(name)
     modules["main"] = ["pretrain_scripts", "tools"]
     return draw(house["MAY_IMPORT"], modules)
 
