@@ -21,16 +21,18 @@ from megapar.checkpoint.save import Save, snapshot, snapshot_bytes
 from megapar.config import CheckpointConfig, Config
 from megapar.errors import NumericError, StorageError
 from megapar.train.checkpoints import FOLDER, Saver
-from tests.support.checkpoints import MODEL, STATE, make_slice, toy_slices, whole_spec
-from tests.support.distributed import run_ranks
-from tests.test_checkpoint import (
+from tests.support.checkpoints import (
+    MODEL,
+    STATE,
     files_limited_to,
     kill_saves,
-    make_config,
-    make_state,
+    make_slice,
     outcome,
-    step,
+    toy_slices,
+    whole_spec,
 )
+from tests.support.distributed import run_ranks
+from tests.support.small_training import make_config, make_state, step
 
 FACTS = {"consumed_samples": 0, "layout": {}, "model_config": MODEL, "trainer": {}, "data": {}}
 CONFIGS = [

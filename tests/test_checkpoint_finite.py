@@ -17,9 +17,9 @@ from megapar.errors import CheckpointError, NumericError
 from megapar.optimizer.adamw import AdamW
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.support import program
-from tests.support.checkpoints import MODEL, STATE, edit_tensor, load_toy, save_toy, toy_slices
+from tests.support.checkpoints import MODEL, STATE, edit_tensor, load_toy, outcome, save_toy, toy_slices
 from tests.support.distributed import run_ranks
-from tests.test_checkpoint import make_config, make_state, outcome, step
+from tests.support.small_training import make_config, make_state, step
 
 NONE = {"main": math.nan, "exp_avg": -math.inf, "exp_avg_sq": -1e-30}
 

@@ -19,9 +19,8 @@ from megapar.checkpoint.folder import Keep, check, exclusive, prune, sweep
 from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.config import CheckpointConfig, Config
 from megapar.train.checkpoints import FOLDER, lock_run_dir
-from tests.support.checkpoints import killed_at, load_toy, save_toy, toy_slices
+from tests.support.checkpoints import killed_at, load_toy, outcome, save_toy, toy_slices
 from tests.support.distributed import run_ranks
-from tests.test_checkpoint import outcome
 
 ALONE = context.single()
 

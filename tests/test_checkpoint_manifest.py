@@ -17,9 +17,8 @@ from megapar.checkpoint.load import load_weights
 from megapar.checkpoint.manifest import encode, index, seal
 from megapar.checkpoint.save import save
 from megapar.errors import CheckpointError
-from tests.support.checkpoints import edit_manifest, load_toy, save_toy, toy_slices
+from tests.support.checkpoints import cut_slices, edit_manifest, load_toy, save_toy, toy_slices
 from tests.support.distributed import run_ranks
-from tests.test_checkpoint import cut_slices
 
 NAMES = st.text(min_size=1, max_size=8)
 ENTRIES = st.fixed_dictionaries(

@@ -25,8 +25,9 @@ from megapar.config import CheckpointConfig
 from megapar.context import ParallelContext
 from megapar.errors import StorageError
 from megapar.train.checkpoints import FOLDER, Saver
+from tests.support.checkpoints import cut_slices
 from tests.support.distributed import run_ranks
-from tests.test_checkpoint import MODEL_CONFIG, cut_slices, make_config, make_state, step
+from tests.support.small_training import MODEL_CONFIG, make_config, make_state, step
 
 MEETINGS = 5
 SECONDS = 30.0  # after which work that waits for a meeting gives up, and the test fails

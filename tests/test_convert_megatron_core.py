@@ -17,7 +17,7 @@ from megapar_models.convert import megatron, megatron_args, megatron_core
 from megapar.config import ModelConfig
 from megapar.errors import CheckpointError
 from tests.support import tiny_models
-from tests.test_convert_megatron import MODELS, megatron_folder
+from tests.support.megatron_folders import MODELS, megatron_folder
 from tools import convert_checkpoint
 from tools.convert_checkpoint import MegatronToNative, megatron_to_native
 

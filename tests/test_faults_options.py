@@ -12,7 +12,7 @@ import pytest
 
 from megapar.config import option_types
 from tests.support.faults import Scene
-from tests.test_program import free_port, slurm
+from tests.support.processes import free_port, slurm
 
 # A value of the right kind that is out of range; options that may be anything of their kind have none.
 OUT_OF_RANGE = {int: "-1", float: "nan", str: "", bool: "maybe"}

@@ -158,6 +158,12 @@ def test_each_room_imports_only_the_rooms_below_it() -> None:
     assert used == ALSO, f"exceptions that nobody needs: {ALSO - used}"
 
 
+def test_no_test_imports_another_test() -> None:
+    """What several tests use is in tests/support: a file of tests can then be moved, split or left out alone."""
+    wrong = [f"{relative(path)}: {name}" for path in TESTS for name in imports(path) if name.startswith("tests.test_")]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_options_are_read_and_judged_without_torch() -> None:
     """So that --help and a refusal take no time, and a plan needs no accelerator."""
     waiting, seen = ["megapar.config_io", "megapar.validate"], set()
@@ -365,12 +371,8 @@ def test_an_installation_has_every_module_and_preset(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path), "egg_info", "--egg-base"]
     subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, check=True)
     built = {path.relative_to(tmp_path / "lib").as_posix() for path in (tmp_path / "lib").rglob("*") if path.is_file()}
-    needed = {*LIBRARY, *(ROOT / "models").rglob("*.toml")}
-    missing = {
-        name
-        for path in needed
-        if (name := relative(path).removeprefix("models/").removeprefix("kernels/")) not in built
-    }
+    needed = {relative(path) for path in (*LIBRARY, *(ROOT / "models").rglob("*.toml"))}
+    missing = {name.removeprefix("models/").removeprefix("kernels/") for name in needed} - built
     assert not missing, f"setup.py leaves out {sorted(missing)}"
     assert sum(name.endswith(".toml") for name in built) > 14
 

@@ -3,7 +3,6 @@ by name, on every rank."""
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from megapar.rendezvous import Member, differences, hashes_of_our_files, in_runs
 from megapar.train.launch import leave, what_ranks_share
 from tests.support import program
 from tests.support.distributed import run_ranks
+from tests.support.processes import free_port
 from tests.support.progress import CAP_SECONDS
 
 
@@ -116,11 +116,6 @@ def test_ranks_share_options_and_code_but_not_how_they_start() -> None:
 
 
 # The store
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def connect(meeting: str, rank: int, *, serves_store: bool) -> dist.Store:
