@@ -124,6 +124,25 @@ def test_a_second_job_is_refused_and_a_dead_ones_lock_is_not(tmp_path: Path) -> 
         pass
 
 
+def test_a_sweep_that_fails_leaves_the_folder_to_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process goes on, so that a lock's file that stays open would refuse every later start in the folder."""
+
+    def fail(_: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(folders, "sweep", fail)
+    before = len(os.listdir("/proc/self/fd"))
+    kind, code, message = outcome(lambda: lock_run_dir(tmp_path, ALONE).__enter__())
+    assert (kind, code) == ("StorageError", 7)
+    assert "Input/output error" in message
+    assert len(os.listdir("/proc/self/fd")) == before
+    monkeypatch.undo()
+    with lock_run_dir(tmp_path, ALONE):
+        pass
+
+
 def check_in_turn(root: str) -> list[tuple[str, int, str]]:
     ctx = context.create(tp=1, dp=2, pp=1)
     file = Path(root) / "file"

@@ -309,7 +309,7 @@ def test_resuming_among_broken_checkpoints_alone_is_an_error(tmp_path: Path) -> 
     assert choose("auto", tmp_path / "absent", context.single()) is None
     assert choose("auto", tmp_path, context.single()) is None
     (save_toy(tmp_path, 3) / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="none of 1 checkpoints is complete"):
+    with pytest.raises(CheckpointError, match="none of 1 checkpoint is complete"):
         choose("auto", tmp_path, context.single())
 
 

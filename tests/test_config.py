@@ -168,6 +168,10 @@ def test_replicas_that_have_fewer_micro_batches_are_told():
     config = validate(Config(train=TrainConfig(global_batch_size=20, micro_batch_size=4)), 3)
     assert num_microbatches(config) == 2
     assert warnings(config) == ["parallel.dp=3: 2 replicas run 2 micro-batches a step, the others 1 and wait"]
+    config = validate(Config(train=TrainConfig(global_batch_size=28, micro_batch_size=4)), 3)
+    assert warnings(config) == ["parallel.dp=3: 1 replica runs 3 micro-batches a step, the others 2 and wait"]
+    config = validate(Config(train=TrainConfig(global_batch_size=8, micro_batch_size=4)), 3)
+    assert warnings(config) == ["parallel.dp=3: 2 replicas run 1 micro-batch a step, the others 0 and wait"]
 
 
 def test_few_or_ragged_micro_batches_run_with_a_warning_that_names_the_bubble():
@@ -434,7 +438,7 @@ def test_gpt_takes_dropout_and_odd_heads():
         (Config(parallel=ParallelConfig(order="tp-cp-dp-dp")), "parallel.order=tp-cp-dp-dp: must name"),
         (Config(run_dir=""), "run_dir='': must be printable text, not empty"),
         (Config(run_dir="a\nb"), "run_dir='a\\nb': must be printable text, not empty"),
-        (Config(launch=LaunchConfig(nproc=8)), "launch.nproc=8: 1 ranks are running already"),
+        (Config(launch=LaunchConfig(nproc=8)), "launch.nproc=8: 1 rank is running already"),
         (
             Config(launch=LaunchConfig(timeout_seconds=1e300)),
             "launch.timeout_seconds=1e+300: must be from 1 to",

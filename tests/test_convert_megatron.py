@@ -154,6 +154,17 @@ def test_an_object_of_megatron_is_left_out_without_being_imported(tmp_path: Path
     assert "megatron" not in sys.modules
 
 
+def test_a_whole_number_is_an_epsilon_and_true_is_none(tmp_path: Path) -> None:
+    shape = MODELS["llama"]
+    tensors = tiny_models.random_tensors(shape)
+    source = read(megatron_folder(tmp_path / "whole", shape, tensors, norm_epsilon=1))
+    assert repr(source.model.rms_norm_eps) == "1.0"
+    with pytest.raises(CheckpointError, match=r"args\.norm_epsilon is True: must be a number"):
+        read(megatron_folder(tmp_path / "true", shape, tensors, norm_epsilon=True))
+    with pytest.raises(CheckpointError, match=r"args\.hidden_size is 48\.0: must be a number"):
+        read(megatron_folder(tmp_path / "wide", shape, tensors, hidden_size=48.0))
+
+
 REFUSED = {
     "num_experts": 8,
     "multi_latent_attention": True,

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,6 +162,34 @@ def test_ids_of_a_vocabulary_with_gaps_are_below_its_size(tmp_path: Path):
     facts["model"]["vocab"]["zzz"] = 5000
     path.write_text(json.dumps(facts))
     assert load_tokenizer(f"hf:{path}").vocab_size == 5001
+
+
+@pytest.mark.parametrize("end", ['{"lstrip": true}', '{"content": null}', '["<s>"]', "7"])
+def test_an_end_token_that_is_no_text_is_refused_in_one_line(tmp_path: Path, end: str):
+    path = hugging_face(tmp_path)
+    path.with_name("tokenizer_config.json").write_text(f'{{"eos_token": {end}}}')
+    with pytest.raises(DataError, match=r"eos_token in .*tokenizer_config\.json names no token") as caught:
+        load_tokenizer(f"hf:{path}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"special_tokens": ["<end>"], "eod": "<end>"}, "special_tokens in .*json must be an object"),
+        ({"special_tokens": {"<end>": "300"}, "eod": "<end>"}, "special_tokens in .*json must be an object"),
+        ({"special_tokens": {"<end>": 300}, "eod": ["<end>"]}, "is none of the special tokens <end>"),
+        ({"pattern": 7}, "tiktoken refuses it"),
+        ({"pattern": "("}, "tiktoken refuses it"),
+    ],
+)
+def test_a_tiktoken_description_that_is_none_is_refused_in_one_line(tmp_path: Path, facts: dict[str, Any], said: str):
+    path = tmp_path / "ranks"
+    byte_pairs(path)
+    Path(f"{path}.json").write_text(json.dumps(facts))
+    with pytest.raises(DataError, match=said) as caught:
+        load_tokenizer(f"tiktoken:{path}")
+    assert "\n" not in str(caught.value)
 
 
 def test_tiktoken_files(tmp_path: Path):

@@ -3,6 +3,7 @@
 import re
 import tomllib
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -148,6 +149,43 @@ def test_flops_per_token_are_those_of_the_plain_model(name: str) -> None:
     not_needed = 6 * tiny_models.LENGTH * width * model.num_hidden_layers
     per_token = flops_per_token(model, tiny_models.LENGTH)
     assert counter.get_total_flops() == batch.tokens_bs.numel() * (per_token + not_needed)
+
+
+@pytest.mark.parametrize("name", ["grouped", "gpt tied"])
+@pytest.mark.parametrize("patterns", [("layers.1.*", "norm.*"), ("norm.*",), ("layers.0.*",), ("embedding.*",)])
+def test_flops_per_token_with_frozen_parameters_are_those_of_the_plain_model(
+    name: str, patterns: tuple[str, ...]
+) -> None:
+    """As above."""
+    model = tiny_models.config(MODELS[name]).model
+    batch = tiny_models.batch(model)
+    tensors = tiny_models.random_tensors(model)
+    for tensor_name, tensor in tensors.items():
+        tensor.requires_grad_(any(fnmatchcase(tensor_name, pattern) for pattern in patterns))
+    with FlopCounterMode(display=False) as counter:
+        reference_models.loss(model, tensors, batch).backward()
+    found = counter.get_total_flops() / batch.tokens_bs.numel()
+    width = model.num_attention_heads * model.head_dim
+    first = 1 if patterns[0].startswith("layers.1") else 0
+    layers_back = 0 if patterns == ("norm.*",) else model.num_hidden_layers - first
+    not_needed = 2 * tiny_models.LENGTH * width * (model.num_hidden_layers + 2 * layers_back)
+    counted = flops_per_token(model, tiny_models.LENGTH, patterns)
+    assert found == counted + not_needed
+
+
+def test_flops_per_token_with_frozen_parameters_by_hand() -> None:
+    """The last layer and the head of Llama 2 7B: forward everywhere; weights' gradients of one layer and the head."""
+    layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
+    head = 32000 * 4096
+    scores = 2 * 4096 * 4096  # forward of one layer: s n d, for both products, of which half is computed
+    forward = 2 * (32 * layer + head) + 32 * scores
+    backward = 4 * (layer + head) + 2 * scores
+    mlp = 3 * 4096 * 11008
+    assert flops_per_token(preset("llama2-7b"), 4096, ("layers.31.*", "norm.*", "head.*")) == forward + backward
+    assert flops_per_token(preset("llama2-7b"), 4096, ("head.*",)) == forward + 2 * head
+    # The attention of a layer whose MLP alone trains counts as if its inputs needed gradients too.
+    only_mlp = forward + 2 * (layer + head) + 2 * mlp + 2 * scores
+    assert flops_per_token(preset("llama2-7b"), 4096, ("layers.31.mlp.*",)) == only_mlp
 
 
 def test_flops_per_token_of_llama_7b_by_hand() -> None:

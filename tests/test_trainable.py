@@ -16,7 +16,7 @@ from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader, load
 from megapar.checkpoint.save import save, share
-from megapar.errors import ConfigError
+from megapar.errors import CheckpointError, ConfigError
 from megapar.params import ZEROS, ParamSpec, cut, sharded
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.train import dry_run
@@ -78,6 +78,35 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_in_one_process(
     on = train_a_part(single, patterns, tmp_path / "one", resume=True)
     assert again["loss"] == pytest.approx(on["loss"], rel=rtol)
     layouts.assert_close(layouts.assemble([again["weights"]]), layouts.assemble([on["weights"]]), rtol)
+
+
+def test_a_resumption_that_trains_other_parameters_is_refused_with_both_values(tmp_path: Path) -> None:
+    """Fewer, more or all; what the message advises then works."""
+    layout = Layout(LLAMA, micro_batch_size=3)
+    train_a_part(layout, ("layers.1.*", "norm.*"), tmp_path / "run")
+    for patterns, words in ((("norm.*",), "norm.*"), (("layers.*", "norm.*"), "layers.* norm.*"), ((), "(empty)")):
+        with pytest.raises(CheckpointError) as caught:
+            train_a_part(layout, patterns, tmp_path / "run", resume=True)
+        head, *lines = str(caught.value).splitlines()
+        assert f"does not fit this run; train.trainable differs (layers.1.* norm.* | {words})" in head
+        assert "--checkpoint.init_from" in head
+        assert any("exp_avg" in line for line in lines)
+    assert train_a_part(layout, ("layers.1.*", "norm.*"), tmp_path / "run", resume=True)["loss"] > 0
+    config = layout.config("fp32")
+    options = replace(config.checkpoint, init_from=str(tmp_path / "run/checkpoints/step_00000002"))
+    train = replace(config.train, trainable=("norm.*",))
+    config = replace(config, run_dir=str(tmp_path / "other"), train=train, checkpoint=options)
+    fresh = make_state(config)
+    start(config, fresh.ctx, fresh.stages)
+
+
+def test_another_reason_than_the_trained_parameters_is_not_blamed_on_them(tmp_path: Path) -> None:
+    layout = Layout(LLAMA, micro_batch_size=3)
+    train_a_part(layout, ("norm.*",), tmp_path)
+    wider = replace(layout, model=replace(LLAMA, intermediate_size=LLAMA.intermediate_size + 12))
+    with pytest.raises(CheckpointError, match=r"does not fit this run \(checkpoint \| run\)") as caught:
+        train_a_part(wider, ("norm.*",), tmp_path, resume=True)
+    assert "trainable" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
