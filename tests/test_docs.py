@@ -14,7 +14,7 @@ import pytest
 
 from megapar import errors
 from megapar.config import option_types
-from tests.test_house import ROOT, TESTS, setup_argument, tree
+from tests.support.source_tree import ROOT, TESTS, setup_argument, tree
 from tools import docs_hooks, draw_architecture
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(

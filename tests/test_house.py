@@ -6,20 +6,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megapar.config import option_types
-
-ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("megapar", "models", "kernels", "tools", "pretrain_scripts")
-SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-PACKAGES = ("megapar", "models/megapar_models", "kernels/megapar_kernels")
-LIBRARY = [path for path in SOURCES if path.relative_to(ROOT).as_posix().startswith(PACKAGES)]
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
+from tests.support.source_tree import LIBRARY, ROOT, SOURCES, TESTS, dotted, relative, setup_argument, tree
 
 # Who may import whom. A module is in the room of the longest name here that it starts with; each room may import itself
 # and the rooms behind it. `main` are the programs that a person starts: they alone name a model family.
@@ -82,15 +74,6 @@ FORBIDDEN = re.compile(
 )
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
-
-
-def relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
 def module_name(path: Path) -> str:
     """megapar.data.loader, megapar_models.build, tools.plot: as an import, or for a program as its path, spells it."""
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -107,15 +90,6 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{relative(path)}:{node.lineno}: imports are absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def dotted(node: ast.AST) -> str:
-    """a.b.c of an attribute expression, "" of anything else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (value := dotted(node.value)):
-        return f"{value}.{node.attr}"
-    return ""
 
 
 def names_used(path: Path) -> set[str]:
@@ -303,17 +277,6 @@ def test_ruff_and_mypy_are_clean() -> None:
 
 
 # Dependencies
-
-
-@cache
-def setup_argument(name: str) -> Any:
-    """The value of an argument of setup() in setup.py."""
-    call = next(
-        node
-        for node in ast.walk(tree(ROOT / "setup.py"))
-        if isinstance(node, ast.Call) and dotted(node.func) == "setup"
-    )
-    return ast.literal_eval(next(keyword.value for keyword in call.keywords if keyword.arg == name))
 
 
 def requirements() -> tuple[list[str], list[str]]:
