@@ -617,6 +617,15 @@ def test_every_option_has_a_sentence_and_help_shows_it_with_its_default(capsys, 
     assert "(default: 66)" in shown  # the file's hidden_size
 
 
+def test_a_base_is_found_from_a_folder_that_is_a_link(tmp_path):
+    """`..` is the folder above the real one, as everywhere in a file system."""
+    (tmp_path / "real/configs").mkdir(parents=True)
+    write(tmp_path / "real", "base.toml", "[train]\nsteps = 7\n")
+    write(tmp_path / "real/configs", "run.toml", 'base = "../base.toml"\n')
+    (tmp_path / "link").symlink_to(tmp_path / "real/configs")
+    assert load(["--config", str(tmp_path / "link/run.toml")]).config.train.steps == 7
+
+
 def test_options_flatten_and_back():
     config = load(["--model.rope_scaling.factor", "3", "--data.train", "a"]).config
     assert unflatten(flatten(config)) == config

@@ -32,6 +32,17 @@ def test_links_of_the_documents_lead_somewhere() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_commits_that_contributing_names_exist() -> None:
+    hashes = re.findall(r"git show ([0-9a-f]{7,})", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(hashes) > 8
+    git = ["git", "-C", str(ROOT)]
+    if subprocess.run([*git, "cat-file", "-e", "HEAD~100"], capture_output=True, check=False).returncode:
+        pytest.skip("needs a git checkout with its history")
+    for short in hashes:
+        ancestor = [*git, "merge-base", "--is-ancestor", short, "HEAD"]
+        assert subprocess.run(ancestor, capture_output=True, check=False).returncode == 0, short
+
+
 def fenced(document: Path, language: str) -> list[str]:
     """The document's blocks in that language."""
     return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
