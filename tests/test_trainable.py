@@ -1,5 +1,6 @@
 """Frozen parameters, state that is no parameter, and losses of stages before the last."""
 
+import json
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import build_stages
+from megapar_models.build import build_stages, flops_per_token
+from megapar_models.registry import validate
 from torch import Tensor, nn
 
 from megapar import context
@@ -16,6 +18,7 @@ from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader, load
 from megapar.checkpoint.save import save, share
+from megapar.config_io import load as load_options
 from megapar.errors import CheckpointError, ConfigError
 from megapar.params import ZEROS, ParamSpec, cut, sharded
 from megapar.pipeline.runtime import PipelineRuntime
@@ -24,7 +27,7 @@ from megapar.train.checkpoints import Saver
 from megapar.train.step import train_step
 from megapar.train.trainable import freeze, freeze_others
 from megapar.train.trainer import start
-from tests.support import layouts
+from tests.support import layouts, program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, Layout, make_state, micro_batches
 
@@ -210,3 +213,19 @@ def test_a_stage_before_the_last_trains_on_a_loss_of_its_own() -> None:
         (0.125 * (x + own_loss(expected[1].weight, batch))).backward()
     for number, stage in stages.items():
         torch.testing.assert_close(stage.weight.grad, expected[number].weight.grad, rtol=1e-6, atol=0)
+
+
+def test_metrics_and_plan_count_no_gradient_of_frozen_weights(tmp_path: Path) -> None:
+    patterns = ("layers.3.*", "norm.*", "head.*")
+    flags = ("--train.steps", "2", "--train.trainable", *patterns)
+    ended = program.run(*flags, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    config = validate(load_options(["--config", str(tmp_path / "run/config.toml")]).config, 1)
+    flops = flops_per_token(config.model, config.train.seq_length, patterns)
+    assert flops < 0.75 * flops_per_token(config.model, config.train.seq_length)
+    for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        assert line["tflops_per_device"] * line["step_seconds"] * 1e12 == pytest.approx(flops * line["tokens"])
+    planned = program.run(*flags, "--dry_run", cwd=tmp_path)
+    tokens = config.train.global_batch_size * config.train.seq_length
+    assert f"{flops * tokens / 1e15:,.3g} PFLOP" in planned.out
