@@ -15,11 +15,10 @@ setup(
     },
     packages=[
         *find_packages(".", include=["megapar", "megapar.*"]),
-        "megapar_models",
-        "megapar_models.convert",
+        *find_packages("models"),
         "megapar_kernels",
     ],
-    package_data={"megapar": ["py.typed"]},
+    package_data={"megapar": ["py.typed"], "": ["presets/*.toml"]},
     install_requires=[
         "torch>=2.11,<2.14",  # tensors, autograd, SDPA, checkpoint(), the collectives
         "triton>=3.6; sys_platform == 'linux'",  # fused kernels; torch's own ops serve where there is none

@@ -211,7 +211,10 @@ def _read_chain(file: str, above: tuple[str, ...]) -> Iterator[tuple[str, dict[s
 
     `above` are the files whose `base` led here. Raises ConfigError if they form a circle, or a base does not exist.
     """
-    file = os.path.normpath(file)
+    # Messages name the shortest path. Behind a link to a folder, a path with `..` leads elsewhere than its short form.
+    short = os.path.normpath(file)
+    if os.path.realpath(short) == os.path.realpath(file):
+        file = short
     # Compare real paths: a link may close the circle under another name.
     if os.path.realpath(file) in [os.path.realpath(other) for other in above]:
         raise ConfigError(f"{above[-1]}: base leads back to itself: {' -> '.join([*above, file])}")

@@ -28,6 +28,12 @@ def shown(value: Any) -> str:
     return str(value)
 
 
+def counted(number: int, singular: str, plural: str = "") -> str:
+    """A number with its noun, such as "1 rank" and "1,024 ranks". `plural` is the singular and "s" by default."""
+    noun = singular if number == 1 else plural or f"{singular}s"
+    return f"{number:,} {noun}"
+
+
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 

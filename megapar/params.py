@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -147,6 +148,15 @@ class ParamSpec:
             for start, stop in flat_ranges(piece.held.size, Box(inside, piece.owned.size)):
                 ranges.append((piece_start + start, piece_start + stop))
         return ranges
+
+
+def selected(spec: ParamSpec, patterns: Sequence[str]) -> bool:
+    """Whether train.trainable with `patterns` trains this parameter. Without patterns it does.
+
+    A fused parameter has one gradient, so the patterns must match all of its pieces.
+    """
+    matched = [any(fnmatchcase(piece.name, pattern) for pattern in patterns) for piece in spec.pieces]
+    return not patterns or all(matched)
 
 
 def flat_ranges(shape: Sizes, box: Box) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,12 @@ from megapar.errors import ConfigError
 T = TypeVar("T")
 
 
+def package_of(name: str) -> str:
+    """The top-level package of MODULE:NAME, or "" for a name of our own."""
+    module, colon, _ = name.partition(":")
+    return module.partition(".")[0] if colon else ""
+
+
 def named(option: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
     """The object that `option` names: a key of `known`, or MODULE:NAME for a `kind` in an importable module.
 

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from hashlib import blake2b
@@ -50,12 +50,16 @@ def this_member(rank: int, device: str, gpu: str) -> Member:
     return Member(rank, socket.gethostname(), device, gpu, os.getpid())
 
 
-def hashes_of_our_files() -> dict[str, str]:
-    """A hash of each of our source files that this process has imported. The key is "code " and the module's name."""
+def hashes_of_files(also: Collection[str] = ()) -> dict[str, str]:
+    """A hash of each source file that this process has imported from our packages and from the packages `also`.
+
+    The key is "code " and the module's name.
+    """
+    packages = {*OUR_PACKAGES, *also}
     hashes = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name.partition(".")[0] in OUR_PACKAGES and file is not None:
+        if name.partition(".")[0] in packages and file is not None:
             hashes[f"code {name}"] = blake2b(Path(file).read_bytes(), digest_size=6).hexdigest()
     return hashes
 

@@ -13,7 +13,7 @@ from megapar.config import Config, flatten
 from megapar.data.spec import data_problems
 from megapar.derive import derive
 from megapar.errors import ConfigError
-from megapar.messages import around, divisors, listed, problem, shown
+from megapar.messages import around, counted, divisors, listed, problem, shown
 from megapar.model_rules import ModelRules
 
 _BELOW_ONE = {"model.hidden_dropout", "model.attention_dropout", "optimizer.betas"}
@@ -286,5 +286,5 @@ def _launch(config: Config, world_size: int) -> Iterator[str]:
         text = f"must be from 1 to {_WEEK_SECONDS:,} (a week); 300 suits most jobs"
         yield problem(config, "launch.timeout_seconds", text)
     if config.launch.nproc not in (0, world_size):
-        text = f"{world_size} ranks are running already; leave it at 0 under torchrun and Slurm"
+        text = f"{counted(world_size, 'rank is', 'ranks are')} running already; leave it at 0 under torchrun and Slurm"
         yield problem(config, "launch.nproc", text)

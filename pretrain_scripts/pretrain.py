@@ -52,7 +52,7 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
             state, notes = start(config, ctx, build_stages(config, ctx), data)
             train_data.consumed_samples = state.consumed_samples
             write_run_header(config, ctx, parameter_count(config.model), notes, to_toml(resolved, config))
-            flops = flops_per_token(config.model, config.train.seq_length)
+            flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
             # Last before the first step: until here there is nothing to save, so a request to stop ends the run.
             process.arm()
             stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop))
@@ -66,7 +66,7 @@ def plan(resolved: Resolved) -> None:
     parallel = resolved.config.parallel
     launch = resolved.config.launch
     config = check(resolved, launch.nproc or parallel.tp * parallel.pp * max(parallel.dp, 1))
-    flops = flops_per_token(config.model, config.train.seq_length)
+    flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
     dry_run.show(config, build_stages, parameter_count(config.model), flops, Console(width=140))
 
 

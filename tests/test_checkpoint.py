@@ -1,16 +1,10 @@
 """Saving and loading over real ranks: bitwise resume, other layouts, failures that all ranks share, and kill -9."""
 
 import math
-import multiprocessing
-import random
 import resource
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,72 +15,31 @@ from megapar_models.registry import validate
 from torch import Tensor
 
 from megapar import context
-from megapar.batch import MicroBatch
-from megapar.checkpoint.format import checkpoint_folders, find_complete, logical_boxes, read_manifest
+from megapar.checkpoint.format import find_complete, logical_boxes, read_manifest
 from megapar.checkpoint.load import Reader, choose, load, load_weights
 from megapar.checkpoint.save import save
-from megapar.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.context import ParallelContext
-from megapar.errors import CheckpointError, MegaparError, StorageError
+from megapar.config import CheckpointConfig, Config
+from megapar.errors import CheckpointError, StorageError
 from megapar.params import make_piece
-from megapar.random import initialize
 from megapar.train.checkpoints import Saver
-from megapar.train.step import TrainState, train_step
-from megapar.train.trainer import assemble, start
+from megapar.train.step import TrainState
+from megapar.train.trainer import start
 from tests.support.checkpoints import (
     STATE,
+    cut_slices,
     edit_manifest,
+    files_limited_to,
+    kill_saves,
     load_toy,
     make_slice,
+    outcome,
     save_toy,
     spec_of_piece,
     toy_slices,
     whole_spec,
 )
 from tests.support.distributed import run_ranks
-
-SAMPLES, LENGTH = 4, 8
-MODEL = ModelConfig(
-    hidden_size=12,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    head_dim=4,
-    intermediate_size=20,
-    vocab_size=131,
-    tie_word_embeddings=True,
-)
-MODEL_CONFIG = {"hidden_size": 12, "num_hidden_layers": 3}
-
-
-def make_config(precision: str = "fp32", zero_stage: int = 1, **parallel: Any) -> Config:
-    config = Config(
-        model=MODEL,
-        parallel=ParallelConfig(**parallel),
-        train=TrainConfig(global_batch_size=SAMPLES, seq_length=LENGTH, precision=precision),  # type: ignore[arg-type]
-        optimizer=OptimizerConfig(lr=1e-2, zero_stage=zero_stage, bucket_mb=1 / 1024),  # type: ignore[arg-type]
-    )
-    return validate(config, config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1))
-
-
-def make_state(config: Config, seed: int = 1) -> TrainState:
-    parallel = config.parallel
-    ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp)
-    stages = build_stages(config, ctx)
-    initialize(stages.values(), seed)
-    return assemble(config, ctx, stages)
-
-
-def step(state: TrainState) -> None:
-    """Train on samples that the step number decides."""
-    ctx = state.ctx
-    tokens = torch.randint(131, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(state.step))
-    batches = []
-    for sample in range(ctx.dp.rank, SAMPLES, ctx.dp.size):
-        row = tokens[sample : sample + 1]
-        ids = torch.tensor([state.consumed_samples + sample])
-        batches.append(MicroBatch.of_samples(row[:, :-1], row[:, 1:], torch.rand(1, LENGTH), ids))
-    train_step(state, batches)
+from tests.support.small_training import MODEL_CONFIG, make_config, make_state, step
 
 
 def save_state(state: TrainState, root: Path) -> Path:
@@ -147,7 +100,8 @@ CONFIGS = [
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(tmp_path: Path) -> None:
-    """Row 43: weights, main weights, moments and their dtypes after the next step, in every kind of layout."""
+    """Fault resumption-is-bitwise: weights, main weights, moments and their dtypes after the next step, in every kind
+    of layout."""
     for rank in run_ranks(4, resume_twice, str(tmp_path), CONFIGS):
         for config, (straight, resumed) in zip(CONFIGS, rank, strict=True):
             assert len(straight) == len(resumed)
@@ -168,7 +122,7 @@ def save_load_save(root: str, configs: list[Config]) -> None:
 
 
 def test_a_checkpoint_wanders_through_layouts_unchanged(tmp_path: Path) -> None:
-    """Row 45, over real ranks: what each layout loaded and saved again is what the first one saved."""
+    """Fault any-layout-loads, over real ranks: what each layout loaded and saved again is what the first one saved."""
     run_ranks(4, save_load_save, str(tmp_path), CONFIGS)
     paths = [tmp_path / str(number) / "step_00000001" for number in range(len(CONFIGS))]
     with Reader(paths[0], read_manifest(paths[0])) as first:
@@ -178,33 +132,6 @@ def test_a_checkpoint_wanders_through_layouts_unchanged(tmp_path: Path) -> None:
                 assert later.manifest.trainer == first.manifest.trainer
                 for name in first.manifest.tensors:
                     assert torch.equal(first.tensor(name), later.tensor(name)), name
-
-
-def cut_slices(ctx: ParallelContext) -> list[Any]:
-    """One tensor cut over all ranks."""
-    rows = (3 * ctx.world.rank, 3 * ctx.world.rank + 3)
-    spec = spec_of_piece(make_piece("p", (3 * ctx.world.size, 50), {0: rows}))
-    state = {name: torch.full((150,), float(ctx.world.rank)) for name in STATE}
-    return [make_slice(spec, 0, 150, **state)]
-
-
-@contextmanager
-def files_limited_to(size: int) -> Iterator[None]:
-    """Writing beyond `size` bytes fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def outcome(action: Any) -> tuple[str, int, str]:
-    try:
-        action()
-    except MegaparError as error:
-        return type(error).__name__, error.exit_code, str(error)
-    return "", 0, ""
 
 
 def fail_in_turn(root: str) -> list[tuple[str, int, str]]:
@@ -229,7 +156,7 @@ def fail_in_turn(root: str) -> list[tuple[str, int, str]]:
 
 
 def test_a_failed_save_is_reported_on_every_rank_and_leaves_what_was_there(tmp_path: Path) -> None:
-    """Row K7 of the fault list: one rank cannot write, elements missing or twice, too little space, a path that is a
+    """Fault disk-without-space: one rank cannot write, elements missing or twice, too little space, a path that is a
     file."""
     ranks = run_ranks(4, fail_in_turn, str(tmp_path))
     said = ["(rank 2): ", "(rank 0): ", "(rank 0): ", "(rank 0): ", "(rank 0): "]
@@ -265,7 +192,8 @@ def load_wrongly(root: str) -> list[tuple[str, int, str]]:
 
 
 def test_a_load_fails_on_every_rank_alike(tmp_path: Path) -> None:
-    """One rank's missing tensor or damaged chunk is everyone's error, in the same words (rows 45, K3, K9, K10)."""
+    """One rank's missing tensor or damaged chunk is everyone's error, in the same words (faults any-layout-loads,
+    flipped-bit, checkpoint-of-another-model, missing-tensors)."""
     ranks = run_ranks(4, load_wrongly, str(tmp_path))
     for outcomes in ranks:
         assert outcomes == ranks[0]
@@ -284,56 +212,21 @@ def write_for_ever(root: Path, first: int, done: Connection) -> None:
         number += 1
 
 
-def kill_soon_after_a_save_began(writer: BaseProcess, root: Path, seconds: float) -> None:
-    before = set(root.glob(".tmp-*"))
-    while writer.is_alive() and before.issuperset(root.glob(".tmp-*")):
-        pass
-    time.sleep(seconds)
-    writer.kill()
-    writer.join()
-
-
-def kill_saves(write: Callable[[Path, int, Connection], None], ahead: int, root: Path, trials: int) -> None:
-    """After each kill all folders are complete, none reported as saved is gone, the newest loads bitwise. `write` saves
-    toys for ever, and has up to `ahead` more on disk than it has reported."""
-    torch.set_num_threads(1)
-    fork, chance = multiprocessing.get_context("fork"), random.Random(0)
-    newest = killed_inside = 0
-    for trial in range(trials):
-        receive, send = fork.Pipe(duplex=False)
-        writer = fork.Process(target=write, args=(root, newest + 1, send))
-        writer.start()
-        assert receive.poll(300)
-        kill_soon_after_a_save_began(writer, root, 0.004 * (trial + chance.random()) / trials)  # a toy takes 2 ms
-        saved = 0
-        while receive.poll():
-            saved = receive.recv()
-        killed_inside += len(list(root.glob(".tmp-*")))
-        complete = list(find_complete(root))
-        assert complete == checkpoint_folders(root)
-        newest = int(complete[0].name.removeprefix("step_"))
-        assert saved <= newest <= saved + ahead
-        target = toy_slices(0)
-        load_toy(complete[0], target)
-        for loaded, expected in zip(target, toy_slices(newest), strict=True):
-            assert all(torch.equal(loaded.tensors[name], expected.tensors[name]) for name in STATE)
-    assert killed_inside, "no kill fell into a save: the test proves nothing"
-
-
 def test_kill_9_loses_no_complete_checkpoint(tmp_path: Path) -> None:
-    """Row 47."""
+    """Fault killed-saves."""
     kill_saves(write_for_ever, 1, tmp_path, 8)
 
 
 @pytest.mark.slow
 def test_kill_9_many_times(tmp_path: Path) -> None:
-    """Row 47: 25 trials; test_checkpoint_async.py has as many of asynchronous saves."""
+    """Fault killed-saves: 25 trials; test_checkpoint_async.py has as many of asynchronous saves."""
     kill_saves(write_for_ever, 1, tmp_path, 25)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_weights_alone_are_where_training_goes_on_from(tmp_path: Path, precision: str) -> None:
-    """Row 40: a step of learning rate 0 changes no bit, a later step moves from the loaded weights."""
+    """Fault loaded-weights-survive: a step of learning rate 0 changes no bit, a later step moves from the loaded
+    weights."""
     config = make_config(precision=precision)
     source = make_state(config, seed=1)
     step(source)
@@ -355,7 +248,7 @@ def test_weights_alone_are_where_training_goes_on_from(tmp_path: Path, precision
 
 
 def test_a_checkpoint_asked_for_by_name_must_be_complete(tmp_path: Path) -> None:
-    """Row K4: never another one in its place."""
+    """Fault incomplete-checkpoint: never another one in its place."""
     save_toy(tmp_path, 1)
     path = save_toy(tmp_path, 2)
     (path / "manifest.json").unlink()
@@ -404,7 +297,8 @@ def initialized(config: Config, run_dir: Path, init_from: Path, strict: bool = T
 
 
 def test_a_run_starts_from_another_runs_weights(tmp_path: Path) -> None:
-    """Row 40 and K10: at step 0 with moments 0, strict unless asked; a run that resumes does not start over."""
+    """Faults loaded-weights-survive, missing-tensors: at step 0 with moments 0, strict unless asked; a run that resumes
+    does not start over."""
     config = make_config(precision="bf16", dp=1)
     source = make_state(config, seed=1)
     step(source)

@@ -21,16 +21,18 @@ from megapar.checkpoint.save import Save, snapshot, snapshot_bytes
 from megapar.config import CheckpointConfig, Config
 from megapar.errors import NumericError, StorageError
 from megapar.train.checkpoints import FOLDER, Saver
-from tests.support.checkpoints import MODEL, STATE, make_slice, toy_slices, whole_spec
-from tests.support.distributed import run_ranks
-from tests.test_checkpoint import (
+from tests.support.checkpoints import (
+    MODEL,
+    STATE,
     files_limited_to,
     kill_saves,
-    make_config,
-    make_state,
+    make_slice,
     outcome,
-    step,
+    toy_slices,
+    whole_spec,
 )
+from tests.support.distributed import run_ranks
+from tests.support.small_training import make_config, make_state, step
 
 FACTS = {"consumed_samples": 0, "layout": {}, "model_config": MODEL, "trainer": {}, "data": {}}
 CONFIGS = [
@@ -63,7 +65,8 @@ def save_both_ways(root: str, configs: list[Config]) -> None:
 
 
 def test_an_asynchronous_save_is_the_synchronous_one_bit_by_bit(tmp_path: Path) -> None:
-    """K15 and row 48: on real ranks in each kind of layout, with training going on, all files are equal."""
+    """Faults save-of-the-moment, conditional-collectives: on real ranks in each kind of layout, with training going on,
+    all files are equal."""
     run_ranks(4, save_both_ways, str(tmp_path), CONFIGS)
     for number in range(len(CONFIGS)):
         first, second = (tmp_path / name / str(number) / FOLDER for name in ("sync", "async"))
@@ -102,7 +105,8 @@ def fail_behind(root: str) -> list[tuple[str, int, str]]:
 
 
 def test_a_failure_behind_is_every_ranks_error_at_the_next_step(tmp_path: Path) -> None:
-    """K14: the same words; what was complete stays, what is half goes, and a later save succeeds."""
+    """Fault failed-asynchronous-save: the same words; what was complete stays, what is half goes, and a later save
+    succeeds."""
     ranks = run_ranks(4, fail_behind, str(tmp_path))
     for outcomes in ranks:
         assert outcomes == ranks[0]
@@ -132,7 +136,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[float, f
 def test_a_third_save_waits_for_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """K13: two copies of the state at most, one writer at a time, and the wait is told."""
+    """Fault overlapping-saves: two copies of the state at most, one writer at a time, and the wait is told."""
     spans = slow(monkeypatch, 0.3)
     state = make_state(asynchronous(make_config()))
     with Saver(state, tmp_path) as saver, caplog.at_level(logging.WARNING):
@@ -180,20 +184,20 @@ def write_behind_for_ever(root: Path, first: int, done: Connection) -> None:
 
 
 def test_kill_9_during_asynchronous_saves_loses_no_complete_checkpoint(tmp_path: Path) -> None:
-    """Row 47."""
+    """Fault killed-saves."""
     kill_saves(write_behind_for_ever, 2, tmp_path, 8)
 
 
 @pytest.mark.slow
 def test_kill_9_during_asynchronous_saves_many_times(tmp_path: Path) -> None:
-    """Row 47: 25 trials; test_checkpoint.py has as many of synchronous saves."""
+    """Fault killed-saves: 25 trials; test_checkpoint.py has as many of synchronous saves."""
     kill_saves(write_behind_for_ever, 2, tmp_path, 25)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_gpus_state_is_copied_to_pinned_memory_before_it_changes(tmp_path: Path) -> None:
-    """K15 on a GPU: 256 MB a tensor are overwritten right after the copy."""
+    """Fault save-of-the-moment on a GPU: 256 MB a tensor are overwritten right after the copy."""
     where, size = torch.device("cuda", 0), 1 << 26
     tensors = {state: torch.full((size,), 2.0, device=where) for state in STATE}
     item = make_slice(whole_spec("p", (size,)), 0, size, **tensors)

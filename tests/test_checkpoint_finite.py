@@ -17,9 +17,9 @@ from megapar.errors import CheckpointError, NumericError
 from megapar.optimizer.adamw import AdamW
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.support import program
-from tests.support.checkpoints import MODEL, STATE, edit_tensor, load_toy, save_toy, toy_slices
+from tests.support.checkpoints import MODEL, STATE, edit_tensor, load_toy, outcome, save_toy, toy_slices
 from tests.support.distributed import run_ranks
-from tests.test_checkpoint import make_config, make_state, outcome, step
+from tests.support.small_training import make_config, make_state, step
 
 NONE = {"main": math.nan, "exp_avg": -math.inf, "exp_avg_sq": -1e-30}
 
@@ -76,7 +76,7 @@ def spoil_and_save(root: str) -> list[tuple[str, int, str]]:
 
 
 def test_a_save_of_a_bad_value_fails_by_name_and_removes_nothing(tmp_path: Path) -> None:
-    """Row K23: NumericError on every rank with tensor, rank and step; the one good checkpoint stays."""
+    """Fault non-finite-state: NumericError on every rank with tensor, rank and step; the one good checkpoint stays."""
     ranks = run_ranks(2, spoil_and_save, str(tmp_path))
     assert ranks[0] == ranks[1]
     assert len(ranks[0]) == 2 * len(NONE)
@@ -91,7 +91,7 @@ def test_a_save_of_a_bad_value_fails_by_name_and_removes_nothing(tmp_path: Path)
 
 
 def test_weights_that_the_last_update_spoiled_are_not_saved(tmp_path: Path) -> None:
-    """Row K23 in the program: the loss of the step was finite, what its update left is not."""
+    """Fault non-finite-state in the program: the loss of the step was finite, what its update left is not."""
     flags = ("--checkpoint.every", "1", "--checkpoint.keep_last", "1", "--log.no-tensorboard")
     assert program.run("--train.steps", "2", *flags, cwd=tmp_path).code == 0
     bad = ("--train.steps", "4", *flags)
@@ -122,7 +122,7 @@ def spoil_after_update() -> None:
 
 @pytest.mark.parametrize("name", STATE)
 def test_a_checkpoint_that_holds_a_bad_value_is_refused_with_the_tensors_name(tmp_path: Path, name: str) -> None:
-    """Row K23: one that an older version saved, its CRC right."""
+    """Fault non-finite-state: one that an older version saved, its CRC right."""
     save_toy(tmp_path, 2)
     path = save_toy(tmp_path, 3)
     edit_tensor(path, f"{name}.p1#0", lambda values: values[4].fill_(NONE[name]))
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_holds_a_bad_value_is_refused_with_the_tensors_name(tm
 
 
 def test_a_flipped_bit_names_the_checkpoint_before_as_a_command(tmp_path: Path) -> None:
-    """K3: of those before, the newest complete one; the only one says that there is none."""
+    """Fault flipped-bit: of those before, the newest complete one; the only one says that there is none."""
     path = save_toy(tmp_path, 1)
     edit_bits(path)
     with pytest.raises(CheckpointError, match="no older checkpoint lies beside it"):

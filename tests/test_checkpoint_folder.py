@@ -19,9 +19,8 @@ from megapar.checkpoint.folder import Keep, check, exclusive, prune, sweep
 from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.config import CheckpointConfig, Config
 from megapar.train.checkpoints import FOLDER, lock_run_dir
-from tests.support.checkpoints import killed_at, load_toy, save_toy, toy_slices
+from tests.support.checkpoints import killed_at, load_toy, outcome, save_toy, toy_slices
 from tests.support.distributed import run_ranks
-from tests.test_checkpoint import outcome
 
 ALONE = context.single()
 
@@ -31,7 +30,8 @@ def steps(root: Path) -> list[int]:
 
 
 def test_the_newest_and_the_milestones_stay(tmp_path: Path) -> None:
-    """K12: ten incomplete folders neither count nor go, nor do later steps of a run that went back."""
+    """Fault retention-keeps-complete-checkpoints: ten incomplete folders neither count nor go, nor do later steps of a
+    run that went back."""
     for step in (10, 20, 30, 40, 50, 90):
         save_toy(tmp_path, step)
     incomplete = [tmp_path / f"step_{step:08d}" for step in range(51, 61)] + [tmp_path / ".tmp-step_00000061-abc"]
@@ -77,8 +77,8 @@ COMMITS += [(saving.shutil, "rmtree"), (Path, "replace")]
 
 @pytest.mark.parametrize(("again", "number"), product((False, True), range(6)))
 def test_a_kill_at_each_commit_point(tmp_path: Path, again: bool, number: int) -> None:
-    """K5: the newest complete checkpoint loads after a sweep, which leaves nothing else; a step that is being replaced
-    is there as it was or as it will be."""
+    """Fault killed-between-commits: the newest complete checkpoint loads after a sweep, which leaves nothing else; a
+    step that is being replaced is there as it was or as it will be."""
     save_toy(tmp_path, 1)
     if again:
         save_toy(tmp_path, 2)
@@ -94,7 +94,8 @@ def test_a_kill_at_each_commit_point(tmp_path: Path, again: bool, number: int) -
 
 
 def test_a_second_job_is_refused_and_a_dead_ones_lock_is_not(tmp_path: Path) -> None:
-    """K18: the message names host and process; a lock ends with the process that held it, however it ended."""
+    """Fault second-job-in-folder: the message names host and process; a lock ends with the process that held it,
+    however it ended."""
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
 
@@ -123,6 +124,25 @@ def test_a_second_job_is_refused_and_a_dead_ones_lock_is_not(tmp_path: Path) -> 
         pass
 
 
+def test_a_sweep_that_fails_leaves_the_folder_to_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process goes on, so that a lock's file that stays open would refuse every later start in the folder."""
+
+    def fail(_: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(folders, "sweep", fail)
+    before = len(os.listdir("/proc/self/fd"))
+    kind, code, message = outcome(lambda: lock_run_dir(tmp_path, ALONE).__enter__())
+    assert (kind, code) == ("StorageError", 7)
+    assert "Input/output error" in message
+    assert len(os.listdir("/proc/self/fd")) == before
+    monkeypatch.undo()
+    with lock_run_dir(tmp_path, ALONE):
+        pass
+
+
 def check_in_turn(root: str) -> list[tuple[str, int, str]]:
     ctx = context.create(tp=1, dp=2, pp=1)
     file = Path(root) / "file"
@@ -138,7 +158,8 @@ def check_in_turn(root: str) -> list[tuple[str, int, str]]:
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """K8: a path that is a file, no permission, no space, a rank that sees another disk; the same words everywhere."""
+    """Fault unwritable-folder: a path that is a file, no permission, no space, a rank that sees another disk; the same
+    words everywhere."""
     (tmp_path / "file").write_text("")
     ranks = run_ranks(2, check_in_turn, str(tmp_path))
     assert ranks[0] == ranks[1]

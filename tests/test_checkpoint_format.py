@@ -220,7 +220,8 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_corruption_is_one_line_naming_the_file(tmp_path: Path, name: str) -> None:
-    """Rows K1-K4, S1, S3 and S5 of the fault list: no corruption loads, and the message says where it is."""
+    """Faults truncated-file, missing-file, flipped-bit, incomplete-checkpoint, nothing-is-unpickled,
+    paths-leaving-the-folder, lying-headers: no corruption loads, and the message says where it is."""
     corrupt, culprit, reason = CORRUPTIONS[name]
     path = save_toy(tmp_path, 3)
     corrupt(path)
@@ -247,7 +248,8 @@ def test_a_chunk_of_another_dtype_or_shape_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_model_is_a_table_of_differences_and_nothing_is_loaded(tmp_path: Path) -> None:
-    """Rows K9-K11: a line for each difference, and no partial load (row 45)."""
+    """Faults checkpoint-of-another-model, missing-tensors, other-dtypes: a line for each difference, and no partial
+    load (fault any-layout-loads)."""
     path = save_toy(tmp_path, 3)
     edit_manifest(path, lambda body: body["tensors"]["exp_avg.p1"].update(dtype="int32"))
     target = toy_slices(9, columns=4)
@@ -272,7 +274,8 @@ def test_another_model_is_a_table_of_differences_and_nothing_is_loaded(tmp_path:
 
 
 def test_discovery_takes_the_newest_complete_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Row K6: what `latest` says is never needed, and incomplete ones are passed over with a warning."""
+    """Fault pointer-is-not-trusted: what `latest` says is never needed, and incomplete ones are passed over with a
+    warning."""
     for step in (5, 12, 100_000_000):
         save_toy(tmp_path, step)
     (tmp_path / "step_00000007").mkdir()
@@ -290,7 +293,7 @@ def test_discovery_takes_the_newest_complete_one(tmp_path: Path, caplog: pytest.
 
 
 def test_a_path_that_is_no_checkpoint_is_answered_with_those_that_are(tmp_path: Path) -> None:
-    """Row K20: names that people try, in place of a checkpoint's folder."""
+    """Fault path-without-checkpoint: names that people try, in place of a checkpoint's folder."""
     root = tmp_path / "run/checkpoints"
     for step in (5, 12):
         save_toy(root, step)
@@ -302,11 +305,11 @@ def test_a_path_that_is_no_checkpoint_is_answered_with_those_that_are(tmp_path: 
 
 
 def test_resuming_among_broken_checkpoints_alone_is_an_error(tmp_path: Path) -> None:
-    """A run that lost its state must not start over in silence (row 47)."""
+    """A run that lost its state must not start over in silence (fault killed-saves)."""
     assert choose("auto", tmp_path / "absent", context.single()) is None
     assert choose("auto", tmp_path, context.single()) is None
     (save_toy(tmp_path, 3) / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="none of 1 checkpoints is complete"):
+    with pytest.raises(CheckpointError, match="none of 1 checkpoint is complete"):
         choose("auto", tmp_path, context.single())
 
 
@@ -320,7 +323,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 def test_the_frozen_checkpoint_of_format_1_loads_for_ever() -> None:
-    """K19: written once, by two ranks, and never again; a later format must still read it."""
+    """Fault older-checkpoint-format: written once, by two ranks, and never again; a later format must still read it."""
     frozen = Path(__file__).parent / "data/checkpoint_format_1/step_00000002"
     target = toy_slices(0)
     manifest = load_toy(frozen, target)

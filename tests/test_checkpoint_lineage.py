@@ -56,7 +56,8 @@ def test_a_lineage_of_another_shape_is_refused(lineage: Any) -> None:
 
 
 def test_what_is_set_aside_is_what_does_not_lead_here(tmp_path: Path) -> None:
-    """Row K21: later steps and other branches, damaged ones too; earlier steps that cannot be read stay."""
+    """Fault abandoned-branch: later steps and other branches, damaged ones too; earlier steps that cannot be read
+    stay."""
     a, b = ("a", 0), ("b", 4)
     for step in (2, 4, 6):
         save_of(tmp_path, step, [a])
@@ -81,7 +82,8 @@ CALLS += [(Path, "mkdir"), (Path, "rename"), (lineages, "write_latest"), (Path, 
 
 
 def test_a_kill_at_any_moment_of_setting_aside_leaves_one_branch_whole(tmp_path: Path) -> None:
-    """Row K21: the next start sees the old branch as it was, or the new one alone; no checkpoint is lost."""
+    """Fault abandoned-branch: the next start sees the old branch as it was, or the new one alone; no checkpoint is
+    lost."""
     lineage = [("a", 0), ("b", 2)]
     number, seen, ended = 0, set(), False
     while not ended:
@@ -107,7 +109,7 @@ def test_a_kill_at_any_moment_of_setting_aside_leaves_one_branch_whole(tmp_path:
 def test_lines_without_a_step_do_not_stop_a_resume_and_no_line_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Row K22: blank, foreign, binary and stepless lines are kept out, with one warning."""
+    """Fault damaged-metrics: blank, foreign, binary and stepless lines are kept out, with one warning."""
     path, abandoned = tmp_path / "metrics.jsonl", tmp_path / "metrics.abandoned-a.jsonl"
     lines = [b'{"step": %d, "loss": NaN}\n' % step for step in (1, 2, 3, 4)]
     junk = [b"\n", b"hello\n", b"\xff\x00\xfe\n", b'{"loss": 1}\n', b"[1]\n", b'{"step": "2"}\n', b"[" * 9999 + b"\n"]
@@ -127,7 +129,8 @@ def test_lines_without_a_step_do_not_stop_a_resume_and_no_line_is_lost(
 
 
 def test_a_run_that_went_back_goes_on_with_its_own_branch(tmp_path: Path) -> None:
-    """Row K21: six steps; back to the second with another seed, killed after the fourth; started again."""
+    """Fault abandoned-branch: six steps; back to the second with another seed, killed after the fourth; started
+    again."""
     run, checkpoints = tmp_path / "run", tmp_path / "run/checkpoints"
     assert program.run("--train.steps", "6", *EVERY, cwd=tmp_path).code == 0
     first = losses(run)
@@ -168,7 +171,7 @@ def end_at_step(last: int) -> None:
 
 
 def test_a_run_that_begins_anew_in_a_used_folder_is_not_mixed_with_the_old_one(tmp_path: Path) -> None:
-    """Row K21: with `resume none`, and with old weights besides; each is then gone on from by itself."""
+    """Fault abandoned-branch: with `resume none`, and with old weights besides; each is then gone on from by itself."""
     run, checkpoints = tmp_path / "run", tmp_path / "run/checkpoints"
     assert program.run("--train.steps", "6", *EVERY, cwd=tmp_path).code == 0
     new = ("--train.steps", "4", "--train.seed", "99", *EVERY)

@@ -17,9 +17,8 @@ from megapar.checkpoint.load import load_weights
 from megapar.checkpoint.manifest import encode, index, seal
 from megapar.checkpoint.save import save
 from megapar.errors import CheckpointError
-from tests.support.checkpoints import edit_manifest, load_toy, save_toy, toy_slices
+from tests.support.checkpoints import cut_slices, edit_manifest, load_toy, save_toy, toy_slices
 from tests.support.distributed import run_ranks
-from tests.test_checkpoint import cut_slices
 
 NAMES = st.text(min_size=1, max_size=8)
 ENTRIES = st.fixed_dictionaries(
@@ -115,7 +114,8 @@ def watch(root: str, spaced: bool) -> tuple[set[str], int, list[float]]:
 
 
 def test_other_ranks_parse_what_they_load_and_ask_for_no_file(tmp_path: Path) -> None:
-    """Row K25: with thousands of ranks, all of them at every file of all would be millions of requests."""
+    """Fault thousands-of-ranks: with thousands of ranks, all of them at every file of all would be millions of
+    requests."""
     (first, files, filled), (second, none, others) = run_ranks(2, watch, str(tmp_path), False)
     assert first == {"main.p", "exp_avg.p", "exp_avg_sq.p"}
     assert files == 2
@@ -127,7 +127,7 @@ def test_other_ranks_parse_what_they_load_and_ask_for_no_file(tmp_path: Path) ->
 
 
 def test_retention_parses_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row K25: it reads every kept manifest after each save, while training wants the interpreter."""
+    """Fault thousands-of-ranks: it reads every kept manifest after each save, while training wants the interpreter."""
     for step in (1, 2, 3, 4):
         save_toy(tmp_path, step)
     parsed: list[str] = []

@@ -34,7 +34,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_asynchronous_run_keeps_what_it_was_asked_to(trained: Path) -> None:
-    """Row 43 as well: what it saved behind is, but for this option, what a synchronous run in one process resumes."""
+    """Fault resumption-is-bitwise as well: what it saved behind is, but for this option, what a synchronous run in one
+    process resumes."""
     names = sorted(path.name for path in (trained / "run/checkpoints").iterdir())
     assert names == ["latest", "step_00000004", "step_00000005"]
     folder = trained.parent / "resumed"
@@ -58,7 +59,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_a_damaged_checkpoint_ends_the_program(trained: Path, tmp_path: Path, name: str) -> None:
-    """K3, K4: exit code 4 and one line; error.json says the same."""
+    """Faults flipped-bit, incomplete-checkpoint: exit code 4 and one line; error.json says the same."""
     corrupt, reason = CORRUPTIONS[name]
     shutil.copytree(trained / "run", tmp_path / "run")
     path = tmp_path / "run/checkpoints/step_00000005"
@@ -72,7 +73,8 @@ def test_a_damaged_checkpoint_ends_the_program(trained: Path, tmp_path: Path, na
 
 
 def test_a_full_disk_ends_the_program_and_costs_no_older_checkpoint(trained: Path, tmp_path: Path) -> None:
-    """K7: exit code 7 and one line with path and bytes; files may grow to 200 blocks of 1,024 bytes."""
+    """Fault disk-without-space: exit code 7 and one line with path and bytes; files may grow to 200 blocks of 1,024
+    bytes."""
     shutil.copytree(trained / "run", tmp_path / "run")
     program = Path(__file__).parent.parent / "pretrain_scripts/pretrain.py"
     flags = (*TINY, "--run_dir", "run", "--train.steps", "7", *ASYNC, "--log.no-tensorboard")
@@ -124,7 +126,8 @@ FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_a_checkpoint_that_is_not_ours_is_neither_passed_over_nor_replaced(
     four_steps: Path, tmp_path: Path, name: str
 ) -> None:
-    """Row K26: `auto` stops and says so; an older one asked for by name is gone on from, and it is set aside."""
+    """Fault later-checkpoint-format: `auto` stops and says so; an older one asked for by name is gone on from, and it
+    is set aside."""
     change, reason = FOREIGN[name]
     shutil.copytree(four_steps / "run", tmp_path / "run")
     path = tmp_path / "run/checkpoints/step_00000004"
@@ -176,7 +179,7 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_an_odd_manifest_is_passed_over_with_a_warning_and_an_error_by_name(
     four_steps: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Row K27."""
+    """Fault odd-manifest."""
     root = tmp_path / "run/checkpoints"
     path = root / "step_00000004"
     for name, (change, reason) in ODD.items():
@@ -192,7 +195,7 @@ def test_an_odd_manifest_is_passed_over_with_a_warning_and_an_error_by_name(
 
 
 def test_an_odd_manifest_ends_the_program_with_one_line(four_steps: Path, tmp_path: Path) -> None:
-    """Row K27."""
+    """Fault odd-manifest."""
     shutil.copytree(four_steps / "run", tmp_path / "run")
     path = "run/checkpoints/step_00000004"
     edit_manifest(tmp_path / path, lambda body: body["trainer"].update(updates="x"))
@@ -223,7 +226,7 @@ def remove_run_folder(again: bool) -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["deleted", "replaced"])
 def test_a_run_folder_that_is_taken_away_is_noticed_at_the_next_save(tmp_path: Path, again: bool) -> None:
-    """Row K28: nothing is written into a folder that may be another job's."""
+    """Fault replaced-run-folder: nothing is written into a folder that may be another job's."""
     ended = program.run(*ONE, "6", cwd=tmp_path, plant=lambda: remove_run_folder(again))
     assert ended.code == 7, ended.out
     assert "checkpoint of step 4 not saved: run/.lock is not the file that this run locked" in ended.err
@@ -233,7 +236,7 @@ def test_a_run_folder_that_is_taken_away_is_noticed_at_the_next_save(tmp_path: P
 
 
 def test_a_pointer_that_cannot_be_replaced_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """K6: `latest` is for people; the checkpoint beside it is complete."""
+    """Fault pointer-is-not-trusted: `latest` is for people; the checkpoint beside it is complete."""
     (tmp_path / "latest").mkdir()
     (tmp_path / "latest/x").touch()
     assert save_toy(tmp_path, 3) == tmp_path / "step_00000003"

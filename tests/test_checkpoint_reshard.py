@@ -169,7 +169,8 @@ LAYOUTS = [
 
 
 def test_every_layout_loads_every_other(tmp_path: Path) -> None:
-    """Rows 42 and 45: shared rows of k and v, fused pieces, padded vocabulary, tied copies, shards cut anywhere."""
+    """Faults empty-shards, any-layout-loads: shared rows of k and v, fused pieces, padded vocabulary, tied copies,
+    shards cut anywhere."""
     for number, source in enumerate(LAYOUTS):
         path = save_simulated(LLAMA, source, tmp_path / str(number))
         for target in LAYOUTS:
@@ -213,7 +214,7 @@ def random_layouts(draw: st.DrawFn) -> Layout:
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random_layouts(), random_layouts(), st.sampled_from([LLAMA, ONE_KV_HEAD, GPT]))
 def test_random_layouts_load_each_other(source: Layout, target: Layout, model: ModelConfig) -> None:
-    """Row 45."""
+    """Fault any-layout-loads."""
     with TemporaryDirectory() as folder:
         check_load(model, save_simulated(model, source, Path(folder) / "root"), target)
 

@@ -25,8 +25,9 @@ from megapar.config import CheckpointConfig
 from megapar.context import ParallelContext
 from megapar.errors import StorageError
 from megapar.train.checkpoints import FOLDER, Saver
+from tests.support.checkpoints import cut_slices
 from tests.support.distributed import run_ranks
-from tests.test_checkpoint import MODEL_CONFIG, cut_slices, make_config, make_state, step
+from tests.support.small_training import MODEL_CONFIG, make_config, make_state, step
 
 MEETINGS = 5
 SECONDS = 30.0  # after which work that waits for a meeting gives up, and the test fails
@@ -89,7 +90,7 @@ def prune_slowly(root: str, async_save: bool) -> list[str]:
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["synchronous", "asynchronous"])
 def test_training_goes_on_while_old_checkpoints_are_removed(tmp_path: Path, async_save: bool) -> None:
-    """Row K24: and all are gone when the run ends."""
+    """Fault slow-disk: and all are gone when the run ends."""
     for names in run_ranks(2, prune_slowly, str(tmp_path), async_save):
         assert names == ["latest", "step_00000003"]
 
@@ -109,7 +110,7 @@ def settle_slowly(root: str) -> list[str]:
 
 
 def test_the_end_of_a_run_awaits_the_removal(tmp_path: Path) -> None:
-    """Row K24."""
+    """Fault slow-disk."""
     for names in run_ranks(2, settle_slowly, str(tmp_path)):
         assert names == ["step_00000002"]
     assert not list((tmp_path / FOLDER).glob(".*"))
@@ -137,7 +138,7 @@ def start_slowly(root: str) -> None:
 
 
 def test_start_up_saves_and_loads_may_outlast_a_collective(tmp_path: Path) -> None:
-    """Row K24."""
+    """Fault slow-disk."""
     run_ranks(2, start_slowly, str(tmp_path))
     assert [path.name for path in checkpoint_folders(tmp_path)] == ["step_00000001"]
     assert not list(tmp_path.glob(".tmp*"))
@@ -175,7 +176,7 @@ def post_and_collect(size: int) -> int:
 
 
 def test_a_part_of_any_size_passes_through_the_store(tmp_path: Path) -> None:
-    """Row K25: pieces, as TCPStore closes the connection at a value above 8 MiB."""
+    """Fault thousands-of-ranks: pieces, as TCPStore closes the connection at a value above 8 MiB."""
     limit = comm._PIECE
     assert limit < 8 << 20
     comm._PIECE = 1000  # inherited by the ranks

@@ -141,7 +141,8 @@ def every_function(sizes: dict[str, int], use_shared_memory: bool) -> None:
 @pytest.mark.parametrize("use_shared_memory", [True, False], ids=["shared memory", "groups"])
 @pytest.mark.parametrize("sizes", [{"dp": 3}, {"tp": 2, "dp": 2}, {"pp": 4}], ids=str)
 def test_every_function_gives_the_expected_values(sizes: dict[str, int], use_shared_memory: bool) -> None:
-    """fp32, bf16 and int64; 1, 2 and 3 dimensions; tensors that are not contiguous (row 12)."""
+    """fp32, bf16 and int64; 1, 2 and 3 dimensions; tensors that are not contiguous (fault
+    strided-tensors-in-collectives)."""
     run_ranks(torch.Size(sizes.values()).numel(), every_function, sizes, use_shared_memory)
 
 
@@ -279,7 +280,7 @@ def refusals() -> None:
 
 @pytest.mark.gpus
 def test_what_would_lose_a_gradient_or_a_result_is_refused() -> None:
-    """Row 13: a raw collective in a forward pass that autograd records raises."""
+    """Fault derivatives-of-collectives: a raw collective in a forward pass that autograd records raises."""
     run_ranks(2, refusals)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from megapar_models.registry import validate, weight_options
+from megapar_models.registry import presets, validate, weight_options
 
 import megapar.config
 from megapar.checkpoint.compatible import changes
@@ -64,10 +64,11 @@ def write(folder: Path, name: str, text: str | bytes) -> str:
     return str(path)
 
 
-# Rows C1 to C14: what cannot run, and what is said about it
+# What cannot run, and what is said about it: the faults under Options in docs/faults.md
 
 
-def test_c1_heads_that_do_not_divide_by_tp_are_refused_with_the_tps_that_do():
+def test_heads_that_do_not_divide_by_tp_are_refused_with_the_tps_that_do():
+    """Fault heads-divide-by-tp."""
     config = Config(ModelConfig(hidden_size=96, num_attention_heads=12), ParallelConfig(tp=8))
     message = refusal(config, 8)
     assert message == (
@@ -76,7 +77,8 @@ def test_c1_heads_that_do_not_divide_by_tp_are_refused_with_the_tps_that_do():
     assert ConfigError.exit_code == 2
 
 
-def test_c2_kv_heads_may_be_fewer_than_tp_but_must_divide_the_heads():
+def test_kv_heads_may_be_fewer_than_tp_but_must_divide_the_heads():
+    """Fault kv-heads-need-not-divide."""
     model = ModelConfig(hidden_size=96, num_attention_heads=12, num_key_value_heads=2)
     assert validate(Config(model, ParallelConfig(tp=4)), 4).model.num_key_value_heads == 2
     message = refusal(Config(replace(model, num_key_value_heads=5)))
@@ -84,7 +86,8 @@ def test_c2_kv_heads_may_be_fewer_than_tp_but_must_divide_the_heads():
     assert "use 1, 2, 3, 4, 6 or 12" in message
 
 
-def test_c3_layers_need_not_divide_by_pp():
+def test_layers_need_not_divide_by_pp():
+    """Fault layers-need-not-divide."""
     validate(Config(ModelConfig(num_hidden_layers=13), ParallelConfig(pp=4)), 4)
     validate(Config(ModelConfig(num_hidden_layers=13), ParallelConfig(pp=4, partition=(3, 4, 4, 2))), 4)
 
@@ -92,7 +95,8 @@ def test_c3_layers_need_not_divide_by_pp():
 @pytest.mark.parametrize(
     ("layers", "partition"), [(13, (3, 4, 4)), (13, (3, 4, 4, 1)), (13, (6, 0, 6, 1)), (2, (0, 0, 2, 0))]
 )
-def test_c3_a_partition_that_does_not_fit_is_refused_with_one_that_does(layers, partition):
+def test_a_partition_that_does_not_fit_is_refused_with_one_that_does(layers, partition):
+    """Fault layers-need-not-divide."""
     config = Config(ModelConfig(num_hidden_layers=layers), ParallelConfig(pp=4, partition=partition))
     message = refusal(config, 4)
     assert f"parallel.partition={' '.join(map(str, partition))}" in message
@@ -101,7 +105,8 @@ def test_c3_a_partition_that_does_not_fit_is_refused_with_one_that_does(layers, 
     validate(replace(config, parallel=replace(config.parallel, partition=fits)), 4)
 
 
-def test_c4_too_few_layers_for_the_stages_names_all_three_options():
+def test_too_few_layers_for_the_stages_names_all_three_options():
+    """Fault more-stages-than-layers."""
     parallel = ParallelConfig(pp=4, vpp=3, schedule="interleaved")
     message = refusal(Config(ModelConfig(num_hidden_layers=8), parallel), 4)
     assert message.startswith("model.num_hidden_layers=8, parallel.pp=4, parallel.vpp=3: 12 stages")
@@ -111,14 +116,16 @@ def test_c4_too_few_layers_for_the_stages_names_all_three_options():
     assert "num_hidden_layers=9" in refusal(Config(ModelConfig(num_hidden_layers=9), parallel), 4)
 
 
-def test_c4_vpp_needs_a_schedule_that_holds_several_stages_on_a_rank():
+def test_vpp_needs_a_schedule_that_holds_several_stages_on_a_rank():
+    """Fault more-stages-than-layers."""
     assert "parallel.schedule=1f1b" in refusal(Config(parallel=ParallelConfig(pp=2, vpp=2)), 2)
     for schedule in ("interleaved", "gpipe"):
         validate(Config(parallel=ParallelConfig(pp=2, vpp=2, schedule=schedule)), 2)
     validate(Config(parallel=ParallelConfig(pp=2, schedule="interleaved")), 2)
 
 
-def test_c5_a_grid_that_is_not_the_world_is_refused():
+def test_a_grid_that_is_not_the_world_is_refused():
+    """Fault grid-is-the-world."""
     message = refusal(Config(parallel=ParallelConfig(tp=2, pp=2)), 6)
     assert "tp(2)*pp(2)=4 does not divide world size 6" in message
     assert "tp*pp may be 1, 2, 3 or 6" in message
@@ -127,7 +134,8 @@ def test_c5_a_grid_that_is_not_the_world_is_refused():
     assert "tp(2)*pp(2)*dp(3)=12 is not world size 8; dp 2 fits" in message
 
 
-def test_c5_validation_needs_no_torch_and_so_precedes_every_process_group():
+def test_validation_needs_no_torch_and_so_precedes_every_process_group():
+    """Fault grid-is-the-world."""
     code = """
 import sys
 from megapar.config_io import load
@@ -145,7 +153,8 @@ sys.exit("torch" in sys.modules)
     assert "does not divide world size 3" in done.stdout
 
 
-def test_c6_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
+    """Fault global-batch-divides."""
     train = TrainConfig(global_batch_size=10, micro_batch_size=4)
     message = refusal(Config(train=train), 2)
     assert message.startswith("train.global_batch_size=10, train.micro_batch_size=4: ")
@@ -159,9 +168,14 @@ def test_replicas_that_have_fewer_micro_batches_are_told():
     config = validate(Config(train=TrainConfig(global_batch_size=20, micro_batch_size=4)), 3)
     assert num_microbatches(config) == 2
     assert warnings(config) == ["parallel.dp=3: 2 replicas run 2 micro-batches a step, the others 1 and wait"]
+    config = validate(Config(train=TrainConfig(global_batch_size=28, micro_batch_size=4)), 3)
+    assert warnings(config) == ["parallel.dp=3: 1 replica runs 3 micro-batches a step, the others 2 and wait"]
+    config = validate(Config(train=TrainConfig(global_batch_size=8, micro_batch_size=4)), 3)
+    assert warnings(config) == ["parallel.dp=3: 2 replicas run 1 micro-batch a step, the others 0 and wait"]
 
 
-def test_c7_few_or_ragged_micro_batches_run_with_a_warning_that_names_the_bubble():
+def test_few_or_ragged_micro_batches_run_with_a_warning_that_names_the_bubble():
+    """Fault idle-pipeline."""
     config = validate(Config(parallel=ParallelConfig(pp=4), train=TrainConfig(global_batch_size=2)), 4)
     assert num_microbatches(config) == 2
     (line,) = warnings(config)
@@ -180,8 +194,8 @@ def test_c7_few_or_ragged_micro_batches_run_with_a_warning_that_names_the_bubble
 @pytest.mark.parametrize(
     ("pp", "vpp", "microbatches", "idle"), [(8, 5, 4, 53), (4, 3, 5, 32), (2, 5, 1, 50), (4, 2, 6, 27), (4, 1, 2, 60)]
 )
-def test_c7_the_idle_share_is_that_of_the_plans_that_run(pp, vpp, microbatches, idle):
-    """Row C7. The formula (p - 1) / (v m + p - 1) would say 26, 17, 17, 20 and 60."""
+def test_the_idle_share_is_that_of_the_plans_that_run(pp, vpp, microbatches, idle):
+    """Fault idle-pipeline. The formula (p - 1) / (v m + p - 1) would say 26, 17, 17, 20 and 60."""
     parallel = ParallelConfig(pp=pp, vpp=vpp, schedule="interleaved" if vpp > 1 else "1f1b")
     config = Config(ModelConfig(num_hidden_layers=40), parallel, TrainConfig(global_batch_size=microbatches))
     (line,) = warnings(validate(config, pp))
@@ -198,7 +212,8 @@ def test_the_tokens_of_a_run_are_those_of_its_growing_batches():
     assert length_of_run(Config(train=replace(train, batch_ramp=()))) == "10 steps of 480 tokens = 4,800 tokens"
 
 
-def test_c8_an_unknown_key_or_flag_is_refused_with_what_was_meant(tmp_path):
+def test_an_unknown_key_or_flag_is_refused_with_what_was_meant(tmp_path):
+    """Fault unknown-option."""
     file = write(tmp_path, "c.toml", "# a comment\n[train]\nsteps = 5\n\n[modle]\nhidden_siz = 3\n")
     assert load_refusal(["--config", file]) == (
         f"{file}:6: modle.hidden_siz: no such option; did you mean model.hidden_size?"
@@ -209,14 +224,17 @@ def test_c8_an_unknown_key_or_flag_is_refused_with_what_was_meant(tmp_path):
     assert load_refusal(["train.steps", "3"]).startswith("'train.steps' follows no flag")
 
 
-def test_c20_an_option_that_two_flags_set_is_refused_with_both():
+def test_an_option_that_two_flags_set_is_refused_with_both():
+    """Fault option-set-twice."""
     said = load_refusal(["--train.steps", "3", "--train.seed", "1", "--train.steps=4"])
     assert said == "--train.steps is given twice: --train.steps 3 and --train.steps=4; give it once"
     said = load_refusal(["--launch.nproc", "2", "--log.tensorboard", "--log.no_tensorboard"])
     assert said == "--log.tensorboard is given twice: --log.tensorboard and --log.no_tensorboard; give it once"
 
 
-def test_c20_a_source_under_two_spellings_is_refused_with_both():
+def test_a_source_under_two_spellings_is_refused_with_both():
+    """Fault option-set-twice."""
+
     def train_on(*entries):
         return Config(data=DataConfig(train=entries))
 
@@ -228,7 +246,8 @@ def test_c20_a_source_under_two_spellings_is_refused_with_both():
     validate(train_on("1:a", "1:b", "1:hf:json:a"), 1)
 
 
-def test_c9_a_number_beyond_64_bits_is_refused_in_flags_as_in_files(tmp_path):
+def test_a_number_beyond_64_bits_is_refused_in_flags_as_in_files(tmp_path):
+    """Fault wrong-value."""
     file = write(tmp_path, "c.toml", "[train]\nsteps = 99999999999999999999999\n")
     assert load_refusal(["--config", file]).endswith("steps = 99999999999999999999999: expected a whole number")
     said = load_refusal(["--train.seed", "7", "--train.steps", "99999999999999999999999"])
@@ -250,7 +269,8 @@ def test_c9_a_number_beyond_64_bits_is_refused_in_flags_as_in_files(tmp_path):
         ("overlap_grad_reduce = 1", "--optimizer.overlap_grad_reduce 1", "true or false"),
     ],
 )
-def test_c9_a_value_of_the_wrong_type_is_refused_with_its_place_and_the_type(tmp_path, capsys, line, flags, expected):
+def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_the_type(tmp_path, capsys, line, flags, expected):
+    """Fault wrong-value."""
     file = write(tmp_path, "c.toml", f"[optimizer]\n\n{line}\n")
     assert load_refusal(["--config", file]) == f"{file}:3: optimizer.{line}: expected {expected}"
     from_flag = load_refusal(["--train.steps", "5", *flags.split()])
@@ -273,11 +293,13 @@ def test_c9_a_value_of_the_wrong_type_is_refused_with_its_place_and_the_type(tmp
         (OptimizerConfig(schedule="wsd", warmup_steps=60, decay_steps=50), "decay may be 40"),
     ],
 )
-def test_c9_a_value_out_of_range_is_refused_with_the_range(optimizer, said):
+def test_a_value_out_of_range_is_refused_with_the_range(optimizer, said):
+    """Fault wrong-value."""
     assert said in refusal(Config(optimizer=optimizer))
 
 
-def test_c10_the_mlp_must_divide_by_tp_and_the_vocabulary_need_not():
+def test_the_mlp_must_divide_by_tp_and_the_vocabulary_need_not():
+    """Fault mlp-divides-by-tp."""
     model = ModelConfig(intermediate_size=129, vocab_size=50257)
     message = refusal(Config(model, ParallelConfig(tp=2)), 2)
     assert message.startswith("model.intermediate_size=129, parallel.tp=2: ")
@@ -285,7 +307,8 @@ def test_c10_the_mlp_must_divide_by_tp_and_the_vocabulary_need_not():
     assert validate(Config(replace(model, intermediate_size=128), ParallelConfig(tp=2)), 2).model.vocab_size == 50257
 
 
-def test_c11_sequence_parallel_needs_sequences_that_divide_by_tp():
+def test_sequence_parallel_needs_sequences_that_divide_by_tp():
+    """Fault sequence-divides-by-tp."""
     config = Config(parallel=ParallelConfig(tp=4, sequence_parallel=True), train=TrainConfig(seq_length=126))
     message = refusal(config, 4)
     assert "train.seq_length=126, parallel.tp=4" in message
@@ -294,7 +317,8 @@ def test_c11_sequence_parallel_needs_sequences_that_divide_by_tp():
     validate(replace(config, parallel=ParallelConfig(sequence_parallel=True)), 1)
 
 
-def test_c12_what_decides_the_weights_is_told_from_what_may_change_on_resume():
+def test_what_decides_the_weights_is_told_from_what_may_change_on_resume():
+    """Fault options-fixed-on-resumption."""
     saved = validate(Config(), 2)
     now = validate(Config(parallel=ParallelConfig(tp=2), optimizer=OptimizerConfig(lr=1e-4, betas=(0.9, 0.99))), 2)
     assert weight_options(saved) == weight_options(now)
@@ -309,10 +333,11 @@ def test_c12_what_decides_the_weights_is_told_from_what_may_change_on_resume():
     assert set(weight_options(saved).items()) - set(weight_options(other).items()) == {("hidden_size", 256)}
 
 
-def test_c12_positions_are_weights_for_gpt_alone():
-    for family in ("gpt", "llama"):
+def test_positions_are_weights_for_gpt_alone():
+    """Fault options-fixed-on-resumption."""
+    for family, are_weights in (("gpt", True), ("llama", False)):
         short, long = (Config(ModelConfig(family=family, max_position_embeddings=n)) for n in (2048, 4096))
-        assert (weight_options(short) == weight_options(long)) == (family == "llama")
+        assert (weight_options(short) != weight_options(long)) == are_weights
     stretched = Config(ModelConfig(rope_scaling=RopeScaling("linear", 2.0), rope_theta=5e5))
     assert weight_options(stretched) == weight_options(Config())
 
@@ -333,12 +358,14 @@ def test_c12_positions_are_weights_for_gpt_alone():
         ("\nbase = 'none.toml'\n", ":2: base = 'none.toml': no such file"),
     ],
 )
-def test_c14_a_file_that_is_not_a_config_is_refused_with_the_line(tmp_path, text, said):
+def test_a_file_that_is_not_a_config_is_refused_with_the_line(tmp_path, text, said):
+    """Fault bad-config-file."""
     file = write(tmp_path, "c.toml", text)
     assert load_refusal(["--config", file]).startswith(file + said)
 
 
-def test_c14_a_folder_or_a_missing_file_is_refused(tmp_path):
+def test_a_folder_or_a_missing_file_is_refused(tmp_path):
+    """Fault bad-config-file."""
     assert load_refusal(["--config", str(tmp_path)]).startswith(f"{tmp_path}: is a folder")
     assert load_refusal(["--config", str(tmp_path / "no.toml")]).startswith(f"{tmp_path}/no.toml: no such file")
     assert load_refusal(["--config"]) == "--config: expected one TOML file"
@@ -411,7 +438,7 @@ def test_gpt_takes_dropout_and_odd_heads():
         (Config(parallel=ParallelConfig(order="tp-cp-dp-dp")), "parallel.order=tp-cp-dp-dp: must name"),
         (Config(run_dir=""), "run_dir='': must be printable text, not empty"),
         (Config(run_dir="a\nb"), "run_dir='a\\nb': must be printable text, not empty"),
-        (Config(launch=LaunchConfig(nproc=8)), "launch.nproc=8: 1 ranks are running already"),
+        (Config(launch=LaunchConfig(nproc=8)), "launch.nproc=8: 1 rank is running already"),
         (
             Config(launch=LaunchConfig(timeout_seconds=1e300)),
             "launch.timeout_seconds=1e+300: must be from 1 to",
@@ -590,6 +617,15 @@ def test_every_option_has_a_sentence_and_help_shows_it_with_its_default(capsys, 
     assert "(default: 66)" in shown  # the file's hidden_size
 
 
+def test_a_base_is_found_from_a_folder_that_is_a_link(tmp_path):
+    """`..` is the folder above the real one, as everywhere in a file system."""
+    (tmp_path / "real/configs").mkdir(parents=True)
+    write(tmp_path / "real", "base.toml", "[train]\nsteps = 7\n")
+    write(tmp_path / "real/configs", "run.toml", 'base = "../base.toml"\n')
+    (tmp_path / "link").symlink_to(tmp_path / "real/configs")
+    assert load(["--config", str(tmp_path / "link/run.toml")]).config.train.steps == 7
+
+
 def test_options_flatten_and_back():
     config = load(["--model.rope_scaling.factor", "3", "--data.train", "a"]).config
     assert unflatten(flatten(config)) == config
@@ -604,7 +640,7 @@ def test_shipped_configs_run_at_their_world_size_without_a_warning(name):
     assert warnings(validate(config, WORLD_SIZES[name])) == []
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", presets().values(), ids=presets())
 def test_shipped_models_are_sound_and_only_models(path):
     assert set(tomllib.loads(path.read_text())) == {"model"}
     validate(load(["--config", str(path)]).config, 1)

@@ -114,8 +114,8 @@ def assert_parity(folder: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weights_come_back_bitwise_and_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
-    """Row 49, and fidelity of config.json (row 50): the copy of it that came with the weights, and our own, which
-    transformers reads as the same model."""
+    """Fault hugging-face-round-trip, and fidelity of config.json (fault config-json-fidelity): the copy of it that came
+    with the weights, and our own, which transformers reads as the same model."""
     source, native = save_model(tmp_path / "hf", case), tmp_path / "native"
     hf_to_native(HfToNative(source, native))
     assert_parity(native)
@@ -139,7 +139,7 @@ def test_weights_come_back_bitwise_and_logits_are_those_of_transformers(case: Ca
 
 
 def test_shards_in_bf16_come_back_bitwise_and_files_byte_for_byte(tmp_path: Path) -> None:
-    """Export, import and export again write the same bytes (K17); tokenizer files travel along."""
+    """Export, import and export again write the same bytes (fault export-twice); tokenizer files travel along."""
     source = save_model(tmp_path / "hf", CASES[5], torch.bfloat16, max_shard_size="20KB")
     (source / "tokenizer.json").write_text("{}")  # what is in it matters to nobody here
     assert len(list(source.glob("*.safetensors"))) > 2
@@ -205,7 +205,8 @@ def first_loss_and_save(model: ModelConfig, native: Path, run: Path, layout: dic
 def test_training_starts_from_converted_weights_in_any_layout(
     case: Case, layout: dict[str, int], tmp_path: Path
 ) -> None:
-    """The first loss is that of one process; what the layout saves converts back to the same bits (row 49)."""
+    """The first loss is that of one process; what the layout saves converts back to the same bits (fault
+    hugging-face-round-trip)."""
     changes = {"num_hidden_layers": 4}
     if case.kind == "gpt2":
         changes = {"n_layer": 4, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)}
@@ -276,7 +277,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
 def test_a_config_that_we_cannot_be_is_refused_by_the_field(
     kind: str, changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    """Row 50: before a weight is read, so none is needed here."""
+    """Fault config-json-fidelity: before a weight is read, so none is needed here."""
     source = tmp_path / "hf"
     source.mkdir()
     long = {"max_position_embeddings": 8192} if kind != "gpt2" else {}
@@ -335,7 +336,7 @@ EDITS: list[tuple[str, Edit]] = [
 
 @pytest.mark.parametrize(("words", "edit"), EDITS, ids=[words for words, _ in EDITS])
 def test_tensors_that_are_not_the_models_are_named(words: str, edit: Edit, tmp_path: Path) -> None:
-    """Row 51, on the way in."""
+    """Fault conversion-names-bad-tensors, on the way in."""
     source = save_model(tmp_path / "hf", CASES[0])
     stored = tensors(source)
     edit(stored)
@@ -344,7 +345,8 @@ def test_tensors_that_are_not_the_models_are_named(words: str, edit: Edit, tmp_p
 
 
 def test_folders_that_lie_are_refused(tmp_path: Path) -> None:
-    """An index that names other files or tensors (S3), pickles (S1), a tied copy that differs, no room for output."""
+    """An index that names other files or tensors (fault paths-leaving-the-folder), pickles (fault
+    nothing-is-unpickled), a tied copy that differs, no room for output."""
     source = save_model(tmp_path / "hf", CASES[2])
     options = HfToNative(source, tmp_path / "native", verify=False)
     index, weights = source / "model.safetensors.index.json", source / "model.safetensors"
@@ -371,7 +373,8 @@ def test_folders_that_lie_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_damaged_or_foreign_native_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Row 51, on the way out: a flipped bit is found when its tensor is read, and no folder appears."""
+    """Fault conversion-names-bad-tensors, on the way out: a flipped bit is found when its tensor is read, and no folder
+    appears."""
     source, native = save_model(tmp_path / "hf", CASES[0]), tmp_path / "native"
     hf_to_native(HfToNative(source, native, verify=False))
     options = NativeToHf(native, tmp_path / "back", verify=False)
@@ -405,7 +408,8 @@ def test_dropouts_that_differ_are_told_and_not_refused(tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_not_finite_are_refused_by_name(value: float, tmp_path: Path) -> None:
-    """Row I8: on the way in, on the way out, and where a dtype is too small. The conversion is not blamed."""
+    """Fault non-finite-weights: on the way in, on the way out, and where a dtype is too small. The conversion is not
+    blamed."""
     source = save_model(tmp_path / "hf", CASES[0])
     stored = tensors(source)
     hf_to_native(HfToNative(source, tmp_path / "native", verify=False))

@@ -8,12 +8,9 @@ import pickle
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megapar_models.build import logical_tensors
@@ -23,207 +20,14 @@ from torch import Tensor
 from megapar.config import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
 from tests.support import reference_models, tiny_models
+from tests.support.megatron_folders import (
+    LAYERS,
+    MODELS,
+    STYLES,
+    megatron_folder,
+)
 from tools import convert_checkpoint
 from tools.convert_checkpoint import MegatronToNative
-
-LAYERS = 5
-
-
-def model(family: Literal["gpt", "llama"], **changes: Any) -> ModelConfig:
-    """Five layers, with what stands for "derived" filled in."""
-    act = "gelu_pytorch_tanh" if family == "gpt" else "silu"
-    whole = {"num_hidden_layers": LAYERS, "num_key_value_heads": 4, "head_dim": 12, "hidden_act": act}
-    return tiny_models.model(family, **whole | changes)
-
-
-MODELS = {
-    "gpt": model("gpt", tie_word_embeddings=True),
-    "gpt, untied, relu2": model("gpt", hidden_act="relu2"),
-    "llama": model("llama", num_key_value_heads=2),
-    "llama, tied, biased": model(
-        "llama", tie_word_embeddings=True, attention_bias=True, qk_norm=True, rope_theta=500.0, num_key_value_heads=1
-    ),
-}
-
-
-class Backend(Enum):
-    """What Megatron's settings hold besides plain values; its class lies in a module that nobody has here."""
-
-    AUTO = 5
-
-
-# Megatron's names of (attention norm, fused q/k/v, output, MLP norm, first and last matrix of the MLP, last norm)
-STYLES = {
-    "legacy": (
-        *("input_norm.", "self_attention.query_key_value.", "self_attention.dense.", "post_attention_norm."),
-        *("mlp.dense_h_to_4h.", "mlp.dense_4h_to_h.", "final_norm."),
-    ),
-    "oldest": (
-        *("input_layernorm.", "attention.query_key_value.", "attention.dense.", "post_attention_layernorm."),
-        *("mlp.dense_h_to_4h.", "mlp.dense_4h_to_h.", "final_layernorm."),
-    ),
-    "core": (
-        *("input_layernorm.", "self_attention.linear_qkv.", "self_attention.linear_proj.", "pre_mlp_layernorm."),
-        *("mlp.linear_fc1.", "mlp.linear_fc2.", "final_layernorm."),
-    ),
-    "transformer engine": (
-        *("self_attention.linear_qkv.layer_norm_", "self_attention.linear_qkv.", "self_attention.linear_proj."),
-        *("mlp.linear_fc1.layer_norm_", "mlp.linear_fc1.", "mlp.linear_fc2.", "final_layernorm."),
-    ),
-}
-
-
-def fused_qkv(model: ModelConfig, tensors: dict[str, Tensor], attention: str, kind: str) -> Tensor:
-    """For each key/value head its query heads, itself, its value head."""
-    q, k, v = (tensors[f"{attention}.{letter}.{kind}"].split(model.head_dim) for letter in "qkv")
-    rows: list[Tensor] = []
-    for group in range(model.num_key_value_heads):
-        rows += [q[head] for head in range(len(q)) if head * model.num_key_value_heads // len(q) == group]
-        rows += [k[group], v[group]]
-    return torch.cat(rows)
-
-
-def layer_parts(
-    model: ModelConfig, tensors: dict[str, Tensor], number: int, style: str, tp: int, rank: int
-) -> dict[str, Tensor]:
-    """One tensor rank's tensors of a layer, by Megatron's names within it."""
-    norm, qkv, out, mlp_norm, fc1, fc2, _ = STYLES[style]
-    ours, parts = f"layers.{number}", {}
-
-    def shard(tensor: Tensor, dim: int) -> Tensor:
-        return tensor.chunk(tp, dim)[rank].clone()
-
-    for kind in ("weight", "bias"):
-        if f"{ours}.attention_norm.{kind}" in tensors:
-            parts[norm + kind] = tensors[f"{ours}.attention_norm.{kind}"]
-            parts[mlp_norm + kind] = tensors[f"{ours}.mlp_norm.{kind}"]
-        if f"{ours}.attention.q.{kind}" in tensors:
-            parts[qkv + kind] = shard(fused_qkv(model, tensors, f"{ours}.attention", kind), 0)
-    parts[out + "weight"] = shard(tensors[f"{ours}.attention.o.weight"], 1)
-    parts[fc2 + "weight"] = shard(tensors[f"{ours}.mlp.down.weight"], 1)
-    parts[fc1 + "weight"] = shard(tensors[f"{ours}.mlp.up.weight"], 0)
-    if model.family == "llama":
-        parts[fc1 + "weight"] = torch.cat([shard(tensors[f"{ours}.mlp.gate.weight"], 0), parts[fc1 + "weight"]])
-    else:
-        parts[out + "bias"] = tensors[f"{ours}.attention.o.bias"]
-        parts[fc2 + "bias"] = tensors[f"{ours}.mlp.down.bias"]
-        parts[fc1 + "bias"] = shard(tensors[f"{ours}.mlp.up.bias"], 0)
-    if model.qk_norm:
-        parts["self_attention.q_layernorm.weight"] = tensors[f"{ours}.attention.q_norm.weight"]
-        parts["self_attention.k_layernorm.weight"] = tensors[f"{ours}.attention.k_norm.weight"]
-    return parts
-
-
-def padded(rows: Tensor, tp: int) -> Tensor:
-    """Vocabulary rows up to a multiple of 64 * tp; the padding is not zero, as training leaves it."""
-    return torch.cat([rows, torch.full((-len(rows) % (64 * tp), rows.shape[1]), 7.0, dtype=rows.dtype)])
-
-
-def stage_parts(
-    model: ModelConfig, tensors: dict[str, Tensor], layers: list[int], style: str, tp: int, rank: int, ends: str
-) -> dict[str, Any]:
-    """One tensor rank's model chunk; `ends` has "first" and "last" where the chunk is."""
-    legacy = style in ("legacy", "oldest")
-    block: dict[str, Any] = {}
-    for local, number in enumerate(layers):
-        for name, tensor in layer_parts(model, tensors, number, style, tp, rank).items():
-            block[f"layers.{local}.{name}"] = tensor
-        block[f"layers.{local}.self_attention.core_attention._extra_state"] = None
-    embedding, outer = {}, {}
-    if "first" in ends:
-        embedding["word_embeddings"] = {"weight": padded(tensors["embedding.weight"], tp).chunk(tp)[rank].clone()}
-        if model.family == "gpt":
-            embedding["position_embeddings"] = {"weight": tensors["positions.weight"]}
-    if "last" in ends:
-        for kind in ("weight", "bias") if model.family == "gpt" else ("weight",):
-            block[STYLES[style][-1] + kind] = tensors[f"norm.{kind}"]
-    head = None
-    if "last" in ends and not (model.tie_word_embeddings and "first" in ends):
-        whole = tensors["embedding.weight" if model.tie_word_embeddings else "head.weight"]
-        head = {"weight": padded(whole, tp).chunk(tp)[rank].clone()}
-    if not legacy:
-        flat = {f"decoder.{name}": tensor for name, tensor in block.items()}
-        flat |= {f"embedding.{name}.weight": tensor["weight"] for name, tensor in embedding.items()}
-        return flat | ({"output_layer.weight": head["weight"]} if head else {})
-    language: dict[str, Any] = {"encoder" if style == "legacy" else "transformer": block}
-    language |= {"embedding": embedding} if embedding else {}
-    if head and model.tie_word_embeddings:
-        outer["word_embeddings_for_head"] = head
-    elif head:
-        language["output_layer"] = head
-    return {"language_model": language, **outer}
-
-
-def args_of(model: ModelConfig, tp: int, pp: int, **changes: Any) -> Namespace:
-    llama = model.family == "llama"
-    values = {
-        "num_layers": model.num_hidden_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.intermediate_size,
-        "num_attention_heads": model.num_attention_heads,
-        "kv_channels": model.head_dim,
-        "group_query_attention": model.num_key_value_heads != model.num_attention_heads,
-        "num_query_groups": model.num_key_value_heads,
-        "max_position_embeddings": model.max_position_embeddings,
-        "position_embedding_type": "rope" if llama else "learned_absolute",
-        "rotary_base": int(model.rope_theta),
-        "rotary_percent": 1.0,
-        "normalization": "RMSNorm" if llama else "LayerNorm",
-        "norm_epsilon": model.rms_norm_eps,
-        "swiglu": llama,
-        "squared_relu": model.hidden_act == "relu2",
-        "bias_gelu_fusion": True,
-        "add_bias_linear": not llama,
-        "add_qkv_bias": model.attention_bias,
-        "qk_layernorm": model.qk_norm,
-        "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
-        "vocab_size": model.vocab_size,
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "params_dtype": torch.bfloat16,
-        "attention_backend": Backend.AUTO,
-        "num_experts": None,
-    }
-    return Namespace(**values | changes)
-
-
-def partition(stages: int) -> list[list[int]]:
-    """Layers of each stage, uneven."""
-    return [part.tolist() for part in np.array_split(np.arange(LAYERS), stages)]
-
-
-def megatron_folder(
-    root: Path,
-    model: ModelConfig,
-    tensors: dict[str, Tensor],
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    vpp: int = 1,
-    style: str = "core",
-    **changes: Any,
-) -> Path:
-    """Writes root/iter_0000012 and the tracker; `changes` are of the args."""
-    sys.modules["megatron"] = module = ModuleType("megatron")  # while we pickle, as there is none to import
-    module.Backend, Backend.__module__ = Backend, "megatron"  # type: ignore[attr-defined]
-    layers = partition(pp * vpp)
-    for stage in range(pp):
-        for rank in range(tp):
-            state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 12}
-            state["args"] = args_of(model, tp, pp, **changes)
-            for chunk in range(vpp):
-                number = chunk * pp + stage
-                ends = "first " * (number == 0) + "last" * (number == pp * vpp - 1)
-                name = "model" if vpp == 1 else f"model{chunk}"
-                state[name] = stage_parts(model, tensors, layers[number], style, tp, rank, ends)
-            state["optimizer"] = {"fp32": [torch.randn(9)], "step": 12}
-            state["rng_state"] = [{"np_rng_state": np.random.RandomState(1).get_state()}]
-            folder = root / "iter_0000012" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
-            folder.mkdir(parents=True)
-            torch.save(state, folder / FILE)
-    (root / TRACKER).write_text("12")
-    del sys.modules["megatron"]
-    return root
 
 
 def shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -243,7 +47,7 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (1,
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_logical_tensor_returns_bitwise_from_every_layout(kind: str, style: str, tmp_path: Path) -> None:
     """q/k/v by groups (4 tensor ranks share 2 of them), gate and up of each rank, padding, layer numbers, tied ends
-    (row 24, row 32)."""
+    (faults pipeline-schedules-agree, tied-on-one-rank)."""
     model = MODELS[kind]
     tensors = {name: tensor.bfloat16() for name, tensor in tiny_models.random_tensors(model).items()}
     for tp, pp, vpp in LAYOUTS:
@@ -305,7 +109,7 @@ def first_file(root: Path) -> Path:
 def test_a_pickle_that_would_run_code_is_refused_before_it_runs(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """S1: whatever it calls, wherever it lies, in every protocol; nothing is written."""
+    """Fault nothing-is-unpickled: whatever it calls, wherever it lies, in every protocol; nothing is written."""
     ran, path = tmp_path / "ran", first_file(small)
     whole = path.read_bytes()
     calls = (
@@ -348,6 +152,17 @@ def test_an_object_of_megatron_is_left_out_without_being_imported(tmp_path: Path
     source = read(root)
     assert source.model == shape
     assert "megatron" not in sys.modules
+
+
+def test_a_whole_number_is_an_epsilon_and_true_is_none(tmp_path: Path) -> None:
+    shape = MODELS["llama"]
+    tensors = tiny_models.random_tensors(shape)
+    source = read(megatron_folder(tmp_path / "whole", shape, tensors, norm_epsilon=1))
+    assert repr(source.model.rms_norm_eps) == "1.0"
+    with pytest.raises(CheckpointError, match=r"args\.norm_epsilon is True: must be a number"):
+        read(megatron_folder(tmp_path / "true", shape, tensors, norm_epsilon=True))
+    with pytest.raises(CheckpointError, match=r"args\.hidden_size is 48\.0: must be a number"):
+        read(megatron_folder(tmp_path / "wide", shape, tensors, hidden_size=48.0))
 
 
 REFUSED = {
@@ -417,7 +232,8 @@ DEFAULTS = {
 
 
 def test_an_option_that_we_do_not_know_is_refused_if_its_name_speaks_of_the_arithmetic(small: Path) -> None:
-    """Row I1: Megatron renames options, and a conversion that ignores one is silently wrong. Its defaults pass."""
+    """Fault megatron-options: Megatron renames options, and a conversion that ignores one is silently wrong. Its
+    defaults pass."""
     rewrite(first_file(small), lambda state: vars(state["args"]).update(DEFAULTS, **dict.fromkeys(UNKNOWN)))
     imported(small)
     for field in UNKNOWN:
@@ -485,7 +301,8 @@ def test_rotary_scaling_is_megatrons(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_belong_together_are_refused(small: Path, tmp_path: Path) -> None:
-    """K2, K10: a missing rank or tensor, another iteration, stages or ranks that disagree on what both hold."""
+    """Faults missing-file, missing-tensors: a missing rank or tensor, another iteration, stages or ranks that disagree
+    on what both hold."""
 
     def refused(change: Callable[[dict[str, Any]], Any], words: str) -> None:
         path = small / "iter_0000012" / "mp_rank_01_001" / FILE
@@ -512,7 +329,7 @@ def test_files_that_do_not_belong_together_are_refused(small: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight"])
 def test_weights_that_are_not_finite_are_refused_by_name(name: str, small: Path, tmp_path: Path) -> None:
-    """Row I8: one that all tensor ranks hold, and one that they share."""
+    """Fault non-finite-weights: one that all tensor ranks hold, and one that they share."""
     rewrite(small / "iter_0000012" / "mp_rank_01_001" / FILE, lambda state: state["model"][name][3:].fill_(torch.nan))
     with pytest.raises(CheckpointError, match=r"(norm|mlp\.(gate|up))\.weight: holds NaN"):
         convert_checkpoint.megatron_to_native(MegatronToNative(small, tmp_path / "native"))

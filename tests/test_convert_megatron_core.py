@@ -1,4 +1,4 @@
-"""Row I9: a conversion of a Megatron checkpoint against Megatron-Core's own model of it.
+"""Fault megatron-core-logits: a conversion of a Megatron checkpoint against Megatron-Core's own model of it.
 
 `test_convert_megatron.py` compares with what we know of Megatron. Here an argument that we do not know, or read
 wrongly, must show. These tests need the package megatron-core; that its absence is told in one line needs nothing.
@@ -17,7 +17,7 @@ from megapar_models.convert import megatron, megatron_args, megatron_core
 from megapar.config import ModelConfig
 from megapar.errors import CheckpointError
 from tests.support import tiny_models
-from tests.test_convert_megatron import MODELS, megatron_folder
+from tests.support.megatron_folders import MODELS, megatron_folder
 from tools import convert_checkpoint
 from tools.convert_checkpoint import MegatronToNative, megatron_to_native
 

@@ -113,7 +113,8 @@ def spec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
 def test_an_export_encodes_as_training_did(kind: str, spec: str, tmp_path: Path) -> None:
-    """Row I6: transformers chooses the tokenizer's class by model_type, and some classes rebuild it."""
+    """Fault exported-tokenizer: transformers chooses the tokenizer's class by model_type, and some classes rebuild
+    it."""
     source = make_checkpoint(tmp_path / "native", kind, data=DataConfig(tokenizer=spec))
     native_to_hf(NativeToHf(source, tmp_path / "hf", tokenizer=spec, verify=False))
     ours, theirs = load_tokenizer(spec), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -132,8 +133,8 @@ def test_an_export_encodes_as_training_did(kind: str, spec: str, tmp_path: Path)
 def test_a_tokenizer_that_transformers_would_rebuild_is_read_as_it_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row I6: for model_type qwen2 transformers cuts words as Qwen does, whatever tokenizer.json and tokenizer_class
-    say. An auto_map ends that, with and without trust_remote_code."""
+    """Fault exported-tokenizer: for model_type qwen2 transformers cuts words as Qwen does, whatever tokenizer.json and
+    tokenizer_class say. An auto_map ends that, with and without trust_remote_code."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     spec = make_tokenizer(tmp_path / "tokenizer", name)
     source = make_checkpoint(tmp_path / "native", "qwen2", data=DataConfig(tokenizer=spec))
@@ -210,7 +211,8 @@ def test_a_tokenizer_file_that_cannot_be_read_is_refused_unless_nothing_is_verif
 
 
 def test_no_end_token_follows_from_the_default_tokenizer(tmp_path: Path) -> None:
-    """Row I7: `bytes` is what data.tokenizer is where nobody named one, and 256 then is a word like any other."""
+    """Fault tokens-in-config-json: `bytes` is what data.tokenizer is where nobody named one, and 256 then is a word
+    like any other."""
 
     def end(source: Path, name: str, **options: Any) -> Any:
         native_to_hf(NativeToHf(source, tmp_path / name, verify=False, **options))
@@ -232,7 +234,7 @@ def test_no_end_token_follows_from_the_default_tokenizer(tmp_path: Path) -> None
 
 
 def test_start_and_end_tokens_and_generation_settings_outlast_a_training(tmp_path: Path) -> None:
-    """Row I7: a run that began with a converted folder is exported without --like."""
+    """Fault tokens-in-config-json: a run that began with a converted folder is exported without --like."""
     shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 88}
     config = transformers.LlamaConfig(
         **shape, vocab_size=800, max_position_embeddings=64, bos_token_id=0, eos_token_id=[1, 2]

@@ -19,7 +19,8 @@ WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
 @settings(deadline=None, max_examples=30)
 @given(WEIGHTS)
 def test_every_block_and_all_first_blocks_are_within_one_sample_of_the_weights(weights: list[float]):
-    """(row 53) Of the weights in millionths for any number of blocks, of those as given for one block."""
+    """Fault blend-proportions. Of the weights in millionths for any number of blocks, of those as given for one
+    block."""
     parts = parts_of(weights)
     share, given_share = parts / BLOCK, np.array(weights) / sum(weights) * BLOCK
     assert parts.sum() == PARTS
@@ -40,7 +41,7 @@ TIES = (500, 500, 500, 250, 500, 500, 750, 750, 750, 995_000)
     "weights", [TIES, (0.001, 0.999), (1, 1, 1), (5, 0, 3), (1e-6, 1), (0.7, 0.3), (3,), (1,) * 7 + (90,)]
 )
 def test_blends_at_the_edges(weights: tuple[float, ...]):
-    """(row 53) Rare sources, sources of weight 0, weights that divide nothing."""
+    """Fault blend-proportions. Rare sources, sources of weight 0, weights that divide nothing."""
     counts = block_counts(parts_of(weights))
     share = np.array(weights) / sum(weights)
     assert (abs(counts - share * BLOCK) < 1.001).all()
@@ -80,7 +81,7 @@ def test_sources_are_walked_through_without_gap_or_repetition(data: st.DataObjec
 
 
 def test_samples_beyond_32_bits_are_placed():
-    """(row D15)"""
+    """Fault sample-order-beyond-32-bits."""
     blend = Blend([Stage(0, (0.7, 0.3)), Stage(2**33 + 7, (0.1, 0.9))], seed=1)
     sources, turns = blend.locate(np.arange(3000) + 2**40)
     for source, share in ((0, 0.1), (1, 0.9)):
@@ -109,7 +110,8 @@ class Numbers:
 
 
 def test_each_sample_is_read_once_an_epoch_of_its_source_and_epochs_are_told():
-    """(row 46) 300 samples of weight 0.7 beside 2,000 of weight 0.3, of which stages make 0.1."""
+    """Fault samples-independent-of-layout. 300 samples of weight 0.7 beside 2,000 of weight 0.3, of which stages make
+    0.1."""
     sources = [Numbers(300), Numbers(2000)]
     mixture = Mixture(sources, [Stage(0, (0.7, 0.3)), Stage(1500, (0.9, 0.1))], seed=5)
     positions = np.arange(4000)
@@ -172,7 +174,7 @@ def test_weights_and_token_budgets_become_mixes():
 def test_blends_that_cannot_be_are_refused_entry_by_entry(
     train: tuple[str, ...], stages: tuple[str, ...], said: list[str]
 ):
-    """(row D10)"""
+    """Fault bad-blends."""
     lines = []
     try:
         validate(config(train, stages), 1)

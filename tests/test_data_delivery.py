@@ -63,7 +63,8 @@ CHANGES = st.tuples(st.integers(1, 4), st.sampled_from([1, 3]), st.sampled_from(
 @settings(deadline=None, max_examples=8)
 @given(st.lists(CHANGES, min_size=1, max_size=4))
 def test_no_change_of_ranks_batches_workers_or_restart_changes_a_step(changes: list[tuple[int, int, int, int]]):
-    """(row 46; D14) Through a batch-size ramp, a blend with a stage and the ends of epochs."""
+    """Faults samples-independent-of-layout, sample-order-across-layouts. Through a batch-size ramp, a blend with a
+    stage and the ends of epochs."""
     sources = [SyntheticDataset(S, 100, seed=1, num_samples=60), SyntheticDataset(S, 100, seed=2)]
     mixture = Mixture(sources, [Stage(0, (0.7, 0.3)), Stage(170, (0.2, 0.8))], seed=5)
     (alone,), consumed = deliveries(mixture, 1, 1, 0, 0), 0
@@ -119,7 +120,7 @@ def test_the_next_step_is_read_while_this_one_computes():
 
 
 def test_workers_draw_no_random_number_and_errors_come_through(tmp_path: Path):
-    """(rows 20 and D7)"""
+    """Faults loading-draws-nothing, token-ids-beyond-vocabulary."""
     mixture = Mixture([ChunkDataset(token_file(tmp_path / "t", 1000), S, 250)], seed=1)
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -146,7 +147,7 @@ class Stuck:
 
 
 def test_a_killed_worker_is_named_with_its_signal():
-    """(row D13) While the training waits for it, and when it is asked again."""
+    """Fault killed-worker. While the training waits for it, and when it is asked again."""
     workers = _Processes(Stuck().step_after, 2)
     (_, process), _ = workers._workers
     workers.ask(0)
@@ -214,7 +215,8 @@ def opened(prefixes: list[Path], data: DataConfig) -> tuple[str, int]:
 
 
 def test_two_nodes_with_folders_of_their_own_agree_or_stop(tmp_path: Path):
-    """(row 54) Two ranks a node. Nobody writes a cache, and no node needs to see the other's folder."""
+    """Fault nodes-with-own-disks. Two ranks a node. Nobody writes a cache, and no node needs to see the other's
+    folder."""
     nodes = [token_file(tmp_path / name / "t", 1000) for name in ("one", "two")]
     ranks = [nodes[0], nodes[0], nodes[1], nodes[1]]
     data = DataConfig(train=("t",), validation=("held=t",))
@@ -231,7 +233,7 @@ def test_two_nodes_with_folders_of_their_own_agree_or_stop(tmp_path: Path):
 
 
 def test_all_that_is_missing_is_named_at_once(tmp_path: Path):
-    """(row D10)"""
+    """Fault bad-blends."""
     here = token_file(tmp_path / "t", 1000)
     data = DataConfig(train=("0.5:t", "0.3:none", "0.2:nothing"))
     ((said, code),) = run_ranks(1, opened, [here], data)
@@ -242,7 +244,8 @@ def test_all_that_is_missing_is_named_at_once(tmp_path: Path):
 
 
 def test_sample_ids_of_many_samples_need_neither_time_nor_memory():
-    """(row D15) A step of 10^10 samples is as quick to find as one of 10^6; what is kept are a few arrays."""
+    """Fault sample-order-beyond-32-bits. A step of 10^10 samples is as quick to find as one of 10^6; what is kept are
+    a few arrays."""
     for n in (10**6, 10**8, 10**10):
         assert len(np.unique(sample_ids(np.arange(n - 512, n), n, 1))) == 512
 

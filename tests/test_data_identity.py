@@ -28,7 +28,8 @@ def tokens(prefix: Path, seed: int, count: int = 9000) -> str:
 
 
 def test_the_same_path_with_other_bytes_is_refused(tmp_path: Path) -> None:
-    """Row K29: before anything changes, with the path, the old and the new hash; an option goes on and tells."""
+    """Fault other-training-data: before anything changes, with the path, the old and the new hash; an option goes on
+    and tells."""
     tokens(tmp_path / "one", 0)
     two, held = tokens(tmp_path / "two", 1), tokens(tmp_path / "held", 2)
     flags = ("--data.train", "0.7:one", "0.3:two", "--data.validation", "held")
@@ -61,7 +62,8 @@ def test_the_same_path_with_other_bytes_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_paths_and_weights_are_told_and_old_checkpoints_go_on(tmp_path: Path) -> None:
-    """Row K29: what the user asked for is no error; nor is a checkpoint without hashes, but that is told."""
+    """Fault other-training-data: what the user asked for is no error; nor is a checkpoint without hashes, but that is
+    told."""
     for seed, name in enumerate(("one", "two")):
         tokens(tmp_path / name, seed)
     assert program.run("--data.train", "0.5:one", "0.5:two", *FLAGS, "2", cwd=tmp_path).code == 0
@@ -93,7 +95,8 @@ def test_sources_without_files_are_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_the_local_files_of_a_stream_are_hashed(tmp_path: Path) -> None:
-    """Row K29 for Hugging Face's kinds of files; what lies on the Hub is named, and not read for a hash."""
+    """Fault other-training-data for Hugging Face's kinds of files; what lies on the Hub is named, and not read for a
+    hash."""
     for name in ("a", "b"):
         (tmp_path / f"{name}.json").write_text(name * 100_000)
     pattern = f"hf:json:{tmp_path}/*.json"
@@ -110,7 +113,7 @@ def test_the_local_files_of_a_stream_are_hashed(tmp_path: Path) -> None:
 
 
 def test_an_order_of_another_version_is_refused() -> None:
-    """Row K29: samples would come twice, or never."""
+    """Fault other-training-data: samples would come twice, or never."""
     saved = {**ORDER, "order": "older-v0", "files": {"a.bin": "1", "gone.bin": "2"}}
     now = {"files": {"a.bin": "1", "b.bin": "3"}}
     with pytest.raises(DataError, match=f"order: older-v0 -> {ORDER['order']}"):

@@ -75,7 +75,7 @@ def test_documents_of_several_sequences_are_read_and_located(tmp_path: Path):
     [(257, "<u2"), (65_499, "<u2"), (65_500, "<i4"), (65_535, "<i4"), (65_536, "<i4"), (65_537, "<i4")],
 )
 def test_the_largest_id_of_a_vocabulary_survives(tmp_path: Path, vocab_size: int, dtype: str):
-    """(row 52) 2 bytes below 65,500 ids, as Megatron decides, else 4."""
+    """Fault data-beyond-32-bits. 2 bytes below 65,500 ids, as Megatron decides, else 4."""
     assert token_dtype(vocab_size) == np.dtype(dtype)
     prefix = write(tmp_path / "v", [[0, vocab_size - 1]], dtype)
     assert IndexedDataset(prefix).document(0).tolist() == [0, vocab_size - 1]
@@ -124,14 +124,15 @@ def test_merging_different_types_is_refused(tmp_path: Path, pair: Path):
 
 
 def test_pointers_pass_two_gib(tmp_path: Path):
-    """(row 52) Lengths are int32; their byte sum is not."""
+    """Fault data-beyond-32-bits. Lengths are int32; their byte sum is not."""
     pointers = sequence_pointers(np.full(5, 2**31 - 1, np.int32), 4)
     assert pointers.dtype == np.int64
     assert pointers.tolist() == [i * 4 * (2**31 - 1) for i in range(5)]
 
 
 def test_a_file_of_more_than_two_billion_tokens_is_read(tmp_path: Path):
-    """(row 52, D15) A sparse file: three sequences of 2^30 tokens and one of 3."""
+    """Faults data-beyond-32-bits, sample-order-beyond-32-bits. A sparse file: three sequences of 2^30 tokens and one
+    of 3."""
     lengths = np.array([2**30] * 3 + [3], "<i4")
     index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 4, 5) + lengths.tobytes()
     index += np.array([i * 2**31 for i in range(4)], "<i8").tobytes() + np.arange(5, dtype="<i8").tobytes()
@@ -160,14 +161,14 @@ def test_a_missing_file_is_named(tmp_path: Path, pair: Path):
 
 
 def test_a_truncated_bin_is_refused(pair: Path):
-    """(row D3)"""
+    """Fault truncated-bin."""
     path = Path(f"{pair}.bin")
     path.write_bytes(path.read_bytes()[:-2])
     refused(pair, "x.bin has 108 bytes", "x.idx needs 110")
 
 
 def test_a_longer_bin_is_refused(pair: Path):
-    """(row D4)"""
+    """Fault longer-bin."""
     path = Path(f"{pair}.bin")
     path.write_bytes(path.read_bytes() + b"\0\0")
     refused(pair, "x.bin has 112 bytes", "x.idx needs 110")
@@ -175,7 +176,7 @@ def test_a_longer_bin_is_refused(pair: Path):
 
 @pytest.mark.parametrize(("keep", "said"), [(0, "needs 34"), (33, "needs 34"), (34, "needs 242"), (241, "needs 242")])
 def test_a_truncated_idx_is_refused(pair: Path, keep: int, said: str):
-    """(row D5)"""
+    """Fault damaged-idx."""
     path = Path(f"{pair}.idx")
     path.write_bytes(path.read_bytes()[:keep])
     refused(pair, f"x.idx has {keep} bytes", said)
@@ -199,13 +200,13 @@ def test_a_truncated_idx_is_refused(pair: Path, keep: int, said: str):
     ],
 )
 def test_a_damaged_idx_is_refused(pair: Path, offset: int, value: bytes, said: str):
-    """(rows D5, D6) The message names the byte."""
+    """Faults damaged-idx, mismatched-idx. The message names the byte."""
     damage(Path(f"{pair}.idx"), offset, value)
     refused(pair, said)
 
 
 def test_the_idx_of_another_bin_is_refused(tmp_path: Path, pair: Path):
-    """(row D6)"""
+    """Fault mismatched-idx."""
     other = write(tmp_path / "other", DOCUMENTS[:-1])
     Path(f"{other}.idx").replace(f"{pair}.idx")
     refused(pair, "x.bin has 110 bytes", "needs 90")

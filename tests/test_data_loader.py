@@ -70,7 +70,8 @@ def test_a_micro_batch_holds_inputs_targets_weights_and_positions(tmp_path: Path
 
 @pytest.mark.parametrize(("dp", "mbs"), [(1, 2), (2, 1), (3, 4), (4, 3), (6, 2), (12, 1)])
 def test_no_layout_changes_what_a_step_holds(tmp_path: Path, dp: int, mbs: int):
-    """(row 46) Also after a restart in another layout, across the end of an epoch (24 samples, 12 a step)."""
+    """Fault samples-independent-of-layout. Also after a restart in another layout, across the end of an epoch (24
+    samples, 12 a step)."""
     dataset = ChunkDataset(token_file(tmp_path, 200), S, vocab_size=200)
     alone = steps(dataset, 6)
     changed = steps(dataset, 2) + steps(dataset, 3, dp=dp, mbs=mbs, consumed=24) + steps(dataset, 1, mbs=6, consumed=60)
@@ -88,7 +89,7 @@ def test_validation_reads_in_file_order(tmp_path: Path):
 
 
 def test_loading_draws_no_random_number(tmp_path: Path):
-    """(row 20) torch's and numpy's global generators stay where they were."""
+    """Fault loading-draws-nothing. torch's and numpy's global generators stay where they were."""
     datasets = [ChunkDataset(token_file(tmp_path, 200), S, vocab_size=200), SyntheticDataset(S, 200, seed=3)]
     torch.manual_seed(0)
     np.random.seed(0)
@@ -101,7 +102,7 @@ def test_loading_draws_no_random_number(tmp_path: Path):
 
 
 def test_a_token_outside_the_vocabulary_is_placed(tmp_path: Path):
-    """(row D7) Tokens 0..99 against 96 ids: token 96 is the seventh of document 9."""
+    """Fault token-ids-beyond-vocabulary. Tokens 0..99 against 96 ids: token 96 is the seventh of document 9."""
     dataset = ChunkDataset(token_file(tmp_path, 100), S, vocab_size=96)
     dataset.read(np.array([10]))
     with pytest.raises(DataError, match=r"t.bin: document 9, offset 6: token id 96 .* vocabulary of 96"):
@@ -109,7 +110,7 @@ def test_a_token_outside_the_vocabulary_is_placed(tmp_path: Path):
 
 
 def test_too_little_text_is_refused_with_numbers(tmp_path: Path):
-    """(rows D1, D2)"""
+    """Faults no-tokens, too-few-tokens."""
     with pytest.raises(DataError, match="holds 0 tokens"):
         ChunkDataset(token_file(tmp_path, 0), S, vocab_size=100)
     with pytest.raises(DataError, match=r"holds 8 tokens, a sample of train.seq_length=8 needs 9"):

@@ -24,7 +24,7 @@ def test_every_index_is_hit_once(n: int):
 
 
 def test_no_index_repeats_beyond_32_bits():
-    """(row D15)"""
+    """Fault sample-order-beyond-32-bits."""
     n = 2**33 + 5
     ids = permute(np.arange(n - 100_000, n), n, (7, 0))
     assert len(np.unique(ids)) == 100_000
@@ -64,7 +64,8 @@ LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3))  # (dp, micro-batch si
 @settings(deadline=None, max_examples=50)
 @given(st.lists(LAYOUTS, min_size=1, max_size=4), st.integers(80, 200), st.integers(0, 2**32))
 def test_layout_changes_and_restarts_neither_repeat_nor_skip(layouts: list[tuple[int, int]], n: int, seed: int):
-    """(row 46; D14) Each restart takes another dp and micro-batch size; a step's ids stay those of one process."""
+    """Faults samples-independent-of-layout, sample-order-across-layouts. Each restart takes another dp and micro-batch
+    size; a step's ids stay those of one process."""
     batch, consumed, run = 72, 0, []
     for dp, micro_batch_size in layouts:
         for _ in range(3):

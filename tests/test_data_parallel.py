@@ -172,8 +172,10 @@ LAYOUTS = {
 
 
 def test_gradients_weights_and_norm_equal_one_process_in_every_layout() -> None:
-    """ZeRO 0 and 1, tiny and large buckets, replicated and overlapping kv rows (rows 8, 10, 11), tied ends (29), norm
-    counted once (33), clipping (34), shards that split or miss parameters (42)."""
+    """ZeRO 0 and 1, tiny and large buckets, replicated and overlapping kv rows (faults
+    norm-gradients-under-sequence-parallelism, kv-heads-fewer-than-tp, norms-shared-by-heads), tied ends (fault
+    tied-embeddings-zero-pipeline), the norm (fault norm-counts-elements-once), clipping (fault
+    clipping-changes-updates), shards that split or miss parameters (fault empty-shards)."""
     missed = False
     for world, layouts in LAYOUTS.items():
         cases = [
@@ -196,8 +198,9 @@ def test_gradients_weights_and_norm_equal_one_process_in_every_layout() -> None:
 
 
 def test_copies_of_a_parameter_stay_bitwise_equal() -> None:
-    """Tied ends over 100 steps with overlap on and off (row 31); norms, biases and kv rows over tensor ranks in bf16
-    (row 9). Three data-parallel ranks: there a sum rounds by the element's place in its bucket."""
+    """Tied ends over 100 steps with overlap on and off (fault tied-copies-stay-equal); norms, biases and kv rows over
+    tensor ranks in bf16 (fault replicated-parameters-stay-equal). Three data-parallel ranks: there a sum rounds by the
+    element's place in its bucket."""
     apart: dict[str, Any] = {"compare": False, "microbatches": 1}
     cases = [
         Case(1, 3, 2, 2, 1, TINY, overlap=True, steps=100, **apart),
@@ -213,7 +216,7 @@ def test_copies_of_a_parameter_stay_bitwise_equal() -> None:
 
 
 def test_overlap_buckets_and_zero_stage_change_no_bit() -> None:
-    """20 steps on two data-parallel ranks (rows 35 and 36): one set of bits in all."""
+    """20 steps on two data-parallel ranks (faults overlap-changes-no-bit, bucket-sizes): one set of bits in all."""
     cases = [
         Case(1, 2, 1, 2, zero, bucket, overlap, steps=20, compare=False, microbatches=1)
         for zero in (0, 1)

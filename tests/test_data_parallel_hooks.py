@@ -144,8 +144,9 @@ def all_uses() -> dict[str, Any]:
 
 
 def test_unused_and_reused_parameters_have_their_gradient() -> None:
-    """A parameter unused always, on one rank, in one micro-batch (row 38); layers used twice and a matrix that is
-    embedding and head (rows 32, 39); two ranks whose gradients come in different orders. Overlap on and off."""
+    """A parameter unused always, on one rank, in one micro-batch (fault unused-parameters); layers used twice and a
+    matrix that is embedding and head (faults tied-on-one-rank, parameters-used-twice); two ranks whose gradients come
+    in different orders. Overlap on and off."""
     for rank, result in enumerate(run_ranks(2, all_uses)):
         for (use, _, bucket, overlap), early in result["early"].items():
             buckets = 8 if bucket == TINY else 2
@@ -210,7 +211,7 @@ def accumulate_bf16() -> tuple[Tensor, Tensor]:
 
 
 def test_gradients_of_bf16_weights_accumulate_in_fp32() -> None:
-    """(row 37): bf16 sums would stay at 1."""
+    """Fault bf16-gradients-in-fp32: bf16 sums would stay at 1."""
     got, exact = (torch.cat(parts) for parts in zip(*run_ranks(2, accumulate_bf16), strict=True))
     assert got.dtype == torch.float32
     assert got.numel() == 50
@@ -225,7 +226,7 @@ def buffer_of(*params: nn.Parameter) -> Flat:
 
 
 def test_a_parameter_without_a_spec_is_refused_by_name() -> None:
-    """(row 33)"""
+    """Fault norm-counts-elements-once."""
     with pytest.raises(TypeError, match="p1 of shape"):
         buffer_of(plain("a", 3), nn.Parameter(torch.zeros(2)))
 

@@ -134,7 +134,8 @@ def test_compressed_files_and_files_of_one_document(tmp_path: Path):
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_damaged_compressed_files_are_named(tmp_path: Path, suffix: str):
-    """(row D8) Cut short anywhere, and with a flipped byte; zstandard's own reader takes a file cut short for whole."""
+    """Fault undecodable-text. Cut short anywhere, and with a flipped byte; zstandard's own reader takes a file cut
+    short for whole."""
     plain = jsonl(tmp_path / "a.jsonl", TEXTS).read_bytes()
     compressor = zstandard.ZstdCompressor(write_checksum=True)
     packed = gzip.compress(plain) if suffix == "gz" else compressor.compress(plain)
@@ -184,7 +185,7 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, name: str, package: 
 
 
 def test_input_that_cannot_be_used_is_refused(tmp_path: Path, in_process: None):
-    """(row D1)"""
+    """Fault no-tokens."""
     (tmp_path / "latin.txt").write_bytes(b"tea\ncaf\xe9")
     (tmp_path / "a.pdf").write_bytes(b"x")
     (tmp_path / "none").mkdir()
@@ -236,7 +237,8 @@ BAD_LINES = [  # line, reason, what replace makes of it
 def test_a_bad_line_is_named_left_out_or_mended(
     tmp_path: Path, line: bytes, reason: str, mended: str | None, in_process: None, monkeypatch: pytest.MonkeyPatch
 ):
-    """(rows D8, D9) Also when lines are shared out between shards: the first bad one is named, by its line and byte."""
+    """Faults undecodable-text, bad-json-lines. Also when lines are shared out between shards: the first bad one is
+    named, by its line and byte."""
     monkeypatch.setattr(preprocessing, "_SHARD_BYTES", 20)
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     good = b'{"text": "good"}\n'
@@ -264,7 +266,7 @@ def test_a_bad_line_is_named_left_out_or_mended(
 
 
 def test_text_files_that_are_bad_are_left_out_or_mended(tmp_path: Path):
-    """(row D8)"""
+    """Fault undecodable-text."""
     for name, raw in (("a", b"\xef\xbb\xbfx"), ("b", b"x\0y"), ("c", b"\xe9"), ("d", "\ufffd fine".encode())):
         (tmp_path / f"{name}.txt").write_bytes(raw)
     assert list(read_documents([tmp_path], Reading(on_bad_line="skip"))) == ["x", "\ufffd fine"]
@@ -273,7 +275,7 @@ def test_text_files_that_are_bad_are_left_out_or_mended(tmp_path: Path):
 
 
 def test_a_byte_order_mark_at_the_start_of_a_file_is_no_part_of_its_text(tmp_path: Path):
-    """Row I2: editors write it, and it cost the first document."""
+    """Fault byte-order-mark: editors write it, and it cost the first document."""
     mark = b"\xef\xbb\xbf"
     (tmp_path / "a.jsonl").write_bytes(mark + b'{"text": "one"}\r\n{"text": "two"}\n')
     (tmp_path / "b.jsonl").write_bytes(mark + b"\n" + b'{"text": "three"}\n')
@@ -288,7 +290,7 @@ def test_a_byte_order_mark_at_the_start_of_a_file_is_no_part_of_its_text(tmp_pat
 
 
 def test_a_line_without_the_key_names_its_keys_and_the_option(tmp_path: Path):
-    """Row I3: to skip such lines would skip the whole corpus."""
+    """Fault line-without-text-key: to skip such lines would skip the whole corpus."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": 1, "meta": {"text": "within", "n": 2}, "body": "x"}\n')
     keys = "--text_field names the key of the text; this line has id, meta, body, meta.text, meta.n"
@@ -412,7 +414,7 @@ def test_input_that_changes_meanwhile_is_noticed(tmp_path: Path, in_process: Non
 
 
 def test_a_killed_worker_is_named_and_not_waited_for(tmp_path: Path):
-    """(row D13) Worker 0 hangs on a pipe that nobody writes, and is killed while worker 1 goes on."""
+    """Fault killed-worker. Worker 0 hangs on a pipe that nobody writes, and is killed while worker 1 goes on."""
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "good.txt").write_text("x")
     shards = [Shard([Span(tmp_path / name, 0, 1, 1)], name) for name in ("pipe.txt", "good.txt")]
@@ -437,7 +439,7 @@ def slow_and_quick() -> Callable[[float, Callable[[Any], None]], None]:
 
 
 def test_the_earliest_bad_shard_is_named_whoever_fails_first():
-    """(row D9) The second is found at once; the first is waited for, the third is not begun."""
+    """Fault bad-json-lines. The second is found at once; the first is waited for, the third is not begun."""
     with worker_pool(2, slow_and_quick) as pool, pytest.raises(DataError, match=r"after 0\.7"):
         list(run([0.7, 0.0, 60.0], pool))
 
@@ -445,7 +447,8 @@ def test_the_earliest_bad_shard_is_named_whoever_fails_first():
 def test_parts_with_bad_lines_serve_only_their_own_policy(
     tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
 ):
-    """(row D8) A run that left lines out is stopped; one that mends makes the part with the bad line anew."""
+    """Fault undecodable-text. A run that left lines out is stopped; one that mends makes the part with the bad line
+    anew."""
     monkeypatch.setattr(preprocessing, "_SHARD_BYTES", 20)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "\xff"}\n' + b'{"text": "good"}\n' * 8)
@@ -462,7 +465,7 @@ def test_parts_with_bad_lines_serve_only_their_own_policy(
 
 @pytest.mark.parametrize("size", [65_535, 65_536, 65_537])
 def test_vocabularies_around_two_bytes_keep_their_last_id(tmp_path: Path, size: int, in_process: None):
-    """(row 52)"""
+    """Fault data-beyond-32-bits."""
     words = {"</s>": 0, **{f"w{i}": i for i in range(1, size)}}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -481,7 +484,7 @@ def test_vocabularies_around_two_bytes_keep_their_last_id(tmp_path: Path, size: 
 
 
 def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path):
-    """(row D7)"""
+    """Fault token-ids-beyond-vocabulary."""
 
     class Wrong(ByteTokenizer):
         def encode(self, text: str) -> NDArray[np.integer]:
@@ -605,7 +608,8 @@ def test_pairs_of_different_tokenizers_are_not_merged(pair: Path, tmp_path: Path
 
 
 def test_verify_finds_what_was_changed(pair: Path, tmp_path: Path):
-    """(rows K3, D7) A flipped bit, ids outside the vocabulary, ends that are none, counts of another pair."""
+    """Faults flipped-bit, token-ids-beyond-vocabulary. A flipped bit, ids outside the vocabulary, ends that are none,
+    counts of another pair."""
     verify(pair, full=True)
 
     def damage(position: int, token: int) -> Path:

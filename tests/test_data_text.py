@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,8 +106,9 @@ def test_the_end_of_a_document_is_what_the_files_say(tmp_path: Path):
 
 
 def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path: Path):
-    """Row I4: transformers adds fields to tokenizer_config.json when it saves a tokenizer, and chat templates change.
-    Data prepared under the fingerprint of both files, as earlier versions wrote it, is still taken."""
+    """Fault tokenizer-fingerprint: transformers adds fields to tokenizer_config.json when it saves a tokenizer, and
+    chat templates change. Data prepared under the fingerprint of both files, as earlier versions wrote it, is still
+    taken."""
     path, beside = hugging_face(tmp_path), tmp_path / "tokenizer_config.json"
     beside.write_text('{"eos_token": "<|endoftext|>"}')
     first = load_tokenizer(f"hf:{path}")
@@ -122,7 +124,7 @@ def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path: Path):
 
 
 def test_data_described_by_an_earlier_version_is_trained_on(tmp_path: Path):
-    """Row I4: its description holds the fingerprint of both files."""
+    """Fault tokenizer-fingerprint: its description holds the fingerprint of both files."""
     path, prefix = hugging_face(tmp_path), tmp_path / "out"
     (tmp_path / "a.txt").write_text("text " * 20)
     facts = preprocess([tmp_path / "a.txt"], prefix, Recipe(tokenizer=f"hf:{path}"))
@@ -139,7 +141,7 @@ def test_data_described_by_an_earlier_version_is_trained_on(tmp_path: Path):
 
 
 def test_special_tokens_in_a_text_become_ids_only_where_that_is_asked_for(tmp_path: Path):
-    """Row I5"""
+    """Fault special-tokens-in-text."""
     spec, text = f"hf:{hugging_face(tmp_path)}", "<s>one<|endoftext|>"
     parsed = load_tokenizer(spec, parse_special=True)
     assert parsed.encode(text).tolist() == [0, *load_tokenizer(spec).encode("one"), 1]
@@ -160,6 +162,34 @@ def test_ids_of_a_vocabulary_with_gaps_are_below_its_size(tmp_path: Path):
     facts["model"]["vocab"]["zzz"] = 5000
     path.write_text(json.dumps(facts))
     assert load_tokenizer(f"hf:{path}").vocab_size == 5001
+
+
+@pytest.mark.parametrize("end", ['{"lstrip": true}', '{"content": null}', '["<s>"]', "7"])
+def test_an_end_token_that_is_no_text_is_refused_in_one_line(tmp_path: Path, end: str):
+    path = hugging_face(tmp_path)
+    path.with_name("tokenizer_config.json").write_text(f'{{"eos_token": {end}}}')
+    with pytest.raises(DataError, match=r"eos_token in .*tokenizer_config\.json names no token") as caught:
+        load_tokenizer(f"hf:{path}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"special_tokens": ["<end>"], "eod": "<end>"}, "special_tokens in .*json must be an object"),
+        ({"special_tokens": {"<end>": "300"}, "eod": "<end>"}, "special_tokens in .*json must be an object"),
+        ({"special_tokens": {"<end>": 300}, "eod": ["<end>"]}, "is none of the special tokens <end>"),
+        ({"pattern": 7}, "tiktoken refuses it"),
+        ({"pattern": "("}, "tiktoken refuses it"),
+    ],
+)
+def test_a_tiktoken_description_that_is_none_is_refused_in_one_line(tmp_path: Path, facts: dict[str, Any], said: str):
+    path = tmp_path / "ranks"
+    byte_pairs(path)
+    Path(f"{path}.json").write_text(json.dumps(facts))
+    with pytest.raises(DataError, match=said) as caught:
+        load_tokenizer(f"tiktoken:{path}")
+    assert "\n" not in str(caught.value)
 
 
 def test_tiktoken_files(tmp_path: Path):

@@ -151,7 +151,8 @@ def test_one_gpu_does_not_serve_two_ranks_of_the_local_launcher(monkeypatch: pyt
         device.choose("auto", 0, 2)
 
 
-def test_c13_cuda_without_gpus_is_refused_with_what_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_gpus_is_refused_with_what_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault missing-gpu."""
     gpus(0, monkeypatch)
     monkeypatch.setattr(device, "unseen_gpu", lambda: "")
     with pytest.raises(ConfigError, match=r"launch.device=cuda: there is no GPU here; --launch.device cpu"):

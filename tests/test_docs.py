@@ -14,7 +14,7 @@ import pytest
 
 from megapar import errors
 from megapar.config import option_types
-from tests.test_house import ROOT, TESTS, setup_argument, tree
+from tests.support.source_tree import ROOT, TESTS, setup_argument, tree
 from tools import docs_hooks, draw_architecture
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -30,6 +30,17 @@ def test_links_of_the_documents_lead_somewhere() -> None:
             if "://" not in target and not (document.parent / target).exists():
                 wrong.append(f"{document.name}: {target}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_commits_that_contributing_names_exist() -> None:
+    hashes = re.findall(r"git show ([0-9a-f]{7,})", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(hashes) > 8
+    git = ["git", "-C", str(ROOT)]
+    if subprocess.run([*git, "cat-file", "-e", "HEAD~100"], capture_output=True, check=False).returncode:
+        pytest.skip("needs a git checkout with its history")
+    for short in hashes:
+        ancestor = [*git, "merge-base", "--is-ancestor", short, "HEAD"]
+        assert subprocess.run(ancestor, capture_output=True, check=False).returncode == 0, short
 
 
 def fenced(document: Path, language: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from megapar_models.convert.config_json import to_hugging_face
-from megapar_models.gpt import GPTStage
+from megapar_models.gpt.model import GPTStage
 from megapar_models.registry import FAMILIES, find, validate, weight_options
 
 from megapar.checkpoint.format import read_manifest
@@ -74,7 +74,7 @@ def test_the_toy_family_is_short() -> None:
         ("no_such_package.model:FAMILY", r"cannot be imported \(ModuleNotFoundError: No module named 'no_such_pack"),
         ("tests.toy_family:FAMILIES", r"cannot be imported \(AttributeError: .*FAMILIES"),
         ("tests.toy_family:ParallelStage", "is type, not a megapar_models.family.Family"),
-        ("megapar_models.llama_family:_DEFAULTS", "is dict, not a megapar_models.family.Family"),
+        ("megapar_models.llama.family:_DEFAULTS", "is dict, not a megapar_models.family.Family"),
     ],
 )
 def test_a_family_that_is_none_is_refused_in_one_line(family: str, said: str) -> None:
@@ -129,7 +129,7 @@ def test_nothing_but_the_families_themselves_asks_for_a_family_by_name() -> None
     """Comparing with a family's name anywhere else would leave out those that the tree does not have."""
     names = {*FAMILIES}
     wrong = []
-    for folder in ("megapar", "models", "pretrain_scripts", "kernels"):
+    for folder in ("megapar", "models", "pretrain_scripts", "kernels", "tools", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if not isinstance(node, ast.Compare) or not re.search(r"\bfamily\b", ast.unparse(node)):

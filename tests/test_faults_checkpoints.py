@@ -249,7 +249,7 @@ def check(
 def test_damage_is_named_and_not_loaded(
     case: Damage, trained: Scene, tmp_path: Path, from_older: list[dict[str, Any]], from_newest: list[dict[str, Any]]
 ) -> None:
-    """Rows K1-K4, K27."""
+    """Faults truncated-file, missing-file, flipped-bit, incomplete-checkpoint, odd-manifest."""
     check(case, trained, tmp_path, from_older, from_newest)
 
 
@@ -258,7 +258,7 @@ def test_damage_is_named_and_not_loaded(
 def test_sweep_of_damaged_checkpoints(
     case: Damage, trained: Scene, tmp_path: Path, from_older: list[dict[str, Any]], from_newest: list[dict[str, Any]]
 ) -> None:
-    """Rows K1-K4, K27."""
+    """Faults truncated-file, missing-file, flipped-bit, incomplete-checkpoint, odd-manifest."""
     check(case, trained, tmp_path, from_older, from_newest)
 
 
@@ -269,7 +269,7 @@ def by_name() -> Sequence[Damage]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", by_name(), ids=str)
 def test_a_damaged_checkpoint_that_is_asked_for_ends_every_rank(case: Damage, trained: Scene, tmp_path: Path) -> None:
-    """Rows K4, K27: on two ranks, one line, exit code 4, and nothing is set aside."""
+    """Faults incomplete-checkpoint, odd-manifest: on two ranks, one line, exit code 4, and nothing is set aside."""
     scene = Scene(tmp_path)
     shutil.copytree(trained.work, scene.work, dirs_exist_ok=True)
     case.change(scene.checkpoints / NEWEST)

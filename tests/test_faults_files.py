@@ -105,7 +105,8 @@ FEW_DAMAGE = ("idx-flip-pointer-5-0", "json-nested")
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW_DAMAGE)) for name in DAMAGE]
 )
 def test_damaged_token_files_are_named(name: str, tokens: Path, tmp_path: Path) -> None:
-    """Rows D3-D7, D12."""
+    """Faults truncated-bin, longer-bin, damaged-idx, mismatched-idx, token-ids-beyond-vocabulary,
+    tokens-of-another-tokenizer."""
     scene = Scene(tmp_path)
     shutil.copytree(tokens, scene.work, dirs_exist_ok=True)
     suffix, change = DAMAGE[name]
@@ -193,14 +194,14 @@ def check_disk(call: str, reason: str, flags: tuple[str, ...], folder: Path) -> 
 
 
 def test_a_quota_that_is_reached_costs_no_older_checkpoint(tmp_path: Path) -> None:
-    """Row K7."""
+    """Fault disk-without-space."""
     check_disk("shard", "quota", TWO, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "reason", "flags"), DISKS, ids=[f"{c}-{r}" for c, r, _ in DISKS])
 def test_sweep_of_disks_that_refuse(call: str, reason: str, flags: tuple[str, ...], tmp_path: Path) -> None:
-    """Rows K7, S20."""
+    """Faults disk-without-space, broken-disk."""
     check_disk(call, reason, flags, tmp_path)
 
 
@@ -208,7 +209,7 @@ def test_sweep_of_disks_that_refuse(call: str, reason: str, flags: tuple[str, ..
 @pytest.mark.parametrize("ranks", ["one", "dp2"])
 @pytest.mark.parametrize("limit", [20_000, 100_000, 300_000])
 def test_sweep_of_largest_file_sizes(limit: int, ranks: str, tmp_path: Path) -> None:
-    """Row S17: a limit of the kernel's, at which it writes part of what it is given."""
+    """Fault save-on-full-disk: a limit of the kernel's, at which it writes part of what it is given."""
     scene = Scene(tmp_path)
 
     def plant() -> None:

@@ -48,7 +48,7 @@ CASES = [
 def test_the_other_rank_names_the_one_that_is_missing(
     tmp_path: Path, plant: Callable[[], None], culprit: int, number: signal.Signals, words: str
 ) -> None:
-    """Row S10. Rank 0, which keeps the store, may be the one."""
+    """Fault hung-rank. Rank 0, which keeps the store, may be the one."""
     ranks = start(tmp_path, plant)
     ranks[culprit].send(number)
     ended = ranks[1 - culprit].wait(60)
@@ -76,7 +76,7 @@ def test_the_host_of_the_store_is_named(tmp_path: Path, number: signal.Signals) 
 
 
 def test_a_request_to_one_rank_stops_all(tmp_path: Path) -> None:
-    """Row S14, as Slurm's --signal does; a table of the live run first, from the store alone."""
+    """Fault request-to-stop, as Slurm's --signal does; a table of the live run first, from the store alone."""
     ranks = start(tmp_path, on_two_hosts)
     ranks[1].send(signal.SIGUSR2)
     ranks[1].until("newest operation of each axis")

@@ -251,14 +251,14 @@ def many() -> list[Case]:
 
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_a_kill_costs_nothing_that_was_saved(case: Case, tmp_path: Path, undisturbed: dict[str, Scene]) -> None:
-    """Row S18."""
+    """Fault killed-at-any-moment."""
     kill_and_go_on(case, tmp_path, undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", many(), ids=str)
 def test_sweep_of_kills(case: Case, tmp_path: Path, undisturbed: dict[str, Scene]) -> None:
-    """Row S18."""
+    """Fault killed-at-any-moment."""
     kill_and_go_on(case, tmp_path, undisturbed)
 
 
@@ -267,7 +267,7 @@ def test_sweep_of_kills(case: Case, tmp_path: Path, undisturbed: dict[str, Scene
 def test_a_rank_that_is_killed_when_all_is_done_costs_nothing(
     layout: str, tmp_path: Path, undisturbed: dict[str, Scene]
 ) -> None:
-    """Row S18: everything is saved, the ranks are about to part."""
+    """Fault killed-at-any-moment: everything is saved, the ranks are about to part."""
     case = Case(KILL, "rank1", layout, "ending")
     kill_and_go_on(case, tmp_path, undisturbed)
 
@@ -283,7 +283,8 @@ def codes(number: signal.Signals, victim: str, layout: str) -> set[int]:
 @pytest.mark.parametrize("layout", ["pp2", "dp2", "tp2", "tp2pp2", "one"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_kills_in_a_row(seed: int, layout: str, tmp_path: Path, undisturbed: dict[str, Scene]) -> None:
-    """Row S18: three kills at places that the seed draws, each of the run that goes on after the one before."""
+    """Fault killed-at-any-moment: three kills at places that the seed draws, each of the run that goes on after the one
+    before."""
     draw = random.Random(f"{seed} {layout}")
     scene = Scene(tmp_path)
     mode = draw.choice(["sync", "async"])

@@ -49,7 +49,7 @@ def act_on(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_stopped_rank_is_named(tmp_path: Path, ranks: int) -> None:
-    """Row S10: not the ranks that wait for it."""
+    """Fault hung-rank: not the ranks that wait for it."""
     last = ranks - 1
     ended = act_on(tmp_path, lambda _, pids: os.kill(pids[last], signal.SIGSTOP), ranks=ranks)
     assert ended.code == 6
@@ -67,7 +67,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path, ranks: int) -> None:
 
 
 def test_a_rank_that_sleeps_in_its_data_is_named_with_the_phase(tmp_path: Path) -> None:
-    """Row S10."""
+    """Fault hung-rank."""
 
     def plant() -> None:
         real = trainer.train
@@ -93,7 +93,7 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_phase(tmp_path: Path) 
 
 
 def test_operations_that_do_not_match_are_named_for_both_ranks(tmp_path: Path) -> None:
-    """Row S11."""
+    """Fault mismatched-operations."""
     plant = on_rank(1, 2, lambda ctx: comm.all_gather(torch.zeros(300), ctx.grad))
     ended = program.run(*HANGS, *TWO, cwd=tmp_path, plant=plant)
     assert ended.code == 6
@@ -159,7 +159,7 @@ def test_a_rank_killed_in_a_save_costs_only_that_save(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ends_early_with_0_is_no_success(tmp_path: Path) -> None:
-    """Row S12."""
+    """Fault rank-that-ends-early."""
     ended = program.run(*LONG, *TWO, cwd=tmp_path, plant=on_rank(1, 2, lambda ctx: os._exit(0)))
     assert ended.code == 6
     assert ended.err.startswith("CommunicationError: rank 1 (process ")
@@ -194,7 +194,7 @@ def test_a_bug_on_one_rank_is_told_by_its_traceback_alone(tmp_path: Path) -> Non
 
 
 def test_the_ranks_of_a_killed_launcher_end(tmp_path: Path) -> None:
-    """Row S13: a stopped one as well, and the folder is free at once."""
+    """Fault orphaned-ranks: a stopped one as well, and the folder is free at once."""
 
     def kill(running: Program, pids: list[int]) -> None:
         os.kill(pids[1], signal.SIGSTOP)
@@ -223,7 +223,7 @@ INTERRUPTED: dict[str, Callable[[Program, list[int]], None]] = {
 
 @pytest.mark.parametrize("who", [pytest.param("launcher", marks=pytest.mark.slow), "all", "a rank"])
 def test_ctrl_c_says_where_the_run_stood(tmp_path: Path, who: str) -> None:
-    """Row S12: exit code 130, whoever got the signal."""
+    """Fault rank-that-ends-early: exit code 130, whoever got the signal."""
     ended = act_on(tmp_path, INTERRUPTED[who], "--checkpoint.every", "2", until="step_00000002")
     assert ended.code == 130
     assert ended.err.startswith("interrupted at step ")
@@ -325,7 +325,7 @@ REQUESTS: dict[str, tuple[Callable[[Program, list[int]], None], tuple[str, ...]]
     "name", [pytest.param(name, marks=[pytest.mark.slow] * ("launcher" in name)) for name in REQUESTS]
 )
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bitwise(undisturbed: Path, tmp_path: Path, name: str) -> None:
-    """Row S14: exit code 75, no error.json, and nothing lost or done twice."""
+    """Fault request-to-stop: exit code 75, no error.json, and nothing lost or done twice."""
     act, flags = REQUESTS[name]
     running = program.start("--train.steps", "6", *TWO, *flags, cwd=tmp_path)
     pids = children(running, 2)
@@ -346,7 +346,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bitwise(undisturbed: Path
 
 
 def test_a_time_limit_saves_and_ends_with_75(tmp_path: Path) -> None:
-    """Row S14. A tensor pair as well: the request of any rank reaches all over tp and pp."""
+    """Fault request-to-stop. A tensor pair as well: the request of any rank reaches all over tp and pp."""
     ended = program.run("--train.steps", "100000", "--launch.time_limit", "0.02", *FOUR, cwd=tmp_path)
     assert ended.code == 75
     assert ended.err.startswith("Preempted: stopped by launch.time_limit after step ")
@@ -363,7 +363,7 @@ def test_one_process_is_asked_too(tmp_path: Path) -> None:
 
 
 def test_a_second_request_ends_at_once(tmp_path: Path) -> None:
-    """Row S13: with a stopped rank no step ends, and nothing could be saved."""
+    """Fault orphaned-ranks: with a stopped rank no step ends, and nothing could be saved."""
 
     def ask_twice(running: Program, pids: list[int]) -> None:
         os.kill(pids[1], signal.SIGSTOP)
@@ -401,7 +401,7 @@ def test_sigusr2_prints_where_each_rank_stands(tmp_path: Path) -> None:
 
 
 def test_a_refused_second_job_leaves_the_first_ones_folder_alone(tmp_path: Path) -> None:
-    """Row S15."""
+    """Fault stale-error-json."""
     running = program.start(*LONG, cwd=tmp_path)
     running.until(IN_STEPS)
     for flags in ((), TWO):
@@ -448,7 +448,7 @@ LOST = [
 
 @pytest.mark.parametrize(("plant", "flags"), LOST)
 def test_a_lost_stdout_does_not_end_the_run(tmp_path: Path, plant: Callable[[], None], flags: tuple[str, ...]) -> None:
-    """Row S16: `| head` that has read enough, `>&-`, a full disk."""
+    """Fault unwritable-stdout: `| head` that has read enough, `>&-`, a full disk."""
     ended = program.run("--train.steps", "3", *flags, cwd=tmp_path, plant=plant)
     assert ended.code == 0, ended.err
     assert len(losses(tmp_path)) == 3
@@ -456,7 +456,7 @@ def test_a_lost_stdout_does_not_end_the_run(tmp_path: Path, plant: Callable[[], 
 
 
 def test_letters_that_stdout_does_not_have_are_escaped(tmp_path: Path) -> None:
-    """Row S16."""
+    """Fault unwritable-stdout."""
 
     def plant() -> None:
         sys.stdout = open(1, "w", encoding="ascii", closefd=False)  # noqa: SIM115
@@ -467,7 +467,8 @@ def test_letters_that_stdout_does_not_have_are_escaped(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_lines_and_ends_with_7_when_a_checkpoint_is_due(tmp_path: Path) -> None:
-    """Row S17: nothing hides that class, not the metrics, TensorBoard or error.json, which fail as well."""
+    """Fault save-on-full-disk: nothing hides that class, not the metrics, TensorBoard or error.json, which fail as
+    well."""
     reader, writer = os.pipe()  # the limit would hold for the harness's files as well
 
     def plant() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from megapar.config import option_types
 from tests.support.faults import Scene
-from tests.test_program import free_port, slurm
+from tests.support.processes import free_port, slurm
 
 # A value of the right kind that is out of range; options that may be anything of their kind have none.
 OUT_OF_RANGE = {int: "-1", float: "nan", str: "", bool: "maybe"}
@@ -51,7 +51,7 @@ SWITCHES = [path for path, annotation in option_types().items() if annotation is
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 def test_sweep_of_wrong_values(option: str, tmp_path: Path) -> None:
-    """Row C9."""
+    """Fault wrong-value."""
     scene = Scene(tmp_path)
     values = wrong_values(OPTIONS[option])
     for value in (values[0], values[-1]):
@@ -61,7 +61,7 @@ def test_sweep_of_wrong_values(option: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("option", SWITCHES)
 def test_sweep_of_switches_with_values(option: str, tmp_path: Path) -> None:
-    """Row C9."""
+    """Fault wrong-value."""
     assert "expected no value" in refused(Scene(tmp_path), f"--{option}", "maybe")
 
 
@@ -121,14 +121,14 @@ FEW_TOGETHER = ("batch-of-7", "no-such-flag")
 
 @pytest.mark.parametrize("case", [case for case in TOGETHER if case.name in FEW_TOGETHER], ids=str)
 def test_options_that_do_not_fit_are_named(case: Wrong, tmp_path: Path) -> None:
-    """Rows C1-C14."""
+    """The faults of docs/faults.md under Options; tests/test_config.py cites each."""
     assert case.words in refused(Scene(tmp_path), *case.flags.split())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in TOGETHER if case.name not in FEW_TOGETHER], ids=str)
 def test_sweep_of_options_that_do_not_fit(case: Wrong, tmp_path: Path) -> None:
-    """Rows C1-C14."""
+    """The faults of docs/faults.md under Options; tests/test_config.py cites each."""
     assert case.words in refused(Scene(tmp_path), *case.flags.split())
 
 
@@ -160,7 +160,7 @@ FILES: dict[str, tuple[bytes | None, str]] = {
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "nested-lists")) for n in FILES])
 def test_files_of_options_are_refused_with_their_line(name: str, tmp_path: Path) -> None:
-    """Row C14."""
+    """Fault bad-config-file."""
     scene = Scene(tmp_path)
     content, words = FILES[name]
     if content is not None:
@@ -218,7 +218,7 @@ FEW_VARIABLES = ("rank-in-words", "local-rank-in-words")
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW_VARIABLES)) for name in VARIABLES]
 )
 def test_variables_of_launchers_that_are_wrong_are_named(name: str, tmp_path: Path) -> None:
-    """Row S19: the process that has them tells it, whichever rank it is."""
+    """Fault wrong-launcher-variables: the process that has them tells it, whichever rank it is."""
     base, changes, words = VARIABLES[name]
     assert words in refused(Scene(tmp_path), env=varied(base, changes))
 

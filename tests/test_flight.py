@@ -120,7 +120,7 @@ def wait(axis: AxisLog, operation: str, count: int = 4096, peer: int = -1) -> No
 
 
 def test_the_rank_at_the_end_of_the_chain_is_named() -> None:
-    """Row S10: 0 waits for 1, which waits for 3, which waits for 2; 2 computes."""
+    """Fault hung-rank: 0 waits for 1, which waits for 3, which waits for 2; 2 computes."""
     job = Job()
     wait(job.tp[0], "all_reduce")
     wait(job.pp[1], "receive", peer=1)
@@ -166,7 +166,7 @@ MISMATCHES = [
 
 @pytest.mark.parametrize(("one", "other"), MISMATCHES)
 def test_operations_that_differ_are_named(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    """Row S11: kind, size or dtype at the same number, and messages of a link."""
+    """Fault mismatched-operations: kind, size or dtype at the same number, and messages of a link."""
     job = Job()
     for axis in job.tp:
         axis.begin("all_reduce", 4, torch.float32)
@@ -207,7 +207,7 @@ def test_clocks_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("message", ["short", "\N{GRINNING FACE}" * 100_000], ids=["table", "emoji"])
 def test_an_error_of_any_length_leaves_the_rest_of_the_log_alone(message: str) -> None:
-    """Row S21: the table of a thousand ranks, or a message whose JSON takes 12 bytes a character."""
+    """Fault very-long-errors: the table of a thousand ranks, or a message whose JSON takes 12 bytes a character."""
     log = flight.Flight()
     axis = log.axis("dp", 0, 2, 1)
     axis.begin("send", 8, torch.float32, 0)

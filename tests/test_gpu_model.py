@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.build import flops_per_token, parameter_count
-from megapar_models.registry import validate
+from megapar_models.registry import presets, validate
 
 from megapar.batch import MicroBatch
 from megapar.config import Config, KernelsConfig, ModelConfig, ParallelConfig, TrainConfig
@@ -19,7 +19,6 @@ from megapar.train.dry_run import kept_for_backward
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 ROOT = Path(__file__).parents[1]
-PRESETS = ROOT / "pretrain_scripts/configs/models"
 GIB = 2**30
 
 
@@ -32,7 +31,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def preset(name: str) -> ModelConfig:
-    fields = tomllib.loads((PRESETS / f"{name}.toml").read_text())["model"]
+    fields = tomllib.loads(presets()[name].read_text())["model"]
     return ModelConfig(**{key: value for key, value in fields.items() if key != "rope_scaling"})
 
 
@@ -71,7 +70,7 @@ def test_milliseconds_and_mfu_are_those_of_the_table(tools: ModuleType, row: Any
 
 def test_counts_are_those_of_the_presets_and_of_the_models(tools: ModuleType) -> None:
     """Parameters as the presets' first lines state them; FLOPs as MFU counts them."""
-    files = sorted(PRESETS.glob("llama*.toml"))
+    files = [path for name, path in presets().items() if name.startswith("llama")]
     assert len(files) > 6
     for file in files:
         stated = re.search(r": ([\d,]+) parameters", file.read_text())

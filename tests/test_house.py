@@ -6,20 +6,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megapar.config import option_types
-
-ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("megapar", "models", "kernels", "tools", "pretrain_scripts")
-SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-PACKAGES = ("megapar", "models/megapar_models", "kernels/megapar_kernels")
-LIBRARY = [path for path in SOURCES if path.relative_to(ROOT).as_posix().startswith(PACKAGES)]
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
+from tests.support.source_tree import LIBRARY, ROOT, SOURCES, TESTS, dotted, relative, setup_argument, tree
 
 # Who may import whom. A module is in the room of the longest name here that it starts with; each room may import itself
 # and the rooms behind it. `main` are the programs that a person starts: they alone name a model family.
@@ -83,17 +75,8 @@ FORBIDDEN = re.compile(
 )
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
-
-
-def relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
 def module_name(path: Path) -> str:
-    """megapar.data.loader, megapar_models.gpt, tools.plot: as an import, or for a program as its path, spells it."""
+    """megapar.data.loader, megapar_models.build, tools.plot: as an import, or for a program as its path, spells it."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     if len(parts) > 2 and parts[1] in (MODELS, KERNELS):
         parts = parts[1:]
@@ -108,15 +91,6 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{relative(path)}:{node.lineno}: imports are absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def dotted(node: ast.AST) -> str:
-    """a.b.c of an attribute expression, "" of anything else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (value := dotted(node.value)):
-        return f"{value}.{node.attr}"
-    return ""
 
 
 def names_used(path: Path) -> set[str]:
@@ -157,6 +131,12 @@ def test_each_room_imports_only_the_rooms_below_it() -> None:
                 wrong.append(f"{relative(path)}: {room(module)} may not import {name}")
     assert not wrong, "\n".join(wrong)
     assert used == ALSO, f"exceptions that nobody needs: {ALSO - used}"
+
+
+def test_no_test_imports_another_test() -> None:
+    """What several tests use is in tests/support: a file of tests can then be moved, split or left out alone."""
+    wrong = [f"{relative(path)}: {name}" for path in TESTS for name in imports(path) if name.startswith("tests.test_")]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_options_are_read_and_judged_without_torch() -> None:
@@ -300,17 +280,6 @@ def test_ruff_and_mypy_are_clean() -> None:
 # Dependencies
 
 
-@cache
-def setup_argument(name: str) -> Any:
-    """The value of an argument of setup() in setup.py."""
-    call = next(
-        node
-        for node in ast.walk(tree(ROOT / "setup.py"))
-        if isinstance(node, ast.Call) and dotted(node.func) == "setup"
-    )
-    return ast.literal_eval(next(keyword.value for keyword in call.keywords if keyword.arg == name))
-
-
 def requirements() -> tuple[list[str], list[str]]:
     """install_requires and the dev extra of setup.py."""
     return setup_argument("install_requires"), setup_argument("extras_require")["dev"]
@@ -361,29 +330,38 @@ def test_constraints_pin_every_dependency_and_a_torch_that_setup_allows() -> Non
     assert set(re.findall(r"torch==([\d.]+)", scripts)) <= {pinned["torch"]}
 
 
+def test_an_installation_has_every_module_and_preset(tmp_path: Path) -> None:
+    """What setup.py copies into a wheel, without making one."""
+    command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path), "egg_info", "--egg-base"]
+    subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, check=True)
+    built = {path.relative_to(tmp_path / "lib").as_posix() for path in (tmp_path / "lib").rglob("*") if path.is_file()}
+    needed = {relative(path) for path in (*LIBRARY, *(ROOT / "models").rglob("*.toml"))}
+    missing = {name.removeprefix("models/").removeprefix("kernels/") for name in needed} - built
+    assert not missing, f"setup.py leaves out {sorted(missing)}"
+    assert sum(name.endswith(".toml") for name in built) > 14
+
+
 # Faults
 
 
-def rows(text: str) -> set[str]:
-    """Row numbers in text such as "3, 4 and K1-K4"."""
-    found = set()
-    for kind, first, last in re.findall(r"([KCDSI]?)(\d+)(?:-[KCDSI]?(\d+))?", text):
-        found |= {f"{kind}{number}" for number in range(int(first), int(last or first) + 1)}
-    return found
+SLUG = r"[a-z0-9]+(?:-[a-z0-9]+)+"  # two words or more, so that "fault handling" cites nothing
+
+
+def cited_faults(path: Path) -> set[str]:
+    """The slugs that a file cites, as in "Fault hung-rank: ..." and "(faults flipped-bit, missing-file)"."""
+    text = " ".join(path.read_text().replace("#", " ").split())  # a comment may break a line between two slugs
+    lists = re.findall(rf"\b[Ff]aults? ({SLUG}(?:,? and {SLUG}|, {SLUG})*)", text)
+    return {slug for slugs in lists for slug in re.findall(SLUG, slugs)}
 
 
 def test_each_fault_is_guarded_by_a_test_that_cites_it() -> None:
-    listed = set()
-    for line in (ROOT / "docs/faults.md").read_text().splitlines():
-        if cell := re.match(r"\| ([KCDSI]?\d[^|]*) \|", line):
-            listed |= rows(cell[1])
-    cited = set()
-    for path in set(TESTS) - {Path(__file__)}:
-        text = " ".join(path.read_text().split())
-        for found in re.findall(
-            r"\b[Rr]ows? ((?:[KCDSI]?\d+(?:, and |, | and |-)?)+)|\b([KCDSI]\d+(?:-[KCDSI]\d+)?)\b", text
-        ):
-            cited |= rows(" ".join(found))
-        cited |= {name.upper() for name in re.findall(r"def test_([kcdsi]\d+)_", text)}
-    assert len(listed) > 70
-    assert listed == cited, f"no test cites {sorted(listed - cited)}; not in the list: {sorted(cited - listed)}"
+    page = (ROOT / "docs/faults.md").read_text()
+    listed = re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)
+    assert len(listed) > 120
+    assert len(listed) == len(set(listed)), "a slug stands twice"
+    wrong = [slug for slug in listed if not re.fullmatch(SLUG, slug) or slug.count("-") > 4]
+    assert not wrong, f"a slug has two to five words of lower case: {wrong}"
+    cited = set().union(*(cited_faults(path) for path in set(TESTS) - {Path(__file__)}))
+    assert set(listed) == cited, f"no test cites {set(listed) - cited}; not on the page: {cited - set(listed)}"
+    elsewhere = set().union(*(cited_faults(path) for path in SOURCES))
+    assert elsewhere <= set(listed), f"not on the page: {elsewhere - set(listed)}"

@@ -179,7 +179,7 @@ def test_shapes_that_do_not_fit_are_refused(impl: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU with 40 GB")
 def test_offsets_beyond_2_31() -> None:
-    """Row 18: the last rows of inputs, output and gradients that are beyond 2^31 elements."""
+    """Fault tensors-beyond-32-bits: the last rows of inputs, output and gradients that are beyond 2^31 elements."""
     rows, f = 2**17 + 5, 2**14
     gate_up = torch.zeros(rows, 2 * f, dtype=torch.bfloat16, device=DEVICE)
     gate_up[-3:].normal_()

@@ -261,7 +261,7 @@ def test_square_sum_of_every_other_element() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="not run: needs a GPU")
 def test_square_sum_of_more_than_two_to_the_31_elements() -> None:
-    """Row 18."""
+    """Fault tensors-beyond-32-bits."""
     x = torch.zeros(2**31 + 129, device=DEVICE)
     x[0], x[-1] = 2.0, 3.0
     assert square_sum(x, "triton") == 13

@@ -96,7 +96,7 @@ def test_varlen_attention_is_asked_only_for_what_it_serves() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("documents", [False, True])
 def test_dropout_attention_rounds_scores_no_more_than_its_inputs(dtype: torch.dtype, documents: bool) -> None:
-    """Row C17. Unscaled scores lie beyond fp16's 65504. Against fp64."""
+    """Fault scores-scaled-before-rounding. Unscaled scores lie beyond fp16's 65504. Against fp64."""
     torch.manual_seed(0)
     shape = (24, 2, 3, 128)
     near = torch.randn(1, 1, 1, 128, dtype=torch.float64) * 28.0  # what all queries and keys have in common

@@ -98,7 +98,7 @@ def program_ids(tree: ast.AST) -> list[ast.Call]:
 
 
 def test_program_numbers_are_64_bit_before_anything_is_multiplied() -> None:
-    """Row 18: rows times columns may exceed 2^31."""
+    """Fault tensors-beyond-32-bits: rows times columns may exceed 2^31."""
     wrong, seen = [], 0
     for path in KERNELS:
         tree = ast.parse(path.read_text())

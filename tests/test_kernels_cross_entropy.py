@@ -60,7 +60,8 @@ OPTIONS = [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}, {"label_smoothing": 0
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_kernels_equal_fp64(size: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Loss and gradient, with columns of padding and without, which end inside and at the end of a block (row 16)."""
+    """Loss and gradient, with columns of padding and without, which end inside and at the end of a block (fault
+    fused-cross-entropy-odd-sizes)."""
     rows, width, vocab = size
     for number, options in enumerate(OPTIONS):
         logits = 3 * draw(rows, width)
@@ -71,7 +72,7 @@ def test_kernels_equal_fp64(size: tuple[int, int, int], dtype: torch.dtype) -> N
 @needs_triton
 @pytest.mark.parametrize("shift", [1e4, -1e4])
 def test_large_logits_keep_their_loss(shift: float) -> None:
-    """All are close to +-10,000, where log-sum-exp itself would be rounded to 1e-3 (row 14)."""
+    """All are close to +-10,000, where log-sum-exp itself would be rounded to 1e-3 (fault cross-entropy-extremes)."""
     logits = draw(5, 1000) + shift
     logits[:, 3] += 20
     for smoothing in (0.0, 0.1):
@@ -162,7 +163,7 @@ def test_rows_of_several_tiles(dtype: torch.dtype) -> None:
 
 @WAYS
 def test_padding_is_inert(impl: str) -> None:
-    """Whatever it holds: the loss is the same, and its gradient is exactly zero (row 15)."""
+    """Whatever it holds: the loss is the same, and its gradient is exactly zero (fault vocabulary-padding)."""
     for dtype in (torch.float32, torch.bfloat16):
         results = []
         for garbage in (float("nan"), float("inf"), 7.0):
@@ -203,7 +204,7 @@ def test_in_place_gradient_takes_the_logits_memory(impl: str, dtype: torch.dtype
 @WAYS
 def test_logits_are_left_alone(impl: str) -> None:
     """Unless the gradient may take their place; a second backward gives the same, and without a gradient nothing is
-    kept (row 17)."""
+    kept (fault fused-cross-entropy-without-gradient)."""
     logits = draw(5, 200).to(DEVICE).float().requires_grad_()
     before, targets = logits.detach().clone(), draw_targets(5, 150)
     loss = vocab_parallel_cross_entropy(logits, targets, 150, 0, ALONE, impl=impl)
@@ -245,7 +246,7 @@ def test_one_token_in_all_the_vocabulary(impl: str) -> None:
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="not run: needs a GPU, and minutes without one")
 @pytest.mark.parametrize("vocab", [7, 131, 32003, 50257, 129920, 151936])
 def test_real_vocabularies(vocab: int) -> None:
-    """Row 16."""
+    """Fault fused-cross-entropy-odd-sizes."""
     for rows in (1, 3, 4097):
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(rows, vocab, device=DEVICE).to(dtype).requires_grad_()
@@ -263,7 +264,7 @@ def test_real_vocabularies(vocab: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="not run: needs a GPU with 16 GB")
 def test_more_than_two_to_the_31_logits() -> None:
-    """Row 18: the last rows, whose offsets need 64 bits."""
+    """Fault tensors-beyond-32-bits: the last rows, whose offsets need 64 bits."""
     rows, vocab = 16400, 131072
     x = torch.empty(rows, vocab, dtype=torch.bfloat16, device=DEVICE).normal_().requires_grad_()
     targets, last = torch.randint(vocab, (rows,), device=DEVICE), x.detach()[-3:].double().requires_grad_()
@@ -325,7 +326,8 @@ def entropy_on_ranks(size: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.gpus
 @pytest.mark.parametrize("tp", [2, 4])
 def test_vocabulary_cut_over_ranks(tp: int) -> None:
-    """Rows 14 and 15, with label smoothing and z-loss; at tp 4 the last rank has nothing but padding."""
+    """Faults cross-entropy-extremes, vocabulary-padding, with label smoothing and z-loss; at tp 4 the last rank has
+    nothing but padding."""
     ranks = run_ranks(tp, entropy_on_ranks, tp)
     for number, (_, smoothing, z_loss) in enumerate(CASES):
         losses, right, *_ = expected(smoothing, z_loss)

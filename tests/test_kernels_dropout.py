@@ -28,7 +28,8 @@ def numbers(*shape: int) -> Tensor:
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.75, 0.9, 1e-9])
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_the_kernels_mask_is_the_references_to_the_bit(rows: int, columns: int, p: float) -> None:
-    """Row 19. Probabilities on both sides of 2^31 and of one in 2^32; keys with and without the top bit."""
+    """Fault dropout-masks-of-whole-model. Probabilities on both sides of 2^31 and of one in 2^32; keys with and without
+    the top bit."""
     keys = keys_of(rows)
     x = torch.ones(rows, columns, device=DEVICE, requires_grad=True)
     y = dropout_add(x, torch.zeros_like(x), keys, p, impl="triton")
@@ -126,7 +127,7 @@ def test_other_shapes_are_refused(residual: tuple[int, ...], keys: tuple[int, ..
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="not run: needs a GPU")
 def test_more_than_two_to_the_31_elements() -> None:
-    """Row 18."""
+    """Fault tensors-beyond-32-bits."""
     x = torch.ones(2**19 + 1, 4096, dtype=torch.bfloat16, device=DEVICE)
     keys = row_keys(1, 2, torch.arange(x.shape[0], device=DEVICE))
     y = dropout_add(x, torch.zeros_like(x), keys, 0.5, impl="triton")

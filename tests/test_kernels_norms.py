@@ -224,7 +224,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="2^31 elements need a GPU")
 def test_offsets_beyond_two_to_the_31_are_reached() -> None:
-    """(row 18)"""
+    """Fault tensors-beyond-32-bits."""
     rows, columns = 2**31 // 16384 + 1, 16384
     x = torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     weight = torch.ones(columns, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)

@@ -89,7 +89,8 @@ def test_inverse_restores_the_input(interleaved: bool, dtype: torch.dtype) -> No
 @LAYOUTS
 @HOWS
 def test_slices_of_a_fused_projection(impl: str, interleaved: bool) -> None:
-    """Row 18: q and k are strided views of one buffer, which stays as it is; gradients arrive in its right columns."""
+    """Fault tensors-beyond-32-bits: q and k are strided views of one buffer, which stays as it is; gradients arrive in
+    its right columns."""
     s, b, nq, nk, d = 3, 2, 6, 2, 80
     qkv = numbers(s, b, (nq + 2 * nk) * d).float().to(DEVICE).requires_grad_()
     before = qkv.detach().clone()
@@ -215,7 +216,8 @@ def test_shapes_that_do_not_fit_are_refused(impl: str) -> None:
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU with 20 GB")
 @LAYOUTS
 def test_offsets_beyond_2_31(interleaved: bool) -> None:
-    """Row 18: a small slice of a buffer whose stride takes its last rows beyond 2^31 elements, and a large output."""
+    """Fault tensors-beyond-32-bits: a small slice of a buffer whose stride takes its last rows beyond 2^31 elements,
+    and a large output."""
     s, d = 33000, 64
     qkv = torch.zeros(s, 1, 2**16 + 128, dtype=torch.bfloat16, device=DEVICE)
     qkv[-3:].normal_()

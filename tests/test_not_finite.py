@@ -13,7 +13,7 @@ import pytest
 import torch
 from megapar_models.attention import Attention
 from megapar_models.build import build_stages
-from megapar_models.llama import LlamaMLP
+from megapar_models.llama.model import LlamaMLP
 from torch import Tensor
 
 from megapar import context
@@ -146,7 +146,7 @@ def plant_before_step_2(data: Delivery, patch: pytest.MonkeyPatch, plant: Plant,
 
 
 def test_a_bad_step_names_the_first_bad_tensor_its_rank_micro_batch_and_samples(tmp_path: Path) -> None:
-    """Row C19. On every rank in the same words, whatever it was; nobody hangs."""
+    """Fault non-finite-step. On every rank in the same words, whatever it was; nobody hangs."""
     first, *others = run_ranks(4, messages, tmp_path)
     assert all(said == first for said in others)
     for name, (_, expected) in CASES.items():

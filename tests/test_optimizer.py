@@ -54,7 +54,8 @@ def set_gradients(module: nn.Module, buffer: Flat, step: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_20_steps_equal_torch_adamw_with_decay_as_declared(dtype: torch.dtype) -> None:
-    """Moments, weights and padding; bf16 parameters are the rounded fp32 main weights (rows 34, 41)."""
+    """Moments, weights and padding; bf16 parameters are the rounded fp32 main weights (faults clipping-changes-updates,
+    decay-independent-of-layout)."""
     module, buffer, adamw = make(dtype)
     reference = {name: nn.Parameter(p.detach().float().clone()) for name, p in module.named_parameters()}
     groups = [
@@ -88,7 +89,7 @@ def test_20_steps_equal_torch_adamw_with_decay_as_declared(dtype: torch.dtype) -
 
 
 def test_bucket_size_changes_no_bit() -> None:
-    """Parameters and moments lie elsewhere in the buffers; each element's update is the same (row 36)."""
+    """Parameters and moments lie elsewhere in the buffers; each element's update is the same (fault bucket-sizes)."""
     results = []
     for bucket_mb in (64.0, 1e-6, 5e-4):
         module, buffer, adamw = make(torch.float32, bucket_mb)
@@ -148,7 +149,7 @@ def test_the_gradients_are_left_clipped() -> None:
 
 
 def test_the_norm_of_many_elements_is_exact() -> None:
-    """4 million: a plain fp32 sum of squares errs by 1e-4 here (row 33)."""
+    """4 million: a plain fp32 sum of squares errs by 1e-4 here (fault norm-counts-elements-once)."""
     module = nn.Module()
     ctx = context.single()
     spec = ParamSpec((replicated("w", (2**22,), ctx.tp),), ZEROS, decay=True, replicas=ctx.grad)
@@ -192,7 +193,7 @@ def norms_with_one_bad_element() -> dict[str, Any]:
 
 
 def test_a_bad_element_in_any_copy_of_a_parameter_is_in_the_norm_of_all_ranks() -> None:
-    """Row C16. A copy that tp rank 1 does not own counts in no norm, but updates its weights."""
+    """Fault one-bad-gradient-copy. A copy that tp rank 1 does not own counts in no norm, but updates its weights."""
     ranks = run_ranks(2, norms_with_one_bad_element)
     assert ranks[1]["numbers"], "rank 1 holds copies"
     for norms in ranks:
@@ -228,7 +229,7 @@ def changed_by_decay_alone() -> list[dict[str, bool]]:
 
 
 def test_the_same_tensors_decay_in_every_layout() -> None:
-    """(row 41)"""
+    """Fault decay-independent-of-layout."""
     for rank in run_ranks(2, changed_by_decay_alone):
         for changed in rank:
             assert {name for name, decayed in changed.items() if decayed} == DECAYED

@@ -27,7 +27,7 @@ GPU_WORDS = (
 
 
 def test_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
-    """Row C18. Building it: an allocation that the system refuses."""
+    """Fault out-of-memory. Building it: an allocation that the system refuses."""
 
     def limit_memory() -> None:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -44,7 +44,8 @@ def test_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
-    """Row C18. In a step: the line tells the figures of that rank's stage, and the knobs that this run has left."""
+    """Fault out-of-memory. In a step: the line tells the figures of that rank's stage, and the knobs that this run has
+    left."""
 
     def fill() -> None:
         step = trainer.train_step
@@ -73,7 +74,7 @@ def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
 
 
 def test_no_thread_can_be_started(tmp_path: Path) -> None:
-    """Row C18."""
+    """Fault out-of-memory."""
 
     def refuse() -> None:
         def start(_: threading.Thread) -> None:

@@ -137,7 +137,8 @@ def every_schedule(pp: int) -> None:
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_every_schedule_equals_the_unsplit_model(pp):
-    """(rows 24, 25, 26): losses and all gradients, for any number of micro-batches, several tensors on each link."""
+    """Faults pipeline-schedules-agree, ragged-micro-batches, interleaved-on-two-ranks: losses and all gradients, for
+    any number of micro-batches, several tensors on each link."""
     run_ranks(pp, every_schedule, pp)
 
 
@@ -152,7 +153,8 @@ def fifty_steps() -> None:
 
 
 def test_fifty_steps_with_random_lengths_finish():
-    """(row 28): lengths change from micro-batch to micro-batch and ranks run at changing speeds."""
+    """Fault changing-sequence-lengths: lengths change from micro-batch to micro-batch and ranks run at changing
+    speeds."""
     run_ranks(4, fifty_steps)
 
 
@@ -202,7 +204,8 @@ def counted_waits() -> list[int]:
 
 
 def test_every_work_of_a_batch_is_waited_for_once():
-    """(row 27): gloo returns one for each tensor: on 3 links 3 forward and 2 back, then 3 forward in evaluation."""
+    """Fault all-transfers-waited-for: gloo returns one for each tensor: on 3 links 3 forward and 2 back, then 3
+    forward in evaluation."""
     for waits in run_ranks(2, counted_waits):
         assert waits == [1] * (3 * 3 * (3 + 2 + 3))
 

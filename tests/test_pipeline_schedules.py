@@ -67,7 +67,7 @@ def test_interleaved_with_more_warmup_than_work_is_all_forwards_first():
 
 
 def test_interleaved_leaves_out_micro_batches_that_do_not_exist():
-    """(row 25)"""
+    """Fault ragged-micro-batches."""
     padded = make("interleaved", 4, 2, 8)
     for order, whole in zip(make("interleaved", 4, 2, 5), padded, strict=True):
         assert order == [action for action in whole if action.microbatch < 5]
@@ -125,7 +125,8 @@ def test_every_input_is_received_before_it_is_used_and_sent_after_it_is_made():
 
 
 def test_both_ends_of_a_link_have_their_transfers_in_the_same_order():
-    """(row 26): with two ranks the previous and the next rank are one, and both directions share the link."""
+    """Fault interleaved-on-two-ranks: with two ranks the previous and the next rank are one, and both directions
+    share the link."""
     for name, pp, vpp, m in GRID:
         plans = plans_of(name, pp, vpp, m)
         for a, b in itertools.permutations(range(pp), 2):
@@ -135,7 +136,8 @@ def test_both_ends_of_a_link_have_their_transfers_in_the_same_order():
 
 
 def test_plans_never_lock_up_whatever_the_costs_and_though_batches_run_one_by_one():
-    """(row 25) `simulate` runs a rank's batches in order and waits for whole batches, as NCCL does."""
+    """Fault ragged-micro-batches. `simulate` runs a rank's batches in order and waits for whole batches, as NCCL
+    does."""
     draw = random.Random(0)
     for name, pp, vpp, m in GRID:
         costs = [draw.uniform(0.1, 5) for _ in range(pp * vpp)]
@@ -224,7 +226,7 @@ def brute_force(costs, first, last, stages):
 
 
 def test_every_layer_is_in_exactly_one_stage():
-    """(row 23)"""
+    """Fault layer-in-one-stage."""
     for layers, pp, vpp in itertools.product(range(1, 34), range(1, 9), range(1, 5)):
         stages = pp * vpp
         if layers < stages - 2:

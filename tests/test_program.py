@@ -74,14 +74,18 @@ def test_slurm_ranks_train_as_one_process_does_and_go_on_as_two_others(alone: Pa
 
 
 REFUSED = [
-    (("--parallel.tp", "4", "--model.intermediate_size", "160"), 4, "model.num_attention_heads"),  # C1
-    (("--parallel.tp", "2", "--parallel.pp", "3"), 2, "world size"),  # C5
-    (("--modle.hidden_size", "4"), 2, "model.hidden_size"),  # C8
-    (("--optimizer.lr", "3e-4x"), 2, "optimizer.lr"),  # C9
+    # fault heads-divide-by-tp
+    (("--parallel.tp", "4", "--model.intermediate_size", "160"), 4, "model.num_attention_heads"),
+    # fault grid-is-the-world
+    (("--parallel.tp", "2", "--parallel.pp", "3"), 2, "world size"),
+    # fault unknown-option
+    (("--modle.hidden_size", "4"), 2, "model.hidden_size"),
+    # fault wrong-value
+    (("--optimizer.lr", "3e-4x"), 2, "optimizer.lr"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "world", "names"), REFUSED, ids=["C1", "C5", "C8", "C9"])
+@pytest.mark.parametrize(("flags", "world", "names"), REFUSED, ids=["heads", "world", "unknown", "type"])
 def test_options_that_cannot_run_end_every_rank_before_any_collective(
     flags: tuple[str, ...], world: int, names: str, tmp_path: Path
 ) -> None:
@@ -109,7 +113,7 @@ def test_data_that_is_not_there_ends_all_ranks_with_one_line(tmp_path: Path) -> 
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    """Row D12: the description beside the tokens says what made them."""
+    """Fault tokens-of-another-tokenizer: the description beside the tokens says what made them."""
     (tmp_path / "text.txt").write_text("a few words, again and again. " * 200)
     preprocess(["text.txt"], tmp_path)
     flags = ("--data.train", "text", "--model.vocab_size", "300")
@@ -148,7 +152,8 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through Linux's /proc")
 def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    """Row 47's other half: the run does not hang, and goes on from its newest checkpoint when it is started again."""
+    """The other half of fault killed-saves: the run does not hang, and goes on from its newest checkpoint when it is
+    started again."""
     flags = ("--launch.nproc", "4", "--parallel.tp", "2", "--parallel.pp", "2")
     long = start(*flags, "--train.steps", "100000", "--checkpoint.every", "2", cwd=tmp_path)
     checkpoint = tmp_path / "run/checkpoints/step_00000002"

@@ -52,7 +52,7 @@ def whole(piece: Piece) -> Box:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_initial_weights_are_bitwise_the_same_for_every_tp(tp: int) -> None:
-    """Row 21. `held` also asserts that padding rows are zero."""
+    """Fault initial-weights-same. `held` also asserts that padding rows are zero."""
     ranks = run_ranks(tp, initial_of_both, tp)
     for number, model in enumerate((STRADDLING, TIED_GPT)):
         parts = [rank[number] for rank in ranks]
@@ -68,7 +68,8 @@ def test_initial_weights_are_bitwise_the_same_for_every_tp(tp: int) -> None:
 
 @pytest.mark.parametrize("model", [STRADDLING, TIED_GPT], ids=["llama", "gpt"])
 def test_initial_weights_follow_the_law_of_their_kind(model: ModelConfig) -> None:
-    """Projections into the residual stream are smaller by sqrt(2 layers), norms are one, biases zero (row 21)."""
+    """Projections into the residual stream are smaller by sqrt(2 layers), norms are one, biases zero (fault
+    initial-weights-same)."""
     model = replace(model, initializer_range=0.3, hidden_size=96, num_hidden_layers=3)
     for name, tensor in layouts.assemble([initial(model, 1)]).items():
         if name.endswith("bias"):
@@ -192,7 +193,8 @@ def masks_with_and_without_sequence_parallel(tp: int) -> list[dict[str, Tensor]]
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_dropout_masks_are_bitwise_the_same_for_every_tp(tp: int) -> None:
-    """Row 19: of heads each rank has its own, of hidden states the whole, or its slice (sequence parallel)."""
+    """Fault dropout-masks-of-whole-model: of heads each rank has its own, of hidden states the whole, or its slice
+    (sequence parallel)."""
     ranks = run_ranks(tp, masks_with_and_without_sequence_parallel, tp)
     expected = masks_of(tiny_models.config(DROPPING), tiny_models.batch(DROPPING))
     assert len(expected) == 1 + 3 * DROPPING.num_hidden_layers
@@ -208,7 +210,7 @@ def test_dropout_masks_are_bitwise_the_same_for_every_tp(tp: int) -> None:
 
 
 def test_dropout_masks_differ_by_sample_layer_and_use_but_not_by_micro_batch() -> None:
-    """Row 19."""
+    """Fault dropout-masks-of-whole-model."""
     config = tiny_models.config(DROPPING)
     batch = tiny_models.batch(DROPPING, samples=3)
     masks = masks_of(config, batch)
@@ -264,8 +266,8 @@ def recompute_everywhere(tp: int, precision: str) -> list[tuple[list[Tensor], Te
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recomputation_changes_no_bit(precision: str) -> None:
-    """Row 22, on one rank and on two with sequence parallelism: masks are drawn again as they were, and weight
-    gradients are added to the same fp32 buffer in the same order."""
+    """Fault recomputation-same-masks, on one rank and on two with sequence parallelism: masks are drawn again as they
+    were, and weight gradients are added to the same fp32 buffer in the same order."""
     one_rank = recompute_everywhere(1, precision)
     for results in [one_rank, *run_ranks(2, recompute_everywhere, 2, precision)]:
         losses, gradients, *_ = results[0]

@@ -3,7 +3,6 @@ by name, on every rank."""
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,15 +13,18 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from megapar_models.registry import find
 
 from megapar import comm, context, rendezvous
-from megapar.config import Config, LaunchConfig, TrainConfig
+from megapar.config import Config, LaunchConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapar.context import single
 from megapar.errors import CommunicationError, ConfigError
-from megapar.rendezvous import Member, differences, hashes_of_our_files, in_runs, meet
+from megapar.pipeline import schedules
+from megapar.rendezvous import Member, differences, hashes_of_files, in_runs, meet
 from megapar.train.launch import leave, what_ranks_share
 from tests.support import program
 from tests.support.distributed import run_ranks
+from tests.support.processes import free_port
 from tests.support.progress import CAP_SECONDS
 
 
@@ -112,15 +114,36 @@ def test_ranks_share_options_and_code_but_not_how_they_start() -> None:
     assert one == what_ranks_share(Config(), "cpu")
     assert one != what_ranks_share(Config(), "cuda")
     assert one != what_ranks_share(Config(train=TrainConfig(seed=2)), "cpu")
-    assert "code megapar.rendezvous" in hashes_of_our_files()
+    assert "code megapar.rendezvous" in hashes_of_files()
+
+
+def test_ranks_share_the_code_of_a_family_and_a_schedule_outside_the_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a module that the named one imports from its own package; what the package does not import is no part."""
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab/layers.py").write_text("width = 1\n")
+    (tmp_path / "lab/unused.py").write_text("")
+    (tmp_path / "lab/family.py").write_text("import lab.layers\nfrom tests.toy_family import FAMILY\n")
+    (tmp_path / "orders.py").write_text("from tests.test_width import BACK_AND_FORTH\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = Config(ModelConfig(family="lab.family:FAMILY"), ParallelConfig(schedule="orders:BACK_AND_FORTH"))
+    find(config.model.family)
+    schedules.find(config.parallel.schedule)
+    before = what_ranks_share(config, "cpu")
+    assert {name for name in before if name.startswith(("code lab", "code orders"))} == {
+        *("code lab.family", "code lab.layers", "code orders")
+    }
+    assert not [name for name in what_ranks_share(Config(), "cpu") if name.startswith(("code lab", "code orders"))]
+    for file, name in (("lab/layers.py", "code lab.layers"), ("orders.py", "code orders")):
+        (tmp_path / file).write_text((tmp_path / file).read_text() + "# of another version\n")
+        after = what_ranks_share(config, "cpu")
+        (said,) = differences(cpus("a", "b"), [before, after])
+        assert said.startswith(f"ranks disagree on {name}: ")
+        before = after
 
 
 # The store
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def connect(meeting: str, rank: int, *, serves_store: bool) -> dist.Store:

@@ -147,7 +147,8 @@ def examine_regions(size: int) -> dict[str, Any]:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_regions(tp: int) -> None:
     """Derivatives against finite differences of losses that differ by rank, collectives without a gradient refused
-    (row 13); strided tensors as good as contiguous ones (row 12)."""
+    (fault derivatives-of-collectives); strided tensors as good as contiguous ones (fault
+    strided-tensors-in-collectives)."""
     for found in run_ranks(tp, examine_regions, tp):
         assert all(found["raw"])
         for name in REGIONS:
@@ -231,7 +232,8 @@ def plain_layers() -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_layers_equal_plain_linear_and_embedding(tp: int) -> None:
     """In fp64, with and without sequence parallelism; row biases count once. Strided tensors are as good as contiguous
-    ones (row 12), and a weight's gradient does not depend on whether the input needs one."""
+    ones (fault strided-tensors-in-collectives), and a weight's gradient does not depend on whether the input needs
+    one."""
     ranks = run_ranks(tp, examine_layers_with_and_without_sequence_parallel, tp)
     outputs, inputs, gradients = plain_layers()
     for sequence_parallel in (False, True):
@@ -254,7 +256,8 @@ def axis_of(rank: int, size: int) -> Axis:
 
 
 def test_vocabulary_is_padded_alike_for_every_tp() -> None:
-    """Row 15: all ids are held once, in order; the physical rows of all ranks are the same multiple of 128."""
+    """Fault vocabulary-padding: all ids are held once, in order; the physical rows of all ranks are the same multiple
+    of 128."""
     for vocab in (1, 127, 128, 129, 131, 256, 257, 50257):
         for size in (1, 2, 3, 4, 8):
             cuts = [vocabulary_cut(vocab, axis_of(rank, size)) for rank in range(size)]
@@ -264,7 +267,8 @@ def test_vocabulary_is_padded_alike_for_every_tp() -> None:
 
 
 def test_heads_are_dealt_whole_and_owned_once() -> None:
-    """Row 10: for all counts, each query head finds its key/value head on its rank, each of which has one owner."""
+    """Fault kv-heads-fewer-than-tp: for all counts, each query head finds its key/value head on its rank, each of which
+    has one owner."""
     for heads in range(1, 25):
         for kv_heads in (n for n in range(1, heads + 1) if heads % n == 0):
             for size in (n for n in range(1, heads + 1) if heads % n == 0):
@@ -317,7 +321,7 @@ def cross_entropy_on_ranks(size: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.gpus
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_cross_entropy_equals_torch(tp: int) -> None:
-    """Rows 14 and 15; at tp 4 the last rank has nothing but padding."""
+    """Faults cross-entropy-extremes, vocabulary-padding; at tp 4 the last rank has nothing but padding."""
     ranks = run_ranks(tp, cross_entropy_on_ranks, tp)
     cases = [(scale, smoothing) for scale in (1.0, 1e4) for smoothing in (0.0, 0.1)]
     for number, (scale, smoothing) in enumerate(cases):
@@ -393,9 +397,10 @@ def expected_of(model: ModelConfig) -> tuple[float, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tensor_parallel_models_equal_one_process(tp: int) -> None:
-    """Loss and every gradient, of replicated parameters too (row 8; a mean over ranks would fail), of shared key/value
-    heads and their biases (row 10), of q/k norms with and without sequence parallelism (row 11), with padding rows that
-    hold garbage and whose gradient is exactly zero (row 15). `assemble` compares copies bitwise."""
+    """Loss and every gradient, of replicated parameters too (fault norm-gradients-under-sequence-parallelism; a mean
+    over ranks would fail), of shared key/value heads and their biases (fault kv-heads-fewer-than-tp), of q/k norms with
+    and without sequence parallelism (fault norms-shared-by-heads), with padding rows that hold garbage and whose
+    gradient is exactly zero (fault vocabulary-padding). `assemble` compares copies bitwise."""
     ranks = run_ranks(tp, train_models, tp)
     for name, model in {**MODELS, "dropout": DROPPING}.items():
         loss, gradients = expected_of(model)

@@ -1,5 +1,6 @@
 """Frozen parameters, state that is no parameter, and losses of stages before the last."""
 
+import json
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import build_stages
+from megapar_models.build import build_stages, flops_per_token
+from megapar_models.registry import validate
 from torch import Tensor, nn
 
 from megapar import context
@@ -16,7 +18,8 @@ from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader, load
 from megapar.checkpoint.save import save, share
-from megapar.errors import ConfigError
+from megapar.config_io import load as load_options
+from megapar.errors import CheckpointError, ConfigError
 from megapar.params import ZEROS, ParamSpec, cut, make_piece
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.train import dry_run
@@ -24,7 +27,7 @@ from megapar.train.checkpoints import Saver
 from megapar.train.step import train_step
 from megapar.train.trainable import freeze, freeze_others
 from megapar.train.trainer import start
-from tests.support import layouts
+from tests.support import layouts, program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, Layout, make_state, micro_batches
 
@@ -78,6 +81,35 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_in_one_process(
     on = train_a_part(single, patterns, tmp_path / "one", resume=True)
     assert again["loss"] == pytest.approx(on["loss"], rel=rtol)
     layouts.assert_close(layouts.assemble([again["weights"]]), layouts.assemble([on["weights"]]), rtol)
+
+
+def test_a_resumption_that_trains_other_parameters_is_refused_with_both_values(tmp_path: Path) -> None:
+    """Fewer, more or all; what the message advises then works."""
+    layout = Layout(LLAMA, micro_batch_size=3)
+    train_a_part(layout, ("layers.1.*", "norm.*"), tmp_path / "run")
+    for patterns, words in ((("norm.*",), "norm.*"), (("layers.*", "norm.*"), "layers.* norm.*"), ((), "(empty)")):
+        with pytest.raises(CheckpointError) as caught:
+            train_a_part(layout, patterns, tmp_path / "run", resume=True)
+        head, *lines = str(caught.value).splitlines()
+        assert f"does not fit this run; train.trainable differs (layers.1.* norm.* | {words})" in head
+        assert "--checkpoint.init_from" in head
+        assert any("exp_avg" in line for line in lines)
+    assert train_a_part(layout, ("layers.1.*", "norm.*"), tmp_path / "run", resume=True)["loss"] > 0
+    config = layout.config("fp32")
+    options = replace(config.checkpoint, init_from=str(tmp_path / "run/checkpoints/step_00000002"))
+    train = replace(config.train, trainable=("norm.*",))
+    config = replace(config, run_dir=str(tmp_path / "other"), train=train, checkpoint=options)
+    fresh = make_state(config)
+    start(config, fresh.ctx, fresh.stages)
+
+
+def test_another_reason_than_the_trained_parameters_is_not_blamed_on_them(tmp_path: Path) -> None:
+    layout = Layout(LLAMA, micro_batch_size=3)
+    train_a_part(layout, ("norm.*",), tmp_path)
+    wider = replace(layout, model=replace(LLAMA, intermediate_size=LLAMA.intermediate_size + 12))
+    with pytest.raises(CheckpointError, match=r"does not fit this run \(checkpoint \| run\)") as caught:
+        train_a_part(wider, ("norm.*",), tmp_path, resume=True)
+    assert "trainable" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -181,3 +213,19 @@ def test_a_stage_before_the_last_trains_on_a_loss_of_its_own() -> None:
         (0.125 * (x + own_loss(expected[1].weight, batch))).backward()
     for number, stage in stages.items():
         torch.testing.assert_close(stage.weight.grad, expected[number].weight.grad, rtol=1e-6, atol=0)
+
+
+def test_metrics_and_plan_count_no_gradient_of_frozen_weights(tmp_path: Path) -> None:
+    patterns = ("layers.3.*", "norm.*", "head.*")
+    flags = ("--train.steps", "2", "--train.trainable", *patterns)
+    ended = program.run(*flags, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    config = validate(load_options(["--config", str(tmp_path / "run/config.toml")]).config, 1)
+    flops = flops_per_token(config.model, config.train.seq_length, patterns)
+    assert flops < 0.75 * flops_per_token(config.model, config.train.seq_length)
+    for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        assert line["tflops_per_device"] * line["step_seconds"] * 1e12 == pytest.approx(flops * line["tokens"])
+    planned = program.run(*flags, "--dry_run", cwd=tmp_path)
+    tokens = config.train.global_batch_size * config.train.seq_length
+    assert f"{flops * tokens / 1e15:,.3g} PFLOP" in planned.out

@@ -86,7 +86,7 @@ def trained_bits(cases: Sequence[Case]) -> list[tuple[list[float], Bits]]:
 
 def test_repetition_overlap_and_recompute_change_no_bit() -> None:
     """Two launches of dp 2 x tp 2 x pp 2 with dropout, and in the first also every way to overlap and to recompute
-    (rows 22 and 35 at the level of training)."""
+    (faults recomputation-same-masks, overlap-changes-no-bit at the level of training)."""
     three = {"num_hidden_layers": 3}  # a stage of one layer and one of two
     dropout = Layout(replace(GPT, **three), dp=2, tp=2, pp=2, sequence_parallel=True, micro_batch_size=3)
     llama = Layout(replace(LLAMA, **three), dp=2, tp=2, pp=2, micro_batch_size=3)
@@ -201,7 +201,8 @@ def copy_of_the_checkpoint(folder: Path, target: Path) -> Path:
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(finished: tuple[list[Path], list[Any]], tmp_path: Path) -> None:
-    """Weights, main weights, moments, counts, losses, norms, learning rates, samples and the curve (rows 43 and 44)."""
+    """Weights, main weights, moments, counts, losses, norms, learning rates, samples and the curve (faults
+    resumption-is-bitwise, resumed-learning-rate)."""
     folders, whole = finished
     resumed = [copy_of_the_checkpoint(folder, tmp_path / str(i)) for i, folder in enumerate(folders)]
     for rank, (shown, expected) in enumerate(zip(run_ranks(2, run_all, RESUMED, resumed), whole, strict=True)):
@@ -235,7 +236,7 @@ def go_on_elsewhere(cases: Sequence[Case], folders: Sequence[Path]) -> list[floa
 
 
 def test_a_run_resumes_in_another_layout(finished: tuple[list[Path], list[Any]], tmp_path: Path) -> None:
-    """The state is bitwise the saved one, the next loss the same to 1e-6 in fp32 (row 45)."""
+    """The state is bitwise the saved one, the next loss the same to 1e-6 in fp32 (fault any-layout-loads)."""
     folders, _ = finished
     moves = [
         (0, Layout(GPT, tp=2, pp=2, sequence_parallel=True, micro_batch_size=6)),
@@ -297,8 +298,8 @@ def assert_copies_agree(cases: Sequence[Case], ranks: Sequence[Any]) -> None:
 
 @pytest.mark.gpus
 def test_replicated_parameters_never_drift(tmp_path: Path) -> None:
-    """Row 9: norms, row biases, positions, shared key/value rows and q/k norms after 50 bf16 steps on two tensor ranks,
-    every 10th step, then saved, resumed and trained on."""
+    """Fault replicated-parameters-stay-equal: norms, row biases, positions, shared key/value rows and q/k norms after
+    50 bf16 steps on two tensor ranks, every 10th step, then saved, resumed and trained on."""
     gpt, llama = replace(GPT, num_hidden_layers=2), replace(ONE_KV_HEAD, num_hidden_layers=2)
     cases = [
         Case(Layout(gpt, tp=2, sequence_parallel=True, micro_batch_size=SAMPLES), "bf16"),
@@ -310,8 +311,8 @@ def test_replicated_parameters_never_drift(tmp_path: Path) -> None:
 
 
 def test_tied_copies_never_drift(tmp_path: Path) -> None:
-    """Row 31: the embedding of the first and of the last stage after 100 bf16 steps, sizes odd so that buckets and
-    shards are padded, overlap on and off, which changes no bit."""
+    """Fault tied-copies-stay-equal: the embedding of the first and of the last stage after 100 bf16 steps, sizes odd so
+    that buckets and shards are padded, overlap on and off, which changes no bit."""
     odd = replace(GPT, hidden_size=36, num_hidden_layers=2, intermediate_size=74, vocab_size=133)
     layout = Layout(odd, dp=2, pp=2, micro_batch_size=6)
     cases = [Case(layout, "bf16"), Case(replace(layout, overlap=False), "bf16")]
@@ -357,8 +358,8 @@ def only_one_counts(cases: Sequence[Case], chosen: Sequence[int]) -> list[list[l
 
 @pytest.mark.gpus
 def test_each_micro_batch_has_the_same_weight() -> None:
-    """Row 3: whichever of a step's micro-batches holds the only samples that count, the gradient is the same; also
-    where that leaves a data-parallel rank without any (row 4)."""
+    """Fault micro-batches-weigh-the-same: whichever of a step's micro-batches holds the only samples that count, the
+    gradient is the same; also where that leaves a data-parallel rank without any (fault no-target-tokens)."""
     cases = [
         Case(Layout(LLAMA, pp=2)),
         Case(Layout(LLAMA, pp=2, vpp=2, schedule="interleaved")),
@@ -418,9 +419,10 @@ def half_and_fp32_gradients(cases: Sequence[Case], starts: Sequence[Mapping[str,
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_gradients_err_as_derived(precision: Precision) -> None:
-    """Every gradient in one process and in layouts (tied ends too: row 30), against fp32 from the same rounded weights,
-    and layouts against one process: half of the parameters are within `rounding_unit`, all within three. In bf16 the
-    medians are 0.3 to 0.7 and the largest 1.6 units, so that an error of three times as much fails."""
+    """Every gradient in one process and in layouts (tied ends too: fault tied-embeddings-in-bf16), against fp32 from
+    the same rounded weights, and layouts against one process: half of the parameters are within `rounding_unit`, all
+    within three. In bf16 the medians are 0.3 to 0.7 and the largest 1.6 units, so that an error of three times as much
+    fails."""
     by_model = {
         GPT: [Layout(GPT, dp=2, pp=2), Layout(GPT, tp=2, pp=2, sequence_parallel=True, micro_batch_size=6)],
         LLAMA: [Layout(LLAMA, dp=2, tp=2, micro_batch_size=3), Layout(LLAMA, tp=4, sequence_parallel=True)],
@@ -581,7 +583,7 @@ def test_the_loss_scale_doubles_after_many_good_steps_and_never_falls_below_one(
 
 
 def test_the_loss_scale_changes_no_update() -> None:
-    """Row 2, in fp32 where a power of two rounds nothing: norm, clipping and update, bitwise."""
+    """Fault loss-divided-once, in fp32 where a power of two rounds nothing: norm, clipping and update, bitwise."""
     shown = []
     for scale in (1.0, 2.0**12):
         state = make_state(Layout(GPT, micro_batch_size=3).config())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megapar_models.attention import Attention
 from megapar_models.family import Family
-from megapar_models.llama import LlamaMLP, LlamaStage, RMSNorm
+from megapar_models.llama.model import LlamaMLP, LlamaStage, RMSNorm
 from megapar_models.stage import Blueprint, ForwardContext
 from torch import Tensor, nn
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,40 +35,37 @@ def exclusive(run_dir: Path, root: Path, ctx: ParallelContext) -> Iterator[None]
     then names that process. Ranks wait for the sweep, which may take longer than launch.timeout_seconds.
     """
 
-    def take() -> int | None:
-        if not ctx.world.first:
-            return None
-        run_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = _lock(run_dir / LOCK)
-        sweep(root)
-        return descriptor
+    with ExitStack() as held:  # it closes the lock's file, also if the sweep fails
 
-    descriptor = on_all_ranks(take, ctx, StorageError, f"run folder {run_dir} not usable")
-    try:
+        def take() -> None:
+            if not ctx.world.first:
+                return
+            run_dir.mkdir(parents=True, exist_ok=True)
+            path = run_dir / LOCK
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            held.callback(os.close, descriptor)
+            _lock(path, descriptor)
+            sweep(root)
+
+        on_all_ranks(take, ctx, StorageError, f"run folder {run_dir} not usable")
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
-def _lock(path: Path) -> int:
-    """Lock the file `path`, write host and process to it, and return its descriptor.
+def _lock(path: Path, descriptor: int) -> None:
+    """Lock the file `path`, which is open, and write host and process to it.
 
     Raises StorageError if another job holds the lock.
     """
     # A lock of the kernel ends with the process that holds it, on whichever machine that is. So no lock is ever stale.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(descriptor, 500).decode(errors="replace")
-        os.close(descriptor)
         raise StorageError(f"{path} is held by another job ({holder}); end it, or choose another --run_dir") from None
     except OSError as error:  # some network file systems have no locks
         logging.getLogger(__name__).warning("%s: not locked (%s): run no second job in this folder", path, error)
     os.truncate(descriptor, 0)
     os.write(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
-    return descriptor
 
 
 class Ownership:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from megapar.checkpoint.format import (
 )
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError
+from megapar.messages import counted
 from megapar.params import MAIN, Sizes, StateSlice, spec_of
 
 Kind = tuple[str, Sizes]  # dtype and shape of a tensor
@@ -84,7 +85,7 @@ def _newest(root: Path, check: Check | None) -> str | None:
     if folders:
         # A run that lost its state must not start over without being asked to.
         raise CheckpointError(
-            f"{root}: none of {len(folders)} checkpoints is complete; --checkpoint.resume none starts afresh"
+            f"{root}: none of {counted(len(folders), 'checkpoint')} is complete; --checkpoint.resume none starts afresh"
         )
     return None
 
@@ -126,8 +127,17 @@ def going_back(path: Path, option: str) -> str:
     return f"--checkpoint.{option} {older} goes on from the one before"
 
 
+def _no_reason(_: Manifest) -> str:
+    return ""
+
+
 def load(
-    path: Path, *, slices: Iterable[StateSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
+    path: Path,
+    *,
+    slices: Iterable[StateSlice],
+    ctx: ParallelContext,
+    model_config: Mapping[str, Any],
+    why: Callable[[Manifest], str] = _no_reason,
 ) -> Manifest:
     """Fill `slices`, which are all that this rank holds, from the checkpoint `path` and return its manifest.
 
@@ -139,9 +149,10 @@ def load(
     and data position from the manifest.
 
     Raises CheckpointError on every rank. If names, shapes, dtypes or `model_config` differ, or a file is missing or
-    cut, nothing has been changed then. If a chunk's contents are damaged, slices may be filled in part.
+    cut, nothing has been changed then. If a chunk's contents are damaged, slices may be filled in part. For a
+    checkpoint that does not fit, `why` may give the reason, which the message then begins with.
     """
-    return _load(path, list(slices), ctx, model_config)
+    return _load(path, list(slices), ctx, model_config, why=why)
 
 
 def load_weights(
@@ -195,13 +206,14 @@ def _load(
     model_config: Mapping[str, Any],
     *,
     weights_alone: bool = False,
+    why: Callable[[Manifest], str] = _no_reason,
 ) -> Manifest:
     wanted = _wanted_kinds(slices, ctx)
     manifest = verified_manifest(path, ctx)
     lines = _differences(manifest, wanted, ctx, model_config, weights_alone=weights_alone)
     if lines:
         stored = {name.split(".")[0] for name in manifest.tensors}
-        hint = ""
+        hint = why(manifest)
         if stored <= {*WEIGHTS} and not weights_alone:
             hint = "; it holds weights alone: --checkpoint.init_from starts from them"
         head = f"{path} does not fit this run{hint} (checkpoint | run):"
@@ -336,7 +348,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _shortened(lines: list[str]) -> list[str]:
     more = len(lines) - _MOST_DIFFERENCES
-    return lines if more <= 0 else [*lines[:_MOST_DIFFERENCES], f"... and {more} more differences"]
+    return lines if more <= 0 else [*lines[:_MOST_DIFFERENCES], f"... and {counted(more, 'more difference')}"]
 
 
 def fill(

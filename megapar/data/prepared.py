@@ -19,6 +19,7 @@ from megapar.data.indexed import IndexedDataset, IndexedWriter, merge
 from megapar.data.order import permute
 from megapar.errors import ConfigError, DataError
 from megapar.files import write_json
+from megapar.messages import counted
 
 _BLOCK = 1 << 20  # bytes hashed, tokens checked, or documents checked at a time; it bounds the memory
 _GATHERED = 1 << 10  # documents fetched at a time
@@ -188,7 +189,8 @@ def split(prefix: Path, output: Path, fractions: Sequence[float]) -> dict[str, I
     made = {}
     for name, first, last in zip(PARTS, edges, edges[1:], strict=False):
         if first == last:
-            raise DataError(f"{prefix}: {len(dataset)} documents leave none for {name}; give it a larger fraction")
+            all_documents = counted(len(dataset), "document leaves", "documents leave")
+            raise DataError(f"{prefix}: {all_documents} none for {name}; give it a larger fraction")
         part = Path(f"{output}_{name}")
         sidecar_path(part).unlink(missing_ok=True)
         with IndexedWriter(part, dataset.dtype) as writer:

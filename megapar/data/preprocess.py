@@ -33,7 +33,7 @@ from megapar.data.workers import run, worker_pool
 from megapar.errors import ConfigError, DataError, storing
 
 _PARTS_VERSION = 1  # raise it when the same input would give other parts
-_BATCH_BYTES = 1 << 20  # characters of text in a batch, about
+_BATCH_CHARACTERS = 1 << 20  # of text in a batch, about
 _SHARD_BYTES = 1 << 22  # larger inputs have larger shards, so that there are some thousand parts and not millions
 _NAMED = 100  # the sidecar says where the first bad documents are; all are counted
 
@@ -342,7 +342,7 @@ def _batches(readers: Iterable[SpanReader]) -> Iterator[tuple[list[tuple[Place, 
         for place, text in reader:
             documents.append((place, text))
             size += len(text)
-            if size >= _BATCH_BYTES:
+            if size >= _BATCH_CHARACTERS:
                 yield documents, before + reader.num_bytes
                 documents = []
                 size = 0

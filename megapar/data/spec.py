@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from megapar.config import Config
-from megapar.messages import problem
+from megapar.messages import counted, problem
 
 _UNSPLIT = ("synthetic", "hf")  # sources without documents to split
 
@@ -167,7 +167,8 @@ def _stages(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
         if first <= last:
             yield f"data.stages={text}: must be SAMPLE:W,W,... with a sample above {last}"
         elif len(weights) != len(entries):
-            yield f"data.stages={text}: {len(weights)} weights for the {len(entries)} sources of data.train"
+            count = counted(len(weights), "weight")
+            yield f"data.stages={text}: {count} for the {counted(len(entries), 'source')} of data.train"
         elif not all(math.isfinite(w) and w >= 0 for w in weights):
             yield f"data.stages={text}: weights must be finite and at least 0"
         else:

@@ -124,7 +124,7 @@ class HuggingFaceTokenizer:
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         ends = _end_tokens(spec, beside, vocabulary)
         if len(ends) != 1 or ends[0] not in vocabulary:
-            found = " and ".join(map(str, ends)) or f"none of {', '.join(_ENDS)}"
+            found = " and ".join(ends) or f"none of {', '.join(_ENDS)}"
             raise DataError(
                 f"tokenizer {spec}: which token ends a document? Found {found}; name one of its vocabulary as "
                 f'{{"eos_token": "..."}} in {beside}'
@@ -173,7 +173,9 @@ class TiktokenTokenizer:
         settings = _read_object(spec, beside) if beside.is_file() else {}
         special = settings.get("special_tokens", {"<|endoftext|>": max(ranks.values()) + 1})
         end = settings.get("eod", "<|endoftext|>")
-        if end not in special:
+        if not isinstance(special, dict) or not all(type(token_id) is int for token_id in special.values()):
+            raise DataError(f'tokenizer {spec}: special_tokens in {beside} must be an object {{"TEXT": ID, ...}}')
+        if not isinstance(end, str) or end not in special:
             raise DataError(f"tokenizer {spec}: {end} is none of the special tokens {', '.join(special) or '(none)'}")
         try:
             self._encoding = tiktoken.Encoding(
@@ -195,15 +197,22 @@ def _array(ids: list[int]) -> NDArray[np.int64]:
     return np.fromiter(ids, np.int64, len(ids))  # twice as fast as np.array
 
 
-def _end_tokens(spec: str, config_path: Path, vocabulary: dict[str, int]) -> list[Any]:
-    """Return the texts of the tokens that may end a document: `eos_token` of the config, or each usual name."""
+def _end_tokens(spec: str, config_path: Path, vocabulary: dict[str, int]) -> list[str]:
+    """Return the texts of the tokens that may end a document: `eos_token` of the config, or each usual name.
+
+    Raises DataError if `eos_token` is no text.
+    """
     end = None
     if config_path.is_file():
         end = _read_object(spec, config_path).get("eos_token")
     if not end:
         return [name for name in _ENDS if name in vocabulary]
     if isinstance(end, dict):  # transformers writes an AddedToken as an object
-        end = end["content"]
+        end = end.get("content")
+    if not isinstance(end, str):
+        raise DataError(
+            f'tokenizer {spec}: eos_token in {config_path} names no token: write it as a text, {{"eos_token": "..."}}'
+        )
     return [end]
 
 

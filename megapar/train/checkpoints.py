@@ -20,9 +20,10 @@ from megapar.checkpoint.format import Manifest
 from megapar.checkpoint.lineage import Lineage, lineage_of, new_id, set_aside
 from megapar.checkpoint.load import choose, load, load_fitting, load_weights
 from megapar.checkpoint.save import Save, needed_bytes, share, snapshot, snapshot_bytes
-from megapar.config import flatten
+from megapar.config import Config, flatten
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, CommunicationError, StorageError
+from megapar.messages import shown
 from megapar.params import StateSlice
 from megapar.precision import LossScale
 from megapar.train.data import ORDER, compare
@@ -221,7 +222,13 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
     if path is None:
         notes = _start_from_weights(state)
     else:
-        manifest = load(path, slices=_all_slices(state), ctx=ctx, model_config=_weight_options(state))
+        manifest = load(
+            path,
+            slices=_all_slices(state),
+            ctx=ctx,
+            model_config=_weight_options(state),
+            why=lambda manifest: _other_parameters_trained(manifest, state.config),
+        )
         saved = position(manifest)
         notes = compare(manifest.data, state.data_identity, path, accept=state.config.data.accept_changed)
         notes = [f"resumed step {manifest.step} from {path}", *_go_on(state, manifest, saved), *notes]
@@ -231,6 +238,20 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
     doing = "checkpoints of an abandoned branch not set aside"
     moved = on_all_ranks(lambda: set_aside(root, state.lineage) if ctx.world.first else [], ctx, StorageError, doing)
     return [*notes, *moved]
+
+
+def _other_parameters_trained(manifest: Manifest, config: Config) -> str:
+    """The reason why a checkpoint lacks moments that the run needs, or has others: "", or a part of a message."""
+    # A checkpoint of a version without this option trained every parameter.
+    saved = tuple(position(manifest).config.get("train.trainable") or ())
+    now = config.train.trainable
+    if saved == now:
+        return ""
+    return (
+        f"; train.trainable differs ({shown(saved)} | {shown(now)}), and moments exist of trained parameters alone: "
+        "resume with the value of the checkpoint, or start from its weights with --checkpoint.init_from in another "
+        "--run_dir"
+    )
 
 
 def _all_slices(state: TrainState) -> list[StateSlice]:

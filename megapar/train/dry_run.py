@@ -15,8 +15,10 @@ from megapar.config import Config, ParallelConfig
 from megapar.context import ParallelContext
 from megapar.derive import num_microbatches
 from megapar.errors import OutOfMemoryError
+from megapar.messages import counted
 from megapar.params import spec_of
-from megapar.pipeline.schedules import embedding_ranks, make
+from megapar.pipeline.schedules import make
+from megapar.train.grid import with_grid
 from megapar.train.trainable import freeze, refuse
 from megapar.train.trainer import assemble
 
@@ -94,16 +96,8 @@ def _with_kernels_of_the_planned_device(config: Config) -> Config:
 
 
 def _context(config: Config, rank: int) -> ParallelContext:
-    parallel = config.parallel
-    return context.planned(
-        rank,
-        tp=parallel.tp,
-        dp=parallel.dp,
-        pp=parallel.pp,
-        order=parallel.order,
-        ends=embedding_ranks(parallel),
-        device=META,
-    )
+    plan = with_grid(context.planned, config)
+    return plan(rank, device=META)
 
 
 def report_rank(config: Config, build: Build, rank: int) -> RankReport:
@@ -182,11 +176,12 @@ def show(config: Config, build: Build, parameters: int, flops_per_token: int, co
     tokens = train.global_batch_size * train.seq_length
     vocabulary = config.model.vocab_size
     console.print(
-        f"{parameters:,} parameters; {world} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, "
-        f"{parallel.vpp} stage(s) a rank, {parallel.schedule}\n"
-        f"a step: {train.global_batch_size} samples x {train.seq_length} tokens = {tokens:,} tokens, "
-        f"{num_microbatches(config)} micro-batches of {train.micro_batch_size} a replica, "
-        f"{flops_per_token * tokens / 1e15:,.3g} PFLOP; {train.steps:,} steps = "
+        f"{parameters:,} parameters; "
+        f"{counted(world, 'rank')} = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, "
+        f"{counted(parallel.vpp, 'stage')} a rank, {parallel.schedule}\n"
+        f"a step: {counted(train.global_batch_size, 'sample')} x {train.seq_length} tokens = {tokens:,} tokens, "
+        f"{counted(num_microbatches(config), 'micro-batch', 'micro-batches')} of {train.micro_batch_size} a replica, "
+        f"{flops_per_token * tokens / 1e15:,.3g} PFLOP; {counted(train.steps, 'step')} = "
         f"{train.samples() * train.seq_length:,} tokens\n"
         f"vocabulary {vocabulary:,} -> {-(-vocabulary // 128) * 128:,} rows, padded to a multiple of 128",
         highlight=False,

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from megapar import comm, context, device, rendezvous
+from megapar import comm, context, device, plugins, rendezvous
 from megapar.config import Config, flatten
 from megapar.context import ParallelContext
 from megapar.errors import CommunicationError, ConfigError, MegaparError, reported
 from megapar.files import write_json
 from megapar.flight import Board, Flight, FlightFile
-from megapar.pipeline.schedules import embedding_ranks
 from megapar.rendezvous import Member
+from megapar.train.grid import with_grid
 from megapar.train.monitor import Monitor
 from megapar.train.signals import Signals
 
@@ -137,18 +137,9 @@ def join(config: Config, env: device.Environment, process: RankProcess) -> Paral
     process.members = [member]
     if env.world_size > 1:
         process.members = _meet(config, env, member, chosen, process)
-    parallel = config.parallel
-    return context.create(
-        tp=parallel.tp,
-        dp=parallel.dp,
-        pp=parallel.pp,
-        order=parallel.order,
-        ends=embedding_ranks(parallel),
-        device=chosen,
-        timeout_seconds=timeout,
-        flight=process.flight,
-        use_shared_memory=config.launch.cpu_exchange == "shared_memory",
-    )
+    create = with_grid(context.create, config)
+    use_shared_memory = config.launch.cpu_exchange == "shared_memory"
+    return create(device=chosen, timeout_seconds=timeout, flight=process.flight, use_shared_memory=use_shared_memory)
 
 
 def _meet(
@@ -188,7 +179,11 @@ def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
     local = ("launch.nproc", "launch.device", "launch.threads")
     options = {path: value for path, value in flatten(config).items() if path not in local}
     versions = {"torch's version": torch.__version__}
-    return {**options, **versions, **rendezvous.hashes_of_our_files(), "the device": device_type}
+    # The modules that these options name were imported when the options were checked. A module that they import from
+    # their own package counts as well: it may hold the layers of a family.
+    named = (config.model.family, config.parallel.schedule)
+    outside = {package for name in named if (package := plugins.package_of(name))}
+    return {**options, **versions, **rendezvous.hashes_of_files(outside), "the device": device_type}
 
 
 def leave(ctx: ParallelContext) -> None:

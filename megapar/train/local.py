@@ -102,7 +102,8 @@ def _rank_main(rank: int, nproc: int, meeting: str, launcher: int, board: Board,
         cores=max(1, device.usable_cores() // nproc),
     )
     main(env, board)
-    # An exit code of 0 without this flag means that something else ended the rank early (row S12 of docs/faults.md).
+    # An exit code of 0 without this flag means that something else ended the rank early (fault rank-that-ends-early of
+    # docs/faults.md).
     flight.raise_flag("done")
 
 

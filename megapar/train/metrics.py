@@ -1,8 +1,8 @@
 """Measures training steps and reports them: to metrics.jsonl, to the console and, by option, to TensorBoard.
 
 Rank 0 writes. MFU is model FLOPs / (step seconds * devices * peak FLOP/s of one device). Model FLOPs are those of
-forward and backward without recomputation. Causal attention counts half (arXiv 2205.05198, section 6). The models
-document how they count.
+forward and backward without recomputation. Causal attention counts half (arXiv 2205.05198, section 6), and a frozen
+weight no gradient of its own. The models document how they count.
 """
 
 import json
@@ -29,6 +29,7 @@ from megapar.config import LogConfig
 from megapar.context import ParallelContext
 from megapar.errors import say, storing, tell
 from megapar.files import replace_file
+from megapar.messages import counted
 from megapar.train.step import StepResult
 
 _PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines are written
@@ -284,8 +285,8 @@ def cut_back(path: Path, last_step: int, abandoned: Path) -> None:
         else:
             moved.append(line)
     if foreign:
-        message = "%s: %d lines that are no metrics of a step are kept out of it, in %s"
-        logging.getLogger(__name__).warning(message, path, foreign, abandoned)
+        text = counted(foreign, "line that is no metrics of a step is", "lines that are no metrics of a step are")
+        logging.getLogger(__name__).warning("%s: %s kept out of it, in %s", path, text, abandoned)
     if moved:
         # In this order a kill between the two writes leaves the lines in both files, and loses none.
         replace_file(abandoned, b"".join(moved))

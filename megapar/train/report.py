@@ -13,6 +13,7 @@ from megapar.context import ParallelContext
 from megapar.derive import num_microbatches
 from megapar.errors import StorageError, say, storing
 from megapar.files import write_json
+from megapar.messages import counted
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make
 from megapar.pipeline.simulation import simulate
@@ -28,34 +29,34 @@ def length_of_run(config: Config) -> str:
     tokens = f"{last:,}"
     if first != last:  # train.batch_ramp grows the batch
         tokens = f"{first:,} to {last:,}"
-    return f"{train.steps:,} steps of {tokens} tokens = {total:,} tokens"
+    return f"{counted(train.steps, 'step')} of {tokens} tokens = {total:,} tokens"
 
 
 def warnings(config: Config) -> list[str]:
     """Warnings about a validated config that runs, but slower than it could."""
     parallel = config.parallel
     m = num_microbatches(config)
+    microbatches = counted(m, "micro-batch", "micro-batches")
     lines = []
     left_over = config.train.global_batch_size // config.train.micro_batch_size % parallel.dp
     if left_over:
-        lines.append(
-            f"parallel.dp={parallel.dp}: {left_over} replicas run {m} micro-batches a step, the others {m - 1} and wait"
-        )
+        some = counted(left_over, "replica runs", "replicas run")
+        lines.append(f"parallel.dp={parallel.dp}: {some} {microbatches} a step, the others {m - 1} and wait")
     too_few = m < parallel.pp
     ragged = parallel.vpp > 1 and m % parallel.pp > 0
     if parallel.pp == 1 or not (too_few or ragged):
         return lines
     if too_few:
         better = 4 * parallel.pp
-        why = "are fewer than the pipeline's ranks"
+        why = "fewer than the pipeline's ranks"
     else:
         better = -(-m // parallel.pp) * parallel.pp  # rounded up to whole rounds
-        why = "do not fill the interleaved schedule's last round"
+        why = "too few to fill the interleaved schedule's last round"
     batch = better * config.train.micro_batch_size * parallel.dp
     return [
         *lines,
         f"parallel.pp={parallel.pp}, parallel.vpp={parallel.vpp}, "
-        f"train.global_batch_size={config.train.global_batch_size}: {m} micro-batches a step {why}, which idle about "
+        f"train.global_batch_size={config.train.global_batch_size}: {microbatches} a step, {why}, which idle about "
         f"{idle_share(config, m):.0%} of the time; train.global_batch_size={batch} would make it "
         f"{idle_share(config, better):.0%}",
     ]
@@ -108,9 +109,10 @@ def write_run_header(
         train = config.train
         hardware = f"{environment['hardware']}, torch {torch.__version__}"
         say(f"{config.model.family}, {parameters:,} parameters, {train.precision}; {hardware}")
+        microbatches = counted(num_microbatches(config), "micro-batch", "micro-batches")
         say(
-            f"{ctx.world.size} ranks = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}; {parallel.schedule}, "
-            f"{num_microbatches(config)} micro-batches of {train.micro_batch_size} a step; "
+            f"{counted(ctx.world.size, 'rank')} = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}; "
+            f"{parallel.schedule}, {microbatches} of {train.micro_batch_size} a step; "
             f"recompute {train.recompute}; ZeRO stage {config.optimizer.zero_stage}; kernels {kernels}"
         )
         say(f"{length_of_run(config)}; data {' '.join(config.data.train)}; run folder {run_dir}")

@@ -12,7 +12,7 @@ from torch import nn
 from megapar import comm
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
-from megapar.params import spec_of
+from megapar.params import selected, spec_of
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ def freeze(modules: Iterable[nn.Module], patterns: Sequence[str]) -> Frozen:
         matching = [[p for p in patterns if fnmatchcase(piece.name, p)] for piece in spec.pieces]
         for names in matching:
             used.update(names)
-        # A fused parameter has one gradient, so it is trained only if the patterns match all of its pieces.
-        is_trained = not patterns or all(matching)
+        is_trained = selected(spec, patterns)
         if any(matching) and not is_trained:
             torn.append(spec.name)
         # A parameter that the model itself has frozen stays frozen.

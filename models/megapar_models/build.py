@@ -1,12 +1,14 @@
 """Builds this rank's pipeline stages from a configuration, and counts a model's parameters and FLOPs."""
 
+from collections.abc import Sequence
+
 import torch
 
 from megapar.config import Config, ModelConfig
 from megapar.context import ParallelContext, single
 from megapar.device import choose_kernels
 from megapar.linear import MatrixProducts
-from megapar.params import Piece, spec_of
+from megapar.params import Piece, selected, spec_of
 from megapar.pipeline.partition import explicit, partition
 from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar.precision import model_dtype
@@ -76,14 +78,17 @@ def stage_layers(config: Config) -> list[range]:
     return partition(costs, float(model.hidden_size), float(model.vocab_size * model.hidden_size), num_stages)
 
 
-def logical_tensors(model: ModelConfig) -> dict[str, Piece]:
-    """Every logical tensor of the model by name. A tied embedding is listed once."""
-    # Built on the meta device, so that no count of parameters is written down a second time.
+def _whole_model(model: ModelConfig) -> Stage:
+    """The model in one stage on the meta device: from it parameters and FLOPs are counted, and from no second list."""
     alone = single()
     sharding = Sharding(alone.tp, alone.grad, False, torch.float32, torch.device("meta"))
     blueprint = Blueprint(model, sharding, Recompute(), seed=0)
-    stage = find(model.family).stage(blueprint, range(model.num_hidden_layers), first=True, last=True)
-    return {piece.name: piece for param in stage.parameters() for piece in spec_of(param).pieces}
+    return find(model.family).stage(blueprint, range(model.num_hidden_layers), first=True, last=True)
+
+
+def logical_tensors(model: ModelConfig) -> dict[str, Piece]:
+    """Every logical tensor of the model by name. A tied embedding is listed once."""
+    return {piece.name: piece for param in _whole_model(model).parameters() for piece in spec_of(param).pieces}
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -91,19 +96,58 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(torch.Size(piece.shape).numel() for piece in logical_tensors(model).values())
 
 
-def flops_per_token(model: ModelConfig, seq_length: int) -> int:
-    """The FLOPs of forward and backward for one token.
+def flops_per_token(model: ModelConfig, seq_length: int, trainable: Sequence[str] = ()) -> int:
+    """The FLOPs of forward and backward for one token, where train.trainable is `trainable`.
 
-    Each weight of a matrix product counts 6: those of the head do, those of the embedding's lookup do not. Causal
-    attention counts 6 * s * heads * head_dim for each layer, because half of its s^2 scores are computed. As in
-    Megatron-LM, attention counts over the whole sample, also if data.documents=apart computes less.
+    Each weight of a matrix product counts 2 for the forward pass, 2 for the gradient of the product's input, and 2 for
+    its own gradient: those of the head do, those of the embedding's lookup do not. Causal attention counts 2 * s *
+    heads * head_dim for each layer's forward pass, because half of its s^2 scores are computed, and twice as much for
+    its backward pass. As in Megatron-LM, attention counts over the whole sample, also if data.documents=apart computes
+    less.
+
+    Frozen weights have no gradient of their own. Gradients of inputs are counted back to the first layer that holds a
+    trained parameter, and for all products of that layer. Layers before it need none.
     """
-    matrices = sum(
-        torch.Size(piece.shape).numel()
-        for name, piece in logical_tensors(model).items()
-        if len(piece.shape) == 2 and name not in ("embedding.weight", "positions.weight", "head.weight")
-    )
-    # Added by hand: a tied head is listed as the embedding, which is left out above.
-    head = model.vocab_size * model.hidden_size
-    scores = seq_length * model.num_attention_heads * model.head_dim * model.num_hidden_layers
-    return 6 * (matrices + head + scores)
+    layers = model.num_hidden_layers
+    shapes: dict[str, Sequence[int]] = {}
+    trained: set[str] = set()
+    for param in _whole_model(model).parameters():
+        spec = spec_of(param)
+        shapes.update({piece.name: piece.shape for piece in spec.pieces})
+        if param.requires_grad and selected(spec, trainable):  # a model may freeze a parameter of its own
+            trained.update(piece.name for piece in spec.pieces)
+    first = min((_depth(name, layers) for name in trained), default=layers + 2)
+    # A tied head is listed as the embedding.
+    head = "head.weight" if "head.weight" in shapes else "embedding.weight"
+    total = 0
+    for name, shape in shapes.items():
+        if len(shape) != 2 or name in ("embedding.weight", "positions.weight", "head.weight"):
+            continue
+        passes = _passes(input_gradient=first <= _depth(name, layers), weight_gradient=name in trained)
+        total += 2 * passes * torch.Size(shape).numel()
+    # The head is alone at its depth: its input needs a gradient only if a parameter before it is trained.
+    passes = _passes(input_gradient=first <= layers, weight_gradient=head in trained)
+    total += 2 * passes * model.vocab_size * model.hidden_size
+    scores = 2 * seq_length * model.num_attention_heads * model.head_dim
+    for layer in range(layers):
+        total += 3 * scores if first <= layer else scores
+    return total
+
+
+def _depth(name: str, layers: int) -> int:
+    """The place of a logical tensor in the forward pass: its layer, -1 before the layers, `layers` or more after."""
+    module, _, rest = name.partition(".")
+    if module == "layers":
+        return int(rest.partition(".")[0])
+    # A tensor of a name that is not known here counts as one before the layers: the count is then never too small.
+    return {"norm": layers, "head": layers + 1}.get(module, -1)
+
+
+def _passes(*, input_gradient: bool, weight_gradient: bool) -> int:
+    """How many products as large as the forward one a matrix takes part in."""
+    passes = 1
+    if input_gradient:
+        passes += 1
+    if weight_gradient:
+        passes += 1
+    return passes

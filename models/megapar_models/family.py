@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from torch import Tensor
+
 from megapar.config import ModelConfig
 from megapar.model_rules import ModelRules
 from megapar_models.stage import Stage
@@ -74,6 +76,8 @@ class Family(ModelRules):
     """
 
     stage: type[Stage]
+    reference: Callable[[ModelConfig, Mapping[str, Tensor], Tensor], Tensor] | None = None
+    """Logits [b, s, v] of a model with these logical tensors for tokens [b, s], in plain PyTorch: tests use it."""
     hugging_face: HuggingFace | None = None
     megatron: Megatron | None = None
 

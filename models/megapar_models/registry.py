@@ -1,5 +1,6 @@
 """The model families by name, one line for each. A family outside this repository is named by its import path."""
 
+from pathlib import Path
 from typing import Any
 
 from megapar import validate as checks
@@ -7,8 +8,8 @@ from megapar.checkpoint import compatible
 from megapar.config import Config
 from megapar.plugins import named
 from megapar_models.family import Family
-from megapar_models.gpt_family import GPT
-from megapar_models.llama_family import LLAMA
+from megapar_models.gpt.family import GPT
+from megapar_models.llama.family import LLAMA
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -19,6 +20,11 @@ FAMILIES: dict[str, Family] = {
 def find(name: str) -> Family:
     """The family that model.family names: a key of FAMILIES, or MODULE:NAME. Raises ConfigError if there is none."""
     return named("model.family", name, FAMILIES, Family)
+
+
+def presets() -> dict[str, Path]:
+    """Published models by name: TOML files of options of `model`, in the folder `presets` of each family."""
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*/presets/*.toml"))}
 
 
 def validate(config: Config, world_size: int) -> Config:

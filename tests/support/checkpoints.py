@@ -5,7 +5,13 @@ import json
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +21,11 @@ from torch import Tensor
 
 from megapar import context
 from megapar.checkpoint import format as checkpoint_format
+from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.checkpoint.load import load
 from megapar.checkpoint.save import save
-from megapar.context import Axis
+from megapar.context import Axis, ParallelContext
+from megapar.errors import MegaparError
 from megapar.params import ZEROS, ParamSpec, Piece, StateSlice, make_piece
 
 MODEL = {"hidden_size": 6, "rope": {"factor": 1.0}, "tie_word_embeddings": False}
@@ -135,3 +143,67 @@ def killed_at(calls: Sequence[tuple[Any, str]], number: int, work: Callable[[], 
     process.join()
     assert process.exitcode in (0, 9)
     return process.exitcode == 9
+
+
+def cut_slices(ctx: ParallelContext) -> list[Any]:
+    """One tensor cut over all ranks."""
+    rows = (3 * ctx.world.rank, 3 * ctx.world.rank + 3)
+    spec = spec_of_piece(make_piece("p", (3 * ctx.world.size, 50), {0: rows}))
+    state = {name: torch.full((150,), float(ctx.world.rank)) for name in STATE}
+    return [make_slice(spec, 0, 150, **state)]
+
+
+@contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """Writing beyond `size` bytes fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def outcome(action: Any) -> tuple[str, int, str]:
+    """Class, exit code and words of the error that `action` raises; "", 0 and "" if it raises none."""
+    try:
+        action()
+    except MegaparError as error:
+        return type(error).__name__, error.exit_code, str(error)
+    return "", 0, ""
+
+
+def kill_soon_after_a_save_began(writer: BaseProcess, root: Path, seconds: float) -> None:
+    before = set(root.glob(".tmp-*"))
+    while writer.is_alive() and before.issuperset(root.glob(".tmp-*")):
+        pass
+    time.sleep(seconds)
+    writer.kill()
+    writer.join()
+
+
+def kill_saves(write: Callable[[Path, int, Connection], None], ahead: int, root: Path, trials: int) -> None:
+    """After each kill all folders are complete, none reported as saved is gone, the newest loads bitwise. `write` saves
+    toys for ever, and has up to `ahead` more on disk than it has reported."""
+    torch.set_num_threads(1)
+    fork, chance = multiprocessing.get_context("fork"), random.Random(0)
+    newest = killed_inside = 0
+    for trial in range(trials):
+        receive, send = fork.Pipe(duplex=False)
+        writer = fork.Process(target=write, args=(root, newest + 1, send))
+        writer.start()
+        assert receive.poll(300)
+        kill_soon_after_a_save_began(writer, root, 0.004 * (trial + chance.random()) / trials)  # a toy takes 2 ms
+        saved = 0
+        while receive.poll():
+            saved = receive.recv()
+        killed_inside += len(list(root.glob(".tmp-*")))
+        complete = list(find_complete(root))
+        assert complete == checkpoint_folders(root)
+        newest = int(complete[0].name.removeprefix("step_"))
+        assert saved <= newest <= saved + ahead
+        target = toy_slices(0)
+        load_toy(complete[0], target)
+        for loaded, expected in zip(target, toy_slices(newest), strict=True):
+            assert all(torch.equal(loaded.tensors[name], expected.tensors[name]) for name in STATE)
+    assert killed_inside, "no kill fell into a save: the test proves nothing"

@@ -37,7 +37,7 @@ from typing import Any, Literal
 import torch
 import tyro
 from megapar_models.build import flops_per_token, parameter_count
-from megapar_models.registry import validate
+from megapar_models.registry import presets, validate
 from rich.console import Console
 from rich.table import Table
 
@@ -52,7 +52,6 @@ from megapar.errors import ConfigError, MegaparError, reported, storing
 from megapar.files import write_json
 from megapar.provenance import in_a_line, provenance
 
-PRESETS = Path(__file__).parents[2] / "pretrain_scripts/configs/models"
 WARMUP = 2
 TOLERANCES = {"loss": 1e-2, "grad_norm": 5e-2}  # relative: bf16 activations, rounded at other places
 TARGET_MFU = 0.45
@@ -67,7 +66,7 @@ RecomputeName = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Workload:
-    """A preset of pretrain_scripts/configs/models and how a GPU of more than 100 GB trains it.
+    """A preset of a model family and how a GPU of more than 100 GB trains it.
 
     `small_micro_batch_size` is the micro-batch of a smaller GPU, 0 if the model does not fit into 80 GB. `layers` 0
     means all. `instead` names the workload that takes this one's place if megapar runs out of memory.
@@ -143,7 +142,7 @@ def contender_class(name: ContenderName, dry_run: bool) -> type[Peer]:
 def model_of(workload: Workload, layers: int, dry_run: bool) -> ModelConfig:
     """The preset, cut to `layers` layers (0: the workload's own number), without stretched wavelengths, which cost
     nothing and which the peer lacks."""
-    preset = tomllib.loads((PRESETS / f"{workload.preset}.toml").read_text())["model"]
+    preset = tomllib.loads(presets()[workload.preset].read_text())["model"]
     model = ModelConfig(**{key: value for key, value in preset.items() if key != "rope_scaling"})
     model = replace(model, num_hidden_layers=layers or workload.layers or model.num_hidden_layers)
     if not dry_run:

@@ -22,6 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megapar_models.llama.family import LLAMA
+from megapar_models.registry import find
+
 from megapar.config import ModelConfig
 
 Recompute = Literal["none", "selective", "full"]
@@ -95,7 +98,7 @@ class Job:
 
     def __post_init__(self) -> None:
         model = self.model
-        if model.family != "llama" or model.attention_bias or model.qk_norm:
+        if find(model.family) is not LLAMA or model.attention_bias or model.qk_norm:
             raise ValueError("the model of time and memory knows Llama without biases and without q/k norm alone")
 
     @property

@@ -28,7 +28,7 @@ from megapar.checkpoint.format import Sizes, dtype_name
 from megapar.checkpoint.load import flatten
 from megapar.config import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
-from megapar.messages import first_few
+from megapar.messages import counted, first_few
 from megapar_models.convert.megatron_args import unsupported
 from megapar_models.convert.stream import CODES, check_finite
 from megapar_models.family import Megatron
@@ -236,7 +236,7 @@ def read(source: Path, vocab_size: int = 0, accepted: Collection[str] = ()) -> M
     pp = 1 + max(pipeline_rank for _, pipeline_rank in files)
     for field, size in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
         if args.get(field, size) != size:
-            raise CheckpointError(f"{folder}: has files of {size} ranks, args.{field} is {args[field]}")
+            raise CheckpointError(f"{folder}: has files of {counted(size, 'rank')}, args.{field} is {args[field]}")
     try:
         model = model_of(args, vocab_size, folder, accepted)
     except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -244,7 +244,9 @@ def read(source: Path, vocab_size: int = 0, accepted: Collection[str] = ()) -> M
     parts = collect({ranks: chunks(state) for ranks, state in loaded.items()}, tp, pp, folder)
     layers = {name.split(".")[1] for name in parts if name.startswith("layers.")}
     if len(layers) != model.num_hidden_layers:
-        raise CheckpointError(f"{folder}: holds {len(layers)} layers, args.num_layers is {model.num_hidden_layers}")
+        raise CheckpointError(
+            f"{folder}: holds {counted(len(layers), 'layer')}, args.num_layers is {model.num_hidden_layers}"
+        )
     plain = {name: value for name, value in args.items() if not isinstance(value, _Left)}
     return MegatronCheckpoint(folder, first.get("iteration") or 0, model, parts, plain)
 
@@ -368,11 +370,16 @@ def model_of(args: Mapping[str, Any], vocab_size: int, where: Path, accepted: Co
 
 
 def _stated(args: Mapping[str, Any], where: Path, kind: type, *fields: str) -> Any:
-    """Return the first of `fields` that is stated. Raises CheckpointError unless its type is `kind`, int or float."""
+    """Return the first of `fields` that is stated, as `kind`, int or float. Raises CheckpointError if it is none.
+
+    A whole number is taken for a float too.
+    """
     field = next((field for field in fields if args.get(field) is not None), fields[0])
-    if type(args.get(field)) is not kind:  # `type`, because True is an instance of int
-        raise CheckpointError(f"{where}: args.{field} is {args.get(field)!r}: must be a number")
-    return args[field]
+    value = args.get(field)
+    allowed = (int, float) if kind is float else (int,)
+    if type(value) not in allowed:  # `type`, because True is an instance of int
+        raise CheckpointError(f"{where}: args.{field} is {value!r}: must be a number")
+    return kind(value)
 
 
 def megatron_families() -> Iterator[tuple[str, Megatron]]:

@@ -7,7 +7,8 @@ from megapar.config import ModelConfig
 from megapar.errors import ConfigError
 from megapar.model_rules import ROPE_SCALING
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
-from megapar_models.gpt import GPTStage
+from megapar_models.gpt.model import GPTStage
+from megapar_models.gpt.reference import logits
 
 # Hugging Face
 
@@ -81,6 +82,7 @@ def _told(raw: Mapping[str, Any]) -> list[str]:
 GPT = Family(
     name="gpt",
     stage=GPTStage,
+    reference=logits,
     activations=("gelu_pytorch_tanh", "relu2"),
     unused=("model.attention_bias", "model.qk_norm", "model.rope_theta", *ROPE_SCALING),
     hugging_face=HuggingFace(

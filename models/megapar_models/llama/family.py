@@ -11,7 +11,8 @@ from megapar.errors import ConfigError
 from megapar.messages import problem
 from megapar.model_rules import ROPE_SCALING
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType, typed, wrong_types
-from megapar_models.llama import LlamaStage
+from megapar_models.llama.model import LlamaStage
+from megapar_models.llama.reference import logits
 
 _UNUSED_BY_ROPE_TYPE = {"default": ROPE_SCALING[1:], "linear": ROPE_SCALING[2:], "llama3": ()}
 
@@ -156,6 +157,7 @@ def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
 LLAMA = Family(
     name="llama",
     stage=LlamaStage,
+    reference=logits,
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
     unused=("model.hidden_dropout", "model.attention_dropout"),
     even_head_dim=True,

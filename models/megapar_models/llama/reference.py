@@ -1,0 +1,60 @@
+"""Llama in plain PyTorch: what tests compare `model.py` with in every layout."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megapar.config import ModelConfig
+from megapar_models.reference import Tensors, activate, attend, heads, linear, logits_of_layers
+
+
+def logits(model: ModelConfig, tensors: Tensors, tokens_bs: Tensor) -> Tensor:
+    """[b, s, v] of the true vocabulary. Positions count from 0 in each sample."""
+    x_bsh = tensors["embedding.weight"][tokens_bs]
+    return logits_of_layers(model, tensors, x_bsh, norm=_rms_norm, attention=_attention, mlp=_mlp)
+
+
+def _rms_norm(model: ModelConfig, tensors: Tensors, name: str, x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + model.rms_norm_eps).sqrt() * tensors[f"{name}.weight"]
+
+
+def _rope_frequency(model: ModelConfig, pair: int) -> float:
+    """Radians per position of the pair (pair, pair + d/2)."""
+    frequency = model.rope_theta ** (-2 * pair / model.head_dim)
+    scaling = model.rope_scaling
+    if scaling.rope_type == "default":
+        return frequency
+    if scaling.rope_type == "linear":
+        return frequency / scaling.factor
+    wavelength = 2 * math.pi / frequency
+    context = scaling.original_max_position_embeddings
+    if wavelength > context / scaling.low_freq_factor:
+        return frequency / scaling.factor
+    if wavelength < context / scaling.high_freq_factor:
+        return frequency
+    smooth = (context / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def _rotate(model: ModelConfig, x_bnsd: Tensor) -> Tensor:
+    half = model.head_dim // 2
+    frequencies = torch.tensor([_rope_frequency(model, pair) for pair in range(half)], dtype=torch.float64)
+    angles = torch.arange(x_bnsd.shape[2], dtype=torch.float64)[:, None] * frequencies
+    cos, sin = angles.cos().to(x_bnsd), angles.sin().to(x_bnsd)
+    first, second = x_bnsd[..., :half], x_bnsd[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _attention(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
+    q, k, v = (heads(model, tensors, f"{name}.{letter}", x_bsh) for letter in "qkv")
+    if model.qk_norm:
+        q = _rms_norm(model, tensors, f"{name}.q_norm", q)
+        k = _rms_norm(model, tensors, f"{name}.k_norm", k)
+    outputs = attend(_rotate(model, q), _rotate(model, k), v)
+    return linear(tensors, f"{name}.o", outputs)
+
+
+def _mlp(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
+    gate = activate(model, linear(tensors, f"{name}.gate", x_bsh))
+    return linear(tensors, f"{name}.down", gate * linear(tensors, f"{name}.up", x_bsh))

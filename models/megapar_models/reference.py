@@ -1,0 +1,68 @@
+"""What the plain versions of several families share, in eager PyTorch. Tests compare the models with these versions.
+
+Nothing here or in a family's reference.py is shared with the models under test but the numbers in `ModelConfig` and the
+names of logical tensors. Any float dtype works: the dtype of the given tensors is that of all arithmetic.
+Letters: b samples, s positions, h hidden, n heads, d width of a head, v vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from megapar.config import ModelConfig
+
+Tensors = Mapping[str, Tensor]  # logical tensors by name
+Part = Callable[[ModelConfig, Tensors, str, Tensor], Tensor]  # with the name of a module and its input
+
+
+def linear(tensors: Tensors, name: str, x: Tensor) -> Tensor:
+    """x W^T, plus the bias if there is one."""
+    y = x @ tensors[f"{name}.weight"].t()
+    return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
+
+
+def heads(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
+    """The projection `name` of x, cut into heads: [b, n, s, d]."""
+    b, s, _ = x_bsh.shape
+    return linear(tensors, name, x_bsh).view(b, s, -1, model.head_dim).transpose(1, 2)
+
+
+def attend(q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor) -> Tensor:
+    """Causal attention; returns [b, s, n d]. k and v may have fewer heads than q, each of which serves a group."""
+    query_heads = q_bnsd.shape[1]
+    key_heads = k_bnsd.shape[1]
+    s = q_bnsd.shape[2]
+    outputs = []
+    for head in range(query_heads):
+        group = head * key_heads // query_heads
+        scores = q_bnsd[:, head] @ k_bnsd[:, group].transpose(-1, -2) / math.sqrt(q_bnsd.shape[-1])
+        future = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
+        outputs.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v_bnsd[:, group])
+    return torch.cat(outputs, dim=-1)
+
+
+def activate(model: ModelConfig, x: Tensor) -> Tensor:
+    """The function that model.hidden_act names."""
+    if model.hidden_act == "silu":
+        return x * x.sigmoid()
+    if model.hidden_act == "relu2":
+        return x * x * (x > 0)
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def logits_of_layers(
+    model: ModelConfig, tensors: Tensors, x_bsh: Tensor, *, norm: Part, attention: Part, mlp: Part
+) -> Tensor:
+    """All layers, the last norm and the head on embedded tokens: logits [b, s, v] of the true vocabulary.
+
+    A layer is x + attention(norm(x)), then x + mlp(norm(x)).
+    """
+    x = x_bsh
+    for number in range(model.num_hidden_layers):
+        name = f"layers.{number}"
+        x = x + attention(model, tensors, f"{name}.attention", norm(model, tensors, f"{name}.attention_norm", x))
+        x = x + mlp(model, tensors, f"{name}.mlp", norm(model, tensors, f"{name}.mlp_norm", x))
+    head = "embedding.weight" if model.tie_word_embeddings else "head.weight"
+    return norm(model, tensors, "norm", x) @ tensors[head].t()

@@ -1,0 +1,60 @@
+"""A model of three small layers and its training state, for tests of checkpoints."""
+
+from typing import Any
+
+import torch
+from megapar_models.build import build_stages
+from megapar_models.registry import validate
+
+from megapar import context
+from megapar.batch import MicroBatch
+from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.random import initialize
+from megapar.train.step import TrainState, train_step
+from megapar.train.trainer import assemble
+
+SAMPLES = 4  # of a global batch
+LENGTH = 8  # of a sample, in tokens
+MODEL = ModelConfig(
+    hidden_size=12,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=4,
+    intermediate_size=20,
+    vocab_size=131,
+    tie_word_embeddings=True,
+)
+
+
+MODEL_CONFIG = {"hidden_size": 12, "num_hidden_layers": 3}
+
+
+def make_config(precision: str = "fp32", zero_stage: int = 1, **parallel: Any) -> Config:
+    config = Config(
+        model=MODEL,
+        parallel=ParallelConfig(**parallel),
+        train=TrainConfig(global_batch_size=SAMPLES, seq_length=LENGTH, precision=precision),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=1e-2, zero_stage=zero_stage, bucket_mb=1 / 1024),  # type: ignore[arg-type]
+    )
+    return validate(config, config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1))
+
+
+def make_state(config: Config, seed: int = 1) -> TrainState:
+    parallel = config.parallel
+    ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp)
+    stages = build_stages(config, ctx)
+    initialize(stages.values(), seed)
+    return assemble(config, ctx, stages)
+
+
+def step(state: TrainState) -> None:
+    """Train on samples that the step number decides."""
+    ctx = state.ctx
+    tokens = torch.randint(131, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(state.step))
+    batches = []
+    for sample in range(ctx.dp.rank, SAMPLES, ctx.dp.size):
+        row = tokens[sample : sample + 1]
+        ids = torch.tensor([state.consumed_samples + sample])
+        batches.append(MicroBatch.of_samples(row[:, :-1], row[:, 1:], torch.rand(1, LENGTH), ids))
+    train_step(state, batches)

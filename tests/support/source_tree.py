@@ -1,0 +1,42 @@
+"""The files of the project, and what their syntax trees say. Tests of the house and of documents read them."""
+
+import ast
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("megapar", "models", "kernels", "tools", "pretrain_scripts")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+PACKAGES = ("megapar", "models/megapar_models", "kernels/megapar_kernels")
+LIBRARY = [path for path in SOURCES if path.relative_to(ROOT).as_posix().startswith(PACKAGES)]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def dotted(node: ast.AST) -> str:
+    """a.b.c of an attribute expression, "" of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (value := dotted(node.value)):
+        return f"{value}.{node.attr}"
+    return ""
+
+
+@cache
+def setup_argument(name: str) -> Any:
+    """The value of an argument of setup() in setup.py."""
+    call = next(
+        node
+        for node in ast.walk(tree(ROOT / "setup.py"))
+        if isinstance(node, ast.Call) and dotted(node.func) == "setup"
+    )
+    return ast.literal_eval(next(keyword.value for keyword in call.keywords if keyword.arg == name))
