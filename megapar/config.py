@@ -89,6 +89,8 @@ class ParallelConfig:
     """Split activations between matrices over tp along the sequence; train.seq_length must divide by tp."""
     partition: tuple[int, ...] = ()
     """Layers of each of the pp * vpp stages, such as 3 4 4 2; empty balances by cost, embedding and head counted."""
+    balance: Literal["flops", "measured"] = "flops"
+    """The cost that an empty partition balances: computed, or measured at the first start and kept in config.toml."""
     order: str = "tp-cp-dp-pp"
     """Rank order, fastest axis first (cp is context parallel, of size 1 so far)."""
 

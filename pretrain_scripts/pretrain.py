@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from megapar_models.balance import with_measured_partition
 from megapar_models.build import build_stages, flops_per_token, parameter_count
 from megapar_models.registry import validate
 from rich.console import Console
@@ -44,6 +45,7 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
     # The outer one covers the start of `rank_process`'s threads, the inner one makes an error that it reports.
     with explained(), rank_process(config, env, board) as process, explained():
         ctx = join(config, env, process)
+        resolved, config, balance = with_measured_partition(resolved, config, ctx)
         train_data, validation_sets = open_loaders(config, ctx)
         run_dir = Path(config.run_dir)
         with lock_run_dir(run_dir, ctx):
@@ -51,10 +53,9 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
             data = identity(train_data, validation_sets)
             state, notes = start(config, ctx, build_stages(config, ctx), data)
             train_data.consumed_samples = state.consumed_samples
-            write_run_header(config, ctx, parameter_count(config.model), notes, to_toml(resolved, config))
+            write_run_header(config, ctx, parameter_count(config.model), [*balance, *notes], to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
-            # Last before the first step: until here there is nothing to save, so a request to stop ends the run.
-            process.arm()
+            process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
             stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop))
         leave(ctx)
         if stopped:
@@ -64,22 +65,21 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
 def plan(resolved: Resolved) -> None:
     """Print what each rank of the layout would hold. It does not matter how this process was started."""
     parallel = resolved.config.parallel
-    launch = resolved.config.launch
-    config = check(resolved, launch.nproc or parallel.tp * parallel.pp * max(parallel.dp, 1))
+    config = check(resolved, resolved.config.launch.nproc or parallel.tp * parallel.pp * max(parallel.dp, 1))
     flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
     dry_run.show(config, build_stages, parameter_count(config.model), flops, Console(width=140))
 
 
 def main() -> int:
-    # Ranks have not met yet, so one process prints an error for all of them.
     open_streams()
+    # Ranks have not met yet, so one process prints an error for all of them.
     with reported(0 if device.first_to_speak() else 1):
         resolved = load(sys.argv[1:])
         if resolved.config.dry_run:
             plan(resolved)
             return 0
-        env = device.environment()
         launch = resolved.config.launch
+        env = device.environment()
         if not launch.nproc:
             device.refuse_slurm_shell()
         world = env.world_size if env.launched else max(launch.nproc, 1)

@@ -26,25 +26,7 @@ def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
     """
     model = config.model
     first_rank, last_rank = embedding_ranks(config.parallel)
-    kernels = choose_kernels(config.kernels.backend, ctx.device)
-    sharding = Sharding(
-        ctx.tp,
-        ctx.grad,
-        config.parallel.sequence_parallel,
-        model_dtype(config.train.precision),
-        ctx.device,
-        MatrixProducts(kernels.weight_gradient),
-    )
-    blueprint = Blueprint(
-        model,
-        sharding,
-        Recompute(config.train.recompute, config.train.recompute_every),
-        config.train.seed,
-        tied=ctx.ends if model.tie_word_embeddings and first_rank != last_rank else None,
-        kernels=kernels,
-        z_loss=config.train.z_loss,
-        loss_chunk=config.kernels.loss_chunk,
-    )
+    blueprint = make_blueprint(config, ctx)
     layers = stage_layers(config)
     stages: dict[int, Stage] = {}
     for number, rank in enumerate(placement(config.parallel.schedule, ctx.pp.size, config.parallel.vpp)):
@@ -61,6 +43,30 @@ def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
     return stages
 
 
+def make_blueprint(config: Config, ctx: ParallelContext) -> Blueprint:
+    """What all stages of this rank have in common."""
+    first_rank, last_rank = embedding_ranks(config.parallel)
+    kernels = choose_kernels(config.kernels.backend, ctx.device)
+    sharding = Sharding(
+        ctx.tp,
+        ctx.grad,
+        config.parallel.sequence_parallel,
+        model_dtype(config.train.precision),
+        ctx.device,
+        MatrixProducts(kernels.weight_gradient),
+    )
+    return Blueprint(
+        config.model,
+        sharding,
+        Recompute(config.train.recompute, config.train.recompute_every),
+        config.train.seed,
+        tied=ctx.ends if config.model.tie_word_embeddings and first_rank != last_rank else None,
+        kernels=kernels,
+        z_loss=config.train.z_loss,
+        loss_chunk=config.kernels.loss_chunk,
+    )
+
+
 def stage_layers(config: Config) -> list[range]:
     """The layers of each of the pp * vpp stages: those of `parallel.partition`, or a split that balances the cost.
 
@@ -74,8 +80,15 @@ def stage_layers(config: Config) -> list[range]:
     numel = {name: torch.Size(piece.shape).numel() for name, piece in logical_tensors(model).items()}
     layer = sum(n for name, n in numel.items() if name.startswith("layers.0."))
     scores = config.train.seq_length * model.num_attention_heads * model.head_dim
-    costs = [float(layer + scores)] * model.num_hidden_layers
-    return partition(costs, float(model.hidden_size), float(model.vocab_size * model.hidden_size), num_stages)
+    return balanced(
+        config, float(layer + scores), float(model.hidden_size), float(model.vocab_size * model.hidden_size)
+    )
+
+
+def balanced(config: Config, layer: float, first: float, last: float) -> list[range]:
+    """The layers of each stage, balanced by the costs of a layer, of the embedding, and of norm, head and loss."""
+    layers = [layer] * config.model.num_hidden_layers
+    return partition(layers, first, last, config.parallel.pp * config.parallel.vpp)
 
 
 def _whole_model(model: ModelConfig) -> Stage:
