@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megapar.config import Config, ParallelConfig, TrainConfig
 from megapar.config_io import load
+from megapar.messages import counted
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.train.dry_run import RankReport, report, report_rank
 from megapar.train.step import TrainState
@@ -220,7 +221,7 @@ def test_every_shipped_configuration_dry_runs(
     config = load(["--config", str(path)]).config
     parallel = config.parallel
     world = parallel.tp * parallel.pp * max(parallel.dp, 1)
-    assert f"{parameter_count(validate(config, world).model):,} parameters; {world} ranks" in shown
+    assert f"{parameter_count(validate(config, world).model):,} parameters; {counted(world, 'rank')} = " in shown
     assert "GiB on each rank" in shown
     assert not (tmp_path / "run").exists(), "a dry run writes nothing"
 
@@ -240,12 +241,13 @@ def test_every_preset_adds_up(path: Path) -> None:
     assert sorted(rank for ranks in kinds.values() for rank in ranks) == [
         rank for rank in range(tp * pp * dp) if rank // tp % dp == 0
     ]
-    count = parameter_count(validate(config, tp * pp * dp).model)
+    derived = validate(config, tp * pp * dp).model
+    count = parameter_count(derived)
     copies = model.vocab_size * model.hidden_size * model.tie_word_embeddings
     held = sum(kind.parameters * len(ranks) for kind, ranks in kinds.items())
     vectors = tp * 20 * (model.num_hidden_layers + 1) * model.hidden_size
     positions = 0
-    if "positions.weight" in logical_tensors(model):
+    if "positions.weight" in logical_tensors(derived):
         positions = (tp - 1) * model.max_position_embeddings * model.hidden_size  # each tensor rank has the whole table
     assert count + copies + positions <= held <= count + copies + positions + vectors
     for kind in kinds:
