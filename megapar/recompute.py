@@ -30,12 +30,13 @@ class Recompute:
         return self.mode == "full" and number % self.every == 0
 
 
-def preload() -> None:
-    """Import the module that torch's checkpoint imports at its first call, which takes seconds.
+def preload(mode: str) -> None:
+    """Import the module that torch's checkpoint imports at its first call, unless `mode` is none. It takes seconds.
 
     A launcher calls this before it forks its ranks, so that not every rank spends that time.
     """
-    importlib.import_module("torch._dynamo")
+    if mode != "none":
+        importlib.import_module("torch._dynamo")
 
 
 def run(recomputes: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -12,15 +12,14 @@ from megapar_models.build import build_stages, flops_per_token, parameter_count
 from megapar_models.registry import validate
 from rich.console import Console
 
-from megapar import device
+from megapar import device, recompute
 from megapar.config import Config
 from megapar.config_io import Resolved, load, to_toml
 from megapar.data.tokenizer import load_tokenizer
 from megapar.derive import with_vocabulary
 from megapar.errors import Preempted, open_streams, reported
 from megapar.flight import Board
-from megapar.pipeline import schedules
-from megapar.recompute import preload
+from megapar.pipeline import runtime, schedules
 from megapar.train import dry_run
 from megapar.train.checkpoints import lock_run_dir
 from megapar.train.data import identity, open_loaders
@@ -88,8 +87,8 @@ def main() -> int:
         if world > 1 and not env.launched:
             device.choose(launch.device, 0, world)  # an error is raised here once, and not in every rank
             # Forked ranks share what is imported before the fork.
-            if config.train.recompute != "none":
-                preload()
+            recompute.preload(config.train.recompute)
+            runtime.preload(config.parallel.pp)
             return start_local_ranks(partial(run, resolved, config), world, config.run_dir)
         run(resolved, config, env)
     return 0

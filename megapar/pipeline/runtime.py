@@ -1,5 +1,6 @@
 """Executes the plan of one rank over its stages. This module knows no schedule by name, no model and no optimizer."""
 
+import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,15 @@ from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
 from megapar.pipeline.lowering import MessageBatch, Plan, consumer, lower_one
 from megapar.pipeline.schedules import Action, Event, make, placement
+
+
+def preload(pp: int) -> None:
+    """Import what torch imports when a backward pass is first given a gradient, as on all stages but the last one.
+
+    A launcher calls this before it forks its ranks, so that not every rank spends half a second on it.
+    """
+    if pp > 1:
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 class PipelineRuntime:
@@ -197,6 +207,10 @@ class _Execution:
         outputs = (result,) if isinstance(result, Tensor) else tuple(result)
         if torch.is_grad_enabled():
             floating = [y for y in outputs if y.is_floating_point()]
+            if action.stage == self._runtime.num_stages - 1:
+                # The root of the backward pass, whose gradient is 1. To hand `scale` to torch as a gradient instead
+                # would make it import its symbolic shapes and sympy: half a second, and 50 MB, in every process.
+                floating = [y * self._scale for y in floating]
             specs = tuple(TensorSpec(tuple(y.shape), y.dtype) for y in floating)
             self._saved[action.stage, action.microbatch] = _Saved(received, [_edge(y) for y in floating], specs)
         if action.stage == self._runtime.num_stages - 1:
@@ -206,8 +220,7 @@ class _Execution:
 
     def _backward(self, action: Action, received: tuple[Tensor, ...]) -> None:
         saved = self._saved.pop((action.stage, action.microbatch))
-        # On the last stage the output is the sum of the losses, whose gradient is the scale.
-        gradients = (self._scale,) if action.stage == self._runtime.num_stages - 1 else received
+        gradients = (None,) if action.stage == self._runtime.num_stages - 1 else received
         roots = [(edge, grad) for edge, grad in zip(saved.edges, gradients, strict=True) if edge is not None]
         if roots:
             torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
