@@ -57,7 +57,7 @@ def test_norms_and_their_gradients_are_exact_to_rounding(name: str, dtype: torch
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "empty"])
 @pytest.mark.parametrize("name", [*NORMS, *FUSED])
 def test_closed_form_of_a_cpu_equals_autograd_of_torchs_norm(name: str, layout: str) -> None:
-    """In fp32 on a CPU `_Norm` runs torch's ops. The reference is torch's norm in fp64, which autograd differentiates."""
+    """In fp32 on a CPU `_Norm` runs torch's ops. The reference is torch's own norm in fp64."""
     rows = (0,) if layout == "empty" else (7, 33)
     *tensors, eps = arguments(name, rows, 129)
     exact = [t.detach().clone().requires_grad_() for t in tensors if isinstance(t, Tensor)]

@@ -404,7 +404,9 @@ def _give(grad: Tensor, main_grad: MainGrad | None, dtype: torch.dtype) -> Tenso
 class _Norm(torch.autograd.Function):
     """(y, x + residual); y alone if there is no residual. Without a bias it is RMSNorm, with one LayerNorm.
 
-    `closed_form` says whether torch's ops compute it instead of the kernels (see `_closed_form`). The gradients of weight and bias are added to their main gradients if they have them (`dispatch.MainGrad`).
+    `closed_form` says whether torch's ops compute it instead of the kernels (see `_closed_form`).
+
+    The gradients of weight and bias are added to their main gradients if they have them (`dispatch.MainGrad`).
     """
 
     @staticmethod

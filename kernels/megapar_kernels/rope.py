@@ -107,7 +107,10 @@ def _launch(
     interleaved: bool = False,
     inverse: bool,
 ) -> None:
-    """Write the rotated q and k to q_out and k_out, all [s, b, n, d]. The width of q_out and k_out must have stride 1."""
+    """Write the rotated q and k to q_out and k_out by the kernel.
+
+    All are [s, b, n, d], of any strides. Only that of the width must be 1 in q_out and k_out.
+    """
     # The kernel takes any strides but the last, so that slices of a fused q/k/v projection need no copy.
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     s, b, q_heads, width = q.shape
