@@ -55,6 +55,10 @@ class Traffic:
         return sum(self.sent.values())
 
 
+TIED_AXIS = "ends"
+"""Name of the axis of the pipeline ranks that hold copies of a tied embedding (`ParallelContext.ends`)."""
+
+
 @dataclass(frozen=True)
 class Axis:
     """One direction of the rank grid: the ranks that differ from this rank in this direction alone.
@@ -135,9 +139,9 @@ def planned(
     axes["grad"] = Axis("grad", dp, position["dp"], tuple(range(dp)))
     axes["world"] = Axis("world", tp * dp * pp, rank, tuple(range(tp * dp * pp)))
     holders = _holders(ends, pp)
-    axes["ends"] = Axis("ends")
+    axes["ends"] = Axis(TIED_AXIS)
     if position["pp"] in holders:
-        axes["ends"] = Axis("ends", len(holders), holders.index(position["pp"]), tuple(range(len(holders))))
+        axes["ends"] = Axis(TIED_AXIS, len(holders), holders.index(position["pp"]), tuple(range(len(holders))))
     return ParallelContext(**axes, device=device, flight=Flight())
 
 
@@ -203,7 +207,7 @@ def create(
         dp=axis("dp", rank_groups(sizes, ["dp"], order)),
         pp=axis("pp", pipelines),
         grad=axis("grad", rank_groups(sizes, ["dp", "cp"], order)),
-        ends=axis("ends", [tuple(ranks[holder] for holder in holders) for ranks in pipelines]),
+        ends=axis(TIED_AXIS, [tuple(ranks[holder] for holder in holders) for ranks in pipelines]),
         world=axis("world", [tuple(range(world_size))]),
         device=device or torch.device("cpu"),
         flight=flight,

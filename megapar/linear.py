@@ -1,8 +1,8 @@
 """The matrix products of every linear layer: forward, input gradient and weight gradient.
 
-`MatrixProducts` computes them. For another number format, write another class with the same methods. To compute weight
-gradients later, change `_Linear.backward` alone. An `InputRegion` says how the input enters tensor-parallel work and
-how its gradient leaves it. `megapar.tensor_parallel.regions` has all regions.
+`MatrixProducts` computes them. For another number format, write another class with the same methods. To defer weight
+gradients, as zero-bubble schedules do, change `_Linear.backward` alone. An `InputRegion` says what is communicated
+before the product in forward and after it in backward. `megapar.tensor_parallel.regions` has all regions.
 """
 
 from dataclasses import dataclass
@@ -20,18 +20,21 @@ from megapar.params import main_grad_of
 
 
 class InputRegion(Protocol):
-    """How the input of a layer enters tensor-parallel work in forward, and how its gradient leaves it in backward."""
+    """What is communicated before a layer's matrix product in forward, and after it in backward."""
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the input of the matrix product, given the input of the layer."""
 
     def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
-        """Start `enter`. Read the result after the wait. Backward calls it for the weight gradient."""
+        """Start `enter`. The tensor may be read only after Pending.wait().
+
+        Backward calls it to recompute the input of the matrix product, which the weight gradient needs.
+        """
 
     def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
-        """Start computing the gradient of the layer's input. Read the result after the wait.
+        """Start computing the gradient of the layer's input. The tensor may be read only after Pending.wait().
 
-        `grad_x` is this rank's gradient of the input of the matrix product. Its memory may be reused.
+        `grad_x` is this rank's gradient of the input of the matrix product. The region may overwrite it.
         """
 
 
@@ -39,7 +42,9 @@ class InputRegion(Protocol):
 class MatrixProducts:
     """The three products of y = x W^T, in the dtype of the inputs.
 
-    `impl` says whether torch or apex adds the weight gradient of 16-bit inputs to the fp32 main gradient.
+    The methods ending in `_into` serve the output head in chunks (`megapar.tensor_parallel.linear_cross_entropy`).
+
+    `impl` selects whether torch or apex adds the weight gradient of 16-bit inputs to the fp32 main gradient.
     """
 
     impl: Implementation = "torch"
@@ -69,7 +74,7 @@ class MatrixProducts:
         if grad_2d.dtype == torch.float32:
             total.addmm_(grad_2d.t(), x_2d)
         elif self.impl == "apex":
-            apex.add_outer(total, grad_2d, x_2d)
+            apex.add_weight_gradient(total, grad_2d, x_2d)
         elif grad_2d.is_cuda:
             torch.addmm(total, grad_2d.t(), x_2d, out_dtype=torch.float32, out=total)
         else:
@@ -78,11 +83,18 @@ class MatrixProducts:
 
 
 class _Linear(torch.autograd.Function):
+    """y = region.enter(x) W^T + b. Its backward overlaps communication with matrix products.
+
+    1. enter_async recomputes the input of the product, while the input gradient is computed.
+    2. leave_async communicates the input gradient, while the gradients of weight and bias are computed.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: InputRegion, products: MatrixProducts
     ) -> Tensor:
-        # The input of the layer is saved, not that of the product: gathered it would take tp times the memory.
+        # Save the input of the layer, not that of the product. Under sequence parallelism, the gathered input would
+        # take tp times the memory.
         ctx.save_for_backward(x, weight)
         ctx.region = region
         ctx.products = products
@@ -96,10 +108,11 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
-        entering = Pending()
+        entering = Pending()  # an empty Pending: its wait returns at once
         leaving = Pending()
         if needs_weight:
-            # This communication runs during the product of the input gradient.
+            # From here on x is the input of the product, no longer that of the layer. This communication runs during
+            # the product of the input gradient.
             x, entering = ctx.region.enter_async(x)
         if needs_x:
             grad_x = ctx.products.input_gradient(grad_y, weight)
@@ -113,8 +126,8 @@ class _Linear(torch.autograd.Function):
             if ctx.main_grad is None:
                 grad_weight = ctx.products.weight_gradient(grad_2d, x_2d)
             else:
-                ctx.products.add_weight_gradient(ctx.main_grad.view, grad_2d, x_2d)
-                ctx.main_grad.added()
+                ctx.products.add_weight_gradient(ctx.main_grad.tensor, grad_2d, x_2d)
+                ctx.main_grad.note_added()
         if needs_bias:
             grad_bias = grad_2d.sum(0)
         leaving.wait()

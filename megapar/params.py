@@ -1,7 +1,8 @@
 """The declaration of a parameter (`ParamSpec`), made once by the layer that creates it.
 
 Initialization, gradient sums, gradient norm, weight decay, ZeRO ownership and the boxes of a checkpoint all follow from
-`ParamSpec`. A parameter without one is an error. No code decides by isinstance, ndim or a name pattern.
+`ParamSpec`. A parameter without one is an error. How a parameter is treated follows from its spec alone, never from its
+class, its number of dimensions or its name.
 """
 
 import itertools
@@ -20,7 +21,11 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a parameter. `normal` draws N(0, std) from (seed, name, row). The others are constant."""
+    """Initial values of a parameter. `zeros` and `ones` are constant.
+
+    `normal` draws from a normal distribution of mean 0 and standard deviation `std`. The numbers depend on the seed, on
+    the name of the tensor and on the row, so they are the same under every parallel layout.
+    """
 
     kind: Literal["normal", "zeros", "ones"]
     std: float = 0.0
@@ -42,7 +47,7 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Slices that cut the part out of the whole tensor."""
+        """Index of the part in the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.size, strict=True))
 
 
@@ -50,23 +55,28 @@ class Box(NamedTuple):
 class Piece:
     """The part of one logical tensor that this rank holds.
 
-    No layout changes a logical tensor: it is one entry of a checkpoint.
-
-    `held` is the box that this rank holds. `owned` is the box inside `held` that this rank counts in norms and writes
-    to checkpoints. It is None if other ranks own all of `held`. Over the ranks of one replica, owned boxes are disjoint
-    and cover the tensor.
-
-    `replicated` names the axes on which all ranks hold the same box. `partial` names the axes over which this rank's
-    gradient is only a part of the sum. Examples are norm weights under sequence parallelism, rows that several tensor
-    ranks hold, and the two copies of a tied embedding.
+    A logical tensor is the whole tensor, as a checkpoint stores it. It is the same under every parallel layout. `name`
+    and `shape` are those of the logical tensor.
     """
 
     name: str
     shape: Sizes
     held: Box
+    """The box of the logical tensor that this rank holds."""
     owned: Box | None
+    """The box inside `held` that this rank counts in norms and writes to checkpoints.
+
+    It is None if other ranks own all of `held`. Over the ranks of one data-parallel replica (see ParamSpec.replicas),
+    owned boxes are disjoint and cover the tensor.
+    """
     replicated: tuple[Axis, ...] = ()
+    """The axes within a data-parallel replica on which all ranks hold the same box."""
     partial: tuple[Axis, ...] = ()
+    """The axes on which each rank computes only a part of the gradient. The parts of all ranks must be added.
+
+    Gradients are partial for norm weights under sequence parallelism, for rows that several tensor-parallel ranks hold,
+    and for the two copies of a tied embedding.
+    """
 
     @property
     def local_shape(self) -> Sizes:
@@ -78,19 +88,23 @@ class Piece:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The declaration that is attached to a parameter.
-
-    A parameter consists of `pieces`, one after the other in flat memory, and then of padding rows that nothing uses.
-    The ranks of the axis `replicas` each compute the gradient of their own samples. Gradients are summed, and optimizer
-    state is sharded, over that axis. `decay` says whether weight decay applies. `whole` means that the optimizer needs
-    the parameter in one place, so that ZeRO never cuts it between two ranks.
-    """
+    """The declaration that is attached to a parameter."""
 
     pieces: tuple[Piece, ...]
+    """The pieces that the parameter consists of, one after the other in flat memory.
+
+    Padding rows that nothing uses may follow the last piece.
+    """
     init: Init
     decay: bool
+    """Whether weight decay applies."""
     replicas: Axis
+    """The data-parallel axis (`ParallelContext.grad`). Each of its ranks computes the gradient of its own samples.
+
+    Gradients are summed over it. Under ZeRO the optimizer state is sharded over it.
+    """
     whole: bool = False
+    """Whether the optimizer needs the whole local parameter on one rank. ZeRO then never cuts it."""
 
     @property
     def name(self) -> str:
@@ -106,47 +120,53 @@ class ParamSpec:
         return tuple(sorted(common))
 
     def partial_axes(self) -> list[Axis]:
-        """Axes of more than one rank over which some piece's gradient is only a part of the sum."""
-        # By name, as several pieces may be partial over the same axis.
+        """The axes over which the gradient of some piece must be summed (see `Piece.partial`), each once.
+
+        Axes of one rank are left out, because there is nothing to sum.
+        """
+        # The key is the name, so that an axis over which several pieces are partial occurs once.
         axes = {axis.name: axis for piece in self.pieces for axis in piece.partial if axis.size > 1}
         return list(axes.values())
 
     def segments(self) -> Iterator[tuple[Piece, int, int]]:
-        """Yield (piece, first, last) for each piece: its flat elements [first, last) in the contiguous parameter."""
-        first = 0
+        """Yield (piece, start, stop) for each piece: its flat elements [start, stop) in the contiguous parameter."""
+        start = 0
         for piece in self.pieces:
-            last = first + piece.held.numel
-            yield piece, first, last
-            first = last
+            stop = start + piece.held.numel
+            yield piece, start, stop
+            start = stop
 
     def owned_ranges(self) -> list[tuple[int, int]]:
         """Flat ranges [start, stop) of the local parameter that this rank owns (see `Piece.owned`)."""
         ranges = []
-        for piece, first, _ in self.segments():
+        for piece, piece_start, _ in self.segments():
             if piece.owned is None:
                 continue
             offsets = zip(piece.owned.offset, piece.held.offset, strict=True)
             inside = tuple(owned - held for owned, held in offsets)
             for start, stop in flat_ranges(piece.held.size, Box(inside, piece.owned.size)):
-                ranges.append((first + start, first + stop))
+                ranges.append((piece_start + start, piece_start + stop))
         return ranges
 
 
 def flat_ranges(shape: Sizes, box: Box) -> Iterator[tuple[int, int]]:
     """Yield the elements of `box` in a row-major tensor of `shape` as flat ranges [start, stop), in ascending order."""
-    if box.numel == 0:  # the product below would yield an empty range
+    if box.numel == 0:  # an empty box has no ranges
         return
-    # Elements are contiguous over the trailing dimensions that the box covers whole, and over the one before those.
-    inner = len(shape)
-    while inner > 0 and box.size[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    outer = max(inner - 1, 0)
+    covered_from = len(shape)  # the box covers this dimension and those after it completely
+    while covered_from > 0 and box.size[covered_from - 1] == shape[covered_from - 1]:
+        covered_from -= 1
+    # A run of contiguous elements covers the trailing dimensions that the box covers completely, and the box's extent
+    # in the dimension before them.
+    run_dim = max(covered_from - 1, 0)
+    run_length = math.prod(box.size[run_dim:])
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    length = math.prod(box.size[outer:])
-    begin = sum(offset * stride for offset, stride in zip(box.offset, strides, strict=True))
-    for index in itertools.product(*(range(size) for size in box.size[:outer])):
-        start = begin + sum(i * stride for i, stride in zip(index, strides, strict=False))
-        yield start, start + length
+    first_run = sum(offset * stride for offset, stride in zip(box.offset, strides, strict=True))
+    # There is one run for each index into the dimensions before run_dim.
+    outer_strides = strides[:run_dim]
+    for index in itertools.product(*(range(size) for size in box.size[:run_dim])):
+        start = first_run + sum(i * stride for i, stride in zip(index, outer_strides, strict=True))
+        yield start, start + run_length
 
 
 def cut(size: int, axis: Axis) -> tuple[int, int]:
@@ -158,8 +178,11 @@ def cut(size: int, axis: Axis) -> tuple[int, int]:
     return axis.rank * size // axis.size, (axis.rank + 1) * size // axis.size
 
 
-def sharded(name: str, shape: Sequence[int], cuts: Mapping[int, tuple[int, int]]) -> Piece:
-    """The piece [start, stop) along each dimension in `cuts`, whole along the others. No other rank holds it."""
+def make_piece(name: str, shape: Sequence[int], cuts: Mapping[int, tuple[int, int]]) -> Piece:
+    """The piece [start, stop) along each dimension in `cuts`, whole along the others.
+
+    This rank owns it. No other rank of its data-parallel replica holds it.
+    """
     offset = [0] * len(shape)
     size = list(shape)
     for dim, (start, stop) in cuts.items():
@@ -172,13 +195,14 @@ def sharded(name: str, shape: Sequence[int], cuts: Mapping[int, tuple[int, int]]
 def replicated(name: str, shape: Sequence[int], axis: Axis, *, partial: bool = False) -> Piece:
     """The piece of a tensor that every rank of `axis` holds whole. The first rank owns it.
 
-    `partial` means that each rank's gradient is a part of the sum over `axis`. Else the gradients are equal.
+    `partial` means that each rank computes a part of the gradient, and the parts are added over `axis`. Otherwise every
+    rank computes the same gradient.
     """
-    return copied(sharded(name, shape, {}), axis, partial=partial)
+    return held_by_all(make_piece(name, shape, {}), axis, partial=partial)
 
 
-def copied(piece: Piece, axis: Axis, *, partial: bool) -> Piece:
-    """`piece` if every rank of `axis` holds it. The first rank owns it. `partial` is as in `replicated`."""
+def held_by_all(piece: Piece, axis: Axis, *, partial: bool) -> Piece:
+    """Mark `piece` as held by every rank of `axis`. The first rank owns it. `partial` is as in `replicated`."""
     # One owner only, so that norms count each element once and checkpoints hold it once.
     owned = piece.owned if axis.first else None
     partial_axes = (*piece.partial, axis) if partial else piece.partial
@@ -186,14 +210,17 @@ def copied(piece: Piece, axis: Axis, *, partial: bool) -> Piece:
 
 
 def parameter(spec: ParamSpec, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    """Make an uninitialized parameter of the local `shape` and attach `spec` to it."""
+    """Make an uninitialized parameter of the local `shape` and attach `spec` to it.
+
+    `shape` may have more rows than the pieces of `spec`: padding rows.
+    """
     param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device))
     param.spec = spec  # type: ignore[attr-defined]
     return param
 
 
 def spec_of(param: Tensor, name: str = "parameter") -> ParamSpec:
-    """The spec of `param`. Raises TypeError that says `name` if the layer that created it has attached none."""
+    """The spec of `param`. Raises TypeError, naming the parameter `name`, if it has no spec."""
     spec = getattr(param, "spec", None)
     if not isinstance(spec, ParamSpec):
         raise TypeError(
@@ -203,37 +230,39 @@ def spec_of(param: Tensor, name: str = "parameter") -> ParamSpec:
 
 
 class MainGrad(Protocol):
-    """The fp32 sum of a parameter's gradients over the micro-batches: attribute `main_grad`, if the parameter has one.
+    """The fp32 sum of a parameter's gradients over the micro-batches. It is the parameter's attribute `main_grad`.
 
-    A layer that computes a weight gradient itself adds it to `view`, which has the shape of the parameter. It then
-    calls `added`, once in each backward pass, and returns None to autograd. Read the attribute in the forward pass:
-    under activation checkpointing the tensor that backward unpacks has no attributes.
+    A layer that computes a weight gradient itself adds it to `tensor`, which has the shape of the parameter. After each
+    addition it calls `note_added`. A parameter that is used several times gets several additions. The layer returns
+    None to autograd, so that the gradient is not added a second time.
+
+    Read the attribute in the forward pass. Under activation checkpointing, backward unpacks another tensor, which has
+    no attributes.
     """
 
-    view: Tensor
+    tensor: Tensor
 
-    def added(self) -> None:
-        """Say that the gradient of this backward pass has been added to `view`."""
+    def note_added(self) -> None:
+        """Note that a gradient has been added to `tensor`."""
 
     def add(self, grad: Tensor) -> None:
-        """Add `grad`, of the parameter's shape and any dtype, to `view`, and call `added`."""
+        """Add `grad`, of the parameter's shape and any dtype, to `tensor`, and call `note_added`."""
 
 
 def main_grad_of(param: Tensor) -> MainGrad | None:
-    """The `main_grad` of `param`. None if it has none: its gradient then goes to autograd's .grad."""
+    """The `main_grad` of `param`. None if it has none. Its gradient then goes to autograd's .grad."""
     return getattr(param, "main_grad", None)
 
 
 MAIN = "main"
-"""The name of the weights in a `StateSlice` and in a checkpoint. An optimizer names the rest of its state."""
+"""Key of the fp32 main weights in StateSlice.tensors. The optimizer chooses the other keys."""
 
 
 @dataclass(frozen=True)
 class StateSlice:
     """Flat elements [start, stop) of a local parameter, and the optimizer state of these elements on this rank.
 
-    `tensors` are 1-D, by name. `main` are the fp32 weights that the optimizer updates. The optimizer chooses the other
-    names. A checkpoint stores each tensor as `NAME.TENSOR`.
+    `tensors` are 1-D. A checkpoint names each of them by its key, a dot and the name of the piece: main.norm.weight.
     """
 
     param: Tensor
@@ -244,4 +273,5 @@ class StateSlice:
 
     @property
     def main(self) -> Tensor:
+        """The fp32 weights that the optimizer updates."""
         return self.tensors[MAIN]

@@ -28,7 +28,7 @@ from megapar.checkpoint.save import save
 from megapar.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, MegaparError, StorageError
-from megapar.params import sharded
+from megapar.params import make_piece
 from megapar.random import initialize
 from megapar.train.checkpoints import Saver
 from megapar.train.step import TrainState, train_step
@@ -183,7 +183,7 @@ def test_a_checkpoint_wanders_through_layouts_unchanged(tmp_path: Path) -> None:
 def cut_slices(ctx: ParallelContext) -> list[Any]:
     """One tensor cut over all ranks."""
     rows = (3 * ctx.world.rank, 3 * ctx.world.rank + 3)
-    spec = spec_of_piece(sharded("p", (3 * ctx.world.size, 50), {0: rows}))
+    spec = spec_of_piece(make_piece("p", (3 * ctx.world.size, 50), {0: rows}))
     state = {name: torch.full((150,), float(ctx.world.rank)) for name in STATE}
     return [make_slice(spec, 0, 150, **state)]
 
@@ -370,7 +370,7 @@ def test_a_checkpoint_asked_for_by_name_must_be_complete(tmp_path: Path) -> None
 def test_state_on_a_gpu_is_saved_and_loaded_bitwise(tmp_path: Path) -> None:
     """Boxes that are cut within rows, so that copies into the device's memory are strided."""
     device = torch.device("cuda", 0)
-    ctx, piece = context.single(device), sharded("p", (6, 5), {})
+    ctx, piece = context.single(device), make_piece("p", (6, 5), {})
 
     def cut(bounds: list[int], values: Tensor) -> list[Any]:
         spec = spec_of_piece(piece)

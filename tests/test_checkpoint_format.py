@@ -30,7 +30,7 @@ from megapar.checkpoint.format import (
 from megapar.checkpoint.load import choose
 from megapar.checkpoint.save import owned_boxes
 from megapar.errors import CheckpointError
-from megapar.params import Box, sharded
+from megapar.params import Box, make_piece
 from tests.support.checkpoints import (
     FILE,
     MANIFEST,
@@ -110,8 +110,8 @@ def test_owned_boxes_cover_each_logical_tensor_once(
         start, stop = rank * rows // tp, (rank + 1) * rows // tp
         low = max(0, start - 1)
         pieces = (
-            sharded("a", (rows, columns), {0: (start, stop)}),
-            replace(sharded("b", (rows, columns), {0: (low, stop)}), owned=Box((start, 0), (stop - start, columns))),
+            make_piece("a", (rows, columns), {0: (start, stop)}),
+            replace(make_piece("b", (rows, columns), {0: (low, stop)}), owned=Box((start, 0), (stop - start, columns))),
         )
         spec = spec_of_piece(*pieces)
         total = (2 * stop - start - low + padding) * columns

@@ -79,7 +79,7 @@ def check_gradients(adamw: AdamW, expected: dict[str, Tensor], case: Case) -> No
     """Every element of this rank's shards."""
     for s in adamw.slices():
         want = padded(local(s.spec, expected), s.param)[s.start : s.stop]
-        got = s.param.main_grad.view.flatten()[s.start : s.stop]
+        got = s.param.main_grad.tensor.flatten()[s.start : s.stop]
         assert_close(got, want, f"{case}: gradient of {s.spec.name}")
 
 
@@ -133,7 +133,7 @@ def train(case: Case, ctx: ParallelContext) -> dict[str, Any]:
                 slot.start - bucket.start,
                 bucket.stop - bucket.start,
             )
-            for slot, bucket in ((slot, buffer.layout.buckets[slot.bucket]) for slot in buffer.slots)
+            for slot, bucket in ((slot, buffer.layout.buckets[slot.bucket_index]) for slot in buffer.slots)
             if slot.spec.replicated_over()
         },
     }

@@ -4,32 +4,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapar.data_parallel.layout import ALIGNMENT, Bucket, Group, intersect, lay_out, merge
+from megapar.data_parallel.layout import ALIGNMENT, Bucket, BucketGroup, intersect, lay_out, merge
 
 SIZES = [300, 1000, 64, 100, 10]
 
 
 def test_one_bucket() -> None:
-    starts, buckets = lay_out([Group(SIZES, 4)], bucket_elements=10**6)
+    starts, buckets = lay_out([BucketGroup(SIZES, 4)], bucket_elements=10**6)
     assert starts == [0, 320, 1344, 1408, 1536]
     assert buckets == [Bucket(0, 1792, 0, 5)]
     assert [buckets[0].shard(rank, 4) for rank in range(4)] == [(0, 448), (448, 896), (896, 1344), (1344, 1792)]
 
 
 def test_a_bucket_is_closed_when_it_is_large_enough() -> None:
-    starts, buckets = lay_out([Group(SIZES, 2)], bucket_elements=500)
+    starts, buckets = lay_out([BucketGroup(SIZES, 2)], bucket_elements=500)
     assert starts == [0, 320, 1408, 1472, 1600]
     assert buckets == [Bucket(0, 1408, 0, 2), Bucket(1408, 1664, 2, 5)]
 
 
 def test_groups_share_no_bucket() -> None:
-    starts, buckets = lay_out([Group([10, 20], 3), Group([], 3), Group([30], 3)], bucket_elements=10**6)
+    starts, buckets = lay_out(
+        [BucketGroup([10, 20], 3), BucketGroup([], 3), BucketGroup([30], 3)], bucket_elements=10**6
+    )
     assert starts == [0, 64, 192]
     assert buckets == [Bucket(0, 192, 0, 2), Bucket(192, 384, 2, 3)]
 
 
 def test_no_parameters() -> None:
-    assert lay_out([Group([], 2), Group([], 2)], bucket_elements=10) == ([], [])
+    assert lay_out([BucketGroup([], 2), BucketGroup([], 2)], bucket_elements=10) == ([], [])
 
 
 @given(
@@ -40,13 +42,13 @@ def test_no_parameters() -> None:
 def test_parameters_do_not_overlap_and_all_starts_are_aligned(
     groups: list[list[int]], bucket_elements: int, shards: int
 ) -> None:
-    starts, buckets = lay_out([Group(counts, shards) for counts in groups], bucket_elements)
+    starts, buckets = lay_out([BucketGroup(counts, shards) for counts in groups], bucket_elements)
     sizes = [size for group in groups for size in group]
-    assert [i for bucket in buckets for i in range(bucket.first, bucket.last)] == list(range(len(sizes)))
+    assert [i for bucket in buckets for i in range(bucket.first_param, bucket.end_param)] == list(range(len(sizes)))
     end = 0
     for bucket in buckets:
         assert bucket.start == end
-        for i in range(bucket.first, bucket.last):
+        for i in range(bucket.first_param, bucket.end_param):
             assert end <= starts[i]
             end = starts[i] + sizes[i]
         assert end <= bucket.stop < end + ALIGNMENT * (shards + 1)
@@ -59,15 +61,19 @@ def test_parameters_do_not_overlap_and_all_starts_are_aligned(
 
 @given(counts=st.lists(st.integers(1, 5000), min_size=1, max_size=12), shards=st.integers(1, 5))
 def test_whole_parameters_lie_in_one_slice_each(counts: list[int], shards: int) -> None:
-    starts, buckets = lay_out([Group([7], 3), Group(counts, shards, whole=True)], bucket_elements=6000)
-    assert [i for bucket in buckets for i in range(bucket.first, bucket.last)] == list(range(len(counts) + 1))
+    starts, buckets = lay_out([BucketGroup([7], 3), BucketGroup(counts, shards, whole=True)], bucket_elements=6000)
+    assert [i for bucket in buckets for i in range(bucket.first_param, bucket.end_param)] == list(
+        range(len(counts) + 1)
+    )
     end = 0
     for bucket in buckets[1:]:
         slices = [bucket.shard(rank, shards) for rank in range(shards)]
-        longest = max(counts[bucket.first - 1 : bucket.last - 1])
-        total = sum(-(-count // ALIGNMENT) * ALIGNMENT for count in counts[bucket.first - 1 : bucket.last - 1])
+        longest = max(counts[bucket.first_param - 1 : bucket.end_param - 1])
+        total = sum(
+            -(-count // ALIGNMENT) * ALIGNMENT for count in counts[bucket.first_param - 1 : bucket.end_param - 1]
+        )
         assert bucket.stop - bucket.start <= shards * (total // shards + longest + 2 * ALIGNMENT)
-        for i in range(bucket.first, bucket.last):
+        for i in range(bucket.first_param, bucket.end_param):
             start, stop = starts[i], starts[i] + counts[i - 1]
             assert end <= start
             assert start % ALIGNMENT == 0

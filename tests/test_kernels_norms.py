@@ -246,7 +246,7 @@ def test_parameters_of_training_get_their_gradients_in_fp32(name: str, recompute
         buffer.gradients.finish()
         for param, right in zip(norm.parameters(), exact, strict=True):
             assert param.grad is None
-            assert relative_error(param.main_grad.view, right) < 1e-6  # type: ignore[attr-defined]
+            assert relative_error(param.main_grad.tensor, right) < 1e-6  # type: ignore[attr-defined]
             assert relative_error(right.bfloat16(), right) > 1e-3
 
 
@@ -258,8 +258,8 @@ def test_frozen_parameters_get_no_gradient() -> None:
     x = torch.randn(8, 96, device=DEVICE).bfloat16().requires_grad_()
     norm(x).sum().backward()
     buffer.gradients.finish()
-    assert norm.weight.main_grad.view.any()  # type: ignore[union-attr]
-    assert not norm.bias.main_grad.view.any()  # type: ignore[union-attr]
+    assert norm.weight.main_grad.tensor.any()  # type: ignore[union-attr]
+    assert not norm.bias.main_grad.tensor.any()  # type: ignore[union-attr]
     assert norm.bias.grad is None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megapar.errors import ConfigError
 from megapar.pipeline import timeline
-from megapar.pipeline.lowering import Transfers, lower, lower_one, producer
+from megapar.pipeline.lowering import MessageBatch, lower, lower_one, producer
 from megapar.pipeline.partition import explicit, partition
 from megapar.pipeline.schedules import Action, Schedule, make, show
 from megapar.pipeline.simulation import simulate
@@ -112,7 +112,7 @@ def test_every_input_is_received_before_it_is_used_and_sent_after_it_is_made():
         sent, received = {}, {}
         for rank, plan in enumerate(plans):
             for i, item in enumerate(plan):
-                if isinstance(item, Transfers):
+                if isinstance(item, MessageBatch):
                     sent.update({t.consumer: (rank, t.peer, i) for t in item.sends})
                     received.update({t.consumer: (t.peer, rank, i) for t in item.receives})
         crossing = {a for a in ran_at if (p := producer(a, pp * vpp)) and ran_at[p][0] != ran_at[a][0]}
@@ -129,8 +129,8 @@ def test_both_ends_of_a_link_have_their_transfers_in_the_same_order():
     for name, pp, vpp, m in GRID:
         plans = plans_of(name, pp, vpp, m)
         for a, b in itertools.permutations(range(pp), 2):
-            sends = [t.consumer for x in plans[a] if isinstance(x, Transfers) for t in x.sends if t.peer == b]
-            receives = [t.consumer for x in plans[b] if isinstance(x, Transfers) for t in x.receives if t.peer == a]
+            sends = [t.consumer for x in plans[a] if isinstance(x, MessageBatch) for t in x.sends if t.peer == b]
+            receives = [t.consumer for x in plans[b] if isinstance(x, MessageBatch) for t in x.receives if t.peer == a]
             assert sends == receives
 
 
@@ -200,7 +200,7 @@ def test_an_order_that_cannot_run_is_refused_with_what_each_rank_waits_for():
 def test_plans_that_lock_each_other_up_are_told_apart():
     """Two ranks that each receive before they send: what a plan with split batches would do on NCCL."""
     first, second = plans_of("interleaved", 2, 2, 4)
-    batches = [item for item in first if isinstance(item, Transfers) and item.receives]
+    batches = [item for item in first if isinstance(item, MessageBatch) and item.receives]
     first.remove(batches[0])
     first.insert(0, batches[0])
     with pytest.raises(ValueError, match="rank 0 at"):

@@ -17,7 +17,7 @@ from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader, load
 from megapar.checkpoint.save import save, share
 from megapar.errors import ConfigError
-from megapar.params import ZEROS, ParamSpec, cut, sharded
+from megapar.params import ZEROS, ParamSpec, cut, make_piece
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.train import dry_run
 from megapar.train.checkpoints import Saver
@@ -117,7 +117,7 @@ class Balanced(nn.Module):
 
     def __init__(self, ctx: context.ParallelContext, values: Tensor):
         super().__init__()
-        piece = sharded("bias", (10,), {0: cut(10, ctx.tp)})
+        piece = make_piece("bias", (10,), {0: cut(10, ctx.tp)})
         buffer = values[piece.held.slices].clone()
         buffer.spec = ParamSpec((piece,), ZEROS, decay=False, replicas=ctx.grad)  # type: ignore[attr-defined]
         self.register_buffer("bias", buffer)

@@ -23,7 +23,7 @@ from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.weights import FlatWeights
 from megapar.optimizer.base import Optimizer, Shard, StateTensor
 from megapar.optimizer.clip import grad_norm
-from megapar.params import ONES, ZEROS, ParamSpec, cut, parameter, sharded
+from megapar.params import ONES, ZEROS, ParamSpec, cut, make_piece, parameter
 from megapar.pipeline.schedules import Action, Schedule
 from tests.support.distributed import run_ranks
 
@@ -62,7 +62,7 @@ class Toy(nn.Module):
     def __init__(self, ctx: ParallelContext, *, whole: bool = False, names: Iterable[str] = ("one", "two")):
         super().__init__()
         for name in names:
-            piece = sharded(name, (7, 90), {0: cut(7, ctx.tp), 1: cut(90, ctx.cp)})
+            piece = make_piece(name, (7, 90), {0: cut(7, ctx.tp), 1: cut(90, ctx.cp)})
             spec = ParamSpec((piece,), ONES, decay=True, replicas=ctx.dp, whole=whole)
             param = parameter(spec, piece.local_shape, dtype=torch.float32, device=ctx.device)
             self.register_parameter(name, param)

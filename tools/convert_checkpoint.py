@@ -569,7 +569,7 @@ def native_logits(stage: Stage, tokens_s: Tensor, first: int) -> Tensor:
     """The logits [s - first, v] of the positions from `first` on."""
     tokens_bs = tokens_s[None]
     batch = MicroBatch.of_samples(tokens_bs, tokens_bs, torch.zeros(tokens_bs.shape), torch.zeros(1, dtype=torch.int64))
-    return stage.logits(stage.hidden(None, batch)[first:])[:, 0]
+    return stage.logits(stage.hidden_states(None, batch)[first:])[:, 0]
 
 
 COMMANDS: Mapping[str, tuple[type, Callable[[Any], None]]] = {

@@ -37,7 +37,7 @@ def next_logits(stage: Stage, ids: list[int], vocab_size: int) -> torch.Tensor:
     zero = torch.zeros(1, dtype=torch.int64)
     batch = MicroBatch.of_samples(tokens_bs, tokens_bs, torch.zeros(tokens_bs.shape), zero)
     # Without the columns that pad the vocabulary.
-    return stage.logits(stage.hidden(None, batch)[-1:])[0, 0, :vocab_size].float()
+    return stage.logits(stage.hidden_states(None, batch)[-1:])[0, 0, :vocab_size].float()
 
 
 def generate(config: Config, stage: Stage, prompt: list[int], eod: int, args: Arguments) -> list[int]:

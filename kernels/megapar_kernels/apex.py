@@ -66,7 +66,7 @@ def adamw(runs: Sequence[list[Tensor]], step: int, options: dict[str, Any]) -> N
     )
 
 
-def add_outer(main_grad: Tensor, grad_2d: Tensor, x_2d: Tensor) -> None:
+def add_weight_gradient(main_grad: Tensor, grad_2d: Tensor, x_2d: Tensor) -> None:
     """main_grad += grad_2d^T x_2d, of main_grad [out, in] in fp32, grad_2d [tokens, out] and x_2d [tokens, in]."""
     import fused_weight_gradient_mlp_cuda
 

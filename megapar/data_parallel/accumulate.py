@@ -11,21 +11,21 @@ from megapar.params import main_grad_of
 
 
 class MainGradView:
-    """The `main_grad` of a parameter (see `megapar.params.MainGrad`). `view` is a view of the flat gradients."""
+    """The `main_grad` of a parameter (see `megapar.params.MainGrad`). `tensor` is a view of the flat gradients."""
 
-    def __init__(self, view: Tensor, on_added: Callable[[], None]):
-        self.view = view
-        self.added = on_added
+    def __init__(self, tensor: Tensor, on_added: Callable[[], None]):
+        self.tensor = tensor
+        self.note_added = on_added
 
     def add(self, grad: Tensor) -> None:
-        self.view.add_(grad)
-        self.added()
+        self.tensor.add_(grad)
+        self.note_added()
 
 
-def accumulate(layout: FlatLayout, device: torch.device, on_added: Callable[[int], None]) -> Tensor:
+def make_main_grads(layout: FlatLayout, device: torch.device, on_added: Callable[[int], None]) -> Tensor:
     """Make the flat fp32 gradients of `layout`, zero, and attach a `main_grad` to each parameter.
 
-    A gradient that autograd leaves in `.grad` is added to the flat gradients too. `on_added` is called with the number
+    A gradient that autograd leaves in `.grad` is added to the flat gradients too. `on_added` is called with the index
     of the slot after each addition to it.
     """
     flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)

@@ -1,9 +1,9 @@
 """The layout of parameters in a rank's flat buffers. Weights, gradients and optimizer state share these offsets.
 
 Parameters are in reverse registration order, which is about the order in which their gradients become final. They are
-grouped into buckets. A bucket is reduced in one collective over the axis on which its parameters are replicated
-(`ParamSpec.replicas`). Under ZeRO each rank of that axis owns an equal slice of the bucket, its shard (Rajbhandari et
-al., arXiv 1910.02054).
+grouped into buckets. One collective reduces the gradients of a bucket over the data-parallel axis of its parameters
+(`ParamSpec.replicas`). Under ZeRO each rank of that axis updates an equal slice of the bucket, its shard (Rajbhandari
+et al., arXiv 1910.02054).
 
 A range is [start, stop) in elements. A list of ranges is sorted and disjoint.
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from megapar.context import Axis
+from megapar.context import TIED_AXIS, Axis
 from megapar.params import ParamSpec, spec_of
 
 Range = tuple[int, int]
@@ -23,102 +23,102 @@ Range = tuple[int, int]
 ALIGNMENT = 64
 """In elements. Parameters and shards start at multiples of it.
 
-A vectorized optimizer then has no scalar remainder inside them. A remainder rounds differently, so an element's update
-would depend on where the buffer happens to be cut.
+Vectorized code handles the elements that do not fill a vector with scalar code, which rounds differently. With this
+alignment only padding is left for the scalar code, so rounding does not depend on where the buffer is cut.
 """
-
-
-_TIES = "ends"  # the axis of stages that hold copies of one parameter (megapar.context)
 
 
 class Bucket(NamedTuple):
     """Contiguous elements of the buffers that are reduced in one collective.
 
-    They are the elements [start, stop), padding included. The bucket holds the parameters [first, last), by position.
+    They are the elements [start, stop), padding included. The bucket holds the parameters [first_param, end_param), by
+    position in the layout.
     """
 
     start: int
     stop: int
-    first: int
-    last: int
+    first_param: int
+    end_param: int
 
     def shard(self, rank: int, size: int) -> Range:
-        """The range of the `rank`-th of `size` equal slices."""
+        """The slice of position `rank` if the bucket is cut into `size` equal slices."""
         length = (self.stop - self.start) // size
         return self.start + rank * length, self.start + (rank + 1) * length
 
 
 @dataclass(frozen=True)
-class Group:
+class BucketGroup:
     """Parameters that may share buckets.
 
-    `counts` are their numbers of elements. Each bucket is cut into `shards` equal slices. `whole` means that no
-    parameter may lie in two slices.
+    `sizes` are their numbers of elements. Each bucket is cut into `shards` equal slices. `whole` means that no
+    parameter may lie in two slices (`ParamSpec.whole`).
     """
 
-    counts: Sequence[int]
+    sizes: Sequence[int]
     shards: int
     whole: bool = False
 
 
-def lay_out(groups: Sequence[Group], bucket_elements: int) -> tuple[list[int], list[Bucket]]:
-    """Place parameters in buckets. Returns the first element of each parameter, in the given order, and the buckets.
+def lay_out(groups: Sequence[BucketGroup], bucket_elements: int) -> tuple[list[int], list[Bucket]]:
+    """Place parameters in buckets. Returns the offset of each parameter, in the given order, and the buckets.
 
-    A bucket holds parameters of one group only. It is closed when it has reached `bucket_elements`. It is padded so
-    that it divides into equal, aligned slices.
+    A bucket holds parameters of one group only. Parameters are added to it until it has `bucket_elements` elements or
+    more. A group's last bucket may have fewer. Padding makes each bucket divide into equal, aligned slices.
     """
     starts: list[int] = []
     buckets: list[Bucket] = []
     end = 0
     for group in groups:
-        first = 0
+        open_from = 0  # position in the group of the first parameter of the open bucket
         filled = 0
-        for position, count in enumerate(group.counts):
-            filled += _round_up(count, ALIGNMENT)
-            # The last parameter closes the group's last bucket, however full it is.
-            if filled < bucket_elements and position < len(group.counts) - 1:
+        for position, size in enumerate(group.sizes):
+            filled += _round_up(size, ALIGNMENT)
+            is_last = position == len(group.sizes) - 1
+            if filled < bucket_elements and not is_last:
                 continue
-            counts = group.counts[first : position + 1]
+            sizes = group.sizes[open_from : position + 1]
             place = _place_whole if group.whole else _place
-            inside, length = place(counts, group.shards)
-            buckets.append(Bucket(end, end + length, len(starts), len(starts) + len(counts)))
-            starts += [end + start for start in inside]
+            offsets, length = place(sizes, group.shards)
+            buckets.append(Bucket(end, end + length, len(starts), len(starts) + len(sizes)))
+            starts += [end + offset for offset in offsets]
             end += length
-            first = position + 1
+            open_from = position + 1
             filled = 0
     return starts, buckets
 
 
-def _place(counts: Sequence[int], shards: int) -> tuple[list[int], int]:
-    """First element of each parameter, from the bucket's start, and the bucket's length. Slices may cut parameters."""
-    starts = []
+def _place(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
+    """Offset of each parameter in its bucket, and the bucket's length. Slices may cut parameters."""
+    offsets = []
     end = 0
-    for count in counts:
-        starts.append(end)
-        end += _round_up(count, ALIGNMENT)
-    return starts, _round_up(end, ALIGNMENT * shards)
+    for size in sizes:
+        offsets.append(end)
+        end += _round_up(size, ALIGNMENT)
+    return offsets, _round_up(end, ALIGNMENT * shards)
 
 
-def _place_whole(counts: Sequence[int], shards: int) -> tuple[list[int], int]:
+def _place_whole(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
     """As `_place`, with no parameter in two slices. The slices are as short as the order of parameters allows."""
-    sizes = [_round_up(count, ALIGNMENT) for count in counts]
-    # Binary search for the least length with which filling slices one after the other needs at most `shards` of them.
-    low = max(max(sizes), _round_up(-(-sum(sizes) // shards), ALIGNMENT))
-    high = sum(sizes)
+    padded = [_round_up(size, ALIGNMENT) for size in sizes]
+    # Binary search: the least slice length for which at most `shards` slices suffice.
+    low = max(max(padded), _round_up(_divide_up(sum(padded), shards), ALIGNMENT))
+    high = sum(padded)
     while low < high:
         middle = (low + high) // 2 // ALIGNMENT * ALIGNMENT
-        if _slices_needed(sizes, middle) <= shards:
+        if _slices_needed(padded, middle) <= shards:
             high = middle
         else:
             low = middle + ALIGNMENT
-    starts = []
+    slice_length = low
+    offsets = []
     end = 0
-    for size in sizes:
-        if end // low != (end + size - 1) // low:  # it would cross into the next slice: start there
-            end = _round_up(end, low)
-        starts.append(end)
+    for size in padded:
+        # A parameter that would cross into the next slice starts there.
+        if end // slice_length != (end + size - 1) // slice_length:
+            end = _round_up(end, slice_length)
+        offsets.append(end)
         end += size
-    return starts, low * shards
+    return offsets, slice_length * shards
 
 
 def _slices_needed(sizes: Sequence[int], length: int) -> int:
@@ -133,8 +133,14 @@ def _slices_needed(sizes: Sequence[int], length: int) -> int:
     return needed
 
 
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+def _divide_up(dividend: int, divisor: int) -> int:
+    """dividend / divisor, rounded up."""
+    return (dividend + divisor - 1) // divisor
+
+
+def _round_up(size: int, multiple: int) -> int:
+    """The least number from `size` on that `multiple` divides."""
+    return _divide_up(size, multiple) * multiple
 
 
 def merge(ranges: Iterable[Range]) -> list[Range]:
@@ -173,7 +179,7 @@ class Slot:
     start: int
     stop: int
     end: int
-    bucket: int
+    bucket_index: int
 
     @property
     def name(self) -> str:
@@ -186,8 +192,8 @@ Declared = tuple[nn.Parameter, ParamSpec]
 class FlatLayout:
     """Slots and buckets of all trained parameters of a rank's stages.
 
-    `modules` are this rank's stages in order. A bucket has about `bucket_elements` elements. `sharded` says whether
-    each rank of a bucket's axis owns a slice of it (ZeRO) or all of it.
+    `modules` are this rank's stages in order. A bucket has about `bucket_elements` elements. `sharded` selects ZeRO:
+    each rank of a bucket's axis updates a slice of it. Otherwise each rank updates all of it.
 
     Raises TypeError if a parameter has no ParamSpec, or if parameters are not all fp32, all bf16 or all fp16.
     """
@@ -197,17 +203,18 @@ class FlatLayout:
         self.sharded = sharded
         self.dtype = _common_dtype(declared)
         groups = _in_groups(declared)
-        counted = []
+        bucket_groups = []
         for group in groups:
-            _, spec = group[0]  # all parameters of a group agree on these two
-            counted.append(Group([param.numel() for param, _ in group], spec.replicas.size, spec.whole))
-        starts, self.buckets = lay_out(counted, bucket_elements)
+            sizes = [param.numel() for param, _ in group]
+            _, spec = group[0]  # `replicas` and `whole` are the same for all parameters of a group
+            bucket_groups.append(BucketGroup(sizes, spec.replicas.size, spec.whole))
+        starts, self.buckets = lay_out(bucket_groups, bucket_elements)
         self.slots = _slots([pair for group in groups for pair in group], starts, self.buckets)
         self.numel = self.buckets[-1].stop if self.buckets else 0
 
     def axis(self, bucket: Bucket) -> Axis:
         """The axis over which the gradients of a bucket are summed."""
-        return self.slots[bucket.first].spec.replicas
+        return self.slots[bucket.first_param].spec.replicas
 
     def shard(self, bucket: Bucket) -> Range:
         """The part of a bucket that this rank's optimizer updates."""
@@ -220,25 +227,29 @@ class FlatLayout:
         """The elements that this rank's optimizer updates, in as few ranges as possible."""
         return merge(self.shard(bucket) for bucket in self.buckets)
 
-    def counted(self) -> list[Range]:
-        """The elements that this rank counts in the gradient norm, and some padding, which is zero.
+    def norm_ranges(self) -> list[Range]:
+        """The elements that this rank counts in the gradient norm, and padding between them, which is zero.
 
-        Over all ranks each element of the model is counted once. The rank that owns it counts it if its shard holds the
-        element. If nothing is sharded, the first of the replicas counts it.
+        Over all ranks each element of the model is counted once. Of the ranks of a replica that hold copies of it, the
+        one whose `Piece.owned` has it counts it. Of the replicas, the one whose ZeRO shard has it counts it, or the
+        first replica without ZeRO.
         """
         owned = []
         for slot in self.slots:
             if not (self.sharded or slot.spec.replicas.first):
                 continue
             for start, stop in slot.spec.owned_ranges():
-                # With the padding behind a parameter, ranges of neighbors touch and become one: fewer, longer ranges.
+                # Include the padding after a parameter, so that neighboring ranges join: fewer ranges are faster.
                 end = slot.end if slot.start + stop == slot.stop else slot.start + stop
                 owned.append((slot.start + start, end))
         return intersect(merge(owned), self.shards())
 
-    def copies(self) -> list[Range]:
-        """The elements of this rank's shards that are not in `counted`. Another rank counts its own copy of them."""
-        counted = self.counted()
+    def uncounted_ranges(self) -> list[Range]:
+        """The elements of this rank's shards that are not in `norm_ranges`.
+
+        They are padding, or another rank counts its own copy of them.
+        """
+        counted = self.norm_ranges()
         # What lies between the counted ranges, before the first and after the last.
         starts = [0, *(stop for _, stop in counted)]
         stops = [*(start for start, _ in counted), self.numel]
@@ -255,7 +266,7 @@ def _collect(modules: Sequence[nn.Module]) -> list[Declared]:
 def _common_dtype(params: Sequence[Declared]) -> torch.dtype:
     """The dtype of all parameters: fp32, bf16 or fp16. It is fp32 if there is no parameter.
 
-    Raises TypeError that names parameters for another dtype and for a mixture.
+    Raises TypeError, naming the parameter, if a dtype is unsupported or two dtypes are mixed.
     """
     if not params:
         return torch.float32
@@ -276,27 +287,28 @@ def _common_dtype(params: Sequence[Declared]) -> torch.dtype:
 def _in_groups(params: Sequence[Declared]) -> list[list[Declared]]:
     """Group parameters that may share buckets: summed over the same axis, and replicated over the same other axes.
 
-    A sum over three or more ranks rounds by an element's place in its bucket. Copies of a parameter must not drift
-    apart. So the buckets that hold them must look the same on all ranks that do, however other parameters are cut.
+    The rounding of a sum over three or more ranks depends on an element's position in its bucket. Copies of a parameter
+    must not drift apart. So the buckets of the copies must be laid out alike on all ranks that hold a copy, however
+    other parameters are cut.
     """
     groups: dict[tuple[tuple[str, ...], str, bool], list[Declared]] = {}
     for param, spec in params:
         key = (spec.replicated_over(), spec.replicas.name, spec.whole)
         groups.setdefault(key, []).append((param, spec))
-    # Sorted by name, because other pipeline stages may have registered their copies in another order.
+    # Sorted by name, because the stage at the other end may have registered its copies in another order.
     for (replicated, _, _), group in groups.items():
-        if _TIES in replicated:
+        if TIED_AXIS in replicated:
             group.sort(key=lambda pair: pair[1].name)
     # Tied parameters come last: the gradient of an embedding becomes final at the very end of the backward pass.
-    return [groups[key] for key in sorted(groups, key=lambda key: (_TIES in key[0], key))]
+    return [groups[key] for key in sorted(groups, key=lambda key: (TIED_AXIS in key[0], key))]
 
 
 def _slots(params: Sequence[Declared], starts: Sequence[int], buckets: Sequence[Bucket]) -> list[Slot]:
-    """The slot of each parameter. `params` and `starts` are in the same order."""
+    """`params` and `starts` are in the same order."""
     slots = []
-    for number, bucket in enumerate(buckets):
-        for i in range(bucket.first, bucket.last):
+    for bucket_index, bucket in enumerate(buckets):
+        for i in range(bucket.first_param, bucket.end_param):
             param, spec = params[i]
-            end = starts[i + 1] if i + 1 < bucket.last else bucket.stop
-            slots.append(Slot(param, spec, starts[i], starts[i] + param.numel(), end, number))
+            end = starts[i + 1] if i + 1 < bucket.end_param else bucket.stop
+            slots.append(Slot(param, spec, starts[i], starts[i] + param.numel(), end, bucket_index))
     return slots

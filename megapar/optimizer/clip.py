@@ -20,9 +20,9 @@ def grad_norm(gradients: Gradients, ctx: ParallelContext, votes: Tensor | None =
     """
     # The votes are in the same tensor as the sum of squares, so they need no message of their own.
     both = torch.zeros(2, dtype=torch.float64, device=gradients.flat.device)
-    both[0] = square_sum(gradients.flat, gradients.impl, gradients.counted)
+    both[0] = square_sum(gradients.flat, gradients.impl, gradients.norm_ranges)
     # This adds 0, which changes no bit of the norm, or NaN if a copy is not finite (0 * inf is NaN).
-    both[0] += 0.0 * square_sum(gradients.flat, gradients.impl, gradients.copied)
+    both[0] += 0.0 * square_sum(gradients.flat, gradients.impl, gradients.uncounted_ranges)
     if votes is not None:
         both[1] = votes
     # One sum over each axis in turn reaches all ranks, and each element is counted on one of them.

@@ -1,10 +1,12 @@
-"""Turns a schedule into plans: inserts the transfers between ranks, and refuses an order that cannot run.
+"""Turns a schedule into plans: inserts the messages between ranks, and raises for orders that cannot run.
 
-A plan is one rank's list of actions and `Transfers`. It cannot deadlock, for the following reason. The orders are timed
-with nominal costs, and each message gets the time at which its producer ends. Messages that touch a rank at the same
-time are one `Transfers`, and every rank has its `Transfers` in order of time. So both ends of a link name its messages
-in the same order, and what is posted at one time depends on nothing that is posted later. This holds even where a
-backend runs a rank's batches one after the other (NCCL).
+A plan is one rank's list of actions and message batches (`MessageBatch`). Plans cannot deadlock, for these reasons:
+
+1. All actions are timed with nominal durations. The time of a message is the time at which its producer ends.
+2. The messages that a rank sends or receives at the same time are one batch. A rank posts its batches in order of time.
+3. So the two ranks at the ends of a link post its messages in the same order.
+4. Nothing waits for a batch with a later time, so no circle of waiting can form. This holds even where a backend runs a
+   rank's batches one after the other (NCCL).
 """
 
 from collections import Counter
@@ -13,21 +15,21 @@ from dataclasses import dataclass, field
 
 from megapar.pipeline.schedules import Action
 
-Plan = list["Action | Transfers"]
+Plan = list["Action | MessageBatch"]
 
-# Nominal durations. They decide only how early a receive is posted, never whether a plan is valid.
+# Nominal durations. They decide which messages share a batch and how early it is posted, never whether a plan is valid.
 COST = {"F": 4, "B": 8}
-# Not 0: a transfer without duration would end at the same time as an action. The tie would put a receive into the batch
-# of a send, after the action that it could have overlapped. With forwards alone, and transfers that take 0.3 forwards,
-# that costs 23%.
-TRANSFER_COST = 1
+# The nominal duration of a message. It is not 0, because the actions of neighbors would then end at the same time. A
+# rank's receive would join the batch of its send, which is posted only after the action that the receive could have
+# overlapped. In a simulation of forwards alone, with messages that take 0.3 forwards, a step takes 23% longer.
+MESSAGE_COST = 1
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """One message: the tensors that `consumer` takes from another rank.
+class Message:
+    """One end of a message: the tensors that `consumer` takes from another rank.
 
-    `peer` is the position of the other end on axis pp.
+    `consumer` identifies the message at both ends. `peer` is the position of the other end on axis pp.
     """
 
     consumer: Action
@@ -35,38 +37,38 @@ class Transfer:
 
 
 @dataclass
-class Transfers:
-    """Messages that one rank posts together, as one batch. An action waits for the batch that brings its input.
+class MessageBatch:
+    """Messages that one rank posts together. An action waits for the batch that brings its input.
 
-    A rank has at most one batch with sends in flight. It waits for that batch before it posts the next one, so that the
-    tensors that were sent are freed. Without this limit, with random delays of 30% on each action, a step would gain
-    less than 1%.
+    The runtime lets a rank have at most one batch with sends in flight. Before it posts the next batch with sends, it
+    waits for that one, so that the tensors that were sent are freed. Without this limit, a simulated step with random
+    delays of 30% on each action would be less than 1% faster.
     """
 
-    sends: list[Transfer] = field(default_factory=list)
-    receives: list[Transfer] = field(default_factory=list)
+    sends: list[Message] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
 
     def __str__(self) -> str:
-        sends = [f"{transfer.consumer}->{transfer.peer}" for transfer in self.sends]
-        receives = [f"{transfer.consumer}<-{transfer.peer}" for transfer in self.receives]
+        sends = [f"{message.consumer}->{message.peer}" for message in self.sends]
+        receives = [f"{message.consumer}<-{message.peer}" for message in self.receives]
         return f"({' '.join(sends + receives)})"
 
 
 def producer(action: Action, num_stages: int) -> Action | None:
     """The action of the neighboring stage whose result `action` takes. None if `action` takes none."""
-    step = -1 if action.kind == "F" else 1  # activations come from the stage before, gradients from the one after
-    return _beside(action, step, num_stages)
+    offset = -1 if action.kind == "F" else 1  # activations come from the stage before, gradients from the one after
+    return _beside(action, offset, num_stages)
 
 
 def consumer(action: Action, num_stages: int) -> Action | None:
     """The action of the neighboring stage that takes the result of `action`. None if there is none."""
-    step = 1 if action.kind == "F" else -1
-    return _beside(action, step, num_stages)
+    offset = 1 if action.kind == "F" else -1
+    return _beside(action, offset, num_stages)
 
 
-def _beside(action: Action, step: int, num_stages: int) -> Action | None:
-    """The same kind of action on the stage `step` further on. None if there is no such stage."""
-    stage = action.stage + step
+def _beside(action: Action, offset: int, num_stages: int) -> Action | None:
+    """The action of the same kind and micro-batch on stage `action.stage + offset`. None if there is no such stage."""
+    stage = action.stage + offset
     if not 0 <= stage < num_stages:
         return None
     # Action._replace would be shorter but takes six times as long. This runs several times for each action.
@@ -76,15 +78,18 @@ def _beside(action: Action, step: int, num_stages: int) -> Action | None:
 def lower(orders: Sequence[Sequence[Action]], num_stages: int) -> list[Plan]:
     """Make the plan of each rank from its order of actions.
 
-    The rank of an action is the one whose order holds it, so the orders also say on which rank each stage lives. Raises
-    ValueError for an action that occurs twice. Raises ValueError if the orders cannot run to their end, with what each
-    stuck rank waits for.
+    The rank of an action is the one whose order holds it, so the orders also say on which rank each stage lives.
+
+    Raises ValueError
+
+    - if an action occurs twice;
+    - if the orders cannot run to their end. The message says what each stuck rank waits for.
     """
     return _lower(orders, num_stages, range(len(orders)))
 
 
 def lower_one(orders: Sequence[Sequence[Action]], num_stages: int, rank: int) -> Plan:
-    """`lower(orders, num_stages)[rank]` in half the time, because the transfers of the other ranks are not made."""
+    """`lower(orders, num_stages)[rank]` in half the time, because the messages of the other ranks are not made."""
     return _lower(orders, num_stages, [rank])[0]
 
 
@@ -92,20 +97,22 @@ def _lower(orders: Sequence[Sequence[Action]], num_stages: int, ranks: Sequence[
     rank_of = {action: rank for rank, order in enumerate(orders) for action in order}
     sources = {action: producer(action, num_stages) for action in rank_of}
     ends = _end_times(orders, rank_of, sources)
-    batches: dict[int, dict[int, Transfers]] = {rank: {} for rank in ranks}
+    by_rank_and_time: dict[int, dict[int, MessageBatch]] = {rank: {} for rank in ranks}
     for action, source in sources.items():
         if source is None:
             continue
-        rank = rank_of[action]
-        peer = rank_of[source]
-        if rank == peer:
-            continue  # both stages are on one rank, which hands the tensors over
+        sender = rank_of[source]
+        receiver = rank_of[action]
+        if sender == receiver:
+            continue  # both stages are on one rank, which passes the tensors on without a message
         time = ends[source]
-        if peer in batches:
-            batches[peer].setdefault(time, Transfers()).sends.append(Transfer(action, rank))
-        if rank in batches:
-            batches[rank].setdefault(time, Transfers()).receives.append(Transfer(action, peer))
-    return [_weave(orders[rank], ends, batches[rank]) for rank in ranks]
+        if sender in by_rank_and_time:
+            batch = by_rank_and_time[sender].setdefault(time, MessageBatch())
+            batch.sends.append(Message(action, peer=receiver))
+        if receiver in by_rank_and_time:
+            batch = by_rank_and_time[receiver].setdefault(time, MessageBatch())
+            batch.receives.append(Message(action, peer=sender))
+    return [_weave(orders[rank], ends, by_rank_and_time[rank]) for rank in ranks]
 
 
 def _end_times(
@@ -123,16 +130,17 @@ def _end_times(
     ends: dict[Action, int] = {}
     position = [0] * len(orders)
     clock = [0] * len(orders)
-    # Each round runs every rank as far as it can go. A round in which no rank moves is the end, or a deadlock.
+    # Each round runs every rank as far as it can go. If no rank moves in a round, either everything has run, or the
+    # rest can never run.
     moved = True
     while moved:
         moved = False
         for rank, order in enumerate(orders):
-            while position[rank] < len(order) and not _missing(order[position[rank]], ends, sources):
+            while position[rank] < len(order) and _missing(order[position[rank]], ends, sources) is None:
                 action = order[position[rank]]
                 source = sources[action]
                 if source is not None:
-                    delay = TRANSFER_COST if rank_of[source] != rank else 0
+                    delay = MESSAGE_COST if rank_of[source] != rank else 0
                     clock[rank] = max(clock[rank], ends[source] + delay)
                 clock[rank] += COST[action.kind]
                 ends[action] = clock[rank]
@@ -148,30 +156,30 @@ def _end_times(
     return ends
 
 
-def _missing(action: Action, ends: Mapping[Action, int], sources: Mapping[Action, Action | None]) -> str:
-    """What `action` still waits for, in words. "" if nothing."""
+def _missing(action: Action, ends: Mapping[Action, int], sources: Mapping[Action, Action | None]) -> str | None:
+    """What `action` still waits for, in words. None if it can run."""
     if action.kind == "B":
         forward = Action("F", action.stage, action.microbatch)
         if forward not in ends:
             return f"its forward {forward}"
     source = sources[action]
     if source is None or source in ends:
-        return ""
+        return None
     awaited = "activation" if action.kind == "F" else "gradient"
     return f"the {awaited} of {source}"
 
 
-def _weave(order: Sequence[Action], ends: Mapping[Action, int], batches: Mapping[int, Transfers]) -> Plan:
+def _weave(order: Sequence[Action], ends: Mapping[Action, int], batches: Mapping[int, MessageBatch]) -> Plan:
     """Insert a rank's batches into its order of actions. `batches` are by time.
 
     A batch with a send comes right after the action whose result it sends. A batch of receives alone comes before the
-    action during which its messages arrive.
+    action during which its messages are sent.
     """
     plan: Plan = []
     times = sorted(batches, reverse=True)
     for action in order:
         while times and times[-1] <= ends[action]:
-            # At the time at which this action ends, a send may carry its result, so it must come after it.
+            # A batch that sends this action's result must follow the action.
             if times[-1] == ends[action] and batches[times[-1]].sends:
                 break
             plan.append(batches[times.pop()])

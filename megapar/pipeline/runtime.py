@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
-from megapar.pipeline.lowering import Plan, Transfers, consumer, lower_one
+from megapar.pipeline.lowering import MessageBatch, Plan, consumer, lower_one
 from megapar.pipeline.schedules import Action, Event, make, placement
 
 
@@ -20,7 +20,7 @@ class PipelineRuntime:
     """The stages of this rank, and the order in which micro-batches go through them.
 
     `stages` maps stage numbers to modules. The schedule says on which rank each of the pp * vpp stages lives. A
-    pipeline of one rank is no special case: it has no transfers, and with one stage it is gradient accumulation. Raises
+    pipeline of one rank is no special case: it has no messages, and with one stage it is gradient accumulation. Raises
     ValueError if `stages` are not those of this rank. Raises ConfigError if `schedule` cannot hold vpp stages on a
     rank.
     """
@@ -128,7 +128,7 @@ class _Execution:
     def execute(self, plan: Plan) -> None:
         """Run the items of a plan, or of a part of it, in order."""
         for item in plan:
-            if isinstance(item, Transfers):
+            if isinstance(item, MessageBatch):
                 self._post(item)
             else:
                 self._compute(item)
@@ -152,18 +152,18 @@ class _Execution:
         self._sending.wait()
         return [self._losses[m] for m in sorted(self._losses)]
 
-    def _post(self, transfers: Transfers) -> None:
-        """Start the messages of `transfers`. Allocates the tensors that are received."""
-        # One batch with sends in flight at most, so that what was sent is freed (see lowering.Transfers).
-        if transfers.sends:
+    def _post(self, messages: MessageBatch) -> None:
+        """Start `messages`. Allocates the tensors that are received."""
+        # One batch with sends in flight at most, so that what was sent is freed (see lowering.MessageBatch).
+        if messages.sends:
             self._sending.wait()
-        sends = [(x, send.peer) for send in transfers.sends for x in self._departing.pop(send.consumer)]
-        buffers = [self._buffers(receive.consumer) for receive in transfers.receives]
-        receives = [(x, r.peer) for r, tensors in zip(transfers.receives, buffers, strict=True) for x in tensors]
+        sends = [(x, send.peer) for send in messages.sends for x in self._departing.pop(send.consumer)]
+        buffers = [self._buffers(receive.consumer) for receive in messages.receives]
+        receives = [(x, r.peer) for r, tensors in zip(messages.receives, buffers, strict=True) for x in tensors]
         pending = exchange(sends, receives, self._runtime.axis)
-        for receive, tensors in zip(transfers.receives, buffers, strict=True):
+        for receive, tensors in zip(messages.receives, buffers, strict=True):
             self._arrived[receive.consumer] = tensors, pending
-        if transfers.sends:
+        if messages.sends:
             self._sending = pending
 
     def _buffers(self, action: Action) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megapar.pipeline.lowering import Plan, Transfers
+from megapar.pipeline.lowering import MessageBatch, Plan
 from megapar.pipeline.schedules import Action, Event
 
 
@@ -24,7 +24,7 @@ class Timeline(NamedTuple):
 class _Batch:
     """A batch of messages that a rank has posted. `start` is None until the batch may run."""
 
-    transfers: Transfers
+    messages: MessageBatch
     posted: float
     start: float | None = None
 
@@ -47,10 +47,10 @@ class _Rank:
     arrivals: dict[Action, float] = field(default_factory=dict)
 
     def awaits(self, action: Action) -> bool:
-        return any(t.consumer == action for batch in self.batches for t in batch.transfers.receives)
+        return any(t.consumer == action for batch in self.batches for t in batch.messages.receives)
 
     def sending(self) -> bool:
-        return any(batch.transfers.sends for batch in self.batches)
+        return any(batch.messages.sends for batch in self.batches)
 
 
 def simulate(
@@ -86,7 +86,7 @@ def simulate(
 def _advance(rank: _Rank, number: int, costs: dict[str, Sequence[float] | float], events: list[Event]) -> bool:
     """Run the next item of the rank's plan. Returns False if it cannot run yet."""
     item = rank.plan[rank.at]
-    if isinstance(item, Transfers):
+    if isinstance(item, MessageBatch):
         if item.sends:
             if rank.sending():
                 return False
@@ -111,7 +111,7 @@ def _settle(rank: _Rank, starts: dict[Action, list[float]], transfer: float) -> 
     Returns False if it can do neither.
     """
     batch = rank.batches[0]
-    messages = [t.consumer for t in (*batch.transfers.sends, *batch.transfers.receives)]
+    messages = [t.consumer for t in (*batch.messages.sends, *batch.messages.receives)]
     if batch.start is None:
         batch.start = max(batch.posted, rank.free)
         for message in messages:
@@ -121,9 +121,9 @@ def _settle(rank: _Rank, starts: dict[Action, list[float]], transfer: float) -> 
     if any(len(starts[message]) < 2 for message in messages):
         return False
     rank.free = transfer + max(max(starts[message]) for message in messages)
-    if batch.transfers.sends:
+    if batch.messages.sends:
         rank.sent = rank.free
-    rank.arrivals.update({t.consumer: rank.free for t in batch.transfers.receives})
+    rank.arrivals.update({t.consumer: rank.free for t in batch.messages.receives})
     rank.batches.popleft()
     return True
 

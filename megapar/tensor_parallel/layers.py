@@ -24,12 +24,12 @@ from megapar.params import (
     Init,
     ParamSpec,
     Piece,
-    copied,
     cut,
+    held_by_all,
     main_grad_of,
+    make_piece,
     parameter,
     replicated,
-    sharded,
 )
 from megapar.tensor_parallel.regions import LOCAL, input_region, reduce_from_tp, scatter_sum
 
@@ -97,7 +97,7 @@ class Columns:
         others = shape[1:]  # dimensions that are not cut
         owned = Box((self.own_start, *(0 for _ in others)), (self.own_stop - self.own_start, *others))
         partial = (tp,) if self.shared else ()
-        held = sharded(f"{self.name}.{kind}", shape, {0: (self.start, self.stop)})
+        held = make_piece(f"{self.name}.{kind}", shape, {0: (self.start, self.stop)})
         return replace(held, owned=owned, partial=partial)
 
 
@@ -139,7 +139,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.sharding = sharding
         start, stop = cut(in_features, sharding.tp)
-        weight = sharded(f"{name}.weight", (out_features, in_features), {1: (start, stop)})
+        weight = make_piece(f"{name}.weight", (out_features, in_features), {1: (start, stop)})
         self.weight = sharding.parameter((weight,), weight.local_shape, init, decay=True)
         self.bias = replicated_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
 
@@ -190,8 +190,8 @@ class _Lookup(torch.autograd.Function):
         ids = local.reshape(-1)
         rows = grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1])
         if ctx.main_grad is not None:
-            ctx.main_grad.view.index_add_(0, ids, rows.float())
-            ctx.main_grad.added()
+            ctx.main_grad.tensor.index_add_(0, ids, rows.float())
+            ctx.main_grad.note_added()
             return None, None, None
         return None, torch.zeros_like(weight).index_add_(0, ids, rows), None
 
@@ -222,9 +222,9 @@ def vocabulary_parameter(
     stage owns the matrix.
     """
     start, stop, rows = vocabulary_cut(vocab_size, sharding.tp)
-    piece = sharded(name, (vocab_size, hidden_size), {0: (start, stop)})
+    piece = make_piece(name, (vocab_size, hidden_size), {0: (start, stop)})
     if tied is not None:
-        piece = copied(piece, tied, partial=True)
+        piece = held_by_all(piece, tied, partial=True)
     return sharding.parameter((piece,), (rows, hidden_size), init, decay=True)
 
 

@@ -69,7 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         # The gradients of chunks are summed in fp32. A 16-bit sum would round once for each chunk.
         if ctx.main_grad:
-            total = ctx.main_grad.view
+            total = ctx.main_grad.tensor
         elif needs_weight:
             total = torch.zeros_like(weight, dtype=torch.float32)
         rowwise = (target, highest, *ctx.entropy.scales(target, highest, exp_sum, grad_loss))
@@ -84,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.products.add_weight_gradient(total, grad, x_2d[rows])
         grad_weight = None
         if needs_weight and ctx.main_grad:
-            ctx.main_grad.added()
+            ctx.main_grad.note_added()
         elif needs_weight:
             grad_weight = total.to(weight.dtype)
         leaving.wait()

@@ -160,7 +160,7 @@ def facts(state: TrainState) -> dict[str, Any]:
             "config": flatten(config),
             "lineage": [list(start) for start in state.lineage],
         },
-        "data": {"train": list(config.data.train), "tokenizer": config.data.tokenizer, **ORDER, **state.data},
+        "data": {"train": list(config.data.train), "tokenizer": config.data.tokenizer, **ORDER, **state.data_identity},
     }
 
 
@@ -223,7 +223,7 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
     else:
         manifest = load(path, slices=_all_slices(state), ctx=ctx, model_config=_weight_options(state))
         saved = position(manifest)
-        notes = compare(manifest.data, state.data, path, accept=state.config.data.accept_changed)
+        notes = compare(manifest.data, state.data_identity, path, accept=state.config.data.accept_changed)
         notes = [f"resumed step {manifest.step} from {path}", *_go_on(state, manifest, saved), *notes]
         past = saved.lineage
     # Last, because everything above can refuse the start: a refused start must change nothing on disk.

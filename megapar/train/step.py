@@ -27,8 +27,9 @@ class TrainState:
     """Everything that a step uses or changes, and what its checkpoints record.
 
     `stages` are this rank's stages by global stage number. `step` counts completed steps, including those whose update
-    was skipped after an fp16 overflow. `consumed_samples` counts the samples of these steps. `lineage` lists the starts
-    of the run that led here, each with the step that it started from. `data` is what the samples depend on
+    was skipped after an fp16 overflow. `consumed_samples` counts the samples of these steps. `lineage` has an entry for
+    each start or resumption that led here, oldest first: its random id, and the number of steps completed before it
+    (`megapar.checkpoint.lineage`). `data_identity` has a hash of each file that the samples depend on
     (`megapar.train.data.identity`).
     """
 
@@ -43,15 +44,16 @@ class TrainState:
     step: int = 0
     consumed_samples: int = 0
     lineage: list[tuple[str, int]] = field(default_factory=list)
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data_identity: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StepResult:
     """The result of a step, the same on every rank.
 
-    `loss` is the mean in nats per target token. `grad_norm` is taken before clipping. `tokens` is the number of target
-    tokens. `stop` is True if some rank was asked to end the run.
+    `loss` is the mean in nats per target token. `grad_norm` is taken before clipping. `tokens` is the sum of the loss
+    weights, which is the number of target tokens if all weights are 0 or 1. It is a float because weights may be
+    fractions. `stop` is True if some rank has to stop, because of a signal or launch.time_limit.
     """
 
     loss: float
@@ -67,7 +69,10 @@ class StepResult:
 
     @property
     def overflowed(self) -> bool:
-        """Whether the gradients overflowed fp16 while the loss is finite. A smaller loss scale avoids that."""
+        """Whether the gradients overflowed fp16, so that a smaller loss scale may avoid it.
+
+        That is so if the loss is finite, the gradient norm is not, and the loss scale is dynamic and above 1.
+        """
         scale = self.loss_scale
         return math.isfinite(self.loss) and not self.finite and scale.dynamic and scale.scale > 1.0
 
@@ -75,12 +80,12 @@ class StepResult:
 def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor:
     """Sum the loss weights of all samples of the step over all replicas; returns a 0-d fp32 tensor, at least 1.
 
-    A step's loss and gradients are divided by it once, and by nothing else.
+    It is the only divisor of the step's loss and gradients.
     """
     tokens = torch.zeros((), device=ctx.device)
     if batches:  # a replica has none if the step has fewer micro-batches than replicas
         tokens = torch.stack([batch.weights_bs.sum() for batch in batches]).sum().to(ctx.device)
-    # Samples without any target would give 0 / 0.
+    # At least 1, because samples without any target would give 0 / 0.
     return comm.all_reduce(tokens, ctx.grad).clamp_(min=1.0)
 
 

@@ -92,7 +92,7 @@ def start(
     initialize(stages.values(), config.train.seed)
     notes = freeze_others(stages.values(), config.train.trainable, ctx)
     state = assemble(config, ctx, stages)
-    state.data = data or {}
+    state.data_identity = data or {}
     notes += checkpoints.resume(state, Path(config.run_dir))
     ctx.flight.step = state.step
     if state.step:

@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al., 2019).
 
-It has learned positions, LayerNorm before each block, GELU, biases in all linear layers, and dropout. An option ties
-the embeddings.
+It has learned positions, LayerNorm before attention and before the MLP, GELU, biases in all linear layers, and
+dropout. An option ties the embeddings.
 """
 
 import torch.nn.functional as F
@@ -38,13 +38,13 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps, self.impl)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add x to the residual stream; returns (norm of the sum, sum)."""
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Add x to the residual stream and normalize the sum; returns (norm of the sum, sum)."""
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.impl)
 
 
 class GPTMLP(nn.Module):
-    """down(act(up x)). Tensor parallelism splits up by columns and down by rows."""
+    """down(act(up x)). tp cuts up by its output dimension and down by its input dimension."""
 
     def __init__(self, number: int, blueprint: Blueprint):
         super().__init__()
@@ -88,7 +88,7 @@ class GPTLayer(nn.Module):
             normed = self.mlp_norm(x_sbh)
         else:
             # Without dropout one kernel adds and normalizes, as in Llama.
-            normed, x_sbh = self.mlp_norm.add(y_sbh, x_sbh)
+            normed, x_sbh = self.mlp_norm.add_and_norm(y_sbh, x_sbh)
         return self._add(self.mlp(normed), x_sbh, context, DropoutSite.MLP_OUTPUT)
 
     def _dropout(self) -> float:
@@ -126,14 +126,14 @@ class GPTStage(Stage):
     def make_norm(self, name: str) -> nn.Module:
         return LayerNorm(name, self.blueprint)
 
-    def hidden(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+    def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         context = ForwardContext(batch)
         if x_sbh is None:
             x_sbh = self.embed_with_positions(context)
         return self.run_layers(x_sbh, context)
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        x_sbh = self.hidden(x_sbh, batch)
+        x_sbh = self.hidden_states(x_sbh, batch)
         if not self.last:
             return x_sbh
         return self.loss(x_sbh, batch)  # norm, head and cross entropy

@@ -1,21 +1,25 @@
-"""Llama 2 and 3 (arXiv 2302.13971, 2307.09288, 2407.21783), and by options Mistral, Qwen2 and Qwen3.
+"""Llama 2 and 3 (arXiv 2302.13971, 2307.09288, 2407.21783), with options also Mistral, Qwen2 and Qwen3.
 
-The model has RMSNorm before each block, rotary positions, SwiGLU, and grouped-query attention. By options it has biases
-of q, k and v, norms of q and k, and tied embeddings.
+The model has RMSNorm before attention and before the MLP, rotary positions, SwiGLU, and grouped-query attention.
+Options add biases to q, k and v, norms of q and k, and tied embeddings.
 
-These are the weights of the whole model. Each matrix is [out, in]. Sizes are h hidden, i intermediate, v vocabulary,
-and d the width of a head:
+These are the weights of the whole model. Each matrix is [out, in]. tp cuts it by its output dimension in a
+ColumnParallelLinear and by its input dimension in a RowParallelLinear. Sizes are h hidden, i intermediate,
+v vocabulary, and d the width of a head:
 
-    embedding.weight                        [v, h]              cut by rows over tp
+    embedding.weight                        [v, h]              cut by vocabulary
     layers.N.attention_norm.weight          [h]                 on every tp rank
-    layers.N.attention.q.weight             [heads d, h]        cut by rows: each rank has its heads
-    layers.N.attention.{k,v}.weight         [kv heads d, h]     cut by rows; several ranks may hold the same head
-    layers.N.attention.o.weight             [h, heads d]        cut by columns
+    layers.N.attention.q.weight             [heads * d, h]      cut by output: each rank has its heads
+    layers.N.attention.{k,v}.weight         [kv heads * d, h]   cut by output; several ranks may hold the same head
+    layers.N.attention.o.weight             [h, heads * d]      cut by input
     layers.N.mlp_norm.weight                [h]                 on every tp rank
-    layers.N.mlp.{gate,up}.weight           [i, h]              cut by rows
-    layers.N.mlp.down.weight                [h, i]              cut by columns
+    layers.N.mlp.{gate,up}.weight           [i, h]              cut by output
+    layers.N.mlp.down.weight                [h, i]              cut by input
     norm.weight                             [h]                 on every tp rank
-    head.weight (unless tied)               [v, h]              cut by rows
+    head.weight (unless tied)               [v, h]              cut by output, which is the vocabulary
+
+The end of a tensor's name gives its dimensions: x_sbh is [s, b, h], with s the sequence (s/tp between layers under
+sequence parallelism) and b the micro-batch.
 
 Read LlamaStage.forward first: it is the model from tokens to the loss.
 """
@@ -37,8 +41,8 @@ from megapar_models.stage import Blueprint, ForwardContext, Stage
 def rope_tables(model: ModelConfig, positions_s: Tensor) -> tuple[Tensor, Tensor]:
     """The tables cos and sin [s, d], fp32, of the angles of `positions_s` (arXiv 2104.09864).
 
-    They repeat over both halves of a head. `rope_scaling` stretches wavelengths as Hugging Face's rope types `linear`
-    and `llama3` do.
+    A head has d/2 angles, so the columns from d/2 on repeat the columns 0 to d/2. `rope_scaling` stretches wavelengths
+    as Hugging Face's rope types `linear` and `llama3` do.
     """
     exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32, device=positions_s.device) / model.head_dim
     frequency = 1.0 / model.rope_theta**exponents
@@ -46,19 +50,20 @@ def rope_tables(model: ModelConfig, positions_s: Tensor) -> tuple[Tensor, Tensor
     if scaling.rope_type == "linear":
         frequency = frequency / scaling.factor
     elif scaling.rope_type == "llama3":
-        # Frequencies that turn often within the original context stay, slow ones are divided by the factor, and those
-        # between are interpolated.
+        # Dimensions that turn at least high_freq_factor times within the original context keep their frequency. The
+        # frequency of those that turn at most low_freq_factor times is divided by the factor. Between the two, both
+        # frequencies are mixed.
         turns_in_context = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
-        width = scaling.high_freq_factor - scaling.low_freq_factor
-        kept = ((turns_in_context - scaling.low_freq_factor) / width).clamp(0, 1)
-        frequency = kept * frequency + (1 - kept) * frequency / scaling.factor
+        mixed_turns = scaling.high_freq_factor - scaling.low_freq_factor
+        keep_weight = ((turns_in_context - scaling.low_freq_factor) / mixed_turns).clamp(0, 1)
+        frequency = keep_weight * frequency + (1 - keep_weight) * frequency / scaling.factor
     angles = positions_s.to(torch.float32)[:, None] * frequency
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
-# The gated activation of each `hidden_act` of Hugging Face: SwiGLU and GeGLU (Shazeer, arXiv 2002.05202), and gated
-# squared ReLU (So et al., arXiv 2109.08668).
+# The gated activation of each `hidden_act`: SwiGLU and GeGLU (Shazeer, arXiv 2002.05202), and gated squared ReLU (So et
+# al., arXiv 2109.08668). The names are Hugging Face's, except "auto": the activation of Llama.
 GATED = {"auto": swiglu, "silu": swiglu, "gelu_pytorch_tanh": geglu, "relu2": reglu_squared}
 
 
@@ -74,13 +79,16 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, self.impl)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add x to the residual stream; returns (norm of the sum, sum)."""
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Add x to the residual stream and normalize the sum; returns (norm of the sum, sum)."""
         return add_rms_norm(x, residual, self.weight, self.eps, self.impl)
 
 
 class LlamaMLP(nn.Module):
-    """down(act(gate x) * up x). Gate and up are one matrix, which tp splits by columns; it splits down by rows."""
+    """down(act(gate x) * up x), with gate and up in one matrix.
+
+    tp cuts gate and up by their output dimension, and down by its input dimension.
+    """
 
     def __init__(self, number: int, blueprint: Blueprint):
         super().__init__()
@@ -112,9 +120,12 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(number, blueprint)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        # One kernel adds the attention's output to the residual stream and normalizes the sum.
-        normed, x_sbh = self.mlp_norm.add(self.attention(self.attention_norm(x_sbh), context), x_sbh)
-        return x_sbh + self.mlp(normed)
+        # One kernel adds the attention's output to the residual stream and normalizes the sum. The output has no name
+        # here, so that its memory is free during the MLP.
+        normed_sbh, residual_sbh = self.mlp_norm.add_and_norm(
+            self.attention(self.attention_norm(x_sbh), context), residual=x_sbh
+        )
+        return residual_sbh + self.mlp(normed_sbh)
 
 
 class LlamaStage(Stage):
@@ -126,16 +137,16 @@ class LlamaStage(Stage):
     def make_norm(self, name: str) -> nn.Module:
         return RMSNorm(name, self.blueprint)
 
-    def hidden(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+    def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         if x_sbh is None:  # the first stage
             x_sbh = self.embed(batch)
-        # Positions are not reset at the start of a document. Rotary attention depends on distances alone, and a
-        # document attends only to itself, so the result is the same.
+        # Positions are not reset at the start of a document. Rotary attention depends on distances alone, and a token
+        # attends only to its own document, so the result is the same.
         rope = rope_tables(self.blueprint.model, batch.positions_s)
         return self.run_layers(x_sbh, ForwardContext(batch, rope))
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        x_sbh = self.hidden(x_sbh, batch)
+        x_sbh = self.hidden_states(x_sbh, batch)
         if not self.last:
             return x_sbh
         return self.loss(x_sbh, batch)  # norm, head and cross entropy

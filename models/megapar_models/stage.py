@@ -193,7 +193,7 @@ class Stage(PipelineStage):
             length //= sharding.tp.size
         return (TensorSpec((length, batch.size, self.blueprint.model.hidden_size), sharding.dtype),)
 
-    def hidden(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
+    def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         """The hidden states after this stage's layers. The first stage gets None for x_sbh, and embeds the tokens."""
         raise NotImplementedError
 

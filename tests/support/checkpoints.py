@@ -18,7 +18,7 @@ from megapar.checkpoint import format as checkpoint_format
 from megapar.checkpoint.load import load
 from megapar.checkpoint.save import save
 from megapar.context import Axis
-from megapar.params import ZEROS, ParamSpec, Piece, StateSlice, sharded
+from megapar.params import ZEROS, ParamSpec, Piece, StateSlice, make_piece
 
 MODEL = {"hidden_size": 6, "rope": {"factor": 1.0}, "tie_word_embeddings": False}
 FILE = "rank_00000.safetensors"
@@ -34,7 +34,7 @@ def spec_of_piece(*pieces: Piece) -> ParamSpec:
 
 def whole_spec(name: str, shape: Sequence[int]) -> ParamSpec:
     """A parameter that one rank holds whole."""
-    return spec_of_piece(sharded(name, shape, {}))
+    return spec_of_piece(make_piece(name, shape, {}))
 
 
 def make_slice(spec: ParamSpec, start: int, stop: int, **tensors: Tensor) -> StateSlice:

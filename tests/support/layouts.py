@@ -37,7 +37,7 @@ def gradients(param: nn.Parameter) -> Tensor:
 
 def main_gradients(param: nn.Parameter) -> Tensor:
     """What lies in the gradient buffer."""
-    return param.main_grad.view  # type: ignore[attr-defined]
+    return param.main_grad.tensor  # type: ignore[attr-defined]
 
 
 def unique_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megapar.config import OptimizerConfig
 from megapar.context import Axis, ParallelContext
 from megapar.optimizer.clip import clip_coefficient
-from megapar.params import ZEROS, Box, ParamSpec, Piece, copied, cut, parameter, replicated, sharded, spec_of
+from megapar.params import ZEROS, Box, ParamSpec, Piece, cut, held_by_all, make_piece, parameter, replicated, spec_of
 
 Q_HEADS, HEAD, WIDTH = 6, 2, 40
 DECAYED = {"embed", "q", "k", "v", "row"}
@@ -54,16 +54,16 @@ def kv_piece(name: str, kv_heads: int, tp: Axis) -> Piece:
     start, stop = held_rows(kv_heads, tp.rank, tp.size)
     before = held_rows(kv_heads, tp.rank - 1, tp.size)[1] if tp.rank else 0
     own = max(start, before)
-    piece = sharded(name, (kv_heads * HEAD, WIDTH), {0: (start, stop)})
+    piece = make_piece(name, (kv_heads * HEAD, WIDTH), {0: (start, stop)})
     return replace(piece, owned=Box((own, 0), (stop - own, WIDTH)), partial=(tp,))
 
 
 def specs(ctx: ParallelContext, kv_heads: int) -> dict[str, ParamSpec]:
     """What this rank's stage holds: without a pipeline all; else embed, q+k+v, norm | row, bias, scale, embed again."""
     tp, wanted = ctx.tp, shapes(kv_heads)
-    embed = copied(sharded("embed", wanted["embed"], {0: cut(11, tp)}), ctx.ends, partial=True)
+    embed = held_by_all(make_piece("embed", wanted["embed"], {0: cut(11, tp)}), ctx.ends, partial=True)
     q_first, q_last = cut(Q_HEADS, tp)
-    q = sharded("q", wanted["q"], {0: (q_first * HEAD, q_last * HEAD)})
+    q = make_piece("q", wanted["q"], {0: (q_first * HEAD, q_last * HEAD)})
 
     def spec(*pieces: Piece, decay: bool) -> ParamSpec:
         return ParamSpec(pieces, ZEROS, decay=decay, replicas=ctx.grad)
@@ -74,7 +74,7 @@ def specs(ctx: ParallelContext, kv_heads: int) -> dict[str, ParamSpec]:
         "norm": spec(replicated("norm", wanted["norm"], tp, partial=True), decay=False),
     }
     last = {
-        "row": spec(sharded("row", wanted["row"], {1: cut(90, tp)}), decay=True),
+        "row": spec(make_piece("row", wanted["row"], {1: cut(90, tp)}), decay=True),
         "bias": spec(replicated("bias", wanted["bias"], tp), decay=False),
         "scale": spec(replicated("scale", wanted["scale"], tp), decay=False),
         "embed": spec(embed, decay=True),

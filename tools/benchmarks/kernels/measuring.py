@@ -59,7 +59,7 @@ def gradients(inputs: Sequence[Any], results: Sequence[Tensor], grads: Sequence[
         return []
     found = torch.autograd.grad(results, wanted, grads, allow_unused=True)
     mains = [main_grad_of(x) for x in wanted]
-    return [m.view if g is None and m is not None else g for g, m in zip(found, mains, strict=True)]
+    return [m.tensor if g is None and m is not None else g for g, m in zip(found, mains, strict=True)]
 
 
 def evaluate(bench: Bench, case: Case, op: peers.Op, *, wide: bool = False) -> list[Tensor]:
