@@ -69,17 +69,23 @@ class MatrixProducts:
         """Gradient of the weight: [out, in], from grad_2d [tokens, out] and x_2d [tokens, in]."""
         return grad_2d.t() @ x_2d
 
-    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor) -> None:
-        """Add the weight gradient to `total`, fp32 [out, in], without rounding it to the inputs' dtype first."""
+    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, *, overwrite: bool = False) -> None:
+        """Add the weight gradient to `total`, fp32 [out, in], without rounding it to the inputs' dtype first.
+
+        With `overwrite` the values of `total` count as zero, even if they are NaN.
+        """
+        beta = 0.0 if overwrite else 1.0  # addmm multiplies `total` by it, and does not read `total` if it is 0
         if grad_2d.dtype == torch.float32:
-            total.addmm_(grad_2d.t(), x_2d)
+            total.addmm_(grad_2d.t(), x_2d, beta=beta)
         elif self.impl == "apex":
+            if overwrite:
+                total.zero_()  # apex's kernel can only add
             apex.add_weight_gradient(total, grad_2d, x_2d)
         elif grad_2d.is_cuda:
-            torch.addmm(total, grad_2d.t(), x_2d, out_dtype=torch.float32, out=total)
+            torch.addmm(total, grad_2d.t(), x_2d, beta=beta, out_dtype=torch.float32, out=total)
         else:
             # On a CPU addmm has no out_dtype, so the inputs are converted.
-            total.addmm_(grad_2d.t().float(), x_2d.float())
+            total.addmm_(grad_2d.t().float(), x_2d.float(), beta=beta)
 
 
 class _Linear(torch.autograd.Function):
@@ -126,8 +132,9 @@ class _Linear(torch.autograd.Function):
             if ctx.main_grad is None:
                 grad_weight = ctx.products.weight_gradient(grad_2d, x_2d)
             else:
-                ctx.products.add_weight_gradient(ctx.main_grad.tensor, grad_2d, x_2d)
-                ctx.main_grad.note_added()
+                main_grad = ctx.main_grad
+                ctx.products.add_weight_gradient(main_grad.tensor, grad_2d, x_2d, overwrite=main_grad.is_stale)
+                main_grad.note_added()
         if needs_bias:
             grad_bias = grad_2d.sum(0)
         leaving.wait()

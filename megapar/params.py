@@ -246,14 +246,18 @@ class MainGrad(Protocol):
     addition it calls `note_added`. A parameter that is used several times gets several additions. The layer returns
     None to autograd, so that the gradient is not added a second time.
 
+    The first addition of a step overwrites: while `is_stale` is True, `tensor` holds values of an earlier step, which
+    count as zero. `note_added` makes it False.
+
     Read the attribute in the forward pass. Under activation checkpointing, backward unpacks another tensor, which has
     no attributes.
     """
 
     tensor: Tensor
+    is_stale: bool
 
     def note_added(self) -> None:
-        """Note that a gradient has been added to `tensor`."""
+        """Note that a gradient has been added to `tensor`, or has overwritten it if it was stale."""
 
     def add(self, grad: Tensor) -> None:
         """Add `grad`, of the parameter's shape and any dtype, to `tensor`, and call `note_added`."""

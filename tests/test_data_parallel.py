@@ -93,7 +93,7 @@ def train(case: Case, ctx: ParallelContext) -> dict[str, Any]:
         count = case.microbatches * ctx.dp.size
         samples = range(step * count, (step + 1) * count)
         mine = samples[ctx.dp.rank * case.microbatches : (ctx.dp.rank + 1) * case.microbatches]
-        buffer.gradients.zero()
+        buffer.start_step()
         before = sum(ctx.grad.traffic.calls.values())
         for i, sample in enumerate(mine):
             if i == len(mine) - 1:
@@ -101,6 +101,7 @@ def train(case: Case, ctx: ParallelContext) -> dict[str, Any]:
             (toy(sample) / count).backward()
         early.append(sum(ctx.grad.traffic.calls.values()) - before)
         buffer.gradients.finish()
+        buffer.check_padding()
         norm = grad_norm(buffer.gradients, ctx)
         if case.compare:
             expected = reference.gradients(samples)

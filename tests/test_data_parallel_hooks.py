@@ -86,7 +86,7 @@ def run(ctx: ParallelContext, use: Use, zero_stage: int, bucket_mb: float, overl
     buffer = flatten([net], ctx, zero_stage=zero_stage, bucket_mb=bucket_mb, overlap=overlap)
     early = []
     for step in range(STEPS):
-        buffer.gradients.zero()
+        buffer.start_step()
         before = sum(ctx.grad.traffic.calls.values())
         for i in range(MICROBATCHES):
             if i == MICROBATCHES - 1:
@@ -94,6 +94,7 @@ def run(ctx: ParallelContext, use: Use, zero_stage: int, bucket_mb: float, overl
             net(ids(rank, step, i), use(rank, step, i), rank == 0).backward()
         early.append(sum(ctx.grad.traffic.calls.values()) - before)
         buffer.gradients.finish()
+        buffer.check_padding()
         for name, want in expected_gradients(ctx.dp.size, step, use).items():
             slot = next(slot for slot in buffer.slots if slot.param is net.get_parameter(name))
             for start, stop in buffer.shards():
@@ -168,7 +169,7 @@ def two_stages_on_a_rank() -> list[list[int]]:
     buffer = flatten([first, second], ctx, zero_stage=0, bucket_mb=TINY, overlap=True)
     seen = []
     for _ in range(2):
-        buffer.gradients.zero()
+        buffer.start_step()
         hidden, counts = [], [sum(ctx.grad.traffic.calls.values())]
         for i in range(MICROBATCHES):
             x = torch.full((WIDTH,), float(i + ctx.dp.rank)) @ first.weight

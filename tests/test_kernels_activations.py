@@ -6,10 +6,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megapar_kernels import activations
 from megapar_kernels.activations import bias_gelu, geglu, gelu, reglu_squared, relu_squared, swiglu
 from torch import Tensor
 
-from tests.support.kernel_checks import DEVICE, Guarded, compare, needs_triton, relative_error
+from tests.support.kernel_checks import DEVICE, Guarded, compare, needs_triton, poisoned, relative_error, strided
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +51,38 @@ def test_references_are_the_formulas(op: Op) -> None:
     upstream = torch.randn_like(ours)
     for mine, other in zip(*(torch.autograd.grad(y, arguments, upstream) for y in (ours, theirs)), strict=True):
         assert relative_error(mine, other) < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("op", GATED)
+def test_one_buffer_of_gradients_has_the_bits_of_autograd(op: Op, dtype: torch.dtype) -> None:
+    """torch's ops, differentiated by autograd, compute the same numbers in the same order. One input has a NaN."""
+    activation = activations.TORCH[{swiglu: "silu", geglu: "gelu", reglu_squared: "relu_squared"}[op]]
+    for shape in [(3, 5), (2, 3, 127), (0, 4), (64, 129)]:
+        x = inputs(op, *shape)[0].detach().to(DEVICE, dtype)
+        if x.numel():
+            x[0, ..., 1] = float("nan")
+        for given in (x, strided(x)):
+            given = given.requires_grad_()
+            gate, up = given.chunk(2, dim=-1)
+            expected = activation(gate) * up
+            upstream = torch.randn_like(expected)
+            with poisoned():
+                y = op(given)
+                (grad,) = torch.autograd.grad(y, given, upstream)
+            (expected_grad,) = torch.autograd.grad(expected, given, upstream)
+            torch.testing.assert_close(y, expected, rtol=0.0, atol=0.0, equal_nan=True)
+            torch.testing.assert_close(grad, expected_grad, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", GATED)
+def test_gated_activation_keeps_its_input_alone(op: Op) -> None:
+    x = inputs(op, 3, 8)[0].detach().float().to(DEVICE).requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = op(x)
+    assert [t.data_ptr() for t in kept] == [x.data_ptr()]
+    assert y.requires_grad
 
 
 @needs_triton

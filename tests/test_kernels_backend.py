@@ -7,10 +7,11 @@ place, so that what we pass to it is what it takes.
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megapar_kernels import apex, backend, dispatch
 from megapar_kernels.adamw import Decayed, adamw_step
 from megapar_kernels.backend import FUSED, Kernels, select
@@ -107,13 +108,26 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_apex_norms_and_weight_gradients() -> None:
     x, residual, weight, bias = torch.randn(5, 12), torch.randn(5, 12), torch.randn(12), torch.randn(12)
-    assert torch.equal(rms_norm(x, weight, 1e-5, "apex"), rms_norm(x, weight, 1e-5))
+    assert torch.equal(rms_norm(x, weight, 1e-5, "apex"), F.rms_norm(x, weight.shape, weight, 1e-5))
     assert torch.equal(layer_norm(x, weight, bias, 1e-5, "apex"), layer_norm(x, weight, bias, 1e-5))
-    pairs = add_rms_norm(x, residual, weight, 1e-5, "apex"), add_rms_norm(x, residual, weight, 1e-5)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*pairs, strict=True))
+    normed, total = add_rms_norm(x, residual, weight, 1e-5, "apex")
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, F.rms_norm(total, weight.shape, weight, 1e-5))
     grad, inputs, main = torch.randn(7, 3).bfloat16(), torch.randn(7, 4).bfloat16(), torch.ones(3, 4)
     MatrixProducts("apex").add_weight_gradient(main, grad, inputs)
     assert torch.equal(main, 1 + grad.float().t() @ inputs.float())
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("impl", ["torch", "apex"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stale_weight_gradient_is_overwritten(impl: Literal["torch", "apex"], dtype: torch.dtype) -> None:
+    """Even if it is NaN, and with the bits of an addition to zeros."""
+    grad, inputs = torch.randn(7, 3).to(dtype), torch.randn(7, 4).to(dtype)
+    stale, zeros = torch.full((3, 4), float("nan")), torch.zeros(3, 4)
+    MatrixProducts(impl).add_weight_gradient(stale, grad, inputs, overwrite=True)
+    MatrixProducts(impl).add_weight_gradient(zeros, grad, inputs)
+    assert torch.equal(stale, zeros)
 
 
 @pytest.mark.usefixtures("stand_in")

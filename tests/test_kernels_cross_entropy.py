@@ -349,9 +349,12 @@ def linear_on_rank(tp: Axis, device: torch.device, case: tuple, *, sequence_para
     x = p["x"].chunk(tp.size)[tp.rank] if sequence_parallel else p["x"]
     x, weight = x.float().requires_grad_(), p["weight"][rows].float().requires_grad_()
     added: list[Tensor] = []
+    before = float("nan") if sequence_parallel else 1.0  # NaN is overwritten, 1 is added to
     if main:
-        view = torch.ones(weight.shape, device=device)
-        weight.main_grad = MainGradView(view, lambda: added.append(view.clone()))  # type: ignore[attr-defined]
+        view = torch.full(weight.shape, before, device=device)
+        main_grad = MainGradView(view, lambda: added.append(view.clone()))
+        main_grad.is_stale = sequence_parallel
+        weight.main_grad = main_grad  # type: ignore[attr-defined]
     losses = linear_cross_entropy(
         x, weight, p["targets"], VOCAB, start, tp, sequence_parallel=sequence_parallel, chunk_rows=7,
         label_smoothing=smoothing, z_loss=z_loss, impl=impl,
@@ -361,7 +364,11 @@ def linear_on_rank(tp: Axis, device: torch.device, case: tuple, *, sequence_para
         assert weight.grad is None
         assert len(added) == 1, "a backward must count as one addition"
         assert torch.equal(added[0], view), "the last addition must come last"
-    return {"losses": losses.detach(), "x": x.grad, "weight": view - 1 if main else weight.grad}
+        assert not main_grad.is_stale
+        weight_grad = view if sequence_parallel else view - before
+    else:
+        weight_grad = weight.grad
+    return {"losses": losses.detach(), "x": x.grad, "weight": weight_grad}
 
 
 def linear_on_ranks(size: int) -> list[dict[str, Tensor]]:

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from megapar import context, recompute
 from megapar.params import ONES, ParamSpec, parameter, replicated
 from tests.support.flat import flatten
-from tests.support.kernel_checks import DEVICE, compare, needs_triton, relative_error
+from tests.support.kernel_checks import (
+    DEVICE,
+    TOLERANCE,
+    compare,
+    needs_triton,
+    poisoned,
+    relative_error,
+    strided,
+)
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 
@@ -44,6 +52,51 @@ SIZES = [(1, 5), (5, 7), (3, 127), (70, 129), (2, 1000), (3, 4096), (2, 9000), (
 def test_norms_and_their_gradients_are_exact_to_rounding(name: str, dtype: torch.dtype) -> None:
     for rows, columns in SIZES if dtype == torch.float32 else SIZES[3:-1]:
         compare({**NORMS, **FUSED}[name], arguments(name, rows, columns), dtype)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "empty"])
+@pytest.mark.parametrize("name", [*NORMS, *FUSED])
+def test_closed_form_of_a_cpu_equals_autograd_of_torchs_norm(name: str, layout: str) -> None:
+    """In fp32 on a CPU `_Norm` runs torch's ops. The reference is torch's own norm in fp64."""
+    rows = (0,) if layout == "empty" else (7, 33)
+    *tensors, eps = arguments(name, rows, 129)
+    exact = [t.detach().clone().requires_grad_() for t in tensors if isinstance(t, Tensor)]
+    low = [(strided(t.float()) if layout == "strided" else t.float()).detach().requires_grad_() for t in exact]
+    x = exact[0] + exact[1] if "add" in name else exact[0]
+    weights = exact[2:] if "add" in name else exact[1:]
+    norm = nn.functional.layer_norm if "layer" in name else nn.functional.rms_norm
+    y = norm(x, (129,), *weights, eps=EPS)
+    expected = (y, x) if "add" in name else (y,)
+    with poisoned():
+        got = {**NORMS, **FUSED}[name](*low, eps, impl="torch")
+        got = got if isinstance(got, tuple) else (got,)
+        assert got[0].grad_fn.name() == "_NormBackward"
+        upstream = [torch.randn(z.shape) for z in got]
+        grads = torch.autograd.grad(got, low, upstream)
+    exact_grads = torch.autograd.grad(expected, exact, [g.double() for g in upstream])
+    for ours, reference in zip((*got, *grads), (*expected, *exact_grads), strict=True):
+        assert ours.shape == reference.shape
+        assert relative_error(ours, reference) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("name", [*NORMS, *FUSED])
+def test_closed_form_of_a_cpu_keeps_what_the_kernels_keep(name: str) -> None:
+    kept: dict[str, int] = {}
+    for impl in ("torch", "triton"):
+        device = DEVICE if impl == "triton" else torch.device("cpu")
+        tensors = [t for t in arguments(name, 7, 129) if isinstance(t, Tensor)]
+        inputs = [t.detach().float().to(device).requires_grad_() for t in tensors]
+        storages: dict[int, int] = {}
+
+        def keep(x: Tensor, storages: dict[int, int] = storages) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            outputs = {**NORMS, **FUSED}[name](*inputs, EPS, impl=impl)
+        kept[impl] = sum(storages.values())
+        del outputs
+    assert kept["torch"] == kept["triton"]
 
 
 def test_one_column() -> None:

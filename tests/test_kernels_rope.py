@@ -5,10 +5,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megapar_kernels.rope import rotate, rotate_qk
+from megapar_kernels.rope import rotate, rotate_qk, split_and_rotate_qkv
 from torch import Tensor
 
-from tests.support.kernel_checks import DEVICE, TOLERANCE, Guarded, compare, needs_triton, relative_error
+from tests.support.kernel_checks import (
+    DEVICE,
+    TOLERANCE,
+    Guarded,
+    compare,
+    needs_triton,
+    poisoned,
+    relative_error,
+    strided,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -210,6 +219,61 @@ def test_shapes_that_do_not_fit_are_refused(impl: str) -> None:
             rotate_qk(*wrong, impl=impl)
     with pytest.raises(ValueError, match="d even"):
         rotate_qk(q[..., :5], k[..., :5], cos[:, :5], sin[:, :5], impl=impl)
+
+
+@HOWS
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_split_and_rotation_in_one(impl: str, layout: str, dtype: torch.dtype) -> None:
+    """q and k are complex products and v a copy; all of the projection's gradient is written, in its right columns."""
+    for s, b, nq, nk, d in [*SHAPES, (0, 2, 3, 1, 4), (2, 0, 3, 1, 4)]:
+        qkv = numbers(s, b, (nq + 2 * nk) * d).to(DEVICE, dtype)
+        qkv = (strided(qkv) if layout == "strided" else qkv).requires_grad_()
+        before = qkv.detach().clone()
+        cos, sin = (x.float().to(DEVICE) for x in tables(s, d))
+        with poisoned():
+            outputs = split_and_rotate_qkv(qkv, nq, nk, cos, sin, impl=impl)
+            upstream = [torch.randn_like(y) for y in outputs]
+            if layout == "strided":
+                upstream = [g.transpose(0, 1).contiguous().transpose(0, 1) for g in upstream]
+            (grad,) = torch.autograd.grad(outputs, qkv, upstream)
+        q, k, v = (x.unflatten(-1, (-1, d)) for x in qkv.detach().split([nq * d, nk * d, nk * d], dim=-1))
+        assert torch.equal(outputs[2], v)
+        for x, y in ((q, outputs[0]), (k, outputs[1])):
+            assert (y.shape, y.dtype) == (x.shape, dtype)
+            assert relative_error(y, turned(x, cos, sin, False)) < TOLERANCE[dtype]
+        expected = [turned(g, cos, -sin, False) for g in upstream[:2]] + [upstream[2].double()]
+        assert grad.is_contiguous()
+        assert relative_error(grad, torch.cat([g.flatten(-2) for g in expected], dim=-1)) < TOLERANCE[dtype]
+        assert torch.equal(grad[..., (nq + nk) * d :], upstream[2].flatten(-2))
+        assert torch.equal(qkv, before)
+
+
+@HOWS
+def test_split_and_rotation_keep_the_tables_alone(impl: str) -> None:
+    """The projection is free after the forward pass: no output shares its memory."""
+    s, b, nq, nk, d = 5, 2, 4, 2, 16
+    qkv = numbers(s, b, (nq + 2 * nk) * d).float().to(DEVICE).requires_grad_()
+    cos, sin = (x.float().to(DEVICE) for x in tables(s, d))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        outputs = split_and_rotate_qkv(qkv, nq, nk, cos, sin, impl=impl)
+    assert [x.data_ptr() for x in kept] == [cos.data_ptr(), sin.data_ptr()]
+    for y in outputs:
+        assert y.untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr()
+        # a CPU's SDPA reads one head after another, a GPU's one position after another
+        assert (y if DEVICE.type == "cuda" else y.permute(1, 2, 0, 3)).is_contiguous()
+
+
+@HOWS
+def test_shapes_that_do_not_fit_are_refused_before_the_split(impl: str) -> None:
+    qkv = torch.zeros(3, 2, 8 * 16, device=DEVICE)
+    cos = torch.zeros(3, 16, device=DEVICE)
+    for wrong in [(qkv, 4, 3, cos, cos), (qkv, 4, 2, cos[:2], cos[:2]), (qkv, 4, 2, cos, cos[:, :8])]:
+        with pytest.raises(ValueError, match="cannot split and rotate"):
+            split_and_rotate_qkv(*wrong, impl=impl)
+    with pytest.raises(ValueError, match="d even"):
+        split_and_rotate_qkv(qkv[..., : 8 * 15], 4, 2, cos[:, :15], cos[:, :15], impl=impl)
 
 
 @pytest.mark.gpu

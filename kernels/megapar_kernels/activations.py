@@ -168,13 +168,59 @@ class _Activation(torch.autograd.Function):
         return grad_x, grad_x.view(-1, bias.numel()).sum(0, dtype=torch.float32).to(bias.dtype), None, None
 
 
+def _activate_into(out: Tensor, x: Tensor, activation: Activation) -> None:
+    """out = the activation of x. Both may be strided."""
+    if activation == "silu":
+        torch.ops.aten.silu.out(x, out=out)
+    elif activation == "gelu":
+        torch.ops.aten.gelu.out(x, approximate="tanh", out=out)
+    else:
+        torch.clamp(x, min=0.0, out=out).square_()  # lets NaN through, as F.relu does
+
+
+def _multiply_by_slope(grad: Tensor, x: Tensor, activation: Activation) -> None:
+    """grad *= the activation's derivative at x, in place."""
+    if activation == "silu":
+        torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
+    elif activation == "gelu":
+        torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=grad)
+    else:
+        grad.mul_(F.relu(x).mul_(2.0))
+
+
+class _TorchGated(torch.autograd.Function):
+    """act(gate) * up by torch's ops. The backward writes both gradients into one tensor, so that nothing is
+    concatenated. It computes act(gate) again, which is then not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.activation = activation
+        gate, up = gate_up.chunk(2, dim=-1)
+        y = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+        _activate_into(y, gate, activation)
+        return y.mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None]:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+        grad_gate, grad_up = grad.chunk(2, dim=-1)
+        torch.mul(grad_y, up, out=grad_gate)
+        _multiply_by_slope(grad_gate, gate, ctx.activation)
+        _activate_into(grad_up, gate, ctx.activation)
+        grad_up.mul_(grad_y)
+        return grad, None
+
+
 def _gated(gate_up: Tensor, activation: Activation, impl: Implementation) -> Tensor:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up: the last dimension of {tuple(gate_up.shape)} is odd; it holds both, 2 f wide")
     if fused(impl, gate_up):
         return _Activation.apply(gate_up, None, activation, True)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return TORCH[activation](gate) * up
+    return _TorchGated.apply(gate_up, activation)
 
 
 def _plain(x: Tensor, activation: Activation, impl: Implementation) -> Tensor:

@@ -42,6 +42,52 @@ GRADIENT_TILE = 8, 512  # rows and columns of a tile in the pass for the gradien
 GRADIENT_WARPS = 8
 
 
+def _closed_form(x: Tensor, weight: Tensor) -> bool:
+    """Whether `_Norm` computes the norm by torch's ops. Else autograd differentiates torch's own norm.
+
+    On a CPU F.rms_norm is a chain of elementwise ops. autograd keeps one more tensor of x's size for them, and their
+    backward takes three times as long as `_torch_backward`. A meta tensor stands for a tensor on a CPU.
+    """
+    # 16-bit inputs are left to torch, which computes their norm in fp32.
+    return x.device.type in ("cpu", "meta") and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
+
+
+def _torch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """As `_forward`, by torch's ops."""
+    total = x if residual is None else x + residual
+    if bias is not None:
+        y, mean, rstd = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
+        return y, total, mean, rstd
+    rstd = torch.linalg.vector_norm(total, dim=-1, keepdim=True).square_().div_(weight.numel()).add_(eps).rsqrt_()
+    return (total * rstd).mul_(weight), total, None, rstd
+
+
+def _torch_backward(
+    grad_y: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """As `_backward`, by torch's ops."""
+    grad_x, *grads = torch.ops.aten.native_layer_norm_backward(
+        grad_y,
+        x,
+        weight.shape,
+        torch.zeros_like(rstd) if mean is None else mean,
+        rstd,
+        weight,
+        None if mean is None else weight,  # stands for the bias, whose values are not used
+        [True, True, mean is not None],
+    )
+    if mean is None:
+        # With means of 0, LayerNorm's gradient is that of RMSNorm, except that the mean of each row of
+        # grad_y * weight * rstd has been subtracted. Add it again. torch has no fused backward of RMSNorm for a CPU.
+        shift = (grad_y @ weight)[..., None].mul_(rstd).div_(weight.numel())
+        grad_x += shift
+    if grad_total is not None:
+        grad_x += grad_total
+    return grad_x, grads
+
+
 def _torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """RMSNorm without a bias, LayerNorm with one, by torch's ops."""
     # In the wider of the dtypes, because torch's fused norms take only equal dtypes.
@@ -358,18 +404,28 @@ def _give(grad: Tensor, main_grad: MainGrad | None, dtype: torch.dtype) -> Tenso
 class _Norm(torch.autograd.Function):
     """(y, x + residual); y alone if there is no residual. Without a bias it is RMSNorm, with one LayerNorm.
 
+    `closed_form` says whether torch's ops compute it instead of the kernels (see `_closed_form`).
+
     The gradients of weight and bias are added to their main gradients if they have them (`dispatch.MainGrad`).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        closed_form: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         # Read here: a recomputation gives the backward pass copies of the parameters without attributes.
         ctx.main_grads = main_grad_of(weight), main_grad_of(bias)
         tensors = (None if t is None else t.contiguous() for t in (x, residual, weight, bias))
         x, residual, weight, bias = tensors  # type: ignore[assignment]
-        y, total, mean, rstd = _forward(x, residual, weight, bias, eps)
+        forward = _torch_forward if closed_form else _forward
+        y, total, mean, rstd = forward(x, residual, weight, bias, eps)
+        ctx.closed_form = closed_form
         ctx.set_materialize_grads(False)  # an output that is not used has gradient None, and not a tensor of zeros
         ctx.save_for_backward(total, weight, mean, rstd)
         return y if residual is None else (y, total)
@@ -378,24 +434,25 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor | None, grad_total: Tensor | None = None) -> tuple[Tensor | None, ...]:
         total, weight, mean, rstd = ctx.saved_tensors
-        _, needs_residual, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        _, needs_residual, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
         if grad_y is None:  # only the sum was used
             grad_residual = grad_total if needs_residual else None
-            return grad_total, grad_residual, None, None, None
+            return grad_total, grad_residual, None, None, None, None
         if grad_total is not None:
             grad_total = grad_total.contiguous()
-        grad_x, grads = _backward(grad_y.contiguous(), grad_total, total, weight, mean, rstd)
+        backward = _torch_backward if ctx.closed_form else _backward
+        grad_x, grads = backward(grad_y.contiguous(), grad_total, total, weight, mean, rstd)
         weight_main_grad, bias_main_grad = ctx.main_grads
         grad_weight = _give(grads[0], weight_main_grad, weight.dtype) if needs_weight else None
         grad_bias = _give(grads[1], bias_main_grad, weight.dtype) if needs_bias else None
         grad_residual = grad_x if needs_residual else None
-        return grad_x, grad_residual, grad_weight, grad_bias, None
+        return grad_x, grad_residual, grad_weight, grad_bias, None, None
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
     _check(x, None, weight, bias)
     if fused(impl, x):
-        return _Norm.apply(x, None, weight, bias, eps)
+        return _Norm.apply(x, None, weight, bias, eps, False)
     return _unfused_norm(x, weight, bias, eps, impl)
 
 
@@ -404,13 +461,17 @@ def _add_norm(
 ) -> tuple[Tensor, Tensor]:
     _check(x, residual, weight, bias)
     if fused(impl, x):
-        return _Norm.apply(x, residual, weight, bias, eps)
+        return _Norm.apply(x, residual, weight, bias, eps, False)
+    if impl == "torch" and x.dtype == residual.dtype and _closed_form(x, weight):
+        return _Norm.apply(x, residual, weight, bias, eps, True)
     total = (x + residual).to(x.dtype)
     return _unfused_norm(total, weight, bias, eps, impl), total
 
 
 def _unfused_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
     if impl != "apex":
+        if _closed_form(x, weight):
+            return _Norm.apply(x, None, weight, bias, eps, True)
         return _torch_norm(x, weight, bias, eps)
     if bias is None:
         return apex.rms_norm(x, weight, eps)

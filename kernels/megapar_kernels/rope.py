@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from megapar_kernels.dispatch import Implementation, fused, launches, next_power_of_2, tl, triton
 
-__all__ = ["rotate", "rotate_qk"]
+__all__ = ["rotate", "rotate_qk", "split_and_rotate_qkv"]
 
 
 def _reference(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool) -> Tensor:
@@ -56,6 +56,7 @@ def _rotate_rows(  # type: ignore[no-untyped-def]
 def _rotate_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, positions, q_heads, k_heads,
     q_stride_s, q_stride_b, q_stride_n, k_stride_s, k_stride_b, k_stride_n,
+    q_out_stride_s, q_out_stride_b, q_out_stride_n, k_out_stride_s, k_out_stride_b, k_out_stride_n,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
     POSITIONS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +66,6 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     s = tl.program_id(0).to(tl.int64) * POSITIONS + row // HEADS
     b = tl.program_id(1).to(tl.int64)
     block = tl.program_id(2).to(tl.int64)
-    token = s * tl.num_programs(1) + b
     inside = (s < positions) & (pair < WIDTH // 2)
     cos = tl.load(cos_ptr + s * WIDTH + pair, inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + s * WIDTH + pair, inside, other=0.0).to(tl.float32)
@@ -75,13 +75,13 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     if block < q_blocks:
         head = block * HEADS + row % HEADS
         x_ptr = q_ptr + s * q_stride_s + b * q_stride_b + head * q_stride_n
-        y_ptr = q_out_ptr + (token * q_heads + head) * WIDTH
+        y_ptr = q_out_ptr + s * q_out_stride_s + b * q_out_stride_b + head * q_out_stride_n
         valid = (s < positions) & (head < q_heads)
         _rotate_rows(x_ptr, y_ptr, cos, sin, valid, WIDTH, INTERLEAVED, POSITIONS * HEADS, PAIRS)
     else:
         head = (block - q_blocks) * HEADS + row % HEADS
         x_ptr = k_ptr + s * k_stride_s + b * k_stride_b + head * k_stride_n
-        y_ptr = k_out_ptr + (token * k_heads + head) * WIDTH
+        y_ptr = k_out_ptr + s * k_out_stride_s + b * k_out_stride_b + head * k_out_stride_n
         valid = (s < positions) & (head < k_heads)
         _rotate_rows(x_ptr, y_ptr, cos, sin, valid, WIDTH, INTERLEAVED, POSITIONS * HEADS, PAIRS)
 
@@ -97,21 +97,41 @@ def config(heads: int, width: int) -> tuple[int, int, int, int]:
 
 
 def _launch(
-    q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    q_out: Tensor,
+    k_out: Tensor,
+    cos_sd: Tensor,
+    sin_sd: Tensor,
+    *,
+    interleaved: bool = False,
+    inverse: bool,
+) -> None:
+    """Write the rotated q and k to q_out and k_out by the kernel.
+
+    All are [s, b, n, d], of any strides. Only that of the width must be 1 in q_out and k_out.
+    """
     # The kernel takes any strides but the last, so that slices of a fused q/k/v projection need no copy.
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     s, b, q_heads, width = q.shape
     k_heads = k.shape[2]
     if launches(q_out) or launches(k_out):
         positions, heads, pairs, warps = config(max(q_heads, k_heads), width)
         grid = triton.cdiv(s, positions), b, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
         _rotate_kernel[grid](
-            *(q, k, cos_sd, sin_sd, q_out, k_out, s, q_heads, k_heads, *q.stride()[:3], *k.stride()[:3]),
+            *(q, k, cos_sd, sin_sd, q_out, k_out, s, q_heads, k_heads),
+            *(stride for x in (q, k, q_out, k_out) for stride in x.stride()[:3]),
             *(width, interleaved, inverse, positions, heads, pairs),
             num_warps=warps,
         )
+
+
+def _rotate_contiguous(
+    q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotated copies of q and k by the kernel, contiguous."""
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    _launch(q, k, q_out, k_out, cos_sd, sin_sd, interleaved=interleaved, inverse=inverse)
     return q_out, k_out
 
 
@@ -125,13 +145,13 @@ class _Rotate(torch.autograd.Function):
         # Not q and k: the gradient of a rotation does not depend on its input.
         ctx.save_for_backward(cos_sd, sin_sd)
         ctx.interleaved = interleaved
-        return _launch(q, k, cos_sd, sin_sd, interleaved, inverse=False)
+        return _rotate_contiguous(q, k, cos_sd, sin_sd, interleaved, inverse=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         cos_sd, sin_sd = ctx.saved_tensors
-        return *_launch(grad_q, grad_k, cos_sd, sin_sd, ctx.interleaved, inverse=True), None, None, None
+        return *_rotate_contiguous(grad_q, grad_k, cos_sd, sin_sd, ctx.interleaved, inverse=True), None, None, None
 
 
 def rotate_qk(
@@ -168,3 +188,105 @@ def rotate(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, impl: Implementation 
         # The kernel takes a q and a k: no heads stand for k.
         return rotate_qk(x_sbnd, x_sbnd.detach()[:, :, :0], cos_sd, sin_sd, impl=impl)[0]
     return _reference(x_sbnd, cos_sd, sin_sd, interleaved=False)
+
+
+def _rotate_into(out: Tensor, x: Tensor, cos_sd: Tensor, sin_sd: Tensor, inverse: bool) -> None:
+    """Write x, rotated in the half layout, to `out` by torch's ops. Both are [s, b, n, d] with any strides."""
+    wide = torch.promote_types(x.dtype, cos_sd.dtype)
+    x = x.to(wide)
+    # A 16-bit `out` would round between the two products.
+    y = out if out.dtype == wide else torch.empty_like(x)
+    half = x.shape[-1] // 2
+    sign = -1 if inverse else 1
+    cos, sin = cos_sd[:, None, None, :], sin_sd[:, None, None, :]
+    torch.mul(x, cos, out=y)
+    y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
+    y[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+    if y is not out:
+        out.copy_(y)
+
+
+def _empty_heads(x_sbnd: Tensor) -> Tensor:
+    """An uninitialized tensor [s, b, n, d], in the order in which SDPA reads it without a copy and fastest."""
+    s, b, n, d = x_sbnd.shape
+    if x_sbnd.is_cuda:
+        return torch.empty(s, b, n, d, dtype=x_sbnd.dtype, device=x_sbnd.device)
+    # A CPU multiplies the rows of one head at a time: with heads apart in memory it is up to a third faster.
+    return torch.empty(b, n, s, d, dtype=x_sbnd.dtype, device=x_sbnd.device).permute(2, 0, 1, 3)
+
+
+def _heads(qkv_sbc: Tensor, q_heads: int, kv_heads: int, width: int) -> tuple[Tensor, ...]:
+    """q, k and v [s, b, n, d] as views of the fused projection."""
+    parts = qkv_sbc.split([q_heads * width, kv_heads * width, kv_heads * width], dim=-1)
+    return tuple(part.unflatten(-1, (-1, width)) for part in parts)
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, q_heads: int, kv_heads: int, cos_sd: Tensor, sin_sd: Tensor, use_kernel: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cos_sd = cos_sd.contiguous()
+        sin_sd = sin_sd.contiguous()
+        ctx.save_for_backward(cos_sd, sin_sd)
+        ctx.sizes = (q_heads, kv_heads, cos_sd.shape[1])
+        ctx.use_kernel = use_kernel
+        q, k, v = _heads(qkv, *ctx.sizes)
+        q_out, k_out, v_out = (_empty_heads(x) for x in (q, k, v))
+        _rotate_pair(q, k, q_out, k_out, cos_sd, sin_sd, use_kernel, inverse=False)
+        # v is copied, because a view of the projection would keep all of it in memory until the backward pass.
+        v_out.copy_(v)
+        return q_out, k_out, v_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> tuple[Tensor, None, None, None, None, None]:
+        cos_sd, sin_sd = ctx.saved_tensors
+        q_heads, kv_heads, width = ctx.sizes
+        s, b = grad_q.shape[:2]
+        # All three write into the gradient of the projection, so that nothing is concatenated.
+        grad = torch.empty(s, b, (q_heads + 2 * kv_heads) * width, dtype=grad_q.dtype, device=grad_q.device)
+        q_out, k_out, v_out = _heads(grad, *ctx.sizes)
+        _rotate_pair(grad_q, grad_k, q_out, k_out, cos_sd, sin_sd, ctx.use_kernel, inverse=True)
+        v_out.copy_(grad_v)
+        return grad, None, None, None, None, None
+
+
+def _rotate_pair(
+    q: Tensor,
+    k: Tensor,
+    q_out: Tensor,
+    k_out: Tensor,
+    cos_sd: Tensor,
+    sin_sd: Tensor,
+    use_kernel: bool,
+    *,
+    inverse: bool,
+) -> None:
+    """Write the rotated q and k to q_out and k_out, by the kernel or by torch's ops."""
+    if use_kernel:
+        _launch(q, k, q_out, k_out, cos_sd, sin_sd, inverse=inverse)
+        return
+    _rotate_into(q_out, q, cos_sd, sin_sd, inverse)
+    _rotate_into(k_out, k, cos_sd, sin_sd, inverse)
+
+
+def split_and_rotate_qkv(
+    qkv_sbc: Tensor, q_heads: int, kv_heads: int, cos_sd: Tensor, sin_sd: Tensor, impl: Implementation = "torch"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, each [s, b, n, d], from the fused projection [s, b, c]. q and k are rotated in the half layout.
+
+    c = (q_heads + 2 * kv_heads) * d: the query heads, then the heads of k, then those of v. The results are in the
+    order in memory that torch's SDPA prefers on their device. The tables [s, d] get no gradient. The gradient of the
+    projection is written once. Raises ValueError for an odd d, or shapes that do not fit.
+    """
+    width = cos_sd.shape[-1]
+    columns = (q_heads + 2 * kv_heads) * width
+    if width % 2 or not cos_sd.shape == sin_sd.shape == (qkv_sbc.shape[0], width) or qkv_sbc.shape[2] != columns:
+        raise ValueError(
+            f"cannot split and rotate qkv {tuple(qkv_sbc.shape)} by cos {tuple(cos_sd.shape)} and sin "
+            f"{tuple(sin_sd.shape)}: they must be [s, b, ({q_heads} + 2 * {kv_heads}) d] and [s, d], and d even"
+        )
+    return _SplitAndRotate.apply(qkv_sbc, q_heads, kv_heads, cos_sd, sin_sd, fused(impl, qkv_sbc))

@@ -15,25 +15,44 @@ class MainGradView:
 
     def __init__(self, tensor: Tensor, on_added: Callable[[], None]):
         self.tensor = tensor
-        self.note_added = on_added
+        self.is_stale = False
+        self._on_added = on_added
+
+    def note_added(self) -> None:
+        self.is_stale = False
+        self._on_added()
 
     def add(self, grad: Tensor) -> None:
-        self.tensor.add_(grad)
+        if self.is_stale:
+            self.tensor.copy_(grad)
+        else:
+            self.tensor.add_(grad)
         self.note_added()
 
+    def zero_if_stale(self) -> None:
+        """Set `tensor` to zero if no gradient has been added in this step."""
+        if self.is_stale:
+            self.tensor.zero_()
+            self.is_stale = False
 
-def make_main_grads(layout: FlatLayout, device: torch.device, on_added: Callable[[int], None]) -> Tensor:
+
+def make_main_grads(
+    layout: FlatLayout, device: torch.device, on_added: Callable[[int], None]
+) -> tuple[Tensor, list[MainGradView]]:
     """Make the flat fp32 gradients of `layout`, zero, and attach a `main_grad` to each parameter.
 
-    A gradient that autograd leaves in `.grad` is added to the flat gradients too. `on_added` is called with the index
-    of the slot after each addition to it.
+    Returns the flat gradients and the main_grad of each slot. A gradient that autograd leaves in `.grad` is added to
+    the flat gradients too. `on_added` is called with the index of the slot after each addition to it.
     """
+    main_grads = []
     flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
     for index, slot in enumerate(layout.slots):
         view = flat[slot.start : slot.stop].view(slot.param.shape)
-        slot.param.main_grad = MainGradView(view, partial(on_added, index))  # type: ignore[attr-defined]
+        main_grad = MainGradView(view, partial(on_added, index))
+        slot.param.main_grad = main_grad  # type: ignore[attr-defined]
         slot.param.register_post_accumulate_grad_hook(_move_grad)
-    return flat
+        main_grads.append(main_grad)
+    return flat, main_grads
 
 
 def _move_grad(param: Tensor) -> None:

@@ -5,7 +5,7 @@ A bucket is complete when all its gradients have been added. A complete bucket i
 reduce-scattered (stage 1). All ranks reduce the buckets in the same order.
 
     call        when                                effect
-    zero()      at the start of a step              sets gradients to zero
+    zero()      at the start of a step              gradients count as zero
     begin()     right before the last backward      reduces complete buckets from now on
     finish()    after the last backward             reduces the other buckets and waits for all
 
@@ -42,7 +42,7 @@ class Gradients:
     ):
         self.layout = layout
         self.impl: Implementation = impl
-        self.flat = make_main_grads(layout, device, self._note_addition)
+        self.flat, self._main_grads = make_main_grads(layout, device, self._note_addition)
         self.norm_ranges = FlatRanges.of(layout.norm_ranges(), device)
         """The elements of `flat` that this rank counts in the gradient norm."""
         self.uncounted_ranges = FlatRanges.of(layout.uncounted_ranges(), device)
@@ -55,10 +55,15 @@ class Gradients:
         self._partial_sums = partial_sums(layout)
 
     def zero(self) -> None:
-        """Start a step with gradients of zero. Raises RuntimeError between begin() and finish()."""
+        """Start a step with gradients of zero. Raises RuntimeError between begin() and finish().
+
+        `flat` keeps the old values until they are overwritten: by the first addition to a parameter, or by zeros before
+        its bucket is reduced. So `flat` is right after finish() alone.
+        """
         if self._phase is _Phase.LAST_BACKWARD:
             raise RuntimeError("Gradients.zero() while buckets may be in flight: call finish() first")
-        self.flat.zero_()
+        for main_grad in self._main_grads:
+            main_grad.is_stale = True
         self._started = []
         self._phase = _Phase.ADDING
 
@@ -124,6 +129,8 @@ class Gradients:
 
     def _reduce_next(self) -> None:
         bucket = self.layout.buckets[len(self._started)]
+        for main_grad in self._main_grads[bucket.first_param : bucket.end_param]:
+            main_grad.zero_if_stale()  # a parameter that no micro-batch has used
         reduce = comm.reduce_scatter_shard_async if self.layout.sharded else comm.all_reduce_async
         self._started.append(reduce(self.flat[bucket.start : bucket.stop], self.layout.axis(bucket)))
 

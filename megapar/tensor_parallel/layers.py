@@ -190,6 +190,8 @@ class _Lookup(torch.autograd.Function):
         ids = local.reshape(-1)
         rows = grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1])
         if ctx.main_grad is not None:
+            if ctx.main_grad.is_stale:
+                ctx.main_grad.tensor.zero_()
             ctx.main_grad.tensor.index_add_(0, ids, rows.float())
             ctx.main_grad.note_added()
             return None, None, None

@@ -68,10 +68,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         leaving = Pending()
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         # The gradients of chunks are summed in fp32. A 16-bit sum would round once for each chunk.
+        overwrite = True  # the first chunk writes
         if ctx.main_grad:
             total = ctx.main_grad.tensor
+            overwrite = ctx.main_grad.is_stale
         elif needs_weight:
-            total = torch.zeros_like(weight, dtype=torch.float32)
+            total = torch.empty_like(weight, dtype=torch.float32)
         rowwise = (target, highest, *ctx.entropy.scales(target, highest, exp_sum, grad_loss))
         for rows, logits in _chunks(x_2d, weight, ctx.chunk_rows, ctx.products):
             grad = ctx.entropy.gradient(logits, *(values[rows] for values in rowwise), inplace=True)
@@ -81,7 +83,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     # This communication runs during the weight gradient of the last chunk.
                     grad_x, leaving = ctx.region.leave_async(grad_x)
             if needs_weight:
-                ctx.products.add_weight_gradient(total, grad, x_2d[rows])
+                ctx.products.add_weight_gradient(total, grad, x_2d[rows], overwrite=overwrite)
+                overwrite = False
         grad_weight = None
         if needs_weight and ctx.main_grad:
             ctx.main_grad.note_added()

@@ -86,6 +86,7 @@ def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: fl
     """
     watch = _Watch(state, batches)
     state.grads.zero()
+    state.grads.flat.zero_()  # because it is read before finish()
     handles = watch.attach(state.stages)
     try:
         state.pipeline.step(batches, loss_scale / count_targets(batches, state.ctx))

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from megapar_kernels.attention import causal_attention, causal_attention_dropout, packed_causal_attention
 from megapar_kernels.norms import rms_norm
-from megapar_kernels.rope import rotate_qk
+from megapar_kernels.rope import rotate_qk, split_and_rotate_qkv
 from torch import Tensor, nn
 
 from megapar import recompute
@@ -120,16 +120,7 @@ class Attention(nn.Module):
         """The attention between the projections: [s, b, c] to [s, b, n * d]. Selective recomputation repeats it."""
         model = self.blueprint.model
         kernels = self.blueprint.kernels
-        d = model.head_dim
-        q_heads = self.heads.q_stop - self.heads.q_start
-        kv_heads = self.heads.kv_stop - self.heads.kv_start
-        parts = qkv_sbc.split([q_heads * d, kv_heads * d, kv_heads * d], dim=-1)
-        q, k, v = (rearrange(x, "s b (n d) -> s b n d", d=d) for x in parts)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, self.q_norm, model.rms_norm_eps, kernels.norm)
-            k = rms_norm(k, self.k_norm, model.rms_norm_eps, kernels.norm)
-        if context.rope is not None:
-            q, k = rotate_qk(q, k, *context.rope, impl=kernels.rope)
+        q, k, v = self._split(qkv_sbc, context)
         if self.kv_index is not None:
             k = k.index_select(2, self.kv_index)
             v = v.index_select(2, self.kv_index)
@@ -138,7 +129,7 @@ class Attention(nn.Module):
                 return causal_attention(q, k, v, kernels.attention)
             return packed_causal_attention(q, k, v, context.batch.starts)
         # The explicit scores of attention with dropout need a key/value head for each query head.
-        queries_per_kv_head = q_heads // k.shape[2]
+        queries_per_kv_head = q.shape[2] // k.shape[2]
         k = k.repeat_interleave(queries_per_kv_head, 2)
         v = v.repeat_interleave(queries_per_kv_head, 2)
         keep = self._keep(q.shape[0], context)
@@ -146,6 +137,24 @@ class Attention(nn.Module):
         if context.batch.starts is not None:
             documents = context.batch.documents_bs()
         return causal_attention_dropout(q, k, v, keep, model.attention_dropout, documents, kernels.softmax)
+
+    def _split(self, qkv_sbc: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [s, b, n, d] of the fused projection, with the norms and the rotation of q and k."""
+        model = self.blueprint.model
+        kernels = self.blueprint.kernels
+        d = model.head_dim
+        q_heads = self.heads.q_stop - self.heads.q_start
+        kv_heads = self.heads.kv_stop - self.heads.kv_start
+        if context.rope is not None and self.q_norm is None:
+            return split_and_rotate_qkv(qkv_sbc, q_heads, kv_heads, *context.rope, impl=kernels.rope)
+        parts = qkv_sbc.split([q_heads * d, kv_heads * d, kv_heads * d], dim=-1)
+        q, k, v = (rearrange(x, "s b (n d) -> s b n d", d=d) for x in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rms_norm(q, self.q_norm, model.rms_norm_eps, kernels.norm)
+            k = rms_norm(k, self.k_norm, model.rms_norm_eps, kernels.norm)
+        if context.rope is not None:
+            q, k = rotate_qk(q, k, *context.rope, impl=kernels.rope)
+        return q, k, v
 
     def _keep(self, length: int, context: ForwardContext) -> Tensor:
         """The dropout mask, bool [b, n, s, s], keyed by sample, global head and query position.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megapar.config import OptimizerConfig
@@ -37,6 +38,19 @@ class Flat:
 
     def shards(self) -> list[Range]:
         return self.layout.shards()
+
+    def start_step(self) -> None:
+        """gradients.zero() after NaN has been written to every gradient: what is not overwritten shows."""
+        for slot in self.slots:
+            slot.param.main_grad.tensor.fill_(float("nan"))  # type: ignore[attr-defined]
+        self.gradients.zero()
+
+    def check_padding(self) -> None:
+        """Fail unless the gradients between and behind the parameters are zero."""
+        inside = torch.zeros(self.grads.numel(), dtype=torch.bool)
+        for slot in self.slots:
+            inside[slot.start : slot.stop] = True
+        assert not self.grads[~inside].any(), "the padding of the flat gradients has changed"
 
     def adamw(self, options: OptimizerConfig, **named: Any) -> AdamW:
         return AdamW(self.weights, self.gradients, options, **named)
