@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from megapar_models import gpt
 from megapar_models.attention import Attention
 from megapar_models.build import build_stages
+from megapar_models.gpt import model as gpt
 from torch import Tensor
 
 from megapar import context
@@ -166,9 +166,9 @@ def recorded_masks() -> Iterator[dict[str, Tensor]]:
     masks: dict[str, Tensor] = {}
     hidden_keys, attention_keep = gpt.hidden_keys, Attention._keep
 
-    def record_hidden(info: Any, use: int, blueprint: Any) -> Tensor:
-        keys = hidden_keys(info, use, blueprint)
-        masks[f"hidden {use}"] = keep_mask(keys, blueprint.model.hidden_size, blueprint.model.hidden_dropout)
+    def record_hidden(info: Any, use: int, seed: int, sharding: Any) -> Tensor:
+        keys = hidden_keys(info, use, seed, sharding)
+        masks[f"hidden {use}"] = keep_mask(keys, DROPPING.hidden_size, DROPPING.hidden_dropout)
         return keys
 
     def record_attention(self: Attention, length: int, info: Any) -> Tensor:

@@ -75,9 +75,14 @@ class Attention(nn.Module):
 
     def __init__(self, number: int, blueprint: Blueprint, *, qkv_bias: bool, out_bias: bool):
         super().__init__()
-        self.number = number
-        self.blueprint = blueprint
         model = blueprint.model
+        self.number = number
+        self.seed = blueprint.seed
+        self.kernels = blueprint.kernels
+        self.recomputes_core = blueprint.recompute.attention()
+        self.head_dim = model.head_dim
+        self.norm_eps = model.rms_norm_eps
+        self.dropout = model.attention_dropout
         sharding = blueprint.sharding
         name = f"layers.{number}.attention"
         self.heads = heads = deal_heads(model.num_attention_heads, model.num_key_value_heads, sharding.tp)
@@ -114,19 +119,17 @@ class Attention(nn.Module):
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Map [s or s/tp, b, h] to the same shape. s/tp is the length under sequence parallelism."""
         qkv_sbc = self.qkv(x_sbh)
-        return self.out(recompute.run(self.blueprint.recompute.attention(), self._core, qkv_sbc, context))
+        return self.out(recompute.run(self.recomputes_core, self._core, qkv_sbc, context))
 
     def _core(self, qkv_sbc: Tensor, context: ForwardContext) -> Tensor:
         """The attention between the projections: [s, b, c] to [s, b, n * d]. Selective recomputation repeats it."""
-        model = self.blueprint.model
-        kernels = self.blueprint.kernels
         q, k, v = self._split(qkv_sbc, context)
         if self.kv_index is not None:
             k = k.index_select(2, self.kv_index)
             v = v.index_select(2, self.kv_index)
-        if not (model.attention_dropout and self.training):
+        if not (self.dropout and self.training):
             if context.batch.starts is None:
-                return causal_attention(q, k, v, kernels.attention)
+                return causal_attention(q, k, v, self.kernels.attention)
             return packed_causal_attention(q, k, v, context.batch.starts)
         # The explicit scores of attention with dropout need a key/value head for each query head.
         queries_per_kv_head = q.shape[2] // k.shape[2]
@@ -136,13 +139,12 @@ class Attention(nn.Module):
         documents = None
         if context.batch.starts is not None:
             documents = context.batch.documents_bs()
-        return causal_attention_dropout(q, k, v, keep, model.attention_dropout, documents, kernels.softmax)
+        return causal_attention_dropout(q, k, v, keep, self.dropout, documents, self.kernels.softmax)
 
     def _split(self, qkv_sbc: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [s, b, n, d] of the fused projection, with the norms and the rotation of q and k."""
-        model = self.blueprint.model
-        kernels = self.blueprint.kernels
-        d = model.head_dim
+        kernels = self.kernels
+        d = self.head_dim
         q_heads = self.heads.q_stop - self.heads.q_start
         kv_heads = self.heads.kv_stop - self.heads.kv_start
         if context.rope is not None and self.q_norm is None:
@@ -150,8 +152,8 @@ class Attention(nn.Module):
         parts = qkv_sbc.split([q_heads * d, kv_heads * d, kv_heads * d], dim=-1)
         q, k, v = (rearrange(x, "s b (n d) -> s b n d", d=d) for x in parts)
         if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, self.q_norm, model.rms_norm_eps, kernels.norm)
-            k = rms_norm(k, self.k_norm, model.rms_norm_eps, kernels.norm)
+            q = rms_norm(q, self.q_norm, self.norm_eps, kernels.norm)
+            k = rms_norm(k, self.k_norm, self.norm_eps, kernels.norm)
         if context.rope is not None:
             q, k = rotate_qk(q, k, *context.rope, impl=kernels.rope)
         return q, k, v
@@ -165,5 +167,5 @@ class Attention(nn.Module):
         head = torch.arange(self.heads.q_start, self.heads.q_stop, device=device)[None, :, None]
         position = context.batch.positions_s[None, None, :]
         use = dropout_use(self.number, DropoutSite.ATTENTION_PROBABILITIES)
-        keys = row_keys(self.blueprint.seed, use, context.batch.sample_ids_b[:, None, None], head, position)
-        return keep_mask(keys, length, self.blueprint.model.attention_dropout)
+        keys = row_keys(self.seed, use, context.batch.sample_ids_b[:, None, None], head, position)
+        return keep_mask(keys, length, self.dropout)

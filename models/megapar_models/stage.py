@@ -33,7 +33,7 @@ from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What every module of a model is built from.
+    """What every module of a model is built from. A stage keeps it; a layer keeps what it needs of it.
 
     `tied` is the axis of the pipeline ranks that hold copies of a tied embedding. It is None if one rank holds all of
     it, or if the embedding is not tied. `loss_chunk` is the number of tokens whose logits are in memory at one time; 0
@@ -86,13 +86,13 @@ def dropout_use(layer: int, site: DropoutSite) -> int:
     return len(DropoutSite) * layer + site
 
 
-def hidden_keys(context: ForwardContext, use: int, blueprint: Blueprint) -> Tensor:
+def hidden_keys(context: ForwardContext, use: int, seed: int, sharding: Sharding) -> Tensor:
     """The keys [s or s/tp, b] of a dropout mask of hidden states, from sample and global position.
 
     `use` is the site's number (`dropout_use`).
     """
-    position_s = rows_of_rank(context.batch.positions_s, blueprint.sharding)
-    return row_keys(blueprint.seed, use, context.batch.sample_ids_b[None, :], position_s[:, None])
+    position_s = rows_of_rank(context.batch.positions_s, sharding)
+    return row_keys(seed, use, context.batch.sample_ids_b[None, :], position_s[:, None])
 
 
 def rows_of_rank(x_s: Tensor, sharding: Sharding) -> Tensor:

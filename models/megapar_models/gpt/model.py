@@ -75,7 +75,10 @@ class GPTLayer(nn.Module):
         super().__init__()
         name = f"layers.{number}"
         self.number = number
-        self.blueprint = blueprint
+        self.seed = blueprint.seed
+        self.sharding = blueprint.sharding
+        self.dropout = blueprint.model.hidden_dropout
+        self.impl = blueprint.kernels.dropout
         self.attention_norm = LayerNorm(f"{name}.attention_norm", blueprint)
         self.attention = Attention(number, blueprint, qkv_bias=True, out_bias=True)
         self.mlp_norm = LayerNorm(f"{name}.mlp_norm", blueprint)
@@ -92,14 +95,14 @@ class GPTLayer(nn.Module):
         return self._add(self.mlp(normed), x_sbh, context, DropoutSite.MLP_OUTPUT)
 
     def _dropout(self) -> float:
-        return self.blueprint.model.hidden_dropout if self.training else 0.0
+        return self.dropout if self.training else 0.0
 
     def _add(self, y_sbh: Tensor, residual_sbh: Tensor, context: ForwardContext, site: DropoutSite) -> Tensor:
         p = self._dropout()
         keys = None
         if p:
-            keys = hidden_keys(context, dropout_use(self.number, site), self.blueprint)
-        return dropout_add(y_sbh, residual_sbh, keys, p, self.blueprint.kernels.dropout)
+            keys = hidden_keys(context, dropout_use(self.number, site), self.seed, self.sharding)
+        return dropout_add(y_sbh, residual_sbh, keys, p, self.impl)
 
 
 class GPTStage(Stage):
@@ -151,5 +154,5 @@ class GPTStage(Stage):
         x_sbh = x_sbh + F.embedding(rows_of_rank(positions, self.blueprint.sharding), self.positions)
         if not p:
             return x_sbh
-        keys = hidden_keys(context, dropout_use(0, DropoutSite.EMBEDDING), self.blueprint)
+        keys = hidden_keys(context, dropout_use(0, DropoutSite.EMBEDDING), self.blueprint.seed, self.blueprint.sharding)
         return x_sbh * keep_mask(keys, x_sbh.shape[-1], p) / (1.0 - p)
