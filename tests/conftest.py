@@ -12,6 +12,14 @@ import os
 
 import pytest
 
+# The longest first, in CPU time: a process that begins with one of them last works alone at the end.
+LONGEST = (
+    *("test_training", "test_docs", "test_grid", "test_kernel_benchmarks", "test_program", "test_faults_local"),
+    *("test_benchmark_data", "test_checkpoint_program", "test_benchmark", "test_faults_kills", "test_kernels_compiled"),
+    *("test_kernels_norms", "test_gpu_check", "test_checkpoint_reshard", "test_data_parallel", "test_house"),
+    *("test_kernels_cross_entropy", "test_tensor_parallel", "test_dry_run", "test_pipeline_runtime", "test_families"),
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     lane = config.option.markexpr
@@ -28,6 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A file of kernel tests is marked gpu as a whole; those of its tests that fork ranks belong to `-m gpus` alone."""
+    """A file of kernel tests is marked gpu as a whole; those of its tests that fork ranks belong to `-m gpus` alone.
+    Long files come first."""
     if config.option.markexpr == "gpu":
         items[:] = [item for item in items if item.get_closest_marker("gpus") is None]
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))  # the order within a file stays

@@ -10,5 +10,6 @@ if [ "${1:-}" = --gpus ]; then
     python -m pytest -m gpu -rs "$@"
     exec python -m pytest -m gpus -rs "$@"
 fi
-# A file's tests stay in one process, because they share what its fixtures made.
-exec python -m pytest -n auto --maxprocesses 8 --dist loadfile "$@"
+# A file's tests stay in one process, because they share what its fixtures made. Files begin in the order of
+# tests/conftest.py, the longest first; xdist's own order goes by the number of tests.
+exec python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder "$@"

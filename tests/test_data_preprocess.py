@@ -239,7 +239,8 @@ def test_a_bad_line_is_named_left_out_or_mended(
 ):
     """Faults undecodable-text, bad-json-lines. Also when lines are shared out between shards: the first bad one is
     named, by its line and byte."""
-    monkeypatch.setattr(preprocessing, "_SHARD_BYTES", 20)
+    # Shards of 20 bytes, and no more than about ten of a long line: each shard costs a file.
+    monkeypatch.setattr(preprocessing, "_SHARD_BYTES", max(20, len(line) // 5))
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     good = b'{"text": "good"}\n'
     path.write_bytes(good * 3 + line + b"\n" + good + line + b"\n")

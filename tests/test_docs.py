@@ -14,6 +14,7 @@ import pytest
 
 from megapar import errors
 from megapar.config import option_types
+from tests.support.program import Program
 from tests.support.source_tree import ROOT, TESTS, setup_argument, tree
 from tools import docs_hooks, draw_architecture
 
@@ -66,7 +67,8 @@ def assert_part_of_the_suite(command: str) -> None:
 def run_commands(document: Path, folder: Path) -> int:
     """Run the document's commands in order in `folder`, where the programs are; returns how many there are.
 
-    What installs is only parsed, parts of the suite are only looked up.
+    What installs is only parsed, parts of the suite are only looked up. `python pretrain.py` runs in a fork: the
+    launchers of the documents, laptop.sh and torchrun, start it in interpreters of their own.
     """
     for name in ("pretrain_scripts", "tools", "README.md"):
         (folder / name).symlink_to(ROOT / name)
@@ -80,6 +82,10 @@ def run_commands(document: Path, folder: Path) -> int:
             assert (ROOT / "constraints.txt").is_file()
         elif command in INSTALLING:
             subprocess.run(["bash", "-n", command.split()[1]], cwd=ROOT, check=True)
+        elif command.startswith("python pretrain_scripts/pretrain.py "):
+            words = shlex.split(command)
+            ended = Program(folder / words[1], words[2:], folder, {}).wait()
+            assert ended.code == 0, f"{command}\n{ended.out}{ended.err}"
         else:
             run = subprocess.run(
                 ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -29,6 +31,10 @@ def test_torch_is_imported_after_the_lane_is_chosen() -> None:
     """Variables that torch and triton read when they are imported would come too late."""
     run = python("-c", "import sys, tests.conftest; sys.exit('torch' in sys.modules)")
     assert run.returncode == 0, run.stderr
+
+
+def test_files_that_begin_first_are_there() -> None:
+    assert [name for name in LONGEST if not (ROOT / f"tests/{name}.py").is_file()] == []
 
 
 ASK_THEN_FORK = """

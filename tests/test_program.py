@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,9 @@ import pytest
 from megapar_models.registry import validate
 
 from megapar.config_io import load
+from tests.support import program
 from tests.support.processes import TINY, finish, free_port, slurm, start
+from tests.support.program import Ended
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
 FIELDS = [
@@ -64,10 +65,10 @@ def test_slurm_ranks_train_as_one_process_does_and_go_on_as_two_others(alone: Pa
     assert [line["loss"] for line in metrics(tmp_path)[:5]] == pytest.approx(expected, rel=1e-5)
     assert metrics(tmp_path)[0]["comm_bytes"]["grad"] > 0
     moved = ("--launch.nproc", "2", "--parallel.tp", "2", "--checkpoint.resume", "run/checkpoints/step_00000002")
-    code, out, err = finish(start(*moved, cwd=tmp_path))
-    assert code == 0, err
-    assert "resumed step 2 from run/checkpoints/step_00000002" in out
-    assert "changed since: " in out
+    resumed = program.run(*moved, cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert "resumed step 2 from run/checkpoints/step_00000002" in resumed.out
+    assert "changed since: " in resumed.out
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5], "the curve of the steps done again is replaced"
     assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-5)
@@ -91,23 +92,21 @@ def test_options_that_cannot_run_end_every_rank_before_any_collective(
 ) -> None:
     """Each rank alone, its peers never started: a collective would wait for them. Only the first rank speaks."""
     port = free_port()
-    first, last = (start(*flags, cwd=tmp_path, env=slurm(rank, world, port)) for rank in (0, world - 1))
-    code, out, err = finish(first)
-    assert (code, out) == (2, "")
-    assert err.startswith("ConfigError: ")
-    assert err.count("\n") == 1
-    assert names in err
-    assert finish(last) == (2, "", "")
+    first, last = (program.run(*flags, cwd=tmp_path, env=slurm(rank, world, port)) for rank in (0, world - 1))
+    assert (first.code, first.out) == (2, "")
+    assert first.err.startswith("ConfigError: ")
+    assert first.err.count("\n") == 1
+    assert names in first.err
+    assert last == Ended(2, "", "")
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
 def test_data_that_is_not_there_ends_all_ranks_with_one_line(tmp_path: Path) -> None:
-    code, out, err = finish(
-        start("--data.train", "nowhere/tokens", "--model.vocab_size", "0", "--launch.nproc", "2", cwd=tmp_path)
-    )
-    assert (code, out) == (3, "")
-    lines = err.splitlines()
-    assert len(lines) == 1, err
+    flags = ("--data.train", "nowhere/tokens", "--model.vocab_size", "0", "--launch.nproc", "2")
+    ended = program.run(*flags, cwd=tmp_path)
+    assert (ended.code, ended.out) == (3, "")
+    lines = ended.err.splitlines()
+    assert len(lines) == 1, ended.err
     assert lines[0].startswith("DataError: ")
     assert "nowhere/tokens" in lines[0]
 
@@ -117,13 +116,13 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a few words, again and again. " * 200)
     preprocess(["text.txt"], tmp_path)
     flags = ("--data.train", "text", "--model.vocab_size", "300")
-    assert finish(start(*flags, cwd=tmp_path))[0] == 0
+    assert program.run(*flags, cwd=tmp_path).code == 0
     facts = json.loads((tmp_path / "text.json").read_text())
     facts["tokenizer"] |= {"spec": "spm:other.model", "sha256": "0"}
     (tmp_path / "text.json").write_text(json.dumps(facts))
-    code, out, err = finish(start(*flags, "--launch.nproc", "2", "--run_dir", "other", cwd=tmp_path))
-    assert (code, out) == (3, "")
-    assert err == (
+    ended = program.run(*flags, "--launch.nproc", "2", "--run_dir", "other", cwd=tmp_path)
+    assert (ended.code, ended.out) == (3, "")
+    assert ended.err == (
         "DataError: data not opened (rank 0 and 1 more): text.json: the tokens were made by spm:other.model, and "
         "data.tokenizer=bytes is another: name the one that made them\n"
     )
@@ -131,19 +130,20 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
 
 def preprocess(texts: list[str], folder: Path) -> None:
     tool = Path(__file__).parents[1] / "tools/preprocess_data.py"
-    command = [sys.executable, str(tool), "--input", *texts, "--output", "text", "--tokenizer", "bytes"]
-    subprocess.run(command, cwd=folder, capture_output=True, check=True)
+    flags = ("--input", *texts, "--output", "text", "--tokenizer", "bytes")
+    ended = program.Program(tool, flags, folder, {}).wait()
+    assert ended.code == 0, ended.err
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_one_line_and_error_json(tmp_path: Path) -> None:
-    code, out, err = finish(start("--optimizer.lr", "1e38", "--optimizer.warmup_steps", "0", cwd=tmp_path))
-    assert code == 5
-    assert err.startswith("NumericError: step 2: loss ")
-    assert err.count("\n") == 1
-    assert "loss nan" in out or "loss inf" in out
+    ended = program.run("--optimizer.lr", "1e38", "--optimizer.warmup_steps", "0", cwd=tmp_path)
+    assert ended.code == 5
+    assert ended.err.startswith("NumericError: step 2: loss ")
+    assert ended.err.count("\n") == 1
+    assert "loss nan" in ended.out or "loss inf" in ended.out
     error = json.loads((tmp_path / "run/error.json").read_text())
     assert (error["class"], error["exit_code"], error["rank"]) == ("NumericError", 5, 0)
-    assert error["message"] in err
+    assert error["message"] in ended.err
 
 
 def children(pid: int) -> list[int]:
@@ -168,9 +168,9 @@ def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     assert "SIGKILL" in err
     assert "Traceback" not in err
     done = max(int(path.name.removeprefix("step_")) for path in (tmp_path / "run/checkpoints").glob("step_*[0-9]"))
-    code, out, err = finish(start(*flags, "--train.steps", str(done + 1), cwd=tmp_path))
-    assert code == 0, err
-    assert f"resumed step {done} from" in out
+    again = program.run(*flags, "--train.steps", str(done + 1), cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert f"resumed step {done} from" in again.out
 
 
 STAND_IN = """#!/bin/sh

@@ -39,6 +39,7 @@ def repair() -> None:
         return handle(_to_bits(values), tl.bfloat16)
 
     _repair_index(interpreter)
+    _patch_once_a_launch(interpreter, tl)
     _repair_arithmetic(builder, tl, is_bf16, widen, narrow)
     _repair_reductions(interpreter, tl, widen, narrow)
     _show_masked_lanes(builder, interpreter, tl, handle)
@@ -53,6 +54,27 @@ def _repair_index(interpreter: Any) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def _patch_once_a_launch(interpreter: Any, tl: Any) -> None:
+    """The interpreter replaces the members of triton.language at each call of a function inside a kernel, tl.sum too.
+    That takes half of the time. A launch restores them at its end, so once a launch is enough."""
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[tuple[bool, bool]] = set()
+
+    def patch_lang(fn: Any) -> Any:
+        names = fn.__globals__
+        modules = (any(value is tl for value in names.values()), any(value is tl.core for value in names.values()))
+        if modules in patched:
+            return interpreter._LangPatchScope()  # nothing to restore
+        patched.add(modules)
+        return patch(fn)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_lang, call
 
 
 def _repair_arithmetic(builder: Any, tl: Any, is_bf16: Callable, widen: Callable, narrow: Callable) -> None:
