@@ -180,6 +180,8 @@ class OptimizerConfig:
     """0: every data-parallel rank holds all optimizer state; 1: each holds its shard (ZeRO-1, arXiv 1910.02054)."""
     bucket_mb: float = 0.0
     """MiB of gradients that are reduced at once, while the backward pass runs; 0: 4 for each replica, at least 64."""
+    overlap_param_gather: bool = False
+    """Gather updated weights (ZeRO 1) under the next forward pass, layer by layer; changes no bit."""
     overlap_grad_reduce: bool = True
     """Reduce complete buckets during the last backward pass instead of after it; changes no bit."""
 

@@ -244,6 +244,9 @@ def _train(config: Config) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     """Problems of the learning rate's schedule."""
+    if config.optimizer.overlap_param_gather and config.optimizer.zero_stage == 0:
+        text = "without ZeRO every rank updates all weights, and none are gathered; use zero_stage 1, or leave it out"
+        yield problem(config, "optimizer.overlap_param_gather optimizer.zero_stage", text)
     optimizer = config.optimizer
     steps = config.train.steps
     if optimizer.schedule != "wsd" and optimizer.decay_steps:

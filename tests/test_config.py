@@ -423,6 +423,10 @@ def test_gpt_takes_dropout_and_odd_heads():
     ("config", "said"),
     [
         (Config(train=TrainConfig(recompute_every=2)), "train.recompute_every=2, train.recompute=none: "),
+        (
+            Config(optimizer=OptimizerConfig(overlap_param_gather=True, zero_stage=0)),
+            "optimizer.overlap_param_gather=true, optimizer.zero_stage=0: without ZeRO every rank updates all weights",
+        ),
         (Config(train=TrainConfig(eval_every=10)), "train.eval_every=10, data.validation=(empty): "),
         (Config(train=TrainConfig(eval_samples=10)), "train.eval_samples=10, data.validation=(empty): "),
         (Config(data=DataConfig(train=("a", "b"))), "data.train=a b: a blend needs a weight for each source"),
@@ -562,7 +566,7 @@ parallel: tp pp dp vpp schedule sequence_parallel partition balance order
 train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
     eval_every eval_samples z_loss trainable deterministic
 optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage bucket_mb
-    overlap_grad_reduce
+    overlap_grad_reduce overlap_param_gather
 data: train stages split validation documents fim_rate fim_tokens workers tokenizer accept_changed
 checkpoint: every save_last resume init_from strict async_save keep_last keep_every
 log: every tensorboard timeline peak_tflops

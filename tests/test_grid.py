@@ -99,6 +99,70 @@ def test_shared_memory_and_gloo_give_the_same_bits(schedule: str) -> None:
                 assert bitwise(one, layouts.assemble([row[kind] for row in expected]))
 
 
+def train_while_gathers_run(config: Config) -> dict[str, Any]:
+    """What `train_two_steps` shows, and how many gathers were in flight after a step and in the middle of a forward."""
+    state = make_state(config)
+    in_flight: list[int] = []
+    state.weights.wait()  # nothing is in flight: a wait does nothing
+    stages = list(state.stages.values())
+    for stage in stages:
+        first_layer = next(iter(stage.layers.values()))
+        first_layer.register_forward_hook(lambda *_: in_flight.append(len(state.weights._arriving)))
+    shown: dict[str, Any] = {"steps": [], "in_flight": in_flight}
+    for step in range(3):
+        result = train_step(state, micro_batches(config, state.ctx, step))
+        in_flight.append(len(state.weights._arriving))
+        shown["steps"].append((result.loss, result.grad_norm))
+    state.weights.wait()
+    shown["weights"] = layouts.held(stages, state.ctx)
+    return shown
+
+
+@pytest.mark.gpus
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(LLAMA, dp=2, micro_batch_size=3, recompute="full"),
+        Layout(ONE_KV_HEAD, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=2),
+        Layout(GPT, dp=2, tp=2, sequence_parallel=True, micro_batch_size=3),
+    ],
+    ids=str,
+)
+def test_gathers_under_the_forward_change_no_bit(layout: Layout) -> None:
+    config = layout.config()
+    overlapped = replace(config, optimizer=replace(config.optimizer, overlap_param_gather=True))
+    expected = run_ranks(layout.world, train_while_gathers_run, config)
+    found = run_ranks(layout.world, train_while_gathers_run, overlapped)
+    for rank, other in zip(found, expected, strict=True):
+        assert rank["steps"] == other["steps"]
+        assert not any(other["in_flight"])
+        after_first_step = rank["in_flight"].index(max(rank["in_flight"]))
+        under_forward = rank["in_flight"][after_first_step + 1]
+        assert 0 < under_forward < max(rank["in_flight"]), "some have arrived for the first layer, others not yet"
+    assert bitwise(
+        layouts.assemble([rank["weights"] for rank in found]), layouts.assemble([rank["weights"] for rank in expected])
+    )
+
+
+def use_a_layer_without_calling_it(config: Config) -> str:
+    state = make_state(config)
+    train_step(state, micro_batches(config, state.ctx, 0))
+    for stage in state.stages.values():
+        for layer in stage.layers.values():
+            layer.__class__ = type("Bypassed", (type(layer),), {"__call__": lambda self, *args: self.forward(*args)})
+    with pytest.raises(RuntimeError) as caught:
+        train_step(state, micro_batches(config, state.ctx, 1))
+    state.weights.wait()
+    return str(caught.value)
+
+
+def test_a_layer_whose_weights_may_be_old_is_told() -> None:
+    config = Layout(LLAMA, dp=2, micro_batch_size=3).config()
+    overlapped = replace(config, optimizer=replace(config.optimizer, overlap_param_gather=True))
+    for text in run_ranks(2, use_a_layer_without_calling_it, overlapped):
+        assert "LlamaStage has used the layer of layers." in text
+
+
 # A micro-batch of a layer costs a tensor-parallel layout several messages, so these have fewer of them.
 GRID = [
     Layout(LLAMA, tp=2, micro_batch_size=3),

@@ -64,13 +64,20 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def step(self, lr: float, clip_coefficient: Tensor | None = None) -> None:
-        """Update the weights with the reduced gradients times `clip_coefficient`, then gather all shards."""
+        """Update the weights with the reduced gradients times `clip_coefficient`, then gather all shards.
+
+        With optimizer.overlap_param_gather the gathers only start: the next forward pass waits for them, layer by
+        layer. Call `FlatWeights.wait` before weights are read elsewhere.
+        """
         self.step_count += 1  # before the update: Adam's bias correction counts updates from 1
         for shard in self.shards:
             part = slice(shard.start, shard.stop)
             params = None if self._aliased else self._weights.flat[part]
             self.update(shard, self._gradients.flat[part], params, lr, clip_coefficient)
-        self._weights.gather()
+        if self.options.overlap_param_gather:
+            self._weights.start_gather()
+        else:
+            self._weights.gather()
 
     @torch.no_grad()
     def refresh_params_from_main(self) -> None:

@@ -41,6 +41,8 @@ def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, Pipeline
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
     layout = FlatLayout(list(stages.values()), bucket_elements(options.bucket_mb), sharded=options.zero_stage > 0)
     weights = FlatWeights(layout, ctx.device)
+    if options.overlap_param_gather:
+        weights.wait_under_forward(stages.values())
     grads = Gradients(layout, ctx.device, overlap=options.overlap_grad_reduce, impl=kernels.adamw)
     return TrainState(
         config=config,
@@ -172,6 +174,7 @@ def train(run: Run) -> str:
             for path in [*saved, *saver.completed(wait=last or stop)]:
                 flight.checkpoint(step_of(path))
                 reporter.say(f"step {state.step}/{steps} | saved {path}")
+        state.weights.wait()  # no forward pass follows that would
     return _why_stopped(run, saves) if stop else ""
 
 
