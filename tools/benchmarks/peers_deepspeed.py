@@ -28,14 +28,14 @@ class DeepSpeedZeRO1(Peer):
         if device.type == "cpu":
             deepspeed.ops.__compatible_ops__ = {}
         model = build(config, weights, device)
-        # DeepSpeed insists on the variable of its launcher.
-        with patch.dict("os.environ", LOCAL_RANK=str(self.rank)):
-            self.engine = deepspeed.initialize(
-                model=model,
-                optimizer=make_optimizer(model.parameters(), config.optimizer),
-                config=self.options(),
-                dist_init_required=False,
-            )[0]
+        # DeepSpeed reads this variable of its launcher, now and in steps.
+        patch.dict("os.environ", LOCAL_RANK=str(self.rank)).start()
+        self.engine = deepspeed.initialize(
+            model=model,
+            optimizer=make_optimizer(model.parameters(), config.optimizer),
+            config=self.options(),
+            dist_init_required=False,
+        )[0]
 
     def options(self) -> dict[str, Any]:
         """DeepSpeed's JSON options."""
