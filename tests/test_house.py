@@ -64,7 +64,8 @@ DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {
     "tools/benchmarks/checkpoint.py": ("torch.distributed.checkpoint",),
 }
 PYTORCH_CONTENDERS = {
-    f"tools/benchmarks/{name}.py" for name in ("layouts", "peers", "peers_deepspeed", "peers_shared_memory")
+    "tools/benchmarks/layouts.py",
+    *(f"tools/benchmarks/{name}.py" for name in ("peers", "peers_deepspeed", "peers_shared_memory")),
 }
 
 # Kernels import nothing of ours, and must know how many multiprocessors there are.

@@ -65,6 +65,7 @@ from benchmarks.peers import (
 )
 from benchmarks.peers_deepspeed import DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3
 from benchmarks.peers_huggingface import HuggingFace, HuggingFaceDDP
+from benchmarks.peers_megatron import MegatronCore
 from benchmarks.peers_shared_memory import SharedMemoryTensorParallel
 from benchmarks.products import Products
 from benchmarks.traffic import expected_traffic
@@ -184,7 +185,8 @@ LAYOUTS: dict[str, Layout] = {
         (("megapar", 1), ("megapar, zero_stage 0", 0)),
     ),
     "tp2": Layout(
-        ParallelConfig(dp=1, tp=2), (TensorParallel, TensorParallelLoss, SharedMemoryTensorParallel, Products)
+        ParallelConfig(dp=1, tp=2),
+        (TensorParallel, TensorParallelLoss, SharedMemoryTensorParallel, MegatronCore, Products),
     ),
     "tp2+sp": Layout(
         ParallelConfig(dp=1, tp=2, sequence_parallel=True),

@@ -9,6 +9,7 @@ Module names are the logical names of megapar's parameters, so one dict of tenso
 import contextlib
 import importlib
 import importlib.util
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
@@ -206,8 +207,10 @@ class Peer(ABC):
     @classmethod
     def load(cls) -> None:
         """Import the package. Its code then counts as little as PyTorch's in the memory of the peer."""
-        for module in cls.modules:
-            importlib.import_module(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries for GPUs that are not there
+            for module in cls.modules:
+                importlib.import_module(module)
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         self.config = config

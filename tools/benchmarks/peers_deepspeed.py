@@ -1,5 +1,6 @@
 """DeepSpeed ZeRO 1, 2 and 3 (arXiv 1910.02054) over the process group that is there."""
 
+import warnings
 from typing import Any, ClassVar, Literal
 from unittest.mock import patch
 
@@ -21,9 +22,10 @@ class DeepSpeedZeRO1(Peer):
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
-        self.load()
         import deepspeed
 
+        # It calls collectives by names that PyTorch will drop, and would say so in every process.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         # Otherwise DeepSpeed compiles its own all-reduce, which only its inference uses, when it starts.
         if device.type == "cpu":
             deepspeed.ops.__compatible_ops__ = {}
