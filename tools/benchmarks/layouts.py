@@ -53,6 +53,7 @@ from benchmarks.peers import (
     Peer,
     Pipeline1F1B,
     PipelineDualPipeV,
+    PipelineV,
     PipelineZeroBubbleV,
     Plain,
     Result,
@@ -377,7 +378,7 @@ def measure_memory(options: Options, hidden: int, layout: Layout, name: str, whe
 
 
 def run_layout(options: Options, hidden: int, layout_name: str, reference: Sequence[Result]) -> dict[str, Any]:
-    """Everything about one layout at one width, as it goes into the JSON file."""
+    """Everything but memory about one layout at one width, as it goes into the JSON file."""
     layout = LAYOUTS[layout_name]
     names = chosen_contenders(options, layout)
     ranks = run_ranks(layout.world, options.device, partial(measure_time, options, hidden, layout, names))
@@ -387,7 +388,6 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
     for name in names:
         kind, zero_stage = layout.contenders[name]
         seconds = seconds_of(ranks, name)
-        memory = run_ranks(layout.world, options.device, partial(measure_memory, options, hidden, layout, name))
         contender = {
             "name": name,
             "step_seconds": seconds,
@@ -395,8 +395,6 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
             "megapar_is_faster": ratio(seconds, seconds_of(ranks, "megapar")),
             "cpu_seconds": [rank[name]["cpu"][WARMUP:] for rank in ranks],
             "cpu_time_over_megapar": cpu_seconds(ranks, name) / cpu_seconds(ranks, "megapar"),
-            "peak_bytes": [peak for _, peak in memory],
-            "peak_bytes_above_start": [peak - before for before, peak in memory],
             "errors": {},
         }
         if limit:
@@ -412,6 +410,16 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
             ]
         contenders.append(contender)
     return {"hidden": hidden, "layout": layout_name, "contenders": contenders}
+
+
+def add_memory(options: Options, run: dict[str, Any]) -> None:
+    """Add the memory of each contender to what `run_layout` has returned."""
+    layout = LAYOUTS[run["layout"]]
+    for contender in run["contenders"]:
+        body = partial(measure_memory, options, run["hidden"], layout, contender["name"])
+        memory = run_ranks(layout.world, options.device, body)
+        contender["peak_bytes"] = [peak for _, peak in memory]
+        contender["peak_bytes_above_start"] = [peak - before for before, peak in memory]
 
 
 def seconds_of(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
@@ -507,6 +515,20 @@ def traffic_table(runs: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def check_pipelines_in_v(options: Options) -> None:
+    """Raise ConfigError if a chosen pipeline in V has fewer layers or micro-batches than stages."""
+    layout = LAYOUTS["pp2"]
+    stages = 2 * layout.world
+    if not any(issubclass(layout.contenders[name][0], PipelineV) for name in chosen_contenders(options, layout)):
+        return
+    if options.num_hidden_layers < stages:
+        raise ConfigError(f"--num_hidden_layers {options.num_hidden_layers}: a pipeline in V needs at least {stages}")
+    if options.global_batch_size // options.micro_batch_size < stages:
+        raise ConfigError(
+            f"--global_batch_size {options.global_batch_size}: a pipeline in V needs at least {stages} micro-batches"
+        )
+
+
 def check_options(options: Options) -> None:
     """Raise ConfigError for what cannot be measured, before anything is."""
     for name in options.layouts:
@@ -520,9 +542,8 @@ def check_options(options: Options) -> None:
     if missing and options.peers:
         package, names = next(iter(missing.items()))
         raise ConfigError(f"--peers {names[0]!r} needs a package: pip install {package}")
-    v_stages = 2 * LAYOUTS["pp2"].world
-    if "pp2" in options.layouts and options.num_hidden_layers < v_stages:
-        raise ConfigError(f"--num_hidden_layers {options.num_hidden_layers}: a pipeline in V needs at least {v_stages}")
+    if "pp2" in options.layouts:
+        check_pipelines_in_v(options)
     most = max(LAYOUTS[name].world for name in options.layouts)
     if options.device == "cuda" and device.cuda_devices() < most:
         raise ConfigError(
@@ -545,6 +566,7 @@ def main(options: Options) -> None:
             for name in options.layouts:
                 progress.update(task, description=f"hidden {hidden}, {name}", refresh=True)
                 runs.append(run_layout(options, hidden, name, [Result(*r) for r in reference]))
+                add_memory(options, runs[-1])
                 progress.update(task, advance=1, refresh=True)
     console = Console(width=140)  # narrower, numbers would be cut
     console.print(speed_table(runs))
