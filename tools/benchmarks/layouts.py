@@ -42,9 +42,9 @@ from megapar_models.build import build_stages, stage_layers
 from megapar_models.registry import validate
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.layout_tables import speed_table, traffic_table
 from benchmarks.peers import (
     DDP,
     FSDP2,
@@ -202,8 +202,12 @@ def chosen_contenders(options: Options, layout: Layout) -> list[str]:
     return [
         name
         for name, (kind, _) in layout.contenders.items()
-        if name == "megapar" or (kind.is_installed() and (not options.peers or name in options.peers))
+        if name == "megapar" or (runs_here(options, kind) and (not options.peers or name in options.peers))
     ]
+
+
+def runs_here(options: Options, kind: type[Peer]) -> bool:
+    return kind.is_installed() and not (kind.cpu_only and options.device == "cuda")
 
 
 def missing_packages(options: Options) -> dict[str, list[str]]:
@@ -466,55 +470,6 @@ def problems(run: dict[str, Any]) -> list[str]:
     return found
 
 
-def speed_table(runs: Sequence[dict[str, Any]]) -> Table:
-    """The fastest peer in bold: what megapar wants to reach."""
-    table = Table(
-        title="megapar's speed over that of each contender, whose losses and norms differ from plain PyTorch's; "
-        "limit: the share of the speed of matrix products and attention alone"
-    )
-    for column in ("hidden", "layout", "contender"):
-        table.add_column(column)
-    for column in ("tokens/s", "speed", "range", "limit", "CPU time", "peak MiB a rank", "loss", "norm"):
-        table.add_column(column, justify="right")
-    for run in runs:
-        peers = [c for c in run["contenders"] if "sent" not in c and c["name"] != Products.name]
-        fastest = max(peers, key=lambda c: c["tokens_per_second"], default=None)
-        for contender in run["contenders"]:
-            faster = contender["megapar_is_faster"]
-            errors = contender["errors"]
-            table.add_row(
-                str(run["hidden"]),
-                run["layout"],
-                contender["name"],
-                f"{contender['tokens_per_second']:,.0f}",
-                f"{faster['median']:.2f}x",
-                f"{faster['min']:.2f}-{faster['max']:.2f}",
-                f"{contender['share_of_products']['median']:.0%}" if "share_of_products" in contender else "",
-                f"{contender['cpu_time_over_megapar']:.2f}x",
-                " ".join(f"{n / 2**20:,.0f}" for n in contender["peak_bytes_above_start"]),
-                *(f"{errors[what]:.0e}" if what in errors else "" for what in TOLERANCES),
-                style="bold" if contender is fastest else None,
-                end_section=contender is run["contenders"][-1],
-            )
-    return table
-
-
-def traffic_table(runs: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="Bytes that rank 0 of megapar sends in a step")
-    for column in ("hidden", "layout", "contender", "axis"):
-        table.add_column(column)
-    for column in ("measured", "formula"):
-        table.add_column(column, justify="right")
-    for run in runs:
-        for contender in (c for c in run["contenders"] if "sent" in c):
-            sent = contender["sent"][0]
-            formula = contender["formula"][0]
-            for axis in sorted(sent | formula):
-                numbers = (f"{bytes_.get(axis, 0):,}" for bytes_ in (sent, formula))
-                table.add_row(str(run["hidden"]), run["layout"], contender["name"], axis, *numbers)
-    return table
-
-
 def check_pipelines_in_v(options: Options) -> None:
     """Raise ConfigError if a chosen pipeline in V has fewer layers or micro-batches than stages."""
     layout = LAYOUTS["pp2"]
@@ -534,10 +489,12 @@ def check_options(options: Options) -> None:
     for name in options.layouts:
         for hidden in options.hidden:
             make_config(options, hidden, LAYOUTS[name], 1)
-    known = list(dict.fromkeys(name for layout in options.layouts for name in LAYOUTS[layout].contenders))
+    known = {name: kind for layout in options.layouts for name, (kind, _) in LAYOUTS[layout].contenders.items()}
     for peer in options.peers:
         if peer not in known:
             raise ConfigError(f"--peers {peer!r}: --layouts {' '.join(options.layouts)} have {', '.join(known)}")
+        if known[peer].cpu_only and options.device == "cuda":
+            raise ConfigError(f"--peers {peer!r} runs on a CPU only: choose --device cpu")
     missing = missing_packages(options)
     if missing and options.peers:
         package, names = next(iter(missing.items()))

@@ -198,6 +198,7 @@ class Peer(ABC):
     """What `pip install` calls the package that this peer needs; empty if it is PyTorch."""
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules of that package that the peer uses."""
+    cpu_only: ClassVar[bool] = False
 
     @classmethod
     def is_installed(cls) -> bool:

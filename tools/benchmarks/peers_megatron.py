@@ -42,6 +42,7 @@ class MegatronCore(Plain):
 
     name = "Megatron-Core TP"
     package: ClassVar[str] = megatron_core.PACKAGE
+    cpu_only = True
     modules: ClassVar[tuple[str, ...]] = ("megatron.core.models.gpt",)
 
     @classmethod

@@ -197,6 +197,7 @@ class SharedMemoryTensorParallel(Plain):
     """Tensor parallelism by hand. The gradient norm alone, one number in a step, goes over gloo."""
 
     name = "shared memory TP"
+    cpu_only = True
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
