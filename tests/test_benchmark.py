@@ -1,33 +1,92 @@
 """tools/benchmark.py at a size of seconds."""
 
+import importlib.util
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapar.config import ModelConfig
+from megapar.errors import ConfigError
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+from benchmarks import layouts
+from benchmarks.peers import Result, v_partition
 
 ROOT = Path(__file__).parent.parent
-SIZES = {"num_hidden_layers": 2, "vocab_size": 256, "seq_length": 32, "global_batch_size": 4, "hidden": 256, "steps": 1}
-SMALL = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
+
+# Pipelines in V have two stages on each of two ranks, so four layers and four micro-batches.
+SIZES = {"num_hidden_layers": 4, "vocab_size": 256, "seq_length": 16, "global_batch_size": 4, "steps": 1}
 
 
-def benchmark(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools/benchmark.py"), *SMALL, *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def measured(layout: str, **options: Any) -> dict[str, dict[str, Any]]:
+    """What the program writes about the contenders of a layout, by name, without their memory."""
+    chosen = layouts.Options(hidden=(256,), layouts=(layout,), **{**SIZES, **options})
+    layouts.check_options(chosen)
+    reference = layouts.run_ranks(1, "cpu", partial(layouts.measure_reference, chosen, 256))[0]
+    run = layouts.run_layout(chosen, 256, layout, [Result(*result) for result in reference])
+    assert not layouts.problems(run)
+    return {contender["name"]: contender for contender in run["contenders"]}
 
 
-def test_contenders_compute_the_same_and_bytes_equal_the_formulas(tmp_path):
-    """Every peer agrees with plain PyTorch in loss and gradient norm, and what megapar sends is what the formulas say,
-    to the byte, on every rank and in every layout."""
+def assert_equal_to_pytorch(contender: dict[str, Any]) -> None:
+    assert contender["errors"]["loss"] < 1e-5
+    assert contender["errors"]["grad_norm"] < 1e-3
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_contenders_compute_the_same_and_bytes_equal_the_formulas(layout):
+    """Every peer that is installed agrees with plain PyTorch in loss and gradient norm, and what megapar sends is what
+    the formulas say, to the byte, on every rank."""
+    contenders = measured(layout)
+    # The products alone train nothing, so they agree with nothing; all others are measured against them.
+    assert contenders.pop("products alone")["errors"] == {}
+    installed = [name for name, (kind, _) in layouts.LAYOUTS[layout].contenders.items() if kind.is_installed()]
+    assert [*contenders, "products alone"] == installed
+    for contender in contenders.values():
+        assert_equal_to_pytorch(contender)
+        assert contender.get("sent") == contender.get("formula")
+        assert contender["share_of_products"]["median"] > 0
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "layout", "peers"),
+    [
+        ("deepspeed", "deepspeed", "dp2", ["DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3"]),
+        ("megatron-core", "megatron", "tp2", ["Megatron-Core TP"]),
+    ],
+)
+def test_a_peer_of_another_package_computes_the_same(package, module, layout, peers):
+    """With heads and micro-batches of other sizes than the derived ones."""
+    options: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2, "peers": tuple(peers)}
+    options |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+    if importlib.util.find_spec(module) is None:
+        with pytest.raises(ConfigError, match=f"^--peers {peers[0]!r} needs a package: pip install {package}$"):
+            measured(layout, **options)
+        pytest.skip(f"not run: needs {package}, pip install {package}")
+    contenders = measured(layout, **options)
+    assert list(contenders) == ["megapar", *peers]
+    for contender in contenders.values():
+        assert_equal_to_pytorch(contender)
+
+
+def test_the_program_measures_the_peers_that_were_chosen(tmp_path):
     file = tmp_path / "out.json"
-    done = benchmark("--json", str(file))
+    sizes = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, str(ROOT / "tools/benchmark.py"), *sizes, "--hidden", "256", "--json", str(file)]
+    command += ["--layouts", "tp2", "--peers", "shared memory TP"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = json.loads(file.read_text())["runs"]
-    assert [run["layout"] for run in runs] == ["single", "dp2", "tp2", "tp2+sp", "pp2"]
-    for run in runs:
-        for contender in run["contenders"]:
-            assert contender["errors"]["loss"] < 1e-5
-            assert contender["errors"]["grad_norm"] < 1e-3
-            assert contender.get("sent") == contender.get("formula")
+    (run,) = json.loads(file.read_text())["runs"]
+    assert [contender["name"] for contender in run["contenders"]] == ["megapar", "shared memory TP"]
+    for contender in run["contenders"]:
+        assert len(contender["peak_bytes_above_start"]) == 2
+        assert min(contender["peak_bytes_above_start"]) > 0
+        assert f"{contender['tokens_per_second']:,.0f}" in done.stdout
 
 
 def test_the_first_word_chooses_the_benchmark():
@@ -41,7 +100,30 @@ def test_the_first_word_chooses_the_benchmark():
     assert "--ranks" in helped.stdout
 
 
-def test_a_width_that_dtensor_cannot_cut_is_refused():
-    done = benchmark("--hidden", "384")
-    assert done.returncode == 2
-    assert done.stderr.startswith("ConfigError: --hidden 384")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hidden": (384,)}, "--hidden 384 must be a multiple of 256"),
+        ({"num_key_value_heads": 1}, "--num_key_value_heads 1 must be even"),
+        ({"peers": ("DDP",), "layouts": ("pp2",)}, "--peers 'DDP': --layouts pp2 have megapar, pipelining 1F1B"),
+        ({"peers": ("shared memory TP",), "device": "cuda"}, "--peers 'shared memory TP' runs on a CPU only"),
+        ({"num_hidden_layers": 2}, "--num_hidden_layers 2: a pipeline in V needs at least 4"),
+        ({"global_batch_size": 2}, "--global_batch_size 2: a pipeline in V needs at least 4 micro-batches"),
+    ],
+)
+def test_what_a_contender_cannot_train_is_refused(options, words):
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        layouts.check_options(layouts.Options(**{**SIZES, **options}))
+
+
+def test_layers_of_a_pipeline_in_v_balance_the_head():
+    """The first rank has the head too, which costs as much as 1.4 of these layers: so it has fewer of them."""
+    shape = ModelConfig(
+        hidden_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=704,
+        vocab_size=4096,
+    )
+    assert v_partition(shape, 2) == [2, 3, 2, 1]

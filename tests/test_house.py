@@ -55,14 +55,17 @@ DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {
     "models/megapar_models/convert/dcp.py": ("torch.distributed.checkpoint",),
     "tools/benchmarks/checkpoint.py": ("torch.distributed.checkpoint",),
 }
-PYTORCH_CONTENDERS = {"tools/benchmarks/layouts.py", "tools/benchmarks/peers.py"}
+PYTORCH_CONTENDERS = {
+    "tools/benchmarks/layouts.py",
+    *(f"tools/benchmarks/{name}.py" for name in ("peers", "peers_deepspeed", "peers_shared_memory")),
+}
 
 # Kernels import nothing of ours, and must know how many multiprocessors there are.
 KNOW_CUDA = {"megapar/device.py", "kernels/megapar_kernels/dispatch.py"}
 
 # Never required: imported where somebody asks for them. (apex on PyPI is another package: see kernels' apex.py.)
 OPTIONAL = (
-    *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "liger_kernel", "transformers"),
+    *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "liger_kernel", "transformers", "deepspeed"),
     *("tokenizers", "tiktoken", "zstandard", "pyarrow", "datasets", "megatron", "mkdocs"),
 )
 

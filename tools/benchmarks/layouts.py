@@ -1,15 +1,19 @@
-"""megapar beside plain PyTorch, DDP, FSDP2, DTensor tensor parallel and torch.distributed.pipelining, in one run.
+"""megapar beside PyTorch's own ways to train and beside other packages, in one run.
 
 All train the same Llama from the same weights on the same batches, in fp32, on one thread each. What is measured:
 
-- Time: in each layout all contenders live in the same two processes and take turns step by step, in an order that is
+- Time: in each layout all contenders live in the same processes and take turns step by step, in an order that is
   reversed every round, so that noise of the machine hits neighbors alike. A ratio is taken within a round; the table
   has the median over rounds and the range. CPU time is beside it: it does not count waiting, nor other programs.
+- Limit: how long the matrix products and the attention of the step take alone (products.py), and which share of that
+  speed each contender reaches.
 - Memory: each contender alone in fresh processes, the highest resident size (on a GPU, allocated bytes) above what the
-  process held when torch, the process group and the weights to load were there.
+  process held when torch, the contender's package, the process group and the weights to load were there.
 - Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`.
 - Agreement: losses and gradient norms of every step against plain PyTorch in one process. Contenders that compute
   something else, or bytes that differ from the formulas, end the run with exit code 70.
+
+Peers whose packages are not installed are left out, with a line that says how to install them.
 
 Models of billions of weights in bf16 on one GPU, with MFU: gpu.py.
 Kernels: kernels/run.py.
@@ -20,6 +24,7 @@ import math
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 import traceback
@@ -37,9 +42,9 @@ from megapar_models.build import build_stages, stage_layers
 from megapar_models.registry import validate
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.layout_tables import speed_table, traffic_table
 from benchmarks.peers import (
     DDP,
     FSDP2,
@@ -47,6 +52,9 @@ from benchmarks.peers import (
     Llama,
     Peer,
     Pipeline1F1B,
+    PipelineDualPipeV,
+    PipelineV,
+    PipelineZeroBubbleV,
     Plain,
     Result,
     SequenceTensorParallel,
@@ -54,7 +62,13 @@ from benchmarks.peers import (
     TensorParallel,
     TensorParallelLoss,
     Weights,
+    ZeroRedundancy,
 )
+from benchmarks.peers_deepspeed import DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3
+from benchmarks.peers_huggingface import HuggingFace, HuggingFaceDDP
+from benchmarks.peers_megatron import MegatronCore
+from benchmarks.peers_shared_memory import SharedMemoryTensorParallel
+from benchmarks.products import Products
 from benchmarks.traffic import expected_traffic
 from megapar import comm, context, device
 from megapar.batch import MicroBatch
@@ -79,12 +93,14 @@ class BenchmarkError(MegaparError):
 
 @dataclass(frozen=True)
 class Options:
-    """Measure megapar against PyTorch's own ways to train, on this machine."""
+    """Measure megapar against other ways to train, on this machine."""
 
     hidden: tuple[int, ...] = (256, 512)
-    """Widths of the model: heads are 64 wide, two query heads share a key/value head, the MLP is 11/4 as wide."""
+    """Widths of the model; the MLP is 11/4 as wide."""
     layouts: tuple[LayoutName, ...] = ("single", "dp2", "tp2", "tp2+sp", "pp2")
     """single is one process; the others are two: data, tensor (with sequence) and pipeline parallel."""
+    peers: tuple[str, ...] = ()
+    """Names of contenders, as the table spells them; empty: all that are installed. megapar itself always runs."""
     steps: int = 5
     """Timed steps of each contender, after one that warms up."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -93,12 +109,18 @@ class Options:
     """Write all numbers to this file."""
     num_hidden_layers: int = 4
     """Transformer layers."""
+    num_attention_heads: int = 0
+    """Query heads; 0: one for each 64 of the width."""
+    num_key_value_heads: int = 0
+    """Key and value heads, an even number; 0: half as many as query heads."""
     vocab_size: int = 4096
     """Token ids."""
     seq_length: int = 256
     """Tokens of a sample."""
     global_batch_size: int = 8
-    """Samples of a step over all processes; micro-batches hold one."""
+    """Samples of a step over all processes."""
+    micro_batch_size: int = 1
+    """Samples of one forward pass."""
 
 
 class Megapar(Peer):
@@ -154,34 +176,81 @@ class Layout:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "single": Layout(ParallelConfig(dp=1), (Plain,)),
-    "dp2": Layout(ParallelConfig(dp=2), (DDP, FSDP2, FSDP2Reshard), (("megapar", 1), ("megapar, zero_stage 0", 0))),
-    "tp2": Layout(ParallelConfig(dp=1, tp=2), (TensorParallel, TensorParallelLoss)),
-    "tp2+sp": Layout(
-        ParallelConfig(dp=1, tp=2, sequence_parallel=True), (SequenceTensorParallel, SequenceTensorParallelLoss)
+    "single": Layout(ParallelConfig(dp=1), (Plain, HuggingFace, Products)),
+    "dp2": Layout(
+        ParallelConfig(dp=2),
+        (
+            *(DDP, ZeroRedundancy, FSDP2, FSDP2Reshard, HuggingFaceDDP),
+            *(DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3, Products),
+        ),
+        (("megapar", 1), ("megapar, zero_stage 0", 0)),
     ),
-    "pp2": Layout(ParallelConfig(dp=1, pp=2), (Pipeline1F1B,)),
+    "tp2": Layout(
+        ParallelConfig(dp=1, tp=2),
+        (TensorParallel, TensorParallelLoss, SharedMemoryTensorParallel, MegatronCore, Products),
+    ),
+    "tp2+sp": Layout(
+        ParallelConfig(dp=1, tp=2, sequence_parallel=True),
+        (SequenceTensorParallel, SequenceTensorParallelLoss, Products),
+    ),
+    "pp2": Layout(ParallelConfig(dp=1, pp=2), (Pipeline1F1B, PipelineDualPipeV, PipelineZeroBubbleV, Products)),
 }
+
+
+def chosen_contenders(options: Options, layout: Layout) -> list[str]:
+    """Names of the contenders of a layout that run, megapar first."""
+    return [
+        name
+        for name, (kind, _) in layout.contenders.items()
+        if name == "megapar" or (runs_here(options, kind) and (not options.peers or name in options.peers))
+    ]
+
+
+def runs_here(options: Options, kind: type[Peer]) -> bool:
+    return kind.is_installed() and not (kind.cpu_only and options.device == "cuda")
+
+
+def missing_packages(options: Options) -> dict[str, list[str]]:
+    """Names of the contenders that were chosen and that cannot run, by the package that each needs."""
+    missing: dict[str, list[str]] = {}
+    for layout in options.layouts:
+        for name, (kind, _) in LAYOUTS[layout].contenders.items():
+            if not kind.is_installed() and (not options.peers or name in options.peers):
+                missing.setdefault(kind.package, []).append(name)
+    return missing
 
 
 def make_config(options: Options, hidden: int, layout: Layout, zero_stage: Literal[0, 1]) -> Config:
     """What is trained, derived values filled in, with megapar's balance of stages written out, for the peer as well.
 
-    Raises ConfigError for a width that is no multiple of 256.
+    Raises ConfigError for a shape that not all contenders can train.
     """
-    if hidden % 256:
-        raise ConfigError(f"--hidden {hidden} must be a multiple of 256: DTensor cannot share key/value heads over tp")
+    heads = options.num_attention_heads or hidden // 64
+    kv_heads = options.num_key_value_heads or heads // 2
+    if hidden % 256 and not (options.num_attention_heads and options.num_key_value_heads):
+        raise ConfigError(
+            f"--hidden {hidden} must be a multiple of 256, so that heads are 64 wide and DTensor can cut the "
+            "key/value heads; or give --num_attention_heads and --num_key_value_heads"
+        )
+    if kv_heads % 2:
+        raise ConfigError(
+            f"--num_key_value_heads {kv_heads} must be even: DTensor cannot share key/value heads over tp"
+        )
     config = Config(
         model=ModelConfig(
             hidden_size=hidden,
             num_hidden_layers=options.num_hidden_layers,
-            num_attention_heads=hidden // 64,
-            num_key_value_heads=hidden // 128,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
             intermediate_size=hidden * 11 // 4,
             vocab_size=options.vocab_size,
         ),
         parallel=layout.parallel,
-        train=TrainConfig(global_batch_size=options.global_batch_size, seq_length=options.seq_length),
+        train=TrainConfig(
+            global_batch_size=options.global_batch_size,
+            micro_batch_size=options.micro_batch_size,
+            seq_length=options.seq_length,
+        ),
         optimizer=OptimizerConfig(lr=1e-3, schedule="constant", zero_stage=zero_stage),
     )
     stages = tuple(len(layers) for layers in stage_layers(validate(config, layout.world)))
@@ -262,6 +331,7 @@ def resident_bytes(where: torch.device) -> int:
 def build_contender(options: Options, hidden: int, layout: Layout, name: str, where: torch.device) -> Peer:
     kind, zero_stage = layout.contenders[name]
     config = make_config(options, hidden, layout, zero_stage)
+    kind.load()
     return kind(config, make_weights(config), where)
 
 
@@ -303,6 +373,7 @@ def measure_memory(options: Options, hidden: int, layout: Layout, name: str, whe
     kind, zero_stage = layout.contenders[name]
     config = make_config(options, hidden, layout, zero_stage)
     weights = make_weights(config)
+    kind.load()
     before = resident_bytes(where)
     contender = kind(config, weights, where)
     for tokens_bs, targets_bs in make_batches(config, 2):
@@ -311,28 +382,30 @@ def measure_memory(options: Options, hidden: int, layout: Layout, name: str, whe
 
 
 def run_layout(options: Options, hidden: int, layout_name: str, reference: Sequence[Result]) -> dict[str, Any]:
-    """Everything about one layout at one width, as it goes into the JSON file."""
+    """Everything but memory about one layout at one width, as it goes into the JSON file."""
     layout = LAYOUTS[layout_name]
-    ranks = run_ranks(
-        layout.world, options.device, partial(measure_time, options, hidden, layout, list(layout.contenders))
-    )
+    names = chosen_contenders(options, layout)
+    ranks = run_ranks(layout.world, options.device, partial(measure_time, options, hidden, layout, names))
     tokens = options.global_batch_size * options.seq_length
+    limit = seconds_of(ranks, Products.name) if Products.name in names else []
     contenders = []
-    for name, (kind, zero_stage) in layout.contenders.items():
-        seconds = ranks[0][name]["seconds"][WARMUP:]
-        memory = run_ranks(layout.world, options.device, partial(measure_memory, options, hidden, layout, name))
-        ratios = [theirs / ours for theirs, ours in zip(seconds, ranks[0]["megapar"]["seconds"][WARMUP:], strict=True)]
+    for name in names:
+        kind, zero_stage = layout.contenders[name]
+        seconds = seconds_of(ranks, name)
         contender = {
             "name": name,
             "step_seconds": seconds,
             "tokens_per_second": tokens / statistics.median(seconds),
-            "megapar_is_faster": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+            "megapar_is_faster": ratio(seconds, seconds_of(ranks, "megapar")),
             "cpu_seconds": [rank[name]["cpu"][WARMUP:] for rank in ranks],
             "cpu_time_over_megapar": cpu_seconds(ranks, name) / cpu_seconds(ranks, "megapar"),
-            "peak_bytes": [peak for _, peak in memory],
-            "peak_bytes_above_start": [peak - before for before, peak in memory],
-            "errors": {what: largest_error(ranks[0][name]["results"], reference, what) for what in TOLERANCES},
+            "errors": {},
         }
+        if limit:
+            contender["share_of_products"] = ratio(limit, seconds)
+        if kind is not Products:
+            results = ranks[0][name]["results"]
+            contender["errors"] = {what: largest_error(results, reference, what) for what in TOLERANCES}
         if kind is Megapar:
             contender["sent"] = [rank[name]["sent"][-1] for rank in ranks]
             config = make_config(options, hidden, layout, zero_stage)
@@ -341,6 +414,28 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
             ]
         contenders.append(contender)
     return {"hidden": hidden, "layout": layout_name, "contenders": contenders}
+
+
+def add_memory(options: Options, run: dict[str, Any]) -> None:
+    """Add the memory of each contender to what `run_layout` has returned."""
+    layout = LAYOUTS[run["layout"]]
+    for contender in run["contenders"]:
+        body = partial(measure_memory, options, run["hidden"], layout, contender["name"])
+        memory = run_ranks(layout.world, options.device, body)
+        contender["peak_bytes"] = [peak for _, peak in memory]
+        contender["peak_bytes_above_start"] = [peak - before for before, peak in memory]
+
+
+def seconds_of(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """Of each timed step. Ranks wait for each other around a step, so one of them speaks for all."""
+    seconds: list[float] = ranks[0][name]["seconds"][WARMUP:]
+    return seconds
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """Median and range, over rounds, of the ratio within a round."""
+    ratios = [above / below for above, below in zip(numerators, denominators, strict=True)]
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
 def cpu_seconds(ranks: Sequence[dict[str, Any]], name: str) -> float:
@@ -375,50 +470,18 @@ def problems(run: dict[str, Any]) -> list[str]:
     return found
 
 
-def speed_table(runs: Sequence[dict[str, Any]]) -> Table:
-    """The fastest of torch's own in bold: what megapar wants to reach."""
-    table = Table(
-        title="megapar's speed over that of each contender, whose losses and norms differ from plain PyTorch's"
-    )
-    for column in ("hidden", "layout", "contender"):
-        table.add_column(column)
-    for column in ("tokens/s", "speed", "range", "CPU time", "peak MiB a rank", "loss", "norm"):
-        table.add_column(column, justify="right")
-    for run in runs:
-        peers = [c for c in run["contenders"] if "sent" not in c]
-        fastest = max(peers, key=lambda c: c["tokens_per_second"])
-        for contender in run["contenders"]:
-            ratio = contender["megapar_is_faster"]
-            table.add_row(
-                str(run["hidden"]),
-                run["layout"],
-                contender["name"],
-                f"{contender['tokens_per_second']:,.0f}",
-                f"{ratio['median']:.2f}x",
-                f"{ratio['min']:.2f}-{ratio['max']:.2f}",
-                f"{contender['cpu_time_over_megapar']:.2f}x",
-                " ".join(f"{n / 2**20:,.0f}" for n in contender["peak_bytes_above_start"]),
-                *(f"{error:.0e}" for error in contender["errors"].values()),
-                style="bold" if contender is fastest else None,
-                end_section=contender is run["contenders"][-1],
-            )
-    return table
-
-
-def traffic_table(runs: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="Bytes that rank 0 of megapar sends in a step")
-    for column in ("hidden", "layout", "contender", "axis"):
-        table.add_column(column)
-    for column in ("measured", "formula"):
-        table.add_column(column, justify="right")
-    for run in runs:
-        for contender in (c for c in run["contenders"] if "sent" in c):
-            sent = contender["sent"][0]
-            formula = contender["formula"][0]
-            for axis in sorted(sent | formula):
-                numbers = (f"{bytes_.get(axis, 0):,}" for bytes_ in (sent, formula))
-                table.add_row(str(run["hidden"]), run["layout"], contender["name"], axis, *numbers)
-    return table
+def check_pipelines_in_v(options: Options) -> None:
+    """Raise ConfigError if a chosen pipeline in V has fewer layers or micro-batches than stages."""
+    layout = LAYOUTS["pp2"]
+    stages = 2 * layout.world
+    if not any(issubclass(layout.contenders[name][0], PipelineV) for name in chosen_contenders(options, layout)):
+        return
+    if options.num_hidden_layers < stages:
+        raise ConfigError(f"--num_hidden_layers {options.num_hidden_layers}: a pipeline in V needs at least {stages}")
+    if options.global_batch_size // options.micro_batch_size < stages:
+        raise ConfigError(
+            f"--global_batch_size {options.global_batch_size}: a pipeline in V needs at least {stages} micro-batches"
+        )
 
 
 def check_options(options: Options) -> None:
@@ -426,6 +489,18 @@ def check_options(options: Options) -> None:
     for name in options.layouts:
         for hidden in options.hidden:
             make_config(options, hidden, LAYOUTS[name], 1)
+    known = {name: kind for layout in options.layouts for name, (kind, _) in LAYOUTS[layout].contenders.items()}
+    for peer in options.peers:
+        if peer not in known:
+            raise ConfigError(f"--peers {peer!r}: --layouts {' '.join(options.layouts)} have {', '.join(known)}")
+        if known[peer].cpu_only and options.device == "cuda":
+            raise ConfigError(f"--peers {peer!r} runs on a CPU only: choose --device cpu")
+    missing = missing_packages(options)
+    if missing and options.peers:
+        package, names = next(iter(missing.items()))
+        raise ConfigError(f"--peers {names[0]!r} needs a package: pip install {package}")
+    if "pp2" in options.layouts:
+        check_pipelines_in_v(options)
     most = max(LAYOUTS[name].world for name in options.layouts)
     if options.device == "cuda" and device.cuda_devices() < most:
         raise ConfigError(
@@ -438,6 +513,8 @@ def main(options: Options) -> None:
     """Measure, print both tables, write the JSON file; raises BenchmarkError if the numbers are worthless."""
     check_options(options)
     torch.set_num_threads(1)
+    for package, names in missing_packages(options).items():
+        print(f"Left out: {', '.join(names)}. To measure them: pip install {package}", file=sys.stderr)
     runs = []
     with Progress(auto_refresh=False, console=Console(stderr=True)) as progress:
         task = progress.add_task("measuring", total=len(options.hidden) * len(options.layouts))
@@ -446,8 +523,9 @@ def main(options: Options) -> None:
             for name in options.layouts:
                 progress.update(task, description=f"hidden {hidden}, {name}", refresh=True)
                 runs.append(run_layout(options, hidden, name, [Result(*r) for r in reference]))
+                add_memory(options, runs[-1])
                 progress.update(task, advance=1, refresh=True)
-    console = Console(width=130)  # narrower, numbers would be cut
+    console = Console(width=140)  # narrower, numbers would be cut
     console.print(speed_table(runs))
     console.print(traffic_table(runs))
     facts = provenance(device.choose(options.device, 0, 1))

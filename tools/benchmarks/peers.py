@@ -7,9 +7,12 @@ Module names are the logical names of megapar's parameters, so one dict of tenso
 """
 
 import contextlib
+import importlib
+import importlib.util
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -146,18 +150,19 @@ def is_split(param: Tensor) -> bool:
     return isinstance(param, DTensor) and any(isinstance(placement, Shard) for placement in param.placements)
 
 
-def make_optimizer(params: Iterable[Tensor], options: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW. Its kernels refuse lists that mix DTensor and Tensor, so each has its own groups."""
+def parameter_groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups of an optimizer. Matrices decay. Fused kernels refuse lists that mix DTensor and Tensor, so each has its
+    own groups."""
     groups: dict[tuple[bool, bool], list[Tensor]] = {}
     for param in params:
         groups.setdefault((param.ndim > 1, isinstance(param, DTensor)), []).append(param)
-    return torch.optim.AdamW(
-        [{"params": g, "weight_decay": options.weight_decay * decays} for (decays, _), g in groups.items()],
-        lr=options.lr,
-        betas=options.betas,
-        eps=options.eps,
-        fused=True,
-    )
+    return [{"params": group, "weight_decay": weight_decay if decays else 0.0} for (decays, _), group in groups.items()]
+
+
+def make_optimizer(params: Iterable[Tensor], options: OptimizerConfig) -> torch.optim.AdamW:
+    """Fused AdamW."""
+    groups = parameter_groups(params, options.weight_decay)
+    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
 
 
 def clip(split: Sequence[Tensor], whole: Sequence[Tensor], max_norm: float, group: dist.ProcessGroup | None) -> float:
@@ -189,6 +194,24 @@ class Peer(ABC):
     """One way to train, from `weights`. `step` trains on a global batch."""
 
     name: str
+    package: ClassVar[str] = ""
+    """What `pip install` calls the package that this peer needs; empty if it is PyTorch."""
+    modules: ClassVar[tuple[str, ...]] = ()
+    """The modules of that package that the peer uses."""
+    cpu_only: ClassVar[bool] = False
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        """Return whether the package is there. It is not imported."""
+        return all(importlib.util.find_spec(module.partition(".")[0]) is not None for module in cls.modules)
+
+    @classmethod
+    def load(cls) -> None:
+        """Import the package. Its code then counts as little as PyTorch's in the memory of the peer."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries for GPUs that are not there
+            for module in cls.modules:
+                importlib.import_module(module)
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         self.config = config
@@ -213,20 +236,31 @@ class Plain(Peer):
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
-        self.model: nn.Module = self.parallelize(build(config, weights, device))
+        self.model = self.parallelize(self.build(weights))
         params = list(self.model.parameters())
         self.split = [p for p in params if is_split(p)]
         self.whole = [p for p in params if not is_split(p)]
-        self.optimizer = make_optimizer(params, config.optimizer)
+        self.optimizer = self.make_optimizer(params)
 
-    def parallelize(self, model: Llama) -> nn.Module:
+    def build(self, weights: Weights) -> nn.Module:
+        """The whole model, with `weights`."""
+        return build(self.config, weights, self.device)
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
         return model
+
+    def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return make_optimizer(params, self.config.optimizer)
+
+    def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
+        """The sum of the losses of all targets."""
+        return loss_sum(self.model(tokens_bs), targets_bs)
 
     def accumulate(self, batch: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
         """Forward and backward of all micro-batches; this rank's sum of losses."""
         total = torch.zeros((), device=self.device)
         for tokens_bs, targets_bs in batch:
-            loss = loss_sum(self.model(tokens_bs), targets_bs)
+            loss = self.loss(tokens_bs, targets_bs)
             (loss * scale).backward()
             total += local(loss.detach())
         return total
@@ -250,7 +284,7 @@ class DDP(Plain):
 
     name = "DDP"
 
-    def parallelize(self, model: Llama) -> nn.Module:
+    def parallelize(self, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def accumulate(self, batch: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
@@ -268,13 +302,32 @@ class DDP(Plain):
         return Result(total.item() / targets_bs.numel(), norm)
 
 
+class ZeroRedundancy(DDP):
+    """DDP with ZeroRedundancyOptimizer: each rank updates some of the parameters and broadcasts them."""
+
+    name = "ZeroRedundancyOptimizer"
+
+    def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        options = self.config.optimizer
+        return ZeroRedundancyOptimizer(
+            parameter_groups(params, options.weight_decay),
+            optimizer_class=torch.optim.AdamW,
+            parameters_as_bucket_view=True,  # one broadcast for each rank, not one for each parameter
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            fused=True,
+        )
+
+
 class FSDP2(DDP):
     """fully_shard on every layer; between micro-batches weights stay gathered and gradients stay local."""
 
     name = "FSDP2"
     reshard_after_forward = False
 
-    def parallelize(self, model: Llama) -> nn.Module:
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, Llama)
         mesh = init_device_mesh(self.device.type, (self.world,))
         for layer in model.layers.values():
             fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
@@ -307,7 +360,8 @@ class TensorParallel(Plain):
     sequence_parallel = False
     loss_parallel = False
 
-    def parallelize(self, model: Llama) -> nn.Module:
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, Llama)
         mesh = init_device_mesh(self.device.type, (self.world,))
         hidden = Shard(1) if self.sequence_parallel else Replicate()
         plan: dict[str, ParallelStyle] = {
@@ -373,34 +427,99 @@ class SequenceTensorParallelLoss(TensorParallelLoss):
     sequence_parallel = True
 
 
-class Pipeline1F1B(Peer):
-    """torch.distributed.pipelining; stages hold the layers that `parallel.partition` says."""
-
-    name = "pipelining 1F1B"
+class Pipeline(Peer):
+    """torch.distributed.pipelining. A subclass says which layers a rank holds, and in which order it works on them."""
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
-        first = sum(config.parallel.partition[: self.rank])
-        model = build(config, weights, device, range(first, first + config.parallel.partition[self.rank]))
-        self.params = list(model.parameters())
+        self.stages = self.make_stages(weights)
+        self.params = [param for stage in self.stages for param in stage.submod.parameters()]
         self.optimizer = make_optimizer(self.params, config.optimizer)
-        self.scale = 1 / (config.train.global_batch_size * config.train.seq_length)
-        self.last = self.rank == self.world - 1
-        self.schedule = Schedule1F1B(
-            PipelineStage(model, self.rank, self.world, device),
-            n_microbatches=config.train.global_batch_size // config.train.micro_batch_size,
-            loss_fn=lambda logits, targets_bs: loss_sum(logits, targets_bs) * self.scale,
-            scale_grads=False,
-        )
+        self.holds_head = any(stage.is_last for stage in self.stages)
+        self.schedule = self.make_schedule(config.train.global_batch_size // config.train.micro_batch_size)
+
+    @abstractmethod
+    def make_stages(self, weights: Weights) -> list[PipelineStage]: ...
+
+    @abstractmethod
+    def make_schedule(self, n_microbatches: int) -> Any: ...
+
+    def loss(self, logits: Tensor, targets_bs: Tensor) -> Tensor:
+        """The part of a micro-batch in the loss of the step."""
+        return loss_sum(logits, targets_bs) / (self.config.train.global_batch_size * self.config.train.seq_length)
 
     def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
-        self.schedule.step(
-            *([tokens_bs] if self.rank == 0 else []), target=targets_bs, losses=losses, return_outputs=False
-        )
+        inputs = [tokens_bs] if self.rank == 0 else []
+        # A rank without the head gets no targets: schedules that split the backward pass would look for its loss.
+        target = targets_bs if self.holds_head else None
+        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         norm = clip(self.params, [], self.config.optimizer.clip_grad, dist.group.WORLD)
         self.optimizer.step()
-        total = torch.stack(losses).sum().detach() if self.last else torch.zeros((), device=self.device)
+        total = torch.stack(losses).sum().detach() if self.holds_head else torch.zeros((), device=self.device)
         dist.all_reduce(total)
         return Result(total.item(), norm)
+
+
+class Pipeline1F1B(Pipeline):
+    """Stages hold the layers that `parallel.partition` says."""
+
+    name = "pipelining 1F1B"
+
+    def make_stages(self, weights: Weights) -> list[PipelineStage]:
+        partition = self.config.parallel.partition
+        first = sum(partition[: self.rank])
+        model = build(self.config, weights, self.device, range(first, first + partition[self.rank]))
+        return [PipelineStage(model, self.rank, self.world, self.device)]
+
+    def make_schedule(self, n_microbatches: int) -> Any:
+        return Schedule1F1B(self.stages[0], n_microbatches, loss_fn=self.loss, scale_grads=False)
+
+
+class PipelineV(Pipeline):
+    """Two stages on each rank, in the form of a V: the first rank holds the first stage and the last one.
+
+    The layers are those of `v_partition`. The backward pass of weights is apart from that of inputs, and fills bubbles.
+    """
+
+    schedule_class: ClassVar[Any]
+
+    def make_stages(self, weights: Weights) -> list[PipelineStage]:
+        partition = v_partition(self.config.model, self.world)
+        stages = []
+        for index in (self.rank, 2 * self.world - 1 - self.rank):
+            first = sum(partition[:index])
+            model = build(self.config, weights, self.device, range(first, first + partition[index]))
+            stages.append(PipelineStage(model, index, 2 * self.world, self.device))
+        return stages
+
+    def make_schedule(self, n_microbatches: int) -> Any:
+        return self.schedule_class(self.stages, n_microbatches, loss_fn=self.loss, scale_grads=False)
+
+
+class PipelineDualPipeV(PipelineV):
+    name = "pipelining DualPipe-V"
+    schedule_class = ScheduleDualPipeV
+
+
+class PipelineZeroBubbleV(PipelineV):
+    name = "pipelining ZB-V"
+    schedule_class = ScheduleZBVZeroBubble
+
+
+def v_partition(model: ModelConfig, ranks: int) -> list[int]:
+    """Layers of the 2 * ranks stages of a V, such that the first rank, which has the head as well, has not more to do.
+
+    Every stage has at least one layer.
+    """
+    kv_heads = model.num_key_value_heads or model.num_attention_heads
+    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
+    attention = 2 * (model.num_attention_heads + kv_heads) * head_dim
+    # A product costs as many operations as its matrix has elements; the width of the model is in all of them.
+    head = model.vocab_size / (attention + 3 * model.intermediate_size)
+    layers = [2] * ranks
+    for _ in range(model.num_hidden_layers - 2 * ranks):
+        costs = [count + (head if rank == 0 else 0) for rank, count in enumerate(layers)]
+        layers[costs.index(min(costs))] += 1
+    return [count - count // 2 for count in layers] + [count // 2 for count in reversed(layers)]

@@ -1,0 +1,140 @@
+"""Megatron-Core's own GPTModel with tensor parallelism, on a CPU over gloo.
+
+The model, its matrices, its collectives and its cross entropy are Megatron-Core's. The optimizer is PyTorch's fused
+AdamW, because Megatron-Core's makes tensors on CUDA devices. It has no sequence parallelism without kernels for GPUs.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from megapar_models.convert import megatron_core
+from torch import Tensor, nn
+
+from benchmarks.peers import Plain, Weights
+from megapar.config import Config, ModelConfig
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Let Megatron-Core build and run a model on a CPU in the block."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # It warns of each library for GPUs that is not there.
+        warnings.simplefilter("ignore")
+        # Some of its buffers lie on CUDA's current device, wherever the weights are.
+        stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
+        # Attention forks CUDA's random state for its dropout, even if there is no dropout.
+        no_state = SimpleNamespace(fork=nullcontext)
+        stack.enter_context(patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", return_value=no_state))
+        # It compiles its fused functions at their first call, which takes longer than the run.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+class MegatronCore(Plain):
+    """Megatron-Core's tensor parallelism."""
+
+    name = "Megatron-Core TP"
+    package: ClassVar[str] = megatron_core.PACKAGE
+    cpu_only = True
+    modules: ClassVar[tuple[str, ...]] = ("megatron.core.models.gpt",)
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        return megatron_core.is_installed()
+
+    def __init__(self, config: Config, weights: Weights, device: torch.device):
+        with on_cpu():
+            super().__init__(config, weights, device)
+        # Norms are whole on every rank, everything else is cut.
+        params = list(self.model.parameters())
+        self.split = [param for param in params if param.ndim > 1]
+        self.whole = [param for param in params if param.ndim == 1]
+        sequence = config.train.seq_length
+        self.positions_1s = torch.arange(sequence)[None]
+        # Without a mask, Megatron-Core would make this one on a GPU. True stands for positions that are not seen.
+        self.mask_11ss = torch.ones(1, 1, sequence, sequence, dtype=torch.bool).triu(1)
+
+    def build(self, weights: Weights) -> nn.Module:
+        """This rank's part of the model."""
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=self.world)
+        shape = self.config.model
+        config = TransformerConfig(
+            num_layers=shape.num_hidden_layers,
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_attention_heads,
+            num_query_groups=shape.num_key_value_heads,
+            kv_channels=shape.head_dim,
+            ffn_hidden_size=shape.intermediate_size,
+            normalization="RMSNorm",
+            layernorm_epsilon=shape.rms_norm_eps,
+            add_bias_linear=False,
+            activation_func=F.silu,
+            gated_linear_unit=True,
+            bias_activation_fusion=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tensor_model_parallel_size=self.world,
+            use_cpu_initialization=True,
+            perform_initialization=False,
+        )
+        model: nn.Module = GPTModel(
+            config,
+            get_gpt_layer_local_spec(normalization="RMSNorm"),
+            vocab_size=shape.vocab_size,
+            max_sequence_length=self.config.train.seq_length,
+            parallel_output=True,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            rotary_base=int(shape.rope_theta),
+        )
+        model.load_state_dict(local_tensors(shape, weights, self.rank, self.world))
+        return model
+
+    def accumulate(self, batch: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+        with on_cpu():
+            return super().accumulate(batch, scale)
+
+    def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
+        losses_bs = self.model(tokens_bs, self.positions_1s, self.mask_11ss, labels=targets_bs)
+        return cast(Tensor, losses_bs.sum())
+
+
+def local_tensors(shape: ModelConfig, weights: Weights, rank: int, world: int) -> dict[str, Any]:
+    """A tensor-parallel rank's part of the weights, by Megatron-Core's names."""
+
+    def part(name: str, dim: int = 0) -> Tensor:
+        return weights[name].chunk(world, dim)[rank]
+
+    tensors = {
+        "embedding.word_embeddings.weight": part("embedding.weight"),
+        "decoder.final_layernorm.weight": weights["norm.weight"],
+        "output_layer.weight": part("head.weight"),
+    }
+    for number in range(shape.num_hidden_layers):
+        ours = f"layers.{number}"
+        theirs = f"decoder.layers.{number}"
+        # Rows of a key/value head are together: its query heads, the key, the value.
+        groups = [
+            part(f"{ours}.attention.{x}.weight").unflatten(0, (shape.num_key_value_heads // world, -1)) for x in "qkv"
+        ]
+        tensors |= {
+            f"{theirs}.input_layernorm.weight": weights[f"{ours}.attention_norm.weight"],
+            f"{theirs}.self_attention.linear_qkv.weight": torch.cat(groups, 1).flatten(0, 1),
+            f"{theirs}.self_attention.linear_proj.weight": part(f"{ours}.attention.o.weight", 1),
+            f"{theirs}.pre_mlp_layernorm.weight": weights[f"{ours}.mlp_norm.weight"],
+            f"{theirs}.mlp.linear_fc1.weight": torch.cat([part(f"{ours}.mlp.{x}.weight") for x in ("gate", "up")]),
+            f"{theirs}.mlp.linear_fc2.weight": part(f"{ours}.mlp.down.weight", 1),
+        }
+    return tensors

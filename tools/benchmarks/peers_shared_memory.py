@@ -1,0 +1,224 @@
+"""Tensor parallelism as one writes it by hand in PyTorch, with an all-reduce through memory that the ranks share.
+
+The cut is Megatron's (arXiv 1909.08053): column and row parallel matrices, embedding, head and cross entropy parallel
+over the vocabulary. The all-reduce is the least that adds two tensors on one host: each rank copies its tensor into a
+slot, waits for the others, and adds all slots. It trusts that other cores see a core's stores in their order, which is
+true of x86 and not of every processor.
+"""
+
+import tempfile
+import time
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.peers import MLP, Attention, Plain, Weights, build
+from megapar.config import Config
+
+_CACHE_LINE = 64  # bytes
+_SPINS = 2000  # looks at the other rank's number before the core is offered to others
+
+
+class SharedMemory:
+    """All-reduce of fp32 tensors of up to `elements` elements among all ranks, which are on one host."""
+
+    def __init__(self, elements: int):
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self.calls = 0
+        slot = -(-4 * elements // _CACHE_LINE) * _CACHE_LINE
+        size = self.world * (_CACHE_LINE + 2 * slot)
+        with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+            path = [file.name]
+            dist.broadcast_object_list(path)
+            memory = torch.from_file(path[0], shared=True, size=size, dtype=torch.uint8)
+            dist.barrier()  # all have mapped it, so that it may lose its name
+        numbers, slots = memory.split([self.world * _CACHE_LINE, self.world * 2 * slot])
+        # How many tensors each rank has written, each number in a cache line of its own. New files are all zeros.
+        self.written = numbers.view(torch.int64).view(self.world, -1)[:, 0].numpy()
+        self.slots = slots.view(torch.float32).view(self.world, 2, -1)
+
+    def all_reduce(self, x: Tensor, largest: bool = False) -> Tensor:
+        """The sum over ranks, or the largest of each element, in place of `x`."""
+        self.calls += 1
+        # Two slots in turns. Nobody writes a slot again before all have read it: to write the call after the next, a
+        # rank must have seen that the others have written the next one, and so have read this one.
+        slots = [slot[self.calls % 2][: x.numel()].view(x.shape) for slot in self.slots]
+        slots[self.rank].copy_(x)
+        self.written[self.rank] = self.calls
+        spins = 0
+        while self.written.min() < self.calls:
+            spins += 1
+            if spins > _SPINS:
+                time.sleep(0)
+        combine = torch.maximum if largest else torch.add
+        combine(slots[0], slots[1], out=x)
+        for slot in slots[2:]:
+            combine(x, slot, out=x)
+        return x
+
+
+class ReduceGradient(torch.autograd.Function):
+    """Megatron's f: nothing in the forward pass, an all-reduce in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, memory: SharedMemory) -> Tensor:
+        ctx.memory = memory
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.memory.all_reduce(grads[0].contiguous()), None
+
+
+class ReduceOutput(torch.autograd.Function):
+    """Megatron's g: an all-reduce in the forward pass, nothing in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, memory: SharedMemory) -> Tensor:
+        ctx.mark_dirty(x)
+        return memory.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def columns(whole: nn.Linear) -> nn.Linear:
+    """This rank's outputs of `whole`."""
+    return linear(whole.weight.chunk(dist.get_world_size())[dist.get_rank()])
+
+
+def rows(whole: nn.Linear) -> nn.Linear:
+    """This rank's inputs of `whole`. The outputs of all ranks add up."""
+    return linear(whole.weight.chunk(dist.get_world_size(), dim=1)[dist.get_rank()])
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    module.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
+    return module
+
+
+class ParallelAttention(Attention):
+    """Some of the heads of `whole`."""
+
+    def __init__(self, whole: Attention, memory: SharedMemory):
+        nn.Module.__init__(self)
+        self.memory = memory
+        self.head_dim = whole.head_dim
+        self.q = columns(whole.q)
+        self.k = columns(whole.k)
+        self.v = columns(whole.v)
+        self.o = rows(whole.o)
+
+    def forward(self, x_bsh: Tensor, cos_s1d: Tensor, sin_s1d: Tensor) -> Tensor:
+        x_bsh = ReduceGradient.apply(x_bsh, self.memory)
+        return cast(Tensor, ReduceOutput.apply(super().forward(x_bsh, cos_s1d, sin_s1d), self.memory))
+
+
+class ParallelMLP(MLP):
+    """Some of the columns of `whole`."""
+
+    def __init__(self, whole: MLP, memory: SharedMemory):
+        nn.Module.__init__(self)
+        self.memory = memory
+        self.gate = columns(whole.gate)
+        self.up = columns(whole.up)
+        self.down = rows(whole.down)
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        x_bsh = ReduceGradient.apply(x_bsh, self.memory)
+        return cast(Tensor, ReduceOutput.apply(super().forward(x_bsh), self.memory))
+
+
+class ParallelEmbedding(nn.Module):
+    """The rows of some token ids. Other ids give zeros, to which the all-reduce adds another rank's row."""
+
+    def __init__(self, whole: nn.Embedding, memory: SharedMemory):
+        super().__init__()
+        self.memory = memory
+        self.weight = nn.Parameter(whole.weight.detach().chunk(memory.world)[memory.rank].clone())
+
+    def forward(self, tokens_bs: Tensor) -> Tensor:
+        rows_bs, elsewhere_bs = local_rows(tokens_bs, self.weight.shape[0], self.memory.rank)
+        partial_bsh = F.embedding(rows_bs, self.weight).masked_fill(elsewhere_bs[..., None], 0.0)
+        return cast(Tensor, ReduceOutput.apply(partial_bsh, self.memory))
+
+
+class ParallelHead(nn.Module):
+    """The logits of some token ids."""
+
+    def __init__(self, whole: nn.Linear, memory: SharedMemory):
+        super().__init__()
+        self.memory = memory
+        self.linear = columns(whole)
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        return cast(Tensor, self.linear(ReduceGradient.apply(x_bsh, self.memory)))
+
+
+def local_rows(ids: Tensor, count: int, rank: int) -> tuple[Tensor, Tensor]:
+    """(rows, elsewhere): where the token ids are among the `count` of this rank, and which are another rank's.
+
+    Those of another rank have row 0.
+    """
+    rows = ids - rank * count
+    elsewhere = (rows < 0) | (rows >= count)
+    return rows.masked_fill(elsewhere, 0), elsewhere
+
+
+class ParallelCrossEntropy(torch.autograd.Function):
+    """The sum of the cross entropies of this rank's logits [n, v] and targets [n], which are any token ids."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_nv: Tensor, targets_n: Tensor, memory: SharedMemory) -> Tensor:
+        exp_nv = logits_nv - memory.all_reduce(logits_nv.amax(1), largest=True)[:, None]
+        rows_n, elsewhere_n = local_rows(targets_n, logits_nv.shape[1], memory.rank)
+        target_n = exp_nv.gather(1, rows_n[:, None])[:, 0].masked_fill(elsewhere_n, 0.0)
+        exp_nv.exp_()
+        # One message for both sums.
+        target_n, sum_n = memory.all_reduce(torch.stack([target_n, exp_nv.sum(1)]))
+        ctx.save_for_backward(exp_nv.div_(sum_n[:, None]), rows_n, elsewhere_n)
+        return (sum_n.log() - target_n).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        softmax_nv, rows_n, elsewhere_n = ctx.saved_tensors
+        # The softmax, minus 1 at the target; it is saved for this alone, so it may become the gradient.
+        softmax_nv.scatter_add_(1, rows_n[:, None], elsewhere_n[:, None].to(softmax_nv.dtype) - 1.0)
+        return softmax_nv.mul_(grads[0]), None, None
+
+
+class SharedMemoryTensorParallel(Plain):
+    """Tensor parallelism by hand. The gradient norm alone, one number in a step, goes over gloo."""
+
+    name = "shared memory TP"
+    cpu_only = True
+
+    def __init__(self, config: Config, weights: Weights, device: torch.device):
+        super().__init__(config, weights, device)
+        # Only norms are whole on every rank.
+        params = list(self.model.parameters())
+        self.split = [param for param in params if param.ndim > 1]
+        self.whole = [param for param in params if param.ndim == 1]
+
+    def build(self, weights: Weights) -> nn.Module:
+        """This rank's part of the model."""
+        train = self.config.train
+        # Hidden states are the largest message; the cross entropy sends two numbers for each token.
+        self.memory = SharedMemory(train.micro_batch_size * train.seq_length * max(self.config.model.hidden_size, 2))
+        model: Any = build(self.config, weights, self.device)
+        model.embedding = ParallelEmbedding(model.embedding, self.memory)
+        for layer in model.layers.values():
+            layer.attention = ParallelAttention(layer.attention, self.memory)
+            layer.mlp = ParallelMLP(layer.mlp, self.memory)
+        model.head = ParallelHead(model.head, self.memory)
+        return cast(nn.Module, model)
+
+    def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
+        logits_bsv = self.model(tokens_bs)
+        return cast(Tensor, ParallelCrossEntropy.apply(logits_bsv.flatten(0, 1), targets_bs.flatten(), self.memory))
