@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from megapar.device import usable_cores
+from megapar.rendezvous import Store
 
 SMALL = 4096  # bytes: a message up to this size travels in the packet itself and needs no block
 _ROUND = 1 << 16  # sizes of blocks are multiples of this, so that messages of similar sizes share them
@@ -57,10 +58,13 @@ class _Block:
     def __init__(self, number: int, size: int):
         self.number = number
         self.size = size
-        self.descriptor = os.memfd_create("megapar-exchange")
-        # Reserved now: memory that runs out is an OSError here, and would be a SIGBUS at the first write.
-        os.posix_fallocate(self.descriptor, 0, size)
-        self.memory = _map(self.descriptor, size)
+        try:
+            self.descriptor = os.memfd_create("megapar-exchange")
+            # Reserved now: memory that runs out is an error here, and would be a SIGBUS at the first write.
+            os.posix_fallocate(self.descriptor, 0, size)
+            self.memory = _map(self.descriptor, size)
+        except OSError as error:
+            raise MemoryError(f"no {size:,} bytes of memory to share with other ranks: {error.strerror}") from error
         self.readers = 0
         self.held = False  # by the work that fills it
         self.known_to: set[int] = set()  # ranks that have mapped it
@@ -89,6 +93,16 @@ class Message:
     def arrived(self) -> bool:
         return self._memory is not None
 
+    @property
+    def sender(self) -> int:
+        """The rank that sends it."""
+        return self._link.rank
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has not arrived and never will, because its sender has ended."""
+        return self._link.closed and not self.arrived
+
     def content(self, like: Tensor) -> Tensor:
         """The content as a tensor with the shape and dtype of `like`. It is valid until `release`.
 
@@ -111,7 +125,8 @@ class Message:
             self._link.has_read(self._block)
         self._memory = bytearray()
 
-    def _fill(self, memory: mmap.mmap | bytearray, block: int, offset: int, size: int) -> None:
+    def fill(self, memory: mmap.mmap | bytearray, block: int, offset: int, size: int) -> None:
+        """Note that it has arrived: `size` bytes of `memory` at `offset`, in the sender's `block` (-1 for none)."""
         self._memory = memory
         self._block = block
         self._offset = offset
@@ -233,9 +248,9 @@ class _Link:
         for free in read[:number]:
             self.on_free(free)
         if kind == _Kind.DATA:
-            self._arrive(channel)._fill(self._blocks[block], block, 0, size)
+            self._arrive(channel).fill(self._blocks[block], block, 0, size)
         elif kind == _Kind.SMALL:
-            self._arrive(channel)._fill(bytearray(packet), -1, _HEADER.size, size)
+            self._arrive(channel).fill(bytearray(packet), -1, _HEADER.size, size)
         elif kind == _Kind.MAP:
             self._incoming_block = (block, size)
         elif kind == _Kind.DROP:
@@ -392,11 +407,11 @@ class Host:
         spin_until = start + self._spin_seconds
         while work.needs():
             for message in work.needs():
-                if not message.arrived and message._link.closed:
-                    raise RuntimeError(f"rank {message._link.rank} of this host has closed its connection")
+                if message.lost:
+                    raise RuntimeError(f"rank {message.sender} of this host has closed its connection")
             now = time.monotonic()
             if now >= deadline:
-                late = sorted({message._link.rank for message in work.needs() if not message.arrived})
+                late = sorted({message.sender for message in work.needs() if not message.arrived})
                 raise RuntimeError(f"timed out after {self._timeout_seconds:g} s waiting for ranks {late}")
             self.progress(0.0 if now < spin_until else deadline - now)
 
@@ -435,15 +450,6 @@ class Host:
             os.close(block.descriptor)
         self._blocks.clear()
         self._free.clear()
-
-
-class Store(Protocol):
-    """The methods of torch.distributed's stores that are used here."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 def meet(rank: int, store: Store, barrier: Callable[[], None], timeout_seconds: float) -> Host | None:
