@@ -160,7 +160,7 @@ def test_weights_and_token_budgets_become_mixes():
         (("1e9tokens:a", "b"), (), ["1,000,000,000 tokens, the run has 102,400; give less"]),
         (("9tokens:a", "3tokens:b"), (), ["12 tokens, the run has 102,400"]),
         (("9tokens:a", "b"), ("5:1,1",), ["stages are weights"]),
-        (("1:a", "1:b"), ("5:1",), ["data.stages=5:1: 1 weights for the 2 sources"]),
+        (("1:a", "1:b"), ("5:1",), ["data.stages=5:1: 1 weight for the 2 sources"]),
         (
             ("1:a", "1:b"),
             ("x:1,1", "5:0,0"),

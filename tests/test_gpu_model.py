@@ -36,15 +36,15 @@ def preset(name: str) -> ModelConfig:
 
 
 # One H200, 8 micro-batches a step: model, layers, samples, tokens of one, recompute; milliseconds of a micro-batch in
-# all, then of matrix products, attention forward, attention backward, norms and residual, activation, rope and
-# concatenation, cross entropy, optimizer; MFU; tokens/s. None where the table has no number.
+# all, then of matrix products, attention forward, attention backward, norms and residual, activation, rope,
+# cross entropy, optimizer; MFU; tokens/s. None where the table has no number.
 ROWS: list[tuple[str, int, int, int, str, float, list[float | None], float, float | None]] = [
-    ("llama3.2-1b", 16, 2, 4096, "none", 122, [87, 5.2, 18.3, 2.5, 4.3, 1.1, 1.6, 1.5], 0.56, 67_000),
-    ("llama3.2-3b", 28, 1, 4096, "none", 149, [113, 5.2, 16.8, 3.4, 3.8, 1.5, 0.8, 3.8], 0.60, 27_600),
-    ("llama3-8b", 32, 1, 8192, "none", 702, [527, 31, 102, 10.2, 15, 4.3, 1.6, 9.5], 0.61, 11_700),
-    ("llama3-8b", 16, 1, 8192, "none", 371, [282, 16, 51, 5.1, 7.5, 2.1, 1.6, 5.4], 0.61, None),
+    ("llama3.2-1b", 16, 2, 4096, "none", 122, [87, 5.2, 18.3, 2.5, 4.3, 0.8, 1.6, 1.34], 0.56, 67_000),
+    ("llama3.2-3b", 28, 1, 4096, "none", 149, [113, 5.2, 16.8, 3.4, 3.8, 1.17, 0.8, 3.4], 0.60, 27_600),
+    ("llama3-8b", 32, 1, 8192, "none", 702, [527, 31, 102, 10.2, 15, 3.2, 1.6, 8.5], 0.61, 11_700),
+    ("llama3-8b", 16, 1, 8192, "none", 371, [282, 16, 51, 5.1, 7.5, 1.6, 1.6, 4.83], 0.61, None),
     ("llama3-8b", 32, 1, 8192, "selective", 735, [None, 62, 102, None, None, None, None, None], 0.58, 11_200),
-    ("llama3-8b", 32, 1, 8192, "full", 907, [None, 62, 102, None, None, None, 1.6, 9.5], 0.47, 9_000),
+    ("llama3-8b", 32, 1, 8192, "full", 907, [None, 62, 102, None, None, None, 1.6, 8.5], 0.47, 9_000),
 ]
 
 
@@ -57,8 +57,8 @@ def test_milliseconds_and_mfu_are_those_of_the_table(tools: ModuleType, row: Any
     ms = found.ms
     columns = [
         *(ms["matrix products"], ms["attention forward"], ms["attention backward"], ms["norms"] + ms["residual"]),
-        *(ms["activation"], ms["rope"] + ms["concatenation"], ms["cross entropy"]),
-        ms["optimizer and norm"] + ms["zeroed gradients"],
+        *(ms["activation"], ms["rope"], ms["cross entropy"]),
+        ms["optimizer and norm"],
     ]
     assert found.total_ms == pytest.approx(total, rel=0.03)
     assert found.mfu == pytest.approx(mfu, rel=0.03)
@@ -91,11 +91,11 @@ def test_other_models_are_refused(tools: ModuleType) -> None:
 
 
 def test_memory_of_8b(tools: ModuleType) -> None:
-    """18 bytes a parameter and the table of weight decay are 134.7 GiB. Activations of 74.7 K elements a token and
+    """18 bytes a parameter and the table of weight decay are 134.7 GiB. Activations of 69.6 K elements a token and
     layer do not fit beside them. With full recompute all fits into the 140.4 GiB of an H200, a GiB kept back."""
     model = preset("llama3-8b")
     whole = tools.Job(model, 1, 8192)
-    assert tools.kept_layer_bytes(whole) / 8192 / 2 == pytest.approx(74.7e3, rel=3e-3)
+    assert tools.kept_layer_bytes(whole) / 8192 / 2 == pytest.approx(69.6e3, rel=3e-3)
     found = tools.predict(whole)
     assert found.bytes["weights, gradients, optimizer"] / GIB == pytest.approx(134.7, abs=0.05)
     assert found.spare_bytes < -30 * GIB
@@ -134,6 +134,9 @@ def test_kept_bytes_are_what_autograd_keeps(tools: ModuleType, recompute: Any, l
     train = TrainConfig(global_batch_size=1, micro_batch_size=1, seq_length=16, precision="bf16", recompute=recompute)
     job = tools.Job(model, 1, 16, recompute=recompute, loss_chunk=loss_chunk)
     expected = dict(tools.kept_bytes(job))
-    if recompute != "none":  # the tables are kept inside what a recomputed function is called with, unseen by autograd
+    if recompute == "none":
+        # On a CPU attention's result has each head's rows together, so that the projection behind it keeps a copy.
+        expected["attention's result, a copy"] = 2 * model.num_hidden_layers * job.tokens * job.query_width
+    else:  # the tables are kept inside what a recomputed function is called with, unseen by autograd
         del expected["rope tables"]
     assert kept_by_autograd(model, train, loss_chunk) == sum(expected.values()), expected

@@ -4,7 +4,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -210,7 +210,7 @@ class _Execution:
             if action.stage == self._runtime.num_stages - 1:
                 # The root of the backward pass, whose gradient is 1. To hand `scale` to torch as a gradient instead
                 # would make it import its symbolic shapes and sympy: half a second, and 50 MB, in every process.
-                floating = [y * self._scale for y in floating]
+                floating = [_ScaledGradient.apply(y, self._scale) for y in floating]
             specs = tuple(TensorSpec(tuple(y.shape), y.dtype) for y in floating)
             self._saved[action.stage, action.microbatch] = _Saved(received, [_edge(y) for y in floating], specs)
         if action.stage == self._runtime.num_stages - 1:
@@ -225,6 +225,21 @@ class _Execution:
         if roots:
             torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
         self._hand_over(action, tuple(_gradient(x) for x in saved.inputs if x.requires_grad))
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale = (
+            scale  # not saved for backward: one number that all micro-batches share is nothing that a plan counts
+        )
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
 
 
 def _edge(y: Tensor) -> GradientEdge | None:

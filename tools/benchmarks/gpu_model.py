@@ -38,16 +38,14 @@ NORM_BYTES = 4 + 8, 6 + 8  # RMSNorm, and RMSNorm with the residual's addition
 RESIDUAL_BYTES = 6, 6  # the addition at the layer's end; backward: the sum of the two branches' gradients
 # Bytes an element of [T, f] and layer.
 ACTIVATION_BYTES = 6, 10
-# Bytes an element of [T, (n + k) d] and layer, then of [T, (n + 2 k) d]: the gradients of q, k and v are concatenated.
+# Bytes an element of [T, (n + 2 k) d] and layer: one op splits and rotates, and writes one gradient of q, k and v.
 ROPE_BYTES = 4, 4
-CONCATENATION_BYTES = 4
 # Bytes a logit.
 STATISTICS_BYTES = 2
 LOGIT_GRADIENT_BYTES = 4
 # Bytes a parameter and step.
 ADAMW_BYTES = 30
 SQUARE_SUM_BYTES = 4
-ZERO_BYTES = 4
 
 # The parts of the time, by what the kernels that take it are called in a profile.
 CATEGORIES: dict[str, tuple[str, ...]] = {
@@ -58,7 +56,7 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
     "rope": ("rope",),
     "cross entropy": ("cross entropy",),
     "optimizer and norm": ("optimizer and norm",),
-    "copies and other": ("residual", "concatenation", "zeroed gradients"),
+    "copies and other": ("residual",),
 }
 
 
@@ -234,29 +232,26 @@ def _milliseconds(job: Job, machine: Machine) -> dict[str, float]:
         "norms": move(wide * twice(*NORM_BYTES)),
         "residual": move(wide * twice(*RESIDUAL_BYTES)),
         "activation": move(narrow * twice(*ACTIVATION_BYTES)),
-        "rope": move(layers * tokens * (job.query_width + job.key_width) * rope_bytes),
-        "concatenation": move(layers * tokens * (job.query_width + 2 * job.key_width) * CONCATENATION_BYTES),
+        "rope": move(layers * tokens * (job.query_width + 2 * job.key_width) * rope_bytes),
         "cross entropy": move(tokens * model.vocab_size * logit_bytes),
         "optimizer and norm": move(step * (ADAMW_BYTES + SQUARE_SUM_BYTES)),
-        "zeroed gradients": move(step * ZERO_BYTES),
     }
 
 
 def kept_layer_bytes(job: Job) -> int:
     """What autograd keeps of one layer that is not recomputed. Elements are bf16, statistics fp32.
 
-    The layer's input, its norm, the projection's q, k and v (v is read by attention, so that all three stay), rotated q
-    and k, attention's result, the sum with the residual, its norm, gate and up, their product.
+    The layer's input, its norm, rotated q and k and a copy of v, attention's result, the sum with the residual, its
+    norm, gate and up, their product. Under selective recomputation the projection stays in place of q, k and v, and has
+    their size.
     """
     hidden = job.model.hidden_size
     query = job.query_width
-    key = job.key_width
-    elements = 2 * hidden + (query + 2 * key) + (query + key) + query + 2 * hidden + 3 * job.intermediate_size
+    elements = 2 * hidden + (query + 2 * job.key_width) + query + 2 * hidden + 3 * job.intermediate_size
     norm_statistics = 2 * 4
     log_sum_exp = 4 * job.model.num_attention_heads
-    if job.recompute == "selective":  # rotated q and k and the log-sum-exp are computed again
-        elements -= query + key
-        log_sum_exp = 0
+    if job.recompute == "selective":
+        log_sum_exp = 0  # computed again
     return job.tokens * (2 * elements + norm_statistics + log_sum_exp)
 
 
