@@ -231,6 +231,8 @@ def test_every_preset_adds_up(path: Path) -> None:
     """Over tp x pp every parameter is held once, replicated ones on each tensor rank; bf16 weights of 2 bytes, fp32
     gradients of 4, main weights and moments of 12 cut over dp 2; little padding."""
     model = load(["--config", str(path)]).config.model
+    # A dry run computes the shapes of each layer on each kind of rank; 13 layers do not divide by pp.
+    model = replace(model, num_hidden_layers=min(model.num_hidden_layers, 13))
     tp, pp, dp = (2 if model.num_attention_heads % 2 == 0 else 5), 4, 2
     config = Config(
         model=model,
