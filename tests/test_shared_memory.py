@@ -50,6 +50,21 @@ def test_many_operations_in_flight_are_each_others_neighbors_and_nothing_more() 
     run_ranks(4, everything_in_flight)
 
 
+def sums_over_both() -> None:
+    """Random numbers, so that another order of the sum would round otherwise in some elements."""
+    shared = context.create(dp=4).dp
+    gloo = context.create(dp=4, use_shared_memory=False).dp
+    generator = torch.Generator().manual_seed(shared.rank)
+    for size in (400, 40_000):  # whole tensors and slices through shared memory; whole tensors over gloo
+        x = torch.randn(size, generator=generator)
+        assert torch.equal(comm.all_reduce(x.clone(), shared), comm.all_reduce(x.clone(), gloo))
+        assert torch.equal(comm.reduce_scatter(x, shared), comm.reduce_scatter(x, gloo))
+
+
+def test_sums_round_as_over_gloo() -> None:
+    run_ranks(4, sums_over_both)
+
+
 def many_before_the_first_is_received(kilobytes: int) -> None:
     """Rank 0 sends more than a socket holds before rank 1 receives anything."""
     axis = context.create(pp=2).pp
@@ -80,6 +95,7 @@ def memory_is_given_back() -> None:
     mega = 1 << 20
     for _ in range(20):
         comm.all_reduce(torch.ones(mega // 4), ctx.dp)
+        comm.all_gather(torch.ones(mega // 4), ctx.dp)
     assert len(own_blocks(ctx)) <= 4, "blocks are used again"
     pendings = [comm.all_reduce_async(torch.ones(8 * mega // 4), ctx.dp) for _ in range(16)]
     for pending in pendings:
@@ -175,7 +191,7 @@ def a_stranger_knocks() -> None:
 
     def listen_and_be_called(nonce: bytes) -> socket.socket:
         listener = listen(nonce)
-        for hello in (b"", b"short", shared_memory._HELLO.pack(1, b"0123456789abcdef")):
+        for hello in (b"", b"short", shared_memory._HELLO.pack(5, b"0123456789abcdef")):
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stranger.connect(listener.getsockname())
             stranger.send(hello)
@@ -186,6 +202,7 @@ def a_stranger_knocks() -> None:
     shared_memory._listen = listen_and_be_called
     ctx = context.create(dp=2)
     assert ctx.dp.local is not None
+    assert ctx.dp.local.host.peers == {1 - rank}
     assert comm.all_reduce(torch.tensor(1.0 + rank), ctx.dp) == 3
 
 
