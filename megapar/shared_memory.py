@@ -231,19 +231,20 @@ class _Link:
         """Whether packets wait for the other rank to read earlier ones."""
         return bool(self._unsent)
 
-    def receive(self) -> bool:
-        """Receive one packet, if there is one. Returns whether there was."""
+    def receive(self) -> None:
+        """Receive one packet. If the other rank has ended, and all that it sent has been received, close the link."""
         try:
             if self._incoming_block[0] >= 0:
-                return self._receive_block()
+                self._receive_block()
+                return
             packet = self._socket.recv(_LARGEST_PACKET)
         except BlockingIOError:
-            return False
+            return
         except ConnectionResetError:
-            return True  # the other rank has ended without reading all; what it had sent comes next
+            return  # the other rank has ended without reading all; what it had sent comes next
         if not packet:
             self._close()
-            return False
+            return
         kind, number, channel, block, size, *read = _HEADER.unpack_from(packet)
         for free in read[:number]:
             self.on_free(free)
@@ -255,18 +256,17 @@ class _Link:
             self._incoming_block = (block, size)
         elif kind == _Kind.DROP:
             del self._blocks[block]
-        return True
 
-    def _receive_block(self) -> bool:
+    def _receive_block(self) -> None:
+        """Receive the descriptor of the block that the packet before has named, and map it."""
         _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
         if not descriptors:
             self._close()
-            return False
+            return
         number, size = self._incoming_block
         self._incoming_block = (-1, 0)
         self._blocks[number] = _map(descriptors[0], size)
         os.close(descriptors[0])
-        return True
 
     def _arrive(self, channel: int) -> Message:
         """The message object that the next packet of `channel` fills."""
@@ -282,14 +282,6 @@ class _Link:
             self.closed = True
             self._poll.unregister(self._socket)
             self._drop_unsent()
-
-    def shut(self) -> None:
-        """Send what is queued, waiting for the other rank to take it, and close the socket."""
-        if not self.closed:
-            self._socket.setblocking(True)
-            self.flush()
-            self._close()
-        self._socket.close()
 
 
 class Work(Protocol):
@@ -440,16 +432,6 @@ class Host:
                 self._links[peer].send(_Kind.DROP, block=block.number)
         os.close(block.descriptor)
         del self._blocks[block.number]
-
-    def close(self) -> None:
-        """Close all connections, after what is queued has been taken."""
-        for link in self._links.values():
-            link.shut()
-        self._poll.close()
-        for block in self._blocks.values():
-            os.close(block.descriptor)
-        self._blocks.clear()
-        self._free.clear()
 
 
 def meet(rank: int, store: Store, barrier: Callable[[], None], timeout_seconds: float) -> Host | None:
