@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def start(folder: Path, plant: Callable[[], None]) -> list[Program]:
     port = free_port()
     ranks = [program.start(*LONG, cwd=folder, env=slurm(rank, 2, port), plant=plant) for rank in (0, 1)]
     ranks[0].until(" 3/100000 | loss")
+    # A rank posts its step to the store every second. On another host that is all that is known of a stopped rank.
+    time.sleep(2.2)
     return ranks
 
 
