@@ -111,7 +111,14 @@ def test_blocks_are_used_again_and_large_ones_given_back() -> None:
     run_ranks(2, memory_is_given_back)
 
 
-def the_other_ends(number: int) -> None:
+def the_other_ends(number: int, nonces: Path) -> None:
+    address = shared_memory._address
+
+    def noted_address(nonce: bytes) -> bytes:
+        (nonces / nonce.hex()).touch()
+        return address(nonce)
+
+    shared_memory._address = noted_address
     ctx = context.create(dp=2, timeout_seconds=2)
     comm.all_reduce(torch.ones(10_000), ctx.dp)
     if ctx.dp.rank == 1:
@@ -131,13 +138,15 @@ def the_other_ends(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_ends_or_stops_ends_the_wait(number: signal.Signals) -> None:
-    before = set(os.listdir("/dev/shm"))
+def test_a_rank_that_ends_or_stops_ends_the_wait(number: signal.Signals, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="the end of the test") as caught:
-        run_ranks(2, the_other_ends, number, idle_seconds=5)
+        run_ranks(2, the_other_ends, number, tmp_path, idle_seconds=5)
     assert "rank 1:" not in str(caught.value)
-    assert set(os.listdir("/dev/shm")) <= before
-    assert "megapar-" not in Path("/proc/net/unix").read_text()
+    nonces = os.listdir(tmp_path)
+    assert len(nonces) == 2
+    left = Path("/proc/net/unix").read_text() + " ".join(os.listdir("/dev/shm"))
+    assert not any(nonce in left for nonce in nonces)
+    assert "megapar-exchange" not in left
 
 
 def sizes_differ() -> None:
