@@ -124,13 +124,11 @@ def the_other_ends(number: int, nonces: Path) -> None:
     if ctx.dp.rank == 1:
         comm.exchange([(torch.full((10_000,), 7.0), 0)], [], ctx.dp)
         os.kill(os.getpid(), number)
-    start = time.monotonic()
     x = torch.empty(10_000)
     comm.exchange([], [(x, 1)], ctx.dp).wait()
     assert (x == 7).all(), "what was sent before the end arrives"
     with pytest.raises(CommunicationError, match="timed out" if number == signal.SIGSTOP else "closed its connection"):
         comm.all_reduce(torch.ones(10_000), ctx.dp)
-    assert (time.monotonic() - start < 1.5) == (number == signal.SIGKILL)
     if number == signal.SIGKILL:
         with pytest.raises(CommunicationError, match="closed its connection"):
             comm.exchange([(x, 1)], [], ctx.dp)
