@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import flops_per_token, parameter_count
+from megapar_kernels import backend, dispatch
+from megapar_models.build import build_stages, flops_per_token, parameter_count
 from megapar_models.registry import presets, validate
 
 from megapar.batch import MicroBatch
-from megapar.config import Config, KernelsConfig, ModelConfig, ParallelConfig, TrainConfig
-from megapar.train.dry_run import kept_for_backward
+from megapar.config import Config, KernelsConfig, LaunchConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapar.train.dry_run import kept_for_backward, report
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 ROOT = Path(__file__).parents[1]
@@ -120,6 +121,25 @@ def kept_by_autograd(model: ModelConfig, train: TrainConfig, loss_chunk: int) ->
     batch = MicroBatch.of_samples(tokens, tokens.clone(), torch.ones(shape), torch.zeros(shape[0], dtype=torch.int64))
     known = [*stage.parameters(), batch.targets_bs, batch.weights_bs]
     return kept_for_backward(lambda: stage(None, batch), without=known)
+
+
+@needs_triton
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_plan_for_a_gpu_counts_the_same_bytes(
+    tools: ModuleType, recompute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned on this machine for GPUs: kernels that are not interpreted, at the size of Llama 3 8B."""
+    for module in (dispatch, backend):
+        monkeypatch.setattr(module, "interpreting", lambda: False)
+    model = replace(preset("llama3-8b"), num_hidden_layers=3)
+    train = TrainConfig(global_batch_size=1, seq_length=8192, precision="bf16", recompute=recompute)
+    config = Config(model=model, parallel=ParallelConfig(dp=1), train=train, launch=LaunchConfig(device="cuda"))
+    (kind,) = report(validate(config, 1), build_stages)
+    expected = dict(tools.kept_bytes(tools.Job(model, 1, 8192, recompute=recompute)))
+    if recompute != "none":
+        del expected["rope tables"]
+    expected["targets and their weights"] = 8192 * (8 + 4)
+    assert kind.activations == sum(expected.values()), expected
 
 
 @needs_triton

@@ -37,9 +37,10 @@ def causal_attention(
     q may have a multiple of the heads of k and v. Then each head of k and v serves a run of consecutive heads of q.
     """
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-    if not q.is_cuda:
+    if q.device.type == "cpu" or (q.is_meta and impl == "torch"):
         # A CPU's SDPA is up to a third faster if the rows of a head follow one another. That is worth a copy, which
-        # `split_and_rotate_qkv` has made already.
+        # `split_and_rotate_qkv` has made already. On the meta device `backend.select` chooses cudnn where it plans for
+        # a GPU.
         q, k, v = (x.contiguous() for x in (q, k, v))
     if q.is_meta:
         # On the meta device SDPA would choose explicit scores. On CPUs and GPUs it keeps q, k, v, the result and one

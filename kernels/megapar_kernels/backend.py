@@ -60,7 +60,11 @@ def select(backend: Backend, device: torch.device, attention: Literal["torch", "
     # On the meta device nothing is computed, so nothing needs to be installed. auto means torch there. The norms of
     # apex and triton keep the same for the backward pass, so triton stands for apex.
     if device.type == "meta":
-        return Kernels() if backend in ("auto", "torch") else FUSED
+        if backend in ("auto", "torch"):
+            return Kernels()
+        # These kernels are planned for a GPU, unless a CPU interprets them. On a GPU attention keeps the same with
+        # cuDNN as with torch's other kernels.
+        return FUSED if interpreting() else replace(FUSED, attention="cudnn")
     if backend == "torch" or (backend == "auto" and (device.type != "cuda" or not HAS_TRITON)):
         return Kernels(attention=attention)
     if not HAS_TRITON:

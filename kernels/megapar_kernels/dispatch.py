@@ -35,6 +35,7 @@ __all__ = [
     "main_grad_of",
     "multiprocessors",
     "next_power_of_2",
+    "on_gpu",
     "tl",
     "triton",
 ]
@@ -60,16 +61,19 @@ def exp(x):  # type: ignore[no-untyped-def]
     return tl.exp2(x * LOG2_E)
 
 
+def on_gpu(x: Tensor, impl: Implementation) -> bool:
+    """Whether `x` is on a GPU. A meta tensor stands for one on a GPU if `impl` is triton, unless it is interpreted."""
+    return x.is_cuda or (x.is_meta and impl == "triton" and not interpreting())
+
+
 def fused(impl: Implementation, x: Tensor) -> bool:
     """Whether a Triton kernel computes an op on `x`: if `impl` asks for it and, on a GPU, if `x` is large enough.
 
-    On a CPU kernels are interpreted, whatever the size. A meta tensor stands for a tensor on a GPU, or on a CPU if
-    kernels are interpreted.
+    On a CPU kernels are interpreted, whatever the size.
     """
     if impl != "triton":
         return False
-    on_gpu = x.is_cuda or (x.is_meta and not interpreting())
-    return not on_gpu or x.numel() >= SMALL
+    return not on_gpu(x, impl) or x.numel() >= SMALL
 
 
 def launches(x: Tensor) -> bool:

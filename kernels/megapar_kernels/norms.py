@@ -27,6 +27,7 @@ from megapar_kernels.dispatch import (
     main_grad_of,
     multiprocessors,
     next_power_of_2,
+    on_gpu,
     tl,
     triton,
 )
@@ -42,14 +43,14 @@ GRADIENT_TILE = 8, 512  # rows and columns of a tile in the pass for the gradien
 GRADIENT_WARPS = 8
 
 
-def _closed_form(x: Tensor, weight: Tensor) -> bool:
+def _closed_form(x: Tensor, weight: Tensor, impl: Implementation) -> bool:
     """Whether `_Norm` computes the norm by torch's ops. Else autograd differentiates torch's own norm.
 
     On a CPU F.rms_norm is a chain of elementwise ops. autograd keeps one more tensor of x's size for them, and their
-    backward takes three times as long as `_torch_backward`. A meta tensor stands for a tensor on a CPU.
+    backward takes three times as long as `_torch_backward`.
     """
     # 16-bit inputs are left to torch, which computes their norm in fp32.
-    return x.device.type in ("cpu", "meta") and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
+    return not on_gpu(x, impl) and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
 
 
 def _torch_forward(
@@ -462,7 +463,7 @@ def _add_norm(
     _check(x, residual, weight, bias)
     if fused(impl, x):
         return _Norm.apply(x, residual, weight, bias, eps, False)
-    if impl == "torch" and x.dtype == residual.dtype and _closed_form(x, weight):
+    if impl == "torch" and x.dtype == residual.dtype and _closed_form(x, weight, impl):
         return _Norm.apply(x, residual, weight, bias, eps, True)
     total = (x + residual).to(x.dtype)
     return _unfused_norm(total, weight, bias, eps, impl), total
@@ -470,7 +471,7 @@ def _add_norm(
 
 def _unfused_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
     if impl != "apex":
-        if _closed_form(x, weight):
+        if _closed_form(x, weight, impl):
             return _Norm.apply(x, None, weight, bias, eps, True)
         return _torch_norm(x, weight, bias, eps)
     if bias is None:
