@@ -7,11 +7,11 @@ ended. So a rank that waits too long can tell which rank is missing.
 Bytes are what this rank sends with ring algorithms, for n ranks and a full tensor of B bytes: all-reduce 2 B (n-1)/n,
 all-gather and reduce-scatter B (n-1)/n, point-to-point B.
 
-Ranks on a CPU that share a host exchange through shared memory (megapar.local_collectives), which is twice to ten times
-as fast as gloo. Gloo serves the axes whose ranks are on several hosts. There this module does not use gloo's own
-algorithms, which take up to eight times as long. The ranks send each other their slices directly, and each rank adds
-what arrives in rank order. A sum then rounds the same way wherever an element lies in its tensor. A small all-reduce
-sends the whole tensor to each rank. A large one uses gloo's all-reduce.
+Ranks on the CPUs of one host exchange through shared memory (megapar.local_collectives). Gloo serves the axes whose
+ranks are on several hosts. There this module does not use gloo's own algorithms, which take up to eight times as long.
+The ranks send each other their slices directly, and each rank adds what arrives in rank order. A sum then rounds the
+same way wherever an element lies in its tensor. A small all-reduce sends the whole tensor to each rank. A large one
+uses gloo's all-reduce.
 """
 
 import json
@@ -31,9 +31,9 @@ from megapar import local_collectives
 from megapar.context import Axis
 from megapar.errors import CommunicationError
 from megapar.flight import AxisLog
+from megapar.shared_memory import Operation, Steps
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _PIECE = 4 << 20  # bytes of one value in the store; TCPStore closes the connection above 8 MiB
 _SMALL = 1 << 20  # bytes that a rank may receive in an all-reduce by direct exchange
 # torch 2.13 renames the two and warns on the old names; 2.11 has only the old ones.
@@ -59,7 +59,7 @@ def _as_communication_errors(log: AxisLog | None = None) -> Iterator[None]:
 
 
 class Work(Protocol):
-    """An operation in flight: a work of torch.distributed, or one of megapar.local_collectives."""
+    """An operation in flight: a work of torch.distributed, or an Operation of megapar.shared_memory."""
 
     def wait(self) -> object: ...
 
@@ -128,12 +128,12 @@ def _begin(axis: Axis, operation: str, x: Tensor, sent_bytes: int) -> int:
     return axis.log.begin(operation, x.nbytes, x.dtype, module=__file__, depth=4)
 
 
-def _start_local(steps: local_collectives.Steps, axis: Axis, first: int, last: int) -> Pending:
+def _start_local(steps: Steps, axis: Axis, first: int, last: int) -> Pending:
     """Start an operation between ranks of this host. `first` and `last` are its positions in the axis's log."""
     assert axis.local is not None
     with _as_communication_errors(axis.log):
-        work = local_collectives.Operation(steps, axis.local.host)
-    return Pending([work]).logged(axis, first, last)
+        operation = Operation(steps, axis.local.host)
+    return Pending([operation]).logged(axis, first, last)
 
 
 def _check(x: Tensor) -> None:
@@ -147,6 +147,10 @@ def _check(x: Tensor) -> None:
 
 def _transfer(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> Pending:
     """Start point-to-point transfers of (tensor, position on `axis`) pairs. The caller counts their bytes."""
+    if axis.local is not None:
+        with _as_communication_errors(axis.log):
+            steps = local_collectives.exchange(sends, receives, axis.local)
+            return Pending([Operation(steps, axis.local.host)])
     operations = [dist.P2POp(dist.isend, x, axis.ranks[peer], axis.group) for x, peer in sends]
     operations += [dist.P2POp(dist.irecv, x, axis.ranks[peer], axis.group) for x, peer in receives]
     with _as_communication_errors(axis.log):
@@ -169,19 +173,12 @@ def _exchange_and_fold(outgoing: Sequence[Tensor], axis: Axis, op: str = "sum") 
     sends = [(outgoing[peer], peer) for peer in arriving]
     receives = [(x, peer) for peer, x in arriving.items()]
 
-    def fold() -> None:
+    def reduce() -> None:
         parts = [arriving.get(position, result) for position in range(axis.size)]
-        # Parts are added in rank order, so that every rank gets the same bits. Ranks 0 and 1 may accumulate in their
-        # own tensor, which saves a copy: a + b equals b + a bit by bit, and the sum starts with parts 0 and 1. The
-        # other ranks accumulate in the tensor that rank 0 has sent.
-        total = result if axis.rank < 2 else parts[0]
-        for part in parts:
-            if part is not total:
-                _FOLDS[op](total, part, out=total)
-        if total is not result:
-            result.copy_(total)
+        # In rank order, so that every rank gets the same bits.
+        local_collectives.fold(parts, result, op)
 
-    return _transfer(sends, receives, axis).followed_by(fold)
+    return _transfer(sends, receives, axis).followed_by(reduce)
 
 
 def _exchange_and_keep(slices: Sequence[Tensor], axis: Axis) -> Pending:
@@ -373,8 +370,6 @@ def all_to_all_async(
     # No empty messages: both ends of a link know the count, so both leave it out.
     sends = [(outgoing[peer], peer) for peer in _peers(axis) if sent_rows[peer]]
     receives = [(arriving[peer], peer) for peer in _peers(axis) if received_rows[peer]]
-    if axis.local is not None:
-        return out, _start_local(local_collectives.exchange(sends, receives, axis.local), axis, position, position)
     return out, _transfer(sends, receives, axis).logged(axis, position, position)
 
 
@@ -476,8 +471,6 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
             positions.append(axis.log.begin(operation, x.nbytes, x.dtype, peer, module=__file__, depth=3))
         first = positions[0]
         last = positions[-1]
-    if axis.local is not None:
-        return _start_local(local_collectives.exchange(sends, receives, axis.local), axis, first, last)
     return _transfer(sends, receives, axis).logged(axis, first, last)
 
 

@@ -1,51 +1,24 @@
 """The collectives and transfers of ranks on one host, through shared memory (`megapar.shared_memory`).
 
 Each is written as a generator: it sends what this rank contributes, yields the messages that it needs, and goes on when
-they have arrived. `Operation` runs it. An operation in flight takes no thread: what has arrived is worked on whenever
-this rank sends or waits.
+they have arrived. `shared_memory.Operation` runs it.
 
 Reductions add the ranks' parts in the order of ranks. So a sum rounds the same way wherever an element lies, and the
 same way as over gloo.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megapar.shared_memory import SMALL, Host, Message, Work
+from megapar.shared_memory import SMALL, Host, Message, Steps
 
 _FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 # An all-reduce of more bytes, over three and more ranks, is a reduce-scatter and an all-gather: every rank would read
 # the whole tensor of every other one. For fewer bytes the second exchange of messages costs more.
 _DIRECT = 1 << 16
-
-Steps = Generator[Sequence[Message], None, None]
-
-
-class Operation(Work):
-    """Runs a generator that yields the messages that it needs."""
-
-    def __init__(self, steps: Steps, host: Host):
-        self._steps = steps
-        self._host = host
-        self._needs: Sequence[Message] = ()
-        self.go_on()
-        if self._needs:
-            host.start(self)
-
-    def needs(self) -> Sequence[Message]:
-        return self._needs
-
-    def go_on(self) -> None:
-        # A generator may yield no messages: then there is nothing to wait for, and it goes on at once.
-        self._needs = next((messages for messages in self._steps if messages), ())
-
-    def wait(self) -> None:
-        """Wait until it has ended. Raises RuntimeError if a rank that it needs has ended, or is too late."""
-        if self._needs:
-            self._host.wait(self)
 
 
 @dataclass(frozen=True)
@@ -90,16 +63,20 @@ class LocalAxis:
         self.host.let_go(block)
 
 
-def _fold(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
-    """Reduce `parts` in their order into `out`, which may be one of the first two parts and none of the others."""
-    fold = _FOLDS[op]
-    fold(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        fold(out, part, out=out)
+def fold(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
+    """Reduce at least two `parts` in their order into `out`, which may be one of them."""
+    # `out` is written before the third part is read.
+    later = [part.clone() if part is out else part for part in parts[2:]]
+    _FOLDS[op](parts[0], parts[1], out=out)
+    for part in later:
+        _FOLDS[op](out, part, out=out)
 
 
-def _release(messages: Sequence[Message]) -> None:
-    for message in messages:
+def _fold_arrived(arriving: Mapping[int, Message], own: Tensor, out: Tensor, axis: LocalAxis, op: str) -> None:
+    """Reduce this rank's tensor `own` and those that have arrived from the other positions into `out`."""
+    parts = [arriving[position].content(own) if position in arriving else own for position in range(axis.size)]
+    fold(parts, out, op)
+    for message in arriving.values():
         message.release()
 
 
@@ -115,11 +92,7 @@ def _all_reduce_whole(x: Tensor, axis: LocalAxis, op: str) -> Steps:
     axis.send(x, axis.peers())
     arriving = {position: axis.expect(position) for position in axis.peers()}
     yield list(arriving.values())
-    # `_fold` overwrites `out` before it has read the third part.
-    own = x if axis.rank < 2 else x.clone()
-    parts = [arriving[position].content(x) if position in arriving else own for position in range(axis.size)]
-    _fold(parts, x, op)
-    _release(list(arriving.values()))
+    _fold_arrived(arriving, x, x, axis, op)
 
 
 def _all_reduce_in_slices(x: Tensor, axis: LocalAxis, op: str) -> Steps:
@@ -137,11 +110,7 @@ def _reduce_own(slices: Sequence[Tensor], out: Tensor, axis: LocalAxis, op: str)
     own = slices[axis.rank]
     arriving = {position: axis.expect(position) for position in axis.peers()}
     yield list(arriving.values())
-    if axis.rank >= 2 and out is own:
-        own = own.clone()
-    parts = [arriving[position].content(own) if position in arriving else own for position in range(axis.size)]
-    _fold(parts, out, op)
-    _release(list(arriving.values()))
+    _fold_arrived(arriving, own, out, axis, op)
 
 
 def _receive(receives: Sequence[tuple[Tensor, int]], axis: LocalAxis, phase: int = 0) -> Steps:

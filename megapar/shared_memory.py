@@ -21,9 +21,8 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import IntEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -284,14 +283,31 @@ class _Link:
             self._drop_unsent()
 
 
-class Work(Protocol):
-    """An operation that needs messages of other ranks to go on."""
+Steps = Generator[Sequence[Message], None, None]
+"""What an operation does: it sends, yields the messages that it needs, and goes on when they have arrived."""
 
-    def needs(self) -> Sequence[Message]:
+
+class Operation:
+    """Runs `steps`. It takes no thread: it goes on whenever this rank sends or waits and its messages have arrived."""
+
+    def __init__(self, steps: Steps, host: "Host"):
+        self._steps = steps
+        self._host = host
+        self.needs: Sequence[Message] = ()
         """The messages without which it cannot go on; empty if it has ended."""
+        self.go_on()
+        if self.needs:
+            host.start(self)
 
     def go_on(self) -> None:
         """Go on. Called when all messages that it needs have arrived."""
+        # Steps may yield no messages: then there is nothing to wait for, and they go on at once.
+        self.needs = next((messages for messages in self._steps if messages), ())
+
+    def wait(self) -> None:
+        """Wait until it has ended. Raises RuntimeError if a rank that it needs has ended, or is too late."""
+        if self.needs:
+            self._host.wait(self)
 
 
 class Host:
@@ -311,7 +327,7 @@ class Host:
         self._blocks: dict[int, _Block] = {}
         self._free: list[_Block] = []
         self._made = 0
-        self._works: list[Work] = []  # operations that have not ended, oldest first
+        self._operations: list[Operation] = []  # operations that have not ended, oldest first
         # Waking up takes longer than a small message. With fewer cores than ranks, the core is the other rank's.
         self._spin_seconds = _SPIN_SECONDS if len(self._links) + 1 <= usable_cores() else 0.0
 
@@ -365,9 +381,9 @@ class Host:
         """The next message of rank `peer` on `channel`. Messages are expected in the order in which they are sent."""
         return self._links[peer].expect(channel)
 
-    def start(self, work: Work) -> None:
-        """Take over `work`: whenever this rank sends or waits, operations whose messages have arrived go on."""
-        self._works.append(work)
+    def start(self, operation: Operation) -> None:
+        """Take over `operation`: whenever this rank sends or waits, those whose messages have arrived go on."""
+        self._operations.append(operation)
         self.progress(0.0)
 
     def progress(self, seconds: float) -> bool:
@@ -382,28 +398,26 @@ class Host:
 
     def _go_on(self) -> None:
         unfinished = []
-        for work in self._works:
-            needs = work.needs()
-            while needs and all(message.arrived for message in needs):
-                work.go_on()
-                needs = work.needs()
-            if needs:
-                unfinished.append(work)
-        self._works = unfinished
+        for operation in self._operations:
+            while operation.needs and all(message.arrived for message in operation.needs):
+                operation.go_on()
+            if operation.needs:
+                unfinished.append(operation)
+        self._operations = unfinished
 
-    def wait(self, work: Work) -> None:
-        """Wait until `work` has ended. Raises RuntimeError if a rank that it needs has ended, or is too late."""
+    def wait(self, operation: Operation) -> None:
+        """Wait until `operation` has ended. Raises RuntimeError if a rank that it needs has ended, or is too late."""
         self._go_on()
         start = time.monotonic()
         deadline = start + self._timeout_seconds
         spin_until = start + self._spin_seconds
-        while work.needs():
-            for message in work.needs():
+        while operation.needs:
+            for message in operation.needs:
                 if message.lost:
                     raise RuntimeError(f"rank {message.sender} of this host has closed its connection")
             now = time.monotonic()
             if now >= deadline:
-                late = sorted({message.sender for message in work.needs() if not message.arrived})
+                late = sorted({message.sender for message in operation.needs if not message.arrived})
                 raise RuntimeError(f"timed out after {self._timeout_seconds:g} s waiting for ranks {late}")
             self.progress(0.0 if now < spin_until else deadline - now)
 

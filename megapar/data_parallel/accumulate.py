@@ -15,7 +15,7 @@ class MainGradView:
 
     def __init__(self, tensor: Tensor, on_added: Callable[[], None]):
         self.tensor = tensor
-        self.is_stale = False
+        self.is_stale = False  # its values are those of the step before: the first gradient overwrites them
         self._on_added = on_added
 
     def note_added(self) -> None:

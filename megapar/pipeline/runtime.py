@@ -209,7 +209,7 @@ class _Execution:
             floating = [y for y in outputs if y.is_floating_point()]
             if action.stage == self._runtime.num_stages - 1:
                 # The root of the backward pass, whose gradient is 1. To hand `scale` to torch as a gradient instead
-                # would make it import its symbolic shapes and sympy: half a second, and 50 MB, in every process.
+                # would make it import its symbolic shapes and sympy, which takes every process half a second.
                 floating = [_ScaledGradient.apply(y, self._scale) for y in floating]
             specs = tuple(TensorSpec(tuple(y.shape), y.dtype) for y in floating)
             self._saved[action.stage, action.microbatch] = _Saved(received, [_edge(y) for y in floating], specs)
@@ -232,9 +232,8 @@ class _ScaledGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        ctx.scale = (
-            scale  # not saved for backward: one number that all micro-batches share is nothing that a plan counts
-        )
+        # An attribute, not saved for backward: a plan counts what is saved, and all micro-batches share this number.
+        ctx.scale = scale
         return x.view_as(x)
 
     @staticmethod

@@ -33,7 +33,7 @@ def with_measured_partition(
         return resolved, config, []
     found: tuple[list[int], str] = ([], "")
     if ctx.world.first:
-        found = _earlier_partition(config) or _measured_partition(config, ctx.device)
+        found = _earlier_partition(resolved.config) or _measured_partition(config, ctx.device)
     sizes, line = comm.gather_json(found, ctx.world, ctx.device)[0]
     chosen = replace(parallel, partition=tuple(sizes))
     # Where the run folder's config.toml shows the value, its source says that nobody typed it.
@@ -43,7 +43,10 @@ def with_measured_partition(
 
 
 def _earlier_partition(config: Config) -> tuple[list[int], str] | None:
-    """The partition in the config.toml of the run folder, if it was measured for the same model and layout."""
+    """The partition in the config.toml of the run folder, if it was measured for the same model and layout.
+
+    `config` has its options as they were given, as that file has.
+    """
     file = Path(config.run_dir) / "config.toml"
     if not file.exists():
         return None
@@ -52,8 +55,9 @@ def _earlier_partition(config: Config) -> tuple[list[int], str] | None:
     except ConfigError:  # of another version, or damaged: then it says nothing about this run
         return None
     sizes = earlier.parallel.partition
-    given = replace(config.parallel, dp=earlier.parallel.dp, partition=sizes)
-    if not sizes or earlier.model.num_hidden_layers != config.model.num_hidden_layers or earlier.parallel != given:
+    # Replicas do not change what a stage costs.
+    same_layout = replace(earlier.parallel, partition=(), dp=config.parallel.dp) == config.parallel
+    if not sizes or earlier.model != config.model or not same_layout:
         return None
     return list(sizes), f"stages of {_in_words(sizes)} layers, as measured when {file} was written"
 
@@ -76,7 +80,7 @@ def measure(config: Config, where: torch.device) -> tuple[float, float, float]:
     """Seconds of one micro-batch's forward and backward: through a layer, through the embedding, and through norm, head
     and loss.
 
-    Measured with whole matrices on this rank alone: tensor parallelism divides all three alike.
+    Measured with whole matrices on this rank alone: tensor parallelism divides all three about alike.
     """
     model = config.model
     blueprint = make_blueprint(config, single(where))
