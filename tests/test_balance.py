@@ -83,4 +83,6 @@ def test_a_run_keeps_the_stages_that_it_has_measured(tmp_path: Path) -> None:
 
 def test_a_dry_run_says_that_it_measures_nothing(tmp_path: Path) -> None:
     ended = program.run("--parallel.pp", "2", "--parallel.balance", "measured", "--dry_run", cwd=tmp_path)
-    assert "stages balanced by FLOPs: parallel.balance measured measures at the start of a run alone" in ended.out
+    assert (
+        "stages balanced by FLOPs here: with parallel.balance=measured a run measures when it first starts" in ended.out
+    )

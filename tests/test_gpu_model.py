@@ -16,6 +16,7 @@ from megapar_models.registry import presets, validate
 
 from megapar.batch import MicroBatch
 from megapar.config import Config, KernelsConfig, LaunchConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapar.config_io import load
 from megapar.train.dry_run import kept_for_backward, report
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
@@ -140,6 +141,19 @@ def test_a_plan_for_a_gpu_counts_the_same_bytes(
         del expected["rope tables"]
     expected["targets and their weights"] = 8192 * (8 + 4)
     assert kind.activations == sum(expected.values()), expected
+
+
+@needs_triton
+def test_the_documented_plan_is_that_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of docs/strategies.md."""
+    for module in (dispatch, backend):
+        monkeypatch.setattr(module, "interpreting", lambda: False)
+    flags = ["--config", str(ROOT / "pretrain_scripts/configs/llama_7b.toml"), "--launch.device", "cuda"]
+    lines = (ROOT / "docs/strategies.md").read_text().splitlines()
+    for kind in report(validate(load(flags).config, 8), build_stages):
+        sizes = (kind.weights, kind.gradients, kind.optimizer, kind.activations, kind.total)
+        row = [f"{kind.parameters:,}", *(f"{size / GIB:.3f}" for size in sizes)]
+        assert any(line.split()[-len(row) :] == row for line in lines), row
 
 
 @needs_triton

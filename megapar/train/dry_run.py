@@ -188,7 +188,9 @@ def show(config: Config, build: Build, parameters: int, flops_per_token: int, co
     )
     console.print(_planned_in_words(config), highlight=False)
     if parallel.balance == "measured" and not parallel.partition and parallel.pp * parallel.vpp > 1:
-        console.print("stages balanced by FLOPs: parallel.balance measured measures at the start of a run alone")
+        console.print(
+            "stages balanced by FLOPs here: with parallel.balance=measured a run measures when it first starts"
+        )
     table = Table("ranks of replica 0", "pp", "stages", title="GiB on each rank")
     for name in ("parameters", "weights", "gradients", "optimizer", "activations", "total"):
         table.add_column(name, justify="right", no_wrap=True)
