@@ -127,6 +127,7 @@ def planned(
     rank: int,
     *,
     tp: int = 1,
+    cp: int = 1,
     dp: int = 1,
     pp: int = 1,
     order: str = DEFAULT_ORDER,
@@ -137,12 +138,15 @@ def planned(
 
     Collectives work with it on the meta device alone, where they compute shapes.
     """
-    sizes = {"tp": tp, "cp": 1, "dp": dp, "pp": pp}
+    sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
     position = coordinates(rank, sizes, order)
     # Dry runs read sizes and positions alone, so `ranks` need not be the global ranks.
     axes = {name: Axis(name, size, position[name], tuple(range(size))) for name, size in sizes.items()}
-    axes["grad"] = Axis("grad", dp, position["dp"], tuple(range(dp)))
-    axes["world"] = Axis("world", tp * dp * pp, rank, tuple(range(tp * dp * pp)))
+    # As in `rank_groups`: of dp and cp, the one that comes first in `order` varies fastest.
+    faster, slower = (name for name in order.split("-") if name in ("dp", "cp"))
+    grad_rank = position[faster] + sizes[faster] * position[slower]
+    axes["grad"] = Axis("grad", dp * cp, grad_rank, tuple(range(dp * cp)))
+    axes["world"] = Axis("world", tp * cp * dp * pp, rank, tuple(range(tp * cp * dp * pp)))
     holders = _holders(ends, pp)
     axes["ends"] = Axis(TIED_AXIS)
     if position["pp"] in holders:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapar.config import Config, ModelConfig
 from megapar.optimizer.clip import clip_coefficient
-from megapar.train.step import train_step
+from megapar.train.step import evaluate, train_step
 from tests.support import layouts
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.grid import (
@@ -34,7 +34,7 @@ STEPS = 2
 
 
 def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
-    """What one rank has to show: initial weights, and loss, norm, gradients and weights of each step."""
+    """What one rank has to show: initial weights, loss, norm, gradients and weights of each step, and an evaluation."""
     state = make_state(config)
     stages = state.pipeline.stages.values()
     shown: dict[str, Any] = {"initial": layouts.held(stages, state.ctx), "steps": []}
@@ -43,6 +43,7 @@ def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
         if state.grads.impl == "triton":  # torch's AdamW leaves the gradient clipped
             state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
         shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), layouts.held(stages, state.ctx)))
+    shown["evaluation"] = evaluate(state, micro_batches(config, state.ctx, STEPS, packed))
     return shown
 
 
@@ -68,6 +69,8 @@ def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
         found = [rank["steps"][step] for rank in ranks]
         layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]))
         layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]))
+    for rank in ranks:
+        assert rank["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-5)
 
 
 def check_on_ranks(layout: Layout) -> None:
@@ -200,6 +203,34 @@ GRID = [
     Layout(ONE_KV_HEAD, tp=4, pp=2, vpp=3, schedule="interleaved", sequence_parallel=True, micro_batch_size=4),
     Layout(STRADDLING, dp=2, tp=4, zero_stage=0, micro_batch_size=3),
     Layout(LLAMA, dp=2, pp=4, schedule="gpipe", micro_batch_size=2),
+]
+# Every pair of a form and a number of cp ranks, and each of them with the other axes.
+GRID += [
+    Layout(LLAMA, cp=2, micro_batch_size=6),
+    Layout(LLAMA, cp=2, cp_attention="ring", micro_batch_size=6, loss_chunk=7),
+    Layout(LLAMA, cp=2, cp_attention="ulysses", micro_batch_size=6),
+    Layout(GPT, cp=2, recompute="selective", micro_batch_size=6, packed=True),
+    Layout(GPT, cp=2, cp_attention="ring", recompute="full", micro_batch_size=6, packed=True),
+    Layout(LLAMA, cp=3, zero_stage=0, micro_batch_size=6),
+    Layout(LLAMA, cp=3, cp_attention="ring", recompute="full", every=2, micro_batch_size=6, packed=True),
+    Layout(STRADDLING, cp=3, cp_attention="ulysses", micro_batch_size=6, packed=True),
+    Layout(LLAMA, cp=4, micro_batch_size=4, packed=True),
+    Layout(ONE_KV_HEAD, cp=4, cp_attention="ring", micro_batch_size=6, packed=True),
+    Layout(GPT, cp=4, cp_attention="ulysses", zero_stage=0, recompute="selective", micro_batch_size=6, packed=True),
+    Layout(ONE_KV_HEAD, cp=4, cp_attention="ulysses", micro_batch_size=SAMPLES),
+    Layout(GPT, cp=2, dp=2, cp_attention="ring", zero_stage=0, micro_batch_size=3),
+    Layout(LLAMA, cp=2, dp=2, micro_batch_size=6, order="pp-dp-cp-tp"),
+    Layout(LLAMA, cp=2, tp=2, sequence_parallel=True, recompute="selective", micro_batch_size=6),
+    Layout(ONE_KV_HEAD, cp=2, tp=2, sequence_parallel=True, cp_attention="ulysses", micro_batch_size=6, packed=True),
+    Layout(LLAMA, cp=2, pp=2, loss_chunk=5, micro_batch_size=4),
+    Layout(GPT, cp=2, pp=2, cp_attention="ring", recompute="selective", micro_batch_size=4, packed=True),
+    Layout(
+        LLAMA, cp=2, pp=2, vpp=2, schedule="interleaved", cp_attention="ulysses", micro_batch_size=6, order="cp-tp-dp-pp"
+    ),
+    Layout(STRADDLING, cp=3, tp=2, sequence_parallel=True, micro_batch_size=6, packed=True),
+    Layout(STRADDLING, cp=3, tp=2, cp_attention="ulysses", micro_batch_size=6),
+    Layout(GPT, cp=2, tp=2, pp=2, sequence_parallel=True, recompute="full", micro_batch_size=6, packed=True),
+    Layout(LLAMA, cp=2, tp=2, dp=2, sequence_parallel=True, cp_attention="ring", micro_batch_size=6, packed=True),
 ]
 MODELS = {LLAMA: "llama", GPT: "gpt", ONE_KV_HEAD: "one_kv_head", STRADDLING: "straddling"}
 SHORT = {"sequence_parallel": "sp", "zero_stage": "zero", "micro_batch_size": "batch", "loss_chunk": "chunk"}

@@ -33,15 +33,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     KERNELS: set(),
     "foundation": {KERNELS},
     "megapar.tensor_parallel": {"foundation", KERNELS},
+    "megapar.context_parallel": {"foundation", "megapar.tensor_parallel", KERNELS},
     "megapar.pipeline": {"foundation"},
     "megapar.data_parallel": {"foundation", KERNELS},
     "megapar.optimizer": {"foundation", "megapar.data_parallel", KERNELS},  # they work on the flat buffers
     "megapar.data": {"foundation"},
     "megapar.checkpoint": {"foundation"},
-    MODELS: {"foundation", "megapar.tensor_parallel", KERNELS},
+    MODELS: {"foundation", "megapar.tensor_parallel", "megapar.context_parallel", KERNELS},
     CONVERT: {"foundation", "megapar.checkpoint", "megapar.data", MODELS},  # only programs import it
-    "megapar.train": {"foundation", *ENGINES},
-    "main": {"foundation", "megapar.tensor_parallel", *ENGINES, "megapar.train", MODELS, CONVERT, KERNELS},
+    "megapar.train": {"foundation", "megapar.context_parallel", *ENGINES},
+    "main": {"foundation", "megapar.tensor_parallel", "megapar.context_parallel", *ENGINES, "megapar.train", MODELS, CONVERT, KERNELS},
 }
 # Single modules that reach further: which layers a stage holds, and where it lives, is the pipeline's to say.
 ALSO = {

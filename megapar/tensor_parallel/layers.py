@@ -41,7 +41,8 @@ VOCAB_MULTIPLE = 128
 class Sharding:
     """What a layer needs to know to make its slice of the weights.
 
-    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`.
+    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`. The positions of a
+    sample are cut over `cp`.
     """
 
     tp: Axis
@@ -50,6 +51,7 @@ class Sharding:
     dtype: torch.dtype
     device: torch.device
     products: MatrixProducts = field(default_factory=MatrixProducts)
+    cp: Axis = field(default_factory=lambda: Axis("cp"))
 
     @property
     def splits_sequence(self) -> bool:

@@ -15,5 +15,11 @@ def with_grid(make: Callable[..., ParallelContext], config: Config) -> Callable[
     """
     parallel = config.parallel
     return partial(
-        make, tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, ends=embedding_ranks(parallel)
+        make,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        dp=parallel.dp,
+        pp=parallel.pp,
+        order=parallel.order,
+        ends=embedding_ranks(parallel),
     )

@@ -1,7 +1,7 @@
 """The models, layouts and batches of tests that train in many layouts."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from megapar import comm, context
 from megapar.batch import MicroBatch
 from megapar.config import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
+from megapar.context_parallel import deal
 from megapar.data.order import micro_batch_positions
 from megapar.random import initialize
 from megapar.train.step import TrainState
@@ -61,6 +62,8 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    cp_attention: Literal["gather", "ring", "ulysses"] = "gather"
     vpp: int = 1
     schedule: str = "1f1b"
     sequence_parallel: bool = False
@@ -77,13 +80,15 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def config(self, precision: str = "fp32") -> Config:
         parallel = ParallelConfig(
             tp=self.tp,
             pp=self.pp,
             dp=self.dp,
+            cp=self.cp,
+            cp_attention=self.cp_attention,
             vpp=self.vpp,
             schedule=self.schedule,
             sequence_parallel=self.sequence_parallel,
@@ -116,8 +121,8 @@ class Layout:
 
 
 def micro_batches(config: Config, ctx: ParallelContext, step: int, packed: bool = False) -> list[MicroBatch]:
-    """Random tokens, a distinct weight for each of them, and one sample that is masked whole; `packed` samples are two
-    documents each."""
+    """Random tokens, a distinct weight for each of them, and one sample that is masked whole; `packed` samples are four
+    documents each. A rank gets its part of their positions."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(config.model.vocab_size, (SAMPLES, LENGTH + 1), generator=generator)
     weights = 0.1 + torch.rand(SAMPLES, LENGTH, generator=generator)
@@ -127,29 +132,30 @@ def micro_batches(config: Config, ctx: ParallelContext, step: int, packed: bool 
     rows = [torch.from_numpy(row) for row in positions]
     batches = [MicroBatch.of_samples(tokens[r, :-1], tokens[r, 1:], weights[r], ids[r]) for r in rows]
     if packed:
-        batches = [replace(batch, starts=two_documents(row)) for batch, row in zip(batches, rows, strict=True)]
-    return [batch.to(ctx.device) for batch in batches]
+        batches = [replace(batch, starts=four_documents(row)) for batch, row in zip(batches, rows, strict=True)]
+    held = torch.tensor(deal.positions(LENGTH, ctx.cp.size, ctx.cp.rank))
+    return [batch.columns(held).to(ctx.device) for batch in batches]
 
 
-def two_documents(samples: Tensor) -> Tensor:
-    """`MicroBatch.starts` of samples whose second document starts at position 1 + the sample's number."""
+def four_documents(samples: Tensor) -> Tensor:
+    """`MicroBatch.starts` of samples with documents of 1 + the sample's number, 3, 7, and all other tokens."""
     firsts = torch.arange(len(samples)) * LENGTH
-    inner = torch.stack((firsts, firsts + 1 + samples), dim=1).flatten()
+    second = firsts + 1 + samples
+    inner = torch.stack((firsts, second, second + 3, second + 10), dim=1).flatten()
     return torch.cat((inner, torch.tensor([len(samples) * LENGTH]))).int()
 
 
 def make_state(config: Config) -> TrainState:
     parallel = config.parallel
     rank = dist.get_rank() if dist.is_initialized() else 0
-    where = (
-        rank_device(rank) if config.parallel.tp * config.parallel.pp * config.parallel.dp > 1 else torch.device("cpu")
-    )
+    world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     ctx = context.create(
         tp=parallel.tp,
+        cp=parallel.cp,
         dp=parallel.dp,
         pp=parallel.pp,
         order=parallel.order,
-        device=where,
+        device=rank_device(rank) if world > 1 else torch.device("cpu"),
         use_shared_memory=config.launch.cpu_exchange == "shared_memory",
     )
     stages = build_stages(config, ctx)
