@@ -8,6 +8,7 @@ communication of an input gradient runs while the weight gradient is computed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -42,7 +43,8 @@ class Sharding:
     """What a layer needs to know to make its slice of the weights.
 
     Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`. The positions of a
-    sample are cut over `cp`.
+    sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
+    `expert_replicas` (see ParallelContext).
     """
 
     tp: Axis
@@ -51,7 +53,10 @@ class Sharding:
     dtype: torch.dtype
     device: torch.device
     products: MatrixProducts = field(default_factory=MatrixProducts)
-    cp: Axis = field(default_factory=lambda: Axis("cp"))
+    cp: Axis = field(default_factory=partial(Axis, "cp"))
+    ep: Axis = field(default_factory=partial(Axis, "ep"))
+    etp: Axis = field(default_factory=partial(Axis, "etp"))
+    expert_replicas: Axis = field(default_factory=partial(Axis, "expert_grad"))
 
     @property
     def splits_sequence(self) -> bool:

@@ -54,7 +54,10 @@ def make_blueprint(config: Config, ctx: ParallelContext) -> Blueprint:
         model_dtype(config.train.precision),
         ctx.device,
         MatrixProducts(kernels.weight_gradient),
-        ctx.cp,
+        cp=ctx.cp,
+        ep=ctx.ep,
+        etp=ctx.etp,
+        expert_replicas=ctx.expert_grad,
     )
     return Blueprint(
         config.model,
