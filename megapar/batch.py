@@ -51,11 +51,14 @@ class MicroBatch:
     def columns(self, positions_s: Tensor) -> "MicroBatch":
         """The part of whole samples at `positions_s`, int64. Call it before `to`: it reads `starts`."""
         # Targets are cut as tokens are. To shift the cut tokens by one would be wrong where a run of positions ends.
-        cut = {name: getattr(self, name)[:, positions_s] for name in ("tokens_bs", "targets_bs", "weights_bs")}
-        starts_on_host = None
-        if self.starts is not None:
-            starts_on_host = tuple(self.starts.tolist())
-        return replace(self, **cut, positions_s=positions_s, starts_on_host=starts_on_host)
+        return replace(
+            self,
+            tokens_bs=self.tokens_bs[:, positions_s],
+            targets_bs=self.targets_bs[:, positions_s],
+            weights_bs=self.weights_bs[:, positions_s],
+            positions_s=positions_s,
+            starts_on_host=None if self.starts is None else tuple(self.starts.tolist()),
+        )
 
     @property
     def size(self) -> int:

@@ -254,8 +254,9 @@ def _layout(config: Config) -> Iterator[str]:
     elif config.parallel.sequence_parallel and length % tp:
         text = f"sequence_parallel cuts the sequence over tp; use {around(length, tp)}, or switch it off"
         yield problem(config, "train.seq_length parallel.tp parallel.sequence_parallel", text)
-    if config.parallel.cp == 1 and config.parallel.cp_attention != ParallelConfig.cp_attention:
-        text = f"with one cp rank there is nothing to exchange; set parallel.cp, or leave it at {ParallelConfig.cp_attention}"
+    if config.parallel.cp == 1 and config.parallel.cp_attention != ParallelConfig().cp_attention:
+        default = ParallelConfig().cp_attention
+        text = f"with one cp rank there is nothing to exchange; set parallel.cp, or leave it at {default}"
         yield problem(config, "parallel.cp_attention parallel.cp", text)
     if length > config.model.max_position_embeddings:
         text = f"sequences longer than the model's positions; use at most {config.model.max_position_embeddings}"

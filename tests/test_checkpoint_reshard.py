@@ -72,9 +72,7 @@ class Layout:
 
     def config(self, model: ModelConfig) -> Config:
         schedule = "interleaved" if self.vpp > 1 else "1f1b"
-        parallel = ParallelConfig(
-            tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, vpp=self.vpp, schedule=schedule
-        )
+        parallel = ParallelConfig(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, vpp=self.vpp, schedule=schedule)
         train = TrainConfig(global_batch_size=60, seq_length=8, precision=self.precision)  # type: ignore[arg-type]
         optimizer = OptimizerConfig(zero_stage=self.zero_stage, bucket_mb=self.bucket_mb)  # type: ignore[arg-type]
         return validate(Config(model=model, parallel=parallel, train=train, optimizer=optimizer), self.world)

@@ -3,12 +3,11 @@
 The grid (tests/test_grid.py) trains whole models with it.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import (
@@ -96,7 +95,7 @@ def mask_of(blocks: list[deal.Block], samples: int, queries: int, keys: int) -> 
 
 @given(packed())
 def test_blocks_are_the_mask(case: tuple[int, int, tuple[int, ...]]) -> None:
-    """Faults cp-odd-document-lengths, cp-document-ends-in-chunk: for whole keys and for those of each rank of a ring."""
+    """Faults cp-odd-document-lengths, cp-document-ends-in-chunk: for whole keys, and for those of each rank."""
     cp, length, starts = case
     for rank in range(cp):
         queries, own = deal.positions(length, cp, rank), deal.chunks(length, cp, rank)
@@ -115,11 +114,14 @@ def test_blocks_are_the_mask(case: tuple[int, int, tuple[int, ...]]) -> None:
                 # The causal block of a query comes first, and only once.
                 assert seen.isdisjoint(rows) if block.causal else (rows <= seen or queries != keys)
                 seen |= rows
-        assert deal.attended_pairs(length, cp, rank, starts) == brute_mask(length, starts, queries, keys=list(range(length))).sum()
+        assert (
+            deal.attended_pairs(length, cp, rank, starts)
+            == brute_mask(length, starts, queries, keys=list(range(length))).sum()
+        )
 
 
 def test_blocks_of_whole_samples_are_few() -> None:
-    """A rank's own queries and keys are one causal block, and both chunks of queries attend an earlier rank's in one."""
+    """A rank's own queries and keys are one causal block. Both chunks of queries attend an earlier rank's in one."""
     own = deal.chunks(16, 2, 1)
     everything = slice(None)
     assert deal.blocks(own, own, 16) == [deal.Block(everything, slice(0, 8), slice(0, 8), True)]
@@ -329,7 +331,12 @@ def whole(parts: list[dict[str, Tensor]], length: int = LENGTH) -> dict[str, Ten
 
 
 CASES = [
-    *((heads, kv_heads, starts, p) for heads, kv_heads in ((4, 4), (4, 2), (4, 1)) for starts in (None, STARTS) for p in (0.0, 0.3)),
+    *(
+        (heads, kv_heads, starts, p)
+        for heads, kv_heads in ((4, 4), (4, 2), (4, 1))
+        for starts in (None, STARTS)
+        for p in (0.0, 0.3)
+    ),
     (12, 3, STARTS, 0.0),
 ]
 
@@ -409,40 +416,57 @@ def test_documents_do_not_touch_each_other() -> None:
 # What travels
 
 
-def traffic_of(cp: int, form: str, heads: int, kv_heads: int, recomputes: bool, starts: Any) -> tuple[int, dict[str, int]]:
-    """Bytes that this rank sends in one layer's forward and backward pass in fp32, and its calls by operation."""
-    axis = context.create(cp=cp).cp
-    before = dict(axis.traffic.calls), axis.traffic.total()
+def traffic_of(
+    axis: Axis, form: str, heads: int, kv_heads: int, recomputes: bool = False, starts: tuple[int, ...] | None = None
+) -> int:
+    """Bytes that this rank sends in one layer's forward and backward pass in fp32."""
+    before = axis.traffic.total()
     attend(axis, form, qkv_and_gradient(heads, kv_heads), starts, 0.0, recomputes, torch.float32)
-    calls = {name: n - before[0].get(name, 0) for name, n in axis.traffic.calls.items()}
-    return axis.traffic.total() - before[1], calls
+    return axis.traffic.total() - before
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(2, 4, 2), (4, 4, 4), (4, 4, 1)])
-@pytest.mark.parametrize("form", FORMS)
-def test_bytes_are_those_of_the_formulas(form: str, cp: int, heads: int, kv_heads: int, recomputes: bool) -> None:
-    """Fault cp-option-ignored: KV are one rank's keys and values; gradients are sent in fp32, as everything here."""
+HEADS = ((4, 4), (4, 2), (4, 1))
+
+
+def traffic_of_all(cp: int) -> list[int]:
+    axis = context.create(cp=cp).cp
+    return [traffic_of(axis, form, *heads, again) for form in FORMS for heads in HEADS for again in (False, True)]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_bytes_are_those_of_the_formulas(cp: int) -> None:
+    """Fault cp-option-ignored: gradients of keys and values are sent in fp32, as everything is here."""
     row = LENGTH // cp * SAMPLES * WIDTH * 4  # one head of one rank's positions
-    kv = 2 * kv_heads * row
-    # Ulysses sends each rank its query heads and the key/value heads that they read, and gets its heads back.
-    exchange = (cp - 1) * (2 * heads // cp + 2 * max(kv_heads // cp, 1)) * row
-    forward = {"gather": (cp - 1) * kv, "ring": (cp - 1) * kv, "ulysses": exchange}[form]
-    backward = {"gather": 2 * (cp - 1) * kv, "ring": 2 * (cp - 1) * kv, "ulysses": exchange}[form]
-    for sent, _ in run_ranks(cp, traffic_of, cp, form, heads, kv_heads, recomputes, None):
-        assert sent == forward * (1 + recomputes) + backward
+    expected = []
+    for form in FORMS:
+        for heads, kv_heads in HEADS:
+            kv = 2 * kv_heads * row  # one rank's keys and values
+            forward = again = (cp - 1) * kv
+            backward = 2 * (cp - 1) * kv
+            if form == "ulysses":
+                # To each rank its query heads and the key/value heads that they read, and its heads of the output back.
+                # What is recomputed stops before the way back, of which the backward pass needs nothing.
+                again = (cp - 1) * (heads // cp + 2 * max(kv_heads // cp, 1)) * row
+                forward = backward = again + (cp - 1) * heads // cp * row
+            expected += [forward + backward, forward + again + backward]
+    for sent in run_ranks(cp, traffic_of_all, cp):
+        assert sent == expected
+
+
+def traffic_of_rings(starts: tuple[int, ...]) -> list[int]:
+    axis = context.create(cp=4).cp
+    return [traffic_of(axis, "ring", 4, 2, starts=some) for some in (starts, None)]
 
 
 def test_a_ring_sends_nothing_to_ranks_that_attend_nothing() -> None:
-    """Chunks of 3 positions on 4 ranks. Documents end at 3, 6 ... 18, and the last one covers chunks 6 and 7: rank 0 and
-    rank 1 hold them, and only rank 0 attends keys of another rank."""
-    starts = tuple(sample * LENGTH + start for sample in range(SAMPLES) for start in range(0, 19, 3)) + (2 * LENGTH,)
-    ranks = run_ranks(4, traffic_of, 4, "ring", 4, 2, False, starts)
+    """Chunks of 3 positions on 4 ranks. Documents end at 3, 6 ... 18, and the last one covers chunks 6 and 7: rank 0
+    and rank 1 hold them, and only rank 0 attends keys of another rank."""
+    starts = (*(sample * LENGTH + start for sample in range(SAMPLES) for start in range(0, 19, 3)), 2 * LENGTH)
+    ranks = run_ranks(4, traffic_of_rings, starts)
     kv = LENGTH // 4 * SAMPLES * WIDTH * 4 * 2 * 2
     # Keys of rank 1 go on over ranks 2 and 3 to rank 0, once in each pass. Their gradients go from rank 0 home.
     assert [sent for sent, _ in ranks] == [kv, 2 * kv, 2 * kv, 2 * kv]
-    everything = run_ranks(4, traffic_of, 4, "ring", 4, 2, False, None)
-    assert all(sent == 9 * kv for sent, _ in everything)
+    assert all(sent == 9 * kv for _, sent in ranks)
 
 
 # Rounding

@@ -225,7 +225,14 @@ GRID += [
     Layout(LLAMA, cp=2, pp=2, loss_chunk=5, micro_batch_size=4),
     Layout(GPT, cp=2, pp=2, cp_attention="ring", recompute="selective", micro_batch_size=4, packed=True),
     Layout(
-        LLAMA, cp=2, pp=2, vpp=2, schedule="interleaved", cp_attention="ulysses", micro_batch_size=6, order="cp-tp-dp-pp"
+        LLAMA,
+        cp=2,
+        pp=2,
+        vpp=2,
+        schedule="interleaved",
+        cp_attention="ulysses",
+        micro_batch_size=6,
+        order="cp-tp-dp-pp",
     ),
     Layout(STRADDLING, cp=3, tp=2, sequence_parallel=True, micro_batch_size=6, packed=True),
     Layout(STRADDLING, cp=3, tp=2, cp_attention="ulysses", micro_batch_size=6),

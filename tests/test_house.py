@@ -42,7 +42,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     MODELS: {"foundation", "megapar.tensor_parallel", "megapar.context_parallel", KERNELS},
     CONVERT: {"foundation", "megapar.checkpoint", "megapar.data", MODELS},  # only programs import it
     "megapar.train": {"foundation", "megapar.context_parallel", *ENGINES},
-    "main": {"foundation", "megapar.tensor_parallel", "megapar.context_parallel", *ENGINES, "megapar.train", MODELS, CONVERT, KERNELS},
+    "main": {
+        "foundation",
+        "megapar.tensor_parallel",
+        "megapar.context_parallel",
+        *ENGINES,
+        "megapar.train",
+        MODELS,
+        CONVERT,
+        KERNELS,
+    },
 }
 # Single modules that reach further: which layers a stage holds, and where it lives, is the pipeline's to say.
 ALSO = {

@@ -28,7 +28,7 @@ def _flash_serves(q: Tensor) -> bool:
 
 
 def takes_earlier_keys(q: Tensor) -> bool:
-    """Whether a causal block of `q` may have more keys than queries. If not, the earlier keys need a block of their own.
+    """Whether a causal block of `q` may have more keys than queries. If not, earlier keys need a block of their own.
 
     The operation of torch for CPUs aligns a causal mask at the first key. FlashAttention 2 aligns it at the last one.
     """
@@ -41,8 +41,8 @@ def attention_block(
     """softmax(q k^T / sqrt(d)) v of a block, and the lse of its scores in fp32 (fp64 for fp64).
 
     `causal`: the last query attends all keys, the one before it all but the last, and so on. With `keep`, bool
-    [b, n, q, k], the probabilities are multiplied by keep / (1 - p). Raises ValueError for a causal block with more keys
-    than queries where `takes_earlier_keys` is false.
+    [b, n, q, k], the probabilities are multiplied by keep / (1 - p). Raises ValueError for a causal block with more
+    keys than queries where `takes_earlier_keys` is false.
     """
     if keep is not None:
         return reference(q, k, v, causal=causal, keep=keep, p=p)
@@ -80,9 +80,7 @@ def attention_block_backward(
     if q.is_cuda:
         return reference_backward(grad_out, q, k, v, out, lse, causal=causal)
     _check_square(q, k, causal)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, q, k, v, out, lse, 0.0, causal
-    )
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad_out, q, k, v, out, lse, 0.0, causal)
 
 
 def _check_square(q: Tensor, k: Tensor, causal: bool) -> None:

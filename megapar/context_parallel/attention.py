@@ -45,7 +45,10 @@ class CoreAttention:
     def __call__(
         self, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, batch: MicroBatch, dropout: AttentionDropout | None
     ) -> Tensor:
-        """Map q [s, b, n, d], and k and v with as many heads or fewer, to [s, b, n * d]. s are the columns of `batch`."""
+        """Map q [s, b, n, d], and k and v with as many heads or fewer, to [s, b, n * d].
+
+        The s positions are the columns of `batch`.
+        """
         if self._ulysses is not None:
             return self._ulysses(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels)
         if self.kv_index is not None:

@@ -116,7 +116,7 @@ def _append(found: list[Block], block: Block) -> None:
 
 
 def square(found: Sequence[Block]) -> list[Block]:
-    """The same attention, where a causal block has as many keys as queries. A full block of the earlier keys follows."""
+    """The same attention, where causal blocks have as many keys as queries. A full block of earlier keys follows."""
     parts = []
     for block in found:
         number = block.queries.stop - block.queries.start
@@ -144,9 +144,9 @@ def attended_pairs(length: int, cp: int, rank: int, starts: Sequence[int] | None
 class Ring:
     """How far the keys and values of each rank travel in a ring, in which each rank sends to the next one.
 
-    `attended_at[source]` are the distances from the rank `source`, ascending and above 0, of the ranks with queries that
-    attend its keys. Keys travel to the farthest of them. Their gradients begin to travel at the nearest one, and go on
-    until they are home again, after cp hops.
+    `attended_at[source]` are the distances from the rank `source`, ascending and above 0, of the ranks with queries
+    that attend its keys. Keys travel to the farthest of them. Their gradients begin to travel at the nearest one, and
+    go on until they are home again, after cp hops.
     """
 
     attended_at: tuple[tuple[int, ...], ...]

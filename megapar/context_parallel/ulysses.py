@@ -22,9 +22,9 @@ from megapar.tensor_parallel.regions import exchange_rows
 class Ulysses:
     """The exchanges of one layer.
 
-    `kv_heads` has the local key/value head of each local query head, ascending. The number of query heads must divide by
-    cp. Each rank gets the key/value heads that its query heads read. A head that several ranks read is sent to each of
-    them, and the backward pass sums their gradients of it.
+    `kv_heads` has the local key/value head of each local query head, ascending. The number of query heads must divide
+    by cp. Each rank gets the key/value heads that its query heads read. A head that several ranks read is sent to each,
+    and the backward pass sums their gradients of it.
     """
 
     def __init__(self, cp: Axis, kv_heads: Sequence[int], device: torch.device):
@@ -37,7 +37,7 @@ class Ulysses:
         # The rows of q, k and v, whose heads follow one another, in the order in which they are sent.
         first_k = len(kv_heads)
         first_v = first_k + kv_heads[-1] + 1
-        rows = []
+        rows: list[int] = []
         for rank, read in enumerate(self._read):
             rows += range(rank * self.heads, (rank + 1) * self.heads)
             rows += [first_k + head for head in read]

@@ -180,4 +180,7 @@ def _values(batch: MicroBatch) -> dict[str, Any]:
 
 def _batch(values: dict[str, Any]) -> MicroBatch:
     """The inverse of `_values`."""
-    return MicroBatch(**{n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in values.items()})
+    fields: dict[str, Any] = {
+        name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in values.items()
+    }
+    return MicroBatch(**fields)

@@ -50,8 +50,8 @@ class RankReport:
 def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
     """Group the ranks by the memory that they need. Only the ranks of the first replica are listed.
 
-    Data-parallel replicas need the same memory, and so do context-parallel ranks: only the first is built. Tensor ranks whose parameters have the same
-    shapes need the same memory too, so it is counted for the first of them.
+    Data-parallel replicas need the same memory, and so do context-parallel ranks, so only the first is built. Tensor
+    ranks whose parameters have the same shapes need the same memory too, so it is counted for the first of them.
     """
     patterns = config.train.trainable
     if patterns:

@@ -3,8 +3,8 @@
 A stage has consecutive layers. The first stage also has the embedding, and the last one the norm, head and loss. Layers
 keep their global numbers, so that the names of weights do not depend on the split into stages.
 
-Shapes: s positions of this context-parallel rank (s/tp between layers under sequence parallelism), b micro-batch, h hidden, v vocabulary, d width of a
-head.
+Shapes: s positions of this context-parallel rank (s/tp between layers under sequence parallelism), b micro-batch,
+h hidden, v vocabulary, d width of a head.
 """
 
 import math
