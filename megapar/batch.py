@@ -71,7 +71,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {
+            name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)
+        }
         return replace(self, **moved)
 
     def documents_bs(self) -> Tensor:
