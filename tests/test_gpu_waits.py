@@ -23,7 +23,7 @@ from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig,
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.train.step import TrainState, count_targets, mean_loss
 from megapar.train.trainer import assemble
-from tests.support.grid import GPT, LLAMA, STRADDLING
+from tests.support.grid import GPT, LLAMA, ONE_KV_HEAD, STRADDLING
 
 META = torch.device("meta")
 FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)
@@ -104,6 +104,25 @@ def test_a_step_never_waits_for_the_device(model: ModelConfig, recompute: str, p
         norm = grad_norm(state.grads, state.ctx)
         loss = mean_loss(loss_sums, tokens, state.ctx)
         state.optimizer.step(1e-3, clip_coefficient(norm, 1.0))
+    assert loss.is_meta
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("model", [ONE_KV_HEAD, GPT_WITH_DROPOUT], ids=["llama", "gpt"])
+def test_context_parallel_ranks_never_wait_for_the_device(model: ModelConfig, form: Any, packed: bool) -> None:
+    """What a rank attends, sends and receives follows from numbers on the host."""
+    parallel = ParallelConfig(cp=2, cp_attention=form)
+    config = validate(Config(model=model, parallel=parallel, train=TrainConfig(seq_length=12)), 2)
+    ctx = context.planned(1, cp=2, device=META)
+    (stage,) = build_stages(config, ctx).values()
+    whole = micro_batch(packed=False)
+    batch = whole.columns(torch.zeros(6, dtype=torch.int64, device=META))
+    if packed:
+        batch = replace(batch, starts=torch.zeros(4, dtype=torch.int32, device=META), starts_on_host=(0, 5, 8, 12))
+    with no_copies_from_python():
+        loss = stage(None, batch)
+        loss.backward()
     assert loss.is_meta
 
 
