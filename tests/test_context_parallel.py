@@ -496,13 +496,16 @@ def test_rounding_does_not_grow_with_the_ranks() -> None:
     """Fault cp-low-precision-partials: bf16 against fp64, on 2 and on 4 ranks."""
     rounded = [x.bfloat16().double() for x in qkv_and_gradient(4, 2, 64)]
     expected = attend(Axis("cp"), "gather", rounded)
-    errors: dict[int, list[float]] = {}
-    for cp in (2, 4):
+    errors: dict[int, dict[str, float]] = {2: {}, 4: {}}
+    for cp, found_errors in errors.items():
         ranks = run_ranks(cp, in_bf16, cp)
-        for number in range(2):
+        for number, form in enumerate(("gather", "ring")):
             found = whole([rank[number] for rank in ranks], 64)
             for name, tensor in expected.items():
-                errors.setdefault(cp, []).append(float((found[name].double() - tensor).norm() / tensor.norm()))
-    for two, four in zip(errors[2], errors[4], strict=True):
-        assert two < 6e-3
-        assert four < 1.15 * two
+                error = (found[name].double() - tensor).norm() / tensor.norm()
+                found_errors[f"{form} {name}"] = error.item()
+    for name, four in errors[4].items():
+        assert four < 4e-3, name
+        # The kernels round the gradients of keys and values of each block, and four ranks have more blocks.
+        growth = 1.13 if name.endswith(("k", "v")) else 1.07
+        assert four < growth * errors[2][name], name

@@ -46,6 +46,7 @@ class _Round:
         """Start sending `kv`, held in `step`, and receiving what is held in the next step, a tensor like `like`."""
         sends = step + 1 < self.cp.size and self._ring.keys_arrive(self.source(step), step + 1)
         receives = step + 1 < self.cp.size and self._ring.keys_arrive(self.source(step + 1), step + 1)
+        assert kv is not None or not sends, "keys travel only over ranks that they have reached"
         return self._pass(kv if sends else None, like if receives else None)
 
     def pass_gradients(self, grad_kv: Tensor | None, like: Tensor, step: int) -> tuple[Tensor | None, Pending]:
@@ -56,6 +57,7 @@ class _Round:
         sends = self._ring.gradients_leave(self.source(step), step)
         # What arrives in the next step has left the rank before this one, which is as far from home as this step.
         receives = self._ring.gradients_leave(self.source(step + 1), step)
+        assert grad_kv is not None or not sends, "gradients begin to travel where keys were attended"
         return self._pass(grad_kv if sends else None, like if receives else None)
 
     def _pass(self, sent: Tensor | None, like: Tensor | None) -> tuple[Tensor | None, Pending]:
