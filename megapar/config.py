@@ -26,6 +26,42 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts (arXiv 2401.04088, 2412.19437), in Hugging Face's names where it has them."""
+
+    num_experts: int = 0
+    """Experts of a layer; 0: a model without experts. parallel.ep need not divide them."""
+    num_experts_per_tok: int = 2
+    """Experts that each token is sent to."""
+    moe_intermediate_size: int = 0
+    """Width of an expert; 0 means intermediate_size. Must divide by parallel.etp."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Layers with a plain MLP of width intermediate_size in place of experts, such as 0 1 2."""
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    """Turns the router's logits into scores: softmax over all experts, or the sigmoid of each by itself."""
+    norm_topk_prob: bool = True
+    """Divide the scores of a token's experts by their sum."""
+    routed_scaling_factor: float = 1.0
+    """Factor of the weights of a token's experts."""
+    n_group: int = 1
+    """Groups of consecutive experts; a token's experts are chosen from its topk_group best groups."""
+    topk_group: int = 1
+    """Groups whose experts a token may choose; the others are left out."""
+    shared_expert_intermediate_size: int = 0
+    """Width of an expert that every token passes through beside its own; 0: there is none."""
+    shared_expert_gate: bool = False
+    """Multiply the shared expert's output by a sigmoid of the token."""
+    balance: Literal["none", "sequence", "global", "bias", "micro_batch"] = "global"
+    """What evens out the load: a loss by sample, a loss by the load of the step before, or a bias without a loss."""
+    router_aux_loss_coef: float = 0.001
+    """Weight of the loss of balance sequence or global."""
+    router_bias_update_rate: float = 0.001
+    """balance bias: how far the bias of an expert moves in a step (arXiv 2408.15664)."""
+    router_z_loss_coef: float = 0.0
+    """Weight of log(sum exp router logits)^2 in the loss (ST-MoE, arXiv 2202.08906, uses 1e-3)."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The transformer, in Hugging Face's config.json names."""
 
@@ -60,6 +96,8 @@ class ModelConfig:
     """Biases on the query, key and value projections (llama; Qwen2 sets it). gpt always has them."""
     qk_norm: bool = False
     """RMSNorm over each head's query and key before the rotary embedding (llama; Qwen3 sets it)."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """Mixture of experts (mixtral, qwen3_moe)."""
     tie_word_embeddings: bool = False
     """Input embedding and output head are one matrix."""
     hidden_dropout: float = 0.0
@@ -80,6 +118,10 @@ class ParallelConfig:
     """Pipeline-parallel ranks: each holds a run of layers, or vpp of them."""
     dp: int = 0
     """Data-parallel replicas; 0 means the world size divided by tp * pp."""
+    ep: int = 1
+    """Expert-parallel ranks: each holds a part of the experts. Taken from the same ranks as tp and dp."""
+    etp: int = 0
+    """Ranks that share an expert, each with a slice of it; 0 means tp. ep * etp must divide the ranks but pp."""
     vpp: int = 1
     """Pipeline stages on each rank; more than 1 needs schedule interleaved (or gpipe)."""
     schedule: str = "1f1b"

@@ -18,6 +18,9 @@ from megapar.local_collectives import LocalAxis
 from megapar.shared_memory import Host
 
 DEFAULT_ORDER = "tp-cp-dp-pp"
+EXPERT_ORDER = "etp-ep-edp"
+"""Rank order of the expert grid, fastest axis first. So the ranks that share an expert are neighbors."""
+_EXPERT_AXES = {"etp": "etp", "ep": "ep", "expert_grad": "edp"}  # names of axes, and their directions in that grid
 
 
 def coordinates(rank: int, sizes: Mapping[str, int], order: str = DEFAULT_ORDER) -> dict[str, int]:
@@ -40,6 +43,24 @@ def rank_groups(sizes: Mapping[str, int], axes: Sequence[str], order: str = DEFA
         key = tuple(position[name] for name in order.split("-") if name not in axes)
         groups.setdefault(key, []).append(rank)
     return [tuple(group) for group in groups.values()]
+
+
+def expert_rank_groups(
+    sizes: Mapping[str, int], expert_sizes: Mapping[str, int], axes: Sequence[str], order: str = DEFAULT_ORDER
+) -> list[tuple[int, ...]]:
+    """All groups of ranks that differ only in their position on `axes` of the expert grid.
+
+    The expert grid is a second factorization of the ranks that have one position on pp: etp x ep x edp ranks, the same
+    as tp x cp x dp (arXiv 2504.14960). `sizes` are those of the dense grid. `expert_sizes` has etp, ep and edp. Raises
+    ValueError if both products differ.
+    """
+    if math.prod(expert_sizes.values()) * sizes["pp"] != math.prod(sizes.values()):
+        raise ValueError(f"the expert grid {dict(expert_sizes)} has other ranks than tp, cp and dp of {dict(sizes)}")
+    positions = rank_groups(expert_sizes, axes, EXPERT_ORDER)
+    groups = []
+    for ranks in rank_groups(sizes, ["tp", "cp", "dp"], order):
+        groups += [tuple(ranks[position] for position in group) for group in positions]
+    return groups
 
 
 @dataclass
@@ -96,6 +117,10 @@ class ParallelContext:
     `grad` is dp x cp: gradients are summed and ZeRO shards are cut over it. `ends` holds the ranks of this pipeline
     that hold copies of a tied embedding, and has size 1 on all other ranks. `flight` is the log in which this rank
     writes what it is doing.
+
+    Experts lie on a grid of their own over the same ranks (`expert_rank_groups`): experts are dealt over `ep`, each is
+    cut over `etp`, and `expert_grad` are the ranks that hold the same experts, over which their gradients are summed.
+    The three have size 1 in a model without experts.
     """
 
     tp: Axis
@@ -103,6 +128,9 @@ class ParallelContext:
     dp: Axis
     pp: Axis
     grad: Axis
+    etp: Axis
+    ep: Axis
+    expert_grad: Axis
     ends: Axis
     world: Axis
     device: torch.device
@@ -110,7 +138,8 @@ class ParallelContext:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        return (self.tp, self.cp, self.dp, self.pp, self.grad, self.ends, self.world)
+        dense = (self.tp, self.cp, self.dp, self.pp, self.grad)
+        return (*dense, self.etp, self.ep, self.expert_grad, self.ends, self.world)
 
     def traffic(self) -> dict[str, int]:
         """Bytes sent so far by this rank, by name of the axis. Axes over which nothing was sent are left out."""
@@ -119,7 +148,8 @@ class ParallelContext:
 
 def single(device: torch.device | None = None, flight: Flight | None = None) -> ParallelContext:
     """The context of one process: every axis has size 1."""
-    axes = {name: Axis(name) for name in ("tp", "cp", "dp", "pp", "grad", "ends", "world")}
+    names = ("tp", "cp", "dp", "pp", "grad", "etp", "ep", "expert_grad", "ends", "world")
+    axes = {name: Axis(name) for name in names}
     return ParallelContext(**axes, device=device or torch.device("cpu"), flight=flight or Flight())
 
 
@@ -129,6 +159,9 @@ def planned(
     tp: int = 1,
     dp: int = 1,
     pp: int = 1,
+    cp: int = 1,
+    ep: int = 0,
+    etp: int = 1,
     order: str = DEFAULT_ORDER,
     ends: Iterable[int] | None = None,
     device: torch.device,
@@ -137,17 +170,60 @@ def planned(
 
     Collectives work with it on the meta device alone, where they compute shapes.
     """
-    sizes = {"tp": tp, "cp": 1, "dp": dp, "pp": pp}
+    sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
     position = coordinates(rank, sizes, order)
+
     # Dry runs read sizes and positions alone, so `ranks` need not be the global ranks.
-    axes = {name: Axis(name, size, position[name], tuple(range(size))) for name, size in sizes.items()}
-    axes["grad"] = Axis("grad", dp, position["dp"], tuple(range(dp)))
-    axes["world"] = Axis("world", tp * dp * pp, rank, tuple(range(tp * dp * pp)))
+    def axis(name: str, size: int, rank: int) -> Axis:
+        return Axis(name, size, rank, tuple(range(size)))
+
+    axes = {name: axis(name, size, position[name]) for name, size in sizes.items()}
+    # Among dp and cp, the one that comes first in `order` varies fastest.
+    axes["grad"] = axis("grad", dp * cp, _index(position, sizes, ["dp", "cp"], order))
+    axes |= {name: Axis(name) for name in _EXPERT_AXES}
+    if ep:
+        expert_sizes = {"etp": etp, "ep": ep, "edp": tp * cp * dp // (ep * etp)}
+        in_expert_grid = coordinates(_index(position, sizes, ["tp", "cp", "dp"], order), expert_sizes, EXPERT_ORDER)
+        for name, direction in _EXPERT_AXES.items():
+            axes[name] = axis(name, expert_sizes[direction], in_expert_grid[direction])
+    axes["world"] = axis("world", tp * cp * dp * pp, rank)
     holders = _holders(ends, pp)
     axes["ends"] = Axis(TIED_AXIS)
     if position["pp"] in holders:
-        axes["ends"] = Axis(TIED_AXIS, len(holders), holders.index(position["pp"]), tuple(range(len(holders))))
+        axes["ends"] = axis(TIED_AXIS, len(holders), holders.index(position["pp"]))
     return ParallelContext(**axes, device=device, flight=Flight())
+
+
+def _index(position: Mapping[str, int], sizes: Mapping[str, int], axes: Sequence[str], order: str) -> int:
+    """The position of a rank among the ranks that differ from it on `axes` alone."""
+    index = 0
+    stride = 1
+    for name in order.split("-"):
+        if name in axes:
+            index += stride * position[name]
+            stride *= sizes[name]
+    return index
+
+
+def _groups(
+    sizes: Mapping[str, int], ep: int, etp: int, order: str, ends: Iterable[int] | None
+) -> dict[str, list[tuple[int, ...]]]:
+    """For each axis of a context, by name, all groups of ranks that differ in its direction.
+
+    An `ep` of 0 stands for a model without experts: the axes of the expert grid then have no group.
+    """
+    pipelines = rank_groups(sizes, ["pp"], order)
+    holders = _holders(ends, sizes["pp"])
+    groups = {name: rank_groups(sizes, [name], order) for name in ("tp", "cp", "dp", "pp")}
+    groups["grad"] = rank_groups(sizes, ["dp", "cp"], order)
+    groups |= {name: [] for name in _EXPERT_AXES}
+    if ep:
+        expert_sizes = {"etp": etp, "ep": ep, "edp": sizes["tp"] * sizes["cp"] * sizes["dp"] // (ep * etp)}
+        for name, direction in _EXPERT_AXES.items():
+            groups[name] = expert_rank_groups(sizes, expert_sizes, [direction], order)
+    groups[TIED_AXIS] = [tuple(ranks[holder] for holder in holders) for ranks in pipelines]
+    groups["world"] = [tuple(range(math.prod(sizes.values())))]
+    return groups
 
 
 def _holders(ends: Iterable[int] | None, pp: int) -> list[int]:
@@ -163,6 +239,8 @@ def create(
     dp: int = 1,
     pp: int = 1,
     cp: int = 1,
+    ep: int = 0,
+    etp: int = 1,
     order: str = DEFAULT_ORDER,
     ends: Iterable[int] | None = None,
     device: torch.device | None = None,
@@ -175,8 +253,10 @@ def create(
     Collectives that take longer than `timeout_seconds` raise an error. `ends` are the pipeline ranks that hold a tied
     embedding, by default the first and the last. `flight` is the log of this rank's operations, by default private.
     With `use_shared_memory` the axes of a gloo job whose ranks are all on one host exchange through shared memory.
+    `ep` and `etp` are sizes of the expert grid. An `ep` of 0 stands for a model without experts.
 
-    Raises ValueError if the sizes do not multiply to the world size or `order` does not name each axis once.
+    Raises ValueError if the sizes do not multiply to the world size, if ep * etp does not divide tp * cp * dp, or if
+    `order` does not name each axis once.
     """
     sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
     if sorted(order.split("-")) != sorted(sizes):
@@ -195,19 +275,10 @@ def create(
         store = dist.distributed_c10d._get_default_store()
         host = shared_memory.meet(rank, store, dist.barrier, timeout_seconds)
     axis = _AxisMaker(rank, world_size, timedelta(seconds=timeout_seconds), flight, host).make
-    pipelines = rank_groups(sizes, ["pp"], order)
-    holders = _holders(ends, pp)
-    return ParallelContext(
-        tp=axis("tp", rank_groups(sizes, ["tp"], order)),
-        cp=axis("cp", rank_groups(sizes, ["cp"], order)),
-        dp=axis("dp", rank_groups(sizes, ["dp"], order)),
-        pp=axis("pp", pipelines),
-        grad=axis("grad", rank_groups(sizes, ["dp", "cp"], order)),
-        ends=axis(TIED_AXIS, [tuple(ranks[holder] for holder in holders) for ranks in pipelines]),
-        world=axis("world", [tuple(range(world_size))]),
-        device=device or torch.device("cpu"),
-        flight=flight,
-    )
+    groups = _groups(sizes, ep, etp, order, ends)
+    # Every rank makes the axes in the same order.
+    axes = {name: axis(name, groups[name]) for name in groups}
+    return ParallelContext(**axes, device=device or torch.device("cpu"), flight=flight)
 
 
 class _AxisMaker:

@@ -6,9 +6,10 @@ megapar knows no family. The program passes the rules of its family to `validate
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from megapar.config import Config, RopeScaling, flatten
+from megapar.config import Config, MoEConfig, RopeScaling, flatten
 
 ROPE_SCALING = tuple(f"model.rope_scaling.{name}" for name in flatten(RopeScaling()))
+MOE = tuple(f"model.moe.{name}" for name in flatten(MoEConfig()))
 
 
 def _no_problems(_: Config) -> Iterable[str]:
@@ -25,6 +26,8 @@ class ModelRules:
     """Values that model.hidden_act may have. `auto` means the first."""
     unused: tuple[str, ...] = ()
     """Options of `model` that the family does not read. Values other than their defaults are refused."""
+    has_experts: bool = False
+    """Whether the layers are mixtures of experts. Such a family needs model.moe.num_experts, the others refuse it."""
     even_head_dim: bool = False
     """Whether the width of a head must be even. Rotary embeddings need that."""
     problems: Callable[[Config], Iterable[str]] = _no_problems

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator
 from itertools import chain
 
-from megapar.config import Config, flatten
+from megapar.config import Config, MoEConfig, flatten
 from megapar.data.spec import data_problems
 from megapar.derive import derive
 from megapar.errors import ConfigError
 from megapar.messages import around, counted, divisors, listed, problem, shown
-from megapar.model_rules import ModelRules
+from megapar.model_rules import MOE, ModelRules
 
 _BELOW_ONE = {"model.hidden_dropout", "model.attention_dropout", "optimizer.betas"}
 # An option may be 0 if that is its default, or if it is listed here.
@@ -28,6 +28,8 @@ _MAY_BE_ZERO = {path for path, default in flatten(Config()).items() if default =
     "data.split",
     "data.fim_tokens",
     "optimizer.zero_stage",
+    "model.moe.mlp_only_layers",
+    "model.moe.router_aux_loss_coef",
 }
 _WEEK_SECONDS = 7 * 24 * 3600
 
@@ -45,7 +47,7 @@ def validate(config: Config, world_size: int, rules: ModelRules) -> Config:
         grid_problems = list(_grid(config, world_size))
         derived = derive(config, world_size, rules)
         checks = (_layout, _pipeline, _train, _optimizer, data_problems, _checkpoint)
-        problems += [*grid_problems, *_heads(config, rules), *_model(derived, rules)]
+        problems += [*grid_problems, *_heads(config, rules), *_model(derived, rules), *_experts(derived, rules)]
         problems += chain.from_iterable(check(derived) for check in checks)
         # While the grid does not fit, dp is unknown, and nothing can be said about the batch.
         if not grid_problems:
@@ -147,6 +149,92 @@ def _model(config: Config, rules: ModelRules) -> Iterator[str]:
     if config.model.hidden_act not in rules.activations:
         yield problem(config, "model.hidden_act", f"family {rules.name} has {' or '.join(rules.activations)}")
     yield from rules.problems(config)
+
+
+def _experts(config: Config, rules: ModelRules) -> Iterator[str]:
+    """Problems of a mixture of experts, and options of one in a model that has no experts."""
+    moe = config.model.moe
+    defaults = flatten(Config())
+    if moe.num_experts and not rules.has_experts:
+        text = f"family {rules.name} has no experts; use family mixtral or qwen3_moe, or leave it at 0"
+        yield problem(config, "model.moe.num_experts", text)
+    elif rules.has_experts and not moe.num_experts:
+        text = f"family {rules.name} is a mixture of experts; such as 8"
+        yield problem(config, "model.moe.num_experts", text)
+    if not moe.num_experts:
+        for path, value in flatten(config).items():
+            of_experts = path in MOE or path in ("parallel.ep", "parallel.etp")
+            if of_experts and value != defaults[path]:
+                text = "the model has no experts; set model.moe.num_experts, or leave it out"
+                yield problem(config, path, text)
+        return
+    yield from _expert_grid(config)
+    yield from _router(config)
+    yield from _balance(config)
+
+
+def _expert_grid(config: Config) -> Iterator[str]:
+    """Problems of ep and etp, and of the widths that etp and tp cut."""
+    parallel = config.parallel
+    moe = config.model.moe
+    ranks = parallel.tp * parallel.dp
+    if ranks % (parallel.ep * parallel.etp):
+        text = (
+            f"ep({parallel.ep})*etp({parallel.etp}) must divide the {ranks} ranks of a pipeline rank; their product "
+            f"may be {listed(divisors(ranks))}"
+        )
+        yield problem(config, "parallel.ep parallel.etp", text)
+    if moe.moe_intermediate_size % parallel.etp:
+        text = f"an expert's width must divide by etp; use {around(moe.moe_intermediate_size, parallel.etp)}"
+        yield problem(config, "model.moe.moe_intermediate_size parallel.etp", text)
+    if moe.shared_expert_intermediate_size % parallel.tp:
+        text = f"its width must divide by tp; use {around(moe.shared_expert_intermediate_size, parallel.tp)}"
+        yield problem(config, "model.moe.shared_expert_intermediate_size parallel.tp", text)
+    if moe.shared_expert_gate and not moe.shared_expert_intermediate_size:
+        text = "there is no shared expert to gate; set its width, or leave the gate out"
+        yield problem(config, "model.moe.shared_expert_gate model.moe.shared_expert_intermediate_size", text)
+    layers = config.model.num_hidden_layers
+    beyond = [layer for layer in moe.mlp_only_layers if layer >= layers]
+    if beyond:
+        text = f"layers are numbered from 0 to {layers - 1}"
+        yield problem(config, "model.moe.mlp_only_layers model.num_hidden_layers", text)
+
+
+def _router(config: Config) -> Iterator[str]:
+    """Problems of how the experts of a token are chosen."""
+    moe = config.model.moe
+    groups = "model.moe.n_group model.moe.topk_group"
+    if moe.num_experts % moe.n_group:
+        text = f"groups must have equal numbers of experts; use {listed(divisors(moe.num_experts))}"
+        yield problem(config, "model.moe.n_group model.moe.num_experts", text)
+    elif moe.topk_group > moe.n_group:
+        yield problem(config, groups, f"there are fewer groups; use at most {moe.n_group}")
+    else:
+        eligible = moe.num_experts // moe.n_group * moe.topk_group
+        if moe.num_experts_per_tok > eligible:
+            text = f"a token can choose among {eligible} experts; use at most as many"
+            yield problem(config, f"model.moe.num_experts_per_tok model.moe.num_experts {groups}", text)
+        elif moe.n_group > 1 and moe.num_experts_per_tok % moe.topk_group:
+            text = "a group's score adds its best num_experts_per_tok / topk_group experts, so topk_group must divide"
+            yield problem(config, "model.moe.num_experts_per_tok model.moe.topk_group", text)
+
+
+def _balance(config: Config) -> Iterator[str]:
+    """Problems of what evens out the load of the experts."""
+    moe = config.model.moe
+    defaults = MoEConfig()
+    if moe.balance == "micro_batch":
+        text = (
+            "the load of a micro-batch depends on how ranks share the batch, so this loss would change with the "
+            "layout; use sequence, global or bias"
+        )
+        yield problem(config, "model.moe.balance", text)
+    if moe.balance not in ("sequence", "global") and moe.router_aux_loss_coef != defaults.router_aux_loss_coef:
+        text = "only balance sequence and global have a loss; choose one of them, or leave it out"
+        yield problem(config, "model.moe.router_aux_loss_coef model.moe.balance", text)
+    if moe.balance != "bias" and moe.router_bias_update_rate != defaults.router_bias_update_rate:
+        text = "only balance bias has a bias; choose it, or leave the rate out"
+        yield problem(config, "model.moe.router_bias_update_rate model.moe.balance", text)
 
 
 def _layout(config: Config) -> Iterator[str]:

@@ -172,3 +172,61 @@ def test_ends_of_a_line_are_its_first_and_last_stage(fake_world: None) -> None:
         ((0, 6), 2), ((2,), 1), ((4,), 1), ((0, 6), 2),
         ((1, 7), 2), ((3,), 1), ((5,), 1), ((1, 7), 2),
     ]  # fmt: skip
+
+
+# The expert grid
+
+
+def test_the_expert_grid_factors_the_ranks_of_each_pipeline_rank_anew() -> None:
+    """etp x ep x edp beside tp x cp x dp: with tp 2 and dp 4, four ranks share eight experts of 2 slices each."""
+    sizes = {"tp": 2, "cp": 1, "dp": 4, "pp": 2}
+    experts = {"etp": 2, "ep": 2, "edp": 2}
+    found = {name: context.expert_rank_groups(sizes, experts, [name]) for name in experts}
+    assert found["etp"] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), (12, 13), (14, 15)]
+    assert found["ep"] == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
+    assert found["edp"] == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
+    # Pipeline ranks may lie between the others. Their experts stay apart.
+    found = {name: context.expert_rank_groups(sizes, experts, [name], "tp-pp-cp-dp") for name in experts}
+    assert found["ep"][:2] == [(0, 4), (1, 5)]
+    assert found["edp"][-1] == (7, 15)
+    with pytest.raises(ValueError, match="has other ranks than tp, cp and dp"):
+        context.expert_rank_groups(sizes, experts | {"edp": 3}, ["ep"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(grid=grids(), data=st.data())
+def test_expert_groups_partition_the_ranks_of_each_pipeline_rank(
+    grid: tuple[dict[str, int], str], data: st.DataObject
+) -> None:
+    sizes, order = grid
+    ranks_of_stage = sizes["tp"] * sizes["cp"] * sizes["dp"]
+    ep = data.draw(st.sampled_from([n for n in range(1, ranks_of_stage + 1) if ranks_of_stage % n == 0]))
+    etp = data.draw(st.sampled_from([n for n in range(1, ranks_of_stage + 1) if ranks_of_stage // ep % n == 0]))
+    experts = {"etp": etp, "ep": ep, "edp": ranks_of_stage // ep // etp}
+    stages = {frozenset(ranks) for ranks in rank_groups(sizes, ["tp", "cp", "dp"], order)}
+    for name, size in experts.items():
+        groups = context.expert_rank_groups(sizes, experts, [name], order)
+        assert sorted(rank for group in groups for rank in group) == list(range(math.prod(sizes.values())))
+        assert all(len(group) == size for group in groups)
+        assert all(any(set(group) <= stage for stage in stages) for group in groups)
+
+
+def test_a_planned_context_has_the_places_that_create_gives(fake_world: None) -> None:
+    order = "cp-tp-pp-dp"
+    grid = {"tp": 2, "cp": 2, "dp": 4, "pp": 2, "ep": 4, "etp": 2}
+    for rank in range(0, 32, 5):
+        comm.initialize_fake(rank, 32)
+        made = context.create(**grid, order=order)
+        comm.shutdown()
+        planned = context.planned(rank, **grid, order=order, device=made.device)
+        for axis, plan in zip(made.axes, planned.axes, strict=True):
+            assert (plan.name, plan.size, plan.rank) == (axis.name, axis.size, axis.rank)
+        assert (made.ep.size, made.etp.size, made.expert_grad.size) == (4, 2, 2)
+
+
+def test_a_model_without_experts_has_no_expert_groups(fake_world: None) -> None:
+    comm.initialize_fake(0, 8)
+    ctx = context.create(tp=2, dp=4)
+    assert [axis.size for axis in (ctx.etp, ctx.ep, ctx.expert_grad)] == [1, 1, 1]
+    with pytest.raises(ValueError, match="has other ranks"):
+        context.create(tp=2, dp=4, ep=3)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megapar.config import Config, flatten
-from megapar.model_rules import ROPE_SCALING
+from megapar.model_rules import MOE, ROPE_SCALING
 
 # Model options that do not affect the shapes of weights. A checkpoint may differ in them. A family may declare that one
 # of them is a size of its weights: a table of learned positions has max_position_embeddings rows.
@@ -16,6 +16,15 @@ _FREE_OF_WEIGHTS = {
     "model.hidden_dropout",
     "model.attention_dropout",
     "model.initializer_range",
+    "model.moe.num_experts_per_tok",
+    "model.moe.scoring_func",
+    "model.moe.norm_topk_prob",
+    "model.moe.routed_scaling_factor",
+    "model.moe.n_group",
+    "model.moe.topk_group",
+    "model.moe.router_aux_loss_coef",
+    "model.moe.router_bias_update_rate",
+    "model.moe.router_z_loss_coef",
     *ROPE_SCALING,
 }
 
@@ -27,6 +36,9 @@ def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any
     this family's weights (`PipelineStage.sizes_of_weights`).
     """
     free = _FREE_OF_WEIGHTS.difference(sizes)
+    if not config.model.moe.num_experts:
+        # Checkpoints of models without experts have never stated these options.
+        free = free.union(MOE)
     options = {}
     for path, value in flatten(config).items():
         if path.startswith("model.") and path not in free:

@@ -8,6 +8,7 @@ communication of an input gradient runs while the weight gradient is computed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -41,7 +42,8 @@ VOCAB_MULTIPLE = 128
 class Sharding:
     """What a layer needs to know to make its slice of the weights.
 
-    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`.
+    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`. Experts are dealt
+    over `ep`, and each is cut over `etp`. Their replicas are `expert_replicas` (see ParallelContext).
     """
 
     tp: Axis
@@ -50,6 +52,9 @@ class Sharding:
     dtype: torch.dtype
     device: torch.device
     products: MatrixProducts = field(default_factory=MatrixProducts)
+    ep: Axis = field(default_factory=partial(Axis, "ep"))
+    etp: Axis = field(default_factory=partial(Axis, "etp"))
+    expert_replicas: Axis = field(default_factory=partial(Axis, "expert_grad"))
 
     @property
     def splits_sequence(self) -> bool:

@@ -14,6 +14,15 @@ def with_grid(make: Callable[..., ParallelContext], config: Config) -> Callable[
     `config` must be validated. A run and its plan both come here, so that they have the same grid.
     """
     parallel = config.parallel
+    experts = {}
+    if config.model.moe.num_experts:
+        experts = {"ep": parallel.ep, "etp": parallel.etp}
     return partial(
-        make, tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, ends=embedding_ranks(parallel)
+        make,
+        tp=parallel.tp,
+        dp=parallel.dp,
+        pp=parallel.pp,
+        order=parallel.order,
+        ends=embedding_ranks(parallel),
+        **experts,
     )

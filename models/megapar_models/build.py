@@ -54,6 +54,9 @@ def make_blueprint(config: Config, ctx: ParallelContext) -> Blueprint:
         model_dtype(config.train.precision),
         ctx.device,
         MatrixProducts(kernels.weight_gradient),
+        ep=ctx.ep,
+        etp=ctx.etp,
+        expert_replicas=ctx.expert_grad,
     )
     return Blueprint(
         config.model,
