@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.context import Axis
-from megapar.linear import MatrixProducts, linear
+from megapar.linear import LOCAL, MatrixProducts, linear
 from megapar.params import (
     ONES,
     ZEROS,
@@ -32,7 +32,7 @@ from megapar.params import (
     parameter,
     replicated,
 )
-from megapar.tensor_parallel.regions import LOCAL, input_region, reduce_from_tp, scatter_sum
+from megapar.tensor_parallel.regions import input_region, reduce_from_tp, scatter_sum
 
 # Sizes that 16 does not divide cost vector loads, so the vocabulary is padded.
 VOCAB_MULTIPLE = 128
