@@ -1,10 +1,13 @@
 """Types that data, models and pipeline exchange: a micro-batch of samples, and a pipeline stage that consumes it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from megapar.context import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,14 @@ class PipelineStage(nn.Module):
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
         """Shapes and dtypes of the tensors in `x`. Empty on the first stage."""
         raise NotImplementedError
+
+    def end_step(self, ctx: ParallelContext) -> Mapping[int, Tensor]:
+        """Update what follows the whole batch of a step, after its update. Called on every rank; may communicate.
+
+        Returns how many tokens of the batch each expert got, int64 [experts], by the number of the layer. A stage
+        without experts does nothing.
+        """
+        return {}
 
     def title(self) -> str:
         """Text for people that says what the stage holds."""

@@ -41,6 +41,8 @@ class Dispatch:
 
     ep: Axis
     etp: Axis
+    indices_tk: Tensor
+    """int64 [t, k]: the experts of each token."""
     token_of_row: Tensor
     """int64 [t k]: the token of each row, where rows are sorted by expert, and rows of an expert by token."""
     row_of_choice: Tensor
@@ -87,6 +89,7 @@ def plan_dispatch(indices_tk: Tensor, num_experts: int, ep: Axis, etp: Axis) -> 
     return Dispatch(
         ep,
         etp,
+        indices_tk=indices_tk,
         token_of_row=by_expert // top_k,
         row_of_choice=_inverse(by_expert).view(indices_tk.shape),
         sent_rows=tuple(int(sent_e[experts.start : experts.stop].sum()) for experts in borders),

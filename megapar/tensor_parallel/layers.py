@@ -52,6 +52,7 @@ class Sharding:
     dtype: torch.dtype
     device: torch.device
     products: MatrixProducts = field(default_factory=MatrixProducts)
+    cp: Axis = field(default_factory=partial(Axis, "cp"))
     ep: Axis = field(default_factory=partial(Axis, "ep"))
     etp: Axis = field(default_factory=partial(Axis, "etp"))
     expert_replicas: Axis = field(default_factory=partial(Axis, "expert_grad"))

@@ -125,6 +125,8 @@ def train_step(
     if result.finite:
         # The gradients are still multiplied by the loss scale: the update divides them along with clipping.
         state.optimizer.step(lr, clip_coefficient(norm, options.clip_grad) / scale)
+        for stage in state.stages.values():
+            stage.end_step(ctx)
     # Any other step that is not finite ends the run: the state stays that of the step before.
     if result.finite or result.overflowed:
         state.loss_scale.update(result.finite)
