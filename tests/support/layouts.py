@@ -64,7 +64,9 @@ def held(
         for piece, first, last in spec.segments():
             partial = unsummed and any(axis.size > 1 for axis in piece.partial)
             parts.append(
-                Held(_without_axes(piece), flat[first:last].view(piece.local_shape).clone(), partial, spec.replicas.rank)
+                Held(
+                    _without_axes(piece), flat[first:last].view(piece.local_shape).clone(), partial, spec.replicas.rank
+                )
             )
         assert not flat[last:].any(), f"{spec.name}: padding is not zero"
     return parts

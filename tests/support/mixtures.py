@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from megapar_kernels.activations import swiglu
 from torch import Tensor, nn
 
-from megapar.context import ParallelContext
+from megapar.context import ParallelContext, single
 from megapar.expert_parallel import dispatch
 from megapar.expert_parallel.balance import BalanceRule, Router, Routing
 from megapar.expert_parallel.experts import Experts, ExpertSharding
 from megapar.expert_parallel.route import RouterRule
 from megapar.params import Init
+from tests.support import layouts
 
 HIDDEN = 6
 NAME = "layers.3.mlp"
@@ -118,6 +119,12 @@ class Mixture(nn.Module):
     def forward(self, x_th: Tensor) -> Tensor:
         routing = self.route(x_th)
         return self.mix(x_th, routing.weights, self.plan(routing.indices))
+
+
+def small_mixture(case: Case, dtype: torch.dtype = torch.float32, ctx: ParallelContext | None = None) -> Mixture:
+    mixture = Mixture(case, ctx or single(), dtype)
+    layouts.fill([mixture], case.weights())
+    return mixture
 
 
 def plain_select(scores: Sequence[float], rule: RouterRule, bias: Sequence[float] | None = None) -> list[int]:
