@@ -1,7 +1,7 @@
 """An all-to-all of rows with a gradient: rows travel between the ranks of an axis, and their gradients travel back.
 
-    function         forward                    backward
-    start_exchange   starts the all-to-all      waits for the gradients
+    function            forward                 backward
+    start_exchange      starts the all-to-all   waits for the gradients
     ArrivingRows.wait   waits for the rows      starts the all-to-all of the gradients
 
 What runs between the two functions runs while the rows travel. In backward too: autograd runs what was recorded later

@@ -18,6 +18,7 @@ Shapes: s positions and b samples of this rank, t = s b tokens, k experts of a t
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +33,21 @@ from megapar.params import Init, ParamSpec, parameter, replicated
 
 @dataclass(frozen=True)
 class BalanceRule:
-    """The factor of each loss, and the step of the selection bias. 0 turns a term off."""
+    """What evens out the load of a layer's experts.
 
-    sequence: float = 0.0
-    lagged: float = 0.0
-    z: float = 0.0
-    bias_rate: float = 0.0
+    `coef` is the factor of the loss of kind "sequence" or "global". `bias_rate` is how far "bias" moves an expert's
+    bias in a step. `z_coef` is the factor of the z-loss, which goes with any kind.
+    """
+
+    kind: Literal["none", "sequence", "global", "bias"] = "none"
+    coef: float = 0.001
+    bias_rate: float = 0.001
+    z_coef: float = 0.0
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What a router says of this rank's tokens: logits fp32 [t, e], experts int64 [t, k] and their weights fp32 [t, k]."""
+    """Where this rank's tokens go: logits fp32 [t, e], chosen experts int64 [t, k] and their weights fp32 [t, k]."""
 
     logits: Tensor
     indices: Tensor
@@ -97,39 +102,39 @@ class Router(nn.Module):
         """
         logits = linear(x_sbh.flatten(0, -2), self.weight, None, LOCAL, Float32Products())
         if indices is None:
-            bias = self.bias if self.balance.bias_rate else None
+            bias = self.bias if self.balance.kind == "bias" else None
             indices = route.select(logits, self.rule, bias)
             if self.training:
                 self.step_counts += route.counts(indices, self.num_experts)
         return Routing(logits, indices, route.weights(logits, indices, self.rule))
 
-    def loss(self, routing: Routing, weights_sb: Tensor, axes: Sequence[Axis]) -> Tensor | None:
-        """The sum of this layer's losses over this rank's tokens, 0-d fp32. None if all are turned off.
+    def loss(self, routing: Routing, weights_sb: Tensor, axes: Sequence[Axis]) -> Tensor:
+        """The sum of this layer's losses over this rank's tokens, 0-d fp32. It is 0 if all are turned off.
 
         `weights_sb` are the weights of this rank's tokens as targets. The tokens of a sample are on all ranks of
-        `axes`: those over which tokens, and not samples, are dealt. A collective over them if `balance.sequence`.
+        `axes`: those over which tokens, and not samples, are dealt. A collective over them if the kind of balance is
+        "sequence".
         """
         balance = self.balance
-        if not (balance.sequence or balance.lagged or balance.z):
-            return None
         shape = weights_sb.shape
         logits_sbe = routing.logits.unflatten(0, shape)
-        probabilities_sbe = route.probabilities(logits_sbe, self.rule)
         loss = routing.logits.new_zeros(())
-        if balance.sequence:
+        if balance.kind == "sequence":
             indices_sbk = routing.indices.unflatten(0, shape)
-            loss = loss + balance.sequence * sequence_loss(probabilities_sbe, indices_sbk, weights_sb, axes)
-        if balance.lagged:
-            loss = loss + balance.lagged * lagged_loss(probabilities_sbe, weights_sb, self.last_counts)
-        if balance.z:
-            loss = loss + balance.z * z_loss(logits_sbe, weights_sb)
+            probabilities_sbe = route.probabilities(logits_sbe, self.rule)
+            loss = loss + balance.coef * sequence_loss(probabilities_sbe, indices_sbk, weights_sb, axes)
+        if balance.kind == "global":
+            probabilities_sbe = route.probabilities(logits_sbe, self.rule)
+            loss = loss + balance.coef * lagged_loss(probabilities_sbe, weights_sb, self.last_counts)
+        if balance.z_coef:
+            loss = loss + balance.z_coef * z_loss(logits_sbe, weights_sb)
         return loss
 
     def end_step(self, counts_e: Tensor) -> None:
         """Take the choices of each expert by all ranks in this step, and update the state of the balance."""
         self.last_counts.copy_(counts_e)
         self.step_counts.zero_()
-        if self.balance.bias_rate:
+        if self.balance.kind == "bias":
             self.bias.copy_(updated_bias(self.bias, counts_e, self.balance.bias_rate))
 
 

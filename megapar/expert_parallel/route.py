@@ -35,7 +35,7 @@ class RouterRule:
     """
 
     top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
     n_group: int = 1
@@ -43,17 +43,17 @@ class RouterRule:
 
 
 def scores(logits_te: Tensor, rule: RouterRule) -> Tensor:
-    """The score of each expert for each token, [t, e]: softmax or sigmoid, as `rule.scoring` says."""
+    """The score of each expert for each token, [t, e]: softmax or sigmoid, as `rule.scoring_func` says."""
     logits = _at_least_fp32(logits_te)
-    if rule.scoring == "sigmoid":
+    if rule.scoring_func == "sigmoid":
         return logits.sigmoid()
     return logits.softmax(dim=-1)
 
 
 def probabilities(logits_te: Tensor, rule: RouterRule) -> Tensor:
-    """The scores as probabilities [t, e], as losses that balance experts need them: sigmoids are divided by their sum."""
+    """The scores [t, e] as probabilities, for losses that balance experts: sigmoids are divided by their sum."""
     all_scores = scores(logits_te, rule)
-    if rule.scoring == "softmax":
+    if rule.scoring_func == "softmax":
         return all_scores
     return all_scores / (all_scores.sum(dim=-1, keepdim=True) + _SIGMOID_EPSILON)
 
@@ -78,7 +78,7 @@ def weights(logits_te: Tensor, indices_tk: Tensor, rule: RouterRule) -> Tensor:
     chosen = scores(logits_te, rule).gather(-1, indices_tk)
     if rule.norm_topk_prob:
         total = chosen.sum(dim=-1, keepdim=True)
-        if rule.scoring == "sigmoid":
+        if rule.scoring_func == "sigmoid":
             total = total + _SIGMOID_EPSILON
         chosen = chosen / total
     if rule.routed_scaling_factor != 1.0:
