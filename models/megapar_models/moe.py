@@ -29,7 +29,7 @@ def router_rule(blueprint: Blueprint) -> RouterRule:
     moe = blueprint.model.moe
     return RouterRule(
         top_k=moe.num_experts_per_tok,
-        scoring=moe.scoring_func,
+        scoring_func=moe.scoring_func,
         norm_topk_prob=moe.norm_topk_prob,
         routed_scaling_factor=moe.routed_scaling_factor,
         n_group=moe.n_group,
@@ -38,14 +38,11 @@ def router_rule(blueprint: Blueprint) -> RouterRule:
 
 
 def balance_rule(blueprint: Blueprint) -> BalanceRule:
-    """The factors of the losses and of the bias that `model.moe` asks for."""
+    """What evens out the load, as the options of `model.moe` say."""
     moe = blueprint.model.moe
-    return BalanceRule(
-        sequence=moe.router_aux_loss_coef if moe.balance == "sequence" else 0.0,
-        lagged=moe.router_aux_loss_coef if moe.balance == "global" else 0.0,
-        z=moe.router_z_loss_coef,
-        bias_rate=moe.router_bias_update_rate if moe.balance == "bias" else 0.0,
-    )
+    if moe.balance == "micro_batch":
+        raise ValueError("model.moe.balance=micro_batch: validate() refuses it")
+    return BalanceRule(moe.balance, moe.router_aux_loss_coef, moe.router_bias_update_rate, moe.router_z_loss_coef)
 
 
 class MixtureOfExperts(nn.Module):
