@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megapar.device import to_device
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -52,7 +54,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: x.to(device, non_blocking=True) for name, x in tensors.items() if x is not None}
+        moved = {name: to_device(x, device) for name, x in tensors.items() if x is not None}
         return replace(self, **moved)
 
     def documents_bs(self) -> Tensor:
