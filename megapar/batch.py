@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megapar.context import ParallelContext
+from megapar.device import to_device
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: x.to(device, non_blocking=True) for name, x in tensors.items() if x is not None}
+        moved = {name: to_device(x, device) for name, x in tensors.items() if x is not None}
         return replace(self, **moved)
 
     def documents_bs(self) -> Tensor:
@@ -123,11 +124,12 @@ class PipelineStage(nn.Module):
         """Shapes and dtypes of the tensors in `x`. Empty on the first stage."""
         raise NotImplementedError
 
-    def end_step(self, ctx: ParallelContext) -> Mapping[int, Tensor]:
-        """Update what follows the whole batch of a step, after its update. Called on every rank; may communicate.
+    def end_step(self, ctx: ParallelContext, found_inf: Tensor) -> Mapping[int, Tensor]:
+        """Update what follows the whole batch of a step, after the weights. Called on every rank; may communicate.
 
-        Returns how many tokens of the batch each expert got, int64 [experts], by the number of the layer. A stage
-        without experts does nothing.
+        `found_inf` is 0-d on the device. Unless it is zero, the step has updated no weight, and nothing may change here
+        either. Returns how many tokens of the batch each expert got, int64 [experts], by the number of the layer. A
+        stage without experts does nothing.
         """
         return {}
 

@@ -106,6 +106,8 @@ class ParamSpec:
     """
     whole: bool = False
     """Whether the optimizer needs the whole local parameter on one rank. ZeRO then never cuts it."""
+    training_state: bool = False
+    """Of a buffer: whether training alone needs it. A checkpoint of weights alone does not have it."""
 
     @property
     def name(self) -> str:

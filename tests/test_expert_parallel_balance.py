@@ -224,7 +224,7 @@ def trajectory(layout: Layout, ctx: ParallelContext) -> list[Tensor]:
         router.eval()
         router(tokens(step))  # an evaluation counts nothing
         router.train()
-        totals = end_step([router], [ctx.tp, ctx.grad])
+        totals = end_step([router], [ctx.tp, ctx.grad], torch.zeros(()))
         assert totals is not None
         assert totals.sum() == LENGTH * SAMPLES * SIGMOID.top_k
         assert torch.equal(router.last_counts, totals[0])
@@ -263,7 +263,7 @@ def test_biases_even_out_the_load() -> None:
     loads = []
     for _ in range(300):
         router(tokens())
-        totals = end_step([router], [])
+        totals = end_step([router], [], torch.zeros(()))
         assert totals is not None
         loads.append(totals[0].max().item() * EXPERTS / totals.sum().item())
     assert loads[0] > 2
@@ -271,4 +271,4 @@ def test_biases_even_out_the_load() -> None:
 
 
 def test_a_rank_without_routers_has_nothing_to_end() -> None:
-    assert end_step([], []) is None
+    assert end_step([], [], torch.zeros(())) is None

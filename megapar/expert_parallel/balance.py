@@ -28,7 +28,7 @@ from megapar.context import Axis
 from megapar.expert_parallel import route
 from megapar.expert_parallel.route import RouterRule
 from megapar.linear import LOCAL, Float32Products, linear
-from megapar.params import Init, ParamSpec, parameter, replicated
+from megapar.params import ZEROS, Init, ParamSpec, parameter, replicated
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,11 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32, device=device))
         self.register_buffer("last_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
         self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
+        # A checkpoint holds the buffers that have a spec: those that the next step reads.
+        if balance.kind == "bias":
+            _declare(self.bias, f"{name}.bias", tp, replicas, training_state=False)
+        if balance.kind == "global":
+            _declare(self.last_counts, f"{name}.last_counts", tp, replicas, training_state=True)
 
     def forward(self, x_sbh: Tensor, indices: Tensor | None = None) -> Routing:
         """Route this rank's tokens.
@@ -130,20 +135,32 @@ class Router(nn.Module):
             loss = loss + balance.z_coef * z_loss(logits_sbe, weights_sb)
         return loss
 
-    def end_step(self, counts_e: Tensor) -> None:
-        """Take the choices of each expert by all ranks in this step, and update the state of the balance."""
-        self.last_counts.copy_(counts_e)
+    def end_step(self, counts_e: Tensor, found_inf: Tensor) -> None:
+        """Take the choices of each expert by all ranks in this step, and update the state of the balance.
+
+        `found_inf` is 0-d on the device. Unless it is zero, the step does not count.
+        """
         self.step_counts.zero_()
+        skipped = found_inf != 0
+        torch.where(skipped, self.last_counts, counts_e, out=self.last_counts)
         if self.balance.kind == "bias":
-            self.bias.copy_(updated_bias(self.bias, counts_e, self.balance.bias_rate))
+            moved_e = updated_bias(self.bias, counts_e, self.balance.bias_rate)
+            torch.where(skipped, self.bias, moved_e, out=self.bias)
+
+
+def _declare(buffer_e: Tensor, name: str, tp: Axis, replicas: Axis, *, training_state: bool) -> None:
+    """Make a buffer part of checkpoints. All ranks hold the same values."""
+    piece = replicated(name, buffer_e.shape, tp)
+    spec = ParamSpec((piece,), ZEROS, decay=False, replicas=replicas, training_state=training_state)
+    buffer_e.spec = spec  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
-def end_step(routers: Iterable[Router], axes: Sequence[Axis]) -> Tensor | None:
+def end_step(routers: Iterable[Router], axes: Sequence[Axis], found_inf: Tensor) -> Tensor | None:
     """Sum the counts of a step over all ranks that routed tokens of these layers, and update each router.
 
-    `axes` are those whose ranks hold the same layers: tp and grad. A collective over them. Returns the sums, int64
-    [routers, e], or None on a rank without routers.
+    `axes` are those whose ranks hold the same layers: tp and grad. A collective over them. `found_inf` is 0-d. Unless
+    it is zero, the step does not count. Returns the sums, int64 [routers, e], or None on a rank without routers.
     """
     routers = list(routers)
     if not routers:
@@ -152,7 +169,7 @@ def end_step(routers: Iterable[Router], axes: Sequence[Axis]) -> Tensor | None:
     for axis in axes:
         comm.all_reduce(totals, axis)
     for router, counts_e in zip(routers, totals, strict=True):
-        router.end_step(counts_e)
+        router.end_step(counts_e, found_inf)
     return totals
 
 

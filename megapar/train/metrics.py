@@ -35,9 +35,22 @@ from megapar.train.step import StepResult
 _PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines are written
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a step when it is queued. `start` is on time.perf_counter's clock."""
+
+    start: float
+    data_seconds: float
+    comm_bytes: dict[str, int]
+
+
 @dataclass
 class Meter:
-    """Measures one step: its wall time, the time that it waited for data, and the bytes that it sent by axis."""
+    """Measures steps: their wall time, the time that they waited for data, and the bytes that they sent by axis.
+
+    For each step call `start`, `waited` and `queued`, and `line` when its result is known. The next step may be queued
+    before.
+    """
 
     ctx: ParallelContext
     flops_per_token: int
@@ -45,6 +58,7 @@ class Meter:
     _sent: dict[str, int] = field(default_factory=dict)
     _start: float = 0.0
     _data_seconds: float = 0.0
+    _end: float = 0.0  # when the result of the newest step was known
 
     def start(self) -> None:
         self._sent = self.ctx.traffic()
@@ -57,27 +71,32 @@ class Meter:
         self._data_seconds = time.perf_counter() - start
         return batches
 
-    def stop(self, result: StepResult, step: int, consumed_samples: int) -> dict[str, Any]:
-        """The step's line of metrics.jsonl. `comm_bytes` are the bytes that this rank sent, by ring algorithms."""
-        # A GPU runs behind the host: without this the time would be that of launching the kernels.
-        device.synchronize(self.ctx.device)
-        seconds = time.perf_counter() - self._start
+    def queued(self) -> Measured:
+        """Call it when the step is queued. `comm_bytes` are the bytes that this rank sends, by ring algorithms."""
         sent = {axis: n - self._sent.get(axis, 0) for axis, n in self.ctx.traffic().items()}
+        return Measured(self._start, self._data_seconds, sent)
+
+    def line(self, result: StepResult, measured: Measured) -> dict[str, Any]:
+        """The step's line of metrics.jsonl. Call it when the result is known."""
+        now = time.perf_counter()
+        # A step that was queued while the step before was computed begins when that one ends.
+        seconds = now - max(measured.start, self._end)
+        self._end = now
         tflops = self.flops_per_token * result.tokens / seconds / self.ctx.world.size / 1e12
         line = {
-            "step": step,
+            "step": result.step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens": int(result.tokens),
-            "consumed_samples": consumed_samples,
+            "consumed_samples": result.consumed_samples,
             "step_seconds": seconds,
-            "data_seconds": self._data_seconds,
+            "data_seconds": measured.data_seconds,
             "tokens_per_second": result.tokens / seconds,
             "tflops_per_device": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "peak_memory_bytes": device.peak_memory_bytes(self.ctx.device),
-            "comm_bytes": sent,
+            "comm_bytes": measured.comm_bytes,
         }
         if result.loss_scale.dynamic:
             line["loss_scale"] = result.loss_scale.scale

@@ -177,7 +177,7 @@ class Stage(PipelineStage):
             tied=self.blueprint.tied if tie else None,
         )
 
-    def end_step(self, ctx: ParallelContext) -> Mapping[int, Tensor]:
+    def end_step(self, ctx: ParallelContext, found_inf: Tensor) -> Mapping[int, Tensor]:
         """Give each router of this stage the load of its experts in the whole batch. A collective over tp and grad."""
         routers = {
             int(number): module
@@ -185,7 +185,7 @@ class Stage(PipelineStage):
             for module in layer.modules()
             if isinstance(module, Router)
         }
-        counts = end_step(routers.values(), (ctx.tp, ctx.grad))
+        counts = end_step(routers.values(), (ctx.tp, ctx.grad), found_inf)
         if counts is None:
             return {}
         return dict(zip(routers, counts, strict=True))
