@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from megapar import device
@@ -100,7 +101,21 @@ class Meter:
         }
         if result.loss_scale.dynamic:
             line["loss_scale"] = result.loss_scale.scale
+        if result.expert_counts is not None:
+            line |= expert_load(result.expert_counts)
         return line
+
+
+def expert_load(counts: Tensor) -> dict[str, Any]:
+    """What a line of metrics.jsonl says of the load of experts, from the tokens of each, int64 [layers, experts].
+
+    `expert_load` is, by the number of the layer, how many times the mean number of tokens its fullest expert got. The
+    rank of that expert computes so much longer. `expert_load_max` is the largest of them. `expert_counts` are the
+    numbers of tokens, by layer. Layers without experts are left out.
+    """
+    by_layer = {str(layer): row for layer, row in enumerate(counts.tolist()) if any(row)}
+    load = {layer: max(row) * len(row) / sum(row) for layer, row in by_layer.items()}
+    return {"expert_load_max": max(load.values(), default=1.0), "expert_load": load, "expert_counts": by_layer}
 
 
 def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str:
@@ -111,6 +126,9 @@ def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str
     mfu = ""
     if line["mfu"] is not None:  # None on a device whose peak is not known
         mfu = f" | mfu {line['mfu']:.1%}"
+    load = ""
+    if "expert_load_max" in line:
+        load = f"fullest expert {line['expert_load_max']:.2f}x | "
     eta = ""
     if eta_seconds is not None:
         minutes, seconds = divmod(int(eta_seconds), 60)
@@ -118,7 +136,7 @@ def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str
     return (
         f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f} | "
         f"grad norm {line['grad_norm']:.3f} | lr {line['lr']:.2e} | {line['tokens_per_second']:,.0f} tokens/s{mfu} | "
-        f"{line['peak_memory_bytes'] / 2**20:,.0f} MiB{eta}"
+        f"{load}{line['peak_memory_bytes'] / 2**20:,.0f} MiB{eta}"
     )
 
 
@@ -235,12 +253,19 @@ class Reporter:
                         self._tensorboard.add_scalar(key, value, line["step"])
 
     def step(self, line: dict[str, Any]) -> None:
-        """Record a training step. Log it if it is the first or last, a multiple of `log.every`, or not finite."""
+        """Record a training step. Log it if it is the first or last, a multiple of `log.every`, or not finite.
+
+        `expert_counts` are recorded for logged steps alone: a large mixture has thousands of experts.
+        """
+        done = line["step"] - self._first_step
+        step = line["step"]
+        finite = abs(line["loss"]) + abs(line["grad_norm"]) < float("inf")
+        is_logged = done == 1 or step == self._steps or step % self._options.every == 0 or not finite
+        if not is_logged:
+            line.pop("expert_counts", None)
         self.write(line)
         if not self._speaks:
             return
-        done = line["step"] - self._first_step
-        step = line["step"]
         eta = None
         # The first step compiles and allocates, so the rate is taken from the second step on.
         if done > 1:
@@ -249,8 +274,7 @@ class Reporter:
             self._second = time.monotonic()
         if self._progress:
             self._progress.update(self._task, completed=step)
-        finite = abs(line["loss"]) + abs(line["grad_norm"]) < float("inf")
-        if done == 1 or step == self._steps or step % self._options.every == 0 or not finite:
+        if is_logged:
             self.say(log_line(line, self._steps, eta))
 
     def flush(self) -> None:
