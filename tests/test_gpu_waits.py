@@ -223,7 +223,7 @@ def test_heads_that_straddle_ranks_wait_for_nothing() -> None:
     model = validate(Config(model=STRADDLING, parallel=ParallelConfig(tp=4, dp=1)), 4).model
     sharding = Sharding(Axis("tp", 4, 1, (0, 1, 2, 3)), Axis("grad"), False, torch.float32, META)
     layer = Attention(0, Blueprint(model, sharding, Recompute(), 1), qkv_bias=False, out_bias=False)
-    assert layer.kv_index is not None
+    assert layer.attend.kv_index is not None
     rows = layer.qkv.weight.shape[0]
     with no_copies_from_python():
         layer._core(torch.zeros(12, 1, rows, device=META), ForwardContext(micro_batch(packed=False)))

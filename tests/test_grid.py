@@ -158,6 +158,41 @@ GRID = [
     Layout(STRADDLING, dp=2, tp=4, zero_stage=0, micro_batch_size=3),
     Layout(LLAMA, dp=2, pp=4, schedule="gpipe", micro_batch_size=2),
 ]
+# Every pair of a form and a number of cp ranks, and each of them with the other axes.
+GRID += [
+    Layout(LLAMA, cp=2, micro_batch_size=6),
+    Layout(LLAMA, cp=2, cp_attention="ring", micro_batch_size=6, loss_chunk=7),
+    Layout(LLAMA, cp=2, cp_attention="ulysses", micro_batch_size=6),
+    Layout(GPT, cp=2, recompute="selective", micro_batch_size=6, packed=True),
+    Layout(GPT, cp=2, cp_attention="ring", recompute="full", micro_batch_size=6, packed=True),
+    Layout(LLAMA, cp=3, zero_stage=0, micro_batch_size=6),
+    Layout(LLAMA, cp=3, cp_attention="ring", recompute="full", every=2, micro_batch_size=6, packed=True),
+    Layout(STRADDLING, cp=3, cp_attention="ulysses", micro_batch_size=6, packed=True),
+    Layout(LLAMA, cp=4, micro_batch_size=4, packed=True),
+    Layout(ONE_KV_HEAD, cp=4, cp_attention="ring", micro_batch_size=6, packed=True),
+    Layout(GPT, cp=4, cp_attention="ulysses", zero_stage=0, recompute="selective", micro_batch_size=6, packed=True),
+    Layout(ONE_KV_HEAD, cp=4, cp_attention="ulysses", micro_batch_size=SAMPLES),
+    Layout(GPT, cp=2, dp=2, cp_attention="ring", zero_stage=0, micro_batch_size=3),
+    Layout(LLAMA, cp=2, dp=2, micro_batch_size=6, order="pp-dp-cp-tp"),
+    Layout(LLAMA, cp=2, tp=2, sequence_parallel=True, recompute="selective", micro_batch_size=6),
+    Layout(ONE_KV_HEAD, cp=2, tp=2, sequence_parallel=True, cp_attention="ulysses", micro_batch_size=6, packed=True),
+    Layout(LLAMA, cp=2, pp=2, loss_chunk=5, micro_batch_size=4),
+    Layout(GPT, cp=2, pp=2, cp_attention="ring", recompute="selective", micro_batch_size=4, packed=True),
+    Layout(
+        LLAMA,
+        cp=2,
+        pp=2,
+        vpp=2,
+        schedule="interleaved",
+        cp_attention="ulysses",
+        micro_batch_size=6,
+        order="cp-tp-dp-pp",
+    ),
+    Layout(STRADDLING, cp=3, tp=2, sequence_parallel=True, micro_batch_size=6, packed=True),
+    Layout(STRADDLING, cp=3, tp=2, cp_attention="ulysses", micro_batch_size=6),
+    Layout(GPT, cp=2, tp=2, pp=2, sequence_parallel=True, recompute="full", micro_batch_size=6, packed=True),
+    Layout(LLAMA, cp=2, tp=2, dp=2, sequence_parallel=True, cp_attention="ring", micro_batch_size=6, packed=True),
+]
 
 
 @pytest.mark.gpus

@@ -82,7 +82,12 @@ GRID = [
     Layout(MIXTRAL, dp=4, tp=2, ep=4, etp=2, sequence_parallel=True, micro_batch_size=3),
     Layout(SHARED, dp=4, tp=2, ep=2, etp=2, micro_batch_size=1, zero_stage=0),
     Layout(SIGMOID, dp=2, tp=2, pp=2, ep=2, etp=2, micro_batch_size=3),
-    Layout(ONE, dp=4, pp=2, ep=4, micro_batch_size=1, order="pp-dp-cp-tp"),
+    Layout(ONE, dp=4, pp=2, ep=4, micro_batch_size=3, order="pp-dp-cp-tp"),
+    Layout(SHARED, cp=2, ep=2, micro_batch_size=6),
+    Layout(MIXTRAL, cp=4, ep=4, cp_attention="ring", micro_batch_size=6, recompute="full"),
+    Layout(SIGMOID, cp=2, ep=2, cp_attention="ulysses", micro_batch_size=6),
+    Layout(SHARED, cp=2, dp=2, tp=2, ep=4, etp=2, sequence_parallel=True, micro_batch_size=3, packed=True),
+    Layout(SHARED, cp=2, pp=2, dp=2, ep=2, micro_batch_size=2, partition=(1, 1)),
 ]
 
 

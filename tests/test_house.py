@@ -29,12 +29,13 @@ FOUNDATION = {
     )
 }
 ENGINES = {f"megapar.{name}" for name in ("pipeline", "data_parallel", "optimizer", "data", "checkpoint")}
-LAYERS = {f"megapar.{name}" for name in ("tensor_parallel", "expert_parallel")}
+LAYERS = {f"megapar.{name}" for name in ("tensor_parallel", "context_parallel", "expert_parallel")}
 MAY_IMPORT: dict[str, set[str]] = {
     KERNELS: set(),
     "foundation": {KERNELS},
     "megapar.tensor_parallel": {"foundation", KERNELS},
     "megapar.expert_parallel": {"foundation", KERNELS},
+    "megapar.context_parallel": {"foundation", KERNELS},
     "megapar.pipeline": {"foundation"},
     "megapar.data_parallel": {"foundation", KERNELS},
     "megapar.optimizer": {"foundation", "megapar.data_parallel", KERNELS},  # they work on the flat buffers
@@ -42,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megapar.checkpoint": {"foundation"},
     MODELS: {"foundation", *LAYERS, KERNELS},
     CONVERT: {"foundation", "megapar.checkpoint", "megapar.data", MODELS},  # only programs import it
-    "megapar.train": {"foundation", *ENGINES},
+    "megapar.train": {"foundation", "megapar.context_parallel", *ENGINES},
     "main": {"foundation", *LAYERS, *ENGINES, "megapar.train", MODELS, CONVERT, KERNELS},
 }
 # Single modules that reach further: which layers a stage holds, and where it lives, is the pipeline's to say.

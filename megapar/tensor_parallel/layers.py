@@ -42,8 +42,9 @@ VOCAB_MULTIPLE = 128
 class Sharding:
     """What a layer needs to know to make its slice of the weights.
 
-    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`. Experts are dealt
-    over `ep`, and each is cut over `etp`. Their replicas are `expert_replicas` (see ParallelContext).
+    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`. The positions of a
+    sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
+    `expert_replicas` (see ParallelContext).
     """
 
     tp: Axis

@@ -3,14 +3,15 @@
 A stage has consecutive layers. The first stage also has the embedding, and the last one the norm, head and loss. Layers
 keep their global numbers, so that the names of weights do not depend on the split into stages.
 
-Shapes: s sequence (s/tp between layers under sequence parallelism), b micro-batch, h hidden, v vocabulary, d width of a
-head.
+Shapes: s positions of this context-parallel rank (s/tp between layers under sequence parallelism), b micro-batch,
+h hidden, v vocabulary, d width of a head.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Literal
 
 from megapar_kernels.backend import Kernels
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class Blueprint:
 
     `tied` is the axis of the pipeline ranks that hold copies of a tied embedding. It is None if one rank holds all of
     it, or if the embedding is not tied. `loss_chunk` is the number of tokens whose logits are in memory at one time; 0
-    takes all tokens of a micro-batch.
+    takes all tokens of a micro-batch. `cp_attention` is the option parallel.cp_attention.
     """
 
     model: ModelConfig
@@ -51,6 +52,7 @@ class Blueprint:
     kernels: Kernels = field(default_factory=Kernels)
     z_loss: float = 0.0
     loss_chunk: int = 0
+    cp_attention: Literal["gather", "ring", "ulysses"] = "gather"
 
     @property
     def init(self) -> Init:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,11 +16,12 @@ from megapar import comm, context
 from megapar.batch import MicroBatch
 from megapar.config import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
+from megapar.context_parallel import deal
 from megapar.data.order import micro_batch_positions
 from megapar.optimizer.clip import clip_coefficient
 from megapar.random import initialize
 from megapar.train.grid import with_grid
-from megapar.train.step import TrainState, train_step
+from megapar.train.step import TrainState, evaluate, train_step
 from megapar.train.trainer import assemble
 from tests.support import layouts
 from tests.support.distributed import rank_device, run_ranks
@@ -66,6 +67,8 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    cp_attention: Literal["gather", "ring", "ulysses"] = "gather"
     ep: int = 1
     etp: int = 0
     vpp: int = 1
@@ -84,13 +87,15 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def config(self, precision: str = "fp32") -> Config:
         parallel = ParallelConfig(
             tp=self.tp,
             pp=self.pp,
             dp=self.dp,
+            cp=self.cp,
+            cp_attention=self.cp_attention,
             ep=self.ep,
             etp=self.etp,
             vpp=self.vpp,
@@ -125,8 +130,8 @@ class Layout:
 
 
 def micro_batches(config: Config, ctx: ParallelContext, step: int, packed: bool = False) -> list[MicroBatch]:
-    """Random tokens, a distinct weight for each of them, and one sample that is masked whole; `packed` samples are two
-    documents each."""
+    """Random tokens, a distinct weight for each of them, and one sample that is masked whole; `packed` samples are four
+    documents each. A rank gets its part of their positions."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(config.model.vocab_size, (SAMPLES, LENGTH + 1), generator=generator)
     weights = 0.1 + torch.rand(SAMPLES, LENGTH, generator=generator)
@@ -136,24 +141,28 @@ def micro_batches(config: Config, ctx: ParallelContext, step: int, packed: bool 
     rows = [torch.from_numpy(row) for row in positions]
     batches = [MicroBatch.of_samples(tokens[r, :-1], tokens[r, 1:], weights[r], ids[r]) for r in rows]
     if packed:
-        batches = [replace(batch, starts=two_documents(row)) for batch, row in zip(batches, rows, strict=True)]
-    return [batch.to(ctx.device) for batch in batches]
+        batches = [replace(batch, starts=four_documents(row)) for batch, row in zip(batches, rows, strict=True)]
+    held = torch.tensor(deal.positions(LENGTH, ctx.cp.size, ctx.cp.rank))
+    return [batch.columns(held).to(ctx.device) for batch in batches]
 
 
-def two_documents(samples: Tensor) -> Tensor:
-    """`MicroBatch.starts` of samples whose second document starts at position 1 + the sample's number."""
+def four_documents(samples: Tensor) -> Tensor:
+    """`MicroBatch.starts` of samples with documents of 1 + the sample's number, 3, 7, and all other tokens."""
     firsts = torch.arange(len(samples)) * LENGTH
-    inner = torch.stack((firsts, firsts + 1 + samples), dim=1).flatten()
+    second = firsts + 1 + samples
+    inner = torch.stack((firsts, second, second + 3, second + 10), dim=1).flatten()
     return torch.cat((inner, torch.tensor([len(samples) * LENGTH]))).int()
 
 
 def make_state(config: Config) -> TrainState:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    where = (
-        rank_device(rank) if config.parallel.tp * config.parallel.pp * config.parallel.dp > 1 else torch.device("cpu")
-    )
+    parallel = config.parallel
+    world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     make = with_grid(context.create, config)
-    ctx = make(device=where, use_shared_memory=config.launch.cpu_exchange == "shared_memory")
+    ctx = make(
+        device=rank_device(rank) if world > 1 else torch.device("cpu"),
+        use_shared_memory=config.launch.cpu_exchange == "shared_memory",
+    )
     stages = build_stages(config, ctx)
     initialize(stages.values(), config.train.seed)
     return assemble(config, ctx, stages)
@@ -172,7 +181,7 @@ def held_gradients(state: TrainState) -> list[layouts.Held]:
 
 
 def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
-    """What one rank has to show: initial weights, and loss, norm, gradients and weights of each step."""
+    """What one rank has to show: initial weights, loss, norm, gradients and weights of each step, and an evaluation."""
     state = make_state(config)
     stages = state.pipeline.stages.values()
     shown: dict[str, Any] = {"initial": layouts.held(stages, state.ctx), "steps": []}
@@ -181,6 +190,7 @@ def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
         if state.grads.impl == "triton":  # torch's AdamW leaves the gradient clipped
             state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
         shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), layouts.held(stages, state.ctx)))
+    shown["evaluation"] = evaluate(state, micro_batches(config, state.ctx, STEPS, packed))
     return shown
 
 
@@ -206,6 +216,8 @@ def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
         found = [rank["steps"][step] for rank in ranks]
         layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]))
         layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]))
+    for rank in ranks:
+        assert rank["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-5)
 
 
 def check_on_ranks(layout: Layout) -> None:
