@@ -3,11 +3,12 @@
 import itertools
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+from megapar_kernels.activations import swiglu
 from torch import Tensor
 
 from megapar import context, recompute
@@ -15,11 +16,13 @@ from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import fill
 from megapar.checkpoint.save import publish, share, write_part
 from megapar.config import OptimizerConfig
-from megapar.context import ParallelContext
+from megapar.context import ParallelContext, single
 from megapar.exchange import ArrivingRows
 from megapar.expert_parallel import dispatch, route
+from megapar.expert_parallel.experts import Experts, ExpertSharding
 from megapar.expert_parallel.route import RouterRule
-from megapar.params import StateSlice, selected, spec_of
+from megapar.linear import MatrixProducts
+from megapar.params import Init, StateSlice, selected, spec_of
 from megapar.random import initialize
 from tests.support import layouts
 from tests.support.distributed import rank_device, run_ranks
@@ -144,7 +147,7 @@ def world_of(split: dict[str, int]) -> int:
 
 def test_one_process_is_the_reference() -> None:
     for case in CASES:
-        found = train(case, context.single(), micro_batches=2)
+        found = train(case, single(), micro_batches=2)
         check_against_one_process([found], case, "single")
     torch.use_deterministic_algorithms(False)
 
@@ -233,12 +236,18 @@ def test_gradcheck_of_a_round_trip() -> None:
     torch.testing.assert_close(dispatch.combine(rows, torch.ones(4, 2).double(), plan), 2 * x)
 
 
-def test_an_expanded_gradient() -> None:
+@pytest.mark.parametrize("grouped", ["loop", "torch"])
+def test_an_expanded_gradient(grouped: Literal["loop", "torch"]) -> None:
     """Fault moe-expanded-gradient: the gradient of out.sum() has strides of 0."""
     gradients = []
-    for weights in (None, torch.ones(9, HIDDEN)):
-        experts = small_mixture(Case(num_experts=3)).experts
-        rows = draw(9, HIDDEN).requires_grad_()
+    for weights in (None, torch.ones(9, 8)):
+        alone = single()
+        products = MatrixProducts(grouped=grouped)
+        sharding = ExpertSharding(alone.ep, alone.etp, alone.expert_grad, torch.float32, torch.device("cpu"), products)
+        init = Init("normal", 0.5)
+        experts = Experts("experts", 3, 8, 8, sharding, activation=swiglu, init=init, output_init=init)
+        initialize([experts], seed=1)
+        rows = draw(9, 8).requires_grad_()
         out = experts(rows, [4, 0, 5])
         (out.sum() if weights is None else (out * weights).sum()).backward()
         gradients.append([rows.grad, experts.gate_up.grad, experts.down.grad])
@@ -250,7 +259,7 @@ def test_experts_without_rows_keep_what_earlier_micro_batches_added() -> None:
     """Fault moe-empty-expert-uninitialized: a stale gradient becomes zero, and one of this step stays."""
     case = Case(num_experts=3)
     mixture = small_mixture(case)
-    flat = flatten([mixture], context.single(), zero_stage=0, bucket_mb=1)
+    flat = flatten([mixture], single(), zero_stage=0, bucket_mb=1)
     flat.start_step()
     main_grad = mixture.experts.down.main_grad.tensor.view(3, HIDDEN, case.width)  # type: ignore[attr-defined]
     experts = partial(mixture.experts, draw(4, HIDDEN))
@@ -264,6 +273,23 @@ def test_experts_without_rows_keep_what_earlier_micro_batches_added() -> None:
     flat.start_step()
     experts([0, 0, 4]).sum().backward()
     assert not main_grad[:2].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [[4, 0, 5], [0, 0, 9], [0, 0, 0]], ids=str)
+def test_both_ways_to_multiply_groups_agree(rows: list[int], dtype: torch.dtype) -> None:
+    x = draw(sum(rows), 16, dtype=dtype)
+    grad = draw(sum(rows), 24, seed=1, dtype=dtype)
+    weights = draw(3, 24, 16, seed=2, dtype=dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for grouped in ("loop", "torch"):
+        products = MatrixProducts(grouped=grouped)  # type: ignore[arg-type]
+        y = products.grouped_forward(x, weights, rows)
+        grad_x = products.grouped_input_gradient(grad, weights, rows)
+        expected = [a @ w.t() for a, w in zip(x.double().split(rows), weights.double(), strict=True)]
+        torch.testing.assert_close(y.double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
+        expected = [g @ w for g, w in zip(grad.double().split(rows), weights.double(), strict=True)]
+        torch.testing.assert_close(grad_x.double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
 
 
 def traffic(split: dict[str, int], case: Case) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
@@ -512,7 +538,7 @@ def test_a_dry_run_counts_rows_that_spread_evenly() -> None:
 def test_experts_in_16_bits_sum_gradients_in_fp32() -> None:
     case = Case(tokens=(400,))
     mixture = small_mixture(case, torch.bfloat16)
-    flat = flatten([mixture], context.single(), zero_stage=0, bucket_mb=1)
+    flat = flatten([mixture], single(), zero_stage=0, bucket_mb=1)
     flat.start_step()
     weights = {name: tensor.bfloat16().double().requires_grad_() for name, tensor in case.weights().items()}
     out = mixture(case.inputs(0).bfloat16())
@@ -521,6 +547,6 @@ def test_experts_in_16_bits_sum_gradients_in_fp32() -> None:
     out.sum().backward()
     expected.sum().backward()
     assert (out - expected).norm() < 0.01 * expected.norm()
-    for name, gradient in layouts.assemble([layouts.held([mixture], context.single(), layouts.main_gradients)]).items():
+    for name, gradient in layouts.assemble([layouts.held([mixture], single(), layouts.main_gradients)]).items():
         assert gradient.dtype == torch.float32
         assert (gradient - weights[name].grad).norm() < 0.02 * weights[name].grad.norm(), name
