@@ -160,6 +160,35 @@ def test_every_split_of_four_ranks_equals_one_process() -> None:
     check_runs([(SPLITS_OF_4[i], CASES[j]) for i, j in every if (i + j + i // 4) % 2 == 0])
 
 
+def zero(case: Case) -> list[float]:
+    """With ZeRO: the number of collectives over replicas of experts, the squared norm of this rank's gradients, and
+    what a step of AdamW makes of its weights."""
+    ctx = make_context({"dp": 4, "ep": 2, "etp": 1})
+    mixture = small_mixture(case, ctx=ctx)
+    flat = flatten([mixture], ctx, zero_stage=1, bucket_mb=0.001)
+    flat.start_step()
+    flat.gradients.begin()
+    (mixture(case.inputs(ctx.world.rank)) * case.coefficients(ctx.world.rank)).sum().backward()
+    flat.gradients.finish()
+    counted = sum(flat.grads[start:stop].double().square().sum().item() for start, stop in flat.layout.norm_ranges())
+    flat.adamw(OptimizerConfig(zero_stage=1)).step(lr=0.1)
+    calls = sum(ctx.expert_grad.traffic.calls.values())
+    return [calls, counted, *(param.detach().double().square().sum().item() for param in mixture.parameters())]
+
+
+def test_zero_over_replicas_of_experts_and_ranks_without_one() -> None:
+    """Each gradient counts once in the norm, and replicas stay equal. In the first case ranks 0 and 2 hold no expert,
+    and send each other no empty messages."""
+    for case in (Case(num_experts=1, rule=RouterRule(top_k=1, norm_topk_prob=False)), Case()):
+        ranks = run_ranks(4, zero, case)
+        gradients = reference(case, 4, micro_batches=1)["weights"].values()
+        expected = sum(gradient.square().sum().item() for gradient in gradients)
+        assert sum(rank[1] for rank in ranks) == pytest.approx(expected, rel=1e-5)
+        assert ranks[0][2:] == ranks[2][2:]
+        assert ranks[1][2:] == ranks[3][2:]
+        assert [rank[0] > 0 for rank in ranks] == [case.num_experts > 1, True] * 2
+
+
 def test_splits_of_eight_ranks_equal_one_process() -> None:
     """Ranks without an expert among them: 5 experts on 8 ranks."""
     check_runs([(split, case) for split in SPLITS_OF_8 for case in (CASES[0], CASES[2], CASES[4])])
