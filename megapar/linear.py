@@ -153,26 +153,6 @@ def _group_ends(rows: Sequence[int], device: torch.device) -> Tensor:
     return ends.to(device, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class Float32Products(MatrixProducts):
-    """Products in fp32 of inputs of any dtype, as routers need them. What is kept for backward is the input itself.
-
-    y is fp32. Gradients have the dtypes of x and of the weight.
-    """
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-
-    def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
-        return (grad_y @ weight.float()).to(weight.dtype)  # x has the dtype of the weight
-
-    def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
-        return (grad_2d.t() @ x_2d.float()).to(x_2d.dtype)
-
-    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, *, overwrite: bool = False) -> None:
-        super().add_weight_gradient(total, grad_2d, x_2d.float(), overwrite=overwrite)
-
-
 class _Linear(torch.autograd.Function):
     """y = region.enter(x) W^T + b. Its backward overlaps communication with matrix products.
 
