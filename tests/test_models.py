@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import build_stages, flops_per_token, parameter_count
+from megapar_models.build import active_parameter_count, build_stages, flops_per_token, parameter_count
 from megapar_models.registry import FAMILIES, presets, validate
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config import Config, ModelConfig, RopeScaling
+from megapar.config import Config, ModelConfig, MoEConfig, RopeScaling
 from tests.support import layouts, reference_models, tiny_models
 from tests.support.flat import flatten
 
 # Wavelengths of head_dim 12 and theta 1e4 are 6, 29, 135, ... positions: kept, blended and stretched ones.
 LLAMA3 = RopeScaling("llama3", factor=8.0, original_max_position_embeddings=32)
+YARN = RopeScaling("yarn", factor=8.0, original_max_position_embeddings=32)
+YARN_MSCALE = replace(YARN, beta_fast=4.0, beta_slow=0.05, mscale=0.7, mscale_all_dim=1.9, truncate=False)
 MODELS = {
     "llama": tiny_models.model("llama"),
     "tied": tiny_models.model("llama", tie_word_embeddings=True),
@@ -28,6 +30,8 @@ MODELS = {
     "q/k norm and biases": tiny_models.model("llama", num_key_value_heads=2, qk_norm=True, attention_bias=True),
     "linear rope": tiny_models.model("llama", rope_scaling=RopeScaling("linear", factor=4.0)),
     "llama3 rope": tiny_models.model("llama", rope_scaling=LLAMA3),
+    "yarn rope": tiny_models.model("llama", rope_scaling=YARN),
+    "yarn rope, all its options": tiny_models.model("llama", rope_scaling=YARN_MSCALE),
     "rope base": tiny_models.model("llama", rope_theta=500.0),
     "gated gelu": tiny_models.model("llama", hidden_act="gelu_pytorch_tanh"),
     "gated relu2": tiny_models.model("llama", hidden_act="relu2"),
@@ -41,6 +45,7 @@ def preset(name: str, **changes: Any) -> ModelConfig:
     """A preset as a run would see it, with derived values filled in."""
     fields = tomllib.loads(presets()[name].read_text())["model"]
     fields["rope_scaling"] = RopeScaling(**fields.get("rope_scaling", {}))
+    fields["moe"] = MoEConfig(**fields.get("moe", {}))
     return validate(Config(model=replace(ModelConfig(**fields), **changes)), 1).model
 
 
@@ -124,6 +129,15 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     published = re.search(r": ([\d,]+) parameters", first_line)
     assert published is not None, first_line
     assert parameter_count(preset(name)) == int(published[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("name", [name for name, path in presets().items() if "[model.moe]" in path.read_text()])
+def test_presets_of_mixtures_have_the_published_number_of_active_parameters(name: str) -> None:
+    """The first line of a preset states it, as its source does: cut or rounded after the last digit."""
+    published = re.search(r", (\d+)(\.\d)?B active", presets()[name].read_text().splitlines()[0])
+    assert published is not None
+    stated = float(published[1] + (published[2] or ""))
+    assert abs(active_parameter_count(preset(name)) / 1e9 - stated) < (0.1 if published[2] else 1)
 
 
 def test_parameters_of_mistrals_first_version() -> None:
