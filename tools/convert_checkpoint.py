@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
-from megapar_models.build import logical_tensors, parameters_in_words
+from megapar_models.build import describe_size, logical_tensors
 from megapar_models.convert import dcp, megatron, megatron_core, upcycle
 from megapar_models.convert.config_json import canonical_name, from_hugging_face, names_of, to_hugging_face, told
 from megapar_models.convert.huggingface import (
@@ -306,7 +306,7 @@ def upcycle_dense(options: Upcycle) -> None:
         write_options(folder, config, options.src)
         if options.verify:
             write_json(folder / PARITY, verify(folder, native_reference(options.src), torch.float32))
-    counts = parameters_in_words(config.model)
+    counts = describe_size(config.model)
     print(f"{options.dst}: {options.family}, {counts}, of step {manifest.step} of {options.src}")
     print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
 

@@ -141,7 +141,7 @@ def active_parameter_count(model: ModelConfig) -> int:
     return round(sum(counts))  # a whole number: each layer has num_experts_per_tok times an expert's parameters
 
 
-def parameters_in_words(model: ModelConfig) -> str:
+def describe_size(model: ModelConfig) -> str:
     """The number of parameters, and of active ones if there are experts that not every token uses."""
     total = parameter_count(model)
     active = active_parameter_count(model)

@@ -36,6 +36,7 @@ class Reference(NamedTuple):
 
 
 def check_transformers(wanted: bool) -> None:
+    """Raise ConfigError if transformers is `wanted` and not installed."""
     if wanted and importlib.util.find_spec("transformers") is None:
         raise ConfigError(
             "--verify compares with transformers, which is not installed: pip install 'megapar[convert]' or --no-verify"
@@ -127,6 +128,7 @@ def prompts(model: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
     yield "random, last positions", torch.randint(model.vocab_size, (most,), generator=generator), most - short
 
 
+@torch.no_grad()
 def load_fp32(checkpoint: Path, dtype: torch.dtype) -> tuple[Config, Stage]:
     """The whole model in one stage, in fp32 from weights rounded to `dtype`."""
     config, stage = load_model(checkpoint, precision="fp32")
@@ -135,6 +137,7 @@ def load_fp32(checkpoint: Path, dtype: torch.dtype) -> tuple[Config, Stage]:
     return config, stage
 
 
+@torch.no_grad()
 def native_logits(stage: Stage, tokens_s: Tensor, first: int) -> Tensor:
     """The logits [s - first, v] of the positions from `first` on."""
     tokens_bs = tokens_s[None]

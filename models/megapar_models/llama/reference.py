@@ -16,6 +16,7 @@ def logits(model: ModelConfig, tensors: Tensors, tokens_bs: Tensor) -> Tensor:
 
 
 def rms_norm(model: ModelConfig, tensors: Tensors, name: str, x: Tensor) -> Tensor:
+    """RMSNorm with weight."""
     return x / (x.pow(2).mean(-1, keepdim=True) + model.rms_norm_eps).sqrt() * tensors[f"{name}.weight"]
 
 
@@ -80,6 +81,7 @@ def _rotate(model: ModelConfig, x_bnsd: Tensor) -> Tensor:
 
 
 def attention(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
+    """Causal attention with rotary positions; with biases and norms of q and k where the model has them."""
     q, k, v = (heads(model, tensors, f"{name}.{letter}", x_bsh) for letter in "qkv")
     if model.qk_norm:
         q = rms_norm(model, tensors, f"{name}.q_norm", q)
@@ -89,5 +91,6 @@ def attention(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) ->
 
 
 def mlp(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
+    """down(act(gate x) * up x)."""
     gate = activate(model, linear(tensors, f"{name}.gate", x_bsh))
     return linear(tensors, f"{name}.down", gate * linear(tensors, f"{name}.up", x_bsh))
