@@ -1,24 +1,31 @@
 """Types that data, models and pipeline exchange: a micro-batch of samples, and a pipeline stage that consumes it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megapar.context import ParallelContext
+from megapar.device import to_device
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that go through the model together. Shapes: b samples, s positions.
+    """Samples that go through the model together. Shapes: b samples, s columns.
+
+    The columns are all positions of the samples, or one context-parallel rank's part of them (`columns`).
 
     `weights_bs` scales the loss of each target; 0 drops the target. The sum of all weights of a step is its divisor.
     `sample_ids_b` are positions in the run's global sample order. Dropout masks are keyed by them, so no layout changes
-    a mask. `positions_s` are the positions, inside their samples, of the s columns that this rank holds. Rotary tables,
-    learned positions and dropout keys read them. `of_samples` makes a micro-batch of whole samples.
+    a mask. `positions_s` are the positions of the columns inside their samples. Rotary tables, learned positions and
+    dropout keys read them. `sample_length` is the number of positions of a whole sample.
     `loss_scale`, 0-d fp32, multiplies the gradient of every loss (`add_loss`). It is None outside of training.
     `starts` marks samples that hold several documents, which do not attend to each other. It is int32 [documents + 1]:
-    the position at which each document starts, counted through all samples one after the other, and b * s at the end.
-    None means that each sample is one document.
+    the position at which each document starts, counted through all whole samples one after the other, and
+    b * sample_length at the end. None means that each sample is one document. `starts_on_host` are the same numbers for
+    the host, which would have to wait for a GPU to read them. Only `columns` sets them.
     """
 
     tokens_bs: Tensor  # int64
@@ -26,8 +33,10 @@ class MicroBatch:
     weights_bs: Tensor  # float32
     sample_ids_b: Tensor  # int64
     positions_s: Tensor  # int64
+    sample_length: int
     starts: Tensor | None = None
     loss_scale: Tensor | None = None
+    starts_on_host: tuple[int, ...] | None = None
 
     @classmethod
     def of_samples(
@@ -39,8 +48,21 @@ class MicroBatch:
         starts: Tensor | None = None,
     ) -> "MicroBatch":
         """A micro-batch of whole samples: the positions are 0, 1, ... s - 1."""
-        positions_s = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)
-        return cls(tokens_bs, targets_bs, weights_bs, sample_ids_b, positions_s, starts)
+        length = tokens_bs.shape[1]
+        positions_s = torch.arange(length, device=tokens_bs.device)
+        return cls(tokens_bs, targets_bs, weights_bs, sample_ids_b, positions_s, length, starts)
+
+    def columns(self, positions_s: Tensor) -> "MicroBatch":
+        """The part of whole samples at `positions_s`, int64. Call it before `to`: it reads `starts`."""
+        # Targets are cut as tokens are. To shift the cut tokens by one would be wrong where a run of positions ends.
+        return replace(
+            self,
+            tokens_bs=self.tokens_bs[:, positions_s],
+            targets_bs=self.targets_bs[:, positions_s],
+            weights_bs=self.weights_bs[:, positions_s],
+            positions_s=positions_s,
+            starts_on_host=None if self.starts is None else tuple(self.starts.tolist()),
+        )
 
     @property
     def size(self) -> int:
@@ -48,26 +70,30 @@ class MicroBatch:
 
     @property
     def seq_length(self) -> int:
+        """The number of columns."""
         return self.tokens_bs.shape[1]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: x.to(device, non_blocking=True) for name, x in tensors.items() if x is not None}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {name: to_device(x, device) for name, x in values.items() if isinstance(x, Tensor)}
         return replace(self, **moved)
 
     def documents_bs(self) -> Tensor:
-        """Index of the document of each position, [b, s]. Documents are counted through all samples. Needs `starts`."""
+        """Index of the document of each column, [b, s]. Documents are counted through all samples. Needs `starts`."""
         assert self.starts is not None
-        positions = torch.arange(self.tokens_bs.numel(), dtype=torch.int32, device=self.starts.device)
         # right=True: the first position of a document is in that document, not in the one before.
-        starts_passed = torch.searchsorted(self.starts, positions, right=True)
-        return (starts_passed - 1).view(self.tokens_bs.shape)
+        starts_passed = torch.searchsorted(self.starts, self._positions_bs(), right=True)
+        return starts_passed - 1
 
     def document_positions_bs(self) -> Tensor:
         """Position of each token inside its document, [b, s]. Needs `starts`."""
         assert self.starts is not None
-        positions = torch.arange(self.tokens_bs.numel(), device=self.starts.device).view(self.tokens_bs.shape)
-        return positions - self.starts[self.documents_bs()]
+        return self._positions_bs() - self.starts[self.documents_bs()]
+
+    def _positions_bs(self) -> Tensor:
+        """The positions of the columns, [b, s], counted through all whole samples one after the other, as `starts`."""
+        samples = torch.arange(self.size, device=self.positions_s.device)
+        return samples[:, None] * self.sample_length + self.positions_s
 
 
 class _AddLoss(torch.autograd.Function):
@@ -119,6 +145,15 @@ class PipelineStage(nn.Module):
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
         """Shapes and dtypes of the tensors in `x`. Empty on the first stage."""
         raise NotImplementedError
+
+    def end_step(self, ctx: ParallelContext, found_inf: Tensor) -> Mapping[int, Tensor]:
+        """Update what follows the whole batch of a step, after the weights. Called on every rank; may communicate.
+
+        `found_inf` is 0-d on the device. Unless it is zero, the step has updated no weight, and nothing may change here
+        either. Returns how many tokens of the batch each expert got, int64 [experts], by the number of the layer. A
+        stage without experts does nothing.
+        """
+        return {}
 
     def title(self) -> str:
         """Text for people that says what the stage holds."""

@@ -458,6 +458,8 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     """
     if not all(x.is_contiguous() for x, _ in [*sends, *receives]):
         raise ValueError("exchange needs contiguous tensors: they are sent and received in place")
+    if any(x.is_meta for x, _ in [*sends, *receives]):
+        return Pending()
     for x, _ in sends:
         axis.traffic.record("send", _bytes(x))
     messages = [("send", x, peer) for x, peer in sends] + [("receive", x, peer) for x, peer in receives]

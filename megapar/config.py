@@ -129,7 +129,12 @@ class ParallelConfig:
     pp: int = 1
     """Pipeline-parallel ranks: each holds a run of layers, or vpp of them."""
     dp: int = 0
-    """Data-parallel replicas; 0 means the world size divided by tp * pp."""
+    """Data-parallel replicas; 0 means the world size divided by tp * cp * pp."""
+    cp: int = 1
+    """Context-parallel ranks: each holds a part of every sample's positions. train.seq_length must divide by 2 * cp."""
+    cp_attention: Literal["gather", "ring", "ulysses"] = "gather"
+    """How attention sees the positions of other cp ranks: gather all keys and values of a layer, pass them round in a
+    ring, or exchange positions for heads (ulysses; the heads of a tp rank must divide by cp)."""
     ep: int = 1
     """Expert-parallel ranks: each holds a part of the experts. Taken from the same ranks as tp and dp."""
     etp: int = 0
@@ -146,7 +151,7 @@ class ParallelConfig:
     balance: Literal["flops", "measured"] = "flops"
     """The cost that an empty partition balances: computed, or measured at the first start and kept in config.toml."""
     order: str = "tp-cp-dp-pp"
-    """Rank order, fastest axis first (cp is context parallel, of size 1 so far)."""
+    """Rank order, fastest axis first, such as dp-tp-cp-pp."""
 
 
 @dataclass(frozen=True)

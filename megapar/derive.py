@@ -21,14 +21,15 @@ def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
         head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
         intermediate_size=model.intermediate_size or 4 * model.hidden_size,
     )
-    parallel = replace(parallel, dp=parallel.dp or world_size // (parallel.tp * parallel.pp))
+    parallel = replace(parallel, dp=parallel.dp or world_size // (parallel.tp * parallel.cp * parallel.pp))
     if model.moe.num_experts:
         width = model.moe.moe_intermediate_size or model.intermediate_size
         model = replace(model, moe=replace(model.moe, moe_intermediate_size=width))
         parallel = replace(parallel, etp=parallel.etp or parallel.tp)
-    # A reduce-scatter gives each replica an equal share of a bucket. With a share of 4 MiB (2^20 fp32 elements) the
-    # transfer takes longer than its latency. Megatron-LM's buckets grow alike: max(40 M, 1 M * dp) elements.
-    bucket_mb = config.optimizer.bucket_mb or max(64.0, 4.0 * parallel.dp)
+    # A reduce-scatter over dp x cp gives each rank an equal share of a bucket. With a share of 4 MiB (2^20 fp32
+    # elements) the transfer takes longer than its latency. Megatron-LM's buckets grow alike: max(40 M, 1 M * dp)
+    # elements.
+    bucket_mb = config.optimizer.bucket_mb or max(64.0, 4.0 * parallel.dp * parallel.cp)
     optimizer = replace(config.optimizer, bucket_mb=bucket_mb)
     return replace(config, model=model, parallel=parallel, optimizer=optimizer)
 

@@ -5,6 +5,7 @@ gradients, as zero-bubble schedules do, change `_Linear.backward` alone. An `Inp
 before the product in forward and after it in backward. `megapar.tensor_parallel.regions` has all regions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,6 +37,23 @@ class InputRegion(Protocol):
 
         `grad_x` is this rank's gradient of the input of the matrix product. The region may overwrite it.
         """
+
+
+@dataclass(frozen=True)
+class Local:
+    """The region without communication: the input is this rank's slice already, or there is only one rank."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
+        return x, Pending()
+
+    def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
+        return grad_x, Pending()
+
+
+LOCAL = Local()
 
 
 @dataclass(frozen=True)
@@ -75,7 +93,7 @@ class MatrixProducts:
         With `overwrite` the values of `total` count as zero, even if they are NaN.
         """
         beta = 0.0 if overwrite else 1.0  # addmm multiplies `total` by it, and does not read `total` if it is 0
-        if grad_2d.dtype == torch.float32:
+        if grad_2d.dtype == total.dtype:
             total.addmm_(grad_2d.t(), x_2d, beta=beta)
         elif self.impl == "apex":
             if overwrite:
@@ -86,6 +104,56 @@ class MatrixProducts:
         else:
             # On a CPU addmm has no out_dtype, so the inputs are converted.
             total.addmm_(grad_2d.t().float(), x_2d.float(), beta=beta)
+
+    def grouped_forward(self, x_2d: Tensor, weights_goi: Tensor, rows: Sequence[int]) -> Tensor:
+        """y = x W^T with a matrix for each group of rows: [tokens, out], from x_2d [tokens, in] and [groups, out, in].
+
+        The first rows[0] rows are multiplied by weights_goi[0], the next rows[1] by weights_goi[1], and so on.
+        """
+        y = x_2d.new_empty(x_2d.shape[0], weights_goi.shape[1])
+        for part, x, weight in zip(y.split(rows), x_2d.split(rows), weights_goi, strict=True):
+            self.forward_into(part, x, weight)
+        return y
+
+    def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Tensor, rows: Sequence[int]) -> Tensor:
+        """Gradient of x in `grouped_forward`: [tokens, in], from grad_2d [tokens, out]."""
+        grad_x = grad_2d.new_empty(grad_2d.shape[0], weights_goi.shape[2])
+        for part, grad, weight in zip(grad_x.split(rows), grad_2d.split(rows), weights_goi, strict=True):
+            self.input_gradient_into(part, grad, weight)
+        return grad_x
+
+    def add_grouped_weight_gradient(
+        self, totals_goi: Tensor, grad_2d: Tensor, x_2d: Tensor, rows: Sequence[int], *, overwrite: bool = False
+    ) -> None:
+        """`add_weight_gradient` of each group of rows in `grouped_forward`.
+
+        A group without rows adds nothing. With `overwrite` its total becomes zero.
+        """
+        for total, grad, x in zip(totals_goi, grad_2d.split(rows), x_2d.split(rows), strict=True):
+            if len(grad):
+                self.add_weight_gradient(total, grad, x, overwrite=overwrite)
+            elif overwrite:
+                total.zero_()
+
+
+@dataclass(frozen=True)
+class Float32Products(MatrixProducts):
+    """Products in fp32 of inputs of any dtype, as routers need them. What is kept for backward is the input itself.
+
+    y is fp32. Gradients have the dtypes of x and of the weight.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+    def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
+        return (grad_y @ weight.float()).to(weight.dtype)  # x has the dtype of the weight
+
+    def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
+        return (grad_2d.t() @ x_2d.float()).to(x_2d.dtype)
+
+    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, *, overwrite: bool = False) -> None:
+        super().add_weight_gradient(total, grad_2d, x_2d.float(), overwrite=overwrite)
 
 
 class _Linear(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from megapar.config import Config, flatten
+from megapar.config import Config, ParallelConfig, flatten
 
 
 def problem(config: Config, options: str, text: str) -> str:
@@ -32,6 +32,12 @@ def counted(number: int, singular: str, plural: str = "") -> str:
     """A number with its noun, such as "1 rank" and "1,024 ranks". `plural` is the singular and "s" by default."""
     noun = singular if number == 1 else plural or f"{singular}s"
     return f"{number:,} {noun}"
+
+
+def layout_in_words(parallel: ParallelConfig) -> str:
+    """The sizes of the rank grid, such as "tp 2 x pp 4 x dp 8". cp is named where it is more than 1."""
+    names = [name for name in ("tp", "cp", "pp", "dp") if name != "cp" or parallel.cp > 1]
+    return " x ".join(f"{name} {getattr(parallel, name)}" for name in names)
 
 
 def divisors(n: int) -> list[int]:

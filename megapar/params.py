@@ -112,6 +112,8 @@ class ParamSpec:
 
     Counts of active parameters and of FLOPs read it.
     """
+    training_state: bool = False
+    """Of a buffer: whether training alone needs it. A checkpoint of weights alone does not have it."""
 
     @property
     def name(self) -> str:

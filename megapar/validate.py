@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from itertools import chain
 
-from megapar.config import Config, MoEConfig, flatten
+from megapar.config import Config, MoEConfig, ParallelConfig, flatten
 from megapar.data.spec import data_problems
 from megapar.derive import derive
 from megapar.errors import ConfigError
@@ -51,7 +51,7 @@ def validate(config: Config, world_size: int, rules: ModelRules) -> Config:
         problems += chain.from_iterable(check(derived) for check in checks)
         # While the grid does not fit, dp is unknown, and nothing can be said about the batch.
         if not grid_problems:
-            problems += _batch(derived)
+            problems += [*_batch(derived), *_expert_batch(derived)]
     if problems:
         raise ConfigError("\n".join(problems))
     return derived
@@ -99,20 +99,22 @@ def _amount_problem(path: str, value: float) -> str:
 
 
 def _grid(config: Config, world_size: int) -> Iterator[str]:
-    """Problems of tp, pp and dp with the number of ranks."""
+    """Problems of tp, cp, pp and dp with the number of ranks."""
     parallel = config.parallel
-    tp = parallel.tp
-    pp = parallel.pp
     dp = parallel.dp  # as given: 0 means that the world size decides
-    if world_size % (tp * pp):
+    # A message leaves out context parallelism where it is not used.
+    names = [name for name in ("tp", "cp", "pp") if name != "cp" or parallel.cp > 1]
+    replica = parallel.tp * parallel.cp * parallel.pp  # ranks of one replica
+    product = "*".join(f"{name}({getattr(parallel, name)})" for name in names)
+    if world_size % replica:
         text = (
-            f"tp({tp})*pp({pp})={tp * pp} does not divide world size {world_size}; tp*pp may be "
-            f"{listed(divisors(world_size))}, or start {around(world_size, tp * pp)} ranks (launch.nproc, torchrun)"
+            f"{product}={replica} does not divide world size {world_size}; {'*'.join(names)} may be "
+            f"{listed(divisors(world_size))}, or start {around(world_size, replica)} ranks (launch.nproc, torchrun)"
         )
-        yield problem(config, "parallel.tp parallel.pp", text)
-    elif dp not in (0, world_size // (tp * pp)):
-        text = f"tp({tp})*pp({pp})*dp({dp})={tp * pp * dp} is not world size {world_size}; "
-        yield problem(config, "parallel.dp", f"{text}dp {world_size // (tp * pp)} fits, as does 0, which means it")
+        yield problem(config, " ".join(f"parallel.{name}" for name in names), text)
+    elif dp not in (0, world_size // replica):
+        text = f"{product}*dp({dp})={replica * dp} is not world size {world_size}; "
+        yield problem(config, "parallel.dp", f"{text}dp {world_size // replica} fits, as does 0, which means it")
 
 
 def _heads(config: Config, rules: ModelRules) -> Iterator[str]:
@@ -177,7 +179,7 @@ def _expert_grid(config: Config) -> Iterator[str]:
     """Problems of ep and etp, and of the widths that etp and tp cut."""
     parallel = config.parallel
     moe = config.model.moe
-    ranks = parallel.tp * parallel.dp
+    ranks = parallel.tp * parallel.cp * parallel.dp
     if ranks % (parallel.ep * parallel.etp):
         text = (
             f"ep({parallel.ep})*etp({parallel.etp}) must divide the {ranks} ranks of a pipeline rank; their product "
@@ -247,12 +249,41 @@ def _layout(config: Config) -> Iterator[str]:
     if width % tp:
         text = f"the MLP's width must divide by tp; use {around(width, tp)}"
         yield problem(config, "model.intermediate_size parallel.tp", text)
-    if config.parallel.sequence_parallel and length % tp:
+    if config.parallel.cp > 1:
+        yield from _context_parallel(config)
+    elif config.parallel.sequence_parallel and length % tp:
         text = f"sequence_parallel cuts the sequence over tp; use {around(length, tp)}, or switch it off"
         yield problem(config, "train.seq_length parallel.tp parallel.sequence_parallel", text)
+    if config.parallel.cp == 1 and config.parallel.cp_attention != ParallelConfig().cp_attention:
+        default = ParallelConfig().cp_attention
+        text = f"with one cp rank there is nothing to exchange; set parallel.cp, or leave it at {default}"
+        yield problem(config, "parallel.cp_attention parallel.cp", text)
     if length > config.model.max_position_embeddings:
         text = f"sequences longer than the model's positions; use at most {config.model.max_position_embeddings}"
         yield problem(config, "train.seq_length model.max_position_embeddings", text)
+
+
+def _context_parallel(config: Config) -> Iterator[str]:
+    """Problems of what cp cuts: positions into two chunks for each rank, and with ulysses the heads of a tp rank."""
+    parallel = config.parallel
+    length = config.train.seq_length
+    unit = 2 * parallel.cp
+    options = "train.seq_length parallel.cp"
+    reason = "each cp rank holds two chunks of equal length"
+    if parallel.sequence_parallel:
+        # The positions of a cp rank are cut over tp.
+        unit = parallel.cp * math.lcm(2, parallel.tp)
+        options += " parallel.tp parallel.sequence_parallel"
+        reason += ", and sequence_parallel cuts them over tp"
+    if length % unit:
+        yield problem(config, options, f"{reason}: the length must divide by {unit}; use {around(length, unit)}")
+    heads = config.model.num_attention_heads // parallel.tp
+    if parallel.cp_attention == "ulysses" and heads % parallel.cp:
+        text = (
+            f"ulysses deals the {counted(heads, 'query head')} of a tp rank to cp ranks; cp may be "
+            f"{listed(divisors(heads))}, or use parallel.cp_attention gather or ring"
+        )
+        yield problem(config, "parallel.cp_attention parallel.cp parallel.tp model.num_attention_heads", text)
 
 
 def _pipeline(config: Config) -> Iterator[str]:
@@ -277,6 +308,25 @@ def _pipeline(config: Config) -> Iterator[str]:
             f"but the first and last need one; {shown(_even(layers, stages))} fits, or leave it out"
         )
         yield problem(config, "parallel.partition parallel.pp parallel.vpp model.num_hidden_layers", text)
+
+
+def _expert_batch(config: Config) -> Iterator[str]:
+    """Replicas that exchange tokens with each other must run the same number of micro-batches."""
+    parallel = config.parallel
+    sizes = {"tp": parallel.tp, "cp": parallel.cp}
+    # The ranks of one replica follow each other, as many as the axes have that come before dp in the order.
+    names = parallel.order.split("-")
+    together = math.prod(sizes.get(name, 1) for name in names[: names.index("dp")])
+    if not config.model.moe.num_experts or together % (parallel.ep * parallel.etp) == 0:
+        return
+    train = config.train
+    step = train.micro_batch_size * parallel.dp
+    text = f"replicas that share experts need equal numbers of micro-batches: a multiple of {step}; use "
+    options = "train.micro_batch_size parallel.dp parallel.ep"
+    if train.global_batch_size % step:
+        yield problem(config, f"train.global_batch_size {options}", f"{text}{around(train.global_batch_size, step)}")
+    elif any(size % step for size in train.batch_ramp[:2]):
+        yield problem(config, f"train.batch_ramp {options}", f"{text}such START and INCREMENT")
 
 
 def _is_partition(partition: tuple[int, ...], layers: int, stages: int) -> bool:

@@ -64,7 +64,8 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
 def plan(resolved: Resolved) -> None:
     """Print what each rank of the layout would hold. It does not matter how this process was started."""
     parallel = resolved.config.parallel
-    config = check(resolved, resolved.config.launch.nproc or parallel.tp * parallel.pp * max(parallel.dp, 1))
+    smallest = parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
+    config = check(resolved, resolved.config.launch.nproc or smallest)
     flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
     dry_run.show(config, build_stages, describe_size(config.model), flops, Console(width=140))
 

@@ -60,6 +60,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     vpp: int = 1
     zero_stage: int = 1
     bucket_mb: float = 1.0
@@ -67,18 +68,18 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def config(self, model: ModelConfig) -> Config:
         schedule = "interleaved" if self.vpp > 1 else "1f1b"
-        parallel = ParallelConfig(tp=self.tp, pp=self.pp, dp=self.dp, vpp=self.vpp, schedule=schedule)
+        parallel = ParallelConfig(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, vpp=self.vpp, schedule=schedule)
         train = TrainConfig(global_batch_size=60, seq_length=8, precision=self.precision)  # type: ignore[arg-type]
         optimizer = OptimizerConfig(zero_stage=self.zero_stage, bucket_mb=self.bucket_mb)  # type: ignore[arg-type]
         return validate(Config(model=model, parallel=parallel, train=train, optimizer=optimizer), self.world)
 
     def context(self, rank: int) -> ParallelContext:
         """Where `rank` stands, without process groups: enough to build its part of the model."""
-        return context.planned(rank, tp=self.tp, dp=self.dp, pp=self.pp, device=torch.device("cpu"))
+        return context.planned(rank, tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, device=torch.device("cpu"))
 
 
 @cache
@@ -165,6 +166,9 @@ LAYOUTS = [
     Layout(tp=4, dp=2, bucket_mb=1 / 512, precision="bf16"),
     Layout(tp=2, pp=3, dp=2),
     Layout(pp=4, dp=2, zero_stage=0, precision="bf16"),
+    Layout(cp=2),
+    Layout(cp=4, dp=2, tp=2),
+    Layout(cp=2, pp=2, zero_stage=0),
 ]
 
 
@@ -204,6 +208,7 @@ def random_layouts(draw: st.DrawFn) -> Layout:
         tp=tp,
         pp=pp,
         dp=draw(st.sampled_from([1, 2, 3, 4, 5])),
+        cp=draw(st.sampled_from([1, 1, 2])),
         vpp=draw(st.integers(1, 2)) if pp == 2 else 1,
         zero_stage=draw(st.integers(0, 1)),
         bucket_mb=draw(st.sampled_from([1e-4, 1e-3, 1.0])),

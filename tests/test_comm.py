@@ -15,7 +15,7 @@ from megapar import comm, context
 from megapar.comm import Pending
 from megapar.context import Axis, Traffic
 from megapar.errors import CommunicationError
-from megapar.tensor_parallel.regions import exchange_rows
+from megapar.exchange import exchange_rows
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)

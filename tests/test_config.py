@@ -36,7 +36,17 @@ from megapar.errors import ConfigError
 from megapar.train.report import length_of_run, warnings
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts" / "configs"
-WORLD_SIZES = {"tiny": 1, "laptop": 8, "quickstart": 8, "gpt_125m": 1, "llama_7b": 8, "llama_70b": 64}
+WORLD_SIZES = {
+    "tiny": 1,
+    "laptop": 8,
+    "quickstart": 8,
+    "gpt_125m": 1,
+    "llama_7b": 8,
+    "llama_70b": 64,
+    "moe_laptop": 8,
+    "mixtral_8x7b": 8,
+    "qwen3_30b_a3b": 64,
+}
 
 
 def problems(config: Config, world_size: int = 1) -> list[str]:

@@ -99,10 +99,15 @@ def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
         (Layout(LLAMA, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2), "bf16"),
         (Layout(LLAMA, dp=2, tp=2, recompute="selective", micro_batch_size=3), "bf16"),
         (Layout(ONE_KV_HEAD, pp=4), "bf16"),
+        (Layout(LLAMA, cp=2, tp=2, sequence_parallel=True), "fp32"),
+        (Layout(ONE_KV_HEAD, cp=4, cp_attention="ring", micro_batch_size=2), "bf16"),
+        (Layout(LLAMA, cp=2, pp=2, cp_attention="ulysses", micro_batch_size=2), "fp32"),
+        (Layout(GPT, cp=2, dp=2, recompute="selective", micro_batch_size=3), "fp32"),
     ],
     ids=[
         *("tp2-pp2-sp", "pp2-dp2-vpp2", "tp2-dp2-selective", "pp4-gpipe-zero0", "dp4", "tp4"),
         *("tp2-pp2-sp-bf16", "dp2-tp2-selective-bf16", "pp4-bf16"),
+        *("cp2-tp2-sp", "cp4-ring-bf16", "cp2-pp2-ulysses", "cp2-dp2-selective"),
     ],
 )
 def test_predicted_bytes_are_those_of_real_ranks(layout: Layout, precision: str) -> None:
@@ -110,7 +115,7 @@ def test_predicted_bytes_are_those_of_real_ranks(layout: Layout, precision: str)
     config = layout.config(precision)
     ranks = run_ranks(4, held_bytes_on_ranks, config)
     expected = predicted(config)
-    assert len(expected) == 4 // config.parallel.dp
+    assert len(expected) == 4 // config.parallel.dp // config.parallel.cp
     for rank, numbers in expected.items():
         assert ranks[rank] == numbers, rank
 

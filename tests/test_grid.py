@@ -1,19 +1,15 @@
 """The grid: every layout trains as one process does. Loss, every gradient and every weight after two steps, in fp32."""
 
 import socket
-from dataclasses import fields, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megapar.config import Config, ModelConfig
-from megapar.optimizer.clip import clip_coefficient
 from megapar.train.step import train_step
 from tests.support import layouts
 from tests.support.distributed import ON_GPUS, run_ranks
@@ -22,56 +18,17 @@ from tests.support.grid import (
     LLAMA,
     ONE_KV_HEAD,
     SAMPLES,
+    STEPS,
     STRADDLING,
     Layout,
-    held_gradients,
+    bitwise,
+    check_on_ranks,
     make_state,
     micro_batches,
+    name,
+    train_two_steps,
 )
 from tests.support.kernel_checks import needs_triton
-
-STEPS = 2
-
-
-def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
-    """What one rank has to show: initial weights, and loss, norm, gradients and weights of each step."""
-    state = make_state(config)
-    stages = state.pipeline.stages.values()
-    shown: dict[str, Any] = {"initial": layouts.held(stages, state.ctx), "steps": []}
-    for step in range(STEPS):
-        result = train_step(state, micro_batches(config, state.ctx, step, packed))
-        if state.grads.impl == "triton":  # torch's AdamW leaves the gradient clipped
-            state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
-        shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), layouts.held(stages, state.ctx)))
-    return shown
-
-
-@cache
-def reference(model: ModelConfig, packed: bool) -> dict[str, Any]:
-    """One process, one micro-batch, nothing recomputed, no ZeRO."""
-    return train_two_steps(Layout(model, micro_batch_size=SAMPLES, zero_stage=0).config(), packed)
-
-
-def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return set(actual) == set(expected) and all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
-def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
-    expected = reference(layout.model, layout.packed)
-    initial = layouts.assemble([rank["initial"] for rank in ranks])
-    assert bitwise(initial, layouts.assemble([expected["initial"]])), "initial weights depend on the layout"
-    for step in range(STEPS):
-        loss, norm, gradients, weights = expected["steps"][step]
-        for rank in ranks:
-            assert rank["steps"][step][0] == pytest.approx(loss, rel=1e-5)
-            assert rank["steps"][step][1] == pytest.approx(norm, rel=1e-5)
-        found = [rank["steps"][step] for rank in ranks]
-        layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]))
-        layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]))
-
-
-def check_on_ranks(layout: Layout) -> None:
-    check(layout, run_ranks(layout.world, train_two_steps, layout.config(), layout.packed))
 
 
 def train_on_hosts(config: Config, ranks_of_a_host: int) -> dict[str, Any]:
@@ -201,27 +158,41 @@ GRID = [
     Layout(STRADDLING, dp=2, tp=4, zero_stage=0, micro_batch_size=3),
     Layout(LLAMA, dp=2, pp=4, schedule="gpipe", micro_batch_size=2),
 ]
-MODELS = {LLAMA: "llama", GPT: "gpt", ONE_KV_HEAD: "one_kv_head", STRADDLING: "straddling"}
-SHORT = {"sequence_parallel": "sp", "zero_stage": "zero", "micro_batch_size": "batch", "loss_chunk": "chunk"}
-
-
-def name(layout: Layout) -> str:
-    """What differs from one rank's defaults, as a case is called: llama-tp2-sp-batch3."""
-    parts = [MODELS.get(layout.model, layout.model.family)]
-    for field in fields(Layout):
-        value = getattr(layout, field.name)
-        if field.name == "model" or value == field.default:
-            continue
-        word = SHORT.get(field.name, field.name)
-        if isinstance(value, bool):
-            parts.append(word if value else f"no_{word}")
-        elif isinstance(value, str):
-            parts.append(value.replace("-", "_"))
-        elif isinstance(value, tuple):
-            parts.append(word + "_".join(map(str, value)))
-        else:
-            parts.append(f"{word}{value}")
-    return "-".join(parts)
+# Every pair of a form and a number of cp ranks, and each of them with the other axes.
+GRID += [
+    Layout(LLAMA, cp=2, micro_batch_size=6),
+    Layout(LLAMA, cp=2, cp_attention="ring", micro_batch_size=6, loss_chunk=7),
+    Layout(LLAMA, cp=2, cp_attention="ulysses", micro_batch_size=6),
+    Layout(GPT, cp=2, recompute="selective", micro_batch_size=6, packed=True),
+    Layout(GPT, cp=2, cp_attention="ring", recompute="full", micro_batch_size=6, packed=True),
+    Layout(LLAMA, cp=3, zero_stage=0, micro_batch_size=6),
+    Layout(LLAMA, cp=3, cp_attention="ring", recompute="full", every=2, micro_batch_size=6, packed=True),
+    Layout(STRADDLING, cp=3, cp_attention="ulysses", micro_batch_size=6, packed=True),
+    Layout(LLAMA, cp=4, micro_batch_size=4, packed=True),
+    Layout(ONE_KV_HEAD, cp=4, cp_attention="ring", micro_batch_size=6, packed=True),
+    Layout(GPT, cp=4, cp_attention="ulysses", zero_stage=0, recompute="selective", micro_batch_size=6, packed=True),
+    Layout(ONE_KV_HEAD, cp=4, cp_attention="ulysses", micro_batch_size=SAMPLES),
+    Layout(GPT, cp=2, dp=2, cp_attention="ring", zero_stage=0, micro_batch_size=3),
+    Layout(LLAMA, cp=2, dp=2, micro_batch_size=6, order="pp-dp-cp-tp"),
+    Layout(LLAMA, cp=2, tp=2, sequence_parallel=True, recompute="selective", micro_batch_size=6),
+    Layout(ONE_KV_HEAD, cp=2, tp=2, sequence_parallel=True, cp_attention="ulysses", micro_batch_size=6, packed=True),
+    Layout(LLAMA, cp=2, pp=2, loss_chunk=5, micro_batch_size=4),
+    Layout(GPT, cp=2, pp=2, cp_attention="ring", recompute="selective", micro_batch_size=4, packed=True),
+    Layout(
+        LLAMA,
+        cp=2,
+        pp=2,
+        vpp=2,
+        schedule="interleaved",
+        cp_attention="ulysses",
+        micro_batch_size=6,
+        order="cp-tp-dp-pp",
+    ),
+    Layout(STRADDLING, cp=3, tp=2, sequence_parallel=True, micro_batch_size=6, packed=True),
+    Layout(STRADDLING, cp=3, tp=2, cp_attention="ulysses", micro_batch_size=6),
+    Layout(GPT, cp=2, tp=2, pp=2, sequence_parallel=True, recompute="full", micro_batch_size=6, packed=True),
+    Layout(LLAMA, cp=2, tp=2, dp=2, sequence_parallel=True, cp_attention="ring", micro_batch_size=6, packed=True),
+]
 
 
 @pytest.mark.gpus

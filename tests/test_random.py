@@ -18,6 +18,7 @@ from torch import Tensor
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig
+from megapar.context_parallel.dropout import AttentionDropout
 from megapar.params import Box, Piece
 from megapar.random import initialize, keep_mask, row_keys
 from tests.support import layouts, tiny_models
@@ -164,18 +165,19 @@ def test_mask_rate_and_independence(p: float) -> None:
 def recorded_masks() -> Iterator[dict[str, Tensor]]:
     """The masks of a forward pass by the place that uses them."""
     masks: dict[str, Tensor] = {}
-    hidden_keys, attention_keep = gpt.hidden_keys, Attention._keep
+    hidden_keys, attention_keep = gpt.hidden_keys, AttentionDropout.keep
 
     def record_hidden(info: Any, use: int, seed: int, sharding: Any) -> Tensor:
         keys = hidden_keys(info, use, seed, sharding)
         masks[f"hidden {use}"] = keep_mask(keys, DROPPING.hidden_size, DROPPING.hidden_dropout)
         return keys
 
-    def record_attention(self: Attention, length: int, info: Any) -> Tensor:
-        masks[f"attention {self.number}"] = attention_keep(self, length, info)
-        return masks[f"attention {self.number}"]
+    def record_attention(self: AttentionDropout, *rows: Any) -> Tensor:
+        masks[f"attention {self.use}"] = attention_keep(self, *rows)
+        return masks[f"attention {self.use}"]
 
-    with mock.patch.object(gpt, "hidden_keys", record_hidden), mock.patch.object(Attention, "_keep", record_attention):
+    record = mock.patch.object(AttentionDropout, "keep", record_attention)
+    with mock.patch.object(gpt, "hidden_keys", record_hidden), record:
         yield masks
 
 

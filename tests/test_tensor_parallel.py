@@ -276,10 +276,8 @@ def test_heads_are_dealt_whole_and_owned_once() -> None:
                 owned = [kv for r in ranks for kv in range(r.kv_own_start, r.kv_stop)]
                 assert owned == list(range(kv_heads))
                 for r in ranks:
-                    held, count = r.kv_stop - r.kv_start, r.q_stop - r.q_start
-                    index = r.kv_index or [i * held // count for i in range(count)]
                     right = [q * kv_heads // heads for q in range(r.q_start, r.q_stop)]
-                    assert [r.kv_start + i for i in index] == right
+                    assert [r.kv_start + i for i in r.kv_heads] == right
                     assert r.shared == (sum(other.kv_stop - other.kv_start for other in ranks) > kv_heads)
 
 

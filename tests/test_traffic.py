@@ -46,6 +46,28 @@ def test_bytes_of_tensor_parallel_steps_are_those_of_the_formulas(sequence_paral
 
 
 @pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(PLAIN, cp=2, dp=2, micro_batch_size=BATCH),
+        Layout(PLAIN, cp=2, tp=2, sequence_parallel=True, micro_batch_size=BATCH, recompute="selective"),
+        Layout(PLAIN, cp=4, cp_attention="ring", micro_batch_size=BATCH, recompute="full"),
+        Layout(PLAIN, cp=2, pp=2, cp_attention="ring", micro_batch_size=BATCH, recompute="selective"),
+        Layout(PLAIN, cp=4, cp_attention="ulysses", micro_batch_size=BATCH),
+        Layout(PLAIN, cp=2, tp=2, cp_attention="ulysses", micro_batch_size=BATCH, recompute="full"),
+        Layout(PLAIN, cp=2, cp_attention="ulysses", micro_batch_size=BATCH, recompute="selective"),
+    ],
+    ids=str,
+)
+def test_bytes_of_context_parallel_steps_are_those_of_the_formulas(layout: Layout) -> None:
+    """Fault cp-option-ignored."""
+    config = with_partition(layout.config())
+    ranks = run_ranks(layout.world, sent_in_a_step, config)
+    stages = [0] * (layout.world // layout.pp) + [1] * (layout.world - layout.world // layout.pp)
+    for stage, sent in zip(stages, ranks, strict=True):  # the stage is the slowest axis
+        assert sent == expected_traffic(config, stage)
+
+
+@pytest.mark.parametrize(
     ("model", "sequence_parallel", "more"),
     [(LLAMA, False, 2), (LLAMA, True, 3), (replace(GPT, hidden_dropout=0.0), False, 2), (GPT, False, 4)],
     ids=["llama", "llama-sequence-parallel", "gpt", "gpt-hidden-dropout"],

@@ -27,13 +27,15 @@ def mix(x: Number) -> Number:
     return x ^ (x >> 16)
 
 
-def keep_mask(keys: Tensor, columns: int, p: float) -> Tensor:
+def keep_mask(keys: Tensor, columns: int | Tensor, p: float) -> Tensor:
     """The mask of rows with the given keys: bool [*keys.shape, columns], False with probability `p`.
 
-    `keys` are int64 with values of 32 bits.
+    `keys` are int64 with values of 32 bits. `columns` is the number of columns, or their numbers as int64.
     """
+    if isinstance(columns, int):
+        columns = torch.arange(columns, device=keys.device)
     # 0x9E3779B1 is 2^32 divided by the golden ratio. It spreads neighboring columns over all 32 bits.
-    index = torch.arange(columns, device=keys.device) * 0x9E3779B1
+    index = columns * 0x9E3779B1
     bits = mix((keys[..., None] + index) & _MASK)
     return bits >= int(p * 2**32)
 

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megapar.batch import MicroBatch
 from megapar.data.loader import Loader
@@ -138,7 +138,7 @@ class _Processes:
             answer = connection.recv()
         if isinstance(answer, MegaparError):
             raise answer
-        return [MicroBatch(**{name: torch.from_numpy(x) for name, x in arrays.items()}) for arrays in answer]
+        return [_batch(values) for values in answer]
 
     def close(self) -> None:
         for connection, process in self._workers:
@@ -164,15 +164,23 @@ def _work(read: Read, parents: Connection, connection: Connection) -> None:
             return
         answer: Any  # a list of dicts, or an error
         try:
-            answer = [_arrays(batch) for batch in read(consumed_samples)]
+            answer = [_values(batch) for batch in read(consumed_samples)]
         except MegaparError as error:
             answer = error
         connection.send(answer)
 
 
-def _arrays(batch: MicroBatch) -> dict[str, NDArray[Any]]:
-    """Return the fields of `batch` that are set, as numpy arrays.
+def _values(batch: MicroBatch) -> dict[str, Any]:
+    """Return the fields of `batch`, with numpy arrays in place of tensors.
 
     Arrays cross a pipe by value. Tensors would cross it through files of shared memory, which outlive a killed worker.
     """
-    return {name: x.numpy() for name, x in vars(batch).items() if x is not None}
+    return {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in vars(batch).items()}
+
+
+def _batch(values: dict[str, Any]) -> MicroBatch:
+    """The inverse of `_values`."""
+    fields: dict[str, Any] = {
+        name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in values.items()
+    }
+    return MicroBatch(**fields)

@@ -84,10 +84,11 @@ class Mixture:
 
 
 class Loader:
-    """The micro-batches of one data-parallel rank, step by step.
+    """The micro-batches of one rank, step by step.
 
     The micro-batches of a step are a pure function of the number of samples consumed before it.
     `batch_size` takes that number and returns the global batch size of the step, in samples.
+    `columns` are the positions of each sample that the rank holds, by default all. Samples are read whole and then cut.
     A rank between the first and the last pipeline stage passes `needs_tokens=False` and gets zeros for tokens and
     targets. It still reads if documents are apart, since it must know where they begin and which targets count.
     The loader draws nothing from the global random generators.
@@ -103,6 +104,7 @@ class Loader:
         seq_length: int,
         dp_rank: int = 0,
         dp_size: int = 1,
+        columns: Sequence[int] | None = None,
         needs_tokens: bool = True,
         treatment: Treatment | None = None,
     ):
@@ -120,20 +122,22 @@ class Loader:
         self.needs_tokens = needs_tokens or self.treatment.apart
         self.dp_rank = dp_rank
         self.dp_size = dp_size
+        self.columns = torch.tensor(range(seq_length) if columns is None else columns)
 
     def step_after(self, consumed_samples: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the step that follows `consumed_samples`."""
         size = self.batch_size(consumed_samples)
         positions = micro_batch_positions(consumed_samples, size, self.micro_batch_size, self.dp_rank, self.dp_size)
         if not self.needs_tokens:
-            return [_without_tokens(row, self.seq_length) for row in positions]
+            return [_without_tokens(row, self.seq_length).columns(self.columns) for row in positions]
         # All samples of the step are read at once, so that their pages are fetched together.
         samples, starts = self.samples.read_documents(positions.ravel(), with_starts=self.treatment.needs_starts)
         batches = []
         for number, positions_b in enumerate(positions):
             first = number * self.micro_batch_size
             rows = slice(first, first + self.micro_batch_size)
-            batches.append(micro_batch(samples[rows], positions_b, starts[rows], self.treatment))
+            batch = micro_batch(samples[rows], positions_b, starts[rows], self.treatment)
+            batches.append(batch.columns(self.columns))
         return batches
 
 

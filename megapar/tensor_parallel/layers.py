@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.context import Axis
-from megapar.linear import MatrixProducts, linear
+from megapar.linear import LOCAL, MatrixProducts, linear
 from megapar.params import (
     ONES,
     ZEROS,
@@ -32,7 +32,7 @@ from megapar.params import (
     parameter,
     replicated,
 )
-from megapar.tensor_parallel.regions import LOCAL, input_region, reduce_from_tp, scatter_sum
+from megapar.tensor_parallel.regions import input_region, reduce_from_tp, scatter_sum
 
 # Sizes that 16 does not divide cost vector loads, so the vocabulary is padded.
 VOCAB_MULTIPLE = 128
@@ -42,8 +42,9 @@ VOCAB_MULTIPLE = 128
 class Sharding:
     """What a layer needs to know to make its slice of the weights.
 
-    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`. Experts are dealt
-    over `ep`, and each is cut over `etp`. Their replicas are `expert_replicas` (see ParallelContext).
+    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`. The positions of a
+    sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
+    `expert_replicas` (see ParallelContext).
     """
 
     tp: Axis
@@ -52,6 +53,7 @@ class Sharding:
     dtype: torch.dtype
     device: torch.device
     products: MatrixProducts = field(default_factory=MatrixProducts)
+    cp: Axis = field(default_factory=partial(Axis, "cp"))
     ep: Axis = field(default_factory=partial(Axis, "ep"))
     etp: Axis = field(default_factory=partial(Axis, "etp"))
     expert_replicas: Axis = field(default_factory=partial(Axis, "expert_grad"))

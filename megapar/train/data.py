@@ -12,6 +12,7 @@ from megapar import comm
 from megapar.agreement import on_all_ranks
 from megapar.config import Config
 from megapar.context import ParallelContext
+from megapar.context_parallel.deal import positions
 from megapar.data.blend import BLEND_VERSION, Stage
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader, Mixture
@@ -58,6 +59,7 @@ def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[s
             seq_length=train.seq_length,
             dp_rank=ctx.dp.rank,
             dp_size=ctx.dp.size,
+            columns=positions(train.seq_length, ctx.cp.size, ctx.cp.rank),
             needs_tokens=ctx.pp.rank in embedding_ranks(config.parallel),
             treatment=treatment,
         )

@@ -15,7 +15,7 @@ from megapar.config import Config, ParallelConfig
 from megapar.context import ParallelContext
 from megapar.derive import num_microbatches
 from megapar.errors import OutOfMemoryError
-from megapar.messages import counted
+from megapar.messages import counted, layout_in_words
 from megapar.params import spec_of
 from megapar.pipeline.schedules import make
 from megapar.train.grid import with_grid
@@ -50,8 +50,8 @@ class RankReport:
 def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
     """Group the ranks by the memory that they need. Only the ranks of the first replica are listed.
 
-    Data-parallel replicas need the same memory, so only the first is built. Tensor ranks whose parameters have the same
-    shapes need the same memory too, so it is counted for the first of them.
+    Data-parallel replicas need the same memory, and so do context-parallel ranks, so only the first is built. Tensor
+    ranks whose parameters have the same shapes need the same memory too, so it is counted for the first of them.
     """
     patterns = config.train.trainable
     if patterns:
@@ -61,9 +61,9 @@ def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
     parallel = config.parallel
     ranks_by_report: dict[RankReport, list[int]] = {}
     by_shapes: dict[tuple[object, ...], RankReport] = {}
-    for rank in range(parallel.tp * parallel.pp * parallel.dp):
+    for rank in range(parallel.tp * parallel.cp * parallel.pp * parallel.dp):
         ctx = _context(config, rank)
-        if not ctx.dp.first:
+        if not ctx.grad.first:
             continue
         shapes = _local_shapes(build(config, ctx))
         if shapes not in by_shapes:
@@ -125,7 +125,8 @@ def _kept_bytes(stage: PipelineStage, config: Config) -> int:
     """Bytes that autograd keeps for the backward of one micro-batch through `stage`, without the parameters."""
     shape = config.train.micro_batch_size, config.train.seq_length
     tokens = torch.zeros(shape, dtype=torch.int64, device=META)
-    batch = MicroBatch.of_samples(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
+    samples = MicroBatch.of_samples(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
+    batch = samples.columns(torch.empty(shape[1] // config.parallel.cp, dtype=torch.int64, device=META))
     specs = stage.boundary(batch)
     inputs = [torch.empty(s.shape, dtype=s.dtype, device=META, requires_grad=True) for s in specs]
     x_sbh = None  # the first stage receives nothing
@@ -175,12 +176,12 @@ def show(config: Config, build: Build, parameters: str, flops_per_token: int, co
     """
     parallel = config.parallel
     train = config.train
-    world = parallel.tp * parallel.pp * parallel.dp
+    world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     tokens = train.global_batch_size * train.seq_length
     vocabulary = config.model.vocab_size
     console.print(
         f"{parameters}; "
-        f"{counted(world, 'rank')} = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, "
+        f"{counted(world, 'rank')} = {layout_in_words(parallel)}, "
         f"{counted(parallel.vpp, 'stage')} a rank, {parallel.schedule}\n"
         f"a step: {counted(train.global_batch_size, 'sample')} x {train.seq_length} tokens = {tokens:,} tokens, "
         f"{counted(num_microbatches(config), 'micro-batch', 'micro-batches')} of {train.micro_batch_size} a replica, "
@@ -256,10 +257,11 @@ def _what_would_help(config: Config) -> str:
         ("smaller train.micro_batch_size", train.micro_batch_size, train.micro_batch_size > 1),
         ("train.recompute selective or full", train.recompute, train.recompute == "none"),
         ("train.recompute full", train.recompute, train.recompute == "selective"),
-        ("optimizer.zero_stage 1", 0, config.optimizer.zero_stage == 0 and parallel.dp > 1),
+        ("optimizer.zero_stage 1", 0, config.optimizer.zero_stage == 0 and parallel.dp * parallel.cp > 1),
         ("kernels.loss_chunk 1024", config.kernels.loss_chunk, config.kernels.loss_chunk == 0),
         ("larger parallel.tp", parallel.tp, True),
         ("larger parallel.pp", parallel.pp, True),
+        ("larger parallel.cp", parallel.cp, True),
         ("shorter train.seq_length", train.seq_length, True),
     ]
     apply = [f"{text} (now {now})" for text, now, applies in options if applies]

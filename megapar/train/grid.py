@@ -20,6 +20,7 @@ def with_grid(make: Callable[..., ParallelContext], config: Config) -> Callable[
     return partial(
         make,
         tp=parallel.tp,
+        cp=parallel.cp,
         dp=parallel.dp,
         pp=parallel.pp,
         order=parallel.order,

@@ -13,7 +13,7 @@ from megapar.context import ParallelContext
 from megapar.derive import num_microbatches
 from megapar.errors import StorageError, say, storing
 from megapar.files import write_json
-from megapar.messages import counted
+from megapar.messages import counted, layout_in_words
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make
 from megapar.pipeline.simulation import simulate
@@ -77,7 +77,7 @@ def _axes_over_gloo(config: Config, ctx: ParallelContext) -> list[str]:
     """A line about the axes that do not exchange through shared memory although the config asks for it."""
     if ctx.device.type != "cpu" or config.launch.cpu_exchange != "shared_memory":
         return []
-    names = [axis.name for axis in (ctx.tp, ctx.dp, ctx.pp) if axis.size > 1 and axis.local is None]
+    names = [axis.name for axis in (ctx.tp, ctx.cp, ctx.dp, ctx.pp) if axis.size > 1 and axis.local is None]
     if not names:
         return []
     return [f"{', '.join(names)} exchange over gloo: their ranks are on several hosts, or cannot share memory"]
@@ -112,7 +112,7 @@ def write_run_header(
         say(f"{config.model.family}, {parameters}, {train.precision}; {hardware}")
         microbatches = counted(num_microbatches(config), "micro-batch", "micro-batches")
         say(
-            f"{counted(ctx.world.size, 'rank')} = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}; "
+            f"{counted(ctx.world.size, 'rank')} = {layout_in_words(parallel)}; "
             f"{parallel.schedule}, {microbatches} of {train.micro_batch_size} a step; "
             f"recompute {train.recompute}; ZeRO stage {config.optimizer.zero_stage}; kernels {kernels}"
         )

@@ -6,16 +6,15 @@ together: (query heads + 2 key/value heads) d.
 
 from dataclasses import dataclass
 
-import torch
 from einops import rearrange
-from megapar_kernels.attention import causal_attention, causal_attention_dropout, packed_causal_attention
 from megapar_kernels.norms import rms_norm
 from megapar_kernels.rope import rotate_qk, split_and_rotate_qkv
 from torch import Tensor, nn
 
 from megapar import recompute
 from megapar.context import Axis
-from megapar.random import keep_mask, row_keys
+from megapar.context_parallel.attention import CoreAttention
+from megapar.context_parallel.dropout import AttentionDropout
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear, norm_weight
 from megapar_models.stage import Blueprint, DropoutSite, ForwardContext, dropout_use
 
@@ -26,8 +25,7 @@ class Heads:
 
     Ranks share key/value heads if there are fewer of them than tp, or if the query heads of one lie on two ranks. The
     first rank that holds a key/value head owns it: [kv_own_start, kv_stop) are this rank's own. `shared` is the same on
-    every rank: whether any two ranks share a head. `kv_index` is the local key/value head of each local query head. It
-    is None if each local key/value head serves the same number of consecutive query heads.
+    every rank: whether any two ranks share a head. `kv_heads` has the local key/value head of each local query head.
     """
 
     q_start: int
@@ -36,7 +34,7 @@ class Heads:
     kv_stop: int
     kv_own_start: int
     shared: bool
-    kv_index: tuple[int, ...] | None
+    kv_heads: tuple[int, ...]
 
 
 def _kv_range(rank: int, per_rank: int, group: int) -> tuple[int, int]:
@@ -51,10 +49,6 @@ def deal_heads(num_heads: int, num_kv_heads: int, tp: Axis) -> Heads:
     ranges = [_kv_range(rank, per_rank, group) for rank in range(tp.size)]
     start, stop = ranges[tp.rank]
     previous_stop = ranges[tp.rank - 1][1] if tp.rank else 0
-    index = tuple(q // group - start for q in range(tp.rank * per_rank, (tp.rank + 1) * per_rank))
-    # SDPA's enable_gqa takes equal runs only. Everything else needs the index.
-    run = per_rank // (stop - start)
-    equal_runs = index == tuple(i // run for i in range(per_rank)) and per_rank % (stop - start) == 0
     shared = sum(b - a for a, b in ranges) > num_kv_heads
     return Heads(
         tp.rank * per_rank,
@@ -63,7 +57,7 @@ def deal_heads(num_heads: int, num_kv_heads: int, tp: Axis) -> Heads:
         stop,
         min(stop, max(start, previous_stop)),
         shared,
-        None if equal_runs else index,
+        tuple(q // group - start for q in range(tp.rank * per_rank, (tp.rank + 1) * per_rank)),
     )
 
 
@@ -105,10 +99,9 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(
             f"{name}.o", width, model.hidden_size, sharding, init=blueprint.output_init, bias=out_bias
         )
-        # Made here: in the forward pass each copy to the GPU would wait for all queued work.
-        self.kv_index = None
-        if heads.kv_index is not None:
-            self.kv_index = torch.tensor(heads.kv_index, device=sharding.device)
+        self.attend = CoreAttention(
+            sharding.cp, blueprint.cp_attention, heads.kv_heads, blueprint.kernels, sharding.device
+        )
         self.q_norm = self.k_norm = None
         if model.qk_norm:
             # One weight serves all heads, and each rank has only some heads. So each rank's gradient is a partial sum,
@@ -124,22 +117,17 @@ class Attention(nn.Module):
     def _core(self, qkv_sbc: Tensor, context: ForwardContext) -> Tensor:
         """The attention between the projections: [s, b, c] to [s, b, n * d]. Selective recomputation repeats it."""
         q, k, v = self._split(qkv_sbc, context)
-        if self.kv_index is not None:
-            k = k.index_select(2, self.kv_index)
-            v = v.index_select(2, self.kv_index)
-        if not (self.dropout and self.training):
-            if context.batch.starts is None:
-                return causal_attention(q, k, v, self.kernels.attention)
-            return packed_causal_attention(q, k, v, context.batch.starts)
-        # The explicit scores of attention with dropout need a key/value head for each query head.
-        queries_per_kv_head = q.shape[2] // k.shape[2]
-        k = k.repeat_interleave(queries_per_kv_head, 2)
-        v = v.repeat_interleave(queries_per_kv_head, 2)
-        keep = self._keep(q.shape[0], context)
-        documents = None
-        if context.batch.starts is not None:
-            documents = context.batch.documents_bs()
-        return causal_attention_dropout(q, k, v, keep, self.dropout, documents, self.kernels.softmax)
+        dropout = None
+        if self.dropout and self.training:
+            dropout = AttentionDropout(
+                self.dropout,
+                self.seed,
+                dropout_use(self.number, DropoutSite.ATTENTION_PROBABILITIES),
+                range(self.heads.q_start, self.heads.q_stop),
+                context.batch.sample_ids_b,
+                context.batch.positions_s,
+            )
+        return self.attend(q, k, v, context.batch, dropout)
 
     def _split(self, qkv_sbc: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [s, b, n, d] of the fused projection, with the norms and the rotation of q and k."""
@@ -157,15 +145,3 @@ class Attention(nn.Module):
         if context.rope is not None:
             q, k = rotate_qk(q, k, *context.rope, impl=kernels.rope)
         return q, k, v
-
-    def _keep(self, length: int, context: ForwardContext) -> Tensor:
-        """The dropout mask, bool [b, n, s, s], keyed by sample, global head and query position.
-
-        None of these depends on the layout, so the mask does not either.
-        """
-        device = context.batch.sample_ids_b.device
-        head = torch.arange(self.heads.q_start, self.heads.q_stop, device=device)[None, :, None]
-        position = context.batch.positions_s[None, None, :]
-        use = dropout_use(self.number, DropoutSite.ATTENTION_PROBABILITIES)
-        keys = row_keys(self.seed, use, context.batch.sample_ids_b[:, None, None], head, position)
-        return keep_mask(keys, length, self.dropout)

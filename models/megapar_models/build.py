@@ -55,6 +55,7 @@ def make_blueprint(config: Config, ctx: ParallelContext) -> Blueprint:
         model_dtype(config.train.precision),
         ctx.device,
         MatrixProducts(kernels.weight_gradient),
+        cp=ctx.cp,
         ep=ctx.ep,
         etp=ctx.etp,
         expert_replicas=ctx.expert_grad,
@@ -68,6 +69,7 @@ def make_blueprint(config: Config, ctx: ParallelContext) -> Blueprint:
         kernels=kernels,
         z_loss=config.train.z_loss,
         loss_chunk=config.kernels.loss_chunk,
+        cp_attention=config.parallel.cp_attention,
     )
 
 

@@ -82,7 +82,9 @@ def _route(model: ModelConfig, tensors: Tensors, name: str, x_th: Tensor) -> tup
         chosen_by_te = scores_te + tensors[f"{name}.bias"]
     if moe.n_group > 1:
         chosen_by_te = _best_groups(model, chosen_by_te)
-    experts_tk = chosen_by_te.topk(moe.num_experts_per_tok).indices
+    # Of experts with equal scores those with the lowest numbers are chosen, which topk does not promise.
+    best_first_te = chosen_by_te.sort(dim=-1, descending=True, stable=True).indices
+    experts_tk = best_first_te[:, : moe.num_experts_per_tok]
     weights_tk = scores_te.gather(1, experts_tk)
     if moe.norm_topk_prob:
         weights_tk = weights_tk / weights_tk.sum(-1, keepdim=True)
@@ -96,7 +98,8 @@ def _best_groups(model: ModelConfig, scores_te: Tensor) -> Tensor:
     counted = moe.num_experts_per_tok // moe.topk_group  # experts whose scores are added to the score of a group
     group_scores_tg = scores_tge.topk(counted).values.sum(-1)
     best_tg = torch.zeros_like(group_scores_tg, dtype=torch.bool)
-    best_tg.scatter_(1, group_scores_tg.topk(moe.topk_group).indices, True)
+    best_first_tg = group_scores_tg.sort(dim=-1, descending=True, stable=True).indices
+    best_tg.scatter_(1, best_first_tg[:, : moe.topk_group], True)
     return scores_tge.masked_fill(~best_tg[..., None], -math.inf).view_as(scores_te)
 
 

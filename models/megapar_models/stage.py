@@ -3,13 +3,15 @@
 A stage has consecutive layers. The first stage also has the embedding, and the last one the norm, head and loss. Layers
 keep their global numbers, so that the names of weights do not depend on the split into stages.
 
-Shapes: s sequence (s/tp between layers under sequence parallelism), b micro-batch, h hidden, v vocabulary, d width of a
-head.
+Shapes: s positions of this context-parallel rank (s/tp between layers under sequence parallelism), b micro-batch,
+h hidden, v vocabulary, d width of a head.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Literal
 
 from megapar_kernels.backend import Kernels
 from torch import Tensor, nn
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 from megapar import recompute
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.config import ModelConfig
-from megapar.context import Axis
+from megapar.context import Axis, ParallelContext
+from megapar.expert_parallel.balance import Router, end_step
+from megapar.expert_parallel.dispatch import Dispatch
 from megapar.params import Init
 from megapar.random import row_keys
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -37,7 +41,7 @@ class Blueprint:
 
     `tied` is the axis of the pipeline ranks that hold copies of a tied embedding. It is None if one rank holds all of
     it, or if the embedding is not tied. `loss_chunk` is the number of tokens whose logits are in memory at one time; 0
-    takes all tokens of a micro-batch.
+    takes all tokens of a micro-batch. `cp_attention` is the option parallel.cp_attention.
     """
 
     model: ModelConfig
@@ -48,6 +52,7 @@ class Blueprint:
     kernels: Kernels = field(default_factory=Kernels)
     z_loss: float = 0.0
     loss_chunk: int = 0
+    cp_attention: Literal["gather", "ring", "ulysses"] = "gather"
 
     @property
     def init(self) -> Init:
@@ -64,11 +69,13 @@ class ForwardContext:
     """What every layer needs in a forward pass.
 
     `batch` has the positions, the keys of dropout and the documents. `rope` has the rotary tables cos and sin [s, d];
-    it is None in a model without rotary positions.
+    it is None in a model without rotary positions. `dispatches` has, by the number of a layer, the experts of the
+    tokens, as the first forward pass of the micro-batch chose them. Recomputation uses them again.
     """
 
     batch: MicroBatch
     rope: tuple[Tensor, Tensor] | None = None
+    dispatches: dict[int, Dispatch] = field(default_factory=dict)
 
 
 class DropoutSite(IntEnum):
@@ -171,6 +178,19 @@ class Stage(PipelineStage):
             init=self.blueprint.init,
             tied=self.blueprint.tied if tie else None,
         )
+
+    def end_step(self, ctx: ParallelContext, found_inf: Tensor) -> Mapping[int, Tensor]:
+        """Give each router of this stage the load of its experts in the whole batch. A collective over tp and grad."""
+        routers = {
+            int(number): module
+            for number, layer in self.layers.items()
+            for module in layer.modules()
+            if isinstance(module, Router)
+        }
+        counts = end_step(routers.values(), (ctx.tp, ctx.grad), found_inf)
+        if counts is None:
+            return {}
+        return dict(zip(routers, counts, strict=True))
 
     def title(self) -> str:
         numbers = list(self.layers)

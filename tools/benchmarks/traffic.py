@@ -25,6 +25,7 @@ def expected_traffic(config: Config, pp_rank: int) -> dict[str, int]:
     """Bytes by axis; axes that send nothing are left out."""
     everything = {
         "tp": tensor_parallel(config, pp_rank),
+        "cp": context_parallel(config, pp_rank),
         "pp": pipeline_parallel(config, pp_rank),
         "grad": data_parallel(config, pp_rank),
     }
@@ -36,8 +37,13 @@ def micro_batches(config: Config) -> int:
 
 
 def hidden_bytes(config: Config) -> int:
-    """Hidden states [s, b, h] of one micro-batch."""
-    return 4 * config.train.seq_length * config.train.micro_batch_size * config.model.hidden_size
+    """Hidden states [s, b, h] of one micro-batch, for the s positions of one cp rank."""
+    return 4 * rows(config) * config.model.hidden_size
+
+
+def rows(config: Config) -> int:
+    """Positions of one cp rank in all samples of a micro-batch."""
+    return config.train.seq_length // config.parallel.cp * config.train.micro_batch_size
 
 
 NORM_BYTES = 16  # of one message: the squared gradient norm and the votes to stop, fp64 each
@@ -71,10 +77,38 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
     if train.recompute == "full":
         a_layer += recomputed  # recompute_every 1
     halves = layers * a_layer + first * 2 + last * (3 if sequence else 2)
-    loss = last * _all_reduce(4 * 4 * train.seq_length * train.micro_batch_size, parallel.tp)
+    loss = last * _all_reduce(4 * 4 * rows(config), parallel.tp)
     norms = sequence * _all_reduce(4 * (2 * layers + last) * model.hidden_size, parallel.tp)
     one_micro_batch = halves * _all_reduce(hidden_bytes(config), parallel.tp) // 2 + loss
     return micro_batches(config) * one_micro_batch + norms + _all_reduce(NORM_BYTES, parallel.tp)
+
+
+def context_parallel(config: Config, pp_rank: int) -> int:
+    """A layer and micro-batch, where KV are the keys and values of one rank: gather and ring send (c-1) KV forward, and
+    backward as much again and the gradients of it in fp32. Ulysses sends (c-1)/c of q, k, v and of the output, forward
+    and backward; a head of k and v that several ranks read is sent to each.
+
+    What is recomputed sends its forward again. With recompute selective torch's checkpoint stops before the last
+    collective, the way back of the output.
+    """
+    model = config.model
+    parallel = config.parallel
+    cp = parallel.cp
+    if cp == 1:
+        return 0
+    heads = model.num_attention_heads // parallel.tp
+    kv_heads = model.num_key_value_heads // parallel.tp
+    one_head = 4 * rows(config) * model.head_dim
+    if parallel.cp_attention == "ulysses":
+        read = max(kv_heads // cp, 1)  # key/value heads of a rank between the exchanges
+        to_heads = (cp - 1) * (heads // cp + 2 * read) * one_head
+        to_positions = (cp - 1) * (heads // cp) * one_head
+        again = {"none": 0, "selective": to_heads, "full": to_heads + to_positions}[config.train.recompute]
+        a_layer = 2 * (to_heads + to_positions) + again
+    else:
+        forward = (cp - 1) * 2 * kv_heads * one_head
+        a_layer = 3 * forward if config.train.recompute == "none" else 4 * forward
+    return micro_batches(config) * parallel.partition[pp_rank] * a_layer
 
 
 def pipeline_parallel(config: Config, pp_rank: int) -> int:
@@ -93,8 +127,8 @@ def pipeline_parallel(config: Config, pp_rank: int) -> int:
 def data_parallel(config: Config, pp_rank: int) -> int:
     """A step: gradients are all-reduced, or (zero_stage 1) reduce-scattered and the new weights gathered, which sends
     as much in fp32; then the squared gradient norm and the votes to stop (fp64 each). The number of targets and the
-    loss (fp32 each)."""
-    dp = config.parallel.dp
+    loss (fp32 each). All over dp x cp."""
+    dp = config.parallel.dp * config.parallel.cp
     gradients = _all_reduce(4 * local_parameters(config, pp_rank), dp)
     targets = _all_reduce(4, dp)
     loss = _all_reduce(LOSS_BYTES, dp)

@@ -142,17 +142,16 @@ class RMSNorm(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """down(act(gate x) * up x), with gate and up in one matrix.
+    """down(act(gate x) * up x), with gate and up [width, h] in one matrix.
 
-    tp cuts gate and up by their output dimension, and down by its input dimension.
+    tp cuts gate and up by their output dimension, and down by its input dimension. `name` is that of the weights, such
+    as layers.3.mlp.
     """
 
-    def __init__(self, number: int, blueprint: Blueprint):
+    def __init__(self, name: str, width: int, blueprint: Blueprint):
         super().__init__()
         model = blueprint.model
         sharding = blueprint.sharding
-        name = f"layers.{number}.mlp"
-        width = model.intermediate_size
         self.activation = GATED[model.hidden_act]
         self.impl = blueprint.kernels.activation
         columns = [Columns.even(f"{name}.gate", width, sharding.tp), Columns.even(f"{name}.up", width, sharding.tp)]
@@ -174,7 +173,7 @@ class LlamaLayer(nn.Module):
         self.attention_norm = RMSNorm(f"{name}.attention_norm", blueprint)
         self.attention = Attention(number, blueprint, qkv_bias=blueprint.model.attention_bias, out_bias=False)
         self.mlp_norm = RMSNorm(f"{name}.mlp_norm", blueprint)
-        self.mlp = LlamaMLP(number, blueprint)
+        self.mlp = LlamaMLP(f"{name}.mlp", blueprint.model.intermediate_size, blueprint)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         # One kernel adds the attention's output to the residual stream and normalizes the sum. The output has no name

@@ -3,23 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megapar.config import Config, ModelConfig, MoEConfig
-from megapar.messages import problem
+from megapar.config import ModelConfig, MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED, applied_window
 from megapar_models.mixtral.model import MixtralStage
 from megapar_models.mixtral.reference import logits
 from megapar_models.moe_fields import jitter_and_logits_told, read_moe, refuse_unwritable
 from megapar_models.rope import factor_told, read_rope, scaling_problems, write_rope
-
-
-def _problems(config: Config) -> Iterator[str]:
-    yield from scaling_problems(config)
-    # Hugging Face's mixtral has one field for the width of an expert, and no other MLP.
-    if config.model.moe.moe_intermediate_size != config.model.intermediate_size:
-        options = "model.moe.moe_intermediate_size model.intermediate_size"
-        yield problem(config, options, "the width of mixtral's experts is intermediate_size; leave the other at 0")
-
 
 # Hugging Face
 
@@ -61,7 +51,8 @@ def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if mixtral does not represent it."""
     refuse_unwritable(model, "mixtral", {"norm_topk_prob": True}, ())
     fields |= {theirs: getattr(model.moe, ours) for theirs, ours in _MOE.items()} | write_rope(model)
-    fields |= {"sliding_window": None}
+    # All its layers have experts, so their width is the only one. Hugging Face's field for it is intermediate_size.
+    fields |= {"intermediate_size": model.moe.moe_intermediate_size, "sliding_window": None}
     return {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **fields}
 
 
@@ -76,7 +67,7 @@ MIXTRAL = Family(
     ),
     has_experts=True,
     even_head_dim=True,
-    problems=_problems,
+    problems=scaling_problems,
     hugging_face=HuggingFace(
         model_types={"mixtral": ModelType(_DEFAULTS, _FIXED)},
         modules=MODULES_BUT_MLP | _EXPERTS,

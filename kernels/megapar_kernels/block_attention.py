@@ -1,0 +1,161 @@
+"""Attention of a block of queries over a block of keys.
+
+The results of several blocks of keys are merged by the logarithm of the sum of each row's exponentiated scores, lse
+(Dao et al., arXiv 2205.14135, section 3.1; Liu et al., arXiv 2310.01889). With the merged result and its lse the
+gradients of a block need nothing of the other blocks.
+
+Shapes: b samples, n query heads, d width of a head, and q queries or k keys of a block. Tensors are [b, n, q, d], and
+lse is [b, n, q]. Keys and values may have fewer heads than queries. Then each of their heads serves a run of
+consecutive query heads.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which results of blocks are added: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _flash_serves(q: Tensor) -> bool:
+    """Whether FlashAttention 2, as torch has it, takes the dtype and head width of `q`."""
+    return q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def takes_earlier_keys(q: Tensor) -> bool:
+    """Whether a causal block of `q` may have more keys than queries. If not, earlier keys need a block of their own.
+
+    The operation of torch for CPUs aligns a causal mask at the first key. FlashAttention 2 aligns it at the last one.
+    """
+    return q.is_cuda
+
+
+def attention_block(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, keep: Tensor | None = None, p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(d)) v of a block, and the lse of its scores in fp32 (fp64 for fp64).
+
+    `causal`: the last query attends all keys, the one before it all but the last, and so on. With `keep`, bool
+    [b, n, q, k], the probabilities are multiplied by keep / (1 - p). Raises ValueError for a causal block with more
+    keys than queries where `takes_earlier_keys` is false.
+    """
+    if keep is not None:
+        return reference(q, k, v, causal=causal, keep=keep, p=p)
+    if _flash_serves(q):
+        result = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return result[0], result[1]
+    if q.is_cuda:  # wide numbers, or heads of an odd width: scores in memory
+        return reference(q, k, v, causal=causal)
+    _check_square(q, k, causal)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, lse
+
+
+def attention_block_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    keep: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v of a block. `out` and `lse` are the merged results of all blocks of these queries."""
+    if keep is not None:
+        return reference_backward(grad_out, q, k, v, out, lse, causal=causal, keep=keep, p=p)
+    if _flash_serves(q):
+        # Without dropout the states of the random generator are not read.
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
+        )
+    if q.is_cuda:
+        return reference_backward(grad_out, q, k, v, out, lse, causal=causal)
+    _check_square(q, k, causal)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad_out, q, k, v, out, lse, 0.0, causal)
+
+
+def _check_square(q: Tensor, k: Tensor, causal: bool) -> None:
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"a causal block on {q.device} needs as many keys as queries, not {k.shape[2]}: {q.shape[2]}")
+
+
+def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge the result of a block of keys into `out` and `lse`, in place. Both are in the wide dtype.
+
+    A row with an lse of -inf has attended nothing.
+    """
+    # The block's share of the sum of exponentials: 1 / (1 + exp(lse - block_lse)). Two rows of -inf give NaN.
+    share = torch.sigmoid(block_lse - lse).nan_to_num_(0.0)
+    out.lerp_(block_out.to(out.dtype), share[..., None])
+    torch.logaddexp(lse, block_lse.to(lse.dtype), out=lse)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """The scaled scores [b, n, q, k] in the wide dtype, -inf where a query may not attend."""
+    scores = q.to(wide(q.dtype)) @ _heads_of(q, k).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        queries, keys = scores.shape[-2:]
+        future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
+        scores = scores.masked_fill(future, -math.inf)
+    return scores
+
+
+def _heads_of(q: Tensor, k: Tensor) -> Tensor:
+    """Keys or values in the wide dtype, with a head for each query head."""
+    return k.to(wide(k.dtype)).repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, keep: Tensor | None = None, p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`attention_block` with explicit scores, in the wide dtype. It takes any number of keys."""
+    scores = _scores(q, k, causal)
+    lse = scores.logsumexp(-1)
+    # Rows without a key have an lse of -inf, and probabilities of 0.
+    probabilities = (scores - lse[..., None]).exp().nan_to_num_(0.0)
+    if keep is not None:
+        probabilities = probabilities * keep / (1.0 - p)
+    return probabilities @ _heads_of(q, v), lse
+
+
+def reference_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    keep: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_block_backward` with explicit scores, in the wide dtype.
+
+    P are the probabilities, D the dropout factors keep / (1 - p), and dO the gradient of the output O:
+    dV = (P D)^T dO, dS = P ((dO V^T) D - rowsum(dO O)), dQ = dS K / sqrt(d), dK = dS^T Q / sqrt(d).
+    """
+    dtype = wide(q.dtype)
+    probabilities = (_scores(q, k, causal) - lse[..., None]).exp().nan_to_num_(0.0)
+    grad_out = grad_out.to(dtype)
+    grad_probabilities = grad_out @ _heads_of(q, v).transpose(-1, -2)
+    dropped = probabilities
+    if keep is not None:
+        dropped = probabilities * keep / (1.0 - p)
+        grad_probabilities = grad_probabilities * keep / (1.0 - p)
+    grad_scores = probabilities * (grad_probabilities - (grad_out * out.to(dtype)).sum(-1, keepdim=True))
+    grad_scores = grad_scores / math.sqrt(q.shape[-1])
+    grad_q = grad_scores @ _heads_of(q, k)
+    grad_k = grad_scores.transpose(-1, -2) @ q.to(dtype)
+    grad_v = dropped.transpose(-1, -2) @ grad_out
+    run = q.shape[1] // k.shape[1]
+    return grad_q, grad_k.unflatten(1, (-1, run)).sum(2), grad_v.unflatten(1, (-1, run)).sum(2)

@@ -1,0 +1,59 @@
+"""Between the parts of samples that context-parallel ranks hold and whole samples, in the order of positions.
+
+Shapes: r ranks, s positions of a rank, and r * s positions of a sample.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapar.context_parallel.deal import holders
+
+
+def whole_of(parts: Tensor) -> Tensor:
+    """[r, ..., s, d], the ranks' parts, as [..., r * s, d] in the order of positions."""
+    size = parts.shape[-2] // 2
+    halves = parts.split(size, dim=-2)
+    return torch.cat([halves[second][rank] for rank, second in holders(parts.shape[0])], dim=-2)
+
+
+def parts_of(whole: Tensor, cp: int) -> Tensor:
+    """The inverse of `whole_of`: [..., r * s, d] as [r, ..., s, d]."""
+    parts = whole.new_empty(cp, *whole.shape[:-2], whole.shape[-2] // cp, whole.shape[-1])
+    size = parts.shape[-2] // 2
+    halves = parts.split(size, dim=-2)
+    for (rank, second), chunk in zip(holders(cp), whole.split(size, dim=-2), strict=True):
+        halves[second][rank].copy_(chunk)
+    return parts
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor) -> Tensor:
+        ctx.cp = parts.shape[0]
+        return whole_of(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return parts_of(grad, ctx.cp)
+
+
+class _Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, cp: int) -> Tensor:
+        return parts_of(whole, cp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return whole_of(grad), None
+
+
+def to_whole(parts: Tensor) -> Tensor:
+    """`whole_of` with a gradient."""
+    return _Whole.apply(parts)
+
+
+def to_parts(whole: Tensor, cp: int) -> Tensor:
+    """`parts_of` with a gradient."""
+    return _Parts.apply(whole, cp)

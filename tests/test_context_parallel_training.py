@@ -1,0 +1,264 @@
+"""Context parallelism from the options to the gradients: what is refused, read, masked, kept and summed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megapar_models import stage as model_stage
+from megapar_models.build import build_stages
+from megapar_models.registry import validate
+from torch import Tensor, nn
+
+from megapar import context
+from megapar.batch import MicroBatch, add_loss
+from megapar.config import Config
+from megapar.context_parallel import deal
+from megapar.context_parallel.dropout import AttentionDropout
+from megapar.data.loader import Loader, Mixture
+from megapar.data.samples import Treatment
+from megapar.data.sources import SyntheticDataset
+from megapar.errors import ConfigError
+from megapar.random import keep_mask
+from megapar.tensor_parallel.layers import Sharding
+from megapar.train.step import train_step
+from tests.support import layouts
+from tests.support.distributed import run_ranks
+from tests.support.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, Layout, held_gradients, make_state, micro_batches
+
+GPT_WITHOUT_DROPOUT = replace(GPT, hidden_dropout=0.0, attention_dropout=0.0)
+FORMS = ("gather", "ring", "ulysses")
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("layout", "messages"),
+    [
+        (
+            Layout(LLAMA, cp=5),
+            (
+                "train.seq_length=24, parallel.cp=5: each cp rank holds two chunks of equal length",
+                "must divide by 10; use 20 or 30",
+            ),
+        ),
+        (
+            Layout(LLAMA, cp=4, tp=4, sequence_parallel=True),
+            (
+                "train.seq_length=24, parallel.cp=4, parallel.tp=4, parallel.sequence_parallel=true: each cp rank",
+                "must divide by 16; use 16 or 32",
+            ),
+        ),
+        (
+            Layout(LLAMA, cp=2, tp=4, cp_attention="ulysses"),
+            (
+                "parallel.cp_attention=ulysses, parallel.cp=2, parallel.tp=4, model.num_attention_heads=4: ulysses",
+                "the 1 query head of a tp rank to cp ranks; cp may be 1, or use parallel.cp_attention gather or ring",
+            ),
+        ),
+        (
+            Layout(LLAMA, cp_attention="ring"),
+            ("parallel.cp_attention=ring, parallel.cp=1: with one cp rank", "set parallel.cp, or leave it at gather"),
+        ),
+    ],
+    ids=["length", "sequence parallel", "ulysses", "no cp"],
+)
+def test_what_does_not_fit_is_refused_with_what_would(layout: Layout, messages: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        layout.config()
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith(messages[0])
+    assert line.endswith(messages[1])
+
+
+def test_a_world_that_does_not_fit_is_refused() -> None:
+    config = Layout(LLAMA, tp=2, cp=2).config()
+    with pytest.raises(ConfigError, match=r"tp\(2\)\*cp\(2\)\*pp\(1\)=4 does not divide world size 6"):
+        validate(replace(config, parallel=replace(config.parallel, dp=0)), 6)
+    with pytest.raises(ConfigError, match=r"tp\(2\)\*cp\(2\)\*pp\(1\)\*dp\(3\)=12 is not world size 8; dp 2 fits"):
+        validate(replace(config, parallel=replace(config.parallel, dp=3)), 8)
+
+
+# Data
+
+
+def test_ranks_read_samples_whole_and_keep_their_columns() -> None:
+    """Fault cp-targets-cut-like-tokens: micro-batches of cp ranks, put together, are those of one rank."""
+    source = SyntheticDataset(LENGTH, 100, seed=3)
+
+    def loader(columns: list[int] | None, needs_tokens: bool = True) -> Loader:
+        return Loader(
+            Mixture([source], seed=3),
+            batch_size=lambda _: 4,
+            micro_batch_size=2,
+            seq_length=LENGTH,
+            columns=columns,
+            needs_tokens=needs_tokens,
+            treatment=Treatment(),
+        )
+
+    expected = loader(None).step_after(8)
+    for rank in range(3):
+        held = deal.positions(LENGTH, 3, rank)
+        for needs_tokens in (True, False):
+            for part, whole in zip(loader(held, needs_tokens).step_after(8), expected, strict=True):
+                assert part.positions_s.tolist() == held
+                assert part.sample_length == LENGTH
+                assert torch.equal(part.sample_ids_b, whole.sample_ids_b)
+                assert torch.equal(part.weights_bs, whole.weights_bs[:, held])
+                if needs_tokens:
+                    assert torch.equal(part.tokens_bs, whole.tokens_bs[:, held])
+                    assert torch.equal(part.targets_bs, whole.targets_bs[:, held])
+
+
+# Dropout
+
+
+def test_masks_are_those_of_whole_samples() -> None:
+    """Fault dropout-masks-of-whole-model: of hidden states, also under sequence parallelism, and of attention."""
+    tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
+    whole = MicroBatch.of_samples(tokens, tokens, torch.ones(2, LENGTH), torch.tensor([4, 9]))
+    ctx = context.single()
+    alone = Sharding(ctx.tp, ctx.grad, False, torch.float32, torch.device("cpu"))
+
+    def hidden(batch: MicroBatch, sharding: Sharding) -> Tensor:
+        keys = model_stage.hidden_keys(model_stage.ForwardContext(batch), 7, 11, sharding)
+        return keep_mask(keys, 13, 0.5)
+
+    def attention(batch: MicroBatch, keys: Tensor, rows: slice) -> Tensor:
+        dropout = AttentionDropout(0.5, 11, 5, range(2, 4), batch.sample_ids_b, batch.positions_s)
+        return dropout.keep(keys, slice(1, 2), rows)
+
+    everywhere = torch.arange(LENGTH)
+    for cp, rank in ((2, 0), (2, 1), (4, 2)):
+        held = torch.tensor(deal.positions(LENGTH, cp, rank))
+        part = whole.columns(held)
+        assert torch.equal(hidden(part, alone), hidden(whole, alone)[held])
+        tp = context.Axis("tp", 2, 1, (0, 1))
+        of_second_tp_rank = replace(alone, tp=tp, sequence_parallel=True)
+        assert torch.equal(hidden(part, of_second_tp_rank), hidden(whole, alone)[held[LENGTH // cp // 2 :]])
+        expected = attention(whole, everywhere, slice(0, LENGTH))
+        found = attention(part, held, slice(2, 5))
+        assert torch.equal(found, expected[:, :, held[2:5]][:, :, :, held])
+
+
+# Memory
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "model", [LLAMA, replace(GPT, hidden_dropout=0.0, attention_dropout=0.0)], ids=["llama", "gpt"]
+)
+def test_activations_are_divided_by_cp(model: Any, form: Any) -> None:
+    """Fault cp-option-ignored: by the plan, whose bytes are those of real ranks (tests/test_dry_run.py)."""
+    from megapar.train.dry_run import report
+
+    kept = {}
+    for cp in (1, 2, 4):
+        layout = Layout(model, cp=cp, cp_attention=form if cp > 1 else "gather", micro_batch_size=2)
+        (one,) = report(layout.config(), build_stages)
+        kept[cp] = one.activations
+    for cp in (2, 4):
+        # Indices of heads and of samples are not divided. They are less than a kilobyte.
+        assert kept[1] / cp <= kept[cp] < kept[1] / cp + 1024
+
+
+# Gradients
+
+Change = Callable[[MicroBatch], MicroBatch]
+
+
+def gradients_of_a_step(config: Config, change: Change) -> tuple[float, list[layouts.Held]]:
+    state = make_state(config)
+    result = train_step(state, [change(batch) for batch in micro_batches(config, state.ctx, 0)])
+    return result.loss, held_gradients(state)
+
+
+def same_as_one_process(layout: Layout, change: Change) -> dict[str, Tensor]:
+    """Compare loss and gradients of the layout with those of one process; returns the latter."""
+    alone = replace(layout, cp=1, tp=1, cp_attention="gather", micro_batch_size=12)
+    loss, gradients = gradients_of_a_step(alone.config(), change)
+    expected = layouts.assemble([gradients])
+    ranks = run_ranks(layout.world, gradients_of_a_step, layout.config(), change)
+    for found, _ in ranks:
+        assert found == pytest.approx(loss, rel=1e-5)
+    layouts.assert_close(layouts.assemble([gradients for _, gradients in ranks]), expected)
+    assert all(tensor.isfinite().all() for tensor in expected.values())
+    return expected
+
+
+def only_first_rank_has_targets(batch: MicroBatch) -> MicroBatch:
+    """Weights at the positions of rank 0 of cp 2 alone."""
+    held = torch.tensor(deal.positions(LENGTH, 2, 0))
+    return replace(batch, weights_bs=batch.weights_bs * torch.isin(batch.positions_s, held))
+
+
+def targets_of_samples_on_one_rank_each(batch: MicroBatch) -> MicroBatch:
+    """Even samples have targets at the positions of rank 0 of cp 2, odd ones at those of rank 1."""
+    of_first = torch.isin(batch.positions_s, torch.tensor(deal.positions(LENGTH, 2, 0)))
+    even = batch.sample_ids_b[:, None] % 2 == 0
+    return replace(batch, weights_bs=batch.weights_bs * (of_first[None, :] == even))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_targets_on_one_rank_alone(form: Any) -> None:
+    """Faults cp-loss-divided-twice, cp-rank-without-targets."""
+    layout = Layout(ONE_KV_HEAD, cp=2, cp_attention=form, micro_batch_size=6)
+    for change in (only_first_rank_has_targets, targets_of_samples_on_one_rank_each):
+        same_as_one_process(layout, change)
+
+
+def nothing(batch: MicroBatch) -> MicroBatch:
+    return replace(batch, weights_bs=torch.zeros_like(batch.weights_bs))
+
+
+class _WithOwnLoss(nn.Module):
+    """A layer with a loss beside the cross entropy: for each token, its position times the square of its sum."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x_sbh: Tensor, info: model_stage.ForwardContext) -> Tensor:
+        x_sbh = self.layer(x_sbh, info)
+        loss = (x_sbh.sum(-1).square() * info.batch.positions_s[:, None]).sum()
+        return add_loss(x_sbh, loss, info.batch)
+
+
+def gradients_of_own_loss(config: Config) -> list[layouts.Held]:
+    """Gradients of a loss of the third layer alone: no token has a weight in the cross entropy."""
+    state = make_state(config)
+    for stage in state.stages.values():
+        assert isinstance(stage, model_stage.Stage)
+        stage.layers["2"] = _WithOwnLoss(stage.layers["2"])
+    train_step(state, [nothing(batch) for batch in micro_batches(config, state.ctx, 0)])
+    return held_gradients(state)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_loss_beside_the_cross_entropy_has_the_same_weight(cp: int) -> None:
+    """Fault cp-auxiliary-losses: its gradient alone, with every token of the cross entropy masked."""
+    layout = Layout(LLAMA, cp=cp, micro_batch_size=6)
+    alone = gradients_of_own_loss(Layout(LLAMA, micro_batch_size=12).config())
+    ranks = run_ranks(cp, gradients_of_own_loss, layout.config())
+    expected = layouts.assemble([alone])
+    layouts.assert_close(layouts.assemble(ranks), expected)
+    assert expected["layers.0.attention.q.weight"].any()
+
+
+def test_z_loss_has_the_same_weight() -> None:
+    """Fault cp-auxiliary-losses: the gradient with it and without it differ by as much as in one process."""
+    layout = Layout(LLAMA, cp=2, cp_attention="ring", micro_batch_size=6)
+    found = {}
+    for z_loss in (0.0, 0.1):
+        configs = [one.config() for one in (Layout(LLAMA, micro_batch_size=12), layout)]
+        alone, split = (replace(config, train=replace(config.train, z_loss=z_loss)) for config in configs)
+        expected = layouts.assemble([gradients_of_a_step(alone, lambda batch: batch)[1]])
+        ranks = run_ranks(2, gradients_of_a_step, split, lambda batch: batch)
+        found[z_loss] = expected, layouts.assemble([gradients for _, gradients in ranks])
+    alone_difference, split_difference = (
+        {name: found[0.1][number][name] - found[0.0][number][name] for name in found[0.0][0]} for number in (0, 1)
+    )
+    layouts.assert_close(split_difference, alone_difference, rtol=1e-4)
