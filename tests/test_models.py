@@ -22,6 +22,10 @@ from tests.support.flat import flatten
 LLAMA3 = RopeScaling("llama3", factor=8.0, original_max_position_embeddings=32)
 YARN = RopeScaling("yarn", factor=8.0, original_max_position_embeddings=32)
 YARN_MSCALE = replace(YARN, beta_fast=4.0, beta_slow=0.05, mscale=0.7, mscale_all_dim=1.9, truncate=False)
+# Without losses of balance, which plain versions do not have.
+MOE = MoEConfig(5, 2, moe_intermediate_size=24, balance="none")
+ROUTED_AS_DEEPSEEK = replace(MOE, num_experts=6, scoring_func="sigmoid", routed_scaling_factor=2.5, n_group=3)
+ROUTED_AS_DEEPSEEK = replace(ROUTED_AS_DEEPSEEK, topk_group=2, shared_expert_intermediate_size=20)
 MODELS = {
     "llama": tiny_models.model("llama"),
     "tied": tiny_models.model("llama", tie_word_embeddings=True),
@@ -37,6 +41,14 @@ MODELS = {
     "gated relu2": tiny_models.model("llama", hidden_act="relu2"),
     "gpt": tiny_models.model("gpt"),
     "gpt relu2": tiny_models.model("gpt", hidden_act="relu2"),
+    "mixtral": tiny_models.model("mixtral", moe=MOE, num_key_value_heads=2),
+    "mixtral, groups and a shared expert": tiny_models.model("mixtral", moe=ROUTED_AS_DEEPSEEK),
+    "qwen3_moe": tiny_models.model(
+        "qwen3_moe", qk_norm=True, moe=replace(MOE, norm_topk_prob=False, mlp_only_layers=(1,), num_experts_per_tok=3)
+    ),
+    "qwen3_moe, a gated shared expert": tiny_models.model(
+        "qwen3_moe", moe=replace(MOE, shared_expert_intermediate_size=20, shared_expert_gate=True)
+    ),
     "gpt tied": tiny_models.model("gpt", tie_word_embeddings=True),
 }
 
@@ -152,7 +164,7 @@ def test_every_family_has_presets_and_a_plain_version() -> None:
     assert all(path.parents[1].name == preset(name).family for name, path in presets().items())
 
 
-@pytest.mark.parametrize("name", ["grouped", "q/k norm and biases", "gpt tied"])
+@pytest.mark.parametrize("name", ["grouped", "q/k norm and biases", "gpt tied", "mixtral", "qwen3_moe"])
 def test_flops_per_token_are_those_of_the_plain_model(name: str) -> None:
     """The plain model computes all s^2 scores; causal attention needs, and flops_per_token counts, half of them."""
     model = tiny_models.config(MODELS[name]).model

@@ -45,8 +45,8 @@ class Experts(nn.Module):
     """down_e(act(gate_e x) * up_e x) for the rows of each expert e of this rank.
 
     `name` is that of the logical tensors up to the number of the expert, such as layers.3.mlp.experts. `activation`
-    maps [rows, gate then up] to [rows, f/etp] (`megapar_kernels.activations`). `token_share` is the share of tokens that
-    an expert gets if the load is even, for `ParamSpec`.
+    maps [rows, gate then up] to [rows, f/etp] (`megapar_kernels.activations`). `token_share` is the share of tokens
+    that an expert gets if the load is even, for `ParamSpec`.
     """
 
     def __init__(
