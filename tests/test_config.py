@@ -415,6 +415,15 @@ def test_all_problems_are_reported_at_once():
         (ModelConfig(rope_scaling=RopeScaling(factor=8.0)), "model.rope_scaling.factor=8.0: rope_type default"),
         (ModelConfig(rope_scaling=RopeScaling("linear", low_freq_factor=2.0)), "rope_type linear does not use it"),
         (ModelConfig(rope_scaling=RopeScaling("llama3", 8.0, 4.0, 4.0)), "low must be below high"),
+        (ModelConfig(rope_scaling=RopeScaling("llama3", 8.0, beta_fast=8.0)), "rope_type llama3 does not use it"),
+        (ModelConfig(rope_scaling=RopeScaling("linear", truncate=False)), "rope_type linear does not use it"),
+        (ModelConfig(rope_scaling=RopeScaling("yarn", 8.0, low_freq_factor=2.0)), "rope_type yarn does not use it"),
+        (ModelConfig(rope_scaling=RopeScaling("yarn", 8.0, beta_fast=1.0)), "slow must be below fast"),
+        (ModelConfig(rope_scaling=RopeScaling("yarn", 8.0, mscale=1.0)), "one of them alone has no effect"),
+        (
+            ModelConfig(rope_scaling=RopeScaling("yarn", 8.0, attention_factor=2.0, mscale=1.0, mscale_all_dim=1.0)),
+            "attention_factor takes the place of mscale",
+        ),
         (ModelConfig(head_dim=5), "model.head_dim=5: rotary"),
         (ModelConfig(hidden_size=100, num_attention_heads=12), "use hidden_size 96 or 108, or set model.head_dim"),
         (ModelConfig(hidden_size=60, num_attention_heads=12), "must be even; 5 is odd"),
@@ -571,7 +580,8 @@ OPTIONS = """
 model: family hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size
     vocab_size max_position_embeddings rope_theta hidden_act rms_norm_eps attention_bias qk_norm tie_word_embeddings
     hidden_dropout attention_dropout initializer_range
-model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings
+model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
+    beta_slow attention_factor mscale mscale_all_dim truncate
 model.moe: num_experts num_experts_per_tok moe_intermediate_size mlp_only_layers scoring_func norm_topk_prob
     routed_scaling_factor n_group topk_group shared_expert_intermediate_size shared_expert_gate balance
     router_aux_loss_coef router_bias_update_rate router_z_loss_coef

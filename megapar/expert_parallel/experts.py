@@ -12,6 +12,7 @@ equal on all ranks, and may be 0. Then both parameters have no element, and are 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ class Experts(nn.Module):
     """down_e(act(gate_e x) * up_e x) for the rows of each expert e of this rank.
 
     `name` is that of the logical tensors up to the number of the expert, such as layers.3.mlp.experts. `activation`
-    maps [rows, gate then up] to [rows, f/etp] (`megapar_kernels.activations`).
+    maps [rows, gate then up] to [rows, f/etp] (`megapar_kernels.activations`). `token_share` is the share of tokens
+    that an expert gets if the load is even, for `ParamSpec`.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class Experts(nn.Module):
         activation: Callable[[Tensor], Tensor],
         init: Init,
         output_init: Init,
+        token_share: Fraction = Fraction(1),
     ):
         super().__init__()
+        self.token_share = token_share
         self.expert_numbers = experts_of(num_experts, sharding.ep)
         self.hidden_size = hidden_size
         self.width = width
@@ -89,7 +93,7 @@ class Experts(nn.Module):
         for number in numbers:
             pieces += [make_piece(f"{name}.{number}.{matrix}.weight", shape, cuts) for matrix in matrices]
         rows = sum(piece.local_shape[0] for piece in pieces)
-        spec = ParamSpec(tuple(pieces), init, decay=True, replicas=sharding.replicas)
+        spec = ParamSpec(tuple(pieces), init, decay=True, replicas=sharding.replicas, token_share=self.token_share)
         return parameter(spec, (rows, pieces[0].local_shape[1]), dtype=sharding.dtype, device=sharding.device)
 
     def forward(self, rows: Tensor, rows_of_expert: Sequence[int]) -> Tensor:

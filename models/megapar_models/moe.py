@@ -8,6 +8,7 @@ of a token.
 """
 
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 
 import torch.nn.functional as F
@@ -89,6 +90,7 @@ class MixtureOfExperts(nn.Module):
             activation=partial(activation, impl=blueprint.kernels.activation),
             init=blueprint.init,
             output_init=blueprint.output_init,
+            token_share=Fraction(model.moe.num_experts_per_tok, self.num_experts),
         )
         self.shared = shared
 

@@ -10,16 +10,14 @@ from megapar.plugins import named
 from megapar_models.family import Family
 from megapar_models.gpt.family import GPT
 from megapar_models.llama.family import LLAMA
-from megapar_models.mixtral.model import MixtralStage
-from megapar_models.qwen3_moe.model import Qwen3MoeStage
+from megapar_models.mixtral.family import MIXTRAL
+from megapar_models.qwen3_moe.family import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "gpt": GPT,
-    "mixtral": Family(name="mixtral", stage=MixtralStage, activations=("silu",), has_experts=True, even_head_dim=True),
-    "qwen3_moe": Family(
-        name="qwen3_moe", stage=Qwen3MoeStage, activations=("silu",), has_experts=True, even_head_dim=True
-    ),
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
 }
 
 
