@@ -162,6 +162,11 @@ def _layout(config: Config) -> Iterator[str]:
     if config.parallel.sequence_parallel and length % tp:
         text = f"sequence_parallel cuts the sequence over tp; use {around(length, tp)}, or switch it off"
         yield problem(config, "train.seq_length parallel.tp parallel.sequence_parallel", text)
+    if config.parallel.tp_overlap_chunks > 1 and tp == 1:
+        text = (
+            "without tensor parallelism no product waits for other ranks; use a parallel.tp above 1, or leave it at 1"
+        )
+        yield problem(config, "parallel.tp_overlap_chunks parallel.tp", text)
     if length > config.model.max_position_embeddings:
         text = f"sequences longer than the model's positions; use at most {config.model.max_position_embeddings}"
         yield problem(config, "train.seq_length model.max_position_embeddings", text)

@@ -424,6 +424,10 @@ def test_gpt_takes_dropout_and_odd_heads():
     [
         (Config(train=TrainConfig(recompute_every=2)), "train.recompute_every=2, train.recompute=none: "),
         (
+            Config(parallel=ParallelConfig(tp_overlap_chunks=2)),
+            "parallel.tp_overlap_chunks=2, parallel.tp=1: without tensor parallelism no product waits for other ranks",
+        ),
+        (
             Config(optimizer=OptimizerConfig(overlap_param_gather=True, zero_stage=0)),
             "optimizer.overlap_param_gather=true, optimizer.zero_stage=0: without ZeRO every rank updates all weights",
         ),
@@ -562,7 +566,7 @@ model: family hidden_size num_hidden_layers num_attention_heads num_key_value_he
     vocab_size max_position_embeddings rope_theta hidden_act rms_norm_eps attention_bias qk_norm tie_word_embeddings
     hidden_dropout attention_dropout initializer_range
 model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings
-parallel: tp pp dp vpp schedule sequence_parallel partition balance order
+parallel: tp pp dp vpp schedule sequence_parallel tp_overlap_chunks partition balance order
 train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
     eval_every eval_samples z_loss trainable deterministic
 optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage bucket_mb

@@ -181,7 +181,10 @@ GRID = [
     Layout(ONE_KV_HEAD, pp=2, loss_chunk=5),
     Layout(LLAMA, tp=2, sequence_parallel=True, micro_batch_size=3, packed=True),
     Layout(GPT, pp=2, micro_batch_size=2, recompute="selective", packed=True),
+    Layout(LLAMA, tp=2, sequence_parallel=True, tp_overlap_chunks=3, recompute="full", every=2, micro_batch_size=4),
+    Layout(GPT, tp=2, tp_overlap_chunks=2, recompute="selective", micro_batch_size=3),
     Layout(LLAMA, tp=4, sequence_parallel=True, micro_batch_size=4),
+    Layout(GPT, tp=4, sequence_parallel=True, tp_overlap_chunks=5, micro_batch_size=4),
     Layout(ONE_KV_HEAD, tp=4, micro_batch_size=3),
     Layout(STRADDLING, tp=4, sequence_parallel=True, micro_batch_size=6),
     Layout(LLAMA, dp=2, tp=2, recompute="full", micro_batch_size=2),
@@ -202,7 +205,13 @@ GRID = [
     Layout(LLAMA, dp=2, pp=4, schedule="gpipe", micro_batch_size=2),
 ]
 MODELS = {LLAMA: "llama", GPT: "gpt", ONE_KV_HEAD: "one_kv_head", STRADDLING: "straddling"}
-SHORT = {"sequence_parallel": "sp", "zero_stage": "zero", "micro_batch_size": "batch", "loss_chunk": "chunk"}
+SHORT = {
+    "sequence_parallel": "sp",
+    "tp_overlap_chunks": "overlap",
+    "zero_stage": "zero",
+    "micro_batch_size": "batch",
+    "loss_chunk": "chunk",
+}
 
 
 def name(layout: Layout) -> str:

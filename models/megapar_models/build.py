@@ -54,6 +54,7 @@ def make_blueprint(config: Config, ctx: ParallelContext) -> Blueprint:
         model_dtype(config.train.precision),
         ctx.device,
         MatrixProducts(kernels.weight_gradient),
+        overlap_chunks=config.parallel.tp_overlap_chunks,
     )
     return Blueprint(
         config.model,

@@ -64,6 +64,7 @@ class Layout:
     vpp: int = 1
     schedule: str = "1f1b"
     sequence_parallel: bool = False
+    tp_overlap_chunks: int = 1
     recompute: str = "none"
     every: int = 1
     zero_stage: int = 1
@@ -87,6 +88,7 @@ class Layout:
             vpp=self.vpp,
             schedule=self.schedule,
             sequence_parallel=self.sequence_parallel,
+            tp_overlap_chunks=self.tp_overlap_chunks,
             partition=self.partition,
             order=self.order,
         )
