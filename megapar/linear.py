@@ -113,13 +113,7 @@ class MatrixProducts:
 
         Each slice is contiguous. The slices of `x` and of `out` may lie apart in memory.
         """
-        if x.is_cuda:
-            _batched_product(out, x, weight.t(), bias)
-        elif bias is None and out.is_contiguous():
-            self.forward_into(out.flatten(0, 1), x.flatten(0, 1), weight)
-        else:
-            # A CPU rounds a batched product unlike one product of all tokens.
-            out.copy_(self.forward(x.flatten(0, 1), weight, bias).view_as(out))
+        _batched_product(out, x, weight.t(), bias)
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
         """Gradient of x: [..., in], from grad_y [..., out] and weight [out, in]."""
@@ -134,13 +128,7 @@ class MatrixProducts:
 
         Each slice is contiguous. The slices of `grad` and of `out` may lie apart in memory.
         """
-        if grad.is_cuda:
-            _batched_product(out, grad, weight, None)
-        elif out.is_contiguous():
-            self.input_gradient_into(out.flatten(0, 1), grad.flatten(0, 1), weight)
-        else:
-            # A CPU rounds a batched product unlike one product of all tokens.
-            out.copy_(self.input_gradient(grad.flatten(0, 1), weight).view_as(out))
+        _batched_product(out, grad, weight, None)
 
     def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
         """Gradient of the weight: [out, in], from grad_2d [tokens, out] and x_2d [tokens, in]."""
@@ -318,8 +306,8 @@ def gather_linear(
 ) -> Tensor:
     """`linear` of x [s, ..., in], to [slices * s, ..., out]. In forward a chunk enters under the product of another.
 
-    On CPUs in fp32 its products round as those of `linear` if chunks have 16 tokens or more, counted over all slices.
-    MKL adds in another order for fewer.
+    On CPUs in fp32 its products round as those of `linear` if a chunk has 16 or more tokens of each slice. MKL adds in
+    another order for fewer.
     """
     return _GatherLinear.apply(x, weight, bias, region, products)
 

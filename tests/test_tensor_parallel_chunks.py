@@ -12,7 +12,7 @@ from torch import Tensor
 from megapar import comm, context
 from megapar.comm import Pending
 from megapar.context import Axis, ParallelContext
-from megapar.linear import MatrixProducts, _batched_product
+from megapar.linear import MatrixProducts
 from megapar.params import Init
 from megapar.recompute import run
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear, Sharding
@@ -282,16 +282,3 @@ def test_chunks_cover_all_tokens_and_differ_by_one_at_most() -> None:
             assert len(cut) == min(tokens, chunks)
             assert max(lengths) - min(lengths) <= 1
     assert cut_in_chunks(0, 3) == [slice(0, 0)]
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_batched_product_reads_and_writes_slices_where_they_lie(biased: bool) -> None:
-    """What GPUs compute chunks by, here on the CPU: input and output are a part of every slice of longer tensors."""
-    x = whole_numbers(3, 7, HIDDEN, seed=1)
-    weight = whole_numbers(WIDE, HIDDEN, seed=2)
-    bias = whole_numbers(WIDE, seed=3) if biased else None
-    y = torch.full((3, 7, WIDE), 0.5, dtype=torch.float64)
-    _batched_product(y[:, 2:5], x[:, 2:5], weight.t(), bias)
-    expected = torch.full_like(y, 0.5)
-    expected[:, 2:5] = torch.nn.functional.linear(x, weight, bias)[:, 2:5]
-    assert torch.equal(y, expected)

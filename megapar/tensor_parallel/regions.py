@@ -98,10 +98,11 @@ def _one_ahead(
         yield chunk, result
 
 
-# A chunk has the same tokens of every rank's slice of the sequence. So every rank contributes to every chunk, and a
-# collective of the chunk uses all links. Its tokens lie apart in the whole sequence, which is in the order of ranks:
-# viewed as [tp, t, features] they are [:, tokens]. No copy brings them into place there. On GPUs the product reads or
-# writes that view, and the collective has the other, contiguous side.
+# A chunk has the same tokens of every rank's slice of the sequence. So every rank contributes to every chunk, and its
+# collective uses all links. The whole sequence is in the order of ranks, so the chunk's tokens lie apart in it: viewed
+# as [tp, t, features] they are [:, tokens]. No copy is needed for that, because the product reads or writes this view
+# (`MatrixProducts.forward_slices`), and the collective has the product's other side, which is contiguous. The exception
+# is the gradient of ChunkedScatterSum: NCCL copies its chunks into their places.
 
 
 @dataclass(frozen=True)
