@@ -18,7 +18,6 @@ from megapar.recompute import run
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear, Sharding
 from megapar.tensor_parallel.regions import cut_in_chunks
 from tests.support.distributed import rank_device, run_ranks
-from tests.test_tensor_parallel import strided
 
 INIT = Init("normal", 0.1)
 HIDDEN = 48
@@ -28,6 +27,11 @@ WIDE = 96
 def whole_numbers(*shape: int, seed: int) -> Tensor:
     """Random whole numbers so small that every sum of their products is exact: equal bits mean equal places."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers, first and last dimension swapped in memory."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def fractions(*shape: int, seed: int) -> Tensor:
