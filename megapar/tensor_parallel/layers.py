@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.context import Axis
-from megapar.linear import MatrixProducts, gather_linear, linear, linear_reduce
+from megapar.linear import MatrixProducts, linear
 from megapar.params import (
     ONES,
     ZEROS,
@@ -31,14 +31,8 @@ from megapar.params import (
     parameter,
     replicated,
 )
-from megapar.tensor_parallel.regions import (
-    LOCAL,
-    ChunkedGather,
-    input_region,
-    output_region,
-    reduce_from_tp,
-    scatter_sum,
-)
+from megapar.tensor_parallel.chunks import ChunkedGather, gather_linear, linear_reduce, output_region
+from megapar.tensor_parallel.regions import LOCAL, input_region, reduce_from_tp, scatter_sum
 
 # Sizes that 16 does not divide cost vector loads, so the vocabulary is padded.
 VOCAB_MULTIPLE = 128

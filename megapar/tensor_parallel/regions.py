@@ -11,15 +11,13 @@ They are the f and g of Megatron (Shoeybi et al., arXiv 1909.08053, section 3) a
     scatter_sequence         own slice        all-gather
     exchange_rows            all-to-all       all-to-all
 
-f and g are objects, because a linear layer overlaps their communication with its products (`megapar.linear`). So are
-`ChunkedGather`, `ChunkedReduce` and `ChunkedScatterSum`, which are g, f bar and g bar in chunks. Gathers and scatters
-are along dimension 0, the sequence. At tp size 1 every one is the identity.
+f and g are objects, because a linear layer overlaps their communication with its products (`megapar.linear`). Gathers
+and scatters are along dimension 0, the sequence. At tp size 1 every one is the identity.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +25,7 @@ from torch import Tensor
 from megapar import comm
 from megapar.comm import Pending
 from megapar.context import Axis
-from megapar.linear import InputRegion, OutputRegion
-
-_Result = TypeVar("_Result")
+from megapar.linear import InputRegion
 
 
 @dataclass(frozen=True)
@@ -72,116 +68,6 @@ class Gather:
         return comm.reduce_scatter_async(grad_x, self.tp)
 
 
-def cut_in_chunks(tokens: int, chunks: int) -> list[slice]:
-    """Cut `tokens` tokens into `chunks` slices whose lengths differ by one at most, or into fewer if there are fewer.
-
-    There is at least one slice, which is empty if there are no tokens.
-    """
-    number = max(1, min(chunks, tokens))
-    edges = [tokens * i // number for i in range(number + 1)]
-    return [slice(start, stop) for start, stop in pairwise(edges)]
-
-
-def _one_ahead(
-    chunks: Sequence[slice], begin: Callable[[slice], tuple[_Result, Pending]]
-) -> Iterator[tuple[slice, _Result]]:
-    """Yield (chunk, result of begin(chunk)) when its communication has ended. That of the next chunk has begun then.
-
-    No more than one begins ahead, so that the memory of few chunks is in use.
-    """
-    begun = begin(chunks[0])
-    for position, chunk in enumerate(chunks):
-        result, pending = begun
-        if position + 1 < len(chunks):
-            begun = begin(chunks[position + 1])
-        pending.wait()
-        yield chunk, result
-
-
-# A chunk has the same tokens of every rank's slice of the sequence. So every rank contributes to every chunk, and its
-# collective uses all links. The whole sequence is in the order of ranks, so the chunk's tokens lie apart in it: viewed
-# as [tp, t, features] they are [:, tokens]. No copy is needed for that, because the product reads or writes this view
-# (`MatrixProducts.forward_slices`), and the collective has the product's other side, which is contiguous. The exception
-# is the gradient of ChunkedScatterSum: NCCL copies its chunks into their places.
-
-
-@dataclass(frozen=True)
-class ChunkedGather(Gather):
-    """g, whose input may also enter in `chunks` chunks (`megapar.linear.ChunkedInputRegion`)."""
-
-    chunks: int
-
-    @property
-    def slices(self) -> int:
-        return self.tp.size
-
-    def enter_in_chunks(self, x_2d: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        def begin(tokens: slice) -> tuple[Tensor, Pending]:
-            gathered, pending = comm.all_gather_async(x_2d[tokens], self.tp)
-            return gathered.view(self.tp.size, -1, x_2d.shape[1]), pending
-
-        return _one_ahead(cut_in_chunks(x_2d.shape[0], self.chunks), begin)
-
-
-@dataclass(frozen=True)
-class ChunkedReduce:
-    """f bar in `chunks` chunks (`megapar.linear.OutputRegion`): the ranks' partial results are summed on every rank."""
-
-    tp: Axis
-    chunks: int
-
-    slices = 1
-
-    def leave_in_chunks(self, y_2d: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        leaving = []
-        for tokens in cut_in_chunks(y_2d.shape[0], self.chunks):
-            # The product is written into the output, and summed there.
-            yield tokens, y_2d[None, tokens]
-            leaving.append(comm.all_reduce_async(y_2d[tokens], self.tp))
-        for pending in leaving:
-            pending.wait()
-
-    def enter_gradient(self, grad_y: Tensor) -> tuple[Tensor, Iterable[slice]]:
-        # Each rank's part enters the sum once, so its gradient is that of the sum. It is here already: one chunk.
-        return grad_y.contiguous(), [slice(None)]
-
-
-@dataclass(frozen=True)
-class ChunkedScatterSum:
-    """g bar in `chunks` chunks (`megapar.linear.OutputRegion`): each rank gets its slice of the sum."""
-
-    tp: Axis
-    chunks: int
-
-    @property
-    def slices(self) -> int:
-        return self.tp.size
-
-    def leave_in_chunks(self, y_2d: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        leaving = []
-        for tokens in cut_in_chunks(y_2d.shape[0], self.chunks):
-            y_chunk = y_2d[tokens]
-            partial = y_2d.new_empty(self.tp.size, *y_chunk.shape)
-            yield tokens, partial
-            _, pending = comm.reduce_scatter_async(partial.flatten(0, 1), self.tp, out=y_chunk)
-            leaving.append(pending)
-        for pending in leaving:
-            pending.wait()
-
-    def enter_gradient(self, grad_y: Tensor) -> tuple[Tensor, Iterable[slice]]:
-        # The weight gradient needs the whole, so the chunks are gathered into their places in it.
-        whole = grad_y.new_empty(self.tp.size * grad_y.shape[0], *grad_y.shape[1:])
-        grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
-        slices = whole.view(self.tp.size, *grad_2d.shape).unbind()
-
-        def begin(tokens: slice) -> tuple[None, Pending]:
-            places = [x[tokens] for x in slices]
-            return None, comm.all_gather_slices_async(grad_2d[tokens], places, self.tp)
-
-        arrivals = _one_ahead(cut_in_chunks(grad_2d.shape[0], self.chunks), begin)
-        return whole, (tokens for tokens, _ in arrivals)
-
-
 LOCAL = Local()
 
 
@@ -190,11 +76,6 @@ def input_region(tp: Axis, sequence_parallel: bool) -> InputRegion:
     if tp.size == 1:
         return LOCAL
     return Gather(tp) if sequence_parallel else Copy(tp)
-
-
-def output_region(tp: Axis, sequence_parallel: bool, chunks: int) -> OutputRegion:
-    """The region through which the output of a row-parallel layer leaves in chunks."""
-    return ChunkedScatterSum(tp, chunks) if sequence_parallel else ChunkedReduce(tp, chunks)
 
 
 class _Enter(torch.autograd.Function):
