@@ -225,8 +225,9 @@ def test_every_shipped_configuration_dry_runs(
     shown = capsys.readouterr().out
     config = load(["--config", str(path)]).config
     parallel = config.parallel
-    world = parallel.tp * parallel.pp * max(parallel.dp, 1)
-    assert f"{parameter_count(validate(config, world).model):,} parameters; {counted(world, 'rank')} = " in shown
+    world = parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
+    assert f"{parameter_count(validate(config, world).model):,} parameters" in shown
+    assert f"; {counted(world, 'rank')} = " in shown
     assert "GiB on each rank" in shown
     assert not (tmp_path / "run").exists(), "a dry run writes nothing"
 
@@ -256,6 +257,9 @@ def test_every_preset_adds_up(path: Path) -> None:
     positions = 0
     if "positions.weight" in logical_tensors(derived):
         positions = (tp - 1) * model.max_position_embeddings * model.hidden_size  # each tensor rank has the whole table
+    # Each tensor rank has the whole matrix of a router.
+    routers = [piece for name, piece in logical_tensors(derived).items() if name.endswith(".router.weight")]
+    copies += sum((tp - 1) * torch.Size(piece.shape).numel() for piece in routers)
     assert count + copies + positions <= held <= count + copies + positions + vectors
     for kind in kinds:
         check_memory(kind, dp)
