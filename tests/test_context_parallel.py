@@ -16,8 +16,10 @@ from megapar_kernels.block_attention import (
     merge_block,
     reference,
     reference_backward,
+    takes_earlier_keys,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar import context, recompute
 from megapar.batch import MicroBatch
@@ -231,6 +233,19 @@ def test_a_block_that_torch_would_mask_otherwise_is_refused() -> None:
         attention_block(q[:, :, 3:], k, v, causal=True)
     with pytest.raises(ValueError, match="needs as many keys as queries"):
         attention_block_backward(q[:, :, 3:], q[:, :, 3:], k, v, q[:, :, 3:], q[:, 0, 3:], causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_on_a_gpu_has_its_shapes(causal: bool) -> None:
+    """With tensors without values: torch's operations for GPUs take these arguments, and more keys than queries."""
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 6, 16, device="cuda", dtype=torch.bfloat16)
+        kv = torch.empty(2, 2, 9, 16, device="cuda", dtype=torch.bfloat16)
+        assert takes_earlier_keys(q)
+        out, lse = attention_block(q, kv, kv, causal=causal)
+        assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+        gradients = attention_block_backward(out, q, kv, kv, out, lse, causal=causal)
+        assert [x.shape for x in gradients] == [q.shape, kv.shape, kv.shape]
 
 
 def test_a_block_that_attends_nothing_changes_nothing() -> None:

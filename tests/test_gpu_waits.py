@@ -27,7 +27,7 @@ from megapar.train import trainer
 from megapar.train.data import open_loaders
 from megapar.train.step import TrainState, queue_step, train_step
 from megapar.train.trainer import assemble
-from tests.support.grid import GPT, LLAMA, STRADDLING
+from tests.support.grid import GPT, LLAMA, ONE_KV_HEAD, STRADDLING
 from tests.support.kernel_checks import DEVICE
 
 META = torch.device("meta")
@@ -209,6 +209,25 @@ def test_two_queued_steps_are_the_steps_that_were_waited_for(precision: Precisio
         losses.append(found)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # kernels of a GPU may add in another order
     assert abs(losses[0][0] - losses[0][2]) > 1e-2, "the steps do something"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("model", [ONE_KV_HEAD, GPT_WITH_DROPOUT], ids=["llama", "gpt"])
+def test_context_parallel_ranks_never_wait_for_the_device(model: ModelConfig, form: Any, packed: bool) -> None:
+    """What a rank attends, sends and receives follows from numbers on the host."""
+    parallel = ParallelConfig(cp=2, cp_attention=form)
+    config = validate(Config(model=model, parallel=parallel, train=TrainConfig(seq_length=12)), 2)
+    ctx = context.planned(1, cp=2, device=META)
+    (stage,) = build_stages(config, ctx).values()
+    whole = micro_batch(packed=False)
+    batch = whole.columns(torch.zeros(6, dtype=torch.int64, device=META))
+    if packed:
+        batch = replace(batch, starts=torch.zeros(4, dtype=torch.int32, device=META), starts_on_host=(0, 5, 8, 12))
+    with no_copies_from_python():
+        loss = stage(None, batch)
+        loss.backward()
+    assert loss.is_meta
 
 
 def test_heads_that_straddle_ranks_wait_for_nothing() -> None:

@@ -2,6 +2,7 @@
 
 import socket
 from dataclasses import replace
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -231,12 +232,17 @@ def test_fused_kernels_change_nothing(layout: Layout) -> None:
 @st.composite
 def random_layouts(draw: st.DrawFn) -> Layout:
     tp, pp, dp = draw(st.sampled_from([(1, 2, 2), (2, 2, 1), (2, 1, 2), (4, 1, 1), (1, 4, 1), (1, 1, 3), (2, 3, 1)]))
+    cp, cp_attention = draw(st.sampled_from([(1, "gather"), (2, "gather"), (2, "ring"), (2, "ulysses")]))
+    if cp > 1:  # no more ranks than without it
+        tp, pp, dp = draw(st.sampled_from([(1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 1, 1)]))
     vpp = draw(st.integers(1, 2 if pp < 4 else 1))
     return Layout(
         draw(st.sampled_from([LLAMA, GPT, ONE_KV_HEAD, STRADDLING])),
         tp=tp,
         pp=pp,
         dp=dp,
+        cp=cp,
+        cp_attention=cp_attention,
         vpp=vpp,
         schedule="interleaved" if vpp > 1 else draw(st.sampled_from(["1f1b", "gpipe"])),
         sequence_parallel=draw(st.booleans()),
@@ -252,6 +258,40 @@ def random_layouts(draw: st.DrawFn) -> Layout:
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(layout=random_layouts())
 def test_random_layouts_change_nothing(layout: Layout) -> None:
+    check_on_ranks(layout)
+
+
+def context_parallel_product() -> list[Layout]:
+    """Every cp with every form, tensor parallelism, pipeline, model, and with and without documents. What a rank keeps
+    goes round with the cases."""
+    cases: list[Layout] = []
+    kept = cycle([("none", 1), ("selective", 0), ("full", 1), ("none", 0)])
+    axes = product((2, 3, 4), ("gather", "ring", "ulysses"), (1, 2), (False, True), (1, 2), MODELS, (False, True))
+    for cp, form, tp, sequence_parallel, pp, model, packed in axes:
+        heads = model.num_attention_heads // tp
+        if (form == "ulysses" and heads % cp) or (sequence_parallel and tp == 1):
+            continue
+        recompute, zero_stage = next(kept)
+        cases.append(
+            Layout(
+                model,
+                tp=tp,
+                pp=pp,
+                cp=cp,
+                cp_attention=form,
+                sequence_parallel=sequence_parallel,
+                recompute=recompute,
+                zero_stage=zero_stage,
+                micro_batch_size=6,
+                packed=packed,
+            )
+        )
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", context_parallel_product(), ids=name)
+def test_context_parallel_with_everything_changes_nothing(layout: Layout) -> None:
     check_on_ranks(layout)
 
 

@@ -74,6 +74,23 @@ def test_slurm_ranks_train_as_one_process_does_and_go_on_as_two_others(alone: Pa
     assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-5)
 
 
+def test_context_parallel_ranks_train_as_one_process_does_and_one_goes_on(alone: Path, tmp_path: Path) -> None:
+    """cp 3 in a ring, evaluated; then the third to fifth step in one process, from the checkpoint after the second."""
+    flags = ("--checkpoint.every", "2", "--data.validation", "synthetic")
+    ring = ("--launch.nproc", "3", "--parallel.cp", "3", "--parallel.cp_attention", "ring")
+    first = program.run(*ring, *flags, cwd=tmp_path)
+    assert first.code == 0, first.err
+    assert "3 ranks = tp 1 x cp 3 x pp 1 x dp 1" in first.out
+    *expected, evaluation = metrics(alone)
+    losses = [line["loss"] for line in expected]
+    assert [line["loss"] for line in metrics(tmp_path)[:5]] == pytest.approx(losses, rel=1e-5)
+    assert metrics(tmp_path)[5]["validation_loss"] == pytest.approx(evaluation["validation_loss"], rel=1e-5)
+    assert metrics(tmp_path)[0]["comm_bytes"]["cp"] > 0
+    resumed = program.run("--checkpoint.resume", "run/checkpoints/step_00000002", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert [line["loss"] for line in metrics(tmp_path)[:5]] == pytest.approx(losses, rel=1e-5)
+
+
 REFUSED = [
     # fault heads-divide-by-tp
     (("--parallel.tp", "4", "--model.intermediate_size", "160"), 4, "model.num_attention_heads"),

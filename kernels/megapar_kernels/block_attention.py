@@ -74,6 +74,7 @@ def attention_block_backward(
     if _flash_serves(q):
         # Without dropout the states of the random generator are not read.
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+        lse = lse.contiguous()  # its strides are not read
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
         )

@@ -73,10 +73,12 @@ from benchmarks.traffic import expected_traffic
 from megapar import comm, context, device
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.context_parallel.deal import positions
 from megapar.errors import ConfigError, MegaparError, reported
 from megapar.files import write_json
 from megapar.params import spec_of
 from megapar.provenance import in_a_line, provenance
+from megapar.train.grid import with_grid
 from megapar.train.step import train_step
 from megapar.train.trainer import assemble
 
@@ -130,8 +132,8 @@ class Megapar(Peer):
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
-        parallel = config.parallel
-        self.ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, device=device)
+        self.ctx = with_grid(context.create, config)(device=device)
+        self.columns = torch.tensor(positions(config.train.seq_length, self.ctx.cp.size, self.ctx.cp.rank))
         stages = build_stages(config, self.ctx)
         load_weights(stages.values(), weights)
         self.state = assemble(config, self.ctx, stages)
@@ -140,7 +142,7 @@ class Megapar(Peer):
         batches = [
             MicroBatch.of_samples(
                 tokens, targets, torch.ones_like(targets, dtype=torch.float32), torch.zeros_like(targets[:, 0])
-            )
+            ).columns(self.columns)
             for tokens, targets in self.micro_batches(tokens_bs, targets_bs, self.ctx.dp.size)
         ]
         result = train_step(self.state, batches)
@@ -175,7 +177,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.parallel.tp * self.parallel.pp * self.parallel.dp
+        return self.parallel.tp * self.parallel.cp * self.parallel.pp * self.parallel.dp
 
     @property
     def contenders(self) -> dict[str, tuple[type[Peer], Variant]]:
