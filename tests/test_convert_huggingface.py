@@ -156,8 +156,14 @@ def first_loss_and_save(model: ModelConfig, native: Path, run: Path, layout: dic
 
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [(CASES[0], {"tp": 2, "pp": 2}), (CASES[6], {"pp": 4}), (CASES[9], {"tp": 4})],
-    ids=("llama, tp 2, pp 2", "tied qwen2, pp 4", "tied gpt2, tp 4"),
+    [
+        (CASES[0], {"tp": 2, "pp": 2}),
+        (CASES[6], {"pp": 4}),
+        (CASES[9], {"tp": 4}),
+        (Case("mixtral"), {"dp": 4, "ep": 4}),
+        (Case("qwen3_moe", {"mlp_only_layers": [0]}), {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+    ],
+    ids=("llama, tp 2, pp 2", "tied qwen2, pp 4", "tied gpt2, tp 4", "mixtral, ep 4", "qwen3_moe, tp 2, pp 2, ep 2"),
 )
 def test_training_starts_from_converted_weights_in_any_layout(
     case: Case, layout: dict[str, int], tmp_path: Path
