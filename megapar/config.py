@@ -146,6 +146,8 @@ class ParallelConfig:
     MODULE:NAME is one of your own, a megapar.pipeline.schedules.Schedule."""
     sequence_parallel: bool = False
     """Split activations between matrices over tp along the sequence; train.seq_length must divide by tp."""
+    tp_overlap_chunks: int = 1
+    """Cut a linear layer's tokens in so many chunks, and exchange one over tp while others are computed; 1: no cut."""
     partition: tuple[int, ...] = ()
     """Layers of each of the pp * vpp stages, such as 3 4 4 2; empty balances by cost, embedding and head counted."""
     balance: Literal["flops", "measured"] = "flops"

@@ -258,6 +258,11 @@ def _layout(config: Config) -> Iterator[str]:
         default = ParallelConfig().cp_attention
         text = f"with one cp rank there is nothing to exchange; set parallel.cp, or leave it at {default}"
         yield problem(config, "parallel.cp_attention parallel.cp", text)
+    if config.parallel.tp_overlap_chunks > 1 and tp == 1:
+        text = (
+            "without tensor parallelism no product waits for other ranks; use a parallel.tp above 1, or leave it at 1"
+        )
+        yield problem(config, "parallel.tp_overlap_chunks parallel.tp", text)
     if length > config.model.max_position_embeddings:
         text = f"sequences longer than the model's positions; use at most {config.model.max_position_embeddings}"
         yield problem(config, "train.seq_length model.max_position_embeddings", text)

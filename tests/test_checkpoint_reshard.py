@@ -170,16 +170,13 @@ def logical_names(fused: str) -> list[str]:
 
 LAYOUTS = [
     Layout(),
-    Layout(dp=3, zero_stage=0),
+    Layout(cp=4, zero_stage=0),
     Layout(dp=5, bucket_mb=1 / 1024),
-    Layout(tp=2, dp=2),
+    Layout(tp=2, cp=2),
     Layout(tp=4, pp=2, vpp=2),
     Layout(tp=4, dp=2, bucket_mb=1 / 512, precision="bf16"),
     Layout(tp=2, pp=3, dp=2),
     Layout(pp=4, dp=2, zero_stage=0, precision="bf16"),
-    Layout(cp=2),
-    Layout(cp=4, dp=2, tp=2),
-    Layout(cp=2, pp=2, zero_stage=0),
 ]
 
 

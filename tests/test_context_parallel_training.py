@@ -27,6 +27,7 @@ from tests.support import layouts
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, Layout, held_gradients, make_state, micro_batches
 
+FOUR_KV_HEADS = replace(LLAMA, num_key_value_heads=4)
 GPT_WITHOUT_DROPOUT = replace(GPT, hidden_dropout=0.0, attention_dropout=0.0)
 FORMS = ("gather", "ring", "ulysses")
 
@@ -148,9 +149,7 @@ def test_masks_are_those_of_whole_samples() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "model", [LLAMA, replace(GPT, hidden_dropout=0.0, attention_dropout=0.0)], ids=["llama", "gpt"]
-)
+@pytest.mark.parametrize("model", [FOUR_KV_HEADS, GPT_WITHOUT_DROPOUT], ids=["llama", "gpt"])
 def test_activations_are_divided_by_cp(model: Any, form: Any) -> None:
     """Fault cp-option-ignored: by the plan, whose bytes are those of real ranks (tests/test_dry_run.py)."""
     from megapar.train.dry_run import report
@@ -161,8 +160,8 @@ def test_activations_are_divided_by_cp(model: Any, form: Any) -> None:
         (one,) = report(layout.config(), build_stages)
         kept[cp] = one.activations
     for cp in (2, 4):
-        # Indices of heads and of samples are not divided. They are less than a kilobyte.
-        assert kept[1] / cp <= kept[cp] < kept[1] / cp + 1024
+        # One result of attention less is kept than without cp. Indices of heads and samples are not divided.
+        assert 0.85 * kept[1] / cp < kept[cp] < kept[1] / cp + 1024
 
 
 # Gradients

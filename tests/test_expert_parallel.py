@@ -3,11 +3,12 @@
 import itertools
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+from megapar_kernels.activations import swiglu
 from torch import Tensor
 
 from megapar import context, recompute
@@ -15,11 +16,13 @@ from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import fill
 from megapar.checkpoint.save import publish, share, write_part
 from megapar.config import OptimizerConfig
-from megapar.context import ParallelContext
+from megapar.context import ParallelContext, single
 from megapar.exchange import ArrivingRows
 from megapar.expert_parallel import dispatch, route
+from megapar.expert_parallel.experts import Experts, ExpertSharding
 from megapar.expert_parallel.route import RouterRule
-from megapar.params import StateSlice, selected, spec_of
+from megapar.linear import MatrixProducts
+from megapar.params import Init, StateSlice, selected, spec_of
 from megapar.random import initialize
 from tests.support import layouts
 from tests.support.distributed import rank_device, run_ranks
@@ -69,8 +72,8 @@ def train(case: Case, ctx: ParallelContext, micro_batches: int) -> dict[str, Any
     }
 
 
-def on_ranks(sizes: list[dict[str, int]], cases: list[Case], use_shared_memory: bool) -> list[list[dict[str, Any]]]:
-    return [[train(case, make_context(size, use_shared_memory), micro_batches=2) for case in cases] for size in sizes]
+def on_ranks(runs: list[tuple[dict[str, int], Case]], use_shared_memory: bool) -> list[dict[str, Any]]:
+    return [train(case, make_context(split, use_shared_memory), micro_batches=2) for split, case in runs]
 
 
 def reference(case: Case, world: int, micro_batches: int) -> dict[str, Any]:
@@ -132,19 +135,19 @@ SPLITS_OF_8 = [
 ]
 
 
-def check_grid(splits: list[dict[str, int]], cases: list[Case], use_shared_memory: bool = True) -> None:
-    world = 1
-    for name in ("dp", "tp"):
-        world *= splits[0].get(name, 1)
-    ranks = run_ranks(world, on_ranks, splits, cases, use_shared_memory)
-    for i, split in enumerate(splits):
-        for j, case in enumerate(cases):
-            check_against_one_process([rank[i][j] for rank in ranks], case, str(split))
+def check_runs(runs: list[tuple[dict[str, int], Case]], use_shared_memory: bool = True) -> None:
+    ranks = run_ranks(world_of(runs[0][0]), on_ranks, runs, use_shared_memory)
+    for number, (split, case) in enumerate(runs):
+        check_against_one_process([rank[number] for rank in ranks], case, str(split))
+
+
+def world_of(split: dict[str, int]) -> int:
+    return split["dp"] * split.get("tp", 1)
 
 
 def test_one_process_is_the_reference() -> None:
     for case in CASES:
-        found = train(case, context.single(), micro_batches=2)
+        found = train(case, single(), micro_batches=2)
         check_against_one_process([found], case, "single")
     torch.use_deterministic_algorithms(False)
 
@@ -152,16 +155,48 @@ def test_one_process_is_the_reference() -> None:
 def test_every_split_of_four_ranks_equals_one_process() -> None:
     """Faults moe-expert-gradient-scaled, moe-router-gradient-partial, moe-empty-expert-uninitialized and
     moe-rank-without-tokens-hangs: outputs and every gradient, expert by expert."""
-    check_grid(SPLITS_OF_4, CASES)
+    every = [(i, j) for i in range(len(SPLITS_OF_4)) for j in range(len(CASES))]
+    # Each split has half of the cases, and each case half of the splits.
+    check_runs([(SPLITS_OF_4[i], CASES[j]) for i, j in every if (i + j + i // 4) % 2 == 0])
+
+
+def zero(case: Case) -> list[float]:
+    """With ZeRO: the number of collectives over replicas of experts, the squared norm of this rank's gradients, and
+    what a step of AdamW makes of its weights."""
+    ctx = make_context({"dp": 4, "ep": 2, "etp": 1})
+    mixture = small_mixture(case, ctx=ctx)
+    flat = flatten([mixture], ctx, zero_stage=1, bucket_mb=0.001)
+    flat.start_step()
+    flat.gradients.begin()
+    (mixture(case.inputs(ctx.world.rank)) * case.coefficients(ctx.world.rank)).sum().backward()
+    flat.gradients.finish()
+    counted = sum(flat.grads[start:stop].double().square().sum().item() for start, stop in flat.layout.norm_ranges())
+    flat.adamw(OptimizerConfig(zero_stage=1)).step(lr=0.1)
+    calls = sum(ctx.expert_grad.traffic.calls.values())
+    return [calls, counted, *(param.detach().double().square().sum().item() for param in mixture.parameters())]
+
+
+def test_zero_over_replicas_of_experts_and_ranks_without_one() -> None:
+    """Each gradient counts once in the norm, and replicas stay equal. In the first case ranks 0 and 2 hold no expert,
+    and send each other no empty messages."""
+    for case in (Case(num_experts=1, rule=RouterRule(top_k=1, norm_topk_prob=False)), Case()):
+        ranks = run_ranks(4, zero, case)
+        gradients = reference(case, 4, micro_batches=1)["weights"].values()
+        expected = sum(gradient.square().sum().item() for gradient in gradients)
+        assert sum(rank[1] for rank in ranks) == pytest.approx(expected, rel=1e-5)
+        assert ranks[0][2:] == ranks[2][2:]
+        assert ranks[1][2:] == ranks[3][2:]
+        assert [rank[0] > 0 for rank in ranks] == [case.num_experts > 1, True] * 2
 
 
 def test_splits_of_eight_ranks_equal_one_process() -> None:
     """Ranks without an expert among them: 5 experts on 8 ranks."""
-    check_grid(SPLITS_OF_8, [CASES[0], CASES[2], CASES[4]])
+    check_runs([(split, case) for split in SPLITS_OF_8 for case in (CASES[0], CASES[2], CASES[4])])
 
 
 def test_hosts_that_share_no_memory_agree() -> None:
-    check_grid([{"dp": 4, "ep": 4, "etp": 1}, {"dp": 4, "ep": 2, "etp": 2}], CASES[:2], use_shared_memory=False)
+    splits = [{"dp": 4, "ep": 4, "etp": 1}, {"dp": 4, "ep": 2, "etp": 2}]
+    check_runs([(split, case) for split in splits for case in CASES[:2]], use_shared_memory=False)
 
 
 # Dispatch and experts by themselves
@@ -230,12 +265,18 @@ def test_gradcheck_of_a_round_trip() -> None:
     torch.testing.assert_close(dispatch.combine(rows, torch.ones(4, 2).double(), plan), 2 * x)
 
 
-def test_an_expanded_gradient() -> None:
+@pytest.mark.parametrize("grouped", ["loop", "torch"])
+def test_an_expanded_gradient(grouped: Literal["loop", "torch"]) -> None:
     """Fault moe-expanded-gradient: the gradient of out.sum() has strides of 0."""
     gradients = []
-    for weights in (None, torch.ones(9, HIDDEN)):
-        experts = small_mixture(Case(num_experts=3)).experts
-        rows = draw(9, HIDDEN).requires_grad_()
+    for weights in (None, torch.ones(9, 8)):
+        alone = single()
+        products = MatrixProducts(grouped=grouped)
+        sharding = ExpertSharding(alone.ep, alone.etp, alone.expert_grad, torch.float32, torch.device("cpu"), products)
+        init = Init("normal", 0.5)
+        experts = Experts("experts", 3, 8, 8, sharding, activation=swiglu, init=init, output_init=init)
+        initialize([experts], seed=1)
+        rows = draw(9, 8).requires_grad_()
         out = experts(rows, [4, 0, 5])
         (out.sum() if weights is None else (out * weights).sum()).backward()
         gradients.append([rows.grad, experts.gate_up.grad, experts.down.grad])
@@ -247,7 +288,7 @@ def test_experts_without_rows_keep_what_earlier_micro_batches_added() -> None:
     """Fault moe-empty-expert-uninitialized: a stale gradient becomes zero, and one of this step stays."""
     case = Case(num_experts=3)
     mixture = small_mixture(case)
-    flat = flatten([mixture], context.single(), zero_stage=0, bucket_mb=1)
+    flat = flatten([mixture], single(), zero_stage=0, bucket_mb=1)
     flat.start_step()
     main_grad = mixture.experts.down.main_grad.tensor.view(3, HIDDEN, case.width)  # type: ignore[attr-defined]
     experts = partial(mixture.experts, draw(4, HIDDEN))
@@ -261,6 +302,23 @@ def test_experts_without_rows_keep_what_earlier_micro_batches_added() -> None:
     flat.start_step()
     experts([0, 0, 4]).sum().backward()
     assert not main_grad[:2].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [[4, 0, 5], [0, 0, 9], [0, 0, 0]], ids=str)
+def test_both_ways_to_multiply_groups_agree(rows: list[int], dtype: torch.dtype) -> None:
+    x = draw(sum(rows), 16, dtype=dtype)
+    grad = draw(sum(rows), 24, seed=1, dtype=dtype)
+    weights = draw(3, 24, 16, seed=2, dtype=dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for grouped in ("loop", "torch"):
+        products = MatrixProducts(grouped=grouped)  # type: ignore[arg-type]
+        y = products.grouped_forward(x, weights, rows)
+        grad_x = products.grouped_input_gradient(grad, weights, rows)
+        expected = [a @ w.t() for a, w in zip(x.double().split(rows), weights.double(), strict=True)]
+        torch.testing.assert_close(y.double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
+        expected = [g @ w for g, w in zip(grad.double().split(rows), weights.double(), strict=True)]
+        torch.testing.assert_close(grad_x.double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
 
 
 def traffic(split: dict[str, int], case: Case) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
@@ -405,10 +463,6 @@ LAYOUTS = [
 ]
 
 
-def world_of(split: dict[str, int]) -> int:
-    return split["dp"] * split.get("tp", 1)
-
-
 @pytest.mark.parametrize("num_experts", [5, 8])
 def test_ranks_hold_each_expert_once(num_experts: int) -> None:
     case = Case(num_experts=num_experts)
@@ -513,7 +567,7 @@ def test_a_dry_run_counts_rows_that_spread_evenly() -> None:
 def test_experts_in_16_bits_sum_gradients_in_fp32() -> None:
     case = Case(tokens=(400,))
     mixture = small_mixture(case, torch.bfloat16)
-    flat = flatten([mixture], context.single(), zero_stage=0, bucket_mb=1)
+    flat = flatten([mixture], single(), zero_stage=0, bucket_mb=1)
     flat.start_step()
     weights = {name: tensor.bfloat16().double().requires_grad_() for name, tensor in case.weights().items()}
     out = mixture(case.inputs(0).bfloat16())
@@ -522,6 +576,6 @@ def test_experts_in_16_bits_sum_gradients_in_fp32() -> None:
     out.sum().backward()
     expected.sum().backward()
     assert (out - expected).norm() < 0.01 * expected.norm()
-    for name, gradient in layouts.assemble([layouts.held([mixture], context.single(), layouts.main_gradients)]).items():
+    for name, gradient in layouts.assemble([layouts.held([mixture], single(), layouts.main_gradients)]).items():
         assert gradient.dtype == torch.float32
         assert (gradient - weights[name].grad).norm() < 0.02 * weights[name].grad.norm(), name

@@ -76,13 +76,13 @@ def before_each_step(data: Delivery, act: Callable[[], None]) -> None:
 # A run
 
 
+SMALL_GPT = replace(GPT, num_hidden_layers=2)
+SMALL_LLAMA = replace(LLAMA, num_hidden_layers=2)
 CASES = [
-    Case(Layout(GPT, dp=2, micro_batch_size=2), "bf16"),
-    Case(Layout(LLAMA, dp=2, micro_batch_size=3), "bf16", overlap_param_gather=True),
-    Case(Layout(LLAMA, dp=2, zero_stage=0, micro_batch_size=3)),
-    Case(Layout(GPT, tp=2, sequence_parallel=True, micro_batch_size=6), "bf16"),
-    Case(Layout(ONE_KV_HEAD, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3)),
-    Case(Layout(LLAMA, pp=2, micro_batch_size=3), "fp16"),
+    Case(Layout(SMALL_GPT, dp=2, micro_batch_size=3), "bf16"),
+    Case(Layout(SMALL_LLAMA, dp=2, micro_batch_size=3), "bf16", overlap_param_gather=True),
+    Case(Layout(SMALL_LLAMA, tp=2, sequence_parallel=True, zero_stage=0, micro_batch_size=6)),
+    Case(Layout(SMALL_LLAMA, pp=2, micro_batch_size=3), "fp16"),
 ]
 STEPS = 5
 
@@ -138,11 +138,17 @@ def test_numbers_that_are_read_late_change_no_bit_of_a_run(tmp_path: Path) -> No
 # The device judges
 
 
-LAYOUTS = [
-    Layout(LLAMA, tp=2, pp=2, micro_batch_size=3),
-    Layout(GPT, dp=2, pp=2, micro_batch_size=3),
-    Layout(LLAMA, tp=2, dp=2, micro_batch_size=3),
-    Layout(ONE_KV_HEAD, dp=4, zero_stage=0, micro_batch_size=3),
+TP_PP = Layout(SMALL_LLAMA, tp=2, pp=2, micro_batch_size=3)
+DP_PP = Layout(SMALL_GPT, dp=2, pp=2, micro_batch_size=3)
+TP_DP = Layout(replace(ONE_KV_HEAD, num_hidden_layers=2), tp=2, dp=2, micro_batch_size=3)
+DP = Layout(SMALL_LLAMA, dp=4, zero_stage=0, micro_batch_size=3)
+SPOILED = [
+    (Case(TP_PP, "bf16"), math.inf),
+    (Case(DP_PP, "bf16"), math.nan),
+    (Case(TP_DP), math.nan),
+    (Case(DP), math.inf),
+    (Case(TP_PP, "fp16"), math.nan),
+    (Case(DP_PP, "fp16"), math.inf),
 ]
 
 
@@ -164,11 +170,9 @@ def spoil_loss(patch: pytest.MonkeyPatch) -> None:
 
 
 def judged() -> None:
-    for layout in LAYOUTS:
-        for precision in ("fp32", "bf16", "fp16"):
-            for bad in (math.inf, math.nan):
-                left_out(Case(layout, precision), bad)
-    left_out(Case(LAYOUTS[0], "bf16"), math.nan, in_loss=True)
+    for case, bad in SPOILED:
+        left_out(case, bad)
+    left_out(Case(TP_DP, "bf16"), math.nan, in_loss=True)
 
 
 def left_out(case: Case, bad: float, *, in_loss: bool = False) -> None:
@@ -245,7 +249,7 @@ def stopped(folder: Path, asked_at: Sequence[int]) -> list[tuple[int, str, int]]
 
 def test_a_run_that_is_asked_to_stop_saves_one_step_later(tmp_path: Path) -> None:
     """Fault request-to-stop, where the votes of a step are read when the next one is queued."""
-    ends = {1: 2, 2: 3, 4: 5, 5: 6, 6: 6}
+    ends = {1: 2, 4: 5, 5: 6, 6: 6}
     for shown in run_ranks(2, stopped, tmp_path, list(ends)):
         for step, why, last in shown:
             assert last == ends[step]

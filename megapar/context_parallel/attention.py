@@ -12,9 +12,10 @@ from megapar.batch import MicroBatch
 from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.gather import gather_attention
+from megapar.context_parallel.heads import are_equal_runs, select
 from megapar.context_parallel.ring import ring_attention
 from megapar.context_parallel.ulysses import Ulysses
-from megapar.context_parallel.whole import are_equal_runs, whole_attention
+from megapar.context_parallel.whole import whole_attention
 
 
 class CoreAttention:
@@ -52,8 +53,8 @@ class CoreAttention:
         if self._ulysses is not None:
             return self._ulysses(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels)
         if self.kv_index is not None:
-            k_sbnd = k_sbnd.index_select(2, self.kv_index)
-            v_sbnd = v_sbnd.index_select(2, self.kv_index)
+            k_sbnd = select(k_sbnd, 2, self.kv_index)
+            v_sbnd = select(v_sbnd, 2, self.kv_index)
         if self.cp.size == 1:
             return whole_attention(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels)
         attention = ring_attention if self.form == "ring" else gather_attention

@@ -14,8 +14,9 @@ from torch import Tensor
 from megapar.batch import MicroBatch
 from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
+from megapar.context_parallel.heads import are_equal_runs, select
 from megapar.context_parallel.order import to_parts, to_whole
-from megapar.context_parallel.whole import are_equal_runs, whole_attention
+from megapar.context_parallel.whole import whole_attention
 from megapar.exchange import exchange_rows
 
 
@@ -75,13 +76,14 @@ class Ulysses:
         cp = self.cp
         heads = rearrange(torch.cat((q_sbnd, k_sbnd, v_sbnd), dim=2), "s b n d -> n b s d")
         own = self._sent[cp.rank]
-        arrived = exchange_rows(heads.index_select(0, self._rows), self._sent, [own] * cp.size, cp)
-        whole = rearrange(to_whole(arrived.unflatten(0, (cp.size, own))), "n b s d -> s b n d")
+        arrived = exchange_rows(select(heads, 0, self._rows), self._sent, [own] * cp.size, cp)
         kv = len(self._read[cp.rank])
-        q, k, v = whole.split([self.heads, kv, kv], dim=2)
+        parts = arrived.unflatten(0, (cp.size, own)).split([self.heads, kv, kv], dim=1)
+        # Each has memory of its own: attention may keep one of them in another order, and the others as they are.
+        q, k, v = (rearrange(to_whole(part), "n b s d -> s b n d") for part in parts)
         if self._kv_index is not None:
-            k = k.index_select(2, self._kv_index)
-            v = v.index_select(2, self._kv_index)
+            k = select(k, 2, self._kv_index)
+            v = select(v, 2, self._kv_index)
         return q, k, v
 
     def _to_positions(self, y_sbc: Tensor) -> Tensor:

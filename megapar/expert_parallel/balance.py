@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar import comm
 from megapar.context import Axis
 from megapar.expert_parallel import route
 from megapar.expert_parallel.route import RouterRule
-from megapar.linear import LOCAL, Float32Products, linear
+from megapar.linear import LOCAL, MatrixProducts, linear
 from megapar.params import ZEROS, Init, ParamSpec, parameter, replicated
 
 
@@ -52,6 +53,26 @@ class Routing:
     logits: Tensor
     indices: Tensor
     weights: Tensor
+
+
+@dataclass(frozen=True)
+class Float32Products(MatrixProducts):
+    """Products in fp32 of inputs of any dtype. What is kept for backward is the input itself.
+
+    y is fp32. Gradients have the dtypes of x and of the weight.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+    def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
+        return (grad_y @ weight.float()).to(weight.dtype)  # x has the dtype of the weight
+
+    def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
+        return (grad_2d.t() @ x_2d.float()).to(x_2d.dtype)
+
+    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, *, overwrite: bool = False) -> None:
+        super().add_weight_gradient(total, grad_2d, x_2d.float(), overwrite=overwrite)
 
 
 class Router(nn.Module):

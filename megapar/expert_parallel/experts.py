@@ -64,7 +64,7 @@ class Experts(nn.Module):
     ):
         super().__init__()
         self.token_share = token_share
-        self.experts = experts_of(num_experts, sharding.ep)
+        self.expert_numbers = experts_of(num_experts, sharding.ep)
         self.hidden_size = hidden_size
         self.width = width
         self.sharding = sharding
@@ -82,12 +82,12 @@ class Experts(nn.Module):
         etp cuts them along `cut_dim`.
         """
         sharding = self.sharding
-        numbers: Sequence[int] = self.experts
+        numbers: Sequence[int] = self.expert_numbers
         cuts = {cut_dim: cut(self.width, sharding.etp)}
         if not numbers:
             # The spec of a parameter without elements still has names, by which train.trainable selects it: ranks must
             # agree on what needs a gradient, or some would wait for the others in backward.
-            numbers = [self.experts.start]
+            numbers = [self.expert_numbers.start]
             cuts = {0: (0, 0)}
         pieces: list[Piece] = []
         for number in numbers:

@@ -55,6 +55,7 @@ def make_blueprint(config: Config, ctx: ParallelContext) -> Blueprint:
         model_dtype(config.train.precision),
         ctx.device,
         MatrixProducts(kernels.weight_gradient),
+        overlap_chunks=config.parallel.tp_overlap_chunks,
         cp=ctx.cp,
         ep=ctx.ep,
         etp=ctx.etp,

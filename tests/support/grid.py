@@ -74,6 +74,7 @@ class Layout:
     vpp: int = 1
     schedule: str = "1f1b"
     sequence_parallel: bool = False
+    tp_overlap_chunks: int = 1
     recompute: str = "none"
     every: int = 1
     zero_stage: int = 1
@@ -101,6 +102,7 @@ class Layout:
             vpp=self.vpp,
             schedule=self.schedule,
             sequence_parallel=self.sequence_parallel,
+            tp_overlap_chunks=self.tp_overlap_chunks,
             partition=self.partition,
             order=self.order,
         )
@@ -225,7 +227,13 @@ def check_on_ranks(layout: Layout) -> None:
 
 
 MODELS = {LLAMA: "llama", GPT: "gpt", ONE_KV_HEAD: "one_kv_head", STRADDLING: "straddling"}
-SHORT = {"sequence_parallel": "sp", "zero_stage": "zero", "micro_batch_size": "batch", "loss_chunk": "chunk"}
+SHORT = {
+    "sequence_parallel": "sp",
+    "tp_overlap_chunks": "overlap",
+    "zero_stage": "zero",
+    "micro_batch_size": "batch",
+    "loss_chunk": "chunk",
+}
 
 
 def name(layout: Layout) -> str:
