@@ -505,8 +505,11 @@ def stacked(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
     folders = {name.partition(".experts.")[0] for name in stored.keys() - found.keys()}
     for folder in folders:
-        of_layer = [tensor for name, tensor in stored.items() if name.startswith(f"{folder}.experts.")]
-        w1, w3, w2 = (torch.stack(of_layer[part::3]) for part in range(3))
+        names = [name for name in sorted(stored) if name.startswith(folder)]
+        w1, w3, w2 = (
+            torch.stack([stored[name] for name in names if name.endswith(f".{part}.weight")])
+            for part in ("w1", "w3", "w2")
+        )
         found[f"{folder}.experts.gate_up_proj"] = torch.cat((w1, w3), dim=1)
         found[f"{folder}.experts.down_proj"] = w2
     return found
