@@ -15,7 +15,7 @@ from megapar_models.build import build_stages
 from megapar_models.convert.config_json import from_hugging_face, to_hugging_face, told
 from megapar_models.convert.parity import load_fp32, native_logits
 from megapar_models.convert.stream import write_weights
-from megapar_models.registry import FAMILIES, validate, weight_options
+from megapar_models.registry import FAMILIES, presets, validate, weight_options
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -123,6 +123,43 @@ def test_a_bf16_mixture_comes_back_with_its_own_config(tmp_path: Path) -> None:
     raw = json.loads((stacked / "config.json").read_text())
     assert copied.pop("torch_dtype") == raw.pop("dtype") == "bfloat16"
     assert copied == raw
+
+
+PUBLISHED = {
+    "mixtral-8x7b": """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02, "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+        "transformers_version": "4.36.0.dev0", "use_cache": true, "vocab_size": 32000}""",
+    "qwen3-30b-a3b": """{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false,
+        "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}""",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_the_presets(name: str) -> None:
+    """Fault config-json-fidelity: as transformers 4 wrote them; ours is read as the same model by transformers 5."""
+    model = model_of(json.loads(PUBLISHED[name]))
+    preset = load(["--config", str(presets()[name])]).config
+    assert model == validate(preset, 1).model
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers")
+    ours, theirs = to_hugging_face(model), json.loads(PUBLISHED[name])
+    read = [transformers.AutoConfig.for_model(**fields).to_dict() for fields in (ours, theirs)]
+    for fields in read:
+        fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+        for field in ("bos_token_id", "eos_token_id", "torch_dtype", "dtype", "transformers_version"):
+            fields.pop(field, None)
+        fields.pop("max_window_layers", None)  # transformers 5 keeps it and does not use it
+    assert read[0] == read[1]
 
 
 # What is refused
@@ -297,6 +334,7 @@ def test_what_is_no_dense_llama_is_not_upcycled(tmp_path: Path) -> None:
     for options, words in (
         (Upcycle(tmp_path / "dense", tmp_path / "m"), "model.qk_norm=true: family mixtral has no such thing"),
         (Upcycle(tmp_path / "dense", tmp_path / "m", 4, 5, "qwen3_moe"), "a token can choose among 4 experts"),
+        (Upcycle(tmp_path / "dense", tmp_path / "m", 4, 2, "qwen3_moe", seed=-1), "train.seed=-1: must be at least 0"),
     ):
         with pytest.raises(ConfigError) as caught:
             upcycle_dense(options)

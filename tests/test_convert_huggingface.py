@@ -156,8 +156,14 @@ def first_loss_and_save(model: ModelConfig, native: Path, run: Path, layout: dic
 
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [(CASES[0], {"tp": 2, "pp": 2}), (CASES[6], {"pp": 4}), (CASES[9], {"tp": 4})],
-    ids=("llama, tp 2, pp 2", "tied qwen2, pp 4", "tied gpt2, tp 4"),
+    [
+        (CASES[0], {"tp": 2, "pp": 2}),
+        (CASES[6], {"pp": 4}),
+        (CASES[9], {"tp": 4}),
+        (Case("mixtral"), {"dp": 4, "ep": 4}),
+        (Case("qwen3_moe", {"mlp_only_layers": [0]}), {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+    ],
+    ids=("llama, tp 2, pp 2", "tied qwen2, pp 4", "tied gpt2, tp 4", "mixtral, ep 4", "qwen3_moe, tp 2, pp 2, ep 2"),
 )
 def test_training_starts_from_converted_weights_in_any_layout(
     case: Case, layout: dict[str, int], tmp_path: Path
@@ -499,8 +505,11 @@ def stacked(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
     folders = {name.partition(".experts.")[0] for name in stored.keys() - found.keys()}
     for folder in folders:
-        of_layer = [tensor for name, tensor in stored.items() if name.startswith(f"{folder}.experts.")]
-        w1, w3, w2 = (torch.stack(of_layer[part::3]) for part in range(3))
+        names = [name for name in sorted(stored) if name.startswith(folder)]
+        w1, w3, w2 = (
+            torch.stack([stored[name] for name in names if name.endswith(f".{part}.weight")])
+            for part in ("w1", "w3", "w2")
+        )
         found[f"{folder}.experts.gate_up_proj"] = torch.cat((w1, w3), dim=1)
         found[f"{folder}.experts.down_proj"] = w2
     return found

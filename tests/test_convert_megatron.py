@@ -192,8 +192,9 @@ REFUSED = {
     "qk_layernorm": True,
     "add_qkv_bias": True,
 }
-# Of those that only the tensors contradict, what the message names instead.
+# What the message has in place of the field's name, such as a tensor that contradicts it.
 NAMED = {
+    "num_experts": "args.num_experts is 8: not supported; convert a mixture of experts through Hugging Face",
     "num_query_groups": "attention.k.weight",
     "vocab_size": "embedding.weight",
     "qk_layernorm": "missing layers.0.attention.k_norm.weight",

@@ -266,7 +266,15 @@ def context_parallel_product() -> list[Layout]:
     goes round with the cases."""
     cases: list[Layout] = []
     kept = cycle([("none", 1), ("selective", 0), ("full", 1), ("none", 0)])
-    axes = product((2, 3, 4), ("gather", "ring", "ulysses"), (1, 2), (False, True), (1, 2), MODELS, (False, True))
+    axes = product(
+        (2, 3, 4),
+        ("gather", "ring", "ulysses"),
+        (1, 2),
+        (False, True),
+        (1, 2),
+        (LLAMA, GPT, ONE_KV_HEAD, STRADDLING),
+        (False, True),
+    )
     for cp, form, tp, sequence_parallel, pp, model, packed in axes:
         heads = model.num_attention_heads // tp
         if (form == "ulysses" and heads % cp) or (sequence_parallel and tp == 1):

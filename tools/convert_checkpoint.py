@@ -160,7 +160,7 @@ class Upcycle:
     family: Literal["mixtral", "qwen3_moe"] = "mixtral"
     """qwen3_moe has norms of queries and keys; a model with model.qk_norm needs it."""
     seed: int = TrainConfig.seed
-    """Decides the weights of the routers, which start at random."""
+    """Decides the weights of the routers, which start at random, as train.seed does."""
     verify: bool = True
     """Compare logits with the dense model, which loads both; --no-verify needs memory for a tensor."""
     shard_bytes: int = SHARD_BYTES
@@ -294,10 +294,11 @@ def upcycle_dense(options: Upcycle) -> None:
     are raised before DST exists.
     """
     manifest = read_manifest(options.src)
-    config = upcycle.mixture_of(saved_config(manifest), options.family, options.experts, options.experts_per_token)
+    experts = (options.experts, options.experts_per_token)
+    config = upcycle.mixture_of(saved_config(manifest), options.family, *experts, options.seed)
     tokenizer = copied_tokenizer(options.src, options.dst) or config.data.tokenizer
     config = replace(config, data=replace(config.data, tokenizer=tokenizer))
-    make = upcycle.tensor_of(options.src, manifest, config, options.seed)
+    make = upcycle.tensor_of(options.src, manifest, config)
     shapes = native_shapes(config.model)
     with new_folder(options.dst, sum(TensorInfo(shape, torch.float32).nbytes for shape in shapes.values())) as folder:
         with progress(len(shapes)) as advance:

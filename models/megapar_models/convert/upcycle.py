@@ -23,12 +23,16 @@ from megapar_models.convert.stream import check_finite
 from megapar_models.registry import find, validate
 
 
-def mixture_of(dense: Config, family: str, experts: int, experts_per_token: int) -> Config:
-    """Return the options of the mixture, validated. Raises ConfigError if the family cannot be one of this model."""
+def mixture_of(dense: Config, family: str, experts: int, experts_per_token: int, seed: int) -> Config:
+    """Return the options of the mixture, validated. Raises ConfigError if the family cannot be one of this model.
+
+    `seed` becomes train.seed.
+    """
     moe = MoEConfig(num_experts=experts, num_experts_per_tok=experts_per_token, norm_topk_prob=True)
     model = replace(dense.model, family=family, moe=moe)
     # The data need not fit these options: no text is read.
-    return replace(validate(replace(dense, model=model, data=DataConfig()), 1), data=dense.data)
+    train = replace(dense.train, seed=seed)
+    return replace(validate(replace(dense, model=model, train=train, data=DataConfig()), 1), data=dense.data)
 
 
 def dense_name(name: str) -> str:
@@ -36,11 +40,11 @@ def dense_name(name: str) -> str:
     return re.sub(r"\.experts\.\d+\.", ".", name)
 
 
-def tensor_of(source: Path, manifest: Manifest, config: Config, seed: int) -> Callable[[str], Tensor]:
+def tensor_of(source: Path, manifest: Manifest, config: Config) -> Callable[[str], Tensor]:
     """Return a function that makes a tensor of the mixture `config`, fp32, by its name.
 
-    `source` and `manifest` are those of the dense model's native checkpoint. `seed` is that of the router. Raises
-    CheckpointError if the dense model lacks a tensor, or has one that the mixture has no use for.
+    `source` and `manifest` are those of the dense model's native checkpoint. Raises CheckpointError if the dense model
+    lacks a tensor, or has one that the mixture has no use for.
     """
     declared = declarations(config.model)
     stored = {name.removeprefix(f"{MAIN}.") for name in manifest.tensors if name.startswith(f"{MAIN}.")}
@@ -55,7 +59,7 @@ def tensor_of(source: Path, manifest: Manifest, config: Config, seed: int) -> Ca
     def make(name: str) -> Tensor:
         if name in routers:
             piece, spec = declared[name]
-            return initial_values(piece, spec.init, seed)
+            return initial_values(piece, spec.init, config.train.seed)
         # A Reader for each tensor: when it closes, the pages of its mapped files are released.
         with Reader(source, manifest) as reader:
             return check_finite(name, reader.tensor(f"{MAIN}.{dense_name(name)}"))
