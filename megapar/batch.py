@@ -1,10 +1,14 @@
 """Types that data, models and pipeline exchange: a micro-batch of samples, and a pipeline stage that consumes it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from megapar.context import ParallelContext
+from megapar.device import to_device
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {
-            name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)
-        }
+        moved: dict[str, Any] = {name: to_device(x, device) for name, x in values.items() if isinstance(x, Tensor)}
         return replace(self, **moved)
 
     def documents_bs(self) -> Tensor:
@@ -143,6 +145,15 @@ class PipelineStage(nn.Module):
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
         """Shapes and dtypes of the tensors in `x`. Empty on the first stage."""
         raise NotImplementedError
+
+    def end_step(self, ctx: ParallelContext, found_inf: Tensor) -> Mapping[int, Tensor]:
+        """Update what follows the whole batch of a step, after the weights. Called on every rank; may communicate.
+
+        `found_inf` is 0-d on the device. Unless it is zero, the step has updated no weight, and nothing may change here
+        either. Returns how many tokens of the batch each expert got, int64 [experts], by the number of the layer. A
+        stage without experts does nothing.
+        """
+        return {}
 
     def title(self) -> str:
         """Text for people that says what the stage holds."""

@@ -315,21 +315,38 @@ def all_gather_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     """Start concatenating every rank's `x` (equal shapes) along dimension 0. Read the result after `wait`."""
     if axis.size == 1:
         return x, Pending()
+    out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    if axis.local is not None or x.is_meta or _is_gloo(axis):
+        return out, all_gather_slices_async(x, out.chunk(axis.size), axis)
     _check(x)
     x = x.contiguous()
-    out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    if x.is_meta:
-        return out, Pending()
     position = _begin(axis, "all_gather", x, _bytes(x) * (axis.size - 1))
-    slices = out.chunk(axis.size)
-    if axis.local is not None:
-        slices[axis.rank].copy_(x)
-        return out, _start_local(local_collectives.all_gather(slices, axis.local), axis, position, position)
-    if _is_gloo(axis):
-        slices[axis.rank].copy_(x)
-        return out, _exchange_and_keep(slices, axis).logged(axis, position, position)
     work = _all_gather_single(out, x, group=axis.group, async_op=True)
     return out, Pending([work], [out, x]).logged(axis, position, position)
+
+
+def all_gather_slices_async(x: Tensor, slices: Sequence[Tensor], axis: Axis) -> Pending:
+    """Start copying the `x` of position i into slices[i], on every rank. Read the slices after `wait`.
+
+    `x` and the slices have equal shapes. Each slice is contiguous, but slices may lie apart in memory. For slices that
+    follow each other `all_gather_async` is faster: NCCL gathers into memory of its own, and then copies to the slices.
+    """
+    if axis.size == 1:
+        slices[0].copy_(x)
+        return Pending()
+    _check(x)
+    x = x.contiguous()
+    if x.is_meta:
+        return Pending()
+    position = _begin(axis, "all_gather", x, _bytes(x) * (axis.size - 1))
+    if axis.local is not None:
+        slices[axis.rank].copy_(x)
+        return _start_local(local_collectives.all_gather(slices, axis.local), axis, position, position)
+    if _is_gloo(axis):
+        slices[axis.rank].copy_(x)
+        return _exchange_and_keep(slices, axis).logged(axis, position, position)
+    work = dist.all_gather(list(slices), x, group=axis.group, async_op=True)
+    return Pending([work], [*slices, x]).logged(axis, position, position)
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -380,32 +397,33 @@ def all_to_all(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]
     return out
 
 
-def reduce_scatter_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
+def reduce_scatter_async(x: Tensor, axis: Axis, out: Tensor | None = None) -> tuple[Tensor, Pending]:
     """Start summing `x` over `axis`. The result is this rank's slice of dimension 0. Read it after `wait`.
 
-    Raises ValueError if dimension 0 does not divide by the axis.
+    It is written into `out`, which must be contiguous, or into new memory. Raises ValueError if dimension 0 does not
+    divide by the axis.
     """
     if axis.size == 1:
-        return x, Pending()
+        return (x if out is None else out.copy_(x)), Pending()
     _check(x)
     if x.shape[0] % axis.size:
         raise ValueError(
             f"reduce-scatter: dimension 0 of {tuple(x.shape)} does not divide by {axis.name} size {axis.size}"
         )
     x = x.contiguous()
+    if out is None:
+        out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     if x.is_meta:
-        return x.new_empty((x.shape[0] // axis.size, *x.shape[1:])), Pending()
+        return out, Pending()
     position = _begin(axis, "reduce_scatter", x, _bytes(x) * (axis.size - 1) // axis.size)
     if axis.local is not None:
-        out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
         steps = local_collectives.reduce_scatter(x.chunk(axis.size), out, axis.local)
         return out, _start_local(steps, axis, position, position)
     if _is_gloo(axis):
         slices = list(x.chunk(axis.size))
         # The fold writes its result into this rank's slice, and `x` must stay as it is.
-        slices[axis.rank] = slices[axis.rank].clone()
-        return slices[axis.rank], _exchange_and_fold(slices, axis).logged(axis, position, position)
-    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+        slices[axis.rank] = out.copy_(slices[axis.rank])
+        return out, _exchange_and_fold(slices, axis).logged(axis, position, position)
     work = _reduce_scatter_single(out, x, group=axis.group, async_op=True)
     return out, Pending([work], [out, x]).logged(axis, position, position)
 

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_type_hints
 class RopeScaling:
     """Hugging Face's `rope_scaling`; the default scales nothing."""
 
-    rope_type: Literal["default", "linear", "llama3"] = "default"
-    """default: none; linear: divides positions by factor; llama3: stretches long wavelengths, keeps short ones."""
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
+    """default: none; linear: divides positions by factor; llama3, yarn: stretch long wavelengths, keep short ones."""
     factor: float = 1.0
     """How many times longer than original_max_position_embeddings contexts may be."""
     low_freq_factor: float = 1.0
@@ -22,7 +22,19 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     """llama3: wavelengths below original_max_position_embeddings / high_freq_factor are kept."""
     original_max_position_embeddings: int = 8192
-    """llama3: context length before scaling."""
+    """llama3, yarn: context length before scaling."""
+    beta_fast: float = 32.0
+    """yarn: wavelengths that turn more often than this within the original context are kept (arXiv 2309.00071)."""
+    beta_slow: float = 1.0
+    """yarn: wavelengths that turn less often than this within the original context are stretched by factor."""
+    attention_factor: float = 0.0
+    """yarn: cos and sin are multiplied by it; 0 means 0.1 ln(factor) + 1, or what mscale and mscale_all_dim give."""
+    mscale: float = 0.0
+    """yarn: sets attention_factor to (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1); 0: not set."""
+    mscale_all_dim: float = 0.0
+    """yarn: the other number of that quotient; DeepSeek sets both."""
+    truncate: bool = True
+    """yarn: round the first and the last pair of dimensions that are neither kept nor stretched outwards."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +78,8 @@ class ModelConfig:
     """The transformer, in Hugging Face's config.json names."""
 
     family: str = "llama"
-    """llama (also Mistral, Qwen): RMSNorm, RoPE, SwiGLU. gpt (GPT-2): LayerNorm, learned positions, GELU, biases.
-    MODULE:NAME is one of your own, a megapar_models.family.Family."""
+    """llama (also Mistral, Qwen): RMSNorm, RoPE, SwiGLU. mixtral, qwen3_moe: the same with experts. gpt (GPT-2):
+    LayerNorm, learned positions, GELU, biases. MODULE:NAME is one of your own, a megapar_models.family.Family."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 4
@@ -134,6 +146,8 @@ class ParallelConfig:
     MODULE:NAME is one of your own, a megapar.pipeline.schedules.Schedule."""
     sequence_parallel: bool = False
     """Split activations between matrices over tp along the sequence; train.seq_length must divide by tp."""
+    tp_overlap_chunks: int = 1
+    """Cut a linear layer's tokens in so many chunks, and exchange one over tp while others are computed; 1: no cut."""
     partition: tuple[int, ...] = ()
     """Layers of each of the pp * vpp stages, such as 3 4 4 2; empty balances by cost, embedding and head counted."""
     balance: Literal["flops", "measured"] = "flops"

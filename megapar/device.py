@@ -359,6 +359,43 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def is_asynchronous(device: torch.device) -> bool:
+    """Whether the device computes while the host goes on, so that the host waits when it reads a value.
+
+    A GPU does. A CPU has computed a value when the call returns, so reading it costs nothing.
+    """
+    return device.type != "cpu"
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a host tensor to the device. The host does not wait for work that is queued there."""
+    if device.type == "cuda" and not x.is_cuda:
+        # CUDA copies from pageable memory through a buffer of its own, and may first wait for all queued work.
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A copy of a tensor in host memory, which the device writes when it comes to it. `wait` returns the copy.
+
+    The tensor must not change afterwards: on a CPU the copy is the tensor itself.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        # From a GPU with non_blocking: torch allocates pinned memory for the copy and returns before it is written.
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._written: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._written = torch.cuda.Event()
+            self._written.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> torch.Tensor:
+        """Wait until the device has written the copy. What is queued behind the copy is not waited for."""
+        if self._written is not None:
+            self._written.synchronize()
+        return self._copy
+
+
 def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate uninitialized host memory, 1-D uint8, to which the device copies at full speed.
 

@@ -1,12 +1,14 @@
 """The matrix products of every linear layer: forward, input gradient and weight gradient.
 
 `MatrixProducts` computes them. For another number format, write another class with the same methods. To defer weight
-gradients, as zero-bubble schedules do, change `_Linear.backward` alone. An `InputRegion` says what is communicated
+gradients, as zero-bubble schedules do, change `weight_gradient` alone. An `InputRegion` says what is communicated
 before the product in forward and after it in backward. `megapar.tensor_parallel.regions` has all regions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,15 +41,37 @@ class InputRegion(Protocol):
 
 
 @dataclass(frozen=True)
+class Local:
+    """The region without communication: the input is this rank's slice already, or there is only one rank."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
+        return x, Pending()
+
+    def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
+        return grad_x, Pending()
+
+
+LOCAL = Local()
+
+
+@dataclass(frozen=True)
 class MatrixProducts:
     """The three products of y = x W^T, in the dtype of the inputs.
 
     The methods ending in `_into` serve the output head in chunks (`megapar.tensor_parallel.linear_cross_entropy`).
 
     `impl` selects whether torch or apex adds the weight gradient of 16-bit inputs to the fp32 main gradient.
+
+    The methods that begin with `grouped_` serve experts. `grouped` selects whether they loop over the groups, or leave
+    that to torch's grouped_mm. On CPUs both take the same time, but for products of a few microseconds. The weight
+    gradient always loops, because grouped_mm would round it to the dtype of the inputs before it is added.
     """
 
     impl: Implementation = "torch"
+    grouped: Literal["loop", "torch"] = "loop"
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """y: [..., out], from x [..., in] and weight [out, in]."""
@@ -57,6 +81,13 @@ class MatrixProducts:
         """`forward` of x_2d [tokens, in] without a bias, into the memory of `out`, which is returned."""
         return torch.mm(x_2d, weight.t(), out=out)
 
+    def forward_slices(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """`forward` of x [slices, tokens, in] into `out` [slices, tokens, out].
+
+        Each slice is contiguous. The slices of `x` and of `out` may lie apart in memory.
+        """
+        _batched_product(out, x, weight.t(), bias)
+
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
         """Gradient of x: [..., in], from grad_y [..., out] and weight [out, in]."""
         return grad_y @ weight
@@ -64,6 +95,13 @@ class MatrixProducts:
     def input_gradient_into(self, out: Tensor, grad_2d: Tensor, weight: Tensor) -> Tensor:
         """`input_gradient` of grad_2d [tokens, out], into the memory of `out`, which is returned."""
         return torch.mm(grad_2d, weight, out=out)
+
+    def input_gradient_slices(self, out: Tensor, grad: Tensor, weight: Tensor) -> None:
+        """`input_gradient` of grad [slices, tokens, out] into `out` [slices, tokens, in].
+
+        Each slice is contiguous. The slices of `grad` and of `out` may lie apart in memory.
+        """
+        _batched_product(out, grad, weight, None)
 
     def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
         """Gradient of the weight: [out, in], from grad_2d [tokens, out] and x_2d [tokens, in]."""
@@ -75,7 +113,7 @@ class MatrixProducts:
         With `overwrite` the values of `total` count as zero, even if they are NaN.
         """
         beta = 0.0 if overwrite else 1.0  # addmm multiplies `total` by it, and does not read `total` if it is 0
-        if grad_2d.dtype == torch.float32:
+        if grad_2d.dtype == total.dtype:
             total.addmm_(grad_2d.t(), x_2d, beta=beta)
         elif self.impl == "apex":
             if overwrite:
@@ -87,8 +125,90 @@ class MatrixProducts:
             # On a CPU addmm has no out_dtype, so the inputs are converted.
             total.addmm_(grad_2d.t().float(), x_2d.float(), beta=beta)
 
+    def grouped_forward(self, x_2d: Tensor, weights_goi: Tensor, rows: Sequence[int]) -> Tensor:
+        """y = x W^T with a matrix for each group of rows: [tokens, out], from x_2d [tokens, in] and [groups, out, in].
 
-class _Linear(torch.autograd.Function):
+        The first rows[0] rows are multiplied by weights_goi[0], the next rows[1] by weights_goi[1], and so on.
+        """
+        if self.grouped == "torch" and rows:
+            return F.grouped_mm(x_2d, weights_goi.transpose(1, 2), offs=_group_ends(rows, x_2d.device))
+        y = x_2d.new_empty(x_2d.shape[0], weights_goi.shape[1])
+        for part, x, weight in zip(y.split(rows), x_2d.split(rows), weights_goi, strict=True):
+            self.forward_into(part, x, weight)
+        return y
+
+    def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Tensor, rows: Sequence[int]) -> Tensor:
+        """Gradient of x in `grouped_forward`: [tokens, in], from grad_2d [tokens, out]."""
+        if self.grouped == "torch" and rows:
+            return F.grouped_mm(grad_2d, weights_goi, offs=_group_ends(rows, grad_2d.device))
+        grad_x = grad_2d.new_empty(grad_2d.shape[0], weights_goi.shape[2])
+        for part, grad, weight in zip(grad_x.split(rows), grad_2d.split(rows), weights_goi, strict=True):
+            self.input_gradient_into(part, grad, weight)
+        return grad_x
+
+    def add_grouped_weight_gradient(
+        self, totals_goi: Tensor, grad_2d: Tensor, x_2d: Tensor, rows: Sequence[int], *, overwrite: bool = False
+    ) -> None:
+        """`add_weight_gradient` of each group of rows in `grouped_forward`.
+
+        A group without rows adds nothing. With `overwrite` its total becomes zero.
+        """
+        for total, grad, x in zip(totals_goi, grad_2d.split(rows), x_2d.split(rows), strict=True):
+            if len(grad):
+                self.add_weight_gradient(total, grad, x, overwrite=overwrite)
+            elif overwrite:
+                total.zero_()
+
+
+def _group_ends(rows: Sequence[int], device: torch.device) -> Tensor:
+    """The row at which each group ends, int32 [groups]."""
+    # From pinned memory, so that the CPU need not wait for the GPU.
+    ends = torch.tensor(list(accumulate(rows)), dtype=torch.int32, pin_memory=device.type == "cuda")
+    return ends.to(device, non_blocking=True)
+
+
+def _batched_product(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
+    """out[i] = x[i] @ matrix + bias for each slice i. The slices are read and written where they lie.
+
+    One product of all slices would need them side by side, which is a copy of the layer's whole input or output. One
+    product for each slice would be too small to fill a GPU.
+    """
+    matrices = matrix.expand(x.shape[0], -1, -1)  # takes no memory: the stride between the matrices is 0
+    if bias is None:
+        torch.bmm(x, matrices, out=out)
+    else:
+        torch.baddbmm(bias, x, matrices, out=out)
+
+
+def keep_for_backward(ctx: Any, x: Tensor, weight: Tensor, region: object, products: MatrixProducts) -> None:
+    """Keep for the backward of a linear layer what it needs."""
+    # Save the input of the layer, not that of the product. Under sequence parallelism, the gathered input would take tp
+    # times the memory.
+    ctx.save_for_backward(x, weight)
+    ctx.region = region
+    ctx.products = products
+    # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.
+    ctx.main_grad = main_grad_of(weight)
+
+
+def weight_gradient(ctx: Any, grad_y: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient of the weight, or None if it has been added to the main gradient. `x` is the product's input.
+
+    It is one product over all tokens, also where the input gradient is computed in chunks, so that its sums have the
+    same order.
+    """
+    grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
+    x_2d = x.reshape(-1, x.shape[-1])
+    if ctx.main_grad is None:
+        grad: Tensor = ctx.products.weight_gradient(grad_2d, x_2d)
+        return grad
+    main_grad = ctx.main_grad
+    ctx.products.add_weight_gradient(main_grad.tensor, grad_2d, x_2d, overwrite=main_grad.is_stale)
+    main_grad.note_added()
+    return None
+
+
+class LinearFunction(torch.autograd.Function):
     """y = region.enter(x) W^T + b. Its backward overlaps communication with matrix products.
 
     1. enter_async recomputes the input of the product, while the input gradient is computed.
@@ -99,13 +219,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: InputRegion, products: MatrixProducts
     ) -> Tensor:
-        # Save the input of the layer, not that of the product. Under sequence parallelism, the gathered input would
-        # take tp times the memory.
-        ctx.save_for_backward(x, weight)
-        ctx.region = region
-        ctx.products = products
-        # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.
-        ctx.main_grad = main_grad_of(weight)
+        keep_for_backward(ctx, x, weight, region, products)
         return products.forward(region.enter(x), weight, bias)
 
     @staticmethod
@@ -126,17 +240,10 @@ class _Linear(torch.autograd.Function):
             # This communication runs during the product of the weight gradient.
             grad_x, leaving = ctx.region.leave_async(grad_x)
         entering.wait()  # again, because the input may need no gradient; a second wait does nothing
-        grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
         if needs_weight:
-            x_2d = x.reshape(-1, x.shape[-1])
-            if ctx.main_grad is None:
-                grad_weight = ctx.products.weight_gradient(grad_2d, x_2d)
-            else:
-                main_grad = ctx.main_grad
-                ctx.products.add_weight_gradient(main_grad.tensor, grad_2d, x_2d, overwrite=main_grad.is_stale)
-                main_grad.note_added()
+            grad_weight = weight_gradient(ctx, grad_y, x)
         if needs_bias:
-            grad_bias = grad_2d.sum(0)
+            grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
         leaving.wait()
         return grad_x, grad_weight, grad_bias, None, None
 
@@ -147,4 +254,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: InputRegion, 
     The weight's gradient is added straight to the fp32 main gradient if the weight has one. The communication of the
     input's gradient runs while the weight gradient is computed.
     """
-    return _Linear.apply(x, weight, bias, region, products)
+    return LinearFunction.apply(x, weight, bias, region, products)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from fractions import Fraction
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -106,6 +107,13 @@ class ParamSpec:
     """
     whole: bool = False
     """Whether the optimizer needs the whole local parameter on one rank. ZeRO then never cuts it."""
+    token_share: Fraction = Fraction(1)
+    """The share of tokens that the parameter is used for: num_experts_per_tok / num_experts for those of experts.
+
+    Counts of active parameters and of FLOPs read it.
+    """
+    training_state: bool = False
+    """Of a buffer: whether training alone needs it. A checkpoint of weights alone does not have it."""
 
     @property
     def name(self) -> str:

@@ -14,18 +14,20 @@ import torch
 from megapar_kernels.dropout import keep_mask, mix
 from torch import Tensor, nn
 
-from megapar.params import Piece, spec_of
+from megapar.params import Init, Piece, spec_of
 
-__all__ = ["initialize", "keep_mask", "row_keys"]
+__all__ = ["initial_values", "initialize", "keep_mask", "row_keys"]
 
 _MASK = 0xFFFFFFFF
 
 
-def _normal(piece: Piece, seed: int, std: float) -> Tensor:
-    """This rank's part of the logical tensor `piece`, drawn from N(0, std), fp32.
+def initial_values(piece: Piece, init: Init, seed: int) -> Tensor:
+    """This rank's part of the logical tensor `piece`, fp32, as `init` says.
 
     Whole rows are drawn and then cut, so that the numbers do not depend on the cut.
     """
+    if init.kind != "normal":
+        return torch.full(piece.local_shape, 1.0 if init.kind == "ones" else 0.0)
     key = int.from_bytes(hashlib.blake2b(piece.name.encode(), digest_size=8).digest(), "little")
     rows, *others = piece.held.slices
     row_shape = piece.shape[1:]
@@ -35,7 +37,7 @@ def _normal(piece: Piece, seed: int, std: float) -> Tensor:
     for i, row in enumerate(range(rows.start, rows.stop)):
         stream = np.random.Generator(np.random.Philox(key=[seed, key], counter=[0, 0, row, 0]))
         local[i] = stream.standard_normal(width, np.float32).reshape(row_shape)[tuple(others)]
-    return torch.from_numpy(local).mul_(std)
+    return torch.from_numpy(local).mul_(init.std)
 
 
 @torch.no_grad()
@@ -44,11 +46,9 @@ def initialize(modules: Iterable[nn.Module], seed: int) -> None:
     # By id: a tied parameter is reached through several modules, and filled once.
     for param in {id(p): p for module in modules for p in module.parameters()}.values():
         spec = spec_of(param)
-        constant = 1.0 if spec.init.kind == "ones" else 0.0
-        param.fill_(constant)  # all of it, as the pieces below leave the padding rows out
-        if spec.init.kind == "normal":
-            for piece, first, last in spec.segments():
-                param.view(-1)[first:last].copy_(_normal(piece, seed, spec.init.std).view(-1))
+        param.zero_()  # the pieces below leave the padding rows out
+        for piece, first, last in spec.segments():
+            param.view(-1)[first:last].copy_(initial_values(piece, spec.init, seed).view(-1))
 
 
 def row_keys(seed: int, use: int, first: Tensor, *others: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def validate(config: Config, world_size: int, rules: ModelRules) -> Config:
         problems += chain.from_iterable(check(derived) for check in checks)
         # While the grid does not fit, dp is unknown, and nothing can be said about the batch.
         if not grid_problems:
-            problems += _batch(derived)
+            problems += [*_batch(derived), *_expert_batch(derived)]
     if problems:
         raise ConfigError("\n".join(problems))
     return derived
@@ -258,6 +258,11 @@ def _layout(config: Config) -> Iterator[str]:
         default = ParallelConfig().cp_attention
         text = f"with one cp rank there is nothing to exchange; set parallel.cp, or leave it at {default}"
         yield problem(config, "parallel.cp_attention parallel.cp", text)
+    if config.parallel.tp_overlap_chunks > 1 and tp == 1:
+        text = (
+            "without tensor parallelism no product waits for other ranks; use a parallel.tp above 1, or leave it at 1"
+        )
+        yield problem(config, "parallel.tp_overlap_chunks parallel.tp", text)
     if length > config.model.max_position_embeddings:
         text = f"sequences longer than the model's positions; use at most {config.model.max_position_embeddings}"
         yield problem(config, "train.seq_length model.max_position_embeddings", text)
@@ -308,6 +313,25 @@ def _pipeline(config: Config) -> Iterator[str]:
             f"but the first and last need one; {shown(_even(layers, stages))} fits, or leave it out"
         )
         yield problem(config, "parallel.partition parallel.pp parallel.vpp model.num_hidden_layers", text)
+
+
+def _expert_batch(config: Config) -> Iterator[str]:
+    """Replicas that exchange tokens with each other must run the same number of micro-batches."""
+    parallel = config.parallel
+    sizes = {"tp": parallel.tp, "cp": parallel.cp}
+    # The ranks of one replica follow each other, as many as the axes have that come before dp in the order.
+    names = parallel.order.split("-")
+    together = math.prod(sizes.get(name, 1) for name in names[: names.index("dp")])
+    if not config.model.moe.num_experts or together % (parallel.ep * parallel.etp) == 0:
+        return
+    train = config.train
+    step = train.micro_batch_size * parallel.dp
+    text = f"replicas that share experts need equal numbers of micro-batches: a multiple of {step}; use "
+    options = "train.micro_batch_size parallel.dp parallel.ep"
+    if train.global_batch_size % step:
+        yield problem(config, f"train.global_batch_size {options}", f"{text}{around(train.global_batch_size, step)}")
+    elif any(size % step for size in train.batch_ramp[:2]):
+        yield problem(config, f"train.batch_ramp {options}", f"{text}such START and INCREMENT")
 
 
 def _is_partition(partition: tuple[int, ...], layers: int, stages: int) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megapar_models.balance import with_measured_partition
-from megapar_models.build import build_stages, flops_per_token, parameter_count
+from megapar_models.build import build_stages, describe_size, flops_per_token
 from megapar_models.registry import validate
 from rich.console import Console
 
@@ -52,7 +52,7 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
             data = identity(train_data, validation_sets)
             state, notes = start(config, ctx, build_stages(config, ctx), data)
             train_data.consumed_samples = state.consumed_samples
-            write_run_header(config, ctx, parameter_count(config.model), [*balance, *notes], to_toml(resolved, config))
+            write_run_header(config, ctx, describe_size(config.model), [*balance, *notes], to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
             stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop))
@@ -67,7 +67,7 @@ def plan(resolved: Resolved) -> None:
     smallest = parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
     config = check(resolved, resolved.config.launch.nproc or smallest)
     flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
-    dry_run.show(config, build_stages, parameter_count(config.model), flops, Console(width=140))
+    dry_run.show(config, build_stages, describe_size(config.model), flops, Console(width=140))
 
 
 def main() -> int:

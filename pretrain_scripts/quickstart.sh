@@ -4,21 +4,8 @@
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 
-data=data/quickstart
+source pretrain_scripts/quickstart_data.sh
 run=runs/quickstart-$(date +%Y%m%d-%H%M%S)
-tokenizer=spm:$data/tokenizer.model
-
-if [ ! -f $data/validation.idx ]; then
-    echo "== corpus: the Python standard library's own sources"
-    python tools/build_corpus.py --output $data
-    echo "== tokenizer: sentencepiece BPE"
-    python tools/train_tokenizer.py --input $data/train.jsonl --output $data/tokenizer.model --vocab_size 4096 --sample_mb 4
-    echo "== tokens"
-    for part in train validation; do
-        python tools/preprocess_data.py --input $data/$part.jsonl --output $data/$part --tokenizer $tokenizer \
-            --workers "$(nproc)" --append_eod
-    done
-fi
 
 # On GPUs the largest of these layouts that they allow, over NCCL; without GPUs 8 ranks on the CPU, over gloo.
 gpus=$(python -c 'from megapar.device import cuda_devices; print(cuda_devices())')

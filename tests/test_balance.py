@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from megapar_models import balance
-from megapar_models.build import flops_per_token
+from megapar_models.build import flops_per_token, stage_layers
 from megapar_models.registry import validate
 from torch.utils.flop_counter import FlopCounterMode
 
-from megapar.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapar.config import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from tests.support import program
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
@@ -31,19 +31,35 @@ def test_what_is_timed_is_a_layer_the_embedding_and_the_head(family: str, monkey
     # So short that attention's scores, which the counter and the formula count differently, are less than 2%.
     train = TrainConfig(seq_length=2, micro_batch_size=3, global_batch_size=12)
     config = validate(Config(model=model, train=train, parallel=ParallelConfig(pp=2, balance="measured")), 2)
-    layer, first, last = balance.measure(config, torch.device("cpu"))
+    layers, first, last = balance.measure(config, torch.device("cpu"))
     tokens = 6
     head = 6 * 300 * 64 * tokens
     assert first == 0, "a lookup"
     assert last == pytest.approx(head * 384 / 300), "the vocabulary is padded to 384"
-    assert 5 * layer == pytest.approx(flops_per_token(config.model, 2) * tokens - head, rel=0.02)
+    assert len(layers) == 5
+    assert sum(layers) == pytest.approx(flops_per_token(config.model, 2) * tokens - head, rel=0.02)
+
+
+def test_layers_of_other_kinds_are_timed_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a mixture with some plain layers, each kind once; computed costs count the experts that a token is sent to."""
+    timed = []
+    monkeypatch.setattr(balance, "_seconds", lambda run, where: timed.append(run) or float(len(timed)))
+    moe = MoEConfig(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, mlp_only_layers=(0, 1))
+    model = ModelConfig(
+        family="qwen3_moe", hidden_size=64, num_hidden_layers=5, intermediate_size=1000, moe=moe, **SIZES
+    )
+    train = TrainConfig(seq_length=2, micro_batch_size=3, global_batch_size=12)
+    config = validate(Config(model=model, train=train, parallel=ParallelConfig(pp=2)), 2)
+    assert balance.measure(config, torch.device("cpu")) == ([1.0, 1.0, 2.0, 2.0, 2.0], 3.0, 4.0)
+    # A token's MLP is 1000 wide in the first two layers and 2 * 96 in the others. With all 8 * 96 it would be 2, 3.
+    assert [len(layers) for layers in stage_layers(config)] == [1, 4]
 
 
 def costs(layer: float, first: float, last: float) -> Callable[[], None]:
     """Plants measured costs."""
 
     def plant() -> None:
-        balance.measure = lambda config, where: (layer, first, last)
+        balance.measure = lambda config, where: ([layer] * config.model.num_hidden_layers, first, last)
 
     return plant
 

@@ -160,14 +160,14 @@ def end_at_step(last: int) -> None:
     """The program ends, as by kill -9, at the beginning of this step."""
     from megapar.train import trainer
 
-    original = trainer.train_step
+    original = trainer.queue_step
 
-    def train_step(state: Any, *args: Any, **named: Any) -> Any:
+    def queue_step(state: Any, *args: Any, **named: Any) -> Any:
         if state.step == last - 1:
             os._exit(9)
         return original(state, *args, **named)
 
-    trainer.train_step = train_step
+    trainer.queue_step = queue_step
 
 
 def test_a_run_that_begins_anew_in_a_used_folder_is_not_mixed_with_the_old_one(tmp_path: Path) -> None:

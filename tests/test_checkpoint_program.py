@@ -211,9 +211,9 @@ def remove_run_folder(again: bool) -> None:
     """After the third step the run folder is gone, or another of its name is there."""
     from megapar.train import trainer
 
-    original = trainer.train_step
+    original = trainer.queue_step
 
-    def train_step(state: Any, *args: Any, **named: Any) -> Any:
+    def queue_step(state: Any, *args: Any, **named: Any) -> Any:
         if state.step == 2:
             shutil.move("run", "moved")
             if again:
@@ -221,7 +221,7 @@ def remove_run_folder(again: bool) -> None:
                 (Path("run") / ".lock").write_text("")
         return original(state, *args, **named)
 
-    trainer.train_step = train_step
+    trainer.queue_step = queue_step
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["deleted", "replaced"])

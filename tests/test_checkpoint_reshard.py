@@ -20,7 +20,7 @@ from megapar import context
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import differences, fill, load_weights, weight_slices
 from megapar.checkpoint.save import publish, share, write_part
-from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config import Config, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext, single
 from megapar.errors import CheckpointError
 from megapar.params import ParamSpec, StateSlice
@@ -52,6 +52,13 @@ GPT = ModelConfig(
     max_position_embeddings=9,
     tie_word_embeddings=True,
 )
+MIXTURE = replace(
+    LLAMA,
+    family="qwen3_moe",
+    num_hidden_layers=2,
+    attention_bias=False,
+    moe=MoEConfig(5, 2, moe_intermediate_size=8, mlp_only_layers=(1,), shared_expert_intermediate_size=12),
+)
 FACTS = {"step": 3, "consumed_samples": 24, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
 
 
@@ -61,6 +68,8 @@ class Layout:
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
+    etp: int = 0
     vpp: int = 1
     zero_stage: int = 1
     bucket_mb: float = 1.0
@@ -72,14 +81,16 @@ class Layout:
 
     def config(self, model: ModelConfig) -> Config:
         schedule = "interleaved" if self.vpp > 1 else "1f1b"
-        parallel = ParallelConfig(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, vpp=self.vpp, schedule=schedule)
-        train = TrainConfig(global_batch_size=60, seq_length=8, precision=self.precision)  # type: ignore[arg-type]
+        axes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
+        parallel = ParallelConfig(**axes, vpp=self.vpp, schedule=schedule)
+        train = TrainConfig(global_batch_size=120, seq_length=8, precision=self.precision)  # type: ignore[arg-type]
         optimizer = OptimizerConfig(zero_stage=self.zero_stage, bucket_mb=self.bucket_mb)  # type: ignore[arg-type]
         return validate(Config(model=model, parallel=parallel, train=train, optimizer=optimizer), self.world)
 
     def context(self, rank: int) -> ParallelContext:
         """Where `rank` stands, without process groups: enough to build its part of the model."""
-        return context.planned(rank, tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, device=torch.device("cpu"))
+        axes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp, "ep": self.ep, "etp": self.etp or self.tp}
+        return context.planned(rank, **axes, device=torch.device("cpu"))
 
 
 @cache
@@ -196,6 +207,31 @@ def test_all_layouts_store_the_same_tensors(tmp_path: Path) -> None:
         assert not differences(manifest, kinds, {})
         elements = sum(torch.Size(chunk.size).numel() for e in manifest.tensors.values() for chunk in e.chunks)
         assert elements == sum(torch.Size(shape).numel() for shape in names.values())
+
+
+EXPERT_LAYOUTS = [
+    Layout(),
+    Layout(dp=4, ep=4),
+    Layout(dp=2, ep=2, zero_stage=0),
+    Layout(tp=2, dp=2, ep=2, bucket_mb=1 / 1024),
+    Layout(tp=2, ep=2, etp=1),
+    Layout(dp=4, ep=2, etp=2, precision="bf16"),
+    Layout(dp=8, ep=8),  # three ranks hold no expert
+    Layout(dp=4, ep=1, etp=4, zero_stage=0),
+    Layout(dp=2, pp=2, ep=2, vpp=2),
+    Layout(cp=2, dp=2, ep=4, etp=1),
+]
+
+
+def test_experts_load_into_any_split_of_ranks(tmp_path: Path) -> None:
+    """Fault experts-numbered-by-rank: layouts of ep, etp and replicas load what others have saved, bit by bit, weights
+    and moments; an expert has its global number in every one."""
+    names = {name.split(".")[4] for name in logical_tensors(MIXTURE) if ".experts." in name}
+    assert names == {"0", "1", "2", "3", "4"}
+    for number, source in enumerate(EXPERT_LAYOUTS):
+        path = save_simulated(MIXTURE, source, tmp_path / str(number))
+        for other in (0, number - 1, number - 4):
+            check_load(MIXTURE, path, EXPERT_LAYOUTS[other])
 
 
 @st.composite

@@ -15,7 +15,7 @@ from megapar import comm, context
 from megapar.comm import Pending
 from megapar.context import Axis, Traffic
 from megapar.errors import CommunicationError
-from megapar.tensor_parallel.regions import exchange_rows
+from megapar.exchange import exchange_rows
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -64,6 +64,21 @@ def check_gathers_and_scatters(axis: Axis, all_x: list[Tensor], variant: str) ->
     out, pending = comm.reduce_scatter_async(x, axis)
     pending.wait()
     assert torch.equal(out, total.chunk(axis.size)[axis.rank])
+    check_given_memory(axis, x, whole, out)
+
+
+def check_given_memory(axis: Axis, x: Tensor, whole: Tensor, total: Tensor) -> None:
+    """Gathers into slices that lie apart, and a sum of slices into memory that is given; what lies beside is left."""
+    apart = torch.full((axis.size, x.shape[0] + 2, *x.shape[1:]), -1, dtype=x.dtype, device=x.device)
+    comm.all_gather_slices_async(x, [places[1:-1] for places in apart], axis).wait()
+    assert torch.equal(apart[:, 1:-1].flatten(0, 1), whole)
+    assert (apart[:, :: x.shape[0] + 1] == -1).all()
+    memory = torch.full((total.shape[0] + 2, *total.shape[1:]), -1, dtype=x.dtype, device=x.device)
+    out, pending = comm.reduce_scatter_async(x, axis, out=memory[1:-1])
+    pending.wait()
+    assert out.data_ptr() == memory[1:-1].data_ptr()
+    assert torch.equal(memory[1:-1], total)
+    assert (memory[:: total.shape[0] + 1] == -1).all()
 
 
 def check_shards(axis: Axis, dtype: torch.dtype) -> None:
@@ -172,7 +187,7 @@ def test_sums_are_equal_on_all_ranks_and_do_not_depend_on_the_place() -> None:
         assert large[0].item() == pytest.approx(the_sum.item(), rel=1e-6)
 
 
-def test_one_rank_communicates_nothing_and_copies_nothing() -> None:
+def test_one_rank_communicates_nothing() -> None:
     axis, x = Axis("tp"), torch.arange(6.0)
     assert comm.all_reduce(x, axis) is x
     assert comm.all_gather(x, axis) is x
@@ -189,6 +204,11 @@ def test_one_rank_communicates_nothing_and_copies_nothing() -> None:
     assert comm.gather_json("x", axis, x.device) == ["x"]
     comm.barrier(axis)
     assert torch.equal(x, torch.arange(6.0))
+    # Memory that the caller gives is filled by one rank as well.
+    given = torch.zeros(2, 6)
+    comm.all_gather_slices_async(x, [given[0]], axis).wait()
+    comm.reduce_scatter_async(x, axis, out=given[1])[1].wait()
+    assert torch.equal(given, x.expand(2, 6))
     assert axis.traffic == Traffic()
 
 

@@ -36,7 +36,17 @@ from megapar.errors import ConfigError
 from megapar.train.report import length_of_run, warnings
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts" / "configs"
-WORLD_SIZES = {"tiny": 1, "laptop": 8, "quickstart": 8, "gpt_125m": 1, "llama_7b": 8, "llama_70b": 64}
+WORLD_SIZES = {
+    "tiny": 1,
+    "laptop": 8,
+    "quickstart": 8,
+    "gpt_125m": 1,
+    "llama_7b": 8,
+    "llama_70b": 64,
+    "moe_laptop": 8,
+    "mixtral_8x7b": 8,
+    "qwen3_30b_a3b": 64,
+}
 
 
 def problems(config: Config, world_size: int = 1) -> list[str]:
@@ -405,6 +415,15 @@ def test_all_problems_are_reported_at_once():
         (ModelConfig(rope_scaling=RopeScaling(factor=8.0)), "model.rope_scaling.factor=8.0: rope_type default"),
         (ModelConfig(rope_scaling=RopeScaling("linear", low_freq_factor=2.0)), "rope_type linear does not use it"),
         (ModelConfig(rope_scaling=RopeScaling("llama3", 8.0, 4.0, 4.0)), "low must be below high"),
+        (ModelConfig(rope_scaling=RopeScaling("llama3", 8.0, beta_fast=8.0)), "rope_type llama3 does not use it"),
+        (ModelConfig(rope_scaling=RopeScaling("linear", truncate=False)), "rope_type linear does not use it"),
+        (ModelConfig(rope_scaling=RopeScaling("yarn", 8.0, low_freq_factor=2.0)), "rope_type yarn does not use it"),
+        (ModelConfig(rope_scaling=RopeScaling("yarn", 8.0, beta_fast=1.0)), "slow must be below fast"),
+        (ModelConfig(rope_scaling=RopeScaling("yarn", 8.0, mscale=1.0)), "one of them alone has no effect"),
+        (
+            ModelConfig(rope_scaling=RopeScaling("yarn", 8.0, attention_factor=2.0, mscale=1.0, mscale_all_dim=1.0)),
+            "attention_factor takes the place of mscale",
+        ),
         (ModelConfig(head_dim=5), "model.head_dim=5: rotary"),
         (ModelConfig(hidden_size=100, num_attention_heads=12), "use hidden_size 96 or 108, or set model.head_dim"),
         (ModelConfig(hidden_size=60, num_attention_heads=12), "must be even; 5 is odd"),
@@ -423,6 +442,10 @@ def test_gpt_takes_dropout_and_odd_heads():
     ("config", "said"),
     [
         (Config(train=TrainConfig(recompute_every=2)), "train.recompute_every=2, train.recompute=none: "),
+        (
+            Config(parallel=ParallelConfig(tp_overlap_chunks=2)),
+            "parallel.tp_overlap_chunks=2, parallel.tp=1: without tensor parallelism no product waits for other ranks",
+        ),
         (
             Config(optimizer=OptimizerConfig(overlap_param_gather=True, zero_stage=0)),
             "optimizer.overlap_param_gather=true, optimizer.zero_stage=0: without ZeRO every rank updates all weights",
@@ -561,11 +584,13 @@ OPTIONS = """
 model: family hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size
     vocab_size max_position_embeddings rope_theta hidden_act rms_norm_eps attention_bias qk_norm tie_word_embeddings
     hidden_dropout attention_dropout initializer_range
-model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings
+model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
+    beta_slow attention_factor mscale mscale_all_dim truncate
 model.moe: num_experts num_experts_per_tok moe_intermediate_size mlp_only_layers scoring_func norm_topk_prob
     routed_scaling_factor n_group topk_group shared_expert_intermediate_size shared_expert_gate balance
     router_aux_loss_coef router_bias_update_rate router_z_loss_coef
-parallel: tp pp dp cp cp_attention ep etp vpp schedule sequence_parallel partition balance order
+parallel: tp pp dp cp cp_attention ep etp vpp schedule sequence_parallel tp_overlap_chunks
+    partition balance order
 train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
     eval_every eval_samples z_loss trainable deterministic
 optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage bucket_mb
@@ -644,7 +669,7 @@ def test_options_flatten_and_back():
 def test_shipped_configs_run_at_their_world_size_without_a_warning(name):
     config = load(["--config", str(CONFIGS / f"{name}.toml")]).config
     parallel = config.parallel
-    assert WORLD_SIZES[name] == parallel.tp * parallel.pp * (parallel.dp or 1)
+    assert WORLD_SIZES[name] == parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
     assert warnings(validate(config, WORLD_SIZES[name])) == []
 
 

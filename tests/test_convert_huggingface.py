@@ -7,16 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megapar_models.convert.config_json import from_hugging_face, to_hugging_face
+from megapar_models.convert.config_json import from_hugging_face, to_hugging_face, told
 from megapar_models.convert.stream import TensorInfo, shards
+from megapar_models.llama.model import rope_frequency, rope_tables
 from megapar_models.registry import FAMILIES, validate
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar.checkpoint.format import read_manifest
@@ -27,6 +28,16 @@ from megapar.train import checkpoints
 from megapar.train.step import train_step
 from tests.support.distributed import run_ranks
 from tests.support.grid import Layout, make_state, micro_batches
+from tests.support.hugging_face import (
+    POSITIONS,
+    Case,
+    assert_parity,
+    assert_same_tensors,
+    refused,
+    save_model,
+    sizes,
+    tensors,
+)
 from tools import convert_checkpoint
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
 from tools.generate import load_model, next_logits
@@ -34,18 +45,8 @@ from tools.generate import load_model, next_logits
 TOOL = Path(__file__).parents[1] / "tools" / "convert_checkpoint.py"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 256, "rope_theta": 5000.0}
-POSITIONS = 2048 + 64
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model_type and the fields of its config.json that differ from `sizes`."""
-
-    kind: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return "-".join([self.kind, *self.changes])
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, "rope_theta": 5000.0}
+YARN_MSCALE = YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.9, "truncate": False}
 
 
 CASES = [
@@ -60,53 +61,9 @@ CASES = [
     Case("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
     Case("gpt2", {"layer_norm_epsilon": 1e-3}),
     Case("gpt2", {"tie_word_embeddings": False, "activation_function": "relu2"}),
+    Case("llama", {"rope_parameters": YARN}),
+    Case("qwen3", {"rope_parameters": YARN_MSCALE}),
 ]
-
-
-def sizes(kind: str) -> dict[str, Any]:
-    """config.json of two layers, complete but for what has a default."""
-    if kind == "gpt2":
-        fields = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
-    else:
-        fields = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        fields |= {"intermediate_size": 88, "max_position_embeddings": POSITIONS, "head_dim": 12}
-    return {"model_type": kind, "vocab_size": 131, "bos_token_id": None, "eos_token_id": 0, **fields}
-
-
-def save_model(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **impl: Any) -> Path:
-    """A model of transformers, saved by it: every bias random and not zero, every norm's weight random and not one."""
-    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
-    fields = {**sizes(case.kind), **case.changes}
-    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            is_norm = param.ndim == 1 and name.endswith("weight")
-            param.copy_(torch.randn(param.shape, generator=generator) * 0.1 + is_norm)
-    model.to(dtype).save_pretrained(folder, **impl)
-    return folder
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-
-
-def assert_same_tensors(found: Path, expected: Path) -> None:
-    ours, theirs = tensors(found), tensors(expected)
-    assert set(ours) == set(theirs)
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
-
-
-def assert_parity(folder: Path) -> None:
-    """Its report names three prompts, one of them with positions beyond 2,048, and differences below 1e-5."""
-    report = json.loads((folder / "parity.json").read_text())
-    assert report["reference"].startswith("transformers ")
-    rows = report["prompts"]
-    assert [(row["tokens"], row["first_position"]) for row in rows] == [(64, 0), (64, 0), (POSITIONS, 2048)]
-    assert all(0 <= row["relative"] <= 1e-5 and row["largest_logit"] > 0.5 for row in rows)
 
 
 # There and back
@@ -199,8 +156,14 @@ def first_loss_and_save(model: ModelConfig, native: Path, run: Path, layout: dic
 
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [(CASES[0], {"tp": 2, "pp": 2}), (CASES[6], {"pp": 4}), (CASES[9], {"tp": 4})],
-    ids=("llama, tp 2, pp 2", "tied qwen2, pp 4", "tied gpt2, tp 4"),
+    [
+        (CASES[0], {"tp": 2, "pp": 2}),
+        (CASES[6], {"pp": 4}),
+        (CASES[9], {"tp": 4}),
+        (Case("mixtral"), {"dp": 4, "ep": 4}),
+        (Case("qwen3_moe", {"mlp_only_layers": [0]}), {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+    ],
+    ids=("llama, tp 2, pp 2", "tied qwen2, pp 4", "tied gpt2, tp 4", "mixtral, ep 4", "qwen3_moe, tp 2, pp 2, ep 2"),
 )
 def test_training_starts_from_converted_weights_in_any_layout(
     case: Case, layout: dict[str, int], tmp_path: Path
@@ -236,18 +199,8 @@ def test_generation_reads_converted_weights(tmp_path: Path) -> None:
 # What is refused
 
 
-def refused(kind: type[Exception], options: HfToNative | NativeToHf, words: str) -> None:
-    """The conversion fails with these words in its message, in one line, and leaves nothing behind."""
-    before = sorted(options.dst.parent.iterdir())
-    with pytest.raises(kind) as caught:
-        (hf_to_native if isinstance(options, HfToNative) else native_to_hf)(options)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert sorted(options.dst.parent.iterdir()) == before
-
-
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"model_type": "mixtral"}, "model_type='mixtral'"),
+    ("llama", {"model_type": "gemma"}, "model_type='gemma'"),
     ("llama", {"model_type": None}, "model_type=None"),
     ("llama", {"attention_bias": True}, "attention_bias=True"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True"),
@@ -256,7 +209,11 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-    ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": "2"}}, "factor='2' should be float"),
+    ("llama", {"rope_scaling": YARN | {"truncate": None}}, "truncate=None should be bool"),
+    ("llama", {"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor=0 is not supported"),
+    ("llama", {"rope_scaling": YARN | {"low_freq_factor": 1}}, "rope_type yarn does not use low_freq_factor"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_type linear lacks factor"),
     ("llama", {"rope_parameters": {"rope_type": "default", "beta": 2}}, "rope_type default does not use beta"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2' should be float"),
@@ -299,6 +256,51 @@ def test_old_and_new_spellings_of_config_mean_the_same() -> None:
     derived = validate(replace(Config(), model=from_hugging_face(llama)), 1).model
     assert (derived.head_dim, derived.num_key_value_heads, derived.tie_word_embeddings) == (12, 4, False)
     assert from_hugging_face(sizes("gpt2")).tie_word_embeddings
+
+
+YARN_PUBLISHED: list[dict[str, Any]] = [
+    {"head_dim": 128, "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},  # Qwen
+    {"head_dim": 64, "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
+    {"head_dim": 64, "factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.5, "mscale_all_dim": 1.0},
+    {"head_dim": 64, "rope_theta": 150000, "factor": 32, "original_max_position_embeddings": 4096, "truncate": False},
+    {"head_dim": 80, "factor": 16.0, "original_max_position_embeddings": 2048, "attention_factor": 0.75},
+    {"head_dim": 80, "factor": 16.0, "original_max_position_embeddings": 16, "mscale": 2.0},  # mscale alone is ignored
+    {"head_dim": 12, "factor": None, "original_max_position_embeddings": 64, "beta_fast": 4, "beta_slow": 0.5},
+    {"head_dim": 12, "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 10**5},  # mixed to the end
+    {"head_dim": 12, "factor": 2.0, "beta_fast": None},  # the original length is max_position_embeddings
+]
+
+
+@pytest.mark.parametrize("published", YARN_PUBLISHED, ids=str)
+def test_yarn_frequencies_are_those_of_transformers(published: dict[str, Any]) -> None:
+    """Bit by bit, from both spellings of a config.json, and again from the one that we write."""
+    utils = pytest.importorskip("transformers.modeling_rope_utils", reason="not run: needs transformers")
+    from transformers import AutoConfig
+
+    scaling = dict(published)
+    fields = {**sizes("qwen3"), "head_dim": scaling.pop("head_dim"), "rope_theta": scaling.pop("rope_theta", 10000.0)}
+    for spelling in ("type", "rope_type"):
+        raw = {**fields, "rope_scaling": {spelling: "yarn", **scaling}}
+        config = AutoConfig.for_model(**{**raw, "rope_scaling": dict(raw["rope_scaling"])})
+        expected, expected_factor = utils.ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+        model = validate(replace(Config(), model=from_hugging_face(raw)), 1).model
+        frequency, factor = rope_frequency(model, torch.device("cpu"))
+        assert torch.equal(frequency, expected)
+        assert factor == pytest.approx(expected_factor, rel=1e-15)
+        cos, _ = rope_tables(model, torch.arange(3))
+        torch.testing.assert_close(cos[1, : len(expected)], expected.cos() * expected_factor, rtol=1e-7, atol=0.0)
+        assert validate(replace(Config(), model=from_hugging_face(to_hugging_face(model))), 1).model == model
+
+
+def test_a_factor_of_yarn_that_versions_of_transformers_read_differently_is_told() -> None:
+    raw = {**sizes("llama"), "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    assert told(raw) == []
+    raw["rope_scaling"]["original_max_position_embeddings"] = POSITIONS // 4
+    assert told(raw) == []
+    raw["rope_scaling"]["original_max_position_embeddings"] = POSITIONS // 2
+    (line,) = told(raw)
+    assert "factor=4.0 of yarn is used" in line
+    assert "= 2 in its place" in line
 
 
 def test_a_sliding_window_that_never_applies_is_none() -> None:
@@ -498,19 +500,36 @@ for folder in map(Path, sys.argv[1:]):
 """
 
 
+def stacked(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Mixtral's tensors, with all experts of a layer in one tensor, as transformers 5 has them in memory."""
+    found = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
+    folders = {name.partition(".experts.")[0] for name in stored.keys() - found.keys()}
+    for folder in folders:
+        names = [name for name in sorted(stored) if name.startswith(folder)]
+        w1, w3, w2 = (
+            torch.stack([stored[name] for name in names if name.endswith(f".{part}.weight")])
+            for part in ("w1", "w3", "w2")
+        )
+        found[f"{folder}.experts.gate_up_proj"] = torch.cat((w1, w3), dim=1)
+        found[f"{folder}.experts.down_proj"] = w2
+    return found
+
+
 def test_conversion_needs_no_more_than_two_of_the_largest_tensor(tmp_path: Path) -> None:
-    """And 24 MiB, of which modules imported on the way and the allocator's leftovers are most."""
+    """And 24 MiB, of which modules imported on the way and the allocator's leftovers are most. Of a file of stacked
+    experts the largest tensor is a matrix of one expert."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("not run: needs /proc/self/clear_refs to reset the peak of memory")
     wide = {"hidden_size": 256, "num_hidden_layers": 12, "intermediate_size": 2048, "head_dim": 64}
+    experts = {"hidden_size": 256, "intermediate_size": 1536, "num_local_experts": 12, "vocab_size": 1024}
     largest, total = {}, {}
-    for kind, fields in (("llama", wide), ("gpt2", {"n_embd": 256, "n_layer": 30})):
-        source, raw = tmp_path / kind / "hf", {**sizes(kind), **fields, "vocab_size": 16384}
+    for kind, fields in (("llama", wide), ("gpt2", {"n_embd": 256, "n_layer": 30}), ("mixtral", experts)):
+        source, raw = tmp_path / kind / "hf", {**sizes(kind), "vocab_size": 16384, **fields}
         source.mkdir(parents=True)
         (source / "config.json").write_text(json.dumps(raw))
         model = validate(replace(Config(), model=from_hugging_face(raw)), 1).model
         stored = {name: torch.zeros(recipe.shape) for name, recipe in convert_checkpoint.hf_recipes(model).items()}
-        save_file(stored, source / "model.safetensors")
+        save_file(stacked(stored) if kind == "mixtral" else stored, source / "model.safetensors")
         largest[kind] = max(tensor.nbytes for tensor in stored.values())
         total[kind] = sum(tensor.nbytes for tensor in stored.values())
     folders, environment = [str(tmp_path / kind) for kind in total], {**os.environ, "OMP_NUM_THREADS": "1"}

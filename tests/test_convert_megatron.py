@@ -15,6 +15,7 @@ import pytest
 import torch
 from megapar_models.build import logical_tensors
 from megapar_models.convert.megatron import FILE, TRACKER, MegatronCheckpoint, read
+from megapar_models.convert.parity import load_fp32, native_logits
 from torch import Tensor
 
 from megapar.config import ModelConfig, RopeScaling
@@ -68,11 +69,11 @@ def test_logits_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> None:
     tensors = tiny_models.random_tensors(MODELS[kind])
     megatron_folder(tmp_path / "megatron", MODELS[kind], tensors, tp=2, pp=2, style="transformer engine")
     convert_checkpoint.megatron_to_native(MegatronToNative(tmp_path / "megatron", tmp_path / "native"))
-    config, stage = convert_checkpoint.load_fp32(tmp_path / "native", torch.float32)
+    config, stage = load_fp32(tmp_path / "native", torch.float32)
     assert config.model == MODELS[kind]
     tokens_s = tiny_models.batch(MODELS[kind], samples=1).tokens_bs[0]
     expected_sv = reference_models.logits(MODELS[kind], tensors, tokens_s[None])[0]
-    found_sv = convert_checkpoint.native_logits(stage, tokens_s, 0)[:, : config.model.vocab_size]
+    found_sv = native_logits(stage, tokens_s, 0)[:, : config.model.vocab_size]
     torch.testing.assert_close(found_sv, expected_sv, rtol=0, atol=1e-5 * float(expected_sv.abs().max()))
 
 
@@ -191,8 +192,9 @@ REFUSED = {
     "qk_layernorm": True,
     "add_qkv_bias": True,
 }
-# Of those that only the tensors contradict, what the message names instead.
+# What the message has in place of the field's name, such as a tensor that contradicts it.
 NAMED = {
+    "num_experts": "args.num_experts is 8: not supported; convert a mixture of experts through Hugging Face",
     "num_query_groups": "attention.k.weight",
     "vocab_size": "embedding.weight",
     "qk_layernorm": "missing layers.0.attention.k_norm.weight",

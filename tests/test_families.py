@@ -68,7 +68,11 @@ def test_the_toy_family_is_short() -> None:
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("mistral", "model.family=mistral: unknown; there are llama, gpt, and MODULE:NAME names one of your own"),
+        (
+            "mistral",
+            "model.family=mistral: unknown; there are llama, gpt, mixtral, qwen3_moe, and MODULE:NAME names one of "
+            "your own",
+        ),
         ("tests.toy_family:", "unknown; there are"),
         (":FAMILY", "unknown; there are"),
         ("no_such_package.model:FAMILY", r"cannot be imported \(ModuleNotFoundError: No module named 'no_such_pack"),

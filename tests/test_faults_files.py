@@ -141,7 +141,7 @@ def failing(call: str, number: int) -> Callable[[], None]:
     """Plants that the disk refuses a call from the fourth step on, as one does that is full or broken."""
 
     def plant() -> None:
-        real_step = trainer.train_step
+        real_step = trainer.queue_step
         owner, name = CALLS[call]
         real = getattr(owner, name)
 
@@ -151,12 +151,12 @@ def failing(call: str, number: int) -> Callable[[], None]:
                 raise OSError(number, os.strerror(number))
             return real(*args, **named)
 
-        def train_step(state: Any, *args: Any, **named: Any) -> Any:
+        def queue_step(state: Any, *args: Any, **named: Any) -> Any:
             if state.step == 3:
                 setattr(owner, name, refuse)
             return real_step(state, *args, **named)
 
-        trainer.train_step = train_step
+        trainer.queue_step = queue_step
 
     return plant
 

@@ -114,7 +114,7 @@ def plant(case: Case) -> Callable[[], None]:
             "starting": lambda: before(trainer, "start", lambda *_: strike()),
             "fetching": lambda: before(Delivery, "next_step", lambda *_: on_step(4)),
             "operation": lambda: before(AxisLog, "begin", began),
-            "updating": lambda: after(trainer, "train_step", lambda *_: on_step(4)),
+            "updating": lambda: after(trainer, "queue_step", lambda *_: on_step(4)),
             "evaluating": lambda: before(trainer, "evaluate", lambda *_: on_step(2)),
             "writing": lambda: before(save, "write_part", lambda path, *_: in_save(path, acting)),
             "written": lambda: after(save, "_write_file", lambda path, *_: in_save(path, acting)),

@@ -475,13 +475,13 @@ def test_a_full_disk_costs_lines_and_ends_with_7_when_a_checkpoint_is_due(tmp_pa
         os.dup2(writer, 2)
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         replace_stdout(os.dup(writer))
-        real = trainer.train_step
+        real = trainer.queue_step
 
-        def train_step(*args: Any, **impl: Any) -> Any:
+        def queue_step(*args: Any, **impl: Any) -> Any:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
             return real(*args, **impl)
 
-        trainer.train_step = train_step
+        trainer.queue_step = queue_step
 
     ended = program.run("--train.steps", "2", cwd=tmp_path, plant=plant)
     os.close(writer)

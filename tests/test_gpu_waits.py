@@ -7,6 +7,7 @@ tensor from Python numbers is possible there; on a GPU it is a copy that waits f
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +18,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar import context
+from megapar import context, device
 from megapar.batch import MicroBatch
-from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.optimizer.clip import clip_coefficient, grad_norm
-from megapar.train.step import TrainState, count_targets, mean_loss
+from megapar.config import Config, LogConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.precision import Precision
+from megapar.random import initialize
+from megapar.train import trainer
+from megapar.train.data import open_loaders
+from megapar.train.step import TrainState, queue_step, train_step
 from megapar.train.trainer import assemble
 from tests.support.grid import GPT, LLAMA, ONE_KV_HEAD, STRADDLING
+from tests.support.kernel_checks import DEVICE
 
 META = torch.device("meta")
 FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)
@@ -55,6 +60,31 @@ class Launches(TorchDispatchMode):
         name = str(func).removeprefix("aten.")
         self.count += not name.startswith(self.VIEWS)
         return func(*args, **(kwargs or {}))
+
+
+class Numbers:
+    """Stands in for `device.HostCopy`: notes in `events` when a step's numbers are copied, and when they are read."""
+
+    events: list[str]  # of a subclass
+    values = (2.0, 1.0, 24.0, 0.0)  # loss, gradient norm, tokens, votes
+
+    def __init__(self, tensor: Tensor):
+        assert tensor.shape == (4,)
+        assert tensor.is_meta
+        self._step = 1 + sum(event.startswith("queued") for event in self.events)
+        self.events.append(f"queued {self._step}")
+
+    def wait(self) -> Tensor:
+        self.events.append(f"read {self._step}")
+        return torch.tensor(self.values)
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `Numbers` notes while a test runs."""
+    noted: list[str] = []
+    monkeypatch.setattr(device, "HostCopy", type("Noted", (Numbers,), {"events": noted}))
+    return noted
 
 
 def state_on_meta(model: ModelConfig, **train: Any) -> TrainState:
@@ -91,20 +121,94 @@ GPT_WITH_DROPOUT = replace(GPT, hidden_dropout=0.1, attention_dropout=0.1)
 @pytest.mark.parametrize(
     "model", [LLAMA, STRADDLING, replace(LLAMA, qk_norm=True), GPT_WITH_DROPOUT], ids=["llama", "gqa", "qk_norm", "gpt"]
 )
-def test_a_step_never_waits_for_the_device(model: ModelConfig, recompute: str, packed: bool) -> None:
-    """All of a step but its last line, which reads loss, norm and tokens."""
+def test_a_step_never_waits_for_the_device(model: ModelConfig, recompute: str, packed: bool, events: list[str]) -> None:
+    """Two steps, the second queued before a number of the first is read."""
     state = state_on_meta(model, recompute=recompute, z_loss=1e-4)
     batches = [micro_batch(packed=packed) for _ in range(2)]
     torch.utils.checkpoint.checkpoint(torch.sin, torch.zeros(()), use_reentrant=False)  # its imports make tensors
     with no_copies_from_python():
-        tokens = count_targets(batches, state.ctx)
-        state.grads.zero()
-        loss_sums = state.pipeline.step(batches, 1.0 / tokens, state.grads.begin)
-        state.grads.finish()
-        norm = grad_norm(state.grads, state.ctx)
-        loss = mean_loss(loss_sums, tokens, state.ctx)
-        state.optimizer.step(1e-3, clip_coefficient(norm, 1.0))
-    assert loss.is_meta
+        queued = [queue_step(state, batches) for _ in range(2)]
+    assert events == ["queued 1", "queued 2"]
+    assert [step.finish().step for step in queued] == [1, 2]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_an_update_in_16_bits_waits_for_nothing(precision: Precision, events: list[str]) -> None:
+    """fp16 too: the host reads the numbers of a step when the update is queued behind them."""
+    state = state_on_meta(LLAMA, precision=precision)
+    with no_copies_from_python():
+        queue_step(state, [micro_batch(packed=False)])
+    assert events == ["queued 1"]
+
+
+def trained_on_meta(tmp_path: Path, **train: Any) -> TrainState:
+    """A run of 6 steps, which evaluates after the third and the last one."""
+    state = state_on_meta(LLAMA, steps=6, **train)
+    config = replace(state.config, log=LogConfig(tensorboard=False), run_dir=str(tmp_path))
+    config = replace(config, train=replace(config.train, eval_every=3))
+    state.config = replace(config, checkpoint=replace(config.checkpoint, save_last=False))
+    data, _ = open_loaders(state.config, context.single())
+    trainer.train(trainer.Run(state, data, {}, tmp_path, flops_per_token=1))
+    return state
+
+
+def test_a_step_is_read_when_the_next_one_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    """Only an evaluation, a checkpoint and the end wait for all steps before."""
+    monkeypatch.setattr(trainer, "report_validation", lambda *_: events.append("evaluated"))
+    trained_on_meta(tmp_path)
+    assert events == [
+        *("queued 1", "queued 2", "read 1", "queued 3", "read 2", "read 3", "evaluated"),
+        *("queued 4", "queued 5", "read 4", "queued 6", "read 5", "read 6", "evaluated"),
+    ]
+
+
+def test_a_dynamic_loss_scale_is_read_before_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    monkeypatch.setattr(trainer, "report_validation", lambda *_: None)
+    trained_on_meta(tmp_path, precision="fp16")
+    assert events == [f"{what} {step}" for step in range(1, 7) for what in ("queued", "read")]
+
+
+@contextmanager
+def torch_forbids_waits() -> Iterator[None]:
+    """On a GPU torch raises where the host would wait for it."""
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if DEVICE.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_queued_steps_are_the_steps_that_were_waited_for(precision: Precision) -> None:
+    """On a GPU also without a wait that torch knows of, copies of the samples included."""
+    config = validate(
+        Config(model=LLAMA, train=TrainConfig(global_batch_size=2, seq_length=12, precision=precision)), 1
+    )
+    ctx = context.single(DEVICE)
+    tokens = torch.arange(3 * 24).view(3, 2, 12) % LLAMA.vocab_size
+    batches = [MicroBatch.of_samples(x, x + 1, torch.ones(2, 12), x[:, 0]) for x in tokens]
+    losses = []
+    for waits in (True, False):
+        stages = build_stages(config, ctx)
+        initialize(stages.values(), 1)
+        state = assemble(config, ctx, stages)
+        found = [train_step(state, [batches[0].to(DEVICE)]).loss]  # kernels are compiled here
+        if waits:
+            found += [train_step(state, [batch.to(DEVICE)]).loss for batch in batches[1:]]
+        else:
+            with torch_forbids_waits():
+                queued = [queue_step(state, [batch.to(DEVICE)]) for batch in batches[1:]]
+            found += [step.finish().loss for step in queued]
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # kernels of a GPU may add in another order
+    assert abs(losses[0][0] - losses[0][2]) > 1e-2, "the steps do something"
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])

@@ -1,21 +1,17 @@
 """The grid: every layout trains as one process does. Loss, every gradient and every weight after two steps, in fp32."""
 
 import socket
-from dataclasses import fields, replace
-from functools import cache
+from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megapar.config import Config, ModelConfig
-from megapar.optimizer.clip import clip_coefficient
-from megapar.train.step import evaluate, train_step
+from megapar.train.step import train_step
 from tests.support import layouts
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.grid import (
@@ -23,59 +19,17 @@ from tests.support.grid import (
     LLAMA,
     ONE_KV_HEAD,
     SAMPLES,
+    STEPS,
     STRADDLING,
     Layout,
-    held_gradients,
+    bitwise,
+    check_on_ranks,
     make_state,
     micro_batches,
+    name,
+    train_two_steps,
 )
 from tests.support.kernel_checks import needs_triton
-
-STEPS = 2
-
-
-def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
-    """What one rank has to show: initial weights, loss, norm, gradients and weights of each step, and an evaluation."""
-    state = make_state(config)
-    stages = state.pipeline.stages.values()
-    shown: dict[str, Any] = {"initial": layouts.held(stages, state.ctx), "steps": []}
-    for step in range(STEPS):
-        result = train_step(state, micro_batches(config, state.ctx, step, packed))
-        if state.grads.impl == "triton":  # torch's AdamW leaves the gradient clipped
-            state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
-        shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), layouts.held(stages, state.ctx)))
-    shown["evaluation"] = evaluate(state, micro_batches(config, state.ctx, STEPS, packed))
-    return shown
-
-
-@cache
-def reference(model: ModelConfig, packed: bool) -> dict[str, Any]:
-    """One process, one micro-batch, nothing recomputed, no ZeRO."""
-    return train_two_steps(Layout(model, micro_batch_size=SAMPLES, zero_stage=0).config(), packed)
-
-
-def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return set(actual) == set(expected) and all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
-def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
-    expected = reference(layout.model, layout.packed)
-    initial = layouts.assemble([rank["initial"] for rank in ranks])
-    assert bitwise(initial, layouts.assemble([expected["initial"]])), "initial weights depend on the layout"
-    for step in range(STEPS):
-        loss, norm, gradients, weights = expected["steps"][step]
-        for rank in ranks:
-            assert rank["steps"][step][0] == pytest.approx(loss, rel=1e-5)
-            assert rank["steps"][step][1] == pytest.approx(norm, rel=1e-5)
-        found = [rank["steps"][step] for rank in ranks]
-        layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]))
-        layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]))
-    for rank in ranks:
-        assert rank["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-5)
-
-
-def check_on_ranks(layout: Layout) -> None:
-    check(layout, run_ranks(layout.world, train_two_steps, layout.config(), layout.packed))
 
 
 def train_on_hosts(config: Config, ranks_of_a_host: int) -> dict[str, Any]:
@@ -185,7 +139,10 @@ GRID = [
     Layout(ONE_KV_HEAD, pp=2, loss_chunk=5),
     Layout(LLAMA, tp=2, sequence_parallel=True, micro_batch_size=3, packed=True),
     Layout(GPT, pp=2, micro_batch_size=2, recompute="selective", packed=True),
+    Layout(LLAMA, tp=2, sequence_parallel=True, tp_overlap_chunks=3, recompute="full", every=2, micro_batch_size=4),
+    Layout(GPT, tp=2, tp_overlap_chunks=2, recompute="selective", micro_batch_size=3),
     Layout(LLAMA, tp=4, sequence_parallel=True, micro_batch_size=4),
+    Layout(GPT, tp=4, sequence_parallel=True, tp_overlap_chunks=5, micro_batch_size=4),
     Layout(ONE_KV_HEAD, tp=4, micro_batch_size=3),
     Layout(STRADDLING, tp=4, sequence_parallel=True, micro_batch_size=6),
     Layout(LLAMA, dp=2, tp=2, recompute="full", micro_batch_size=2),
@@ -240,27 +197,6 @@ GRID += [
     Layout(GPT, cp=2, tp=2, pp=2, sequence_parallel=True, recompute="full", micro_batch_size=6, packed=True),
     Layout(LLAMA, cp=2, tp=2, dp=2, sequence_parallel=True, cp_attention="ring", micro_batch_size=6, packed=True),
 ]
-MODELS = {LLAMA: "llama", GPT: "gpt", ONE_KV_HEAD: "one_kv_head", STRADDLING: "straddling"}
-SHORT = {"sequence_parallel": "sp", "zero_stage": "zero", "micro_batch_size": "batch", "loss_chunk": "chunk"}
-
-
-def name(layout: Layout) -> str:
-    """What differs from one rank's defaults, as a case is called: llama-tp2-sp-batch3."""
-    parts = [MODELS.get(layout.model, layout.model.family)]
-    for field in fields(Layout):
-        value = getattr(layout, field.name)
-        if field.name == "model" or value == field.default:
-            continue
-        word = SHORT.get(field.name, field.name)
-        if isinstance(value, bool):
-            parts.append(word if value else f"no_{word}")
-        elif isinstance(value, str):
-            parts.append(value.replace("-", "_"))
-        elif isinstance(value, tuple):
-            parts.append(word + "_".join(map(str, value)))
-        else:
-            parts.append(f"{word}{value}")
-    return "-".join(parts)
 
 
 @pytest.mark.gpus
@@ -330,7 +266,15 @@ def context_parallel_product() -> list[Layout]:
     goes round with the cases."""
     cases: list[Layout] = []
     kept = cycle([("none", 1), ("selective", 0), ("full", 1), ("none", 0)])
-    axes = product((2, 3, 4), ("gather", "ring", "ulysses"), (1, 2), (False, True), (1, 2), MODELS, (False, True))
+    axes = product(
+        (2, 3, 4),
+        ("gather", "ring", "ulysses"),
+        (1, 2),
+        (False, True),
+        (1, 2),
+        (LLAMA, GPT, ONE_KV_HEAD, STRADDLING),
+        (False, True),
+    )
     for cp, form, tp, sequence_parallel, pp, model, packed in axes:
         heads = model.num_attention_heads // tp
         if (form == "ulysses" and heads % cp) or (sequence_parallel and tp == 1):

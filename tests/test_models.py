@@ -8,18 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import build_stages, flops_per_token, parameter_count
+from megapar_models.build import active_parameter_count, build_stages, flops_per_token, parameter_count
 from megapar_models.registry import FAMILIES, presets, validate
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config import Config, ModelConfig, RopeScaling
+from megapar.config import Config, ModelConfig, MoEConfig, RopeScaling
 from tests.support import layouts, reference_models, tiny_models
 from tests.support.flat import flatten
 
 # Wavelengths of head_dim 12 and theta 1e4 are 6, 29, 135, ... positions: kept, blended and stretched ones.
 LLAMA3 = RopeScaling("llama3", factor=8.0, original_max_position_embeddings=32)
+YARN = RopeScaling("yarn", factor=8.0, original_max_position_embeddings=32)
+YARN_MSCALE = replace(YARN, beta_fast=4.0, beta_slow=0.05, mscale=0.7, mscale_all_dim=1.9, truncate=False)
+# Without losses of balance, which plain versions do not have.
+MOE = MoEConfig(5, 2, moe_intermediate_size=24, balance="none")
+ROUTED_AS_DEEPSEEK = replace(MOE, num_experts=6, scoring_func="sigmoid", routed_scaling_factor=2.5, n_group=3)
+ROUTED_AS_DEEPSEEK = replace(ROUTED_AS_DEEPSEEK, topk_group=2, shared_expert_intermediate_size=20)
 MODELS = {
     "llama": tiny_models.model("llama"),
     "tied": tiny_models.model("llama", tie_word_embeddings=True),
@@ -28,11 +34,21 @@ MODELS = {
     "q/k norm and biases": tiny_models.model("llama", num_key_value_heads=2, qk_norm=True, attention_bias=True),
     "linear rope": tiny_models.model("llama", rope_scaling=RopeScaling("linear", factor=4.0)),
     "llama3 rope": tiny_models.model("llama", rope_scaling=LLAMA3),
+    "yarn rope": tiny_models.model("llama", rope_scaling=YARN),
+    "yarn rope, all its options": tiny_models.model("llama", rope_scaling=YARN_MSCALE),
     "rope base": tiny_models.model("llama", rope_theta=500.0),
     "gated gelu": tiny_models.model("llama", hidden_act="gelu_pytorch_tanh"),
     "gated relu2": tiny_models.model("llama", hidden_act="relu2"),
     "gpt": tiny_models.model("gpt"),
     "gpt relu2": tiny_models.model("gpt", hidden_act="relu2"),
+    "mixtral": tiny_models.model("mixtral", moe=MOE, num_key_value_heads=2),
+    "mixtral, groups and a shared expert": tiny_models.model("mixtral", moe=ROUTED_AS_DEEPSEEK),
+    "qwen3_moe": tiny_models.model(
+        "qwen3_moe", qk_norm=True, moe=replace(MOE, norm_topk_prob=False, mlp_only_layers=(1,), num_experts_per_tok=3)
+    ),
+    "qwen3_moe, a gated shared expert": tiny_models.model(
+        "qwen3_moe", moe=replace(MOE, shared_expert_intermediate_size=20, shared_expert_gate=True)
+    ),
     "gpt tied": tiny_models.model("gpt", tie_word_embeddings=True),
 }
 
@@ -41,6 +57,7 @@ def preset(name: str, **changes: Any) -> ModelConfig:
     """A preset as a run would see it, with derived values filled in."""
     fields = tomllib.loads(presets()[name].read_text())["model"]
     fields["rope_scaling"] = RopeScaling(**fields.get("rope_scaling", {}))
+    fields["moe"] = MoEConfig(**fields.get("moe", {}))
     return validate(Config(model=replace(ModelConfig(**fields), **changes)), 1).model
 
 
@@ -126,6 +143,15 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     assert parameter_count(preset(name)) == int(published[1].replace(",", ""))
 
 
+@pytest.mark.parametrize("name", [name for name, path in presets().items() if "[model.moe]" in path.read_text()])
+def test_presets_of_mixtures_have_the_published_number_of_active_parameters(name: str) -> None:
+    """The first line of a preset states it, as its source does: cut or rounded after the last digit."""
+    published = re.search(r", (\d+)(\.\d)?B active", presets()[name].read_text().splitlines()[0])
+    assert published is not None
+    stated = float(published[1] + (published[2] or ""))
+    assert abs(active_parameter_count(preset(name)) / 1e9 - stated) < (0.1 if published[2] else 1)
+
+
 def test_parameters_of_mistrals_first_version() -> None:
     """It has another vocabulary than the preset, which is version 0.3."""
     assert parameter_count(preset("mistral-7b", vocab_size=32000)) == 7_241_732_096
@@ -138,7 +164,7 @@ def test_every_family_has_presets_and_a_plain_version() -> None:
     assert all(path.parents[1].name == preset(name).family for name, path in presets().items())
 
 
-@pytest.mark.parametrize("name", ["grouped", "q/k norm and biases", "gpt tied"])
+@pytest.mark.parametrize("name", ["grouped", "q/k norm and biases", "gpt tied", "mixtral", "qwen3_moe"])
 def test_flops_per_token_are_those_of_the_plain_model(name: str) -> None:
     """The plain model computes all s^2 scores; causal attention needs, and flops_per_token counts, half of them."""
     model = tiny_models.config(MODELS[name]).model

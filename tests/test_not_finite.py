@@ -1,10 +1,11 @@
 """A step that is not finite ends on every rank with the first bad tensor, its rank, micro-batch and samples."""
 
 import io
+import json
 import math
 import re
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from megapar.train.step import TrainState
 from megapar.train.trainer import Run, start, train
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.grid import LLAMA, SAMPLES, Layout
+from tests.support.runs import behind_the_host
 
 Plant = Callable[[pytest.MonkeyPatch, TrainState], None]
 # Rank 0: first replica, layers 0-2. 1: second replica, layers 0-2. 2 and 3: the same replicas, layers 3-4 and the head.
@@ -111,8 +113,8 @@ CASES: dict[str, tuple[Plant, str]] = {
 }
 
 
-def messages(folder: Path) -> dict[str, str]:
-    """What this rank raises in the second step of each case."""
+def messages(folder: Path, late: bool) -> dict[str, str]:
+    """What this rank raises in the second step of each case; `late`: when the third one is queued."""
     said = {}
     for name, (plant, _) in CASES.items():
         config = LAYOUT.config()
@@ -126,9 +128,11 @@ def messages(folder: Path) -> dict[str, str]:
         data, _ = open_loaders(config, ctx)
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
             plant_before_step_2(data, patch, plant, state)
-            with pytest.raises(NumericError) as caught:
+            with pytest.raises(NumericError) as caught, behind_the_host() if late else nullcontext():
                 train(Run(state, data, {}, run_dir, flops_per_token=1))
-        assert (state.step, state.optimizer.step_count) == (1, 1)
+        assert (state.step, state.consumed_samples, state.optimizer.step_count) == (1, SAMPLES, 1)
+        assert ctx.flight.step == 2, "error.json names the step that failed"
+        assert data.consumed_samples == (3 if late else 2) * SAMPLES
         assert not [hook for stage in state.stages.values() for m in stage.modules() for hook in m._forward_hooks]
         said[name] = str(caught.value)
     return said
@@ -145,14 +149,22 @@ def plant_before_step_2(data: Delivery, patch: pytest.MonkeyPatch, plant: Plant,
     patch.setattr(data, "next_step", next_step)
 
 
-def test_a_bad_step_names_the_first_bad_tensor_its_rank_micro_batch_and_samples(tmp_path: Path) -> None:
-    """Fault non-finite-step. On every rank in the same words, whatever it was; nobody hangs."""
-    first, *others = run_ranks(4, messages, tmp_path)
+# The gather after the second step has replaced the bad weight by the other replica's copy.
+LATE = {**{name: words for name, (_, words) in CASES.items()}, "weight": CASES["reduction"][1]}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
+def test_a_bad_step_names_the_first_bad_tensor_its_rank_micro_batch_and_samples(tmp_path: Path, late: bool) -> None:
+    """Fault non-finite-step. On every rank in the same words, whatever it was; nobody hangs. Nothing of a step that was
+    queued before its verdict was known is seen."""
+    first, *others = run_ranks(4, messages, tmp_path, late)
     assert all(said == first for said in others)
     for name, (_, expected) in CASES.items():
         assert re.search(r"^step 2: loss \S+, gradient norm (nan|inf); ", first[name]), first[name]
-        assert re.search(expected, first[name]), f"{name}: {first[name]}"
+        assert re.search(LATE[name] if late else expected, first[name]), f"{name}: {first[name]}"
         assert "No weight was changed: they are those of step 1." in first[name]
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [(line["step"], line["consumed_samples"]) for line in lines] == [(1, SAMPLES), (2, SAMPLES)]
 
 
 def test_a_good_step_pays_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from megapar import context
 from megapar.config import OptimizerConfig
 from megapar.optimizer.adamw import AdamW
+from megapar.optimizer.base import Optimizer, Shard, StateTensor
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.params import ZEROS, ParamSpec, parameter, replicated
 from tests.support.distributed import run_ranks
 from tests.support.flat import Flat, flatten
+from tests.support.kernel_checks import needs_triton
+from tests.support.runs import behind_the_host
 from tests.support.toy import DECAYED, Toy
 
 OPTIONS = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -234,3 +238,59 @@ def test_the_same_tensors_decay_in_every_layout() -> None:
         for changed in rank:
             assert {name for name, decayed in changed.items() if decayed} == DECAYED
             assert {"norm", "bias", "scale"} <= set(changed)
+
+
+# Updates that are left out
+
+
+class Counting(Optimizer):
+    """Knows nothing of `found_inf`: it has to be asked for an update only if there is one."""
+
+    STATE = (StateTensor("sum"),)
+
+    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, lr: float, clip: Any, found_inf: Any) -> None:
+        assert found_inf is None
+        shard.state["sum"].add_(grad)
+        shard.main.sub_(grad, alpha=lr)
+
+
+def left_out(optimizer: Optimizer, module: nn.Module, buffer: Flat, found: float) -> bool:
+    """Whether a step with `found_inf` leaves every bit of weights and state."""
+    set_gradients(module, buffer, 0)
+    buffer.grads[0] = math.nan
+
+    def tensors() -> list[Tensor]:
+        return [buffer.params.clone(), *(x.clone() for s in optimizer.slices() for x in s.tensors.values())]
+
+    before = tensors()
+    count = optimizer.step_count
+    optimizer.step(0.01, torch.tensor(math.nan), torch.tensor(found))
+    assert optimizer.step_count == count + 1
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(tensors(), before, strict=True))
+
+
+@pytest.mark.parametrize("where", [nullcontext, behind_the_host], ids=["the host knows", "the device alone knows"])
+@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_triton), "apex"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_that_is_forbidden_changes_no_bit(dtype: torch.dtype, impl: Any, where: Any) -> None:
+    """Fault late-verdict. Not even of 16-bit weights that are not the rounded main weights. apex cannot leave out an
+    update, so the host waits for the flag: its kernel, which is not here, is not called."""
+    module, buffer, _ = make(dtype)
+    adamw = buffer.adamw(OPTIONS, impl=impl)
+    assert adamw.takes_found_inf == (impl != "apex")
+    if impl != "apex":
+        set_gradients(module, buffer, 1)
+        adamw.step(0.01)
+    buffer.params[7] = 5.0
+    with where():
+        assert left_out(adamw, module, buffer, 1.0)
+        assert impl == "apex" or not left_out(adamw, module, buffer, 0.0)
+
+
+@pytest.mark.parametrize("where", [nullcontext, behind_the_host], ids=["a CPU", "a GPU"])
+def test_an_optimizer_need_not_know_of_forbidden_updates(where: Any) -> None:
+    module, buffer, _ = make(torch.float32)
+    optimizer = Counting(buffer.weights, buffer.gradients, OPTIONS)
+    with where():
+        assert left_out(optimizer, module, buffer, 1.0)
+        assert not left_out(optimizer, module, buffer, 0.0)

@@ -48,14 +48,14 @@ def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
     left."""
 
     def fill() -> None:
-        step = trainer.train_step
+        step = trainer.queue_step
 
         def full(state: Any, *rest: Any, **named: Any) -> Any:
             if state.ctx.pp.last:
                 raise torch.OutOfMemoryError(GPU_WORDS)
             return step(state, *rest, **named)
 
-        trainer.train_step = full
+        trainer.queue_step = full
 
     flags = ("--launch.nproc", "2", "--parallel.pp", "2", "--train.recompute", "selective", "--kernels.loss_chunk", "8")
     ended = program.run(*flags, cwd=tmp_path, plant=fill)

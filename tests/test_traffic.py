@@ -46,6 +46,16 @@ def test_bytes_of_tensor_parallel_steps_are_those_of_the_formulas(sequence_paral
         assert sent == expected_traffic(config, 0)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
+def test_bytes_of_chunks_are_those_of_the_formulas(sequence_parallel: bool, recompute: str) -> None:
+    """With parallel.tp_overlap_chunks. A recomputed layer runs its last collective too, which is part of a product."""
+    layout = Layout(PLAIN, tp=2, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch_size=BATCH)
+    config = with_partition(replace(layout, tp_overlap_chunks=3).config())
+    for sent in run_ranks(2, sent_in_a_step, config):
+        assert sent == expected_traffic(config, 0)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.checkpoint.format import folder_name, read_manifest
-from megapar.checkpoint.load import Reader
+from megapar.checkpoint.format import folder_name
 from megapar.config import CheckpointConfig, Config, LogConfig
 from megapar.errors import NumericError, StorageError
 from megapar.precision import LossScale, Precision
@@ -44,26 +43,7 @@ from tests.support.grid import (
     make_state,
     micro_batches,
 )
-
-Bits = dict[str, Tensor]
-
-
-def bits(state: TrainState) -> Bits:
-    """All that this rank carries from step to step: weights as the model has them, main weights and moments."""
-    found = {"weights": state.weights.flat.clone()}
-    for place, item in enumerate(state.optimizer.slices()):
-        for name in ("main", "exp_avg", "exp_avg_sq"):
-            found[f"{name} of {item.spec.name} ({place})"] = item.tensors[name].clone()
-    return found
-
-
-def assert_bitwise(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
-    """Same names, dtypes and bytes; a NaN equals itself."""
-    assert set(found) == set(expected), what
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, f"{what}: {name}"
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), f"{what}: {name} differs"
-
+from tests.support.runs import Bits, assert_bitwise, bits, metrics, stored
 
 # The same run again
 
@@ -167,20 +147,6 @@ def run_all(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[list[T
         given = train_as_the_program_does(state)
         shown.append((given, bits(state), state.optimizer.step_count))
     return shown
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what the clock, memory and traffic add to them."""
-    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    kept = ("step", "loss", "grad_norm", "lr", "tokens", "consumed_samples")
-    return [{key: line[key] for key in kept} for line in lines]
-
-
-def stored(path: Path) -> dict[str, Tensor]:
-    """Every logical tensor of a checkpoint."""
-    manifest = read_manifest(path)
-    with Reader(path, manifest) as reader:
-        return {name: reader.tensor(name) for name in manifest.tensors}
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def draw(name: str, number: int) -> Tensor:
 class Normalized(Optimizer):
     STATE = (StateTensor("momentum"),)
 
-    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, lr: float, clip: Tensor | None) -> None:
+    def update(self, shard: Shard, grad: Tensor, params: Any, lr: float, clip: Any, found_inf: Any) -> None:
         momentum = shard.state["momentum"].mul_(0.9).add_(grad)
         for slot in self.layout.slots:
             if shard.start <= slot.start and slot.stop <= shard.stop:
@@ -99,7 +99,7 @@ class Normalized(Optimizer):
 class Plain(Optimizer):
     STATE = (StateTensor("momentum"), StateTensor("seen", torch.float64))
 
-    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, lr: float, clip: Tensor | None) -> None:
+    def update(self, shard: Shard, grad: Tensor, params: Any, lr: float, clip: Any, found_inf: Any) -> None:
         shard.state["seen"] += grad.double().abs()
         shard.main.sub_(shard.state["momentum"].mul_(0.9).add_(grad), alpha=lr)
 

@@ -23,7 +23,7 @@ class ParallelLayer(nn.Module):
         super().__init__()
         self.norm = RMSNorm(f"layers.{number}.norm", blueprint)
         self.attention = Attention(number, blueprint, qkv_bias=False, out_bias=False)
-        self.mlp = LlamaMLP(number, blueprint)
+        self.mlp = LlamaMLP(f"layers.{number}.mlp", blueprint.model.intermediate_size, blueprint)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         normed = self.norm(x_sbh)

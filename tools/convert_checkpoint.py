@@ -1,14 +1,12 @@
 """Converts checkpoints on one CPU, one tensor at a time.
 
-Hugging Face's become native ones and back, Megatron-LM's become native ones, and native ones become torch's. Before the
-result gets its name, its logits are compared in fp32 with those of transformers or, on request, of Megatron-Core. The
-largest difference goes to parity.json.
+Hugging Face's become native ones and back, Megatron-LM's become native ones, native ones become torch's, and dense ones
+become mixtures of experts. Before the result gets its name, its logits are compared in fp32 with those of transformers,
+of the dense model or, on request, of Megatron-Core. The largest difference goes to parity.json.
 """
 
-import importlib.metadata
 import importlib.util
 import json
-import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +17,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
-from megapar_models.build import logical_tensors
-from megapar_models.convert import dcp, megatron, megatron_core
+from megapar_models.build import describe_size, logical_tensors
+from megapar_models.convert import dcp, megatron, megatron_core, upcycle
 from megapar_models.convert.config_json import canonical_name, from_hugging_face, names_of, to_hugging_face, told
 from megapar_models.convert.huggingface import (
     Recipe,
@@ -31,17 +29,21 @@ from megapar_models.convert.huggingface import (
     recipes,
     write_model,
 )
-from megapar_models.convert.saved import load_model, saved_config
+from megapar_models.convert.parity import (
+    check_transformers,
+    megatron_reference,
+    native_reference,
+    transformers_reference,
+    verify,
+)
+from megapar_models.convert.saved import saved_config
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
 from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
 from megapar_models.registry import validate, weight_options
-from megapar_models.stage import Stage
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
-from megapar.batch import MicroBatch
 from megapar.checkpoint.format import Sizes, read_manifest
 from megapar.checkpoint.load import differences
 from megapar.config import Config, DataConfig, ModelConfig, TrainConfig
@@ -68,8 +70,6 @@ PRECISION: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
 }
-# Relative to the largest logit. A wrong conversion differs by much more, the rounding of deep models by less.
-TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,31 @@ class NativeToDcp:
     """Folder that dcp.load(state_dict, checkpoint_id=DST) reads; must not exist."""
 
 
+@dataclass(frozen=True)
+class Upcycle:
+    """Make a mixture of experts of a dense native checkpoint: each expert is a copy of its MLP (arXiv 2212.05055).
+
+    The mixture computes what the dense model computes, until it is trained. The folder also gets config.toml.
+    """
+
+    src: Annotated[Path, tyro.conf.Positional]
+    """Folder of one checkpoint of family llama, such as RUN_DIR/checkpoints/step_00000300."""
+    dst: Annotated[Path, tyro.conf.Positional]
+    """Folder of the checkpoint of the mixture; must not exist."""
+    experts: int = 8
+    """Experts of a layer."""
+    experts_per_token: int = 2
+    """Experts that each token is sent to."""
+    family: Literal["mixtral", "qwen3_moe"] = "mixtral"
+    """qwen3_moe has norms of queries and keys; a model with model.qk_norm needs it."""
+    seed: int = TrainConfig.seed
+    """Decides the weights of the routers, which start at random, as train.seed does."""
+    verify: bool = True
+    """Compare logits with the dense model, which loads both; --no-verify needs memory for a tensor."""
+    shard_bytes: int = SHARD_BYTES
+    """Largest file, unless one tensor is larger."""
+
+
 def hf_to_native(options: HfToNative) -> None:
     """Convert a Hugging Face folder.
 
@@ -156,14 +181,12 @@ def hf_to_native(options: HfToNative) -> None:
     names = names_of(config.model)
     shapes = native_shapes(config.model)
     wanted = hf_recipes(config.model)
-    weights = Weights(options.src, lambda name: canonical_name(name, names))
+    weights = Weights(options.src, lambda name: canonical_name(name, names), names.stacked)
     weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
-    # The names in DST, where the files are copied to below: SRC may be gone when the model is trained.
-    tokenizers = [f"{kind}:{options.dst / name}" for kind, name in TOKENIZERS.items() if (options.src / name).is_file()]
     config = replace(
         config,
         train=replace(config.train, precision=PRECISION[weights.dtype]),
-        data=DataConfig(tokenizer=tokenizers[0] if tokenizers else "bytes"),
+        data=DataConfig(tokenizer=copied_tokenizer(options.src, options.dst) or "bytes"),
     )
     sources = places(wanted)
     needed = sum(TensorInfo(shape, torch.float32).nbytes for shape in shapes.values())
@@ -177,9 +200,7 @@ def hf_to_native(options: HfToNative) -> None:
                 shard_bytes=options.shard_bytes,
             )
         copy_files(options.src, folder, (HF_CONFIG, *TOKENIZER_FILES))
-        # Without tokenizer files config.toml names no tokenizer: the default, `bytes`, would be a wrong one.
-        named_options = ("model", "data.tokenizer") if tokenizers else ("model",)
-        (folder / CONFIG).write_text(part_toml(config, named_options))
+        write_options(folder, config, options.src)
         if options.verify:
             write_json(folder / PARITY, verify(folder, transformers_reference(options.src), weights.dtype))
     print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
@@ -194,15 +215,15 @@ def native_to_hf(options: NativeToHf) -> None:
     check_transformers(options.verify)
     manifest = read_manifest(options.src)
     config = saved_config(manifest)
+    training = training_tokenizer(config, options)
+    origin = described_by(config, options)
+    raw = hf_config(config, origin, training.tokenizer)
     shapes = native_shapes(config.model)
     expected = {f"{MAIN}.{name}": ("float32", shape) for name, shape in shapes.items()}
     wrong = differences(manifest, expected, weight_options(config), weights_alone=True)
     if wrong:
         raise CheckpointError(f"{options.src}: tensors are not those of its model: {first_few(wrong, separator='; ')}")
     dtype = model_dtype(config.train.precision) if options.dtype == "auto" else getattr(torch, options.dtype)
-    training = training_tokenizer(config, options)
-    origin = described_by(config, options)
-    raw = hf_config(config, origin, training.tokenizer)
     raw["torch_dtype"] = str(dtype).removeprefix("torch.")
     wanted = hf_recipes(config.model)
     infos = {name: TensorInfo(recipe.shape, dtype) for name, recipe in wanted.items()}
@@ -260,10 +281,35 @@ def megatron_to_native(options: MegatronToNative) -> None:
 
 def native_to_dcp(options: NativeToDcp) -> None:
     """Convert a native checkpoint to torch's. Raises CheckpointError if it is damaged; DST then does not exist."""
-    total = sum(name.startswith(f"{MAIN}.") for name in read_manifest(options.src).tensors)
+    total = sum(name.partition(".")[0] in dcp.STATES for name in read_manifest(options.src).tensors)
     with progress(total) as advance:
         keys = dcp.export(options.src, options.dst, advance)
     print(f"{options.dst}: {len(keys)} tensors, fp32; load with torch.distributed.checkpoint.load")
+
+
+def upcycle_dense(options: Upcycle) -> None:
+    """Make a mixture of a dense checkpoint.
+
+    Raises ConfigError for options that do not fit the model, and CheckpointError if it is damaged or not dense. Both
+    are raised before DST exists.
+    """
+    manifest = read_manifest(options.src)
+    experts = (options.experts, options.experts_per_token)
+    config = upcycle.mixture_of(saved_config(manifest), options.family, *experts, options.seed)
+    tokenizer = copied_tokenizer(options.src, options.dst) or config.data.tokenizer
+    config = replace(config, data=replace(config.data, tokenizer=tokenizer))
+    make = upcycle.tensor_of(options.src, manifest, config)
+    shapes = native_shapes(config.model)
+    with new_folder(options.dst, sum(TensorInfo(shape, torch.float32).nbytes for shape in shapes.values())) as folder:
+        with progress(len(shapes)) as advance:
+            write_weights(folder, config, shapes, lambda name: advance(make(name)), shard_bytes=options.shard_bytes)
+        copy_files(options.src, folder, TOKENIZER_FILES)
+        write_options(folder, config, options.src)
+        if options.verify:
+            write_json(folder / PARITY, verify(folder, native_reference(options.src), torch.float32))
+    counts = describe_size(config.model)
+    print(f"{options.dst}: {options.family}, {counts}, of step {manifest.step} of {options.src}")
+    print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
 
 
 # Configurations
@@ -293,7 +339,7 @@ def described_by(config: Config, options: NativeToHf) -> Path | None:
     for folder in (options.like, options.src):
         if folder is not None and (folder == options.like or (folder / HF_CONFIG).is_file()):
             theirs = whole_config(from_hugging_face(read_json(folder / HF_CONFIG))).model
-            if _computed(theirs) != _computed(config.model):
+            if computed(theirs) != computed(config.model):
                 raise ConfigError(f"{folder / HF_CONFIG}: describes another model than the checkpoint's: {theirs}")
             return folder
     began = (Path(config.checkpoint.init_from), Path(config.data.tokenizer.partition(":")[2]).parent)
@@ -308,7 +354,7 @@ def _describes(path: Path, model: ModelConfig) -> bool:
         theirs = whole_config(from_hugging_face(read_json(path))).model
     except ConfigError:
         return False
-    return _computed(theirs) == _computed(model)
+    return computed(theirs) == computed(model)
 
 
 def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -324,9 +370,14 @@ def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) 
     return {**to_hugging_face(config.model), "bos_token_id": None, "eos_token_id": eod}
 
 
-def _computed(model: ModelConfig) -> ModelConfig:
+def computed(model: ModelConfig) -> ModelConfig:
     """The model without the options that matter only in training."""
-    return replace(model, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.0)
+    # A bias is part of the model. The losses that balance experts are not.
+    balance: Literal["bias", "none"] = "bias" if model.moe.balance == "bias" else "none"
+    moe = replace(
+        model.moe, balance=balance, router_aux_loss_coef=0.0, router_bias_update_rate=0.0, router_z_loss_coef=0.0
+    )
+    return replace(model, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.0, moe=moe)
 
 
 def native_shapes(model: ModelConfig) -> dict[str, Sizes]:
@@ -358,6 +409,20 @@ def copy_files(src: Path, dst: Path, names: tuple[str, ...]) -> None:
     for name in names:
         if (src / name).is_file():
             shutil.copyfile(src / name, dst / name)
+
+
+def copied_tokenizer(src: Path, dst: Path) -> str:
+    """Return the tokenizer in `src`, as data.tokenizer names its copy in `dst`; "" if there is none."""
+    # Its name in DST: SRC may be gone when the model is trained.
+    found = [f"{kind}:{dst / name}" for kind, name in TOKENIZERS.items() if (src / name).is_file()]
+    return found[0] if found else ""
+
+
+def write_options(folder: Path, config: Config, src: Path) -> None:
+    """Write config.toml with the model, and with the tokenizer if its files were copied from `src`."""
+    # Without tokenizer files it names no tokenizer: the default, `bytes`, would be a wrong one.
+    named_options = ("model", "data.tokenizer") if copied_tokenizer(src, folder) else ("model",)
+    (folder / CONFIG).write_text(part_toml(config, named_options))
 
 
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:
@@ -456,127 +521,12 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
     return {"verified": True, "trained_with": training.spec, **facts}
 
 
-# Parity
-
-
-class Reference(NamedTuple):
-    """Another implementation of the model with the same weights.
-
-    `logits` takes tokens [s] and the first position that is wanted; it returns [s - first, v]. `misread` names options
-    of ours that differ from the reference's, if the reference can tell.
-    """
-
-    name: str
-    logits: Callable[[Tensor, int], Tensor]
-    misread: Callable[[ModelConfig], list[str]] = lambda model: []
-
-
-def check_transformers(wanted: bool) -> None:
-    if wanted and importlib.util.find_spec("transformers") is None:
-        raise ConfigError(
-            "--verify compares with transformers, which is not installed: pip install 'megapar[convert]' or --no-verify"
-        )
-
-
-def transformers_reference(folder: Path) -> Reference:
-    """The model in a Hugging Face folder, in fp32."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-
-    def logits(tokens_s: Tensor, first: int) -> Tensor:
-        return model(tokens_s[None], logits_to_keep=len(tokens_s) - first).logits[0]
-
-    return Reference(f"transformers {importlib.metadata.version('transformers')}", logits)
-
-
-def megatron_reference(source: megatron.MegatronCheckpoint, dtype: torch.dtype) -> Reference:
-    """Megatron-Core's model of a classic checkpoint, in fp32 from weights rounded to `dtype`."""
-    model = megatron_core.MegatronModel(source, dtype)
-    return Reference(megatron_core.version(), lambda tokens_s, first: model.logits(tokens_s)[first:], model.misread)
-
-
-def verify(native: Path, reference: Reference, dtype: torch.dtype) -> dict[str, Any]:
-    """Compare logits, print the differences and return them for parity.json. CheckpointError beyond the tolerance."""
-    config, rows = parity(native, reference, dtype)
-    table = Table("prompt", "tokens", "compared from", "largest logit", "largest difference", "relative")
-    for row in rows:
-        cells = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()]
-        table.add_row(*cells)
-    Console().print(table)
-    worst = max(row["relative"] for row in rows)
-    # The sum, because max() does not order NaN.
-    if not math.isfinite(sum(row["relative"] for row in rows)):
-        raise CheckpointError(f"{native}: logits are not finite, though the weights are: this model overflows")
-    if not worst <= TOLERANCE:
-        misread = reference.misread(config.model)
-        reasons = f": {'; '.join(misread)}" if misread else ""
-        raise CheckpointError(
-            f"logits differ from those of {reference.name} by {worst:.3g} of the largest, more than {TOLERANCE}; "
-            f"nothing was written: the conversion is wrong for this model{reasons}"
-        )
-    facts = {"reference": reference.name, "computed_in": "float32", "weights": str(dtype).removeprefix("torch.")}
-    return {**facts, "tolerance": TOLERANCE, "prompts": rows}
-
-
-@torch.no_grad()
-def parity(native: Path, reference: Reference, dtype: torch.dtype) -> tuple[Config, list[dict[str, Any]]]:
-    """The options of `native`, and the largest difference of logits on each prompt, in fp32 from weights in `dtype`."""
-    config, stage = load_fp32(native, dtype)
-    rows = []
-    for name, tokens_s, first in prompts(config.model):
-        ours_sv = native_logits(stage, tokens_s, first)[:, : config.model.vocab_size]
-        theirs_sv = reference.logits(tokens_s, first)[:, : config.model.vocab_size]
-        largest = float(theirs_sv.abs().max())
-        difference = float((ours_sv - theirs_sv).abs().max())
-        rows.append(
-            {
-                "prompt": name,
-                "tokens": len(tokens_s),
-                "first_position": first,
-                "largest_logit": largest,
-                "largest_difference": difference,
-                "relative": difference / largest,
-            }
-        )
-    return config, rows
-
-
-def prompts(model: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield (name, tokens [s], first position to compare): a fixed prompt, a short random one, and a long random one.
-
-    The last tokens of the long one are beyond position 2,048, if the model has so many positions.
-    """
-    generator = torch.Generator().manual_seed(0)
-    short = min(64, model.max_position_embeddings)
-    most = min(2048 + 64, model.max_position_embeddings)
-    yield "fixed", (7919 * torch.arange(short) + 13) % model.vocab_size, 0
-    yield "random", torch.randint(model.vocab_size, (short,), generator=generator), 0
-    yield "random, last positions", torch.randint(model.vocab_size, (most,), generator=generator), most - short
-
-
-def load_fp32(checkpoint: Path, dtype: torch.dtype) -> tuple[Config, Stage]:
-    """The whole model in one stage, in fp32 from weights rounded to `dtype`."""
-    config, stage = load_model(checkpoint, precision="fp32")
-    for param in stage.parameters():
-        param.copy_(param.to(dtype))
-    return config, stage
-
-
-def native_logits(stage: Stage, tokens_s: Tensor, first: int) -> Tensor:
-    """The logits [s - first, v] of the positions from `first` on."""
-    tokens_bs = tokens_s[None]
-    batch = MicroBatch.of_samples(tokens_bs, tokens_bs, torch.zeros(tokens_bs.shape), torch.zeros(1, dtype=torch.int64))
-    return stage.logits(stage.hidden_states(None, batch)[first:])[:, 0]
-
-
 COMMANDS: Mapping[str, tuple[type, Callable[[Any], None]]] = {
     "hf-to-native": (HfToNative, hf_to_native),
     "native-to-hf": (NativeToHf, native_to_hf),
     "megatron-to-native": (MegatronToNative, megatron_to_native),
     "native-to-dcp": (NativeToDcp, native_to_dcp),
+    "upcycle": (Upcycle, upcycle_dense),
 }
 
 

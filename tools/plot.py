@@ -1,8 +1,9 @@
-"""Draws the loss curve of a run, and the timeline of its pipeline if the run recorded one (log.timeline)."""
+"""Draws the loss curve of a run, the load of its experts, and the timeline of its pipeline (log.timeline)."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -18,7 +19,7 @@ from megapar.pipeline.timeline import draw
 
 @dataclass
 class Arguments:
-    """Write loss.png, and timeline.png if there is a timeline.json, into a run folder."""
+    """Write pictures into a run folder: loss.png, load.png of a mixture of experts, timeline.png with log.timeline."""
 
     run_dir: tyro.conf.Positional[Path]
     """Folder of a training run."""
@@ -26,12 +27,16 @@ class Arguments:
     """File that tools/entropy.py --json wrote: its unigram and bigram entropies become lines."""
 
 
-def draw_loss(run_dir: Path, entropies: Path | None) -> Path:
-    """Draw the loss of each step and each validation loss; returns the file. DataError if there is no metrics.jsonl."""
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl. Raises DataError if there is no such file."""
     metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file():
         raise DataError(f"{metrics} is not there: give the folder of a run that has trained")
-    lines = [json.loads(text) for text in metrics.read_text().splitlines()]
+    return [json.loads(text) for text in metrics.read_text().splitlines()]
+
+
+def draw_loss(run_dir: Path, lines: list[dict[str, Any]], entropies: Path | None) -> Path:
+    """Draw the loss of each step and each validation loss, from the `lines` of metrics.jsonl; returns the file."""
     train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     validation = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
     figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
@@ -47,6 +52,41 @@ def draw_loss(run_dir: Path, entropies: Path | None) -> Path:
     axes.set_xlim(left=0)
     axes.legend(frameon=False)
     path = run_dir / "loss.png"
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def draw_load(run_dir: Path, lines: list[dict[str, Any]]) -> Path | None:
+    """Draw how evenly experts are loaded; returns the file, or None if the run has no experts.
+
+    The left half has, for each layer and expert, its tokens in the last logged step over those of the layer's mean
+    expert. The right half has the fullest expert of each layer over the steps.
+    """
+    counted = [line for line in lines if "expert_counts" in line]
+    if not counted:
+        return None
+    last = counted[-1]
+    layers = sorted(last["expert_counts"], key=int)
+    share = [[n * len(row) / sum(row) for n in row] for row in (last["expert_counts"][layer] for layer in layers)]
+    figure, (heat, curves) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    image = heat.imshow(share, aspect="auto", cmap="coolwarm", vmin=0, vmax=2, interpolation="nearest")
+    figure.colorbar(image, ax=heat, label="tokens over the mean")
+    heat.set(xlabel="expert", ylabel="layer", title=f"{run_dir.name}: load at step {last['step']}")
+    heat.set_yticks(range(len(layers)), layers)
+    loads = [line for line in lines if "expert_load" in line]
+    colors = plt.get_cmap("viridis")
+    for number, layer in enumerate(layers):
+        heights = [line["expert_load"][layer] for line in loads]
+        color = colors(number / max(len(layers) - 1, 1))
+        curves.plot([line["step"] for line in loads], heights, color=color, linewidth=1, label=f"layer {layer}")
+    curves.axhline(1, color="gray", linestyle=":", label="even")
+    curves.set(xlabel="step", ylabel="fullest expert over the mean", title="fullest expert")
+    curves.grid(alpha=0.3)
+    curves.spines[["top", "right"]].set_visible(False)
+    if len(layers) <= 8:
+        curves.legend(frameon=False)
+    path = run_dir / "load.png"
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
@@ -68,7 +108,13 @@ def draw_timeline(run_dir: Path) -> Path | None:
 def main() -> None:
     args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
     with reported():
-        for path in (draw_loss(args.run_dir, args.entropies), draw_timeline(args.run_dir)):
+        lines = read_metrics(args.run_dir)
+        pictures = (
+            draw_loss(args.run_dir, lines, args.entropies),
+            draw_load(args.run_dir, lines),
+            draw_timeline(args.run_dir),
+        )
+        for path in pictures:
             if path:
                 print(path)
 

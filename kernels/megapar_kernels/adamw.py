@@ -167,7 +167,10 @@ def adamw_step(
     if not fused(impl, main):
         update = _apex_step if impl == "apex" else _torch_step
         update(flat, weight_decay, decayed, step, clip_coefficient, found_inf, lr=lr, betas=betas, eps=eps)
-        if params is not None:
+        if params is not None and found_inf is not None:
+            # Where no update was made, the copy keeps its bits even if it is not the rounded `main`.
+            torch.where(found_inf != 0, params, main.to(params.dtype), out=params)
+        elif params is not None:
             params.copy_(main)
         return
     units, warps = config()

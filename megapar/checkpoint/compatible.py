@@ -39,6 +39,9 @@ def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any
     if not config.model.moe.num_experts:
         # Checkpoints of models without experts have never stated these options.
         free = free.union(MOE)
+    elif config.model.moe.balance != "bias":
+        # Only the bias is a tensor. The losses have none, so that a run may go on with another loss.
+        free = free.union({"model.moe.balance"})
     options = {}
     for path, value in flatten(config).items():
         if path.startswith("model.") and path not in free:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from megapar.checkpoint.format import BUFFER
+from megapar.checkpoint.format import BUFFER, TRAINING_STATE
 from megapar.params import MAIN, ParamSpec, StateSlice, spec_of
 
 
@@ -30,7 +30,8 @@ def fixed_slices(modules: Iterable[nn.Module], *, to_save: bool = False) -> Iter
             spec = getattr(buffer, "spec", None)
             if spec is not None and id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield _whole(buffer, spec, BUFFER, buffer.view(-1))
+                name = TRAINING_STATE if spec.training_state else BUFFER
+                yield _whole(buffer, spec, name, buffer.view(-1))
 
 
 def _whole(tensor: Tensor, spec: ParamSpec, name: str, flat: Tensor) -> StateSlice:

@@ -39,6 +39,7 @@ MANIFEST = "manifest.json"
 # The first part of a stored name is the tensor's state, which says what the tensor is to its parameter. The optimizer
 # names its own states, such as moments.
 BUFFER = "buffer"  # a tensor that is state but no parameter
+TRAINING_STATE = "training"  # such a tensor that the model itself does not need
 SECOND_MOMENT = "exp_avg_sq"
 _FOLDER = re.compile(r"step_(\d{8,})")
 _BLOCK = 1 << 16  # elements; 256 KiB of fp32, which stay in the cache between the CRC and the check of values

@@ -17,7 +17,7 @@ from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.heads import are_equal_runs, select
 from megapar.context_parallel.order import to_parts, to_whole
 from megapar.context_parallel.whole import whole_attention
-from megapar.tensor_parallel.regions import exchange_rows
+from megapar.exchange import exchange_rows
 
 
 class Ulysses:

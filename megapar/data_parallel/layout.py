@@ -258,9 +258,12 @@ class FlatLayout:
 
 
 def _collect(modules: Sequence[nn.Module]) -> list[Declared]:
-    """Each distinct parameter that needs a gradient, once, in reverse registration order."""
+    """Each distinct parameter that needs a gradient, once, in reverse registration order.
+
+    A parameter without elements has no place in buffers: a rank may hold none of a layer's experts.
+    """
     names = {param: name for module in modules for name, param in module.named_parameters() if param.requires_grad}
-    return [(param, spec_of(param, name)) for param, name in reversed(names.items())]
+    return [(param, spec_of(param, name)) for param, name in reversed(names.items()) if param.numel()]
 
 
 def _common_dtype(params: Sequence[Declared]) -> torch.dtype:

@@ -25,13 +25,22 @@ class AdamW(Optimizer):
     ):
         super().__init__(weights, gradients, options)
         self._impl: Implementation = impl
+        self.takes_found_inf = impl != "apex"  # apex's kernel cannot leave out an update
         # By the start of a shard. Made once: the ranges never change.
         self._decayed = {}
         for shard in self.shards:
             ranges = merge(self.ranges_where_decayed(shard))
             self._decayed[shard.start] = Decayed.of(ranges, shard.stop - shard.start, shard.main.device)
 
-    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, lr: float, clip: Tensor | None) -> None:
+    def update(
+        self,
+        shard: Shard,
+        grad: Tensor,
+        params: Tensor | None,
+        lr: float,
+        clip: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         adamw_step(
             shard.main,
             grad,
@@ -45,5 +54,6 @@ class AdamW(Optimizer):
             step=self.step_count,
             decayed=self._decayed[shard.start],
             clip_coefficient=clip,
+            found_inf=found_inf,
             impl=self._impl,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megapar import device
 from megapar.config import OptimizerConfig
 from megapar.data_parallel.layout import FlatLayout, Range, intersect
 from megapar.data_parallel.reduce import Gradients
@@ -45,6 +46,9 @@ class Optimizer(ABC):
 
     STATE: Sequence[StateTensor]
 
+    takes_found_inf = False
+    """Whether `update` takes `found_inf`. Otherwise `step` reads it before the updates and waits for the device."""
+
     def __init__(self, weights: FlatWeights, gradients: Gradients, options: OptimizerConfig):
         self.step_count = 0
         self.options = options
@@ -55,25 +59,43 @@ class Optimizer(ABC):
         self.shards = [self._new_shard(start, stop) for start, stop in self.layout.shards()]
 
     @abstractmethod
-    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, lr: float, clip: Tensor | None) -> None:
+    def update(
+        self,
+        shard: Shard,
+        grad: Tensor,
+        params: Tensor | None,
+        lr: float,
+        clip: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         """Update `shard` once with its reduced gradient `grad`, 1-D fp32, which may be changed.
 
         The gradient is multiplied by `clip`, 0-d fp32 on the device, or by 1 if that is None. `params` are the 16-bit
         weights, into which the new main weights are rounded, or None for an fp32 model. `lr` is the learning rate.
+        `found_inf` is None unless `takes_found_inf` is set. Then it is 0-d on the device, and unless it is zero,
+        `update` must change none of these tensors.
         """
 
     @torch.no_grad()
-    def step(self, lr: float, clip_coefficient: Tensor | None = None) -> None:
+    def step(self, lr: float, clip_coefficient: Tensor | None = None, found_inf: Tensor | None = None) -> None:
         """Update the weights with the reduced gradients times `clip_coefficient`, then gather all shards.
+
+        `found_inf` is 0-d on the device. Unless it is zero, no weight and no state changes. `step_count` counts the
+        update even then: whoever learns that it was left out takes the count back.
 
         With optimizer.overlap_param_gather the gathers only start: the next forward pass waits for them, layer by
         layer. Call `FlatWeights.wait` before weights are read elsewhere.
         """
         self.step_count += 1  # before the update: Adam's bias correction counts updates from 1
+        reads = not self.takes_found_inf or not device.is_asynchronous(self._weights.flat.device)
+        if found_inf is not None and reads:
+            if found_inf.item():
+                return
+            found_inf = None
         for shard in self.shards:
             part = slice(shard.start, shard.stop)
             params = None if self._aliased else self._weights.flat[part]
-            self.update(shard, self._gradients.flat[part], params, lr, clip_coefficient)
+            self.update(shard, self._gradients.flat[part], params, lr, clip_coefficient, found_inf)
         if self.options.overlap_param_gather:
             self._weights.start_gather()
         else:

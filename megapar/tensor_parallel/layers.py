@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.context import Axis
-from megapar.linear import MatrixProducts, linear
+from megapar.linear import LOCAL, MatrixProducts, linear
 from megapar.params import (
     ONES,
     ZEROS,
@@ -32,7 +32,8 @@ from megapar.params import (
     parameter,
     replicated,
 )
-from megapar.tensor_parallel.regions import LOCAL, input_region, reduce_from_tp, scatter_sum
+from megapar.tensor_parallel.chunks import ChunkedGather, gather_linear, linear_reduce, output_region
+from megapar.tensor_parallel.regions import input_region, reduce_from_tp, scatter_sum
 
 # Sizes that 16 does not divide cost vector loads, so the vocabulary is padded.
 VOCAB_MULTIPLE = 128
@@ -45,6 +46,8 @@ class Sharding:
     Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`. The positions of a
     sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
     `expert_replicas` (see ParallelContext).
+
+    With `overlap_chunks` above 1, a linear layer communicates its input or output in so many chunks under its product.
     """
 
     tp: Axis
@@ -53,6 +56,7 @@ class Sharding:
     dtype: torch.dtype
     device: torch.device
     products: MatrixProducts = field(default_factory=MatrixProducts)
+    overlap_chunks: int = 1
     cp: Axis = field(default_factory=partial(Axis, "cp"))
     ep: Axis = field(default_factory=partial(Axis, "ep"))
     etp: Axis = field(default_factory=partial(Axis, "etp"))
@@ -70,6 +74,9 @@ class Sharding:
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
     """This rank's columns of x W^T + b: [s, b, o/tp], from x [s, b, i], or [s/tp, b, i] with sequence parallelism."""
+    if sharding.splits_sequence and sharding.overlap_chunks > 1:
+        chunked = ChunkedGather(sharding.tp, sharding.overlap_chunks)
+        return gather_linear(x, weight, bias, chunked, sharding.products)
     region = input_region(sharding.tp, sharding.sequence_parallel)
     return linear(x, weight, bias, region, sharding.products)
 
@@ -151,14 +158,22 @@ class RowParallelLinear(nn.Module):
         self.bias = replicated_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
 
     def forward(self, x_sbi: Tensor) -> Tensor:
-        tp = self.sharding.tp
-        # The input is this rank's slice already, so nothing is communicated before the product.
-        partial = linear(x_sbi, self.weight, None, LOCAL, self.sharding.products)
-        y = scatter_sum(partial, tp) if self.sharding.sequence_parallel else reduce_from_tp(partial, tp)
+        y = self._product_and_sum(x_sbi)
         # The bias is added after the sum: before it, it would be added tp times.
         if self.bias is None:
             return y
         return y + self.bias
+
+    def _product_and_sum(self, x_sbi: Tensor) -> Tensor:
+        # The input is this rank's slice already, so nothing is communicated before the product.
+        sharding = self.sharding
+        if sharding.tp.size > 1 and sharding.overlap_chunks > 1:
+            region = output_region(sharding.tp, sharding.sequence_parallel, sharding.overlap_chunks)
+            return linear_reduce(x_sbi, self.weight, region, sharding.products)
+        partial = linear(x_sbi, self.weight, None, LOCAL, sharding.products)
+        if sharding.sequence_parallel:
+            return scatter_sum(partial, sharding.tp)
+        return reduce_from_tp(partial, sharding.tp)
 
 
 def replicated_vector(name: str, size: int, init: Init, sharding: Sharding, *, partial: bool = False) -> nn.Parameter:

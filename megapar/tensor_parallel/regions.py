@@ -9,13 +9,11 @@ They are the f and g of Megatron (Shoeybi et al., arXiv 1909.08053, section 3) a
     Gather          (g)      all-gather       reduce-scatter
     scatter_sum     (g bar)  reduce-scatter   all-gather
     scatter_sequence         own slice        all-gather
-    exchange_rows            all-to-all       all-to-all
 
 f and g are objects, because a linear layer overlaps their communication with its products (`megapar.linear`). Gathers
 and scatters are along dimension 0, the sequence. At tp size 1 every one is the identity.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +23,7 @@ from torch import Tensor
 from megapar import comm
 from megapar.comm import Pending
 from megapar.context import Axis
-from megapar.linear import InputRegion
-
-
-@dataclass(frozen=True)
-class Local:
-    """No communication: the input is this rank's slice already, or there is only one rank."""
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x
-
-    def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
-        return x, Pending()
-
-    def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
-        return grad_x, Pending()
+from megapar.linear import LOCAL, InputRegion, Local
 
 
 @dataclass(frozen=True)
@@ -66,9 +50,6 @@ class Gather:
 
     def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
         return comm.reduce_scatter_async(grad_x, self.tp)
-
-
-LOCAL = Local()
 
 
 def input_region(tp: Axis, sequence_parallel: bool) -> InputRegion:
@@ -131,19 +112,6 @@ class _ScatterSequence(torch.autograd.Function):
         return comm.all_gather(grad, ctx.tp), None
 
 
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
-        ctx.sent = sent
-        ctx.received = received
-        ctx.axis = axis
-        return comm.all_to_all(x, sent, received, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return comm.all_to_all(grad, ctx.received, ctx.sent, ctx.axis), None, None, None
-
-
 def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
     """f: `x`, the same on every rank, enters tensor-parallel work. Backward sums the ranks' gradients of it."""
     if tp.size == 1:
@@ -180,15 +148,3 @@ def scatter_sequence(x: Tensor, tp: Axis) -> Tensor:
     if tp.size == 1:
         return x
     return _ScatterSequence.apply(x, tp)
-
-
-def exchange_rows(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
-    """Send rows of `x` [rows, ...] to every position of `axis`. Returns the rows that arrive here.
-
-    The first `sent_rows[0]` rows go to position 0, the next `sent_rows[1]` to position 1, and so on. `received_rows[i]`
-    rows arrive from position i. Backward sends the gradient of each row back to where the row came from.
-    """
-    if axis.size == 1:
-        return x
-    # Copies of the counts: backward needs them, and the caller may change its lists.
-    return _ExchangeRows.apply(x, tuple(sent_rows), tuple(received_rows), axis)

@@ -169,15 +169,18 @@ def _peak(config: Config, pp_rank: int, kept: Mapping[int, int]) -> int:
     return peak
 
 
-def show(config: Config, build: Build, parameters: int, flops_per_token: int, console: Console) -> None:
-    """Print the number of parameters, the arithmetic of the batch, and the memory of every kind of rank."""
+def show(config: Config, build: Build, parameters: str, flops_per_token: int, console: Console) -> None:
+    """Print the arithmetic of the batch, and the memory of every kind of rank.
+
+    `parameters` is the number of parameters, in words.
+    """
     parallel = config.parallel
     train = config.train
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     tokens = train.global_batch_size * train.seq_length
     vocabulary = config.model.vocab_size
     console.print(
-        f"{parameters:,} parameters; "
+        f"{parameters}; "
         f"{counted(world, 'rank')} = {layout_in_words(parallel)}, "
         f"{counted(parallel.vpp, 'stage')} a rank, {parallel.schedule}\n"
         f"a step: {counted(train.global_batch_size, 'sample')} x {train.seq_length} tokens = {tokens:,} tokens, "

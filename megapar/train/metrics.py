@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from megapar import device
@@ -35,9 +36,22 @@ from megapar.train.step import StepResult
 _PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines are written
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a step when it is queued. `start` is on time.perf_counter's clock."""
+
+    start: float
+    data_seconds: float
+    comm_bytes: dict[str, int]
+
+
 @dataclass
 class Meter:
-    """Measures one step: its wall time, the time that it waited for data, and the bytes that it sent by axis."""
+    """Measures steps: their wall time, the time that they waited for data, and the bytes that they sent by axis.
+
+    For each step call `start`, `waited` and `queued`, and `line` when its result is known. The next step may be queued
+    before.
+    """
 
     ctx: ParallelContext
     flops_per_token: int
@@ -45,6 +59,7 @@ class Meter:
     _sent: dict[str, int] = field(default_factory=dict)
     _start: float = 0.0
     _data_seconds: float = 0.0
+    _end: float = 0.0  # when the result of the newest step was known
 
     def start(self) -> None:
         self._sent = self.ctx.traffic()
@@ -57,31 +72,50 @@ class Meter:
         self._data_seconds = time.perf_counter() - start
         return batches
 
-    def stop(self, result: StepResult, step: int, consumed_samples: int) -> dict[str, Any]:
-        """The step's line of metrics.jsonl. `comm_bytes` are the bytes that this rank sent, by ring algorithms."""
-        # A GPU runs behind the host: without this the time would be that of launching the kernels.
-        device.synchronize(self.ctx.device)
-        seconds = time.perf_counter() - self._start
+    def queued(self) -> Measured:
+        """Call it when the step is queued. `comm_bytes` are the bytes that this rank sends, by ring algorithms."""
         sent = {axis: n - self._sent.get(axis, 0) for axis, n in self.ctx.traffic().items()}
+        return Measured(self._start, self._data_seconds, sent)
+
+    def line(self, result: StepResult, measured: Measured) -> dict[str, Any]:
+        """The step's line of metrics.jsonl. Call it when the result is known."""
+        now = time.perf_counter()
+        # A step that was queued while the step before was computed begins when that one ends.
+        seconds = now - max(measured.start, self._end)
+        self._end = now
         tflops = self.flops_per_token * result.tokens / seconds / self.ctx.world.size / 1e12
         line = {
-            "step": step,
+            "step": result.step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens": int(result.tokens),
-            "consumed_samples": consumed_samples,
+            "consumed_samples": result.consumed_samples,
             "step_seconds": seconds,
-            "data_seconds": self._data_seconds,
+            "data_seconds": measured.data_seconds,
             "tokens_per_second": result.tokens / seconds,
             "tflops_per_device": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "peak_memory_bytes": device.peak_memory_bytes(self.ctx.device),
-            "comm_bytes": sent,
+            "comm_bytes": measured.comm_bytes,
         }
         if result.loss_scale.dynamic:
             line["loss_scale"] = result.loss_scale.scale
+        if result.expert_counts is not None:
+            line |= expert_load(result.expert_counts)
         return line
+
+
+def expert_load(counts: Tensor) -> dict[str, Any]:
+    """What a line of metrics.jsonl says of the load of experts, from the tokens of each, int64 [layers, experts].
+
+    `expert_load` is, by the number of the layer, how many times the mean number of tokens its fullest expert got. The
+    rank of that expert computes so much longer. `expert_load_max` is the largest of them. `expert_counts` are the
+    numbers of tokens, by layer. Layers without experts are left out.
+    """
+    by_layer = {str(layer): row for layer, row in enumerate(counts.tolist()) if any(row)}
+    load = {layer: max(row) * len(row) / sum(row) for layer, row in by_layer.items()}
+    return {"expert_load_max": max(load.values(), default=1.0), "expert_load": load, "expert_counts": by_layer}
 
 
 def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str:
@@ -92,6 +126,9 @@ def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str
     mfu = ""
     if line["mfu"] is not None:  # None on a device whose peak is not known
         mfu = f" | mfu {line['mfu']:.1%}"
+    load = ""
+    if "expert_load_max" in line:
+        load = f"fullest expert {line['expert_load_max']:.2f}x | "
     eta = ""
     if eta_seconds is not None:
         minutes, seconds = divmod(int(eta_seconds), 60)
@@ -99,7 +136,7 @@ def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str
     return (
         f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f} | "
         f"grad norm {line['grad_norm']:.3f} | lr {line['lr']:.2e} | {line['tokens_per_second']:,.0f} tokens/s{mfu} | "
-        f"{line['peak_memory_bytes'] / 2**20:,.0f} MiB{eta}"
+        f"{load}{line['peak_memory_bytes'] / 2**20:,.0f} MiB{eta}"
     )
 
 
@@ -216,12 +253,19 @@ class Reporter:
                         self._tensorboard.add_scalar(key, value, line["step"])
 
     def step(self, line: dict[str, Any]) -> None:
-        """Record a training step. Log it if it is the first or last, a multiple of `log.every`, or not finite."""
+        """Record a training step. Log it if it is the first or last, a multiple of `log.every`, or not finite.
+
+        `expert_counts` are recorded for logged steps alone: a large mixture has thousands of experts.
+        """
+        done = line["step"] - self._first_step
+        step = line["step"]
+        finite = abs(line["loss"]) + abs(line["grad_norm"]) < float("inf")
+        is_logged = done == 1 or step == self._steps or step % self._options.every == 0 or not finite
+        if not is_logged:
+            line.pop("expert_counts", None)
         self.write(line)
         if not self._speaks:
             return
-        done = line["step"] - self._first_step
-        step = line["step"]
         eta = None
         # The first step compiles and allocates, so the rate is taken from the second step on.
         if done > 1:
@@ -230,8 +274,7 @@ class Reporter:
             self._second = time.monotonic()
         if self._progress:
             self._progress.update(self._task, completed=step)
-        finite = abs(line["loss"]) + abs(line["grad_norm"]) < float("inf")
-        if done == 1 or step == self._steps or step % self._options.every == 0 or not finite:
+        if is_logged:
             self.say(log_line(line, self._steps, eta))
 
     def flush(self) -> None:

@@ -2,6 +2,9 @@
 
 A finite step costs nothing. After a step that was not finite, all ranks run its micro-batches again, transfers
 included. The weights and samples are the same. The dropout masks are the same too, because they derive from counters.
+
+On a GPU the device leaves out the update, but with ZeRO the gather after it still runs. It replaces what a replica
+holds of the shards of others. So a weight that was damaged in such a copy alone is whole again in the second pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,6 +52,7 @@ def explain(state: TrainState, batches: Sequence[MicroBatch], result: StepResult
     A collective over all ranks, which returns the same words on each. Gradients are overwritten.
     """
     rank = state.ctx.world.rank
+    state.weights.wait()  # a GPU has gathered shards after the step as well, although none of them had changed
     weights = [f"{name} on rank {rank}" for name in not_finite_weights(state)]
     findings = second_pass(state, batches, result.loss_scale.scale)
     gradients = [f"the gradient of {name} on rank {rank}" for name in _not_finite_gradients(state)]

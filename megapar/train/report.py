@@ -84,12 +84,13 @@ def _axes_over_gloo(config: Config, ctx: ParallelContext) -> list[str]:
 
 
 def write_run_header(
-    config: Config, ctx: ParallelContext, parameters: int, notes: Sequence[str], config_toml: str
+    config: Config, ctx: ParallelContext, parameters: str, notes: Sequence[str], config_toml: str
 ) -> None:
     """Make the run folder, write config.toml and environment.json, and print what is about to run. A collective.
 
-    environment.json holds `provenance` and the implementation of each op. `notes` are lines to print about what was
-    resumed. Raises StorageError on every rank if rank 0 cannot write the folder, which exists on every rank afterwards.
+    environment.json holds `provenance` and the implementation of each op. `parameters` is the number of parameters, in
+    words. `notes` are lines to print about what was resumed. Raises StorageError on every rank if rank 0 cannot write
+    the folder, which exists on every rank afterwards.
     """
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
     run_dir = Path(config.run_dir)
@@ -108,7 +109,7 @@ def write_run_header(
         parallel = config.parallel
         train = config.train
         hardware = f"{environment['hardware']}, torch {torch.__version__}"
-        say(f"{config.model.family}, {parameters:,} parameters, {train.precision}; {hardware}")
+        say(f"{config.model.family}, {parameters}, {train.precision}; {hardware}")
         microbatches = counted(num_microbatches(config), "micro-batch", "micro-batches")
         say(
             f"{counted(ctx.world.size, 'rank')} = {layout_in_words(parallel)}; "

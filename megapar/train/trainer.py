@@ -1,11 +1,14 @@
 """The trainer: builds a training state around a model, and runs its steps."""
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megapar import comm, device
 from megapar.agreement import on_all_ranks
@@ -26,8 +29,8 @@ from megapar.precision import LossScale
 from megapar.random import initialize
 from megapar.train import checkpoints, not_finite
 from megapar.train.data import TEST
-from megapar.train.metrics import Meter, Reporter
-from megapar.train.step import StepResult, TrainState, evaluate, train_step
+from megapar.train.metrics import Measured, Meter, Reporter
+from megapar.train.step import QueuedStep, StepResult, TrainState, evaluate, queue_step
 from megapar.train.trainable import freeze_others
 
 
@@ -53,6 +56,7 @@ def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, Pipeline
         grads=grads,
         optimizer=AdamW(weights, grads, options, kernels.adamw),
         loss_scale=LossScale.of(config.train.precision),
+        failed=torch.zeros((), dtype=torch.bool, device=ctx.device),
     )
 
 
@@ -117,52 +121,94 @@ def _numbers_of_microbatches(state: TrainState) -> list[int]:
     return [len(range(dp.rank, size // train.micro_batch_size, dp.size)) for size in (*sizes, last)]
 
 
+class _Steps:
+    """Runs the steps of a run and reports them.
+
+    A GPU is one step behind the host: step t is reported when step t + 1 is queued, so that the GPU always has work. A
+    CPU has computed a step when it is queued, and that step is reported at once.
+    """
+
+    def __init__(self, run: Run, data: Delivery, reporter: Reporter):
+        self._run = run
+        self._state = run.state
+        self._data = data
+        self._reporter = reporter
+        options = run.state.config
+        ctx = run.state.ctx
+        peak_tflops = options.log.peak_tflops or device.peak_tflops(ctx.device, options.train.precision)
+        self._meter = Meter(ctx, run.flops_per_token, peak_tflops)
+        self._queued: deque[tuple[QueuedStep, Measured]] = deque()  # oldest first; none is reported yet
+        # A dynamic loss scale is known when the step before is finished. The GPU computes the update of that step
+        # meanwhile, so even then it rarely waits for the host.
+        runs_behind = device.is_asynchronous(ctx.device) and not run.state.loss_scale.dynamic
+        self._behind = 1 if runs_behind else 0
+
+    def queue(self, trace: list[Event] | None) -> None:
+        """Queue the next step. `trace` collects the time of each forward and backward."""
+        state = self._state
+        state.ctx.flight.step = state.step + 1
+        state.ctx.flight.enter("data")
+        self._meter.start()
+        batches = _on_device(self._meter.waited(self._data.next_step), state.ctx)
+        asked = self._run.asked_to_stop() != ""
+        step = queue_step(state, batches, trace, asked_to_stop=asked)
+        self._queued.append((step, self._meter.queued()))
+
+    def report(self, *, everything: bool) -> bool:
+        """Report the steps that the device has computed; with `everything`, wait for all that are queued.
+
+        Returns whether some rank has to stop. Then every step is reported. Raises NumericError if a step has failed.
+        """
+        stop = False
+        # By number, not by what the device has computed so far: all ranks must learn of a stop at the same step.
+        while len(self._queued) > (0 if everything or stop else self._behind):
+            step, measured = self._queued.popleft()
+            result = step.finish()
+            self._reporter.step(self._meter.line(result, measured))
+            if result.failed:
+                self._state.ctx.flight.step = result.step
+            if not result.finite:
+                _explain_not_finite(self._state, step.batches, result, self._reporter)
+            stop = stop or result.stop
+        return stop
+
+
 def train(run: Run) -> str:
     """Train to `train.steps`; report, evaluate and save on the way. Returns why the run stopped before, or "".
 
     A run that is asked to stop saves at the end of the step that all ranks agree on. Raises NumericError at the first
-    step whose loss or gradient norm is not finite, before its update. After an fp16 overflow only the step's update is
-    skipped, unless the loss scale is 1 already.
+    step whose loss or gradient norm is not finite. That step has not updated the weights. After an fp16 overflow only
+    the step's update is skipped, unless the loss scale is 1 already.
     """
     state = run.state
     options = run.state.config
-    steps = options.train.steps
-    ctx = state.ctx
+    total = options.train.steps
     flight = state.ctx.flight
     saves = options.checkpoint.every > 0 or options.checkpoint.save_last
     stop = False
-    peak_tflops = options.log.peak_tflops or device.peak_tflops(ctx.device, options.train.precision)
-    meter = Meter(ctx, run.flops_per_token, peak_tflops)
     with (
         checkpoints.Saver(state, run.run_dir) as saver,
         _reporter(run) as reporter,
         closing(run.train_data) as data,
     ):
-        if state.step >= steps:
-            reporter.say(f"nothing to do: train.steps={steps}, and step {state.step} is done")
-        while state.step < steps and not stop:
-            flight.step = state.step + 1
-            flight.enter("data")
+        steps = _Steps(run, data, reporter)
+        if state.step >= total:
+            reporter.say(f"nothing to do: train.steps={total}, and step {state.step} is done")
+        while state.step < total and not stop:
             trace: list[Event] | None = None
-            if options.log.timeline and state.step == steps - 1:
+            if options.log.timeline and state.step == total - 1:
                 trace = []
-            meter.start()
-            batches = meter.waited(data.next_step)
-            batches = _on_device(batches, ctx)
-            asked = run.asked_to_stop() != ""
-            result = train_step(state, batches, trace, asked_to_stop=asked)
-            # A failed step leaves state.step as it was, and its line still has a number of its own.
-            failed = not result.finite and not result.overflowed
-            reporter.step(meter.stop(result, state.step + failed, state.consumed_samples))
-            if not result.finite:
-                _explain_not_finite(state, batches, result, reporter)
-            last = state.step == steps
-            stop = result.stop and not last
+            steps.queue(trace)
+            last = state.step == total
+            evaluates = last or _due(state.step, options.train.eval_every)
+            # An evaluation and a checkpoint come after the lines of all steps before, and need a step that is finite.
+            asked = steps.report(everything=evaluates or saver.due(state.step, last))
+            stop = asked and not last
             if trace is not None:
-                write_timeline(trace, ctx, run.run_dir)
+                write_timeline(trace, state.ctx, run.run_dir)
             for line in data.started_over():
-                reporter.say(f"step {state.step}/{steps} | {line}")
-            if last or _due(state.step, options.train.eval_every):
+                reporter.say(f"step {state.step}/{total} | {line}")
+            if evaluates:
                 flight.enter("evaluate")
                 report_validation(state, run.validation_sets, reporter, last)
             flight.enter("save")
@@ -173,7 +219,7 @@ def train(run: Run) -> str:
                 saved = saver.save(state, ready=reporter.flush)
             for path in [*saved, *saver.completed(wait=last or stop)]:
                 flight.checkpoint(step_of(path))
-                reporter.say(f"step {state.step}/{steps} | saved {path}")
+                reporter.say(f"step {state.step}/{total} | saved {path}")
         state.weights.wait()  # no forward pass follows that would
     return _why_stopped(run, saves) if stop else ""
 
@@ -205,11 +251,11 @@ def _explain_not_finite(
     state: TrainState, batches: Sequence[MicroBatch], result: StepResult, reporter: Reporter
 ) -> None:
     """Report the gradients that overflowed fp16. Raises NumericError if a smaller loss scale would not avoid it."""
-    if not result.overflowed:
+    if result.failed:
         cause = not_finite.explain(state, batches, result)
         raise NumericError(
-            f"step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; "
-            f"{cause}. No weight was changed: they are those of step {state.step}. "
+            f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}; "
+            f"{cause}. No weight was changed: they are those of step {result.step - 1}. "
             "A lower optimizer.lr or a longer optimizer.warmup_steps often helps; --checkpoint.resume goes back further"
         )
     here = [-state.ctx.pp.rank, state.grads.not_finite()]  # the last stage's backward runs first
@@ -219,7 +265,7 @@ def _explain_not_finite(
         names |= dict.fromkeys(names_of_rank)
     first = ", ".join(list(names)[:3]) or "none"
     reporter.say(
-        f"step {state.step}: no update, gradients overflowed fp16 (first in the backward pass: {first}); "
+        f"step {result.step}: no update, gradients overflowed fp16 (first in the backward pass: {first}); "
         f"loss scale {result.loss_scale.scale:,.0f} -> {state.loss_scale.scale:,.0f}"
     )
 

@@ -14,7 +14,7 @@ from megapar.config import Config
 from megapar.config_io import Resolved, load
 from megapar.context import ParallelContext, single
 from megapar.errors import ConfigError
-from megapar_models.build import balanced, make_blueprint
+from megapar_models.build import balanced, layer_kinds, make_blueprint
 from megapar_models.registry import find
 
 _REPETITIONS = 5
@@ -63,10 +63,11 @@ def _earlier_partition(config: Config) -> tuple[list[int], str] | None:
 
 
 def _measured_partition(config: Config, where: torch.device) -> tuple[list[int], str]:
-    layer, first, last = measure(config, where)
-    sizes = [len(layers) for layers in balanced(config, layer, first, last)]
+    layers, first, last = measure(config, where)
+    sizes = [len(stage) for stage in balanced(config, layers, first, last)]
+    each = " or ".join(f"{1e3 * seconds:.3g}" for seconds in sorted(set(layers)))
     line = (
-        f"stages of {_in_words(sizes)} layers: a layer takes {1e3 * layer:.3g} ms, the embedding {1e3 * first:.3g} ms, "
+        f"stages of {_in_words(sizes)} layers: a layer takes {each} ms, the embedding {1e3 * first:.3g} ms, "
         f"norm, head and loss {1e3 * last:.3g} ms, forward and backward"
     )
     return sizes, line
@@ -76,9 +77,11 @@ def _in_words(sizes: list[int] | tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def measure(config: Config, where: torch.device) -> tuple[float, float, float]:
-    """Seconds of one micro-batch's forward and backward: through a layer, through the embedding, and through norm, head
-    and loss.
+def measure(config: Config, where: torch.device) -> tuple[list[float], float, float]:
+    """Seconds of one micro-batch's forward and backward: through each layer, through the embedding, and through norm,
+    head and loss.
+
+    Layers with the same tensors take the same time, so one of each kind is measured.
 
     Measured with whole matrices on this rank alone: tensor parallelism divides all three about alike.
     """
@@ -104,8 +107,10 @@ def measure(config: Config, where: torch.device) -> tuple[float, float, float]:
         return _seconds(forward_and_backward, where)
 
     end = model.num_hidden_layers
+    kinds = layer_kinds(model)
+    of_kind = {kind: seconds_of(range(kind, kind + 1), first=False, last=False) for kind in sorted(set(kinds))}
     return (
-        seconds_of(range(1), first=False, last=False),
+        [of_kind[kind] for kind in kinds],
         seconds_of(range(0), first=True, last=False),
         seconds_of(range(end, end), first=False, last=True),
     )

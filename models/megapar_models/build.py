@@ -1,6 +1,7 @@
 """Builds this rank's pipeline stages from a configuration, and counts a model's parameters and FLOPs."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 
@@ -8,7 +9,7 @@ from megapar.config import Config, ModelConfig
 from megapar.context import ParallelContext, single
 from megapar.device import choose_kernels
 from megapar.linear import MatrixProducts
-from megapar.params import Piece, selected, spec_of
+from megapar.params import ParamSpec, Piece, selected, spec_of
 from megapar.pipeline.partition import explicit, partition
 from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar.precision import model_dtype
@@ -54,6 +55,7 @@ def make_blueprint(config: Config, ctx: ParallelContext) -> Blueprint:
         model_dtype(config.train.precision),
         ctx.device,
         MatrixProducts(kernels.weight_gradient),
+        overlap_chunks=config.parallel.tp_overlap_chunks,
         cp=ctx.cp,
         ep=ctx.ep,
         etp=ctx.etp,
@@ -82,17 +84,17 @@ def stage_layers(config: Config) -> list[range]:
     num_stages = parallel.pp * parallel.vpp
     if parallel.partition:
         return explicit(parallel.partition, model.num_hidden_layers, num_stages)
-    numel = {name: torch.Size(piece.shape).numel() for name, piece in logical_tensors(model).items()}
-    layer = sum(n for name, n in numel.items() if name.startswith("layers.0."))
     scores = config.train.seq_length * model.num_attention_heads * model.head_dim
-    return balanced(
-        config, float(layer + scores), float(model.hidden_size), float(model.vocab_size * model.hidden_size)
-    )
+    layers = [float(scores)] * model.num_hidden_layers
+    for name, (piece, spec) in declarations(model).items():
+        layer = _depth(name, model.num_hidden_layers)
+        if 0 <= layer < model.num_hidden_layers:
+            layers[layer] += float(torch.Size(piece.shape).numel() * spec.token_share)
+    return balanced(config, layers, float(model.hidden_size), float(model.vocab_size * model.hidden_size))
 
 
-def balanced(config: Config, layer: float, first: float, last: float) -> list[range]:
-    """The layers of each stage, balanced by the costs of a layer, of the embedding, and of norm, head and loss."""
-    layers = [layer] * config.model.num_hidden_layers
+def balanced(config: Config, layers: Sequence[float], first: float, last: float) -> list[range]:
+    """The layers of each stage, balanced by the costs of each layer, of the embedding, and of norm, head and loss."""
     return partition(layers, first, last, config.parallel.pp * config.parallel.vpp)
 
 
@@ -104,9 +106,31 @@ def _whole_model(model: ModelConfig) -> Stage:
     return find(model.family).stage(blueprint, range(model.num_hidden_layers), first=True, last=True)
 
 
+def declarations(model: ModelConfig) -> dict[str, tuple[Piece, ParamSpec]]:
+    """Every logical tensor of the model by name, and the declaration of its parameter. A tied embedding is listed once.
+
+    A fused parameter declares several tensors.
+    """
+    specs = [spec_of(param) for param in _whole_model(model).parameters()]
+    return {piece.name: (piece, spec) for spec in specs for piece in spec.pieces}
+
+
 def logical_tensors(model: ModelConfig) -> dict[str, Piece]:
     """Every logical tensor of the model by name. A tied embedding is listed once."""
-    return {piece.name: piece for param in _whole_model(model).parameters() for piece in spec_of(param).pieces}
+    return {name: piece for name, (piece, _) in declarations(model).items()}
+
+
+def layer_kinds(model: ModelConfig) -> list[int]:
+    """For each layer the number of the first layer that has tensors of the same names and shapes.
+
+    Models may have layers with experts and layers without.
+    """
+    tensors: list[set[tuple[str, Sequence[int]]]] = [set() for _ in range(model.num_hidden_layers)]
+    for name, piece in logical_tensors(model).items():
+        layer = _depth(name, model.num_hidden_layers)
+        if 0 <= layer < model.num_hidden_layers:
+            tensors[layer].add((name.removeprefix(f"layers.{layer}."), piece.shape))
+    return [tensors.index(own) for own in tensors]
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -114,42 +138,57 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(torch.Size(piece.shape).numel() for piece in logical_tensors(model).values())
 
 
+def active_parameter_count(model: ModelConfig) -> int:
+    """The number of parameters that a token is computed with: of a mixture, those of its own experts alone."""
+    counts = (torch.Size(piece.shape).numel() * spec.token_share for piece, spec in declarations(model).values())
+    return round(sum(counts))  # a whole number: each layer has num_experts_per_tok times an expert's parameters
+
+
+def describe_size(model: ModelConfig) -> str:
+    """The number of parameters, and of active ones if there are experts that not every token uses."""
+    total = parameter_count(model)
+    active = active_parameter_count(model)
+    return f"{total:,} parameters" if active == total else f"{total:,} parameters, {active:,} active"
+
+
 def flops_per_token(model: ModelConfig, seq_length: int, trainable: Sequence[str] = ()) -> int:
     """The FLOPs of forward and backward for one token, where train.trainable is `trainable`.
 
     Each weight of a matrix product counts 2 for the forward pass, 2 for the gradient of the product's input, and 2 for
-    its own gradient: those of the head do, those of the embedding's lookup do not. Causal attention counts 2 * s *
-    heads * head_dim for each layer's forward pass, because half of its s^2 scores are computed, and twice as much for
-    its backward pass. As in Megatron-LM, attention counts over the whole sample, also if data.documents=apart computes
-    less.
+    its own gradient: those of the head do, those of the embedding's lookup do not. Of a mixture's experts those count
+    that a token is sent to. Causal attention counts 2 * s * heads * head_dim for each layer's forward pass, because
+    half of its s^2 scores are computed, and twice as much for its backward pass. As in Megatron-LM, attention counts
+    over the whole sample, also if data.documents=apart computes less.
 
     Frozen weights have no gradient of their own. Gradients of inputs are counted back to the first layer that holds a
     trained parameter, and for all products of that layer. Layers before it need none.
     """
     layers = model.num_hidden_layers
     shapes: dict[str, Sequence[int]] = {}
+    share: dict[str, Fraction] = {}
     trained: set[str] = set()
     for param in _whole_model(model).parameters():
         spec = spec_of(param)
         shapes.update({piece.name: piece.shape for piece in spec.pieces})
+        share.update({piece.name: spec.token_share for piece in spec.pieces})
         if param.requires_grad and selected(spec, trainable):  # a model may freeze a parameter of its own
             trained.update(piece.name for piece in spec.pieces)
     first = min((_depth(name, layers) for name in trained), default=layers + 2)
     # A tied head is listed as the embedding.
     head = "head.weight" if "head.weight" in shapes else "embedding.weight"
-    total = 0
+    total = Fraction(0)
     for name, shape in shapes.items():
         if len(shape) != 2 or name in ("embedding.weight", "positions.weight", "head.weight"):
             continue
         passes = _passes(input_gradient=first <= _depth(name, layers), weight_gradient=name in trained)
-        total += 2 * passes * torch.Size(shape).numel()
+        total += 2 * passes * torch.Size(shape).numel() * share[name]
     # The head is alone at its depth: its input needs a gradient only if a parameter before it is trained.
     passes = _passes(input_gradient=first <= layers, weight_gradient=head in trained)
     total += 2 * passes * model.vocab_size * model.hidden_size
     scores = 2 * seq_length * model.num_attention_heads * model.head_dim
     for layer in range(layers):
         total += 3 * scores if first <= layer else scores
-    return total
+    return round(total)  # a whole number: each layer has num_experts_per_tok times an expert's FLOPs
 
 
 def _depth(name: str, layers: int) -> int:

@@ -1,7 +1,7 @@
 """Describes a model family: its modules, the options that it reads, and its names in other frameworks."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from torch import Tensor
@@ -37,13 +37,24 @@ class HuggingFace:
 
     model_types: Mapping[str, ModelType]
     modules: dict[str, str]
-    """From our modules to theirs; * is the layer's number. One of theirs may stack the weights of several of ours."""
+    """From our modules to theirs. The first * is the layer's number, the second one the expert's.
+
+    One of theirs may stack the weights of several of ours.
+    """
     fields: Mapping[str, str]
     """From their fields of config.json to our options."""
     activations: Mapping[str, str]
     """From their names of activations to ours."""
     tied: Mapping[str, str]
     """Redundant tensors that a file of a tied model may hold, each with the tensor that it must equal."""
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Their tensors [experts, rows, columns] of all experts, each with the modules of an expert that it holds.
+
+    The rows of an expert are divided evenly among these modules, in order. Such a tensor is read as if the file held
+    NAME.EXPERT.MODULE.weight for each expert and module, where NAME is the tensor's name without its last component.
+    """
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of stored names, each with the part that stands for it in `modules`."""
     transposed: Collection[str] = ()
     """Their modules whose weights are [in, out]."""
     base_prefix: str = ""

@@ -2,7 +2,8 @@
 
 Nothing here or in a family's reference.py is shared with the models under test but the numbers in `ModelConfig` and the
 names of logical tensors. Any float dtype works: the dtype of the given tensors is that of all arithmetic.
-Letters: b samples, s positions, h hidden, n heads, d width of a head, v vocabulary.
+Letters: b samples, s positions, h hidden, n heads, d width of a head, v vocabulary, t tokens, e experts, k experts of a
+token, g groups of experts.
 """
 
 import math
@@ -50,6 +51,56 @@ def activate(model: ModelConfig, x: Tensor) -> Tensor:
     if model.hidden_act == "relu2":
         return x * x * (x > 0)
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def mixture(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor, mlp: Part) -> Tensor:
+    """A mixture of experts, each of which is `mlp`: the sum of a token's experts, times their weights."""
+    b, s, h = x_bsh.shape
+    x_th = x_bsh.reshape(b * s, h)  # t tokens
+    experts_tk, weights_tk = _route(model, tensors, f"{name}.router", x_th)
+    output_th = torch.zeros_like(x_th)
+    for expert in range(model.moe.num_experts):
+        token_t, rank_t = (experts_tk == expert).nonzero(as_tuple=True)
+        y = mlp(model, tensors, f"{name}.experts.{expert}", x_th[token_t])
+        output_th = output_th.index_add(0, token_t, weights_tk[token_t, rank_t, None] * y)
+    if model.moe.shared_expert_intermediate_size:
+        shared_th = mlp(model, tensors, f"{name}.shared", x_th)
+        if model.moe.shared_expert_gate:
+            shared_th = shared_th * linear(tensors, f"{name}.shared_gate", x_th).sigmoid()
+        output_th = output_th + shared_th
+    return output_th.view(b, s, h)
+
+
+def _route(model: ModelConfig, tensors: Tensors, name: str, x_th: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts [t, k] that each token chooses, and their weights."""
+    moe = model.moe
+    logits_te = x_th @ tensors[f"{name}.weight"].t()
+    scores_te = logits_te.sigmoid() if moe.scoring_func == "sigmoid" else logits_te.softmax(-1)
+    # The bias decides which experts are chosen. It is no part of their weights.
+    chosen_by_te = scores_te
+    if f"{name}.bias" in tensors:
+        chosen_by_te = scores_te + tensors[f"{name}.bias"]
+    if moe.n_group > 1:
+        chosen_by_te = _best_groups(model, chosen_by_te)
+    # Of experts with equal scores those with the lowest numbers are chosen, which topk does not promise.
+    best_first_te = chosen_by_te.sort(dim=-1, descending=True, stable=True).indices
+    experts_tk = best_first_te[:, : moe.num_experts_per_tok]
+    weights_tk = scores_te.gather(1, experts_tk)
+    if moe.norm_topk_prob:
+        weights_tk = weights_tk / weights_tk.sum(-1, keepdim=True)
+    return experts_tk, weights_tk * moe.routed_scaling_factor
+
+
+def _best_groups(model: ModelConfig, scores_te: Tensor) -> Tensor:
+    """The scores, with -inf for experts outside the topk_group best groups of each token (arXiv 2412.19437)."""
+    moe = model.moe
+    scores_tge = scores_te.view(len(scores_te), moe.n_group, -1)
+    counted = moe.num_experts_per_tok // moe.topk_group  # experts whose scores are added to the score of a group
+    group_scores_tg = scores_tge.topk(counted).values.sum(-1)
+    best_tg = torch.zeros_like(group_scores_tg, dtype=torch.bool)
+    best_first_tg = group_scores_tg.sort(dim=-1, descending=True, stable=True).indices
+    best_tg.scatter_(1, best_first_tg[:, : moe.topk_group], True)
+    return scores_tge.masked_fill(~best_tg[..., None], -math.inf).view_as(scores_te)
 
 
 def logits_of_layers(

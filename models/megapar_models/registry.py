@@ -10,10 +10,14 @@ from megapar.plugins import named
 from megapar_models.family import Family
 from megapar_models.gpt.family import GPT
 from megapar_models.llama.family import LLAMA
+from megapar_models.mixtral.family import MIXTRAL
+from megapar_models.qwen3_moe.family import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "gpt": GPT,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
 }
 
 

@@ -8,6 +8,7 @@ h hidden, v vocabulary, d width of a head.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from megapar import recompute
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.config import ModelConfig
-from megapar.context import Axis
+from megapar.context import Axis, ParallelContext
+from megapar.expert_parallel.balance import Router, end_step
+from megapar.expert_parallel.dispatch import Dispatch
 from megapar.params import Init
 from megapar.random import row_keys
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -66,11 +69,13 @@ class ForwardContext:
     """What every layer needs in a forward pass.
 
     `batch` has the positions, the keys of dropout and the documents. `rope` has the rotary tables cos and sin [s, d];
-    it is None in a model without rotary positions.
+    it is None in a model without rotary positions. `dispatches` has, by the number of a layer, the experts of the
+    tokens, as the first forward pass of the micro-batch chose them. Recomputation uses them again.
     """
 
     batch: MicroBatch
     rope: tuple[Tensor, Tensor] | None = None
+    dispatches: dict[int, Dispatch] = field(default_factory=dict)
 
 
 class DropoutSite(IntEnum):
@@ -173,6 +178,19 @@ class Stage(PipelineStage):
             init=self.blueprint.init,
             tied=self.blueprint.tied if tie else None,
         )
+
+    def end_step(self, ctx: ParallelContext, found_inf: Tensor) -> Mapping[int, Tensor]:
+        """Give each router of this stage the load of its experts in the whole batch. A collective over tp and grad."""
+        routers = {
+            int(number): module
+            for number, layer in self.layers.items()
+            for module in layer.modules()
+            if isinstance(module, Router)
+        }
+        counts = end_step(routers.values(), (ctx.tp, ctx.grad), found_inf)
+        if counts is None:
+            return {}
+        return dict(zip(routers, counts, strict=True))
 
     def title(self) -> str:
         numbers = list(self.layers)

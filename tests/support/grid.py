@@ -1,8 +1,10 @@
 """The models, layouts and batches of tests that train in many layouts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.distributed as dist
 from megapar_kernels.backend import Backend
@@ -16,13 +18,16 @@ from megapar.config import Config, KernelsConfig, ModelConfig, OptimizerConfig, 
 from megapar.context import ParallelContext
 from megapar.context_parallel import deal
 from megapar.data.order import micro_batch_positions
+from megapar.optimizer.clip import clip_coefficient
 from megapar.random import initialize
-from megapar.train.step import TrainState
+from megapar.train.grid import with_grid
+from megapar.train.step import TrainState, evaluate, train_step
 from megapar.train.trainer import assemble
 from tests.support import layouts
-from tests.support.distributed import rank_device
+from tests.support.distributed import rank_device, run_ranks
 
 SAMPLES, LENGTH = 12, 24
+STEPS = 2
 
 LLAMA = ModelConfig(
     family="llama",
@@ -64,9 +69,12 @@ class Layout:
     dp: int = 1
     cp: int = 1
     cp_attention: Literal["gather", "ring", "ulysses"] = "gather"
+    ep: int = 1
+    etp: int = 0
     vpp: int = 1
     schedule: str = "1f1b"
     sequence_parallel: bool = False
+    tp_overlap_chunks: int = 1
     recompute: str = "none"
     every: int = 1
     zero_stage: int = 1
@@ -89,9 +97,12 @@ class Layout:
             dp=self.dp,
             cp=self.cp,
             cp_attention=self.cp_attention,
+            ep=self.ep,
+            etp=self.etp,
             vpp=self.vpp,
             schedule=self.schedule,
             sequence_parallel=self.sequence_parallel,
+            tp_overlap_chunks=self.tp_overlap_chunks,
             partition=self.partition,
             order=self.order,
         )
@@ -134,7 +145,8 @@ def micro_batches(config: Config, ctx: ParallelContext, step: int, packed: bool 
     if packed:
         batches = [replace(batch, starts=four_documents(row)) for batch, row in zip(batches, rows, strict=True)]
     held = torch.tensor(deal.positions(LENGTH, ctx.cp.size, ctx.cp.rank))
-    return [batch.columns(held).to(ctx.device) for batch in batches]
+    # Positions of their own, as the batches of a loader have.
+    return [batch.columns(held.clone()).to(ctx.device) for batch in batches]
 
 
 def four_documents(samples: Tensor) -> Tensor:
@@ -146,15 +158,11 @@ def four_documents(samples: Tensor) -> Tensor:
 
 
 def make_state(config: Config) -> TrainState:
-    parallel = config.parallel
     rank = dist.get_rank() if dist.is_initialized() else 0
+    parallel = config.parallel
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
-    ctx = context.create(
-        tp=parallel.tp,
-        cp=parallel.cp,
-        dp=parallel.dp,
-        pp=parallel.pp,
-        order=parallel.order,
+    make = with_grid(context.create, config)
+    ctx = make(
         device=rank_device(rank) if world > 1 else torch.device("cpu"),
         use_shared_memory=config.launch.cpu_exchange == "shared_memory",
     )
@@ -167,5 +175,82 @@ def held_gradients(state: TrainState) -> list[layouts.Held]:
     """Reduced gradients; with ZeRO-1 every rank holds only its shards of them, so they are gathered first."""
     if state.grads.layout.sharded:
         for bucket in state.grads.layout.buckets:
-            comm.all_gather_shard_async(state.grads.flat[bucket.start : bucket.stop], state.ctx.grad).wait()
+            axis = state.grads.layout.axis(bucket)
+            comm.all_gather_shard_async(state.grads.flat[bucket.start : bucket.stop], axis).wait()
     return layouts.held(state.pipeline.stages.values(), state.ctx, layouts.main_gradients)
+
+
+# How every layout trains as one process does
+
+
+def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
+    """What one rank has to show: initial weights, loss, norm, gradients and weights of each step, and an evaluation."""
+    state = make_state(config)
+    stages = state.pipeline.stages.values()
+    shown: dict[str, Any] = {"initial": layouts.held(stages, state.ctx), "steps": []}
+    for step in range(STEPS):
+        result = train_step(state, micro_batches(config, state.ctx, step, packed))
+        if state.grads.impl == "triton":  # torch's AdamW leaves the gradient clipped
+            state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
+        shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), layouts.held(stages, state.ctx)))
+    shown["evaluation"] = evaluate(state, micro_batches(config, state.ctx, STEPS, packed))
+    return shown
+
+
+@cache
+def reference(model: ModelConfig, packed: bool) -> dict[str, Any]:
+    """One process, one micro-batch, nothing recomputed, no ZeRO."""
+    return train_two_steps(Layout(model, micro_batch_size=SAMPLES, zero_stage=0).config(), packed)
+
+
+def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return set(actual) == set(expected) and all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
+    expected = reference(layout.model, layout.packed)
+    initial = layouts.assemble([rank["initial"] for rank in ranks])
+    assert bitwise(initial, layouts.assemble([expected["initial"]])), "initial weights depend on the layout"
+    for step in range(STEPS):
+        loss, norm, gradients, weights = expected["steps"][step]
+        for rank in ranks:
+            assert rank["steps"][step][0] == pytest.approx(loss, rel=1e-5)
+            assert rank["steps"][step][1] == pytest.approx(norm, rel=1e-5)
+        found = [rank["steps"][step] for rank in ranks]
+        layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]))
+        layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]))
+    for rank in ranks:
+        assert rank["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-5)
+
+
+def check_on_ranks(layout: Layout) -> None:
+    check(layout, run_ranks(layout.world, train_two_steps, layout.config(), layout.packed))
+
+
+MODELS = {LLAMA: "llama", GPT: "gpt", ONE_KV_HEAD: "one_kv_head", STRADDLING: "straddling"}
+SHORT = {
+    "sequence_parallel": "sp",
+    "tp_overlap_chunks": "overlap",
+    "zero_stage": "zero",
+    "micro_batch_size": "batch",
+    "loss_chunk": "chunk",
+}
+
+
+def name(layout: Layout) -> str:
+    """What differs from one rank's defaults, as a case is called: llama-tp2-sp-batch3."""
+    parts = [MODELS.get(layout.model, layout.model.family)]
+    for field in fields(Layout):
+        value = getattr(layout, field.name)
+        if field.name == "model" or value == field.default:
+            continue
+        word = SHORT.get(field.name, field.name)
+        if isinstance(value, bool):
+            parts.append(word if value else f"no_{word}")
+        elif isinstance(value, str):
+            parts.append(value.replace("-", "_"))
+        elif isinstance(value, tuple):
+            parts.append(word + "_".join(map(str, value)))
+        else:
+            parts.append(f"{word}{value}")
+    return "-".join(parts)

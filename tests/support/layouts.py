@@ -17,7 +17,7 @@ from megapar.params import Piece, spec_of
 @dataclass(frozen=True)
 class Held:
     """One rank's part of a logical tensor. `partial`: the tensor is the sum of the parts that ranks hold of it, else
-    these are equal. Data-parallel ranks are `replica`s of each other."""
+    these are equal. Ranks of an axis of replicas (`ParamSpec.replicas`) are `replica`s of each other."""
 
     piece: Piece
     values: Tensor
@@ -58,11 +58,15 @@ def held(
     """
     parts = []
     for param in unique_parameters(modules):
+        if not param.numel():  # this rank holds none of the experts
+            continue
         spec, flat, last = spec_of(param), values(param).reshape(-1), 0
         for piece, first, last in spec.segments():
             partial = unsummed and any(axis.size > 1 for axis in piece.partial)
             parts.append(
-                Held(_without_axes(piece), flat[first:last].view(piece.local_shape).clone(), partial, ctx.grad.rank)
+                Held(
+                    _without_axes(piece), flat[first:last].view(piece.local_shape).clone(), partial, spec.replicas.rank
+                )
             )
         assert not flat[last:].any(), f"{spec.name}: padding is not zero"
     return parts

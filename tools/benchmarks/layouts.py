@@ -160,23 +160,33 @@ def load_weights(modules: Iterable[nn.Module], weights: Weights) -> None:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """Options in which several contenders of megapar differ."""
+
+    zero_stage: Literal[0, 1] = 1
+    tp_overlap_chunks: int = 1
+
+
+@dataclass(frozen=True)
 class Layout:
-    """A way to place the model, and who can: classes of contenders, megapar's own as (name, zero_stage)."""
+    """A way to place the model, and who can: classes of contenders, megapar's own as (name, variant)."""
 
     parallel: ParallelConfig
     peers: tuple[type[Peer], ...]
-    megapar: tuple[tuple[str, Literal[0, 1]], ...] = (("megapar", 1),)
+    megapar: tuple[tuple[str, Variant], ...] = (("megapar", Variant()),)
 
     @property
     def world(self) -> int:
         return self.parallel.tp * self.parallel.cp * self.parallel.pp * self.parallel.dp
 
     @property
-    def contenders(self) -> dict[str, tuple[type[Peer], Literal[0, 1]]]:
-        """Class and zero_stage by name; megapar as it is by default comes first."""
-        return {name: (Megapar, stage) for name, stage in self.megapar} | {p.name: (p, 0) for p in self.peers}
+    def contenders(self) -> dict[str, tuple[type[Peer], Variant]]:
+        """Class and variant by name; megapar as it is by default comes first."""
+        ours: dict[str, tuple[type[Peer], Variant]] = {name: (Megapar, variant) for name, variant in self.megapar}
+        return ours | {peer.name: (peer, WITHOUT_ZERO) for peer in self.peers}
 
 
+WITHOUT_ZERO = Variant(zero_stage=0)
 LAYOUTS: dict[str, Layout] = {
     "single": Layout(ParallelConfig(dp=1), (Plain, HuggingFace, Products)),
     "dp2": Layout(
@@ -185,15 +195,21 @@ LAYOUTS: dict[str, Layout] = {
             *(DDP, ZeroRedundancy, FSDP2, FSDP2Reshard, HuggingFaceDDP),
             *(DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3, Products),
         ),
-        (("megapar", 1), ("megapar, zero_stage 0", 0)),
+        (("megapar", Variant()), ("megapar, zero_stage 0", WITHOUT_ZERO)),
     ),
     "tp2": Layout(
         ParallelConfig(dp=1, tp=2),
         (TensorParallel, TensorParallelLoss, SharedMemoryTensorParallel, MegatronCore, Products),
+        (("megapar", Variant()), ("megapar, 2 chunks", Variant(tp_overlap_chunks=2))),
     ),
     "tp2+sp": Layout(
         ParallelConfig(dp=1, tp=2, sequence_parallel=True),
         (SequenceTensorParallel, SequenceTensorParallelLoss, Products),
+        (
+            ("megapar", Variant()),
+            ("megapar, 2 chunks", Variant(tp_overlap_chunks=2)),
+            ("megapar, 4 chunks", Variant(tp_overlap_chunks=4)),
+        ),
     ),
     "pp2": Layout(ParallelConfig(dp=1, pp=2), (Pipeline1F1B, PipelineDualPipeV, PipelineZeroBubbleV, Products)),
 }
@@ -222,7 +238,7 @@ def missing_packages(options: Options) -> dict[str, list[str]]:
     return missing
 
 
-def make_config(options: Options, hidden: int, layout: Layout, zero_stage: Literal[0, 1]) -> Config:
+def make_config(options: Options, hidden: int, layout: Layout, variant: Variant) -> Config:
     """What is trained, derived values filled in, with megapar's balance of stages written out, for the peer as well.
 
     Raises ConfigError for a shape that not all contenders can train.
@@ -247,13 +263,13 @@ def make_config(options: Options, hidden: int, layout: Layout, zero_stage: Liter
             intermediate_size=hidden * 11 // 4,
             vocab_size=options.vocab_size,
         ),
-        parallel=layout.parallel,
+        parallel=replace(layout.parallel, tp_overlap_chunks=variant.tp_overlap_chunks),
         train=TrainConfig(
             global_batch_size=options.global_batch_size,
             micro_batch_size=options.micro_batch_size,
             seq_length=options.seq_length,
         ),
-        optimizer=OptimizerConfig(lr=1e-3, schedule="constant", zero_stage=zero_stage),
+        optimizer=OptimizerConfig(lr=1e-3, schedule="constant", zero_stage=variant.zero_stage),
     )
     stages = tuple(len(layers) for layers in stage_layers(validate(config, layout.world)))
     return validate(replace(config, parallel=replace(config.parallel, partition=stages)), layout.world)
@@ -331,8 +347,8 @@ def resident_bytes(where: torch.device) -> int:
 
 
 def build_contender(options: Options, hidden: int, layout: Layout, name: str, where: torch.device) -> Peer:
-    kind, zero_stage = layout.contenders[name]
-    config = make_config(options, hidden, layout, zero_stage)
+    kind, variant = layout.contenders[name]
+    config = make_config(options, hidden, layout, variant)
     kind.load()
     return kind(config, make_weights(config), where)
 
@@ -343,7 +359,7 @@ def measure_time(options: Options, hidden: int, layout: Layout, names: Sequence[
     measured: dict[str, dict[str, list[Any]]] = {
         n: {"seconds": [], "cpu": [], "results": [], "sent": []} for n in names
     }
-    config = make_config(options, hidden, layout, 0)
+    config = make_config(options, hidden, layout, WITHOUT_ZERO)
     for number, batch in enumerate(make_batches(config, WARMUP + options.steps)):
         tokens_bs, targets_bs = (x.to(where) for x in batch)
         for name in names if number % 2 else reversed(names):
@@ -372,8 +388,8 @@ def synchronize(world: int, where: torch.device) -> None:
 
 def measure_memory(options: Options, hidden: int, layout: Layout, name: str, where: torch.device) -> Any:
     """Bytes: (held before the contender was built, peak after two steps)."""
-    kind, zero_stage = layout.contenders[name]
-    config = make_config(options, hidden, layout, zero_stage)
+    kind, variant = layout.contenders[name]
+    config = make_config(options, hidden, layout, variant)
     weights = make_weights(config)
     kind.load()
     before = resident_bytes(where)
@@ -392,7 +408,7 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
     limit = seconds_of(ranks, Products.name) if Products.name in names else []
     contenders = []
     for name in names:
-        kind, zero_stage = layout.contenders[name]
+        kind, variant = layout.contenders[name]
         seconds = seconds_of(ranks, name)
         contender = {
             "name": name,
@@ -410,7 +426,7 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
             contender["errors"] = {what: largest_error(results, reference, what) for what in TOLERANCES}
         if kind is Megapar:
             contender["sent"] = [rank[name]["sent"][-1] for rank in ranks]
-            config = make_config(options, hidden, layout, zero_stage)
+            config = make_config(options, hidden, layout, variant)
             contender["formula"] = [
                 expected_traffic(config, rank if layout.parallel.pp > 1 else 0) for rank in range(layout.world)
             ]
@@ -453,7 +469,7 @@ def largest_error(results: Sequence[Sequence[float]], reference: Sequence[Result
 
 def measure_reference(options: Options, hidden: int, where: torch.device) -> Any:
     """Results of plain PyTorch in one process for every step."""
-    config = make_config(options, hidden, LAYOUTS["single"], 0)
+    config = make_config(options, hidden, LAYOUTS["single"], WITHOUT_ZERO)
     plain = Plain(config, make_weights(config), where)
     batches = make_batches(config, WARMUP + options.steps)
     return [plain.step(tokens_bs.to(where), targets_bs.to(where)) for tokens_bs, targets_bs in batches]
@@ -490,7 +506,7 @@ def check_options(options: Options) -> None:
     """Raise ConfigError for what cannot be measured, before anything is."""
     for name in options.layouts:
         for hidden in options.hidden:
-            make_config(options, hidden, LAYOUTS[name], 1)
+            make_config(options, hidden, LAYOUTS[name], Variant())
     known = {name: kind for layout in options.layouts for name, (kind, _) in LAYOUTS[layout].contenders.items()}
     for peer in options.peers:
         if peer not in known:

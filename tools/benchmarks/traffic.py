@@ -61,7 +61,8 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
 
     A layer that is recomputed does its forward's 4 halves once more, but for its last collective: torch's checkpoint
     stops when it has all that the backward pass needs, and nothing needs the MLP's sum. So 2 halves more, and with
-    sequence parallel, where that collective is a reduce-scatter, 3.
+    sequence parallel, where that collective is a reduce-scatter, 3. With tp_overlap_chunks that collective is part of
+    the MLP's last product, which is recomputed: all 4 halves.
 
     A step: the squared gradient norm and the votes to stop (fp64 each), and with sequence parallel the gradients of
     norm weights.
@@ -74,6 +75,8 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
     layers = parallel.partition[pp_rank]
     sequence = parallel.sequence_parallel
     a_layer, recomputed = (10, 3) if sequence else (8, 2)
+    if parallel.tp_overlap_chunks > 1:
+        recomputed = 4
     if train.recompute == "full":
         a_layer += recomputed  # recompute_every 1
     halves = layers * a_layer + first * 2 + last * (3 if sequence else 2)

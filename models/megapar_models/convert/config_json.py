@@ -29,6 +29,8 @@ def canonical_name(name: str, names: HuggingFace) -> str | None:
     """Return the name that the tables use for a stored tensor, or None if the tensor holds no weights."""
     if _DERIVED.search(name):
         return None
+    for theirs, ours in names.renamed.items():
+        name = name.replace(theirs, ours)
     # GPT-2's own files lack the prefix that models with a head give to the names of the model below it.
     prefix = names.base_prefix
     return name if name.startswith((prefix, "lm_head.")) else f"{prefix}{name}"

@@ -5,7 +5,7 @@ Keys are our logical names, and values are fp32. Load only a folder that you tru
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,26 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, s
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megapar.checkpoint.format import Manifest, dtype_of, read_manifest
+from megapar.checkpoint.format import BUFFER, Manifest, dtype_of, read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.params import MAIN
 from megapar_models.convert.stream import check_finite, new_folder
 
 CONFIG = "model_config.json"
-PREFIX = f"{MAIN}."
+STATES = (MAIN, BUFFER)  # weights, and what else belongs to the model, such as the bias of a router
 
 
 class _Streaming(DefaultSavePlanner):
-    """A save planner that plans with meta tensors and reads each tensor only when it is written, one at a time."""
+    """A save planner that plans with meta tensors and reads each tensor only when it is written, one at a time.
 
-    def __init__(self, source: Path, manifest: Manifest, advance: Callable[[Tensor], Tensor]):
+    `stored` has the name in the native checkpoint of each key.
+    """
+
+    def __init__(
+        self, source: Path, manifest: Manifest, stored: Mapping[str, str], advance: Callable[[Tensor], Tensor]
+    ):
         super().__init__()
+        self.stored = stored
         self.source = source
         self.manifest = manifest
         self.advance = advance
@@ -36,7 +42,7 @@ class _Streaming(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         # A Reader for each tensor: when it closes, the pages of its mapped files are released.
         with Reader(self.source, self.manifest) as reader:
-            values = reader.tensor(f"{PREFIX}{index.fqn}")
+            values = reader.tensor(self.stored[index.fqn])
         return self.advance(check_finite(index.fqn, values))
 
 
@@ -49,13 +55,15 @@ def export(source: Path, target: Path, advance: Callable[[Tensor], Tensor] = lam
     written.
     """
     manifest = read_manifest(source)
-    weights = {
-        name.removeprefix(PREFIX): torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="meta")
-        for name, entry in manifest.tensors.items()
-        if name.startswith(PREFIX)
-    }
+    weights: dict[str, Any] = {}
+    stored = {}
+    for name, entry in manifest.tensors.items():
+        state, _, key = name.partition(".")
+        if state in STATES:
+            weights[key] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="meta")
+            stored[key] = name
     with new_folder(target, sum(tensor.nbytes for tensor in weights.values())) as folder:
-        planner = _Streaming(source, manifest, advance)
+        planner = _Streaming(source, manifest, stored, advance)
         # The writer keeps in memory what it wrote until a file is whole. So each tensor gets a file of its own.
         writer = FileSystemWriter(folder, single_file_per_rank=False)
         try:

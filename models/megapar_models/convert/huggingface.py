@@ -5,9 +5,9 @@ One tensor is in memory at a time.
 
 import json
 import os
-import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,37 +47,86 @@ def recipes(
     """Return the recipe of each Hugging Face tensor by its name.
 
     `shapes` are the shapes of the model's logical tensors, in order. `modules` maps each of our modules to the Hugging
-    Face module, with `*` for the layer's number. Several of our modules may have the same one, which then holds them
-    stacked. 2-D weights of the Hugging Face modules in `transposed` are transposed.
+    Face module, with `*` for the numbers of layer and expert. Several of our modules may have the same one, which then
+    holds them stacked. 2-D weights of the Hugging Face modules in `transposed` are transposed.
     """
     made: dict[str, Recipe] = {}
     for name, shape in shapes.items():
         module, _, weight_or_bias = name.rpartition(".")
-        number = re.search(r"\d+|$", module)[0]  # type: ignore[index]
-        theirs = modules[re.sub(r"\d+", "*", module, count=1)]
+        pattern, numbers = starred(module)
+        theirs = modules[pattern]
         is_transposed = theirs in transposed and len(shape) == 2  # a bias has nothing to transpose
-        target = f"{theirs}.{weight_or_bias}".replace("*", number)
+        target = f"{_numbered(theirs, numbers)}.{weight_or_bias}"
         parts = made[target].parts if target in made else ()
         made[target] = Recipe((*parts, (name, shape)), is_transposed)
     return made
 
 
+def starred(name: str) -> tuple[str, list[str]]:
+    """Put * in the place of each component of a dotted name that is a number. Returns it and the numbers, in order."""
+    components = name.split(".")
+    numbers = [component for component in components if component.isdecimal()]
+    return ".".join("*" if component.isdecimal() else component for component in components), numbers
+
+
+def _numbered(pattern: str, numbers: Iterable[str]) -> str:
+    """Put the numbers in the place of the stars: the inverse of `starred`."""
+    for number in numbers:
+        pattern = pattern.replace("*", number, 1)
+    return pattern
+
+
 class Stored(NamedTuple):
-    """The file of a stored tensor, its name there, its shape and its dtype."""
+    """The file of a stored tensor, its name there, its shape and its dtype.
+
+    If the stored tensor holds all experts, this is one matrix of an expert: the rows from `first_row` on of
+    tensor[expert]. Otherwise `expert` is None.
+    """
 
     file: str
     key: str
     info: TensorInfo
+    expert: int | None = None
+    first_row: int = 0
+
+
+def unstacked(name: str, stored: Stored, stacked: Mapping[str, Sequence[str]]) -> dict[str, Stored]:
+    """Return the matrices that a stored tensor holds, by name: itself, or those of all experts of a layer.
+
+    `stacked` is `megapar_models.family.HuggingFace.stacked`. A tensor that does not have the shape of stacked experts
+    is returned as it is, so that it is reported as unexpected.
+    """
+    pattern, _ = starred(name)
+    modules = stacked.get(pattern, ())
+    shape = stored.info.shape
+    if not modules or len(shape) != 3 or shape[1] % len(modules):
+        return {name: stored}
+    experts, rows, columns = shape
+    info = TensorInfo((rows // len(modules), columns), stored.info.dtype)
+    folder = name.rpartition(".")[0]
+    matrices = {}
+    for expert in range(experts):
+        for number, module in enumerate(modules):
+            first_row = number * info.shape[0]
+            matrices[f"{folder}.{expert}.{module}.weight"] = Stored(stored.file, stored.key, info, expert, first_row)
+    return matrices
 
 
 class Weights:
     """The safetensors files of a Hugging Face folder. A tensor is mapped from its file when it is asked for.
 
-    `canonical` returns the name that the recipes use for a stored name, or None if the tensor is no weight.
-    Raises CheckpointError if files are missing, are not safetensors, or do not hold what the index says.
+    `canonical` returns the name that the recipes use for a stored name, or None if the tensor is no weight. `stacked`
+    names tensors of all experts, which count as one tensor for each matrix of an expert (`unstacked`).
+    Raises CheckpointError if files are missing, are not safetensors, do not hold what the index says, or hold a tensor
+    under two names.
     """
 
-    def __init__(self, folder: Path, canonical: Callable[[str], str | None] = str):
+    def __init__(
+        self,
+        folder: Path,
+        canonical: Callable[[str], str | None] = str,
+        stacked: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ):
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
         listed = self._listed()
@@ -90,9 +139,16 @@ class Weights:
                 absent.discard(key)
                 name = canonical(key)
                 if name is not None:
-                    self.tensors[name] = Stored(file, key, info)
+                    self._add(unstacked(name, Stored(file, key, info), stacked))
         if absent:
             raise CheckpointError(f"{folder / INDEX}: names tensors that no file holds: {first_few(sorted(absent))}")
+
+    def _add(self, matrices: Mapping[str, Stored]) -> None:
+        for name, stored in matrices.items():
+            if name in self.tensors:
+                both = f"as {self.tensors[name].key} and as {stored.key}"
+                raise CheckpointError(f"{self.folder}: holds {name} twice, {both}")
+            self.tensors[name] = stored
 
     def _listed(self) -> dict[str, str]:
         """Return the file of each tensor by the index; nothing if there is no index."""
@@ -141,7 +197,11 @@ class Weights:
         """Return a mapped tensor. Its pages may be released when the tensor is."""
         stored = self.tensors[name]
         with safe_open(self.folder / stored.file, "pt") as opened:
-            return opened.get_tensor(stored.key)
+            whole: Tensor = opened.get_tensor(stored.key)
+        if stored.expert is None:
+            return whole
+        # A view: the pages of the other experts are not read.
+        return whole[stored.expert, stored.first_row : stored.first_row + stored.info.shape[0]]
 
     def check(self, wanted: Mapping[str, Recipe], tied: Mapping[str, str]) -> None:
         """Raise CheckpointError unless the tensors are those of the recipes and have their shapes.

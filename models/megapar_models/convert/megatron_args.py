@@ -103,7 +103,8 @@ def unsupported(args: Mapping[str, Any], accepted: Collection[str] = ()) -> Iter
     for field, value in args.items():
         if field in UNUSED:
             if value not in UNUSED[field]:
-                yield f"args.{field} is {value!r}: not supported"
+                instead = "; convert a mixture of experts through Hugging Face" if field == "num_experts" else ""
+                yield f"args.{field} is {value!r}: not supported{instead}"
         # Only options that are switched on: an unknown one that is off changes nothing.
         elif value and field not in accepted and _speaks_of_arithmetic(field):
             yield (

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from megapar import context
+from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import Manifest, read_manifest
-from megapar.checkpoint.load import load_weights, weight_slices
+from megapar.checkpoint.load import load_weights, weight_slices, weights_of
 from megapar.config import Config, DataConfig, LaunchConfig, ParallelConfig, TrainConfig, flatten, unflatten
 from megapar.errors import CheckpointError
 from megapar_models.build import build_stages
@@ -41,5 +42,8 @@ def load_model(checkpoint: Path, **train: Any) -> tuple[Config, Stage]:
     config = saved_config(read_manifest(checkpoint), **train)
     ctx = context.single()
     stage = build_stages(config, ctx)[0]
-    load_weights(checkpoint, slices=weight_slices(stage.parameters()), ctx=ctx, model_config=weight_options(config))
+    trained = (param for param in stage.parameters() if param.requires_grad)
+    # Buffers are a part of the model too: the bias of a router decides which experts a token goes to.
+    slices = [*weight_slices(trained), *weights_of(fixed_slices([stage]))]
+    load_weights(checkpoint, slices=slices, ctx=ctx, model_config=weight_options(config))
     return config, stage.eval()

@@ -32,7 +32,7 @@ from megapar_kernels.norms import add_rms_norm, rms_norm
 from torch import Tensor, nn
 
 from megapar.batch import MicroBatch
-from megapar.config import ModelConfig
+from megapar.config import ModelConfig, RopeScaling
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear, norm_weight
 from megapar_models.attention import Attention
 from megapar_models.stage import Blueprint, ForwardContext, Stage
@@ -41,25 +41,82 @@ from megapar_models.stage import Blueprint, ForwardContext, Stage
 def rope_tables(model: ModelConfig, positions_s: Tensor) -> tuple[Tensor, Tensor]:
     """The tables cos and sin [s, d], fp32, of the angles of `positions_s` (arXiv 2104.09864).
 
-    A head has d/2 angles, so the columns from d/2 on repeat the columns 0 to d/2. `rope_scaling` stretches wavelengths
-    as Hugging Face's rope types `linear` and `llama3` do.
+    A head has d/2 angles, so the columns from d/2 on repeat the columns 0 to d/2.
     """
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32, device=positions_s.device) / model.head_dim
-    frequency = 1.0 / model.rope_theta**exponents
-    scaling = model.rope_scaling
-    if scaling.rope_type == "linear":
-        frequency = frequency / scaling.factor
-    elif scaling.rope_type == "llama3":
-        # Dimensions that turn at least high_freq_factor times within the original context keep their frequency. The
-        # frequency of those that turn at most low_freq_factor times is divided by the factor. Between the two, both
-        # frequencies are mixed.
-        turns_in_context = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
-        mixed_turns = scaling.high_freq_factor - scaling.low_freq_factor
-        keep_weight = ((turns_in_context - scaling.low_freq_factor) / mixed_turns).clamp(0, 1)
-        frequency = keep_weight * frequency + (1 - keep_weight) * frequency / scaling.factor
+    frequency, attention_factor = rope_frequency(model, positions_s.device)
     angles = positions_s.to(torch.float32)[:, None] * frequency
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    return angles.cos() * attention_factor, angles.sin() * attention_factor
+
+
+def rope_frequency(model: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
+    """Radians per position of each pair of dimensions [d/2], fp32, and the factor of cos and sin.
+
+    `rope_scaling` changes them as Hugging Face's rope types `linear`, `llama3` and `yarn` do. The factor is 1 for all
+    types but yarn.
+    """
+    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32, device=device) / model.head_dim
+    radians = model.rope_theta**exponents  # one over the frequency
+    frequency = 1.0 / radians
+    scaling = model.rope_scaling
+    if scaling.rope_type == "default":
+        return frequency, 1.0
+    if scaling.rope_type == "linear":
+        return frequency / scaling.factor, 1.0
+    if scaling.rope_type == "yarn":
+        keep_weight = yarn_keep_weight(model, device)
+        stretched = 1.0 / (scaling.factor * radians)
+        return stretched * (1 - keep_weight) + frequency * keep_weight, yarn_attention_factor(scaling)
+    # llama3. Dimensions that turn at least high_freq_factor times within the original context keep their frequency.
+    # The frequency of those that turn at most low_freq_factor times is divided by the factor. Between the two, both
+    # frequencies are mixed.
+    turns_in_context = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+    mixed_turns = scaling.high_freq_factor - scaling.low_freq_factor
+    keep_weight = ((turns_in_context - scaling.low_freq_factor) / mixed_turns).clamp(0, 1)
+    return keep_weight * frequency + (1 - keep_weight) * frequency / scaling.factor, 1.0
+
+
+def yarn_keep_weight(model: ModelConfig, device: torch.device) -> Tensor:
+    """The weight [d/2], fp32, of the unchanged frequency in YaRN's mixture (arXiv 2309.00071, section 3.2).
+
+    It is 1 for pairs of dimensions that turn more than beta_fast times within the original context, and 0 for those
+    that turn less than beta_slow times. Between the two it falls linearly with the number of the pair.
+    """
+    scaling = model.rope_scaling
+
+    def pair_that_turns(times: float) -> float:
+        """The number of the pair, which may lie between two, that turns so often within the original context."""
+        radians = scaling.original_max_position_embeddings / (2 * math.pi * times)
+        return model.head_dim * math.log(radians) / (2 * math.log(model.rope_theta))
+
+    first = pair_that_turns(scaling.beta_fast)
+    last = pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    # The bound of `last` is a number of dimensions, not of pairs. transformers computes it so, and so did the paper's
+    # authors.
+    first = max(first, 0)
+    last = min(last, model.head_dim - 1)
+    if first == last:
+        last += 0.001  # as transformers: there is nothing to mix, and no division by 0
+    pairs = torch.arange(model.head_dim // 2, dtype=torch.float32, device=device)
+    return 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+
+
+def yarn_attention_factor(scaling: RopeScaling) -> float:
+    """The factor of cos and sin, whose square scales the attention scores (arXiv 2309.00071, section 3.4)."""
+    if scaling.attention_factor:
+        return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _yarn_mscale(scaling.factor, scaling.mscale) / _yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+    return _yarn_mscale(scaling.factor, 1.0)
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0
 
 
 # The gated activation of each `hidden_act`: SwiGLU and GeGLU (Shazeer, arXiv 2002.05202), and gated squared ReLU (So et
@@ -85,17 +142,16 @@ class RMSNorm(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """down(act(gate x) * up x), with gate and up in one matrix.
+    """down(act(gate x) * up x), with gate and up [width, h] in one matrix.
 
-    tp cuts gate and up by their output dimension, and down by its input dimension.
+    tp cuts gate and up by their output dimension, and down by its input dimension. `name` is that of the weights, such
+    as layers.3.mlp.
     """
 
-    def __init__(self, number: int, blueprint: Blueprint):
+    def __init__(self, name: str, width: int, blueprint: Blueprint):
         super().__init__()
         model = blueprint.model
         sharding = blueprint.sharding
-        name = f"layers.{number}.mlp"
-        width = model.intermediate_size
         self.activation = GATED[model.hidden_act]
         self.impl = blueprint.kernels.activation
         columns = [Columns.even(f"{name}.gate", width, sharding.tp), Columns.even(f"{name}.up", width, sharding.tp)]
@@ -117,7 +173,7 @@ class LlamaLayer(nn.Module):
         self.attention_norm = RMSNorm(f"{name}.attention_norm", blueprint)
         self.attention = Attention(number, blueprint, qkv_bias=blueprint.model.attention_bias, out_bias=False)
         self.mlp_norm = RMSNorm(f"{name}.mlp_norm", blueprint)
-        self.mlp = LlamaMLP(number, blueprint)
+        self.mlp = LlamaMLP(f"{name}.mlp", blueprint.model.intermediate_size, blueprint)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         # One kernel adds the attention's output to the residual stream and normalizes the sum. The output has no name

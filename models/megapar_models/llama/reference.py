@@ -12,10 +12,11 @@ from megapar_models.reference import Tensors, activate, attend, heads, linear, l
 def logits(model: ModelConfig, tensors: Tensors, tokens_bs: Tensor) -> Tensor:
     """[b, s, v] of the true vocabulary. Positions count from 0 in each sample."""
     x_bsh = tensors["embedding.weight"][tokens_bs]
-    return logits_of_layers(model, tensors, x_bsh, norm=_rms_norm, attention=_attention, mlp=_mlp)
+    return logits_of_layers(model, tensors, x_bsh, norm=rms_norm, attention=attention, mlp=mlp)
 
 
-def _rms_norm(model: ModelConfig, tensors: Tensors, name: str, x: Tensor) -> Tensor:
+def rms_norm(model: ModelConfig, tensors: Tensors, name: str, x: Tensor) -> Tensor:
+    """RMSNorm with weight."""
     return x / (x.pow(2).mean(-1, keepdim=True) + model.rms_norm_eps).sqrt() * tensors[f"{name}.weight"]
 
 
@@ -29,6 +30,10 @@ def _rope_frequency(model: ModelConfig, pair: int) -> float:
         return frequency / scaling.factor
     wavelength = 2 * math.pi / frequency
     context = scaling.original_max_position_embeddings
+    if scaling.rope_type == "yarn":
+        first, last = _yarn_mixed_pairs(model)
+        stretch = min(max((pair - first) / (last - first), 0.0), 1.0)
+        return (1 - stretch) * frequency + stretch * frequency / scaling.factor
     if wavelength > context / scaling.low_freq_factor:
         return frequency / scaling.factor
     if wavelength < context / scaling.high_freq_factor:
@@ -37,24 +42,55 @@ def _rope_frequency(model: ModelConfig, pair: int) -> float:
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
+def _yarn_mixed_pairs(model: ModelConfig) -> tuple[float, float]:
+    """YaRN: the last pair whose frequency is kept, and the first one whose frequency is divided by the factor."""
+    scaling = model.rope_scaling
+    ends = []
+    for turns in (scaling.beta_fast, scaling.beta_slow):
+        # The pair whose wavelength is context / turns: 2 pi theta^(2 pair / d) = context / turns.
+        wavelength = scaling.original_max_position_embeddings / turns
+        ends.append(model.head_dim / 2 * math.log(wavelength / (2 * math.pi), model.rope_theta))
+    first, last = ends
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, model.head_dim - 1)
+    return first, last + (0.001 if first == last else 0)
+
+
+def _attention_factor(model: ModelConfig) -> float:
+    """YaRN: what cos and sin are multiplied by."""
+    scaling = model.rope_scaling
+    if scaling.rope_type != "yarn":
+        return 1.0
+    stretch = math.log(max(scaling.factor, 1.0)) / 10
+    if scaling.attention_factor:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return (1 + scaling.mscale * stretch) / (1 + scaling.mscale_all_dim * stretch)
+    return 1 + stretch
+
+
 def _rotate(model: ModelConfig, x_bnsd: Tensor) -> Tensor:
     half = model.head_dim // 2
     frequencies = torch.tensor([_rope_frequency(model, pair) for pair in range(half)], dtype=torch.float64)
     angles = torch.arange(x_bnsd.shape[2], dtype=torch.float64)[:, None] * frequencies
-    cos, sin = angles.cos().to(x_bnsd), angles.sin().to(x_bnsd)
+    factor = _attention_factor(model)
+    cos, sin = (factor * angles.cos()).to(x_bnsd), (factor * angles.sin()).to(x_bnsd)
     first, second = x_bnsd[..., :half], x_bnsd[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _attention(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
+def attention(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
+    """Causal attention with rotary positions; with biases and norms of q and k where the model has them."""
     q, k, v = (heads(model, tensors, f"{name}.{letter}", x_bsh) for letter in "qkv")
     if model.qk_norm:
-        q = _rms_norm(model, tensors, f"{name}.q_norm", q)
-        k = _rms_norm(model, tensors, f"{name}.k_norm", k)
+        q = rms_norm(model, tensors, f"{name}.q_norm", q)
+        k = rms_norm(model, tensors, f"{name}.k_norm", k)
     outputs = attend(_rotate(model, q), _rotate(model, k), v)
     return linear(tensors, f"{name}.o", outputs)
 
 
-def _mlp(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
+def mlp(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
+    """down(act(gate x) * up x)."""
     gate = activate(model, linear(tensors, f"{name}.gate", x_bsh))
     return linear(tensors, f"{name}.down", gate * linear(tensors, f"{name}.up", x_bsh))

@@ -1,0 +1,247 @@
+"""The router of a layer, and what keeps its experts evenly loaded: losses and a selection bias.
+
+No layout changes any of it. Each loss is a sum over this rank's tokens that is linear in what the token's router
+computed, with factors that ranks agree on without a gradient. Losses weigh target tokens as the language loss does, so
+that the step divides all of them by one number (`megapar.batch.add_loss`). Numbers of tokens are exact.
+
+    sequence    E sum_e f_e P_e of each sample: f_e is the share of its choices that are expert e, and P_e its mean
+                probability (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20)
+    global      the same over all tokens of a step, with the shares of the step before (arXiv 2501.11873 for the sum
+                over the global batch). At the first step all shares are equal
+    z           the square of the logits' logsumexp (ST-MoE, arXiv 2202.08906, equation 5)
+    bias        no loss: experts with fewer tokens than the mean get a higher selection bias (arXiv 2408.15664)
+
+The loss of a micro-batch (Switch, arXiv 2101.03961) is not here: it depends on the size of a micro-batch.
+
+Shapes: s positions and b samples of this rank, t = s b tokens, k experts of a token, e experts, h hidden.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapar import comm
+from megapar.context import Axis
+from megapar.expert_parallel import route
+from megapar.expert_parallel.route import RouterRule
+from megapar.linear import LOCAL, MatrixProducts, linear
+from megapar.params import ZEROS, Init, ParamSpec, parameter, replicated
+
+
+@dataclass(frozen=True)
+class BalanceRule:
+    """What evens out the load of a layer's experts.
+
+    `coef` is the factor of the loss of kind "sequence" or "global". `bias_rate` is how far "bias" moves an expert's
+    bias in a step. `z_coef` is the factor of the z-loss, which goes with any kind.
+    """
+
+    kind: Literal["none", "sequence", "global", "bias"] = "none"
+    coef: float = 0.001
+    bias_rate: float = 0.001
+    z_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where this rank's tokens go: logits fp32 [t, e], chosen experts int64 [t, k] and their weights fp32 [t, k]."""
+
+    logits: Tensor
+    indices: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Float32Products(MatrixProducts):
+    """Products in fp32 of inputs of any dtype. What is kept for backward is the input itself.
+
+    y is fp32. Gradients have the dtypes of x and of the weight.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+    def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
+        return (grad_y @ weight.float()).to(weight.dtype)  # x has the dtype of the weight
+
+    def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
+        return (grad_2d.t() @ x_2d.float()).to(x_2d.dtype)
+
+    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, *, overwrite: bool = False) -> None:
+        super().add_weight_gradient(total, grad_2d, x_2d.float(), overwrite=overwrite)
+
+
+class Router(nn.Module):
+    """The matrix that maps a token to the logits of its experts, in fp32, and the state of its balance.
+
+    The weight `name`.weight [e, h] is on every tp rank. Each tp rank routes tokens of its own, so its gradient is a
+    part of the sum. Buffers are equal on all ranks after `end_step`:
+
+    - `bias`, fp32 [e], is added to scores for the selection.
+    - `last_counts`, int64 [e], are the choices of each expert in the step before. They are 0 before the first step.
+    - `step_counts`, int64 [e], are the choices of this rank in the current step.
+    """
+
+    bias: Tensor
+    last_counts: Tensor
+    step_counts: Tensor
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        num_experts: int,
+        rule: RouterRule,
+        balance: BalanceRule,
+        *,
+        tp: Axis,
+        replicas: Axis,
+        init: Init,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__()
+        self.num_experts = num_experts
+        self.rule = rule
+        self.balance = balance
+        piece = replicated(f"{name}.weight", (num_experts, hidden_size), tp, partial=True)
+        spec = ParamSpec((piece,), init, decay=True, replicas=replicas)
+        self.weight = parameter(spec, piece.shape, dtype=dtype, device=device)
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32, device=device))
+        self.register_buffer("last_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
+        self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
+        # A checkpoint holds the buffers that have a spec: those that the next step reads.
+        if balance.kind == "bias":
+            _declare(self.bias, f"{name}.bias", tp, replicas, training_state=False)
+        if balance.kind == "global":
+            _declare(self.last_counts, f"{name}.last_counts", tp, replicas, training_state=True)
+
+    def forward(self, x_sbh: Tensor, indices: Tensor | None = None) -> Routing:
+        """Route this rank's tokens.
+
+        A forward pass that is recomputed is given the `indices` that the first one chose. In training, tokens are
+        counted when their experts are chosen, and so once.
+        """
+        logits = linear(x_sbh.flatten(0, -2), self.weight, None, LOCAL, Float32Products())
+        if indices is None:
+            bias = self.bias if self.balance.kind == "bias" else None
+            indices = route.select(logits, self.rule, bias)
+            if self.training:
+                self.step_counts += route.counts(indices, self.num_experts)
+        return Routing(logits, indices, route.weights(logits, indices, self.rule))
+
+    def loss(self, routing: Routing, weights_sb: Tensor, axes: Sequence[Axis]) -> Tensor:
+        """The sum of this layer's losses over this rank's tokens, 0-d fp32. It is 0 if all are turned off.
+
+        `weights_sb` are the weights of this rank's tokens as targets. The tokens of a sample are on all ranks of
+        `axes`: those over which tokens, and not samples, are dealt. A collective over them if the kind of balance is
+        "sequence".
+        """
+        balance = self.balance
+        shape = weights_sb.shape
+        logits_sbe = routing.logits.unflatten(0, shape)
+        loss = routing.logits.new_zeros(())
+        if balance.kind == "sequence":
+            indices_sbk = routing.indices.unflatten(0, shape)
+            probabilities_sbe = route.probabilities(logits_sbe, self.rule)
+            loss = loss + balance.coef * sequence_loss(probabilities_sbe, indices_sbk, weights_sb, axes)
+        if balance.kind == "global":
+            probabilities_sbe = route.probabilities(logits_sbe, self.rule)
+            loss = loss + balance.coef * lagged_loss(probabilities_sbe, weights_sb, self.last_counts)
+        if balance.z_coef:
+            loss = loss + balance.z_coef * z_loss(logits_sbe, weights_sb)
+        return loss
+
+    def end_step(self, counts_e: Tensor, found_inf: Tensor) -> None:
+        """Take the choices of each expert by all ranks in this step, and update the state of the balance.
+
+        `found_inf` is 0-d on the device. Unless it is zero, the step does not count.
+        """
+        self.step_counts.zero_()
+        skipped = found_inf != 0
+        torch.where(skipped, self.last_counts, counts_e, out=self.last_counts)
+        if self.balance.kind == "bias":
+            moved_e = updated_bias(self.bias, counts_e, self.balance.bias_rate)
+            torch.where(skipped, self.bias, moved_e, out=self.bias)
+
+
+def _declare(buffer_e: Tensor, name: str, tp: Axis, replicas: Axis, *, training_state: bool) -> None:
+    """Make a buffer part of checkpoints. All ranks hold the same values."""
+    piece = replicated(name, buffer_e.shape, tp)
+    spec = ParamSpec((piece,), ZEROS, decay=False, replicas=replicas, training_state=training_state)
+    buffer_e.spec = spec  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def end_step(routers: Iterable[Router], axes: Sequence[Axis], found_inf: Tensor) -> Tensor | None:
+    """Sum the counts of a step over all ranks that routed tokens of these layers, and update each router.
+
+    `axes` are those whose ranks hold the same layers: tp and grad. A collective over them. `found_inf` is 0-d. Unless
+    it is zero, the step does not count. Returns the sums, int64 [routers, e], or None on a rank without routers.
+    """
+    routers = list(routers)
+    if not routers:
+        return None
+    totals = torch.stack([router.step_counts for router in routers])
+    for axis in axes:
+        comm.all_reduce(totals, axis)
+    for router, counts_e in zip(routers, totals, strict=True):
+        router.end_step(counts_e, found_inf)
+    return totals
+
+
+def sequence_loss(probabilities_sbe: Tensor, indices_sbk: Tensor, weights_sb: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """This rank's part of the sum over samples of W E sum_e f_e P_e, where W is the sum of the sample's weights.
+
+    f and P are of the whole sample, all positions alike. Its tokens are on all ranks of `axes`.
+    """
+    factors_be = _sequence_factors(probabilities_sbe, indices_sbk, weights_sb, axes)
+    return (probabilities_sbe * factors_be).sum()
+
+
+@torch.no_grad()
+def _sequence_factors(
+    probabilities_sbe: Tensor, indices_sbk: Tensor, weights_sb: Tensor, axes: Sequence[Axis]
+) -> Tensor:
+    """The factor of each probability in `sequence_loss`, [b, e]: W E f_e / S for a sample of S positions."""
+    _, samples, experts = probabilities_sbe.shape
+    top_k = indices_sbk.shape[2]
+    first_of_sample = experts * torch.arange(samples, device=indices_sbk.device)
+    counts_be = route.counts(indices_sbk + first_of_sample[:, None], samples * experts).view(samples, experts)
+    # Counts and weights travel in one message. fp64 holds the counts exactly.
+    totals = torch.cat([counts_be.double(), weights_sb.double().sum(0)[:, None]], dim=1)
+    for axis in axes:
+        comm.all_reduce(totals, axis)
+    counts_be = totals[:, :experts]
+    choices_b1 = counts_be.sum(1, keepdim=True)  # k S
+    share_be = counts_be / choices_b1
+    factors_be = totals[:, experts:] * experts * share_be * top_k / choices_b1
+    return factors_be.to(probabilities_sbe.dtype)
+
+
+def lagged_loss(probabilities_sbe: Tensor, weights_sb: Tensor, last_counts_e: Tensor) -> Tensor:
+    """This rank's part of the sum over tokens of w E sum_e f_e p_e, with f from the counts of the step before."""
+    experts = probabilities_sbe.shape[2]
+    # Before the first step there are no counts. One for each expert makes all shares equal.
+    counts_e = last_counts_e + (last_counts_e.sum() == 0)
+    share_e = counts_e.to(probabilities_sbe.dtype) / counts_e.sum()
+    return experts * (weights_sb * (probabilities_sbe @ share_e)).sum()
+
+
+def z_loss(logits_sbe: Tensor, weights_sb: Tensor) -> Tensor:
+    """This rank's part of the sum over tokens of w logsumexp(logits)^2."""
+    return (weights_sb * logits_sbe.logsumexp(-1).square()).sum()
+
+
+def updated_bias(bias_e: Tensor, counts_e: Tensor, rate: float) -> Tensor:
+    """`bias_e`, moved by `rate` up for experts that were chosen less often than the mean, and down for the others.
+
+    Its mean is then taken away: selection does not depend on it, and it would drift.
+    """
+    surplus_e = counts_e * counts_e.numel() - counts_e.sum()  # times the number of experts, in whole numbers
+    moved_e = bias_e - rate * surplus_e.sign()
+    return moved_e - moved_e.mean()

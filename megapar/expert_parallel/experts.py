@@ -1,0 +1,158 @@
+"""The experts of a rank: gated MLPs of one size, each for its own rows.
+
+These are the weights of the experts of layer N. Sizes are h hidden and f the width of an expert. Experts are dealt over
+ep by number, and each expert is cut over etp as a dense MLP is cut over tp:
+
+    layers.N.mlp.experts.E.{gate,up}.weight     [f, h]      cut by output
+    layers.N.mlp.experts.E.down.weight          [h, f]      cut by input
+
+A rank holds all its gates and ups in one parameter and all its downs in another. Their numbers of experts need not be
+equal on all ranks, and may be 0. Then both parameters have no element, and are in no checkpoint and no buffer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megapar.context import Axis
+from megapar.expert_parallel.dispatch import experts_of
+from megapar.linear import MatrixProducts
+from megapar.params import Init, ParamSpec, Piece, cut, main_grad_of, make_piece, parameter
+
+
+@dataclass(frozen=True)
+class ExpertSharding:
+    """What experts need to know to make their slices of the weights.
+
+    Experts are dealt over `ep` and cut over `etp`. Gradients are summed, and optimizer state is sharded, over
+    `replicas` (`ParallelContext.expert_grad`).
+    """
+
+    ep: Axis
+    etp: Axis
+    replicas: Axis
+    dtype: torch.dtype
+    device: torch.device
+    products: MatrixProducts = field(default_factory=MatrixProducts)
+
+
+class Experts(nn.Module):
+    """down_e(act(gate_e x) * up_e x) for the rows of each expert e of this rank.
+
+    `name` is that of the logical tensors up to the number of the expert, such as layers.3.mlp.experts. `activation`
+    maps [rows, gate then up] to [rows, f/etp] (`megapar_kernels.activations`). `token_share` is the share of tokens
+    that an expert gets if the load is even, for `ParamSpec`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_experts: int,
+        hidden_size: int,
+        width: int,
+        sharding: ExpertSharding,
+        *,
+        activation: Callable[[Tensor], Tensor],
+        init: Init,
+        output_init: Init,
+        token_share: Fraction = Fraction(1),
+    ):
+        super().__init__()
+        self.token_share = token_share
+        self.expert_numbers = experts_of(num_experts, sharding.ep)
+        self.hidden_size = hidden_size
+        self.width = width
+        self.sharding = sharding
+        self.activation = activation
+        start, stop = cut(width, sharding.etp)
+        self.local_width = stop - start
+        self.gate_up = self._parameter(name, ("gate", "up"), (width, hidden_size), 0, init)
+        self.down = self._parameter(name, ("down",), (hidden_size, width), 1, output_init)
+
+    def _parameter(
+        self, name: str, matrices: Sequence[str], shape: tuple[int, int], cut_dim: int, init: Init
+    ) -> nn.Parameter:
+        """The parameter that holds these matrices of each expert of the rank, whose logical shape is `shape`.
+
+        etp cuts them along `cut_dim`.
+        """
+        sharding = self.sharding
+        numbers: Sequence[int] = self.expert_numbers
+        cuts = {cut_dim: cut(self.width, sharding.etp)}
+        if not numbers:
+            # The spec of a parameter without elements still has names, by which train.trainable selects it: ranks must
+            # agree on what needs a gradient, or some would wait for the others in backward.
+            numbers = [self.expert_numbers.start]
+            cuts = {0: (0, 0)}
+        pieces: list[Piece] = []
+        for number in numbers:
+            pieces += [make_piece(f"{name}.{number}.{matrix}.weight", shape, cuts) for matrix in matrices]
+        rows = sum(piece.local_shape[0] for piece in pieces)
+        spec = ParamSpec(tuple(pieces), init, decay=True, replicas=sharding.replicas, token_share=self.token_share)
+        return parameter(spec, (rows, pieces[0].local_shape[1]), dtype=sharding.dtype, device=sharding.device)
+
+    def forward(self, rows: Tensor, rows_of_expert: Sequence[int]) -> Tensor:
+        """The experts' results [rows, h] for `rows` [rows, h], sorted by expert.
+
+        `rows_of_expert` has the number of rows of each expert of this rank. With etp above 1 the results are this
+        rank's parts of the sum.
+        """
+        products = self.sharding.products
+        gate_up = _GroupedLinear.apply(rows, self.gate_up, 2 * self.local_width, rows_of_expert, products)
+        return _GroupedLinear.apply(self.activation(gate_up), self.down, self.hidden_size, rows_of_expert, products)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """y = x W_e^T, [rows, out], for rows [rows, in] that are sorted by expert. The weight is [experts * out, in].
+
+    The weight gradient goes straight to the main gradient if the weight has one. An expert without rows adds nothing to
+    it, and its gradient is zero if it has none from earlier micro-batches.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        out_features: int,
+        rows_of_expert: Sequence[int],
+        products: MatrixProducts,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.shape = (len(rows_of_expert), out_features, rows.shape[1])
+        ctx.rows_of_expert = list(rows_of_expert)
+        ctx.products = products
+        # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.
+        ctx.main_grad = main_grad_of(weight)
+        return products.grouped_forward(rows, weight.view(ctx.shape), ctx.rows_of_expert)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        rows, weight = ctx.saved_tensors
+        needs_rows, needs_weight = ctx.needs_input_grad[:2]
+        grad = grad.contiguous()  # the gradient of a sum is expanded, which products of groups may not accept
+        grad_rows = grad_weight = None
+        if needs_rows:
+            grad_rows = ctx.products.grouped_input_gradient(grad, weight.view(ctx.shape), ctx.rows_of_expert)
+        if needs_weight:
+            main_grad = ctx.main_grad
+            overwrite = True
+            if main_grad is None:
+                total = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+            else:
+                total = main_grad.tensor
+                overwrite = main_grad.is_stale
+            ctx.products.add_grouped_weight_gradient(
+                total.view(ctx.shape), grad, rows, ctx.rows_of_expert, overwrite=overwrite
+            )
+            if main_grad is None:
+                grad_weight = total.to(weight.dtype)
+            else:
+                main_grad.note_added()
+        return grad_rows, grad_weight, None, None, None

@@ -1,0 +1,251 @@
+"""Linear layers that communicate in chunks under their products (parallel.tp_overlap_chunks).
+
+    function        in forward                               region
+    gather_linear   chunks enter while others are computed   ChunkedGather
+    linear_reduce   chunks leave while others are computed   OutputRegion: ChunkedReduce or ChunkedScatterSum
+
+After Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"
+(ASPLOS 2023), with a collective for each chunk in place of a ring of transfers. `megapar.linear` has the layers without
+chunks.
+
+A chunk has the same tokens of every rank's slice of the sequence. So every rank contributes to every chunk, and its
+collective uses all links. The whole sequence is in the order of ranks, so the chunk's tokens lie apart in it: viewed
+as [tp, t, features] they are [:, tokens]. No copy is needed for that, because the product reads or writes this view
+(`MatrixProducts.forward_slices`), and the collective has the product's other side, which is contiguous. The exception
+is the gradient of ChunkedScatterSum: NCCL copies its chunks into their places.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megapar import comm
+from megapar.comm import Pending
+from megapar.context import Axis
+from megapar.linear import LinearFunction, MatrixProducts, keep_for_backward, weight_gradient
+from megapar.tensor_parallel.regions import Gather
+
+_Result = TypeVar("_Result")
+
+
+def cut_in_chunks(tokens: int, chunks: int) -> list[slice]:
+    """Cut `tokens` tokens into `chunks` ranges whose lengths differ by one at most, or into fewer if there are fewer.
+
+    There is at least one range, which is empty if there are no tokens.
+    """
+    number = max(1, min(chunks, tokens))
+    edges = [tokens * i // number for i in range(number + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
+def _one_ahead(
+    chunks: Sequence[slice], begin: Callable[[slice], tuple[_Result, Pending]]
+) -> Iterator[tuple[slice, _Result]]:
+    """Yield (chunk, result of begin(chunk)) when the chunk's communication has ended. The next one's has begun by then.
+
+    Only one begins ahead, so that the memory of few chunks is in use.
+    """
+    begun = begin(chunks[0])
+    for position, chunk in enumerate(chunks):
+        result, pending = begun
+        if position + 1 < len(chunks):
+            begun = begin(chunks[position + 1])
+        pending.wait()
+        yield chunk, result
+
+
+@dataclass(frozen=True)
+class ChunkedGather(Gather):
+    """g in chunks.
+
+    The input of the product is [slices * t, in]: `slices` slices of t tokens each, one from each rank.
+    """
+
+    chunks: int
+
+    @property
+    def slices(self) -> int:
+        return self.tp.size
+
+    def enter_in_chunks(self, x_2d: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (tokens of a slice, chunk [slices, tokens, in]), given this rank's slice [t, in].
+
+        While the caller uses a chunk, the next one is on its way.
+        """
+
+        def begin(tokens: slice) -> tuple[Tensor, Pending]:
+            gathered, pending = comm.all_gather_async(x_2d[tokens], self.tp)
+            return gathered.view(self.tp.size, -1, x_2d.shape[1]), pending
+
+        return _one_ahead(cut_in_chunks(x_2d.shape[0], self.chunks), begin)
+
+
+@dataclass(frozen=True)
+class ChunkedReduce:
+    """f bar in chunks, an OutputRegion: the ranks' partial results are summed on every rank."""
+
+    tp: Axis
+    chunks: int
+
+    slices = 1
+
+    def leave_in_chunks(self, y_2d: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        leaving = []
+        for tokens in cut_in_chunks(y_2d.shape[0], self.chunks):
+            # The product is written into the output, and summed there.
+            yield tokens, y_2d[None, tokens]
+            leaving.append(comm.all_reduce_async(y_2d[tokens], self.tp))
+        for pending in leaving:
+            pending.wait()
+
+    def enter_gradient(self, grad_y: Tensor) -> tuple[Tensor, Iterable[slice]]:
+        # Each rank's part enters the sum once, so its gradient is that of the sum. It is here already: one chunk.
+        return grad_y.contiguous(), [slice(None)]
+
+
+@dataclass(frozen=True)
+class ChunkedScatterSum:
+    """g bar in chunks, an OutputRegion: each rank gets its slice of the sum."""
+
+    tp: Axis
+    chunks: int
+
+    @property
+    def slices(self) -> int:
+        return self.tp.size
+
+    def leave_in_chunks(self, y_2d: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        leaving = []
+        for tokens in cut_in_chunks(y_2d.shape[0], self.chunks):
+            y_chunk = y_2d[tokens]
+            partial = y_2d.new_empty(self.tp.size, *y_chunk.shape)
+            yield tokens, partial
+            _, pending = comm.reduce_scatter_async(partial.flatten(0, 1), self.tp, out=y_chunk)
+            leaving.append(pending)
+        for pending in leaving:
+            pending.wait()
+
+    def enter_gradient(self, grad_y: Tensor) -> tuple[Tensor, Iterable[slice]]:
+        # The weight gradient needs the whole, so the chunks are gathered into their places in it.
+        whole = grad_y.new_empty(self.tp.size * grad_y.shape[0], *grad_y.shape[1:])
+        grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
+        slices = whole.view(self.tp.size, *grad_2d.shape).unbind()
+
+        def begin(tokens: slice) -> tuple[None, Pending]:
+            places = [x[tokens] for x in slices]
+            return None, comm.all_gather_slices_async(grad_2d[tokens], places, self.tp)
+
+        arrivals = _one_ahead(cut_in_chunks(grad_2d.shape[0], self.chunks), begin)
+        return whole, (tokens for tokens, _ in arrivals)
+
+
+class OutputRegion(Protocol):
+    """What is communicated after a layer's matrix product in forward, and before it in backward, in chunks.
+
+    The output of the product is [slices * t, out]: `slices` slices of t tokens each. A chunk has the same tokens of
+    every slice. The output of the layer has t tokens.
+    """
+
+    @property
+    def slices(self) -> int: ...
+
+    def leave_in_chunks(self, y_2d: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (tokens of a slice, memory [slices, tokens, out]) for the caller to write the product of a chunk into.
+
+        When the caller asks for the next chunk, the communication of the one before starts. When there are no more,
+        `y_2d` [t, out] holds the output of the layer.
+        """
+
+    def enter_gradient(self, grad_y: Tensor) -> tuple[Tensor, Iterable[slice]]:
+        """Return the gradient of the product's output, and the tokens of a slice for each chunk, in order of arrival.
+
+        A chunk of the gradient may be read when the iteration has come to it.
+        """
+
+
+def output_region(tp: Axis, sequence_parallel: bool, chunks: int) -> OutputRegion:
+    """The region through which the output of a row-parallel layer leaves in chunks."""
+    return ChunkedScatterSum(tp, chunks) if sequence_parallel else ChunkedReduce(tp, chunks)
+
+
+def _in_slices(x: Tensor, slices: int) -> Tensor:
+    """View contiguous x [s, ..., features] as [slices, tokens of a slice, features]."""
+    return x.view(slices, -1, x.shape[-1])
+
+
+class _GatherLinear(torch.autograd.Function):
+    """LinearFunction whose input enters in chunks in forward. Its backward is the same, as that hides all it can."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: ChunkedGather, products: MatrixProducts
+    ) -> Tensor:
+        keep_for_backward(ctx, x, weight, region, products)
+        y = x.new_empty(region.slices * x.shape[0], *x.shape[1:-1], weight.shape[0])
+        y_slices = _in_slices(y, region.slices)
+        for tokens, chunk in region.enter_in_chunks(x.reshape(-1, x.shape[-1])):
+            products.forward_slices(y_slices[:, tokens], chunk, weight, bias)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        return LinearFunction.backward(ctx, grad_y)
+
+
+class _LinearReduce(torch.autograd.Function):
+    """y = region.leave(x W^T). Forward communicates a chunk of the output while the product of the next is computed.
+
+    Backward receives a chunk of the output's gradient while the input gradient of the one before is computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, region: OutputRegion, products: MatrixProducts) -> Tensor:
+        keep_for_backward(ctx, x, weight, region, products)
+        x_slices = _in_slices(x.contiguous(), region.slices)
+        y = x.new_empty(x.shape[0] // region.slices, *x.shape[1:-1], weight.shape[0])
+        for tokens, partial in region.leave_in_chunks(y.view(-1, y.shape[-1])):
+            products.forward_slices(partial, x_slices[:, tokens], weight, None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        slices = ctx.region.slices
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+        # From here on grad_y is the gradient of the product's output, no longer that of the layer's.
+        grad_y, chunks = ctx.region.enter_gradient(grad_y)
+        for tokens in chunks:
+            if grad_x is not None:
+                places = _in_slices(grad_x, slices)[:, tokens]
+                ctx.products.input_gradient_slices(places, _in_slices(grad_y, slices)[:, tokens], weight)
+        grad_weight = weight_gradient(ctx, grad_y, x) if needs_weight else None
+        return grad_x, grad_weight, None, None
+
+
+def gather_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, region: ChunkedGather, products: MatrixProducts
+) -> Tensor:
+    """`linear` of x [s, ..., in], to [slices * s, ..., out]. In forward a chunk enters under the product of another.
+
+    On CPUs in fp32 its products round as those of `linear` if a chunk has 16 or more tokens of each slice. MKL adds in
+    another order for fewer.
+    """
+    return _GatherLinear.apply(x, weight, bias, region, products)
+
+
+def linear_reduce(x: Tensor, weight: Tensor, region: OutputRegion, products: MatrixProducts) -> Tensor:
+    """y = region.leave(x W^T): [s / slices, ..., out], from x [s, ..., in]. Chunks leave under products of later ones.
+
+    Its products round as those of `gather_linear`. Raises ValueError if `slices` does not divide s.
+    """
+    if x.shape[0] % region.slices:
+        raise ValueError(f"sequence parallel: length {x.shape[0]} does not divide by tp {region.slices}")
+    return _LinearReduce.apply(x, weight, region, products)

@@ -1,0 +1,67 @@
+"""Sparse upcycling (arXiv 2212.05055): a dense model's weights as the start of a mixture of experts.
+
+Every expert is a copy of the dense model's MLP, and the router is initialized anew. The weights of a token's experts
+add up to one (norm_topk_prob), so the mixture computes what the dense model computes.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from megapar.checkpoint.format import Manifest
+from megapar.checkpoint.load import Reader
+from megapar.config import Config, DataConfig, MoEConfig
+from megapar.errors import CheckpointError
+from megapar.messages import first_few
+from megapar.params import MAIN
+from megapar.random import initial_values
+from megapar_models.build import declarations
+from megapar_models.convert.stream import check_finite
+from megapar_models.registry import find, validate
+
+
+def mixture_of(dense: Config, family: str, experts: int, experts_per_token: int, seed: int) -> Config:
+    """Return the options of the mixture, validated. Raises ConfigError if the family cannot be one of this model.
+
+    `seed` becomes train.seed.
+    """
+    moe = MoEConfig(num_experts=experts, num_experts_per_tok=experts_per_token, norm_topk_prob=True)
+    model = replace(dense.model, family=family, moe=moe)
+    # The data need not fit these options: no text is read.
+    train = replace(dense.train, seed=seed)
+    return replace(validate(replace(dense, model=model, train=train, data=DataConfig()), 1), data=dense.data)
+
+
+def dense_name(name: str) -> str:
+    """Return the name of the dense model's tensor that a tensor of the mixture is a copy of."""
+    return re.sub(r"\.experts\.\d+\.", ".", name)
+
+
+def tensor_of(source: Path, manifest: Manifest, config: Config) -> Callable[[str], Tensor]:
+    """Return a function that makes a tensor of the mixture `config`, fp32, by its name.
+
+    `source` and `manifest` are those of the dense model's native checkpoint. Raises CheckpointError if the dense model
+    lacks a tensor, or has one that the mixture has no use for.
+    """
+    declared = declarations(config.model)
+    stored = {name.removeprefix(f"{MAIN}.") for name in manifest.tensors if name.startswith(f"{MAIN}.")}
+    routers = {name for name in declared if name.endswith(".router.weight")}
+    copied = {dense_name(name) for name in declared.keys() - routers}
+    if copied != stored:
+        lines = [f"missing {name}" for name in sorted(copied - stored)]
+        lines += [f"unexpected {name}" for name in sorted(stored - copied)]
+        family = find(config.model.family).name
+        raise CheckpointError(f"{source}: is no dense model that {family} could be made of: {first_few(lines)}")
+
+    def make(name: str) -> Tensor:
+        if name in routers:
+            piece, spec = declared[name]
+            return initial_values(piece, spec.init, config.train.seed)
+        # A Reader for each tensor: when it closes, the pages of its mapped files are released.
+        with Reader(source, manifest) as reader:
+            return check_finite(name, reader.tensor(f"{MAIN}.{dense_name(name)}"))
+
+    return make

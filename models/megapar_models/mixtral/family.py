@@ -1,0 +1,85 @@
+"""The Mixtral family (arXiv 2401.04088): the options that it reads, and its names at Hugging Face."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megapar.config import ModelConfig, MoEConfig
+from megapar_models.family import Family, HuggingFace, ModelType
+from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED, applied_window
+from megapar_models.mixtral.model import MixtralStage
+from megapar_models.mixtral.reference import logits
+from megapar_models.moe_fields import jitter_and_logits_told, read_moe, refuse_unwritable
+from megapar_models.rope import factor_told, read_rope, scaling_problems, write_rope
+
+# Hugging Face
+
+_EXPERTS = {
+    "layers.*.mlp.router": "model.layers.*.block_sparse_moe.gate",
+    "layers.*.mlp.experts.*.gate": "model.layers.*.block_sparse_moe.experts.*.w1",
+    "layers.*.mlp.experts.*.up": "model.layers.*.block_sparse_moe.experts.*.w3",
+    "layers.*.mlp.experts.*.down": "model.layers.*.block_sparse_moe.experts.*.w2",
+}
+_STACKED = {
+    "model.layers.*.block_sparse_moe.experts.gate_up_proj": ("w1", "w3"),
+    "model.layers.*.block_sparse_moe.experts.down_proj": ("w2",),
+}
+_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "initializer_range": 0.02}
+_DEFAULTS |= {"num_key_value_heads": 8, "head_dim": None}
+_FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0, "router_jitter_noise": 0.0}
+_MOE = {name: name for name in ("num_experts_per_tok", "router_aux_loss_coef")} | {"num_local_experts": "num_experts"}
+_MOE_DEFAULTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
+
+
+def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
+    """Rotary embedding and experts from a config.json; returns option values and problems."""
+    values, problems = read_rope(raw, default_theta=1e6)
+    moe, wrong = read_moe(raw, _MOE, _MOE_DEFAULTS)
+    # Mixtral takes the softmax of the chosen experts' logits. That is the softmax of all logits, divided by its sum
+    # over the chosen experts.
+    return values | {"moe": MoEConfig(norm_topk_prob=True, **moe)}, [*problems, *wrong]
+
+
+def _window_problems(raw: Mapping[str, Any], _: str) -> Iterator[str]:
+    yield from applied_window(raw.get("sliding_window"), raw)
+
+
+def _told(raw: Mapping[str, Any]) -> list[str]:
+    return [*factor_told(raw), *jitter_and_logits_told(raw)]
+
+
+def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of `model`. Raises ConfigError if mixtral does not represent it."""
+    refuse_unwritable(model, "mixtral", {"norm_topk_prob": True}, ())
+    fields |= {theirs: getattr(model.moe, ours) for theirs, ours in _MOE.items()} | write_rope(model)
+    # All its layers have experts, so their width is the only one. Hugging Face's field for it is intermediate_size.
+    fields |= {"intermediate_size": model.moe.moe_intermediate_size, "sliding_window": None}
+    return {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **fields}
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    stage=MixtralStage,
+    reference=logits,
+    activations=("silu", "gelu_pytorch_tanh", "relu2"),
+    unused=(
+        *("model.hidden_dropout", "model.attention_dropout", "model.attention_bias", "model.qk_norm"),
+        "model.moe.mlp_only_layers",
+    ),
+    has_experts=True,
+    even_head_dim=True,
+    problems=scaling_problems,
+    hugging_face=HuggingFace(
+        model_types={"mixtral": ModelType(_DEFAULTS, _FIXED)},
+        modules=MODULES_BUT_MLP | _EXPERTS,
+        stacked=_STACKED,
+        # What transformers 5 calls mlp, in memory and in files of stacked experts.
+        renamed={".mlp.": ".block_sparse_moe."},
+        fields={name: name for name in SAME_FIELDS},
+        activations=ACTIVATIONS,
+        tied=TIED,
+        read=_read,
+        judge=_window_problems,
+        write=_write,
+        told=_told,
+    ),
+)

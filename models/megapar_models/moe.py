@@ -1,0 +1,186 @@
+"""A mixture of experts in place of a layer's MLP (Shazeer et al., arXiv 1701.06538).
+
+Each token goes to a few of the experts, which lie on the ranks of ep. The rows of tokens travel there and back
+(`megapar.expert_parallel.dispatch`). No token is dropped.
+
+Shapes: s sequence (s/tp under sequence parallelism), b micro-batch, h hidden, t tokens that this rank routes, k experts
+of a token.
+"""
+
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapar.batch import add_loss
+from megapar.expert_parallel.balance import BalanceRule, Router, Routing
+from megapar.expert_parallel.dispatch import Dispatch, combine, plan_dispatch, receive, send
+from megapar.expert_parallel.experts import Experts, ExpertSharding
+from megapar.expert_parallel.route import RouterRule
+from megapar.params import cut, replicated
+from megapar.tensor_parallel.layers import Sharding
+from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
+from megapar_models.stage import Blueprint, ForwardContext, rows_of_rank
+
+
+def router_rule(blueprint: Blueprint) -> RouterRule:
+    """How the options of `model.moe` turn logits into experts and weights."""
+    moe = blueprint.model.moe
+    return RouterRule(
+        top_k=moe.num_experts_per_tok,
+        scoring_func=moe.scoring_func,
+        norm_topk_prob=moe.norm_topk_prob,
+        routed_scaling_factor=moe.routed_scaling_factor,
+        n_group=moe.n_group,
+        topk_group=moe.topk_group,
+    )
+
+
+def balance_rule(blueprint: Blueprint) -> BalanceRule:
+    """What evens out the load, as the options of `model.moe` say."""
+    moe = blueprint.model.moe
+    if moe.balance == "micro_batch":
+        raise ValueError("model.moe.balance=micro_batch: validate() refuses it")
+    return BalanceRule(moe.balance, moe.router_aux_loss_coef, moe.router_bias_update_rate, moe.router_z_loss_coef)
+
+
+class MixtureOfExperts(nn.Module):
+    """The sum over a token's experts of weight * expert(token), plus the shared expert's output if there is one.
+
+    `activation` is the gated activation of the experts. `shared` maps x_sbh to x_sbh for every token.
+    """
+
+    def __init__(
+        self, number: int, blueprint: Blueprint, activation: Callable[..., Tensor], shared: nn.Module | None = None
+    ):
+        super().__init__()
+        model = blueprint.model
+        sharding = blueprint.sharding
+        name = f"layers.{number}.mlp"
+        self.number = number
+        self.num_experts = model.moe.num_experts
+        self.sharding = sharding
+        self.router = Router(
+            f"{name}.router",
+            model.hidden_size,
+            self.num_experts,
+            router_rule(blueprint),
+            balance_rule(blueprint),
+            tp=sharding.tp,
+            replicas=sharding.replicas,
+            init=blueprint.init,
+            dtype=sharding.dtype,
+            device=sharding.device,
+        )
+        self.experts = Experts(
+            f"{name}.experts",
+            self.num_experts,
+            model.hidden_size,
+            model.moe.moe_intermediate_size,
+            ExpertSharding(
+                sharding.ep,
+                sharding.etp,
+                sharding.expert_replicas,
+                sharding.dtype,
+                sharding.device,
+                sharding.products,
+            ),
+            activation=partial(activation, impl=blueprint.kernels.activation),
+            init=blueprint.init,
+            output_init=blueprint.output_init,
+            token_share=Fraction(model.moe.num_experts_per_tok, self.num_experts),
+        )
+        self.shared = shared
+
+    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        """Map [s or s/tp, b, h] to the same shape."""
+        own_sbh = _tokens_of_rank(self._copied(x_sbh), self.sharding)
+        routing, dispatch = self._route(own_sbh, context)
+        arriving = send(own_sbh.flatten(0, 1), dispatch)
+        # The shared expert runs while the rows travel.
+        shared_sbh = None
+        if self.shared is not None:
+            shared_sbh = self.shared(x_sbh)
+        results = self.experts(receive(arriving, dispatch), dispatch.rows_of_expert)
+        y_sbh = combine(results, routing.weights, dispatch).view(own_sbh.shape)
+        if self.training:
+            y_sbh = self._with_losses(y_sbh, routing, context)
+        y_sbh = _tokens_of_all(y_sbh, x_sbh.shape[0], self.sharding)
+        if shared_sbh is not None:
+            y_sbh = y_sbh + shared_sbh
+        return y_sbh
+
+    def _copied(self, x_sbh: Tensor) -> Tensor:
+        """`x_sbh`. If all tp ranks have the same, backward adds up their gradients, each of which covers one part."""
+        if self.sharding.sequence_parallel:
+            return x_sbh
+        return copy_to_tp(x_sbh, self.sharding.tp)
+
+    def _route(self, own_sbh: Tensor, context: ForwardContext) -> tuple[Routing, Dispatch]:
+        """The experts of each token of this rank, and where their rows go.
+
+        A forward pass that is recomputed gets the experts that the first one chose: its logits may differ in the last
+        bit on a GPU, and other experts would be another function.
+        """
+        dispatch = context.dispatches.get(self.number)
+        if dispatch is not None:
+            return self.router(own_sbh, dispatch.indices_tk), dispatch
+        routing = self.router(own_sbh)
+        dispatch = plan_dispatch(routing.indices, self.num_experts, self.sharding.ep, self.sharding.etp)
+        context.dispatches[self.number] = dispatch
+        return routing, dispatch
+
+    def _with_losses(self, y_sbh: Tensor, routing: Routing, context: ForwardContext) -> Tensor:
+        """`y_sbh`, whose backward runs that of the losses that balance the experts."""
+        weights_sb = _tokens_of_rank(rows_of_rank(context.batch.weights_bs.t(), self.sharding), self.sharding)
+        loss = self.router.loss(routing, weights_sb, (self.sharding.tp, self.sharding.cp))
+        if loss is None:
+            return y_sbh
+        return add_loss(y_sbh, loss, context.batch)
+
+
+def _tokens_of_rank(x_sb: Tensor, sharding: Sharding) -> Tensor:
+    """The tokens that this rank routes, of hidden states [s, b, h] or weights [s, b].
+
+    Under sequence parallelism each tp rank has tokens of its own already. Otherwise all have the same, and each takes
+    a part of the sequence, so that no token is routed twice. The parts may be uneven.
+    """
+    tp = sharding.tp
+    if tp.size == 1 or sharding.sequence_parallel:
+        return x_sb
+    start, stop = cut(x_sb.shape[0], tp)
+    return x_sb[start:stop]
+
+
+def _tokens_of_all(y_sbh: Tensor, length: int, sharding: Sharding) -> Tensor:
+    """The inverse for results: the tokens of all tp ranks, [length, b, h], where they had the same before."""
+    tp = sharding.tp
+    if tp.size == 1 or sharding.sequence_parallel:
+        return y_sbh
+    start, stop = cut(length, tp)
+    # The parts may be uneven, so they are not gathered but added: each rank has zeros where the others have tokens.
+    return reduce_from_tp(F.pad(y_sbh, (0, 0, 0, 0, start, length - stop)), tp)
+
+
+class SharedExpert(nn.Module):
+    """An MLP for every token, by option multiplied by sigmoid(gate x), one number for each token (Qwen2-MoE)."""
+
+    def __init__(self, number: int, mlp: nn.Module, blueprint: Blueprint):
+        super().__init__()
+        self.mlp = mlp
+        self.gate = None
+        if blueprint.model.moe.shared_expert_gate:
+            sharding = blueprint.sharding
+            # Every rank multiplies the tokens that it has: all of them, or its part under sequence parallelism.
+            name = f"layers.{number}.mlp.shared_gate.weight"
+            shape = (1, blueprint.model.hidden_size)
+            piece = replicated(name, shape, sharding.tp, partial=sharding.sequence_parallel)
+            self.gate = sharding.parameter((piece,), shape, blueprint.init, decay=True)
+
+    def forward(self, x_sbh: Tensor) -> Tensor:
+        y_sbh = self.mlp(x_sbh)
+        if self.gate is None:
+            return y_sbh
+        return F.linear(x_sbh, self.gate).sigmoid() * y_sbh

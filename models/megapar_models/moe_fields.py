@@ -1,0 +1,64 @@
+"""The fields of a mixture of experts in a config.json of Hugging Face, for the families that have experts."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megapar.config import ModelConfig, MoEConfig
+from megapar.errors import ConfigError
+from megapar.messages import shown
+from megapar_models.family import Raw, typed, wrong_types
+
+
+def read_moe(raw: Raw, names: Mapping[str, str], defaults: Raw) -> tuple[dict[str, Any], list[str]]:
+    """Read the options `model.moe` from a config.json; returns their values and problems.
+
+    `names` maps the fields of config.json to options. `defaults` has what transformers takes for absent fields. A field
+    without a default must be there. Several fields may name the same option, if they agree: transformers 5 writes
+    num_local_experts where version 4 wrote num_experts.
+    """
+    values: dict[str, Any] = {}
+    problems = []
+    for theirs, ours in names.items():
+        value = raw.get(theirs)
+        if value is None:
+            continue
+        if values.get(ours, value) != value:
+            problems.append(f"{theirs}={value!r} contradicts {values[ours]!r} of another field for the same")
+        values[ours] = value
+    for theirs, ours in names.items():
+        if ours in values:
+            continue
+        if theirs in defaults:
+            values[ours] = defaults[theirs]
+        else:
+            problems.append(f"{theirs} is missing")
+            values[ours] = 1  # so that it is named once
+    problems += wrong_types(values, MoEConfig)
+    return ({} if problems else typed(values, MoEConfig)), problems
+
+
+def jitter_and_logits_told(raw: Raw) -> list[str]:
+    """A line if the file asks transformers for its loss of balance, which depends on the micro-batch."""
+    if raw.get("output_router_logits"):
+        return [
+            "config.json: output_router_logits=true is not read: model.moe.balance says which loss balances the experts"
+        ]
+    return []
+
+
+def refuse_unwritable(model: ModelConfig, model_type: str, fixed: Mapping[str, Any], because: Iterable[str]) -> None:
+    """Raise ConfigError that names every option of model.moe which the config.json of `model_type` cannot hold.
+
+    `fixed` has the values of further options that transformers' model always has. `because` are other problems.
+    """
+    problems = list(because)
+    always: dict[str, Any] = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "n_group": 1}
+    always |= {"shared_expert_intermediate_size": 0, **fixed}
+    for name, value in always.items():
+        found = getattr(model.moe, name)
+        if found != value:
+            problems.append(f"model.moe.{name}={shown(found)}: {model_type} of transformers has {shown(value)}")
+    if model.moe.balance == "bias":
+        problems.append(f"model.moe.balance=bias: {model_type} of transformers has no bias that selects experts")
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -1,0 +1,107 @@
+"""Qwen3's mixtures (arXiv 2505.09388): the options that they read, and their names at Hugging Face (qwen3_moe)."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megapar.config import ModelConfig, MoEConfig
+from megapar_models.family import Family, HuggingFace, ModelType
+from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED, applied_window
+from megapar_models.moe_fields import jitter_and_logits_told, read_moe, refuse_unwritable
+from megapar_models.qwen3_moe.model import Qwen3MoeStage
+from megapar_models.qwen3_moe.reference import logits
+from megapar_models.rope import factor_told, read_rope, scaling_problems, write_rope
+
+# Hugging Face
+
+_EXPERTS = {
+    "layers.*.mlp.router": "model.layers.*.mlp.gate",
+    "layers.*.mlp.experts.*.gate": "model.layers.*.mlp.experts.*.gate_proj",
+    "layers.*.mlp.experts.*.up": "model.layers.*.mlp.experts.*.up_proj",
+    "layers.*.mlp.experts.*.down": "model.layers.*.mlp.experts.*.down_proj",
+}
+_STACKED = {
+    "model.layers.*.mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "model.layers.*.mlp.experts.down_proj": ("down_proj",),
+}
+_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
+_DEFAULTS |= {"num_key_value_heads": 4, "head_dim": None}
+_FIXED = {"attention_bias": False, "attention_dropout": 0.0, "partial_rotary_factor": 1.0}
+_MOE = {
+    "num_experts": "num_experts",
+    "num_local_experts": "num_experts",  # as transformers 5 writes it
+    **{name: name for name in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")},
+    "router_aux_loss_coef": "router_aux_loss_coef",
+}
+_MOE_DEFAULTS = {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.001}
+
+
+def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
+    """Rotary embedding, norms and experts from a config.json; returns option values and problems."""
+    values, problems = read_rope(raw, default_theta=10000.0)
+    moe, wrong = read_moe(raw, _MOE, _MOE_DEFAULTS)
+    dense, wrong_layers = _dense_layers(raw)
+    values |= {"qk_norm": True, "moe": MoEConfig(mlp_only_layers=dense, **moe)}
+    return values, [*problems, *wrong, *wrong_layers]
+
+
+def _dense_layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
+    """The layers without experts, and problems of the two fields that say so.
+
+    With decoder_sparse_step n every n-th layer has experts, except the layers that mlp_only_layers lists.
+    """
+    step = raw.get("decoder_sparse_step", 1)
+    listed = raw.get("mlp_only_layers") or []
+    layers = raw.get("num_hidden_layers")
+    if not isinstance(step, int) or step < 1:
+        return (), [f"decoder_sparse_step={step!r} should be a whole number from 1 on"]
+    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
+        return (), [f"mlp_only_layers={listed!r} should be a list of whole numbers"]
+    if not isinstance(layers, int):
+        return (), []  # it is reported elsewhere
+    dense = [layer for layer in range(layers) if layer in listed or (layer + 1) % step]
+    return tuple(dense), []
+
+
+def _window_problems(raw: Mapping[str, Any], _: str) -> Iterator[str]:
+    # transformers takes 4096 for an absent window, and uses it only if asked to.
+    if raw.get("use_sliding_window", False):
+        yield from applied_window(raw.get("sliding_window", 4096), raw)
+
+
+def _told(raw: Mapping[str, Any]) -> list[str]:
+    return [*factor_told(raw), *jitter_and_logits_told(raw)]
+
+
+def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of `model`. Raises ConfigError if qwen3_moe does not represent it."""
+    because = [] if model.qk_norm else ["model.qk_norm=false: qwen3_moe of transformers has norms of q and k"]
+    refuse_unwritable(model, "qwen3_moe", {}, because)
+    moe = model.moe
+    fields |= {theirs: getattr(moe, ours) for theirs, ours in _MOE.items() if theirs != "num_local_experts"}
+    fields |= {"mlp_only_layers": list(moe.mlp_only_layers), "decoder_sparse_step": 1, **write_rope(model)}
+    fields |= {"attention_bias": False, "use_sliding_window": False}
+    return {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **fields}
+
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    stage=Qwen3MoeStage,
+    reference=logits,
+    activations=("silu", "gelu_pytorch_tanh", "relu2"),
+    unused=("model.hidden_dropout", "model.attention_dropout", "model.attention_bias"),
+    has_experts=True,
+    even_head_dim=True,
+    problems=scaling_problems,
+    hugging_face=HuggingFace(
+        model_types={"qwen3_moe": ModelType(_DEFAULTS, _FIXED)},
+        modules=MODULES_BUT_MLP | MLP_MODULES | _EXPERTS,
+        stacked=_STACKED,
+        fields={name: name for name in SAME_FIELDS},
+        activations=ACTIVATIONS,
+        tied=TIED,
+        read=_read,
+        judge=_window_problems,
+        write=_write,
+        told=_told,
+    ),
+)

@@ -1,0 +1,154 @@
+"""Options of rotary embeddings: which of `model.rope_scaling` each rope type reads, and their fields in a config.json.
+
+The families with rotary positions share it. The tables of angles are computed in llama/model.py.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megapar.config import Config, ModelConfig, RopeScaling, flatten
+from megapar.messages import problem
+from megapar.model_rules import ROPE_SCALING
+from megapar_models.family import Raw, typed, wrong_types
+
+# The fields of `RopeScaling` that a rope type must have in a config.json, and those that it may have.
+_REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+}
+
+
+def _fields(rope_type: str) -> tuple[str, ...]:
+    """The fields of `RopeScaling` that the rope type reads, but `rope_type` itself."""
+    return (*_REQUIRED[rope_type], *_OPTIONAL.get(rope_type, ()))
+
+
+def scaling_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of model.rope_scaling: options that its type does not use, and values that contradict."""
+    defaults = flatten(Config())
+    values = flatten(config)
+    scaling = config.model.rope_scaling
+    read = {f"model.rope_scaling.{name}" for name in ("rope_type", *_fields(scaling.rope_type))}
+    for path in ROPE_SCALING:
+        if path not in read and values[path] != defaults[path]:
+            text = f"rope_type {scaling.rope_type} does not use it; set model.rope_scaling.rope_type, or leave it out"
+            yield problem(config, path, text)
+    if scaling.rope_type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+        options = "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor"
+        yield problem(config, options, "low must be below high; Llama 3.1 uses 1 and 4")
+    if scaling.rope_type == "yarn":
+        yield from _yarn_problems(config)
+
+
+def _yarn_problems(config: Config) -> Iterator[str]:
+    scaling = config.model.rope_scaling
+    if scaling.beta_slow >= scaling.beta_fast:
+        options = "model.rope_scaling.beta_slow model.rope_scaling.beta_fast"
+        yield problem(config, options, "slow must be below fast; the paper uses 1 and 32")
+    if bool(scaling.mscale) != bool(scaling.mscale_all_dim):
+        options = "model.rope_scaling.mscale model.rope_scaling.mscale_all_dim"
+        yield problem(config, options, "one of them alone has no effect; set both, or leave both at 0")
+    elif scaling.mscale and scaling.attention_factor:
+        options = "model.rope_scaling.mscale model.rope_scaling.attention_factor"
+        yield problem(config, options, "attention_factor takes the place of mscale; set one of them to 0")
+
+
+# Hugging Face
+
+
+def read_rope(raw: Raw, default_theta: float) -> tuple[dict[str, Any], list[str]]:
+    """Read the rotary embedding of a config.json: values of our options, and problems.
+
+    `default_theta` is what transformers takes for an absent rope_theta.
+    """
+    rope = _rope(raw, default_theta)
+    problems = list(_rope_problems(rope))
+    values = {"rope_theta": rope.pop("rope_theta")}
+    if not problems:
+        values["rope_scaling"] = RopeScaling(**typed(rope, RopeScaling))
+    return values, problems
+
+
+def _rope(raw: Raw, default_theta: float) -> dict[str, Any]:
+    """The base and the scaling of the rotary embedding, under the names of transformers 5."""
+    # transformers 5 has both in `rope_parameters`. Version 4 has `rope_theta` and `rope_scaling`, whose field
+    # `rope_type` was once called `type`.
+    rope = {"rope_theta": raw.get("rope_theta", default_theta), "rope_type": "default"}
+    rope |= raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    old_type = rope.pop("type", "default")
+    if rope["rope_type"] == "default":
+        rope["rope_type"] = old_type
+    if rope.get("partial_rotary_factor") == 1.0:
+        del rope["partial_rotary_factor"]
+    if rope["rope_type"] == "yarn":
+        return _yarn(rope, raw)
+    return rope
+
+
+def _yarn(rope: dict[str, Any], raw: Raw) -> dict[str, Any]:
+    """The fields of YaRN without those that transformers ignores, and with the sizes that it takes for absent ones."""
+    longest = raw.get("max_position_embeddings")
+    # transformers 5 prefers the field beside `rope_parameters`, as Phi-3 has it.
+    original = raw.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", longest))
+    rope = rope | {"original_max_position_embeddings": original}
+    # A field with the value null is one that is left out. `truncate` is the exception: transformers takes null for
+    # false there, and the check of types refuses it.
+    rope = {name: value for name, value in rope.items() if value is not None or name == "truncate"}
+    # DeepSeek may leave the factor out.
+    if isinstance(longest, int) and isinstance(original, int):
+        rope.setdefault("factor", longest / original)
+    if rope.get("attention_factor") or not (rope.get("mscale") and rope.get("mscale_all_dim")):
+        rope.pop("mscale", None)
+        rope.pop("mscale_all_dim", None)
+    return rope
+
+
+def _rope_problems(rope: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem for an unknown rope_type, and for fields that are missing, superfluous or of a wrong type."""
+    rope_type = rope["rope_type"]
+    if rope_type not in _REQUIRED:
+        yield f"rope_type={rope_type!r} is not supported; {', '.join(_REQUIRED)} are"
+        return
+    fields = rope.keys() - {"rope_theta", "rope_type"}
+    for field in sorted(fields - set(_fields(rope_type))):
+        yield f"rope_type {rope_type} does not use {field}"
+    for field in sorted(set(_REQUIRED[rope_type]) - fields):
+        yield f"rope_type {rope_type} lacks {field}"
+    if rope.get("attention_factor") == 0:
+        yield "attention_factor=0 is not supported; a model with it would not see positions"
+    yield from wrong_types({"rope_theta": rope["rope_theta"]}, ModelConfig)
+    yield from wrong_types({field: rope[field] for field in fields}, RopeScaling)
+
+
+def write_rope(model: ModelConfig) -> dict[str, Any]:
+    """The fields `rope_theta` and `rope_scaling` of a config.json, which transformers 4 and 5 read."""
+    scaling = model.rope_scaling
+    if scaling.rope_type == "default":
+        return {"rope_theta": model.rope_theta, "rope_scaling": None}
+    written = {name: getattr(scaling, name) for name in ("rope_type", *_REQUIRED[scaling.rope_type])}
+    for name in _OPTIONAL.get(scaling.rope_type, ()):
+        # Our 0 of attention_factor means that it follows from the others. transformers would take it as a number.
+        if getattr(scaling, name) != getattr(RopeScaling, name):
+            written[name] = getattr(scaling, name)
+    return {"rope_theta": model.rope_theta, "rope_scaling": written}
+
+
+def factor_told(raw: Raw) -> list[str]:
+    """A line if releases of transformers disagree on YaRN's factor for this config.json."""
+    rope = _rope(raw, default_theta=0.0)
+    if rope["rope_type"] != "yarn":
+        return []
+    ratio = raw["max_position_embeddings"] / rope["original_max_position_embeddings"]
+    # A ratio of 1 is that of a file which leaves the original length out.
+    if ratio == 1 or math.isclose(ratio, rope["factor"]):
+        return []
+    return [
+        f"config.json: factor={rope['factor']} of yarn is used, as transformers 5 does; transformers 4 takes "
+        f"max_position_embeddings / original_max_position_embeddings = {ratio:g} in its place"
+    ]

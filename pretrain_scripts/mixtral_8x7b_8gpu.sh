@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Mixtral 8x7B on one node of 8 GPUs, dp 8 with ep 8: pretrain_scripts/mixtral_8x7b_8gpu.sh [--section.key value ...]
+# Expects data/train, data/validation (.bin/.idx) and data/tokenizer.model; tools/preprocess_data.py makes them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# One hardware queue before Blackwell: a collective that was started first then runs first, beside the matrix product.
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+exec python pretrain_scripts/pretrain.py --config pretrain_scripts/configs/mixtral_8x7b.toml --launch.nproc 8 "$@"

@@ -1,0 +1,374 @@
+"""Mixtures of experts from and to Hugging Face, from one tensor an expert and from stacked ones; dense checkpoints as
+their start."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megapar_models.build import build_stages
+from megapar_models.convert.config_json import from_hugging_face, to_hugging_face, told
+from megapar_models.convert.parity import load_fp32, native_logits
+from megapar_models.convert.stream import write_weights
+from megapar_models.registry import FAMILIES, presets, validate, weight_options
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megapar.checkpoint.format import read_manifest, write_manifest
+from megapar.checkpoint.load import Reader
+from megapar.config import Config, ModelConfig, MoEConfig
+from megapar.config_io import load
+from megapar.context import single
+from megapar.errors import CheckpointError, ConfigError
+from megapar.params import spec_of
+from megapar.random import initialize
+from tests.support import reference_models, tiny_models
+from tests.support.hugging_face import (
+    Case,
+    assert_parity,
+    assert_same_tensors,
+    refused,
+    save_model,
+    sizes,
+    tensors,
+)
+from tools import convert_checkpoint
+from tools.convert_checkpoint import (
+    HfToNative,
+    NativeToDcp,
+    NativeToHf,
+    Upcycle,
+    hf_to_native,
+    native_to_dcp,
+    native_to_hf,
+    upcycle_dense,
+)
+
+CASES = [
+    Case("mixtral", {"rms_norm_eps": 1e-3}),
+    Case("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
+    Case("qwen3_moe", {"norm_topk_prob": True}),
+    Case("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+    Case("qwen3_moe", {"norm_topk_prob": True, "num_hidden_layers": 4, "decoder_sparse_step": 2}),
+    Case("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [0, 2], "hidden_act": "gelu_pytorch_tanh"}),
+]
+AN_EXPERT = {
+    "mixtral": "model.layers.1.block_sparse_moe.experts.4.w1.weight",
+    "qwen3_moe": "model.layers.1.mlp.experts.4.gate_proj.weight",
+}
+
+
+def model_of(raw: dict[str, Any]) -> ModelConfig:
+    return validate(replace(Config(), model=from_hugging_face(raw)), 1).model
+
+
+def native_tensors(folder: Path) -> dict[str, Tensor]:
+    manifest = read_manifest(folder)
+    with Reader(folder, manifest) as reader:
+        return {name.removeprefix("main."): reader.tensor(name) for name in manifest.tensors}
+
+
+# There and back
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_experts_come_back_bitwise_and_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+    """Fault converted-experts-lost: one tensor an expert, as save_pretrained writes it, and all experts of a layer in
+    one, as transformers has them in memory. norm_topk_prob both ways. The plain version has the same logits."""
+    source = save_model(tmp_path / "hf", case)
+    stacked = save_model(tmp_path / "stacked", case, save_original_format=False)
+    assert AN_EXPERT[case.kind] in tensors(source)
+    assert AN_EXPERT[case.kind] not in tensors(stacked)
+    native = tmp_path / "native"
+    hf_to_native(HfToNative(source, native))
+    assert_parity(native)
+    hf_to_native(HfToNative(stacked, tmp_path / "unstacked", verify=False))
+    weights = native_tensors(native)
+    for name, tensor in native_tensors(tmp_path / "unstacked").items():
+        assert torch.equal(weights[name], tensor), name
+
+    raw = json.loads((source / "config.json").read_text())
+    model = model_of(raw)
+    assert load(["--config", str(native / "config.toml")]).config.model == model
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
+    tokens_bs = torch.randint(model.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    expected = theirs(tokens_bs).logits.detach()
+    torch.testing.assert_close(reference_models.logits(model, weights, tokens_bs), expected, rtol=1e-5, atol=1e-5)
+
+    (native / "config.json").unlink()
+    native_to_hf(NativeToHf(native, tmp_path / "own"))
+    assert_same_tensors(tmp_path / "own", source)
+    assert_parity(tmp_path / "own")
+    own = json.loads((tmp_path / "own" / "config.json").read_text())
+    assert model_of(own) == model
+
+
+def test_a_bf16_mixture_comes_back_with_its_own_config(tmp_path: Path) -> None:
+    """In shards of stacked experts, each of which is read from where it lies."""
+    source = save_model(tmp_path / "hf", CASES[2], torch.bfloat16)
+    stacked = save_model(
+        tmp_path / "stacked", CASES[2], torch.bfloat16, save_original_format=False, max_shard_size="20KB"
+    )
+    assert len(list(stacked.glob("*.safetensors"))) > 2
+    hf_to_native(HfToNative(stacked, tmp_path / "native", verify=False))
+    native_to_hf(NativeToHf(tmp_path / "native", tmp_path / "back"))
+    assert_same_tensors(tmp_path / "back", source)
+    copied = json.loads((tmp_path / "back" / "config.json").read_text())
+    raw = json.loads((stacked / "config.json").read_text())
+    assert copied.pop("torch_dtype") == raw.pop("dtype") == "bfloat16"
+    assert copied == raw
+
+
+PUBLISHED = {
+    "mixtral-8x7b": """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02, "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+        "transformers_version": "4.36.0.dev0", "use_cache": true, "vocab_size": 32000}""",
+    "qwen3-30b-a3b": """{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false,
+        "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}""",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_the_presets(name: str) -> None:
+    """Fault config-json-fidelity: as transformers 4 wrote them; ours is read as the same model by transformers 5."""
+    model = model_of(json.loads(PUBLISHED[name]))
+    preset = load(["--config", str(presets()[name])]).config
+    assert model == validate(preset, 1).model
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers")
+    ours, theirs = to_hugging_face(model), json.loads(PUBLISHED[name])
+    read = [transformers.AutoConfig.for_model(**fields).to_dict() for fields in (ours, theirs)]
+    for fields in read:
+        fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+        for field in ("bos_token_id", "eos_token_id", "torch_dtype", "dtype", "transformers_version"):
+            fields.pop(field, None)
+        fields.pop("max_window_layers", None)  # transformers 5 keeps it and does not use it
+    assert read[0] == read[1]
+
+
+# What is refused
+
+
+Edit = Callable[[dict[str, Tensor]], Any]
+UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
+AN_UP = "model.layers.0.mlp.experts.3.up_proj.weight"
+EDITS: list[tuple[bool, str, Edit]] = [
+    (False, f"missing {AN_UP}", lambda t: t.pop(AN_UP)),
+    (False, "missing model.layers.1.mlp.gate.weight", lambda t: t.pop("model.layers.1.mlp.gate.weight")),
+    (
+        False,
+        "unexpected model.layers.1.mlp.experts.6.up_proj.weight",
+        lambda t: t.update({"model.layers.1.mlp.experts.6.up_proj.weight": t[AN_UP].clone()}),
+    ),
+    (False, f"{AN_UP} has shape [48, 40], not [40, 48]", lambda t: t.update({AN_UP: t[AN_UP].t().contiguous()})),
+    (
+        False,
+        "gate.e_score_correction_bias",
+        lambda t: t.update({"model.layers.0.mlp.gate.e_score_correction_bias": t["model.norm.weight"].clone()}),
+    ),
+    (True, "missing model.layers.0.mlp.experts.5.gate_proj.weight", lambda t: t.update({UP: t[UP][:5].clone()})),
+    (True, "unexpected model.layers.0.mlp.experts.6.gate_proj.weight", lambda t: t.update({UP: torch.ones(7, 80, 48)})),
+    (True, "experts.0.down_proj.weight has shape [40, 48]", lambda t: t.update({DOWN: t[DOWN].mT.contiguous()})),
+    (True, f"unexpected {UP}", lambda t: t.update({UP: torch.ones(6, 81, 48)})),
+    (True, f"holds {AN_UP} twice, as ", lambda t: t.update({AN_UP: torch.ones(40, 48)})),
+]
+
+
+@pytest.mark.parametrize(("stacked", "words", "edit"), EDITS, ids=[words for _, words, _ in EDITS])
+def test_an_expert_that_is_missing_or_does_not_fit_is_named(
+    stacked: bool, words: str, edit: Edit, tmp_path: Path
+) -> None:
+    """Fault converted-experts-lost."""
+    source = save_model(tmp_path / "hf", CASES[2], save_original_format=not stacked)
+    stored = tensors(source)
+    edit(stored)
+    save_file(stored, source / "model.safetensors")
+    refused(CheckpointError, HfToNative(source, tmp_path / "native", verify=False), words)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_parity_refuses_gate_and_up_in_each_others_place(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault converted-experts-lost: their shapes are the same, so only the logits tell."""
+    source = save_model(tmp_path / "hf", Case(kind))
+    names = FAMILIES[kind].hugging_face
+    assert names is not None
+    gate, up = (names.modules[f"layers.*.mlp.experts.*.{part}"] for part in ("gate", "up"))
+    monkeypatch.setitem(names.modules, "layers.*.mlp.experts.*.gate", up)
+    monkeypatch.setitem(names.modules, "layers.*.mlp.experts.*.up", gate)
+    refused(CheckpointError, HfToNative(source, tmp_path / "native"), "logits differ from those of transformers")
+
+
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    ("mixtral", {"sliding_window": 1024}, "sliding_window=1024"),
+    ("mixtral", {"num_local_experts": None}, "num_local_experts is missing"),
+    ("mixtral", {"num_experts_per_tok": "2"}, "num_experts_per_tok='2' should be int"),
+    ("mixtral", {"num_experts_per_tok": 7}, "a token can choose among 6 experts"),
+    ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
+    ("qwen3_moe", {"use_sliding_window": True}, "sliding_window=4096"),
+    ("qwen3_moe", {"num_local_experts": 7}, "num_local_experts=7 contradicts 6"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+    ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers=['0']"),
+    ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1 should be bool"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "words"), UNSUPPORTED, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_config_of_a_mixture_that_we_cannot_be_is_refused_by_the_field(
+    kind: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """Fault config-json-fidelity: before a weight is read, so none is needed here."""
+    source = tmp_path / "hf"
+    source.mkdir()
+    long = {"max_position_embeddings": 8192}
+    (source / "config.json").write_text(json.dumps({**sizes(kind), **long, **changes}))
+    refused(ConfigError, HfToNative(source, tmp_path / "native", verify=False), words)
+
+
+def test_layers_without_experts_are_read_as_transformers_counts_them() -> None:
+    """Every n-th layer has experts, but those that are listed; layers that the model lacks do not matter."""
+    qwen = {**sizes("qwen3_moe"), "num_hidden_layers": 7}
+    assert model_of(qwen).moe.mlp_only_layers == ()
+    assert model_of({**qwen, "decoder_sparse_step": 3}).moe.mlp_only_layers == (0, 1, 3, 4, 6)
+    assert model_of({**qwen, "mlp_only_layers": [5, 0, 9]}).moe.mlp_only_layers == (0, 5)
+
+
+def test_options_of_training_are_told_and_do_not_matter() -> None:
+    mixtral = sizes("mixtral")
+    assert told(mixtral) == []
+    (line,) = told({**mixtral, "output_router_logits": True})
+    assert "output_router_logits=true is not read" in line
+    # Balanced by another loss it is the same model, whose weights another run may start from.
+    model = model_of(mixtral)
+    other = replace(model, moe=replace(model.moe, balance="sequence", router_aux_loss_coef=0.5, router_z_loss_coef=0.1))
+    assert to_hugging_face(other)["router_aux_loss_coef"] == 0.5
+    assert convert_checkpoint.computed(other) == convert_checkpoint.computed(model)
+    assert weight_options(Config(model=other)) == weight_options(Config(model=model))
+
+
+def test_a_mixture_that_hugging_face_has_not_is_refused() -> None:
+    mixtral, qwen = model_of(sizes("mixtral")), model_of(sizes("qwen3_moe"))
+    for model, changes, words in (
+        (mixtral, {"norm_topk_prob": False}, "model.moe.norm_topk_prob=false: mixtral of transformers has true"),
+        (mixtral, {"balance": "bias", "router_aux_loss_coef": 0.001}, "model.moe.balance=bias"),
+        (qwen, {"scoring_func": "sigmoid"}, "model.moe.scoring_func=sigmoid"),
+        (qwen, {"routed_scaling_factor": 2.5}, "model.moe.routed_scaling_factor=2.5"),
+        (qwen, {"n_group": 2}, "model.moe.n_group=2"),
+        (qwen, {"shared_expert_intermediate_size": 32}, "model.moe.shared_expert_intermediate_size=32"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            to_hugging_face(replace(model, moe=replace(model.moe, **changes)))
+    with pytest.raises(ConfigError, match=r"model\.qk_norm=false"):
+        to_hugging_face(replace(qwen, qk_norm=False))
+
+
+# Dense checkpoints as the start of a mixture
+
+
+def dense_checkpoint(folder: Path, kind: str, **changes: Any) -> dict[str, Tensor]:
+    """Convert a dense model of transformers to `folder`; its tensors."""
+    source = save_model(folder.parent / "hf", Case(kind, changes))
+    (source / "tokenizer.json").write_text("{}")  # what is in it matters to nobody here
+    hf_to_native(HfToNative(source, folder, verify=False))
+    return native_tensors(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "experts", "per_token"),
+    [("llama", "mixtral", 8, 2), ("qwen3", "qwen3_moe", 5, 3), ("mistral", "qwen3_moe", 3, 1)],
+)
+def test_an_upcycled_mixture_computes_the_dense_model(
+    kind: str, family: Any, experts: int, per_token: int, tmp_path: Path
+) -> None:
+    """Every expert is the dense MLP, bit by bit; routers are drawn as those of a new model with this seed are."""
+    dense = dense_checkpoint(tmp_path / "dense", kind, tie_word_embeddings=True)
+    target = tmp_path / "mixture"
+    upcycle_dense(Upcycle(tmp_path / "dense", target, experts, per_token, family, seed=7))
+    report = json.loads((target / "parity.json").read_text())
+    assert report["reference"] == str(tmp_path / "dense")
+    assert all(0 <= row["relative"] <= 1e-5 and row["largest_logit"] > 0.5 for row in report["prompts"])
+
+    config, stage = load_fp32(target, torch.float32)
+    assert (config.model.family, config.model.moe.num_experts) == (family, experts)
+    tokens_s = tiny_models.batch(config.model, samples=1).tokens_bs[0]
+    _, dense_stage = load_fp32(tmp_path / "dense", torch.float32)
+    found, expected = (native_logits(model, tokens_s, 0) for model in (stage, dense_stage))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+    fresh = build_stages(config, single())[0]
+    initialize([fresh], seed=7)
+    drawn = {piece.name: param for param in fresh.parameters() for piece in spec_of(param).pieces}
+    mixture = native_tensors(target)
+    for name, tensor in mixture.items():
+        if name.endswith("router.weight"):
+            assert torch.equal(tensor, drawn[name].detach()), name
+            assert tensor.abs().max() > 0
+        else:
+            assert torch.equal(tensor, dense[re.sub(r"experts\.\d+\.", "", name)]), name
+    loaded = load(["--config", str(target / "config.toml")]).config
+    assert loaded.model == config.model
+    assert loaded.data.tokenizer == f"hf:{target / 'tokenizer.json'}"
+    assert read_manifest(target).trainer["config"]["data.tokenizer"] == loaded.data.tokenizer
+
+
+def test_what_is_no_dense_llama_is_not_upcycled(tmp_path: Path) -> None:
+    dense_checkpoint(tmp_path / "dense", "qwen3")
+    for options, words in (
+        (Upcycle(tmp_path / "dense", tmp_path / "m"), "model.qk_norm=true: family mixtral has no such thing"),
+        (Upcycle(tmp_path / "dense", tmp_path / "m", 4, 5, "qwen3_moe"), "a token can choose among 4 experts"),
+        (Upcycle(tmp_path / "dense", tmp_path / "m", 4, 2, "qwen3_moe", seed=-1), "train.seed=-1: must be at least 0"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            upcycle_dense(options)
+        assert words in str(caught.value)
+    upcycle_dense(Upcycle(tmp_path / "dense", tmp_path / "m", 2, 1, "qwen3_moe", verify=False))
+    with pytest.raises(CheckpointError, match="is no dense model that qwen3_moe could be made of: missing layers"):
+        upcycle_dense(Upcycle(tmp_path / "m", tmp_path / "again", 2, 1, "qwen3_moe"))
+    assert not (tmp_path / "again").exists()
+
+
+# To torch's checkpoints
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch: one process, as we mean it
+def test_experts_and_biases_of_routers_are_exported_for_dtensors(tmp_path: Path) -> None:
+    """Fault converted-experts-lost: each expert under its global number, and the bias, which is no parameter."""
+    config = tiny_models.config(tiny_models.model("mixtral", moe=MoEConfig(3, 2, balance="bias")))
+    weights = tiny_models.random_tensors(config.model)
+    biases = {f"layers.{layer}.mlp.router.bias": torch.randn(3) for layer in range(2)}
+    weights |= biases
+    source = tmp_path / "native"
+    source.mkdir()
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    write_weights(source, config, shapes, weights.__getitem__, shard_bytes=20_000)
+    manifest = read_manifest(source)
+    # A run saves the biases as buffers.
+    entries = {
+        f"buffer.{name.removeprefix('main.')}" if name.removeprefix("main.") in biases else name: entry
+        for name, entry in manifest.tensors.items()
+    }
+    write_manifest(source, replace(manifest, tensors=entries))
+    native_to_dcp(NativeToDcp(source, tmp_path / "dcp"))
+    state = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert "layers.1.mlp.experts.2.down.weight" in weights
+    for name, tensor in weights.items():
+        assert torch.equal(state[name], tensor), name

@@ -1,0 +1,288 @@
+"""Linear layers whose communication overlaps their products in chunks (parallel.tp_overlap_chunks)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar import comm, context
+from megapar.comm import Pending
+from megapar.context import Axis, ParallelContext
+from megapar.linear import MatrixProducts
+from megapar.params import Init
+from megapar.recompute import run
+from megapar.tensor_parallel.chunks import cut_in_chunks
+from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear, Sharding
+from tests.support.distributed import rank_device, run_ranks
+
+INIT = Init("normal", 0.1)
+HIDDEN = 48
+WIDE = 96
+
+
+def whole_numbers(*shape: int, seed: int) -> Tensor:
+    """Random whole numbers so small that every sum of their products is exact: equal bits mean equal places."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers, first and last dimension swapped in memory."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def fractions(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+Draw = Callable[..., Tensor]
+
+
+def layers(sharding: Sharding, draw: Draw) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    column = ColumnParallelLinear(HIDDEN, [Columns.even("a", WIDE, sharding.tp)], sharding, init=INIT, bias=True)
+    row = RowParallelLinear("b", WIDE, HIDDEN, sharding, init=INIT, bias=True)
+    with torch.no_grad():
+        for number, param in enumerate((*column.parameters(), *row.parameters())):
+            seed = 10 * number + sharding.tp.rank
+            if param is row.bias:
+                seed = 10 * number  # every rank holds the same
+            param.copy_(draw(*param.shape, seed=seed))
+    return column, row
+
+
+def results(sharding: Sharding, rows: int, batch: int, draw: Draw, recomputes: bool = False) -> list[Tensor]:
+    """Output and gradients of a column-parallel and of a row-parallel layer, on this rank.
+
+    `rows` is the length of the sequence between the layers on this rank.
+    """
+    tp = sharding.tp
+    column, row = layers(sharding, draw)
+    length = rows * tp.size if sharding.sequence_parallel else rows
+    found: list[Tensor] = []
+    for number, (layer, shape) in enumerate(((column, (rows, batch, HIDDEN)), (row, (length, batch, WIDE // tp.size)))):
+        # Without sequence parallelism every rank has the same input of the column-parallel layer.
+        own = tp.rank if sharding.sequence_parallel or layer is row else 0
+        x = draw(*shape, seed=100 + 10 * number + own).to(sharding.device).requires_grad_()
+        y = run(recomputes, layer, x)
+        own = tp.rank if sharding.sequence_parallel or layer is column else 0
+        y.backward(draw(*y.shape, seed=200 + 10 * number + own).to(sharding.device))
+        gradients = [x.grad, *(param.grad for param in layer.parameters())]
+        found += [y.detach(), *(grad for grad in gradients if grad is not None)]
+    assert len(found) == 8
+    return found
+
+
+def sharding_of(ctx: ParallelContext, dtype: torch.dtype, sequence_parallel: bool) -> Sharding:
+    return Sharding(ctx.tp, ctx.grad, sequence_parallel, dtype, ctx.device)
+
+
+def sent(axis: Axis, function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """The result of `function`, and the bytes that it sends by operation."""
+    before = dict(axis.traffic.sent)
+    result = function()
+    return result, {name: n - before.get(name, 0) for name, n in axis.traffic.sent.items() if n != before.get(name, 0)}
+
+
+def differences(size: int, shared_memory: bool) -> list[str]:
+    """Cases in which chunks change a value, or the number of bytes that are sent."""
+    ctx = context.create(tp=size, device=rank_device(dist.get_rank()), use_shared_memory=shared_memory)
+    wrong = []
+    for sequence_parallel in (False, True):
+        whole = sharding_of(ctx, torch.float64, sequence_parallel)
+        # One row, fewer tokens than chunks, and numbers of tokens that the chunks do not divide.
+        for rows, batch in ((1, 1), (1, 2), (3, 1), (7, 3)):
+            expected = sent(ctx.tp, lambda r=rows, b=batch, w=whole: results(w, r, b, whole_numbers))
+            for chunks in (2, 3, 5):
+                cut = replace(whole, overlap_chunks=chunks)
+                found = sent(ctx.tp, lambda r=rows, b=batch, c=cut: results(c, r, b, whole_numbers))
+                same = all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
+                if not same or found[1] != expected[1]:
+                    wrong.append(f"{sequence_parallel=} {rows=} {batch=} {chunks=} {found[1]} {expected[1]}")
+    return wrong
+
+
+@pytest.mark.gpus
+@pytest.mark.parametrize(("tp", "shared_memory"), [(2, True), (4, True), (2, False)])
+def test_chunks_change_neither_values_nor_bytes(tp: int, shared_memory: bool) -> None:
+    """Outputs, gradients of inputs, weights and biases, exactly."""
+    for wrong in run_ranks(tp, differences, tp, shared_memory):
+        assert not wrong, "\n".join(wrong)
+
+
+def rounded_differences(size: int) -> list[str]:
+    ctx = context.create(tp=size)
+    wrong = []
+    for sequence_parallel in (False, True):
+        whole = sharding_of(ctx, torch.float32, sequence_parallel)
+        for recomputes in (False, True):
+            expected = results(whole, 67, 2, fractions, recomputes)
+            for chunks in (2, 3):
+                found = results(replace(whole, overlap_chunks=chunks), 67, 2, fractions, recomputes)
+                same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+                if not all(same):
+                    wrong.append(f"{sequence_parallel=} {recomputes=} {chunks=} {same}")
+    return wrong
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_chunks_of_many_tokens_round_as_one_product_does(tp: int) -> None:
+    """In fp32 on a CPU, where each rank's part of a sum is added in rank order. Also where layers are recomputed."""
+    for wrong in run_ranks(tp, rounded_differences, tp):
+        assert not wrong, "\n".join(wrong)
+
+
+def unusual_inputs(size: int) -> list[bool]:
+    """Strided inputs, strided gradients, one broadcast number as gradient, and a frozen input or weight."""
+    ctx = context.create(tp=size)
+    same = []
+    for sequence_parallel in (False, True):
+        sharding = replace(sharding_of(ctx, torch.float64, sequence_parallel), overlap_chunks=3)
+        for layer, width in zip(layers(sharding, whole_numbers), (HIDDEN, WIDE // size), strict=True):
+            x = whole_numbers(4, 2, width, seed=ctx.tp.rank)
+            plain = x.clone().requires_grad_()
+            turned = strided(x).requires_grad_()
+            y = layer(plain)
+            grad = whole_numbers(*y.shape, seed=1)
+            right = torch.autograd.grad(y, (plain, layer.weight), grad, retain_graph=True)
+            found = torch.autograd.grad(layer(turned), (turned, layer.weight), strided(grad))
+            same += [torch.equal(a, b) for a, b in zip(found, right, strict=True)]
+            ones = torch.autograd.grad(y, plain, torch.ones_like(grad), retain_graph=True)
+            spread = torch.autograd.grad(y, plain, grad.new_ones(()).expand(grad.shape))
+            same.append(torch.equal(ones[0], spread[0]))
+            (weight_alone,) = torch.autograd.grad(layer(x), layer.weight, grad)
+            same.append(torch.equal(weight_alone, right[1]))
+            layer.weight.requires_grad_(False)
+            (input_alone,) = torch.autograd.grad(layer(plain), plain, grad)
+            same.append(torch.equal(input_alone, right[0]))
+    return same
+
+
+def test_strided_and_frozen_tensors_in_chunks() -> None:
+    """Fault strided-tensors-in-collectives, in chunks."""
+    for same in run_ranks(2, unusual_inputs, 2):
+        assert same
+        assert all(same)
+
+
+def refusal_of_ten_rows() -> str:
+    ctx = context.create(tp=4)
+    _, row = layers(replace(sharding_of(ctx, torch.float64, True), overlap_chunks=2), whole_numbers)
+    with pytest.raises(ValueError, match="length 10 does not divide by tp 4") as caught:
+        row(torch.zeros(10, 1, WIDE // 4, dtype=torch.float64))
+    return str(caught.value)
+
+
+def test_a_sequence_that_does_not_divide_is_refused_in_chunks_too() -> None:
+    assert len(set(run_ranks(4, refusal_of_ten_rows))) == 1
+
+
+# What runs while what is computed
+
+LONGER = 9  # tokens on this rank, three in a chunk
+
+
+class Recorder:
+    """Takes the place of the collectives and of the matrix products, and notes in `events` when each begins and ends.
+
+    Numbers count the operations of a name from 0. Collectives leave zeros.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.events: list[str] = []
+        monkeypatch.setattr(comm, "all_gather_async", self.all_gather)
+        monkeypatch.setattr(comm, "all_gather_slices_async", lambda *_: self.begin("gather"))
+        monkeypatch.setattr(comm, "all_reduce_async", lambda *_: self.begin("sum"))
+        monkeypatch.setattr(comm, "reduce_scatter_async", lambda x, tp, out=None: (out, self.begin("sum")))
+
+    def number(self, name: str) -> int:
+        return sum(event.startswith(f"{name} ") for event in self.events)
+
+    def begin(self, name: str) -> Pending:
+        number = self.number(name)
+        self.events.append(f"{name} {number}")
+        return Pending().followed_by(lambda: self.events.append(f"end of {name} {number}"))
+
+    def all_gather(self, x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
+        return x.new_zeros(axis.size * x.shape[0], *x.shape[1:]), self.begin("gather")
+
+    def products(self) -> MatrixProducts:
+        recorder = self
+
+        class Recorded(MatrixProducts):
+            def forward_slices(self, *args: Any) -> None:
+                recorder.events.append(f"product {recorder.number('product')}")
+                super().forward_slices(*args)
+
+            def input_gradient_slices(self, *args: Any) -> None:
+                recorder.events.append(f"product {recorder.number('product')}")
+                super().input_gradient_slices(*args)
+
+            def weight_gradient(self, *args: Any) -> Tensor:
+                recorder.events.append("weight gradient")
+                return super().weight_gradient(*args)
+
+        return Recorded()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def recorded_layers(recorder: Recorder, sequence_parallel: bool) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    two = Axis("tp", 2, 0, (0, 1))
+    sharding = Sharding(
+        two, Axis("grad"), sequence_parallel, torch.float64, torch.device("cpu"), recorder.products(), overlap_chunks=3
+    )
+    return layers(sharding, whole_numbers)
+
+
+# Each gather but the first begins before the product of the chunk before it, and ends after that product.
+GATHERED = [
+    *["gather 0", "gather 1", "end of gather 0", "product 0"],
+    *["gather 2", "end of gather 1", "product 1"],
+    *["end of gather 2", "product 2"],
+]
+# Each sum but the last begins before the product of the chunk after it, and ends after that product.
+SUMMED = [
+    *["product 0", "sum 0", "product 1", "sum 1", "product 2", "sum 2"],
+    *["end of sum 0", "end of sum 1", "end of sum 2"],
+]
+
+
+def test_a_column_parallel_layer_gathers_a_chunk_under_the_product_of_another(recorder: Recorder) -> None:
+    column, _ = recorded_layers(recorder, sequence_parallel=True)
+    column(torch.zeros(LONGER, 1, HIDDEN, dtype=torch.float64))
+    assert recorder.events == GATHERED
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_row_parallel_layer_sums_a_chunk_under_the_product_of_another(
+    recorder: Recorder, sequence_parallel: bool
+) -> None:
+    _, row = recorded_layers(recorder, sequence_parallel)
+    length = 2 * LONGER if sequence_parallel else LONGER
+    x = torch.zeros(length, 1, WIDE // 2, dtype=torch.float64, requires_grad=True)
+    y = row(x)
+    assert recorder.events == SUMMED
+    recorder.events.clear()
+    y.sum().backward()
+    # Without sequence parallelism every rank has the whole gradient. The weight gradient is one product in any case.
+    assert recorder.events == [*(GATHERED if sequence_parallel else ["product 0"]), "weight gradient"]
+
+
+# Without ranks
+
+
+def test_chunks_cover_all_tokens_and_differ_by_one_at_most() -> None:
+    for tokens in range(1, 20):
+        for chunks in range(1, 8):
+            cut = cut_in_chunks(tokens, chunks)
+            lengths = [chunk.stop - chunk.start for chunk in cut]
+            assert [i for chunk in cut for i in range(chunk.start, chunk.stop)] == list(range(tokens))
+            assert len(cut) == min(tokens, chunks)
+            assert max(lengths) - min(lengths) <= 1
+    assert cut_in_chunks(0, 3) == [slice(0, 0)]
