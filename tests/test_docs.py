@@ -21,7 +21,7 @@ from tools import docs_hooks, draw_architecture
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "docs").glob("*.md")
 )
-INSTALLING = ("bash pretrain_scripts/quickstart.sh", "bash tests/run.sh")
+INSTALLING = ("bash pretrain_scripts/quickstart.sh", "bash pretrain_scripts/moe_laptop.sh", "bash tests/run.sh")
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:
@@ -132,8 +132,9 @@ def test_extras_that_documents_name_exist() -> None:
 
 
 def test_options_that_documents_name_exist() -> None:
-    """`--section.key` and `section.key` of a section of options, switches with no_ too."""
+    """`--section.key` and `section.key` of a section of options, switches with no_ too, and sections in a section."""
     options = {*option_types()}
+    options |= {path.rpartition(".")[0] for path in options}
     sections = {path.partition(".")[0] for path in options if "." in path}
     wrong = []
     for document in DOCUMENTS:
