@@ -669,7 +669,7 @@ def test_options_flatten_and_back():
 def test_shipped_configs_run_at_their_world_size_without_a_warning(name):
     config = load(["--config", str(CONFIGS / f"{name}.toml")]).config
     parallel = config.parallel
-    assert WORLD_SIZES[name] == parallel.tp * parallel.pp * (parallel.dp or 1)
+    assert WORLD_SIZES[name] == parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
     assert warnings(validate(config, WORLD_SIZES[name])) == []
 
 

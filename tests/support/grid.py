@@ -145,7 +145,8 @@ def micro_batches(config: Config, ctx: ParallelContext, step: int, packed: bool 
     if packed:
         batches = [replace(batch, starts=four_documents(row)) for batch, row in zip(batches, rows, strict=True)]
     held = torch.tensor(deal.positions(LENGTH, ctx.cp.size, ctx.cp.rank))
-    return [batch.columns(held).to(ctx.device) for batch in batches]
+    # Positions of their own, as the batches of a loader have.
+    return [batch.columns(held.clone()).to(ctx.device) for batch in batches]
 
 
 def four_documents(samples: Tensor) -> Tensor:
