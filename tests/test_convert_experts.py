@@ -49,10 +49,11 @@ from tools.convert_checkpoint import (
     upcycle_dense,
 )
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 528, "rope_theta": 5000.0}
 CASES = [
     Case("mixtral", {"rms_norm_eps": 1e-3}),
     Case("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
-    Case("qwen3_moe", {"norm_topk_prob": True}),
+    Case("qwen3_moe", {"norm_topk_prob": True, "rope_parameters": YARN}),
     Case("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
     Case("qwen3_moe", {"norm_topk_prob": True, "num_hidden_layers": 4, "decoder_sparse_step": 2}),
     Case("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [0, 2], "hidden_act": "gelu_pytorch_tanh"}),
@@ -340,8 +341,12 @@ def test_what_is_no_dense_llama_is_not_upcycled(tmp_path: Path) -> None:
             upcycle_dense(options)
         assert words in str(caught.value)
     upcycle_dense(Upcycle(tmp_path / "dense", tmp_path / "m", 2, 1, "qwen3_moe", verify=False))
-    with pytest.raises(CheckpointError, match="is no dense model that qwen3_moe could be made of: missing layers"):
+    with pytest.raises(ConfigError, match=r"model\.moe\.num_experts=2: the model is a mixture already"):
         upcycle_dense(Upcycle(tmp_path / "m", tmp_path / "again", 2, 1, "qwen3_moe"))
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    dense_checkpoint(tmp_path / "other" / "gpt", "gpt2", **no_dropout)
+    with pytest.raises(CheckpointError, match="is no dense model that mixtral could be made of: missing layers"):
+        upcycle_dense(Upcycle(tmp_path / "other" / "gpt", tmp_path / "again"))
     assert not (tmp_path / "again").exists()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megapar.checkpoint.format import Manifest
 from megapar.checkpoint.load import Reader
 from megapar.config import Config, DataConfig, MoEConfig
-from megapar.errors import CheckpointError
+from megapar.errors import CheckpointError, ConfigError
 from megapar.messages import first_few
 from megapar.params import MAIN
 from megapar.random import initial_values
@@ -24,10 +24,12 @@ from megapar_models.registry import find, validate
 
 
 def mixture_of(dense: Config, family: str, experts: int, experts_per_token: int, seed: int) -> Config:
-    """Return the options of the mixture, validated. Raises ConfigError if the family cannot be one of this model.
+    """Return the options of the mixture, validated. `seed` becomes train.seed.
 
-    `seed` becomes train.seed.
+    Raises ConfigError if the model has experts already, or if the family cannot be one of this model.
     """
+    if dense.model.moe.num_experts:
+        raise ConfigError(f"model.moe.num_experts={dense.model.moe.num_experts}: the model is a mixture already")
     moe = MoEConfig(num_experts=experts, num_experts_per_tok=experts_per_token, norm_topk_prob=True)
     model = replace(dense.model, family=family, moe=moe)
     # The data need not fit these options: no text is read.
