@@ -22,6 +22,7 @@ from megapar.data.sources import SyntheticDataset
 from megapar.errors import ConfigError
 from megapar.random import keep_mask
 from megapar.tensor_parallel.layers import Sharding
+from megapar.train.metrics import attention_load
 from megapar.train.step import train_step
 from tests.support import layouts
 from tests.support.distributed import run_ranks
@@ -112,6 +113,23 @@ def test_ranks_read_samples_whole_and_keep_their_columns() -> None:
                 if needs_tokens:
                     assert torch.equal(part.tokens_bs, whole.tokens_bs[:, held])
                     assert torch.equal(part.targets_bs, whole.targets_bs[:, held])
+
+
+def test_the_load_of_attention_is_that_of_the_fullest_rank_of_each_micro_batch() -> None:
+    """On cp 2 rank 0 has the positions 0 to 5 and 18 to 23. One document is even, and so are two of 12 tokens."""
+    tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+    whole = MicroBatch.of_samples(tokens, tokens, torch.ones(1, LENGTH), torch.tensor([0]))
+    everywhere = torch.arange(LENGTH)
+    assert attention_load([whole.columns(everywhere)], 2) is None
+    halves = replace(whole, starts=torch.tensor([0, 12, 24])).columns(everywhere)
+    assert attention_load([halves], 1) is None
+    pairs = [6 * 7 // 2 + (7 + 12) * 3, (7 + 12) * 3 + 6 * 7 // 2]
+    assert attention_load([halves], 2) == 2 * max(pairs) / sum(pairs) == 1.0
+    # Six documents of one token, and one of 18: rank 0 has 6 pairs and the last 6 rows of a triangle.
+    uneven = replace(whole, starts=torch.tensor([0, 1, 2, 3, 4, 5, 6, 24])).columns(everywhere)
+    pairs = [6 + (13 + 18) * 3, 12 * 13 // 2]
+    assert attention_load([uneven], 2) == pytest.approx(2 * max(pairs) / sum(pairs))
+    assert attention_load([uneven, halves], 2) == pytest.approx(2 * (99 + 78) / (99 + 78 + 2 * 78))
 
 
 # Dropout

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from megapar import device
 from megapar.batch import MicroBatch
 from megapar.config import LogConfig
 from megapar.context import ParallelContext
+from megapar.context_parallel.deal import attended_pairs
 from megapar.errors import say, storing, tell
 from megapar.files import replace_file
 from megapar.messages import counted
@@ -43,6 +44,7 @@ class Measured:
     start: float
     data_seconds: float
     comm_bytes: dict[str, int]
+    attention_load: float | None
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Meter:
     _sent: dict[str, int] = field(default_factory=dict)
     _start: float = 0.0
     _data_seconds: float = 0.0
+    _attention_load: float | None = None
     _end: float = 0.0  # when the result of the newest step was known
 
     def start(self) -> None:
@@ -70,12 +73,14 @@ class Meter:
         start = time.perf_counter()
         batches = next_step()
         self._data_seconds = time.perf_counter() - start
+        if self.ctx.world.first:  # which writes the lines
+            self._attention_load = attention_load(batches, self.ctx.cp.size)
         return batches
 
     def queued(self) -> Measured:
         """Call it when the step is queued. `comm_bytes` are the bytes that this rank sends, by ring algorithms."""
         sent = {axis: n - self._sent.get(axis, 0) for axis, n in self.ctx.traffic().items()}
-        return Measured(self._start, self._data_seconds, sent)
+        return Measured(self._start, self._data_seconds, sent, self._attention_load)
 
     def line(self, result: StepResult, measured: Measured) -> dict[str, Any]:
         """The step's line of metrics.jsonl. Call it when the result is known."""
@@ -101,9 +106,28 @@ class Meter:
         }
         if result.loss_scale.dynamic:
             line["loss_scale"] = result.loss_scale.scale
+        if measured.attention_load is not None:
+            line["attention_load_max"] = measured.attention_load
         if result.expert_counts is not None:
             line |= expert_load(result.expert_counts)
         return line
+
+
+def attention_load(batches: Sequence[MicroBatch], cp: int) -> float | None:
+    """How many times the mean number of pairs of a query and a key the context-parallel rank with the most attends.
+
+    The ranks wait for it in each micro-batch. None where all have the same number: without documents, or with one rank.
+    """
+    packed = [batch for batch in batches if batch.starts_on_host is not None]
+    if cp == 1 or not packed:
+        return None
+    most = 0
+    total = 0
+    for batch in packed:
+        pairs = [attended_pairs(batch.sample_length, cp, rank, batch.starts_on_host) for rank in range(cp)]
+        most += max(pairs)
+        total += sum(pairs)
+    return cp * most / total
 
 
 def expert_load(counts: Tensor) -> dict[str, Any]:
