@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from megapar_models.build import build_stages, logical_tensors
 from torch import Tensor
 
+from megapar import context
 from megapar.config import ModelConfig, MoEConfig
 from megapar.expert_parallel import route
-from tests.support.grid import LLAMA, MODELS, Layout, check_on_ranks, name
+from megapar.params import spec_of
+from megapar.train.grid import with_grid
+from tests.support.grid import LLAMA, MODELS, SAMPLES, Layout, check_on_ranks, name
 
 # Balance by the load of the step before, and a z-loss.
 MIXTRAL = replace(
@@ -121,4 +127,65 @@ FORCED = of(MIXTRAL, router_z_loss_coef=0.02)
 def test_all_tokens_to_the_same_experts(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of five experts get every token, so that some ranks compute nothing. Nothing waits, and nothing is NaN."""
     monkeypatch.setattr(route, "select", all_to_expert_zero)
+    check_on_ranks(layout)
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2), (1, 4), (8, 1), (4, 2)])
+def test_no_rank_holds_all_experts(ep: int, etp: int) -> None:
+    """Experts are divided by ep and etp to the element, and so are their gradients and optimizer state."""
+    layout = Layout(SHARED, tp=2, dp=4, ep=ep, etp=etp, micro_batch_size=3)
+    config = layout.config()
+    whole = sum(
+        torch.Size(piece.shape).numel() for name, piece in logical_tensors(config.model).items() if ".experts." in name
+    )
+    plan = with_grid(context.planned, config)
+    for rank in range(8):
+        ctx = plan(rank, device=torch.device("meta"))
+        held = [
+            param.numel()
+            for stage in build_stages(config, ctx).values()
+            for param in stage.parameters()
+            if ".experts." in spec_of(param).name
+        ]
+        assert sum(held) == whole / (ep * etp)
+
+
+@st.composite
+def random_layouts(draw: st.DrawFn) -> Layout:
+    """A layout of 2 to 8 ranks. Replicas that share experts have equal numbers of micro-batches."""
+    sizes = [
+        (1, 1, 4, 1),
+        (2, 1, 2, 1),
+        (2, 2, 1, 1),
+        (1, 2, 2, 1),
+        (4, 1, 1, 1),
+        (2, 1, 4, 1),
+        (2, 2, 2, 1),
+        (1, 2, 2, 2),
+    ]
+    tp, cp, dp, pp = draw(st.sampled_from(sizes))
+    ranks = tp * cp * dp
+    ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if ranks % n == 0]))
+    etp = draw(st.sampled_from([n for n in (1, 2, 4) if ranks % (ep * n) == 0]))
+    return Layout(
+        draw(st.sampled_from([MIXTRAL, SHARED, SIGMOID, ONE])),
+        tp=tp,
+        cp=cp,
+        dp=dp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        cp_attention=draw(st.sampled_from(["gather", "ring", "ulysses"])) if cp > 1 else "gather",
+        sequence_parallel=draw(st.booleans()),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        zero_stage=draw(st.sampled_from([0, 1])),
+        micro_batch_size=draw(st.sampled_from([size for size in (1, 2, 3) if SAMPLES % (size * dp) == 0])),
+        packed=draw(st.booleans()),
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(layout=random_layouts())
+def test_many_random_layouts_of_experts_change_nothing(layout: Layout) -> None:
     check_on_ranks(layout)
