@@ -281,7 +281,7 @@ def _context_parallel(config: Config) -> Iterator[str]:
         options += " parallel.tp parallel.sequence_parallel"
         reason += ", and sequence_parallel cuts them over tp"
     if length % unit:
-        yield problem(config, options, f"{reason}: the length must divide by {unit}; use {around(length, unit)}")
+        yield problem(config, options, f"{reason}, so the length must divide by {unit}; use {around(length, unit)}")
     heads = config.model.num_attention_heads // parallel.tp
     if parallel.cp_attention == "ulysses" and heads % parallel.cp:
         text = (

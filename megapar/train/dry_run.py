@@ -195,7 +195,9 @@ def show(config: Config, build: Build, parameters: str, flops_per_token: int, co
         console.print(
             "stages balanced by FLOPs here: with parallel.balance=measured a run measures when it first starts"
         )
-    table = Table("ranks of replica 0", "pp", "stages", title="GiB on each rank")
+    # Context-parallel ranks need the same memory, so `report` lists the first of them.
+    ranks_listed = "ranks of replica 0" if parallel.cp == 1 else "ranks of replica 0, cp 0"
+    table = Table(ranks_listed, "pp", "stages", title="GiB on each rank")
     for name in ("parameters", "weights", "gradients", "optimizer", "activations", "total"):
         table.add_column(name, justify="right", no_wrap=True)
     for r, ranks in report(config, build).items():

@@ -1,7 +1,7 @@
 """Grouped-query attention (Ainslie et al., arXiv 2305.13245), split over tp by query heads.
 
-Shapes: s sequence, b micro-batch, h hidden, n this rank's heads, d width of a head, c this rank's columns of q, k and v
-together: (query heads + 2 key/value heads) d.
+Shapes: s positions of this context-parallel rank, b micro-batch, h hidden, n this rank's heads, d width of a head,
+c this rank's columns of q, k and v together: (query heads + 2 key/value heads) d.
 """
 
 from dataclasses import dataclass
