@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import (
@@ -50,6 +50,7 @@ def packed(draw: st.DrawFn, samples: int = 2) -> tuple[int, int, tuple[int, ...]
     return cp, length, (*sorted(starts), samples * length)
 
 
+@settings(max_examples=60, deadline=None)
 @given(cp=st.integers(1, 9), size=st.integers(1, 5))
 def test_ranks_hold_each_position_once_and_attend_alike(cp: int, size: int) -> None:
     """Fault cp-ranks-balanced."""
@@ -67,6 +68,7 @@ def test_a_length_that_does_not_divide_is_refused() -> None:
         deal.chunks(12, 4, 0)
 
 
+@settings(max_examples=60, deadline=None)
 @given(cp=st.integers(1, 7), size=st.integers(1, 4))
 def test_parts_and_whole_are_inverse(cp: int, size: int) -> None:
     """Fault cp-order-restored."""
@@ -95,6 +97,7 @@ def mask_of(blocks: list[deal.Block], samples: int, queries: int, keys: int) -> 
     return count
 
 
+@settings(max_examples=60, deadline=None)
 @given(packed())
 def test_blocks_are_the_mask(case: tuple[int, int, tuple[int, ...]]) -> None:
     """Faults cp-odd-document-lengths, cp-document-ends-in-chunk: for whole keys, and for those of each rank."""
@@ -130,6 +133,7 @@ def test_blocks_of_whole_samples_are_few() -> None:
     assert deal.blocks(own, deal.chunks(16, 2, 0), 16) == [deal.Block(everything, slice(0, 8), slice(0, 4), False)]
 
 
+@settings(max_examples=60, deadline=None)
 @given(packed())
 def test_a_ring_reaches_the_ranks_that_attend(case: tuple[int, int, tuple[int, ...]]) -> None:
     cp, length, starts = case

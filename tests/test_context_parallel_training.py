@@ -284,3 +284,25 @@ def test_z_loss_has_the_same_weight() -> None:
         {name: found[0.1][number][name] - found[0.0][number][name] for name in found[0.0][0]} for number in (0, 1)
     )
     layouts.assert_close(split_difference, alone_difference, rtol=1e-4)
+
+
+def recompute_in_every_way(form: Any) -> list[tuple[float, Tensor]]:
+    """Loss and flat gradient of this rank: nothing recomputed, attention alone, and whole layers."""
+    model = replace(GPT, num_hidden_layers=2)
+    found = []
+    for mode in ("none", "selective", "full"):
+        layout = Layout(model, cp=2, cp_attention=form, micro_batch_size=6, recompute=mode, zero_stage=0)
+        state = make_state(without_clipping(layout.config()))
+        result = train_step(state, micro_batches(state.config, state.ctx, 0, packed=True))
+        found.append((result.loss, state.grads.flat.clone()))
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_recomputation_changes_no_bit(form: Any) -> None:
+    """Fault recomputation-same-masks: what attention exchanges is exchanged again, and masks are drawn again."""
+    for (loss, gradient), *others in run_ranks(2, recompute_in_every_way, form):
+        assert gradient.any()
+        for other_loss, other_gradient in others:
+            assert other_loss == loss
+            assert torch.equal(other_gradient, gradient)
