@@ -20,9 +20,8 @@ from megapar.pipeline.runtime import PipelineRuntime
 from megapar.train.dry_run import RankReport, report, report_rank
 from megapar.train.step import TrainState
 from tests.support.distributed import ON_GPUS, run_ranks
-from tests.support.grid import GPT, LLAMA, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, make_state, micro_batches
+from tests.support.grid import GPT, LLAMA, MIXTRAL, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, make_state, micro_batches
 from tests.support.kernel_checks import needs_triton
-from tests.test_grid_experts import MIXTRAL
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
 CONFIGS = sorted(SCRIPTS.glob("configs/*.toml"))

@@ -13,9 +13,8 @@ from megapar.context import coordinates, expert_rank_groups
 from megapar.expert_parallel.balance import Router
 from megapar.train.step import TrainState, evaluate, train_step
 from tests.support.distributed import run_ranks
-from tests.support.grid import Layout, make_state, micro_batches
+from tests.support.grid import DENSE_BETWEEN, SHARED, SIGMOID, Layout, make_state, micro_batches
 from tests.support.runs import Bits, assert_bitwise, bits
-from tests.test_grid_experts import DENSE_BETWEEN, SHARED, SIGMOID
 
 
 def test_replicas_that_share_experts_need_equal_numbers_of_micro_batches() -> None:
@@ -85,7 +84,7 @@ def router_state(state: TrainState) -> list[Tensor]:
 
 
 def test_an_evaluation_and_a_skipped_step_leave_the_balance_as_it_is() -> None:
-    """Fault moe-counted-twice: a step that overflows in fp16 has moved no weight, and must move no bias."""
+    """A step that overflows in fp16 has moved no weight, and must move no bias."""
     config = Layout(SIGMOID, micro_batch_size=6).config("fp16")
     state = make_state(config)
     assert train_step(state, micro_batches(config, state.ctx, 0)).finite

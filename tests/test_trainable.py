@@ -29,8 +29,7 @@ from megapar.train.trainable import freeze, freeze_others
 from megapar.train.trainer import start
 from tests.support import layouts, program
 from tests.support.distributed import run_ranks
-from tests.support.grid import GPT, LLAMA, Layout, make_state, micro_batches
-from tests.test_grid_experts import MIXTRAL
+from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, make_state, micro_batches
 
 FACTS: dict[str, Any] = {"step": 1, "consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
 

@@ -241,7 +241,10 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
 
 
 def _other_training_state(manifest: Manifest, config: Config) -> str:
-    """The reason why a checkpoint lacks state of training that the run needs, or has other: "", or part of a message."""
+    """The reason why a checkpoint lacks state of training that the run needs, or has other.
+
+    It is "" or a part of a message.
+    """
     saved = position(manifest).config
     # A checkpoint of a version without these options trained every parameter, and had no experts.
     reasons = {
