@@ -374,11 +374,25 @@ def _toml(value: Any) -> str:
     return repr(value)
 
 
+# Parts of the names of other frameworks' options for experts that have no counterpart, and what happens here instead.
+_NO_TOKEN_IS_DROPPED = "no token is dropped here, because an expert computes every token that chose it"
+_WITHOUT_COUNTERPART = {
+    "capacity": _NO_TOKEN_IS_DROPPED,
+    "drop_token": _NO_TOKEN_IS_DROPPED,
+    "token_drop": _NO_TOKEN_IS_DROPPED,
+    "jitter": "routers add no noise here",
+}
+
+
 def _suggestion(name: str, known: Sequence[str]) -> str:
     """Text that suggests the path in `known` that is most like `name`, such as "; did you mean train.steps?".
 
-    Both the whole paths and their last parts are compared. Returns "" if no path is similar.
+    Both the whole paths and their last parts are compared. Returns "" if no path is similar. A well-known option that
+    has no counterpart is answered with what happens instead.
     """
+    for part, instead in _WITHOUT_COUNTERPART.items():
+        if part in name:
+            return f"; {instead}"
 
     def likeness(path: str) -> float:
         whole = SequenceMatcher(None, name, path).ratio()

@@ -112,8 +112,17 @@ class ParamSpec:
 
     Counts of active parameters and of FLOPs read it.
     """
+    selected_with: tuple[str, ...] = ()
+    """Further logical tensors that train.trainable must treat like this parameter, such as the experts of other ranks.
+
+    If ranks disagreed on what needs a gradient, some would wait for the others in backward.
+    """
     training_state: bool = False
     """Of a buffer: whether training alone needs it. A checkpoint of weights alone does not have it."""
+
+    def names_to_select(self) -> list[str]:
+        """The logical tensors of which train.trainable must select all or none, sorted, each once."""
+        return sorted({*self.selected_with, *(piece.name for piece in self.pieces)})
 
     @property
     def name(self) -> str:
@@ -161,9 +170,9 @@ class ParamSpec:
 def selected(spec: ParamSpec, patterns: Sequence[str]) -> bool:
     """Whether train.trainable with `patterns` trains this parameter. Without patterns it does.
 
-    A fused parameter has one gradient, so the patterns must match all of its pieces.
+    A fused parameter has one gradient, so the patterns must match all of `spec.names_to_select`.
     """
-    matched = [any(fnmatchcase(piece.name, pattern) for pattern in patterns) for piece in spec.pieces]
+    matched = [any(fnmatchcase(name, pattern) for pattern in patterns) for name in spec.names_to_select()]
     return not patterns or all(matched)
 
 

@@ -331,7 +331,8 @@ def _expert_batch(config: Config) -> Iterator[str]:
     if train.global_batch_size % step:
         yield problem(config, f"train.global_batch_size {options}", f"{text}{around(train.global_batch_size, step)}")
     elif any(size % step for size in train.batch_ramp[:2]):
-        yield problem(config, f"train.batch_ramp {options}", f"{text}such START and INCREMENT")
+        works = f"{step} {step} {train.batch_ramp[2]}" if train.global_batch_size > step else "no ramp"
+        yield problem(config, f"train.batch_ramp {options}", f"{text}{works}")
 
 
 def _is_partition(partition: tuple[int, ...], layers: int, stages: int) -> bool:

@@ -1,6 +1,7 @@
 """The inspection tool: what it says of a checkpoint, and its exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,20 @@ def test_the_report_says_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFix
     assert "6 x 5" in printed
     assert "exp_avg, exp_avg_sq, main" in printed
     assert "step 3, 24 samples" in printed
+
+
+def test_a_reader_that_stops_reading_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `head` does. The report and the exit code are those of the checkpoint."""
+    path, report = save_toy(tmp_path / "a", 3), tmp_path / "report.json"
+    other = save_toy(tmp_path / "b", 4)
+    for compare, code in ((None, 0), (other, CheckpointError.exit_code)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as closed:
+            monkeypatch.setattr(sys, "stdout", closed)
+            assert inspect(Options(path, compare=compare, json=report)) == code
+        monkeypatch.undo()
+    assert json.loads(report.read_text())["differences"]
 
 
 def test_two_checkpoints_are_compared_bit_by_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -234,6 +234,25 @@ def test_an_unknown_key_or_flag_is_refused_with_what_was_meant(tmp_path):
     assert load_refusal(["train.steps", "3"]).startswith("'train.steps' follows no flag")
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--model.moe.capacity_factor", "no token is dropped here"),
+        ("--moe-expert-capacity-factor", "no token is dropped here"),
+        ("--moe-token-drop-policy", "no token is dropped here"),
+        ("--moe-input-jitter-eps", "routers add no noise here"),
+    ],
+)
+def test_an_option_of_other_frameworks_without_counterpart_is_answered(tmp_path, flag, said):
+    """Fault unknown-option."""
+    name = flag.removeprefix("--").replace("-", "_")
+    assert load_refusal([flag, "1.25"]).startswith(f"--{name}: no such flag; {said}")
+    file = write(tmp_path, "c.toml", "[model.moe]\nrouter_jitter_noise = 0.1\n")
+    assert load_refusal(["--config", file]) == (
+        f"{file}:2: model.moe.router_jitter_noise: no such option; routers add no noise here"
+    )
+
+
 def test_an_option_that_two_flags_set_is_refused_with_both():
     """Fault option-set-twice."""
     said = load_refusal(["--train.steps", "3", "--train.seed", "1", "--train.steps=4"])

@@ -28,7 +28,9 @@ from megapar.data.sources import ChunkDataset, SyntheticDataset
 from megapar.errors import ConfigError, DataError
 from megapar.train.data import open_loaders
 from megapar.train.step import count_targets
+from tests.support import program
 from tests.support.distributed import run_ranks
+from tests.support.runs import metrics
 
 S = 8
 RAMP = TrainConfig(global_batch_size=72, batch_ramp=(36, 36, 100))
@@ -160,6 +162,51 @@ def test_a_killed_worker_is_named_with_its_signal():
     with pytest.raises(DataError, match="data worker 0"):
         workers.ask(2)
     workers.close()
+
+
+class Empty(Stuck):
+    """A loader that answers at once."""
+
+    def step_after(self, consumed: int) -> list[MicroBatch]:
+        return []
+
+
+def test_workers_of_a_run_that_handles_signals_end_with_it():
+    """Fault killed-worker: a fork has the handlers of its parent.
+
+    A scheduler's SIGTERM to all processes is for the parent to answer. `close` must not wait for a worker that has only
+    noted a signal.
+    """
+    noted: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    try:
+        workers = _Processes(Empty().step_after, 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    ((_, process),) = workers._workers
+    workers.ask(0)
+    assert workers.take() == []
+    os.kill(process.pid, signal.SIGTERM)
+    workers.ask(1)
+    assert workers.take() == []
+    late = threading.Timer(20, os.kill, (process.pid, signal.SIGKILL))  # so that a failure does not wait forever
+    late.start()
+    workers.close()
+    assert late.is_alive(), "close() waited for the worker"
+    late.cancel()
+
+
+def test_a_ramp_that_begins_with_fewer_samples_than_replicas_trains_as_one_process(tmp_path: Path):
+    """Steps of 1, 2 and 3 samples on 4 replicas: at first three replicas have none, and the last one never has."""
+    flags = ("--train.global_batch_size", "3", "--train.batch_ramp", "1", "1", "4", "--checkpoint.no_save_last")
+    losses = []
+    for ranks in ("1", "4"):
+        folder = tmp_path / ranks
+        folder.mkdir()
+        ended = program.run(*flags, "--launch.nproc", ranks, "--data.workers", "1", cwd=folder)
+        assert ended.code == 0, ended.err
+        losses.append([line["loss"] for line in metrics(folder / "run")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_ramp_grows_the_batch_in_equal_stretches():

@@ -20,7 +20,7 @@ from megapar.pipeline.runtime import PipelineRuntime
 from megapar.train.dry_run import RankReport, report, report_rank
 from megapar.train.step import TrainState
 from tests.support.distributed import ON_GPUS, run_ranks
-from tests.support.grid import GPT, LLAMA, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, make_state, micro_batches
+from tests.support.grid import GPT, LLAMA, MIXTRAL, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, make_state, micro_batches
 from tests.support.kernel_checks import needs_triton
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
@@ -270,3 +270,16 @@ def check_memory(kind: RankReport, dp: int) -> None:
     assert kind.parameters <= elements <= 1.02 * kind.parameters + 100_000
     assert kind.activations > 0
     assert kind.total == kind.weights + kind.gradients + kind.optimizer + kind.activations
+
+
+def test_ranks_with_other_numbers_of_experts_are_listed() -> None:
+    """Of 5 experts, three ranks hold one and the fourth two. The other eight ranks hold the same experts again."""
+    config = Layout(MIXTRAL, dp=12, ep=4, etp=1).config()
+    kinds = report(config, build_stages)
+    assert list(kinds.values()) == [[0, 1, 2], [3]]
+    few, many = kinds
+    expert = 3 * MIXTRAL.hidden_size * MIXTRAL.moe.moe_intermediate_size
+    assert many.parameters - few.parameters == MIXTRAL.num_hidden_layers * expert
+    # Where all ranks hold equal numbers of experts, replica 0 stands for all.
+    even = replace(MIXTRAL, moe=replace(MIXTRAL.moe, num_experts=8))
+    assert list(report(Layout(even, dp=12, ep=4, etp=1).config(), build_stages).values()) == [[0]]

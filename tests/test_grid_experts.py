@@ -3,9 +3,6 @@
 Fault slugs are in docs/faults.md.
 """
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,59 +11,23 @@ from megapar_models.build import build_stages, logical_tensors
 from torch import Tensor
 
 from megapar import context
-from megapar.config import ModelConfig, MoEConfig
 from megapar.expert_parallel import route
 from megapar.params import spec_of
 from megapar.train.grid import with_grid
-from tests.support.grid import LLAMA, MODELS, SAMPLES, Layout, check_on_ranks, name
-
-# Balance by the load of the step before, and a z-loss.
-MIXTRAL = replace(
-    LLAMA,
-    family="mixtral",
-    num_hidden_layers=2,
-    attention_bias=False,
-    qk_norm=False,
-    moe=MoEConfig(
-        num_experts=5,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        router_aux_loss_coef=0.05,
-        router_z_loss_coef=0.01,
-    ),
-)
-
-
-def of(model: ModelConfig, layers: int = 2, **options: Any) -> ModelConfig:
-    return replace(model, num_hidden_layers=layers, moe=replace(model.moe, **options))
-
-
-# Balance by sample, a gated shared expert.
-SHARED = of(
+from tests.support.grid import (
+    DENSE_BETWEEN,
     MIXTRAL,
-    num_experts=8,
-    num_experts_per_tok=3,
-    balance="sequence",
-    norm_topk_prob=False,
-    shared_expert_intermediate_size=24,
-    shared_expert_gate=True,
+    MODELS,
+    ONE,
+    SAMPLES,
+    SHARED,
+    SIGMOID,
+    Layout,
+    check_on_ranks,
+    name,
+    of,
 )
-# As DeepSeek-V3 routes: sigmoids, groups, a bias and no loss.
-SIGMOID = of(
-    MIXTRAL,
-    num_experts=8,
-    scoring_func="sigmoid",
-    n_group=4,
-    topk_group=2,
-    routed_scaling_factor=2.5,
-    balance="bias",
-    router_aux_loss_coef=0.001,
-    router_bias_update_rate=0.02,
-)
-ONE = of(MIXTRAL, num_experts_per_tok=1, norm_topk_prob=False)
-# Three layers, of which one is a plain MLP and a pipeline stage of its own.
-DENSE_BETWEEN = of(MIXTRAL, layers=3, num_experts=8, mlp_only_layers=(1,))
-DENSE_BETWEEN = replace(DENSE_BETWEEN, family="qwen3_moe", qk_norm=True)
+
 NAMES = {MIXTRAL: "mixtral", SHARED: "shared", SIGMOID: "sigmoid", ONE: "one", DENSE_BETWEEN: "dense_between"}
 
 GRID = [

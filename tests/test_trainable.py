@@ -29,7 +29,7 @@ from megapar.train.trainable import freeze, freeze_others
 from megapar.train.trainer import start
 from tests.support import layouts, program
 from tests.support.distributed import run_ranks
-from tests.support.grid import GPT, LLAMA, Layout, make_state, micro_batches
+from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, make_state, micro_batches
 
 FACTS: dict[str, Any] = {"step": 1, "consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
 
@@ -103,6 +103,20 @@ def test_a_resumption_that_trains_other_parameters_is_refused_with_both_values(t
     start(config, fresh.ctx, fresh.stages)
 
 
+def test_a_resumption_that_balances_experts_otherwise_is_refused_with_both_values(tmp_path: Path) -> None:
+    """The weights fit, so that a new run can start from them."""
+    layout = Layout(MIXTRAL, micro_batch_size=6)
+    train_a_part(layout, (), tmp_path / "run")
+    other = replace(layout, model=replace(MIXTRAL, moe=replace(MIXTRAL.moe, balance="sequence")))
+    with pytest.raises(CheckpointError, match=r"; model\.moe\.balance differs \(global \| sequence\).*init_from"):
+        train_a_part(other, (), tmp_path / "run", resume=True)
+    config = other.config("fp32")
+    options = replace(config.checkpoint, init_from=str(tmp_path / "run/checkpoints/step_00000002"))
+    config = replace(config, run_dir=str(tmp_path / "other"), checkpoint=options)
+    fresh = make_state(config)
+    start(config, fresh.ctx, fresh.stages)
+
+
 def test_another_reason_than_the_trained_parameters_is_not_blamed_on_them(tmp_path: Path) -> None:
     layout = Layout(LLAMA, micro_batch_size=3)
     train_a_part(layout, ("norm.*",), tmp_path)
@@ -124,6 +138,36 @@ def test_a_pattern_that_cannot_be_followed_is_refused_by_name(patterns: tuple[st
     with pytest.raises(ConfigError) as caught:
         freeze_others(state.stages.values(), patterns, state.ctx)
     assert message in str(caught.value)
+
+
+def freeze_one_expert(patterns: tuple[str, ...], layout: Layout) -> list[str]:
+    """What `freeze_others` says on a rank."""
+    state = make_state(layout.config())
+    try:
+        return freeze_others(state.stages.values(), patterns, state.ctx)
+    except ConfigError as error:
+        return [str(error)]
+
+
+def test_experts_of_a_layer_are_trained_all_or_none_in_every_layout() -> None:
+    """Fault moe-rank-without-tokens-hangs: a rank without a trained expert would leave the others alone in backward.
+
+    With 5 experts on 8 ranks each expert has a parameter of its own.
+    """
+    one = ("layers.*.mlp.experts.0.*",)
+    everywhere = Layout(MIXTRAL, tp=2, dp=4, ep=8, etp=1)
+    said = freeze_one_expert(one, Layout(MIXTRAL))
+    assert "matches a part of layers.0.mlp.experts.0.down.weight to layers.0.mlp.experts.4.down.weight" in said[0]
+    assert run_ranks(8, freeze_one_expert, one, everywhere) == [said] * 8
+    all_experts = ("layers.1.mlp.experts.*", "layers.*.mlp.router.*")
+    said = freeze_one_expert(all_experts, Layout(MIXTRAL))
+    model = MIXTRAL.moe
+    experts = 3 * MIXTRAL.hidden_size * model.moe_intermediate_size * model.num_experts
+    routers = 2 * MIXTRAL.hidden_size * model.num_experts
+    assert said[0].startswith(f"trains {experts + routers:,} of ")
+    assert run_ranks(8, freeze_one_expert, all_experts, everywhere) == [said] * 8
+    # Experts have other numbers of replicas than the rest.
+    assert run_ranks(4, freeze_one_expert, all_experts, Layout(MIXTRAL, tp=2, dp=2, ep=2, etp=1)) == [said] * 4
 
 
 def test_a_dry_run_refuses_what_a_run_would() -> None:

@@ -5,6 +5,7 @@ It needs neither a GPU nor the layout that wrote the checkpoint.
 
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ def verify_chunks(path: Path, manifest: Manifest, console: Console) -> None:
     """Read every chunk. Raises CheckpointError at the first one that is damaged."""
     chunks = [(name, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks]
     with Reader(path, manifest) as reader:
-        for name, chunk in track(chunks, "verifying", console=console, transient=True):
+        for name, chunk in track(chunks, "verifying", console=console, transient=True, disable=not console.is_terminal):
             reader.chunk(name, chunk)
 
 
@@ -82,7 +83,7 @@ def compare(path: Path, ours: Manifest, other: Path, console: Console) -> list[s
     names = sorted(ours.tensors.keys() | theirs.tensors.keys())
     # judge=False reads values that are not finite without an error: they are differences to be shown.
     with Reader(path, ours, judge=False) as left_reader, Reader(other, theirs, judge=False) as right_reader:
-        for name in track(names, "comparing", console=console, transient=True):
+        for name in track(names, "comparing", console=console, transient=True, disable=not console.is_terminal):
             line = _tensor_difference(name, left_reader, right_reader)
             if line:
                 lines.append(f"{name}: {line}")
@@ -128,7 +129,10 @@ def show(report: dict[str, Any], console: Console) -> None:
         entries = [report["tensors"][f"{state}.{name}"] for state in states]
         shape = " x ".join(map(str, entries[0]["shape"]))
         table.add_row(name, shape, entries[0]["dtype"], ", ".join(states), str(sum(e["chunks"] for e in entries)))
-    console.print(table)
+    # As text, because rich would end the process if the reader is gone, and the exit code would be lost.
+    with console.capture() as text:
+        console.print(table)
+    print(text.get(), end="")
     layout = ", ".join(f"{key} {value}" for key, value in report["layout"].items())
     print(f"{report['path']}: step {report['step']}, {report['consumed_samples']:,} samples consumed")
     print(f"{report['parameters']:,} parameters; {report['bytes']:,} bytes in {report['files']} files")
@@ -141,16 +145,22 @@ def show(report: dict[str, Any], console: Console) -> None:
 def inspect(options: Options) -> int:
     """Inspect a checkpoint; returns the exit code. Raises CheckpointError if it is incomplete or damaged."""
     console = Console()
+    progress = Console(stderr=True)
     manifest = read_manifest(options.path)
     report = {**describe(options.path, manifest), "verified": options.verify}
     if options.verify == "crc":
-        verify_chunks(options.path, manifest, console)
+        verify_chunks(options.path, manifest, progress)
     if options.compare:
         report["compared"] = str(options.compare)
-        report["differences"] = compare(options.path, manifest, options.compare, console)
-    show(report, console)
+        report["differences"] = compare(options.path, manifest, options.compare, progress)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
+    try:
+        show(report, console)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough. Python flushes again at its end, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return CheckpointError.exit_code if report.get("differences") else 0
 
 

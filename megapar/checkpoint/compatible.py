@@ -40,7 +40,7 @@ def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any
         # Checkpoints of models without experts have never stated these options.
         free = free.union(MOE)
     elif config.model.moe.balance != "bias":
-        # Only the bias is a tensor. The losses have none, so that a run may go on with another loss.
+        # Of what balances experts only the bias is needed to compute the model. So weights fit a run with another loss.
         free = free.union({"model.moe.balance"})
     options = {}
     for path, value in flatten(config).items():

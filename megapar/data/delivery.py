@@ -142,7 +142,7 @@ class _Processes:
 
     def close(self) -> None:
         for connection, process in self._workers:
-            process.terminate()
+            process.kill()  # a worker ignores SIGTERM, and has nothing to clean up
             process.join()
             connection.close()
 
@@ -152,8 +152,10 @@ def _work(read: Read, parents: Connection, connection: Connection) -> None:
 
     It receives a number of consumed samples, and sends the step that follows or the error that reading it raised.
     """
-    # A terminal sends Ctrl-C to all processes of the group. The parent answers it and ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal or a scheduler signals all processes of the group. The parent answers, and ends its workers. The fork
+    # copied the parent's handlers, which would take a signal of this process for a request to the parent.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     # A fork copies the parent's end too. While this process holds it, the pipe would not close when the parent dies.
     parents.close()
     torch.set_num_threads(1)  # several OpenMP threads on cores that training keeps busy would wait for each other

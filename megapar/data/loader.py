@@ -125,11 +125,16 @@ class Loader:
         self.columns = torch.tensor(range(seq_length) if columns is None else columns)
 
     def step_after(self, consumed_samples: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches of the step that follows `consumed_samples`."""
+        """Return this rank's micro-batches of the step that follows `consumed_samples`.
+
+        There are none if the step has fewer micro-batches than replicas, and this replica's turn does not come.
+        """
         size = self.batch_size(consumed_samples)
         positions = micro_batch_positions(consumed_samples, size, self.micro_batch_size, self.dp_rank, self.dp_size)
         if not self.needs_tokens:
             return [_without_tokens(row, self.seq_length).columns(self.columns) for row in positions]
+        if not len(positions):
+            return []
         # All samples of the step are read at once, so that their pages are fetched together.
         samples, starts = self.samples.read_documents(positions.ravel(), with_starts=self.treatment.needs_starts)
         batches = []

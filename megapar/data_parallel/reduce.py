@@ -170,7 +170,12 @@ class _Progress:
         return self._expected is not None and self._waiting_for[bucket_index] == 0
 
     def learn(self) -> None:
-        """Update the expected numbers. Call it after the last backward."""
+        """Update the expected numbers. Call it after the last backward.
+
+        A replica without a micro-batch in this step learns nothing: the next step may give it one (train.batch_ramp).
+        """
+        if not any(self._additions):
+            return
         # The largest number so far: expecting fewer additions than come would reduce a bucket too early.
         before = self._expected or self._additions
         self._expected = [max(pair) for pair in zip(self._additions, before, strict=True)]

@@ -64,6 +64,7 @@ class Experts(nn.Module):
     ):
         super().__init__()
         self.token_share = token_share
+        self.num_experts = num_experts
         self.expert_numbers = experts_of(num_experts, sharding.ep)
         self.hidden_size = hidden_size
         self.width = width
@@ -85,15 +86,24 @@ class Experts(nn.Module):
         numbers: Sequence[int] = self.expert_numbers
         cuts = {cut_dim: cut(self.width, sharding.etp)}
         if not numbers:
-            # The spec of a parameter without elements still has names, by which train.trainable selects it: ranks must
-            # agree on what needs a gradient, or some would wait for the others in backward.
+            # The spec of a parameter without elements still has a shape, which is cut to nothing.
             numbers = [self.expert_numbers.start]
             cuts = {0: (0, 0)}
         pieces: list[Piece] = []
         for number in numbers:
             pieces += [make_piece(f"{name}.{number}.{matrix}.weight", shape, cuts) for matrix in matrices]
         rows = sum(piece.local_shape[0] for piece in pieces)
-        spec = ParamSpec(tuple(pieces), init, decay=True, replicas=sharding.replicas, token_share=self.token_share)
+        spec = ParamSpec(
+            tuple(pieces),
+            init,
+            decay=True,
+            replicas=sharding.replicas,
+            token_share=self.token_share,
+            # Those of other ranks too: which experts share a parameter depends on ep.
+            selected_with=tuple(
+                f"{name}.{number}.{matrix}.weight" for number in range(self.num_experts) for matrix in matrices
+            ),
+        )
         return parameter(spec, (rows, pieces[0].local_shape[1]), dtype=sharding.dtype, device=sharding.device)
 
     def forward(self, rows: Tensor, rows_of_expert: Sequence[int]) -> Tensor:

@@ -227,7 +227,7 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
             slices=_all_slices(state),
             ctx=ctx,
             model_config=_weight_options(state),
-            why=lambda manifest: _other_parameters_trained(manifest, state.config),
+            why=lambda manifest: _other_training_state(manifest, state.config),
         )
         saved = position(manifest)
         notes = compare(manifest.data, state.data_identity, path, accept=state.config.data.accept_changed)
@@ -240,18 +240,32 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
     return [*notes, *moved]
 
 
-def _other_parameters_trained(manifest: Manifest, config: Config) -> str:
-    """The reason why a checkpoint lacks moments that the run needs, or has others: "", or a part of a message."""
-    # A checkpoint of a version without this option trained every parameter.
-    saved = tuple(position(manifest).config.get("train.trainable") or ())
-    now = config.train.trainable
-    if saved == now:
-        return ""
-    return (
-        f"; train.trainable differs ({shown(saved)} | {shown(now)}), and moments exist of trained parameters alone: "
-        "resume with the value of the checkpoint, or start from its weights with --checkpoint.init_from in another "
-        "--run_dir"
-    )
+def _other_training_state(manifest: Manifest, config: Config) -> str:
+    """The reason why a checkpoint lacks state of training that the run needs, or has other.
+
+    It is "" or a part of a message.
+    """
+    saved = position(manifest).config
+    # A checkpoint of a version without these options trained every parameter, and had no experts.
+    reasons = {
+        "train.trainable": (
+            tuple(saved.get("train.trainable") or ()),
+            config.train.trainable,
+            "moments exist of trained parameters alone",
+        ),
+        "model.moe.balance": (
+            saved.get("model.moe.balance", config.model.moe.balance),
+            config.model.moe.balance,
+            "each way to balance experts has other state",
+        ),
+    }
+    for option, (then, now, reason) in reasons.items():
+        if then != now:
+            return (
+                f"; {option} differs ({shown(then)} | {shown(now)}), and {reason}: resume with the value of the "
+                "checkpoint, or start from its weights with --checkpoint.init_from in another --run_dir"
+            )
+    return ""
 
 
 def _all_slices(state: TrainState) -> list[StateSlice]:

@@ -48,10 +48,11 @@ class RankReport:
 
 
 def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
-    """Group the ranks by the memory that they need. Only the ranks of the first replica are listed.
+    """Group the ranks by the memory that they need. Ranks that certainly need the same as a listed one are left out.
 
-    Data-parallel replicas need the same memory, and so do context-parallel ranks, so only the first is built. Tensor
-    ranks whose parameters have the same shapes need the same memory too, so it is counted for the first of them.
+    Data-parallel replicas need the same memory, and so do context-parallel ranks, so only the first is built. If they
+    hold different numbers of experts, the first of those that hold the same experts is built. Tensor ranks whose
+    parameters have the same shapes need the same memory too, so it is counted for the first of them.
     """
     patterns = config.train.trainable
     if patterns:
@@ -63,7 +64,8 @@ def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
     by_shapes: dict[tuple[object, ...], RankReport] = {}
     for rank in range(parallel.tp * parallel.cp * parallel.pp * parallel.dp):
         ctx = _context(config, rank)
-        if not ctx.grad.first:
+        experts_differ = config.model.moe.num_experts % ctx.ep.size > 0
+        if not ctx.grad.first and not (experts_differ and ctx.expert_grad.first):
             continue
         shapes = _local_shapes(build(config, ctx))
         if shapes not in by_shapes:
@@ -195,8 +197,10 @@ def show(config: Config, build: Build, parameters: str, flops_per_token: int, co
         console.print(
             "stages balanced by FLOPs here: with parallel.balance=measured a run measures when it first starts"
         )
-    # Context-parallel ranks need the same memory, so `report` lists the first of them.
+    # Replicas and context-parallel ranks need the same memory, so `report` lists the first of them.
     ranks_listed = "ranks of replica 0" if parallel.cp == 1 else "ranks of replica 0, cp 0"
+    if parallel.ep > 1:
+        ranks_listed = "ranks"  # those of other replicas too, if they hold other numbers of experts
     table = Table(ranks_listed, "pp", "stages", title="GiB on each rank")
     for name in ("parameters", "weights", "gradients", "optimizer", "activations", "total"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -22,11 +22,11 @@ class Frozen:
     used: list[str]
     """Patterns that matched a parameter."""
     torn: list[str]
-    """Names of fused parameters of which the patterns match only a part."""
+    """For each fused parameter of which the patterns match only a part: its first and its last logical tensor."""
     trained: int
-    """Elements of trained parameters that this rank owns."""
+    """Elements of trained parameters that this rank counts: each element of the model is counted by one rank."""
     total: int
-    """Elements of all parameters that this rank owns."""
+    """Elements of all parameters that this rank counts."""
 
 
 def freeze(modules: Iterable[nn.Module], patterns: Sequence[str]) -> Frozen:
@@ -41,16 +41,20 @@ def freeze(modules: Iterable[nn.Module], patterns: Sequence[str]) -> Frozen:
     # By id, because two stages of a rank may share a tied embedding.
     for param in {id(param): param for module in modules for param in module.parameters()}.values():
         spec = spec_of(param)
-        matching = [[p for p in patterns if fnmatchcase(piece.name, p)] for piece in spec.pieces]
-        for names in matching:
-            used.update(names)
+        names = spec.names_to_select()
+        matching = [[p for p in patterns if fnmatchcase(name, p)] for name in names]
+        for matched in matching:
+            used.update(matched)
         is_trained = selected(spec, patterns)
         if any(matching) and not is_trained:
-            torn.append(spec.name)
+            torn.append(f"{names[0]} to {names[-1]}")
         # A parameter that the model itself has frozen stays frozen.
         is_trained = is_trained and param.requires_grad
         param.requires_grad_(is_trained)
-        owned = sum(last - first for first, last in spec.owned_ranges())
+        owned = 0
+        # The first replica counts. Experts have fewer replicas than other parameters.
+        if spec.replicas.first:
+            owned = sum(last - first for first, last in spec.owned_ranges())
         total += owned
         if is_trained:
             trained += owned
@@ -69,9 +73,8 @@ def freeze_others(modules: Iterable[nn.Module], patterns: Sequence[str], ctx: Pa
     gathered = comm.gather_json(asdict(freeze(modules, patterns)), ctx.world, ctx.device)
     everywhere = [Frozen(**fields) for fields in gathered]
     refuse(patterns, everywhere)
-    # Replicas own the same elements, so the sum counts each element once for each replica.
-    trained = sum(rank.trained for rank in everywhere) // ctx.grad.size
-    total = sum(rank.total for rank in everywhere) // ctx.grad.size
+    trained = sum(rank.trained for rank in everywhere)
+    total = sum(rank.total for rank in everywhere)
     return [f"trains {trained:,} of {total:,} parameters: {' '.join(patterns)}; the others are frozen"]
 
 

@@ -136,8 +136,6 @@ class MixtureOfExperts(nn.Module):
         """`y_sbh`, whose backward runs that of the losses that balance the experts."""
         weights_sb = _tokens_of_rank(rows_of_rank(context.batch.weights_bs.t(), self.sharding), self.sharding)
         loss = self.router.loss(routing, weights_sb, (self.sharding.tp, self.sharding.cp))
-        if loss is None:
-            return y_sbh
         return add_loss(y_sbh, loss, context.batch)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapar import comm, context
 from megapar.batch import MicroBatch
-from megapar.config import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config import Config, KernelsConfig, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
 from megapar.context_parallel import deal
 from megapar.data.order import micro_batch_positions
@@ -57,6 +57,58 @@ GPT = ModelConfig(
 )
 ONE_KV_HEAD = replace(LLAMA, num_key_value_heads=1, tie_word_embeddings=True)
 STRADDLING = replace(LLAMA, num_attention_heads=12, num_key_value_heads=3, head_dim=4, qk_norm=False)
+
+
+# Mixtures of experts
+
+# Balance by the load of the step before, and a z-loss.
+MIXTRAL = replace(
+    LLAMA,
+    family="mixtral",
+    num_hidden_layers=2,
+    attention_bias=False,
+    qk_norm=False,
+    moe=MoEConfig(
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        router_aux_loss_coef=0.05,
+        router_z_loss_coef=0.01,
+    ),
+)
+
+
+def of(model: ModelConfig, layers: int = 2, **options: Any) -> ModelConfig:
+    """`model` with other options of `model.moe`."""
+    return replace(model, num_hidden_layers=layers, moe=replace(model.moe, **options))
+
+
+# Balance by sample, a gated shared expert.
+SHARED = of(
+    MIXTRAL,
+    num_experts=8,
+    num_experts_per_tok=3,
+    balance="sequence",
+    norm_topk_prob=False,
+    shared_expert_intermediate_size=24,
+    shared_expert_gate=True,
+)
+# As DeepSeek-V3 routes: sigmoids, groups, a bias and no loss.
+SIGMOID = of(
+    MIXTRAL,
+    num_experts=8,
+    scoring_func="sigmoid",
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    balance="bias",
+    router_aux_loss_coef=0.001,
+    router_bias_update_rate=0.02,
+)
+ONE = of(MIXTRAL, num_experts_per_tok=1, norm_topk_prob=False)
+# Three layers, of which one is a plain MLP and a pipeline stage of its own.
+DENSE_BETWEEN = of(MIXTRAL, layers=3, num_experts=8, mlp_only_layers=(1,))
+DENSE_BETWEEN = replace(DENSE_BETWEEN, family="qwen3_moe", qk_norm=True)
 
 
 @dataclass(frozen=True)
