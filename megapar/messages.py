@@ -35,9 +35,17 @@ def counted(number: int, singular: str, plural: str = "") -> str:
 
 
 def layout_in_words(parallel: ParallelConfig) -> str:
-    """The sizes of the rank grid, such as "tp 2 x pp 4 x dp 8". cp is named where it is more than 1."""
+    """The sizes of the rank grid, such as "tp 2 x pp 4 x dp 8" or "tp 1 x pp 1 x dp 4, experts over ep 4".
+
+    cp is named where it is more than 1. The grid of experts is named where it is not that of the other weights.
+    """
     names = [name for name in ("tp", "cp", "pp", "dp") if name != "cp" or parallel.cp > 1]
-    return " x ".join(f"{name} {getattr(parallel, name)}" for name in names)
+    grid = " x ".join(f"{name} {getattr(parallel, name)}" for name in names)
+    if parallel.etp not in (0, parallel.tp):
+        return f"{grid}, experts over ep {parallel.ep} x etp {parallel.etp}"
+    if parallel.ep > 1:
+        return f"{grid}, experts over ep {parallel.ep}"
+    return grid
 
 
 def divisors(n: int) -> list[int]:

@@ -153,7 +153,7 @@ def facts(state: TrainState) -> dict[str, Any]:
     return {
         "step": state.step,
         "consumed_samples": state.consumed_samples,
-        "layout": {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "dp", "vpp")},
+        "layout": {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "dp", "ep", "etp", "vpp")},
         "model_config": _weight_options(state),
         "trainer": {
             "updates": state.optimizer.step_count,
