@@ -27,7 +27,8 @@ def measured(layout: str, **options: Any) -> dict[str, dict[str, Any]]:
     """What the program writes about the contenders of a layout, by name, without their memory."""
     chosen = layouts.Options(hidden=(256,), layouts=(layout,), **{**SIZES, **options})
     layouts.check_options(chosen)
-    reference = layouts.run_ranks(1, "cpu", partial(layouts.measure_reference, chosen, 256))[0]
+    body = partial(layouts.measure_reference, chosen, 256, layouts.LAYOUTS[layout])
+    reference = layouts.run_ranks(1, "cpu", body)[0]
     run = layouts.run_layout(chosen, 256, layout, [Result(*result) for result in reference])
     assert not layouts.problems(run)
     return {contender["name"]: contender for contender in run["contenders"]}
