@@ -29,7 +29,7 @@ from benchmarks.peers import (
 from benchmarks.peers_context import GatherByHand
 from benchmarks.peers_deepspeed import DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3
 from benchmarks.peers_huggingface import HuggingFace, HuggingFaceDDP, HuggingFaceMixture, HuggingFaceMixtureDDP
-from benchmarks.peers_megatron import MegatronCore
+from benchmarks.peers_megatron import MegatronCore, MegatronCoreExperts
 from benchmarks.peers_shared_memory import SharedMemoryTensorParallel
 from benchmarks.products import Products
 from megapar import context
@@ -179,7 +179,7 @@ LAYOUTS: dict[str, Layout] = {
     "moe": Layout(ParallelConfig(dp=1), (Plain, HuggingFaceMixture, Products), experts=True),
     "moe_ep2": Layout(
         EP2,
-        (DDP, HuggingFaceMixtureDDP, Products),
+        (DDP, HuggingFaceMixtureDDP, MegatronCoreExperts, Products),
         # Without ep each rank holds all experts, and their gradients are summed over ranks, as those of peers are.
         (("megapar", Variant()), ("megapar, ep 1", Variant(parallel=replace(EP2, ep=1)))),
         experts=True,
