@@ -146,6 +146,8 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
         raise ConfigError(
             f"--num_key_value_heads {kv_heads} must be even: DTensor cannot share key/value heads over tp"
         )
+    if layout.experts and options.num_experts % 2:
+        raise ConfigError(f"--num_experts {options.num_experts} must be even: two ranks hold as many experts each")
     mlp = hidden * 11 // 4
     config = Config(
         model=ModelConfig(

@@ -125,7 +125,10 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The layers `layers` of a Llama, or of a Mixtral if the model has experts, with the embedding before the first and norm and head after the last."""
+    """The layers `layers` of a Llama, or of a Mixtral if the model has experts.
+
+    The embedding comes before the first layer, and norm and head after the last one.
+    """
 
     def __init__(self, model: ModelConfig, seq_length: int, layers: range):
         super().__init__()

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from benchmarks.peers import Plain, Result, Weights
 from megapar.config import Config, ModelConfig
 
-
 _MOE = "megatron.core.transformer.moe"
 
 
 def _as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron-Core's maybe_move_tensor_to_cpu, which leaves out `as_numpy` for tensors that are on the host already."""
+    """Megatron-Core's maybe_move_tensor_to_cpu, which does not heed `as_numpy` if the tensor is on the host already."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
