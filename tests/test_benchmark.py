@@ -84,6 +84,9 @@ def check_loads(run: dict[str, Any]) -> None:
         assert counts.shape == (2, 8)
         assert counts.sum(1).tolist() == [2 * tokens] * 2
         assert contender["expert_load"] == pytest.approx(counts.max().item() * 8 / (2 * tokens))
+        first, second = counts[:, :4].sum(1), counts[:, 4:].sum(1)  # tokens of the two ranks of ep, by layer
+        expected_load = pytest.approx((torch.maximum(first, second) / tokens).mean().item())
+        assert contender.get("rank_load", 1.0) == (expected_load if "ep" in contender["sent"][0] else 1.0)
     ours = [name for name in by_name(run) if name.startswith("megapar")]
     has_counts = [name for name in ours if "expert_counts" in by_name(run)[name]]
     assert has_counts == (ours if run["layout"].startswith("moe") else [])

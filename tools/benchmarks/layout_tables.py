@@ -72,4 +72,7 @@ def balance_table(runs: Sequence[dict[str, Any]]) -> Table:
             if "expert_load" in contender:
                 what = "tokens of experts, in the last step"
                 table.add_row(*where, contender["name"], what, f"{contender['expert_load']:.2f}")
+            if "rank_load" in contender:
+                what = "tokens of ranks, in the last step"
+                table.add_row(*where, contender["name"], what, f"{contender['rank_load']:.2f}")
     return table

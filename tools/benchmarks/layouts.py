@@ -48,7 +48,7 @@ from benchmarks.contenders import LAYOUTS, WITHOUT_ZERO, Layout, Megapar, Varian
 from benchmarks.layout_tables import balance_table, speed_table, traffic_table
 from benchmarks.peers import Llama, Peer, PipelineV, Plain, Result, Weights
 from benchmarks.products import Products
-from benchmarks.traffic import expected_traffic
+from benchmarks.traffic import expected_traffic, experts_of_rank
 from megapar import comm, device
 from megapar.config import Config, ModelConfig, MoEConfig, OptimizerConfig, TrainConfig
 from megapar.context_parallel.deal import attended_pairs
@@ -166,7 +166,11 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
             micro_batch_size=options.micro_batch_size,
             seq_length=options.seq_length,
         ),
-        optimizer=OptimizerConfig(lr=1e-3, schedule="constant", zero_stage=variant.zero_stage),
+        # At 1e-3 from the first step on, the routers send nearly all tokens to the same experts after three steps. Then
+        # the layouts of mixtures would measure nothing but that.
+        optimizer=OptimizerConfig(
+            lr=1e-4 if layout.experts else 1e-3, schedule="constant", zero_stage=variant.zero_stage
+        ),
     )
     stages = tuple(len(layers) for layers in stage_layers(validate(config, layout.world)))
     return validate(replace(config, parallel=replace(config.parallel, partition=stages)), layout.world)
@@ -349,6 +353,8 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
 def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What a contender of megapar sent in the last step, by rank, the formulas, and the load of its experts.
 
+    `expert_load` is the largest number of tokens of an expert over the mean, in the layer where that is most.
+    `rank_load` is the same of the ranks of ep, in the mean of all layers: ranks wait for each other in every layer.
     `ranks` has what `measure_time` returned of it. The bytes of experts follow from where tokens went in that step.
     """
     chosen = [record["expert_counts"][-1] for record in ranks]
@@ -357,7 +363,12 @@ def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]
     facts["formula"] = [expected_traffic(config, rank if stages else 0, chosen, rank) for rank in range(len(ranks))]
     if config.model.moe.num_experts:
         facts["expert_counts"] = chosen
-        facts["expert_load"] = expert_load(torch.tensor(chosen).sum(0))["expert_load_max"]
+        counts_le = torch.tensor(chosen).sum(0)
+        facts["expert_load"] = expert_load(counts_le)["expert_load_max"]
+        if config.parallel.ep > 1:
+            held = [experts_of_rank(config, rank) for rank in range(config.parallel.ep)]
+            rows_lr = torch.stack([counts_le[:, experts.start : experts.stop].sum(1) for experts in held], 1).double()
+            facts["rank_load"] = (rows_lr.amax(1) / rows_lr.mean(1)).mean().item()
     return facts
 
 
