@@ -1,6 +1,9 @@
 """megapar beside PyTorch's own ways to train and beside other packages, in one run.
 
-All train the same Llama from the same weights on the same batches, in fp32, on one thread each. What is measured:
+All train the same Llama from the same weights on the same batches, in fp32, on one thread each. In the layouts moe and
+moe_ep2 it is a Mixtral, whose MLPs are mixtures of experts without a loss that balances them. Each package has another
+such loss, and all contenders must compute the same. In the layout cp2 each rank has a part of every sample's positions;
+it shows megapar's three forms of attention there, and tensor with sequence parallelism for comparison. What is measured:
 
 - Time: in each layout all contenders live in the same processes and take turns step by step, in an order that is
   reversed every round, so that noise of the machine hits neighbors alike. A ratio is taken within a round; the table
@@ -9,7 +12,9 @@ All train the same Llama from the same weights on the same batches, in fp32, on 
   speed each contender reaches.
 - Memory: each contender alone in fresh processes, the highest resident size (on a GPU, allocated bytes) above what the
   process held when torch, the contender's package, the process group and the weights to load were there.
-- Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`.
+- Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`. Those of experts follow from the
+  experts that the tokens of the step chose.
+- Load: the attended pairs of the rank with the most over the mean (cp2), and the tokens of the fullest expert and rank.
 - Agreement: losses and gradient norms of every step against plain PyTorch in one process. Contenders that compute
   something else, or bytes that differ from the formulas, end the run with exit code 70.
 
@@ -149,6 +154,9 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
     if layout.experts and options.num_experts % 2:
         raise ConfigError(f"--num_experts {options.num_experts} must be even: two ranks hold as many experts each")
     mlp = hidden * 11 // 4
+    # At 1e-3 from the first step on, routers send nearly all tokens to the same experts after three steps. Then the
+    # layouts of mixtures would measure nothing but that.
+    lr = 1e-4 if layout.experts else 1e-3
     config = Config(
         model=ModelConfig(
             family="mixtral" if layout.experts else "llama",
@@ -166,11 +174,7 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
             micro_batch_size=options.micro_batch_size,
             seq_length=options.seq_length,
         ),
-        # At 1e-3 from the first step on, the routers send nearly all tokens to the same experts after three steps. Then
-        # the layouts of mixtures would measure nothing but that.
-        optimizer=OptimizerConfig(
-            lr=1e-4 if layout.experts else 1e-3, schedule="constant", zero_stage=variant.zero_stage
-        ),
+        optimizer=OptimizerConfig(lr=lr, schedule="constant", zero_stage=variant.zero_stage),
     )
     stages = tuple(len(layers) for layers in stage_layers(validate(config, layout.world)))
     return validate(replace(config, parallel=replace(config.parallel, partition=stages)), layout.world)
