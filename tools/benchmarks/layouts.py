@@ -2,8 +2,8 @@
 
 All train the same Llama from the same weights on the same batches, in fp32, on one thread each. In the layouts moe and
 moe_ep2 it is a Mixtral, whose MLPs are mixtures of experts without a loss that balances them. Each package has another
-such loss, and all contenders must compute the same. In the layout cp2 each rank has a part of every sample's positions;
-it shows megapar's three forms of attention there, and tensor with sequence parallelism for comparison. What is measured:
+such loss, and all contenders must compute the same. In the layout cp2 each rank has a part of every sample's positions:
+megapar's three forms of attention are there, and its tensor with sequence parallelism beside them. What is measured:
 
 - Time: in each layout all contenders live in the same processes and take turns step by step, in an order that is
   reversed every round, so that noise of the machine hits neighbors alike. A ratio is taken within a round; the table
@@ -12,8 +12,8 @@ it shows megapar's three forms of attention there, and tensor with sequence para
   speed each contender reaches.
 - Memory: each contender alone in fresh processes, the highest resident size (on a GPU, allocated bytes) above what the
   process held when torch, the contender's package, the process group and the weights to load were there.
-- Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`. Those of experts follow from the
-  experts that the tokens of the step chose.
+- Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`. Those of experts follow from
+  the experts that the tokens of the step chose.
 - Load: the attended pairs of the rank with the most over the mean (cp2), and the tokens of the fullest expert and rank.
 - Agreement: losses and gradient norms of every step against plain PyTorch in one process. Contenders that compute
   something else, or bytes that differ from the formulas, end the run with exit code 70.
