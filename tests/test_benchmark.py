@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megapar.config import ModelConfig
 from megapar.errors import ConfigError
@@ -23,14 +24,24 @@ ROOT = Path(__file__).parent.parent
 SIZES = {"num_hidden_layers": 4, "vocab_size": 256, "seq_length": 16, "global_batch_size": 4, "steps": 1}
 
 
-def measured(layout: str, **options: Any) -> dict[str, dict[str, Any]]:
-    """What the program writes about the contenders of a layout, by name, without their memory."""
+def measured_run(layout: str, **options: Any) -> dict[str, Any]:
+    """What the program writes about a layout, without the memory of contenders."""
     chosen = layouts.Options(hidden=(256,), layouts=(layout,), **{**SIZES, **options})
     layouts.check_options(chosen)
-    reference = layouts.run_ranks(1, "cpu", partial(layouts.measure_reference, chosen, 256))[0]
+    body = partial(layouts.measure_reference, chosen, 256, layouts.LAYOUTS[layout])
+    reference = layouts.run_ranks(1, "cpu", body)[0]
     run = layouts.run_layout(chosen, 256, layout, [Result(*result) for result in reference])
     assert not layouts.problems(run)
+    return run
+
+
+def by_name(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {contender["name"]: contender for contender in run["contenders"]}
+
+
+def measured(layout: str, **options: Any) -> dict[str, dict[str, Any]]:
+    """What the program writes about the contenders of a layout, by name, without their memory."""
+    return by_name(measured_run(layout, **options))
 
 
 def assert_equal_to_pytorch(contender: dict[str, Any]) -> None:
@@ -42,7 +53,9 @@ def assert_equal_to_pytorch(contender: dict[str, Any]) -> None:
 def test_contenders_compute_the_same_and_bytes_equal_the_formulas(layout):
     """Every peer that is installed agrees with plain PyTorch in loss and gradient norm, and what megapar sends is what
     the formulas say, to the byte, on every rank."""
-    contenders = measured(layout)
+    layers = 4 if layout == "pp2" else 2
+    run = measured_run(layout, num_hidden_layers=layers)
+    contenders = by_name(run)
     # The products alone train nothing, so they agree with nothing; all others are measured against them.
     assert contenders.pop("products alone")["errors"] == {}
     installed = [name for name, (kind, _) in layouts.LAYOUTS[layout].contenders.items() if kind.is_installed()]
@@ -51,6 +64,32 @@ def test_contenders_compute_the_same_and_bytes_equal_the_formulas(layout):
         assert_equal_to_pytorch(contender)
         assert contender.get("sent") == contender.get("formula")
         assert contender["share_of_products"]["median"] > 0
+    check_loads(run)
+
+
+def check_loads(run: dict[str, Any]) -> None:
+    """The attended pairs of a deal and the tokens of experts: that all are counted, and what the largest load is."""
+    expected_pairs = None
+    if run["layout"] == "cp2":
+        # Of 16 positions the second rank of a contiguous deal has the last 8, which see 9 to 16 positions: 100 of 136.
+        expected_pairs = {"zigzag": 1.0, "contiguous": pytest.approx(100 / 68)}
+    assert run.get("attended_pairs") == expected_pairs
+    tokens = SIZES["global_batch_size"] * SIZES["seq_length"]
+    for contender in run["contenders"]:
+        assert ("expert_load" in contender) == ("expert_counts" in contender)
+        if "expert_counts" not in contender:
+            continue
+        # By rank, layer and expert. Each token chooses 2 of 8 experts.
+        counts = torch.tensor(contender["expert_counts"]).sum(0)
+        assert counts.shape == (2, 8)
+        assert counts.sum(1).tolist() == [2 * tokens] * 2
+        assert contender["expert_load"] == pytest.approx(counts.max().item() * 8 / (2 * tokens))
+        first, second = counts[:, :4].sum(1), counts[:, 4:].sum(1)  # tokens of the two ranks of ep, by layer
+        expected_load = pytest.approx((torch.maximum(first, second) / tokens).mean().item())
+        assert contender.get("rank_load", 1.0) == (expected_load if "ep" in contender["sent"][0] else 1.0)
+    ours = [name for name in by_name(run) if name.startswith("megapar")]
+    has_counts = [name for name in ours if "expert_counts" in by_name(run)[name]]
+    assert has_counts == (ours if run["layout"].startswith("moe") else [])
 
 
 @pytest.mark.parametrize(
@@ -58,6 +97,7 @@ def test_contenders_compute_the_same_and_bytes_equal_the_formulas(layout):
     [
         ("deepspeed", "deepspeed", "dp2", ["DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3"]),
         ("megatron-core", "megatron", "tp2", ["Megatron-Core TP"]),
+        ("megatron-core", "megatron", "moe_ep2", ["Megatron-Core EP"]),
     ],
 )
 def test_a_peer_of_another_package_computes_the_same(package, module, layout, peers):
@@ -107,6 +147,7 @@ def test_the_first_word_chooses_the_benchmark():
         ({"num_key_value_heads": 1}, "--num_key_value_heads 1 must be even"),
         ({"peers": ("DDP",), "layouts": ("pp2",)}, "--peers 'DDP': --layouts pp2 have megapar, pipelining 1F1B"),
         ({"peers": ("shared memory TP",), "device": "cuda"}, "--peers 'shared memory TP' runs on a CPU only"),
+        ({"num_experts": 7, "layouts": ("moe",)}, "--num_experts 7 must be even"),
         ({"num_hidden_layers": 2}, "--num_hidden_layers 2: a pipeline in V needs at least 4"),
         ({"global_batch_size": 2}, "--global_batch_size 2: a pipeline in V needs at least 4 micro-batches"),
     ],

@@ -60,7 +60,8 @@ DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {
 }
 PYTORCH_CONTENDERS = {
     "tools/benchmarks/layouts.py",
-    *(f"tools/benchmarks/{name}.py" for name in ("peers", "peers_deepspeed", "peers_shared_memory")),
+    *(f"tools/benchmarks/{name}.py" for name in ("peers", "peers_context", "peers_deepspeed", "peers_megatron")),
+    "tools/benchmarks/peers_shared_memory.py",
 }
 
 # Kernels import nothing of ours, and must know how many multiprocessors there are.

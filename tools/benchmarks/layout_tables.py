@@ -56,3 +56,23 @@ def traffic_table(runs: Sequence[dict[str, Any]]) -> Table:
                 numbers = (f"{bytes_.get(axis, 0):,}" for bytes_ in (sent, formula))
                 table.add_row(str(run["hidden"]), run["layout"], contender["name"], axis, *numbers)
     return table
+
+
+def balance_table(runs: Sequence[dict[str, Any]]) -> Table:
+    """The ranks or experts with the most work set the pace."""
+    table = Table(title="The largest load over the mean")
+    for column in ("hidden", "layout", "contender", "what"):
+        table.add_column(column)
+    table.add_column("max/mean", justify="right")
+    for run in runs:
+        where = str(run["hidden"]), run["layout"]
+        for deal, largest in run.get("attended_pairs", {}).items():
+            table.add_row(*where, "", f"attended pairs of ranks, {deal}", f"{largest:.2f}")
+        for contender in run["contenders"]:
+            if "expert_load" in contender:
+                what = "tokens of experts, in the last step"
+                table.add_row(*where, contender["name"], what, f"{contender['expert_load']:.2f}")
+            if "rank_load" in contender:
+                what = "tokens of ranks, in the last step"
+                table.add_row(*where, contender["name"], what, f"{contender['rank_load']:.2f}")
+    return table

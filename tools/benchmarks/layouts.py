@@ -1,6 +1,9 @@
 """megapar beside PyTorch's own ways to train and beside other packages, in one run.
 
-All train the same Llama from the same weights on the same batches, in fp32, on one thread each. What is measured:
+All train the same Llama from the same weights on the same batches, in fp32, on one thread each. In the layouts moe and
+moe_ep2 it is a Mixtral, whose MLPs are mixtures of experts without a loss that balances them. Each package has another
+such loss, and all contenders must compute the same. In the layout cp2 each rank has a part of every sample's positions:
+megapar's three forms of attention are there, and its tensor with sequence parallelism beside them. What is measured:
 
 - Time: in each layout all contenders live in the same processes and take turns step by step, in an order that is
   reversed every round, so that noise of the machine hits neighbors alike. A ratio is taken within a round; the table
@@ -9,7 +12,9 @@ All train the same Llama from the same weights on the same batches, in fp32, on 
   speed each contender reaches.
 - Memory: each contender alone in fresh processes, the highest resident size (on a GPU, allocated bytes) above what the
   process held when torch, the contender's package, the process group and the weights to load were there.
-- Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`.
+- Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`. Those of experts follow from
+  the experts that the tokens of the step chose.
+- Load: the attended pairs of the rank with the most over the mean (cp2), and the tokens of the fullest expert and rank.
 - Agreement: losses and gradient norms of every step against plain PyTorch in one process. Contenders that compute
   something else, or bytes that differ from the formulas, end the run with exit code 70.
 
@@ -28,7 +33,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -38,51 +43,26 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
-from megapar_models.build import build_stages, stage_layers
+from megapar_models.build import stage_layers
 from megapar_models.registry import validate
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.layout_tables import speed_table, traffic_table
-from benchmarks.peers import (
-    DDP,
-    FSDP2,
-    FSDP2Reshard,
-    Llama,
-    Peer,
-    Pipeline1F1B,
-    PipelineDualPipeV,
-    PipelineV,
-    PipelineZeroBubbleV,
-    Plain,
-    Result,
-    SequenceTensorParallel,
-    SequenceTensorParallelLoss,
-    TensorParallel,
-    TensorParallelLoss,
-    Weights,
-    ZeroRedundancy,
-)
-from benchmarks.peers_deepspeed import DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3
-from benchmarks.peers_huggingface import HuggingFace, HuggingFaceDDP
-from benchmarks.peers_megatron import MegatronCore
-from benchmarks.peers_shared_memory import SharedMemoryTensorParallel
+from benchmarks.contenders import LAYOUTS, WITHOUT_ZERO, Layout, Megapar, Variant
+from benchmarks.layout_tables import balance_table, speed_table, traffic_table
+from benchmarks.peers import Llama, Peer, PipelineV, Plain, Result, Weights
 from benchmarks.products import Products
-from benchmarks.traffic import expected_traffic
-from megapar import comm, context, device
-from megapar.batch import MicroBatch
-from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.context_parallel.deal import positions
+from benchmarks.traffic import expected_traffic, experts_of_rank
+from megapar import comm, device
+from megapar.config import Config, ModelConfig, MoEConfig, OptimizerConfig, TrainConfig
+from megapar.context_parallel.deal import attended_pairs
 from megapar.errors import ConfigError, MegaparError, reported
 from megapar.files import write_json
-from megapar.params import spec_of
 from megapar.provenance import in_a_line, provenance
-from megapar.train.grid import with_grid
-from megapar.train.step import train_step
-from megapar.train.trainer import assemble
+from megapar.train.metrics import expert_load
 
-LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2"]
+LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2", "cp2", "moe", "moe_ep2"]
 WARMUP = 1  # steps: DTensor fills its caches, megapar learns when buckets are full, pipelining asks for shapes
 # Relative, loose for the norm's sake: torch sums squares in fp32, which errs by 6e-4 in a matrix of 2 million elements
 # on a CPU, and by as much changes the update after clipping.
@@ -100,7 +80,8 @@ class Options:
     hidden: tuple[int, ...] = (256, 512)
     """Widths of the model; the MLP is 11/4 as wide."""
     layouts: tuple[LayoutName, ...] = ("single", "dp2", "tp2", "tp2+sp", "pp2")
-    """single is one process; the others are two: data, tensor (with sequence) and pipeline parallel."""
+    """single and moe are one process; the others are two: data, tensor (with sequence), pipeline, context and expert
+    parallel. moe and moe_ep2 train a mixture of experts."""
     peers: tuple[str, ...] = ()
     """Names of contenders, as the table spells them; empty: all that are installed. megapar itself always runs."""
     steps: int = 5
@@ -119,108 +100,24 @@ class Options:
     """Token ids."""
     seq_length: int = 256
     """Tokens of a sample."""
+    num_experts: int = 8
+    """Layouts moe and moe_ep2: experts of a layer, an even number."""
+    num_experts_per_tok: int = 2
+    """Layouts moe and moe_ep2: experts that each token is sent to."""
+    moe_intermediate_size: int = 0
+    """Layouts moe and moe_ep2: width of an expert; 0: the experts of a token together are as wide as the dense MLP."""
     global_batch_size: int = 8
     """Samples of a step over all processes."""
     micro_batch_size: int = 1
     """Samples of one forward pass."""
 
 
-class Megapar(Peer):
-    """megapar, put together as its trainer does."""
-
-    name = "megapar"
-
-    def __init__(self, config: Config, weights: Weights, device: torch.device):
-        super().__init__(config, weights, device)
-        self.ctx = with_grid(context.create, config)(device=device)
-        self.columns = torch.tensor(positions(config.train.seq_length, self.ctx.cp.size, self.ctx.cp.rank))
-        stages = build_stages(config, self.ctx)
-        load_weights(stages.values(), weights)
-        self.state = assemble(config, self.ctx, stages)
-
-    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
-        batches = [
-            MicroBatch.of_samples(
-                tokens, targets, torch.ones_like(targets, dtype=torch.float32), torch.zeros_like(targets[:, 0])
-            ).columns(self.columns)
-            for tokens, targets in self.micro_batches(tokens_bs, targets_bs, self.ctx.dp.size)
-        ]
-        result = train_step(self.state, batches)
-        return Result(result.loss, result.grad_norm)
-
-
-@torch.no_grad()
-def load_weights(modules: Iterable[nn.Module], weights: Weights) -> None:
-    """Copy this rank's slices of logical tensors into its parameters, zeros into padding rows."""
-    for param in {id(p): p for module in modules for p in module.parameters()}.values():
-        param.zero_()
-        for piece, first, last in spec_of(param).segments():
-            part = weights[piece.name][piece.held.slices]
-            param.view(-1)[first:last].copy_(part.flatten())
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Options in which several contenders of megapar differ."""
-
-    zero_stage: Literal[0, 1] = 1
-    tp_overlap_chunks: int = 1
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A way to place the model, and who can: classes of contenders, megapar's own as (name, variant)."""
-
-    parallel: ParallelConfig
-    peers: tuple[type[Peer], ...]
-    megapar: tuple[tuple[str, Variant], ...] = (("megapar", Variant()),)
-
-    @property
-    def world(self) -> int:
-        return self.parallel.tp * self.parallel.cp * self.parallel.pp * self.parallel.dp
-
-    @property
-    def contenders(self) -> dict[str, tuple[type[Peer], Variant]]:
-        """Class and variant by name; megapar as it is by default comes first."""
-        ours: dict[str, tuple[type[Peer], Variant]] = {name: (Megapar, variant) for name, variant in self.megapar}
-        return ours | {peer.name: (peer, WITHOUT_ZERO) for peer in self.peers}
-
-
-WITHOUT_ZERO = Variant(zero_stage=0)
-LAYOUTS: dict[str, Layout] = {
-    "single": Layout(ParallelConfig(dp=1), (Plain, HuggingFace, Products)),
-    "dp2": Layout(
-        ParallelConfig(dp=2),
-        (
-            *(DDP, ZeroRedundancy, FSDP2, FSDP2Reshard, HuggingFaceDDP),
-            *(DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3, Products),
-        ),
-        (("megapar", Variant()), ("megapar, zero_stage 0", WITHOUT_ZERO)),
-    ),
-    "tp2": Layout(
-        ParallelConfig(dp=1, tp=2),
-        (TensorParallel, TensorParallelLoss, SharedMemoryTensorParallel, MegatronCore, Products),
-        (("megapar", Variant()), ("megapar, 2 chunks", Variant(tp_overlap_chunks=2))),
-    ),
-    "tp2+sp": Layout(
-        ParallelConfig(dp=1, tp=2, sequence_parallel=True),
-        (SequenceTensorParallel, SequenceTensorParallelLoss, Products),
-        (
-            ("megapar", Variant()),
-            ("megapar, 2 chunks", Variant(tp_overlap_chunks=2)),
-            ("megapar, 4 chunks", Variant(tp_overlap_chunks=4)),
-        ),
-    ),
-    "pp2": Layout(ParallelConfig(dp=1, pp=2), (Pipeline1F1B, PipelineDualPipeV, PipelineZeroBubbleV, Products)),
-}
-
-
 def chosen_contenders(options: Options, layout: Layout) -> list[str]:
-    """Names of the contenders of a layout that run, megapar first."""
+    """Names of the contenders of a layout that run, `Layout.base` first."""
     return [
         name
         for name, (kind, _) in layout.contenders.items()
-        if name == "megapar" or (runs_here(options, kind) and (not options.peers or name in options.peers))
+        if name == layout.base or (runs_here(options, kind) and (not options.peers or name in options.peers))
     ]
 
 
@@ -254,25 +151,46 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
         raise ConfigError(
             f"--num_key_value_heads {kv_heads} must be even: DTensor cannot share key/value heads over tp"
         )
+    if layout.experts and options.num_experts % 2:
+        raise ConfigError(f"--num_experts {options.num_experts} must be even: two ranks hold as many experts each")
+    mlp = hidden * 11 // 4
+    # At 1e-3 from the first step on, routers send nearly all tokens to the same experts after three steps. Then the
+    # layouts of mixtures would measure nothing but that.
+    lr = 1e-4 if layout.experts else 1e-3
     config = Config(
         model=ModelConfig(
+            family="mixtral" if layout.experts else "llama",
             hidden_size=hidden,
             num_hidden_layers=options.num_hidden_layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
-            intermediate_size=hidden * 11 // 4,
+            intermediate_size=mlp,
             vocab_size=options.vocab_size,
+            moe=make_mixture(options, mlp) if layout.experts else MoEConfig(),
         ),
-        parallel=replace(layout.parallel, tp_overlap_chunks=variant.tp_overlap_chunks),
+        parallel=variant.parallel or layout.parallel,
         train=TrainConfig(
             global_batch_size=options.global_batch_size,
             micro_batch_size=options.micro_batch_size,
             seq_length=options.seq_length,
         ),
-        optimizer=OptimizerConfig(lr=1e-3, schedule="constant", zero_stage=variant.zero_stage),
+        optimizer=OptimizerConfig(lr=lr, schedule="constant", zero_stage=variant.zero_stage),
     )
     stages = tuple(len(layers) for layers in stage_layers(validate(config, layout.world)))
     return validate(replace(config, parallel=replace(config.parallel, partition=stages)), layout.world)
+
+
+def make_mixture(options: Options, mlp: int) -> MoEConfig:
+    """The experts of a layer, in place of an MLP of the width `mlp`.
+
+    Nothing balances their load: each package has its own loss for that, and all must train the same function.
+    """
+    return MoEConfig(
+        num_experts=options.num_experts,
+        num_experts_per_tok=options.num_experts_per_tok,
+        moe_intermediate_size=options.moe_intermediate_size or mlp // options.num_experts_per_tok,
+        balance="none",
+    )
 
 
 def make_weights(config: Config) -> Weights:
@@ -354,10 +272,11 @@ def build_contender(options: Options, hidden: int, layout: Layout, name: str, wh
 
 
 def measure_time(options: Options, hidden: int, layout: Layout, names: Sequence[str], where: torch.device) -> Any:
-    """On each rank: for each contender the seconds, results and bytes sent of every step, warm-up included."""
+    """On each rank: for each contender the seconds, results, bytes sent and counts of experts of every step, warm-up
+    included."""
     contenders = {name: build_contender(options, hidden, layout, name, where) for name in names}
     measured: dict[str, dict[str, list[Any]]] = {
-        n: {"seconds": [], "cpu": [], "results": [], "sent": []} for n in names
+        n: {"seconds": [], "cpu": [], "results": [], "sent": [], "expert_counts": []} for n in names
     }
     config = make_config(options, hidden, layout, WITHOUT_ZERO)
     for number, batch in enumerate(make_batches(config, WARMUP + options.steps)):
@@ -377,6 +296,7 @@ def measure_time(options: Options, hidden: int, layout: Layout, names: Sequence[
             if isinstance(contender, Megapar):
                 sent = contender.ctx.traffic()
                 record["sent"].append({axis: sent[axis] - before.get(axis, 0) for axis in sent})
+                record["expert_counts"].append(contender.expert_counts())
     return measured
 
 
@@ -414,9 +334,9 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
             "name": name,
             "step_seconds": seconds,
             "tokens_per_second": tokens / statistics.median(seconds),
-            "megapar_is_faster": ratio(seconds, seconds_of(ranks, "megapar")),
+            "megapar_is_faster": ratio(seconds, seconds_of(ranks, layout.base)),
             "cpu_seconds": [rank[name]["cpu"][WARMUP:] for rank in ranks],
-            "cpu_time_over_megapar": cpu_seconds(ranks, name) / cpu_seconds(ranks, "megapar"),
+            "cpu_time_over_megapar": cpu_seconds(ranks, name) / cpu_seconds(ranks, layout.base),
             "errors": {},
         }
         if limit:
@@ -425,13 +345,49 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
             results = ranks[0][name]["results"]
             contender["errors"] = {what: largest_error(results, reference, what) for what in TOLERANCES}
         if kind is Megapar:
-            contender["sent"] = [rank[name]["sent"][-1] for rank in ranks]
             config = make_config(options, hidden, layout, variant)
-            contender["formula"] = [
-                expected_traffic(config, rank if layout.parallel.pp > 1 else 0) for rank in range(layout.world)
-            ]
+            contender |= exchanged(config, [rank[name] for rank in ranks])
         contenders.append(contender)
-    return {"hidden": hidden, "layout": layout_name, "contenders": contenders}
+    run = {"hidden": hidden, "layout": layout_name, "contenders": contenders}
+    if layout.parallel.cp > 1:
+        run["attended_pairs"] = attended_pairs_by_deal(options.seq_length, layout.parallel.cp)
+    return run
+
+
+def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a contender of megapar sent in the last step, by rank, the formulas, and the load of its experts.
+
+    `expert_load` is the largest number of tokens of an expert over the mean, in the layer where that is most.
+    `rank_load` is the same of the ranks of ep, in the mean of all layers: ranks wait for each other in every layer.
+    `ranks` has what `measure_time` returned of it. The bytes of experts follow from where tokens went in that step.
+    """
+    chosen = [record["expert_counts"][-1] for record in ranks]
+    facts: dict[str, Any] = {"sent": [record["sent"][-1] for record in ranks]}
+    stages = config.parallel.pp > 1
+    facts["formula"] = [expected_traffic(config, rank if stages else 0, chosen, rank) for rank in range(len(ranks))]
+    if config.model.moe.num_experts:
+        facts["expert_counts"] = chosen
+        counts_le = torch.tensor(chosen).sum(0)
+        facts["expert_load"] = expert_load(counts_le)["expert_load_max"]
+        if config.parallel.ep > 1:
+            held = [experts_of_rank(config, rank) for rank in range(config.parallel.ep)]
+            rows_lr = torch.stack([counts_le[:, experts.start : experts.stop].sum(1) for experts in held], 1).double()
+            facts["rank_load"] = (rows_lr.amax(1) / rows_lr.mean(1)).mean().item()
+    return facts
+
+
+def attended_pairs_by_deal(length: int, cp: int) -> dict[str, float]:
+    """Pairs of a query and a key that it attends: those of the rank with the most over the mean, by deal.
+
+    megapar deals positions in zigzag. With a contiguous deal each rank holds one run of positions.
+    """
+    zigzag = [attended_pairs(length, cp, rank) for rank in range(cp)]
+    part = length // cp
+    contiguous = [sum(range(rank * part + 1, (rank + 1) * part + 1)) for rank in range(cp)]
+    return {
+        "zigzag": max(zigzag) / statistics.mean(zigzag),
+        "contiguous": max(contiguous) / statistics.mean(contiguous),
+    }
 
 
 def add_memory(options: Options, run: dict[str, Any]) -> None:
@@ -467,9 +423,9 @@ def largest_error(results: Sequence[Sequence[float]], reference: Sequence[Result
     return max(abs(r[place] - e[place]) / abs(e[place]) for r, e in zip(results, reference, strict=True))
 
 
-def measure_reference(options: Options, hidden: int, where: torch.device) -> Any:
-    """Results of plain PyTorch in one process for every step."""
-    config = make_config(options, hidden, LAYOUTS["single"], WITHOUT_ZERO)
+def measure_reference(options: Options, hidden: int, layout: Layout, where: torch.device) -> Any:
+    """Results for every step of plain PyTorch in one process, with the model of `layout`."""
+    config = make_config(options, hidden, layout.in_one_process(), WITHOUT_ZERO)
     plain = Plain(config, make_weights(config), where)
     batches = make_batches(config, WARMUP + options.steps)
     return [plain.step(tokens_bs.to(where), targets_bs.to(where)) for tokens_bs, targets_bs in batches]
@@ -537,15 +493,21 @@ def main(options: Options) -> None:
     with Progress(auto_refresh=False, console=Console(stderr=True)) as progress:
         task = progress.add_task("measuring", total=len(options.hidden) * len(options.layouts))
         for hidden in options.hidden:
-            reference = run_ranks(1, options.device, partial(measure_reference, options, hidden))[0]
+            references: dict[bool, list[Result]] = {}  # of the dense model and of the mixture
             for name in options.layouts:
                 progress.update(task, description=f"hidden {hidden}, {name}", refresh=True)
-                runs.append(run_layout(options, hidden, name, [Result(*r) for r in reference]))
+                layout = LAYOUTS[name]
+                if layout.experts not in references:
+                    body = partial(measure_reference, options, hidden, layout)
+                    references[layout.experts] = [Result(*r) for r in run_ranks(1, options.device, body)[0]]
+                runs.append(run_layout(options, hidden, name, references[layout.experts]))
                 add_memory(options, runs[-1])
                 progress.update(task, advance=1, refresh=True)
     console = Console(width=140)  # narrower, numbers would be cut
     console.print(speed_table(runs))
     console.print(traffic_table(runs))
+    if any(LAYOUTS[name].experts or LAYOUTS[name].parallel.cp > 1 for name in options.layouts):
+        console.print(balance_table(runs))
     facts = provenance(device.choose(options.device, 0, 1))
     console.print(in_a_line(facts))
     if options.json:

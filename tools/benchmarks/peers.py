@@ -12,6 +12,7 @@ import importlib.util
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -87,13 +88,36 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x_bsh)) * self.up(x_bsh))
 
 
+class Mixture(nn.Module):
+    """The sum of each token's experts, times their weights: the softmax over the chosen experts' logits (Mixtral, arXiv
+    2401.04088). Rows are sorted by expert once, so that each expert reads a run of rows."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.top_k = model.moe.num_experts_per_tok
+        one_expert = replace(model, intermediate_size=model.moe.moe_intermediate_size)
+        self.router = nn.Linear(model.hidden_size, model.moe.num_experts, bias=False)
+        self.experts = nn.ModuleList(MLP(one_expert) for _ in range(model.moe.num_experts))
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        x_th = x_bsh.flatten(0, 1)
+        logits_tk, experts_tk = self.router(x_th).topk(self.top_k)
+        weights_tk = logits_tk.softmax(-1)
+        order = experts_tk.flatten().argsort()
+        rows = x_th[order // self.top_k].split(experts_tk.flatten().bincount(minlength=len(self.experts)).tolist())
+        # An expert without rows runs too: DDP waits for the gradients of all parameters.
+        results = torch.cat([expert(part) for expert, part in zip(self.experts, rows, strict=True)])
+        results_tkh = torch.empty_like(results).index_copy(0, order, results).view(*experts_tk.shape, -1)
+        return (results_tkh * weights_tk[..., None]).sum(1).view_as(x_bsh)
+
+
 class Layer(nn.Module):
     def __init__(self, model: ModelConfig):
         super().__init__()
         self.attention_norm = Norm(model.hidden_size, model.rms_norm_eps)
         self.attention = Attention(model)
         self.mlp_norm = Norm(model.hidden_size, model.rms_norm_eps)
-        self.mlp = MLP(model)
+        self.mlp = Mixture(model) if model.moe.num_experts else MLP(model)
 
     def forward(self, x_bsh: Tensor, cos_s1d: Tensor, sin_s1d: Tensor) -> Tensor:
         x_bsh = x_bsh + self.attention(self.attention_norm(x_bsh), cos_s1d, sin_s1d)
@@ -101,7 +125,10 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The layers `layers` of a Llama, with the embedding before the first and norm and head after the last."""
+    """The layers `layers` of a Llama, or of a Mixtral if the model has experts.
+
+    The embedding comes before the first layer, and norm and head after the last one.
+    """
 
     def __init__(self, model: ModelConfig, seq_length: int, layers: range):
         super().__init__()

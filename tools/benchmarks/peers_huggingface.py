@@ -1,9 +1,11 @@
-"""Hugging Face's own model, LlamaForCausalLM of transformers, in one process and with DistributedDataParallel."""
+"""Hugging Face's own models, in one process and with DistributedDataParallel: LlamaForCausalLM of transformers, and
+MixtralForCausalLM for mixtures of experts."""
 
 from typing import ClassVar
 
 import torch
 from megapar_models.convert.config_json import names_of, to_hugging_face
+from megapar_models.convert.huggingface import recipes
 from torch import Tensor, nn
 
 from benchmarks.peers import DDP, Plain, Weights
@@ -20,19 +22,17 @@ class HuggingFace(Plain):
         """The model, with `weights` under Hugging Face's names."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        shape = self.config.model
-        values = to_hugging_face(shape) | {"attn_implementation": "sdpa", "use_cache": False}
+        values = to_hugging_face(self.config.model) | {"attn_implementation": "sdpa", "use_cache": False}
         with self.device:
             model: nn.Module = LlamaForCausalLM(LlamaConfig(**values))
-        modules = names_of(shape).modules
-        tensors = {}
-        for name, tensor in weights.items():
-            parts = name.split(".")
-            number = parts[1] if parts[0] == "layers" else ""
-            ours = ".".join("*" if part == number else part for part in parts[:-1])
-            tensors[f"{modules[ours].replace('*', number)}.{parts[-1]}"] = tensor
-        model.load_state_dict(tensors)
+        model.load_state_dict(self.named(weights))
         return model.train()
+
+    def named(self, weights: Weights) -> dict[str, Tensor]:
+        """The weights under Hugging Face's names."""
+        modules = names_of(self.config.model).modules
+        made = recipes({name: tuple(tensor.shape) for name, tensor in weights.items()}, modules)
+        return {theirs: torch.cat([weights[ours] for ours, _ in recipe.parts]) for theirs, recipe in made.items()}
 
     def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
         # Without num_items_in_batch the loss is the mean of the micro-batch. With 1 it is the sum. Targets that are
@@ -46,3 +46,37 @@ class HuggingFaceDDP(HuggingFace, DDP):
     """LlamaForCausalLM with DistributedDataParallel."""
 
     name = "Hugging Face on DDP"
+
+
+class HuggingFaceMixture(HuggingFace):
+    """MixtralForCausalLM in one process, without its loss of balance."""
+
+    name = "Hugging Face, Mixtral"
+    modules: ClassVar[tuple[str, ...]] = ("transformers", "transformers.models.mixtral.modeling_mixtral")
+
+    def build(self, weights: Weights) -> nn.Module:
+        """The model, with `weights` under the names of transformers 5, which stacks all experts of a layer."""
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        values = to_hugging_face(self.config.model)
+        # Experts are computed by torch's grouped_mm, its default, which is faster than its loop ("eager") on a CPU too.
+        values |= {"attn_implementation": "sdpa", "use_cache": False}
+        with self.device:
+            model: nn.Module = MixtralForCausalLM(MixtralConfig(**values))
+        named = self.named(weights)
+        for layer in range(self.config.model.num_hidden_layers):
+            theirs = f"model.layers.{layer}.block_sparse_moe"
+            stacked = f"model.layers.{layer}.mlp"
+            experts = [f"{theirs}.experts.{number}" for number in range(self.config.model.moe.num_experts)]
+            gate_up = [torch.cat([named.pop(f"{expert}.{x}.weight") for x in ("w1", "w3")]) for expert in experts]
+            named[f"{stacked}.experts.gate_up_proj"] = torch.stack(gate_up)
+            named[f"{stacked}.experts.down_proj"] = torch.stack([named.pop(f"{x}.w2.weight") for x in experts])
+            named[f"{stacked}.gate.weight"] = named.pop(f"{theirs}.gate.weight")
+        model.load_state_dict(named)
+        return model.train()
+
+
+class HuggingFaceMixtureDDP(HuggingFaceMixture, DDP):
+    """MixtralForCausalLM with DistributedDataParallel."""
+
+    name = "Hugging Face, Mixtral on DDP"

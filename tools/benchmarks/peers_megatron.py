@@ -1,4 +1,4 @@
-"""Megatron-Core's own GPTModel with tensor parallelism, on a CPU over gloo.
+"""Megatron-Core's own GPTModel with tensor parallelism, or with experts that are dealt over ranks, on a CPU over gloo.
 
 The model, its matrices, its collectives and its cross entropy are Megatron-Core's. The optimizer is PyTorch's fused
 AdamW, because Megatron-Core's makes tensors on CUDA devices. It has no sequence parallelism without kernels for GPUs.
@@ -12,12 +12,20 @@ from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megapar_models.convert import megatron_core
 from torch import Tensor, nn
 
-from benchmarks.peers import Plain, Weights
+from benchmarks.peers import Plain, Result, Weights
 from megapar.config import Config, ModelConfig
+
+_MOE = "megatron.core.transformer.moe"
+
+
+def _as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron-Core's maybe_move_tensor_to_cpu, which does not heed `as_numpy` if the tensor is on the host already."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 @contextmanager
@@ -32,6 +40,16 @@ def on_cpu() -> Iterator[None]:
         # Attention forks CUDA's random state for its dropout, even if there is no dropout.
         no_state = SimpleNamespace(fork=nullcontext)
         stack.enter_context(patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", return_value=no_state))
+        # Its dispatcher of tokens to experts copies counts to the host on a stream of its own. Here they are there.
+        event = SimpleNamespace(synchronize=lambda: None)
+        stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: event)
+        stack.enter_context(patch("torch.cuda.Stream", return_value=stream))
+        stack.enter_context(patch("torch.cuda.current_stream", return_value=stream))
+        stack.enter_context(patch("torch.cuda.stream", return_value=nullcontext()))
+        # That copy also makes the counts numbers for all_to_all.
+        stack.enter_context(patch(f"{_MOE}.token_dispatcher.maybe_move_tensor_to_cpu", _as_on_host))
+        # Without Transformer Engine its router reads a name that was never set.
+        stack.enter_context(patch(f"{_MOE}.moe_utils.te_general_gemm", None, create=True))
         # It compiles its fused functions at their first call, which takes longer than the run.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -68,7 +86,10 @@ class MegatronCore(Plain):
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=self.world)
+        parallel = self.config.parallel
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp, expert_model_parallel_size=parallel.ep
+        )
         shape = self.config.model
         config = TransformerConfig(
             num_layers=shape.num_hidden_layers,
@@ -85,13 +106,14 @@ class MegatronCore(Plain):
             bias_activation_fusion=False,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            tensor_model_parallel_size=self.world,
+            tensor_model_parallel_size=parallel.tp,
             use_cpu_initialization=True,
             perform_initialization=False,
+            **self.mixture(),
         )
         model: nn.Module = GPTModel(
             config,
-            get_gpt_layer_local_spec(normalization="RMSNorm"),
+            get_gpt_layer_local_spec(num_experts=shape.moe.num_experts or None, normalization="RMSNorm"),
             vocab_size=shape.vocab_size,
             max_sequence_length=self.config.train.seq_length,
             parallel_output=True,
@@ -99,8 +121,20 @@ class MegatronCore(Plain):
             position_embedding_type="rope",
             rotary_base=int(shape.rope_theta),
         )
-        model.load_state_dict(local_tensors(shape, weights, self.rank, self.world))
+        model.load_state_dict(self.local_tensors(weights))
         return model
+
+    def mixture(self) -> dict[str, Any]:
+        """The fields of TransformerConfig about experts. There are none."""
+        return {}
+
+    def local_tensors(self, weights: Weights) -> dict[str, Any]:
+        """This rank's part of the weights, by Megatron-Core's names."""
+        tensors = local_tensors(self.config.model, weights, self.rank, self.world)
+        for number in range(self.config.model.num_hidden_layers):
+            theirs = f"decoder.layers.{number}.mlp"
+            tensors |= mlp_tensors(weights, f"layers.{number}.mlp", theirs, self.rank, self.world)
+        return tensors
 
     def accumulate(self, batch: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
         with on_cpu():
@@ -111,8 +145,62 @@ class MegatronCore(Plain):
         return cast(Tensor, losses_bs.sum())
 
 
+class MegatronCoreExperts(MegatronCore):
+    """Megatron-Core's expert parallelism: its dispatcher "alltoall", and one MLP after the other on each rank.
+
+    Its data parallelism makes tensors on CUDA devices. So the gradients of weights that all ranks hold are summed here,
+    by one all-reduce after the last micro-batch.
+    """
+
+    name = "Megatron-Core EP"
+
+    def __init__(self, config: Config, weights: Weights, device: torch.device):
+        super().__init__(config, weights, device)
+        named = dict(self.model.named_parameters())
+        self.split = [param for name, param in named.items() if ".local_experts." in name]
+        self.whole = [param for name, param in named.items() if ".local_experts." not in name]
+
+    def mixture(self) -> dict[str, Any]:
+        """The fields of TransformerConfig about experts."""
+        moe = self.config.model.moe
+        return {
+            "num_moe_experts": moe.num_experts,
+            "moe_router_topk": moe.num_experts_per_tok,
+            "moe_ffn_hidden_size": moe.moe_intermediate_size,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "alltoall",
+            "expert_model_parallel_size": self.config.parallel.ep,
+        }
+
+    def local_tensors(self, weights: Weights) -> dict[str, Any]:
+        """Everything but other ranks' experts."""
+        shape = self.config.model
+        tensors = local_tensors(shape, weights, rank=0, world=1)
+        held = shape.moe.num_experts // self.world
+        for layer in range(shape.num_hidden_layers):
+            ours = f"layers.{layer}.mlp"
+            theirs = f"decoder.layers.{layer}.mlp"
+            tensors[f"{theirs}.router.weight"] = weights[f"{ours}.router.weight"]
+            for place in range(held):
+                expert = f"{ours}.experts.{self.rank * held + place}"
+                tensors |= mlp_tensors(weights, expert, f"{theirs}.experts.local_experts.{place}")
+        return tensors
+
+    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
+        self.optimizer.zero_grad()
+        total = self.accumulate(self.micro_batches(tokens_bs, targets_bs, self.world), 1 / targets_bs.numel())
+        grads = [cast(Tensor, param.grad) for param in self.whole]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(summed.view_as(grad))
+        norm = self.update()
+        dist.all_reduce(total)
+        return Result(total.item() / targets_bs.numel(), norm)
+
+
 def local_tensors(shape: ModelConfig, weights: Weights, rank: int, world: int) -> dict[str, Any]:
-    """A tensor-parallel rank's part of the weights, by Megatron-Core's names."""
+    """A tensor-parallel rank's part of all weights but those of MLPs, by Megatron-Core's names."""
 
     def part(name: str, dim: int = 0) -> Tensor:
         return weights[name].chunk(world, dim)[rank]
@@ -134,7 +222,14 @@ def local_tensors(shape: ModelConfig, weights: Weights, rank: int, world: int) -
             f"{theirs}.self_attention.linear_qkv.weight": torch.cat(groups, 1).flatten(0, 1),
             f"{theirs}.self_attention.linear_proj.weight": part(f"{ours}.attention.o.weight", 1),
             f"{theirs}.pre_mlp_layernorm.weight": weights[f"{ours}.mlp_norm.weight"],
-            f"{theirs}.mlp.linear_fc1.weight": torch.cat([part(f"{ours}.mlp.{x}.weight") for x in ("gate", "up")]),
-            f"{theirs}.mlp.linear_fc2.weight": part(f"{ours}.mlp.down.weight", 1),
         }
     return tensors
+
+
+def mlp_tensors(weights: Weights, ours: str, theirs: str, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
+    """A tensor-parallel rank's part of an MLP or of an expert."""
+    gate_up = [weights[f"{ours}.{x}.weight"].chunk(world)[rank] for x in ("gate", "up")]
+    return {
+        f"{theirs}.linear_fc1.weight": torch.cat(gate_up),
+        f"{theirs}.linear_fc2.weight": weights[f"{ours}.down.weight"].chunk(world, 1)[rank],
+    }

@@ -27,53 +27,74 @@ class Products(Peer):
         parallel = config.parallel
         pp_rank = self.rank if parallel.pp > 1 else 0
         samples = config.train.micro_batch_size
-        sequence = config.train.seq_length
+        # A context-parallel rank has a part of the positions. Its queries attend half of all keys in the mean.
+        queries = config.train.seq_length // parallel.cp
+        self.is_causal = parallel.cp == 1
+        keys = queries if self.is_causal else config.train.seq_length // 2
         heads = model.num_attention_heads // parallel.tp
         kv_heads = model.num_key_value_heads // parallel.tp
-        mlp = model.intermediate_size // parallel.tp
         self.micro_batch_count = config.train.global_batch_size // samples // parallel.dp
         self.layers = parallel.partition[pp_rank]
-        # (outputs, inputs) of each matrix.
+        rows = samples * queries
+        # (rows, outputs, inputs) of each product.
         shapes = [
-            ((heads + 2 * kv_heads) * model.head_dim, model.hidden_size),
-            (model.hidden_size, heads * model.head_dim),
-            (2 * mlp, model.hidden_size),
-            (model.hidden_size, mlp),
+            (rows, (heads + 2 * kv_heads) * model.head_dim, model.hidden_size),
+            (rows, model.hidden_size, heads * model.head_dim),
+            *mlp_products(config, rows),
         ] * self.layers
         if pp_rank == parallel.pp - 1:
-            shapes.append((model.vocab_size // parallel.tp, model.hidden_size))
-        self.weights = [torch.randn(shape, device=device) * 0.02 for shape in shapes]
-        self.weight_grads = [torch.zeros_like(weight) for weight in self.weights]
-        # One activation for each width, with the outputs of the products.
-        widths = {width for shape in shapes for width in shape}
-        self.activations = {width: torch.randn(samples * sequence, width, device=device) for width in widths}
-        self.outputs = {width: torch.empty(samples * sequence, width, device=device) for width in widths}
+            shapes.append((rows, model.vocab_size // parallel.tp, model.hidden_size))
+        self.products = []
+        # One activation for each shape, with the outputs of the products.
+        self.activations = {}
+        self.outputs = {}
+        for count, outputs, inputs in shapes:
+            weight = torch.randn(outputs, inputs, device=device) * 0.02
+            self.products.append((count, weight, torch.zeros_like(weight)))
+            for width in (outputs, inputs):
+                self.activations[count, width] = torch.randn(count, width, device=device)
+                self.outputs[count, width] = torch.empty(count, width, device=device)
         # The key/value heads are shared: a tensor of all query heads would be other work.
-        self.q = torch.randn(samples, heads, sequence, model.head_dim, device=device, requires_grad=True)
+        self.q = torch.randn(samples, heads, queries, model.head_dim, device=device, requires_grad=True)
         self.k, self.v = (
-            torch.randn(samples, kv_heads, sequence, model.head_dim, device=device, requires_grad=True)
-            for _ in range(2)
+            torch.randn(samples, kv_heads, keys, model.head_dim, device=device, requires_grad=True) for _ in range(2)
         )
 
     def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
         for _ in range(self.micro_batch_count):
             for _ in range(self.layers):
                 self.attention()
-            for weight, grad in zip(self.weights, self.weight_grads, strict=True):
-                self.product(weight, grad)
+            for rows, weight, grad in self.products:
+                self.product(rows, weight, grad)
         return Result(float("nan"), float("nan"))
 
-    def product(self, weight: Tensor, weight_grad: Tensor) -> None:
+    def product(self, rows: int, weight: Tensor, weight_grad: Tensor) -> None:
         """The three products of one matrix. The gradient of the weight is added to that of earlier micro-batches."""
         outputs, inputs = weight.shape
-        x = self.activations[inputs]
-        y_grad = self.activations[outputs]
-        torch.mm(x, weight.t(), out=self.outputs[outputs])
-        torch.mm(y_grad, weight, out=self.outputs[inputs])
+        x = self.activations[rows, inputs]
+        y_grad = self.activations[rows, outputs]
+        torch.mm(x, weight.t(), out=self.outputs[rows, outputs])
+        torch.mm(y_grad, weight, out=self.outputs[rows, inputs])
         weight_grad.addmm_(y_grad.t(), x)
 
     def attention(self) -> None:
         """Forward and backward."""
         shared = self.k.shape[1] != self.q.shape[1]
-        y = F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=True, enable_gqa=shared)
+        y = F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=self.is_causal, enable_gqa=shared)
         torch.autograd.grad(y, (self.q, self.k, self.v), self.q.detach())
+
+
+def mlp_products(config: Config, rows: int) -> list[tuple[int, int, int]]:
+    """(rows, outputs, inputs) of the products of an MLP, or of the experts of a rank if they are loaded evenly."""
+    hidden = config.model.hidden_size
+    moe = config.model.moe
+    if not moe.num_experts:
+        width = config.model.intermediate_size // config.parallel.tp
+        return [(rows, 2 * width, hidden), (rows, hidden, width)]
+    router = (rows, moe.num_experts, hidden)
+    # Each rank of ep has some of the experts, and the rows of all ranks for them.
+    ep = config.parallel.ep
+    rows_of_expert = rows * ep * moe.num_experts_per_tok // moe.num_experts
+    width = moe.moe_intermediate_size
+    expert = [(rows_of_expert, 2 * width, hidden), (rows_of_expert, hidden, width)]
+    return [router, *expert * (moe.num_experts // ep)]

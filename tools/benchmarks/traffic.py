@@ -1,33 +1,44 @@
-"""Bytes that a rank of megapar sends in a training step, from the configuration alone.
+"""Bytes that a rank of megapar sends in a training step: from the configuration, and for experts from the counts of
+tokens that chose each.
 
 For an untied Llama in fp32 whose key/value heads divide by tp and whose weights are multiples of 128 elements, so that
-buckets have no padding. Ring algorithms among n ranks: an all-reduce of B bytes sends 2 B (n-1)/n, a gather to B bytes
+buckets have no padding. With experts it is a Mixtral on data-parallel ranks alone, whose routers have no loss. Ring
+algorithms among n ranks: an all-reduce of B bytes sends 2 B (n-1)/n, a gather to B bytes
 or a reduce-scatter of B bytes B (n-1)/n.
 """
 
+from collections.abc import Sequence
+
 from megapar.config import Config
+
+Choices = Sequence[Sequence[Sequence[int]]]
+"""For each rank, layer and expert: how many of the rank's tokens chose the expert in the step."""
 
 
 def local_parameters(config: Config, pp_rank: int) -> int:
-    """Weights of one rank: its stage's layers, matrices cut over tp and norms whole."""
+    """Weights of one rank: its stage's layers, matrices cut over tp and norms whole. Experts do not count."""
     model = config.model
     parallel = config.parallel
     first = pp_rank == 0
     last = pp_rank == parallel.pp - 1
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim * model.hidden_size
     mlp = 3 * model.intermediate_size * model.hidden_size
+    if model.moe.num_experts:
+        mlp = model.moe.num_experts * model.hidden_size  # the router
     vocabulary = model.vocab_size * model.hidden_size * (first + last)
     layers = parallel.partition[pp_rank]
     return (layers * (attention + mlp) + vocabulary) // parallel.tp + (2 * layers + last) * model.hidden_size
 
 
-def expected_traffic(config: Config, pp_rank: int) -> dict[str, int]:
-    """Bytes by axis; axes that send nothing are left out."""
+def expected_traffic(config: Config, pp_rank: int, choices: Choices = (), rank: int = 0) -> dict[str, int]:
+    """Bytes by axis; axes that send nothing are left out. `choices` and the number of the `rank` are for experts."""
     everything = {
         "tp": tensor_parallel(config, pp_rank),
         "cp": context_parallel(config, pp_rank),
         "pp": pipeline_parallel(config, pp_rank),
         "grad": data_parallel(config, pp_rank),
+        "ep": expert_parallel(config, choices, rank),
+        "expert_grad": replicas_of_experts(config, rank),
     }
     return {axis: sent for axis, sent in everything.items() if sent}
 
@@ -130,12 +141,47 @@ def pipeline_parallel(config: Config, pp_rank: int) -> int:
 def data_parallel(config: Config, pp_rank: int) -> int:
     """A step: gradients are all-reduced, or (zero_stage 1) reduce-scattered and the new weights gathered, which sends
     as much in fp32; then the squared gradient norm and the votes to stop (fp64 each). The number of targets and the
-    loss (fp32 each). All over dp x cp."""
+    loss (fp32 each). With experts the tokens of each expert of each layer (int64). All over dp x cp."""
     dp = config.parallel.dp * config.parallel.cp
     gradients = _all_reduce(4 * local_parameters(config, pp_rank), dp)
     targets = _all_reduce(4, dp)
     loss = _all_reduce(LOSS_BYTES, dp)
-    return gradients + _all_reduce(NORM_BYTES, dp) + targets + loss
+    load = _all_reduce(8 * config.model.num_hidden_layers * config.model.moe.num_experts, dp)
+    return gradients + _all_reduce(NORM_BYTES, dp) + targets + loss + load
+
+
+def experts_of_rank(config: Config, rank: int) -> range:
+    """The numbers of the experts of `rank`. Ranks of ep are neighbors."""
+    number = config.model.moe.num_experts
+    ep = config.parallel.ep
+    place = rank % ep
+    return range(number * place // ep, number * (place + 1) // ep)
+
+
+def expert_parallel(config: Config, choices: Choices, rank: int) -> int:
+    """A layer and micro-batch: the ranks of ep tell each other how many rows go to each expert (int64). The row of a
+    token travels to each of its experts on other ranks, and the result travels back; backward their gradients do."""
+    ep = config.parallel.ep
+    if ep == 1:
+        return 0
+    layers = config.model.num_hidden_layers
+    counts = (ep - 1) * 8 * config.model.moe.num_experts * layers * micro_batches(config)
+    mine = experts_of_rank(config, rank)
+    first = rank // ep * ep
+    leaving = sum(sum(layer) - sum(layer[mine.start : mine.stop]) for layer in choices[rank])
+    arriving = 0
+    for other in range(first, first + ep):
+        if other != rank:
+            arriving += sum(sum(layer[mine.start : mine.stop]) for layer in choices[other])
+    return counts + 2 * 4 * config.model.hidden_size * (leaving + arriving)
+
+
+def replicas_of_experts(config: Config, rank: int) -> int:
+    """A step: the gradients of experts, over the ranks that hold the same ones; as those of other weights."""
+    model = config.model
+    one_expert = 3 * model.moe.moe_intermediate_size * model.hidden_size
+    elements = model.num_hidden_layers * len(experts_of_rank(config, rank)) * one_expert
+    return _all_reduce(4 * elements, config.parallel.dp // config.parallel.ep)
 
 
 def _all_reduce(nbytes: int, ranks: int) -> int:

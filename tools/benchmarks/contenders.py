@@ -1,0 +1,187 @@
+"""Who is measured in each layout: megapar, in one or several variants, and its peers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from megapar_models.build import build_stages
+from torch import Tensor, nn
+
+from benchmarks.peers import (
+    DDP,
+    FSDP2,
+    FSDP2Reshard,
+    Peer,
+    Pipeline1F1B,
+    PipelineDualPipeV,
+    PipelineZeroBubbleV,
+    Plain,
+    Result,
+    SequenceTensorParallel,
+    SequenceTensorParallelLoss,
+    TensorParallel,
+    TensorParallelLoss,
+    Weights,
+    ZeroRedundancy,
+)
+from benchmarks.peers_context import GatherByHand
+from benchmarks.peers_deepspeed import DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3
+from benchmarks.peers_huggingface import HuggingFace, HuggingFaceDDP, HuggingFaceMixture, HuggingFaceMixtureDDP
+from benchmarks.peers_megatron import MegatronCore, MegatronCoreExperts
+from benchmarks.peers_shared_memory import SharedMemoryTensorParallel
+from benchmarks.products import Products
+from megapar import context
+from megapar.batch import MicroBatch
+from megapar.config import Config, ParallelConfig
+from megapar.context_parallel.deal import positions
+from megapar.expert_parallel.balance import Router, Routing
+from megapar.expert_parallel.route import counts
+from megapar.params import spec_of
+from megapar.train.grid import with_grid
+from megapar.train.step import train_step
+from megapar.train.trainer import assemble
+
+
+class Megapar(Peer):
+    """megapar, put together as its trainer does."""
+
+    name = "megapar"
+
+    def __init__(self, config: Config, weights: Weights, device: torch.device):
+        super().__init__(config, weights, device)
+        self.ctx = with_grid(context.create, config)(device=device)
+        self.columns = torch.tensor(positions(config.train.seq_length, self.ctx.cp.size, self.ctx.cp.rank))
+        stages = build_stages(config, self.ctx)
+        load_weights(stages.values(), weights)
+        self.state = assemble(config, self.ctx, stages)
+        # The experts that this rank's tokens chose in the newest step, by router. They are counted after the step, so
+        # that the time of the step does not grow.
+        routers = [module for stage in stages.values() for module in stage.modules() if isinstance(module, Router)]
+        self.chosen: list[list[Tensor]] = [[] for _ in routers]
+        for chosen, router in zip(self.chosen, routers, strict=True):
+            router.register_forward_hook(partial(_note_choices, chosen))
+
+    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
+        for chosen in self.chosen:
+            chosen.clear()
+        batches = [
+            MicroBatch.of_samples(
+                tokens, targets, torch.ones_like(targets, dtype=torch.float32), torch.zeros_like(targets[:, 0])
+            ).columns(self.columns)
+            for tokens, targets in self.micro_batches(tokens_bs, targets_bs, self.ctx.dp.size)
+        ]
+        result = train_step(self.state, batches)
+        return Result(result.loss, result.grad_norm)
+
+    def expert_counts(self) -> list[list[int]]:
+        """For each layer and each of its experts: how many of this rank's tokens chose it in the newest step."""
+        number = self.config.model.moe.num_experts
+        return [counts(torch.cat(chosen), number).tolist() for chosen in self.chosen]
+
+
+def _note_choices(chosen: list[Tensor], router: nn.Module, inputs: Any, routing: Routing) -> None:
+    chosen.append(routing.indices)
+
+
+@torch.no_grad()
+def load_weights(modules: Iterable[nn.Module], weights: Weights) -> None:
+    """Copy this rank's slices of logical tensors into its parameters, zeros into padding rows."""
+    for param in {id(p): p for module in modules for p in module.parameters()}.values():
+        param.zero_()
+        for piece, first, last in spec_of(param).segments():
+            part = weights[piece.name][piece.held.slices]
+            param.view(-1)[first:last].copy_(part.flatten())
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Options in which several contenders of megapar differ. `parallel` None: the layout's own."""
+
+    zero_stage: Literal[0, 1] = 1
+    parallel: ParallelConfig | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to place the model, and who can: classes of contenders, megapar's own as (name, variant).
+
+    The first one of megapar is what all contenders are compared with. With `experts` the MLPs are mixtures of experts.
+    """
+
+    parallel: ParallelConfig
+    peers: tuple[type[Peer], ...]
+    megapar: tuple[tuple[str, Variant], ...] = (("megapar", Variant()),)
+    experts: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.parallel.tp * self.parallel.cp * self.parallel.pp * self.parallel.dp
+
+    @property
+    def contenders(self) -> dict[str, tuple[type[Peer], Variant]]:
+        """Class and variant by name; megapar as it is by default comes first."""
+        ours: dict[str, tuple[type[Peer], Variant]] = {name: (Megapar, variant) for name, variant in self.megapar}
+        return ours | {peer.name: (peer, WITHOUT_ZERO) for peer in self.peers}
+
+    @property
+    def base(self) -> str:
+        """The name of the contender that all others are compared with."""
+        return self.megapar[0][0]
+
+    def in_one_process(self) -> "Layout":
+        """The same model in one process."""
+        return replace(self, parallel=ParallelConfig(dp=1))
+
+
+WITHOUT_ZERO = Variant(zero_stage=0)
+TP2 = ParallelConfig(dp=1, tp=2)
+TP2_SP = replace(TP2, sequence_parallel=True)
+CP2 = ParallelConfig(dp=1, cp=2)
+EP2 = ParallelConfig(dp=2, ep=2)
+LAYOUTS: dict[str, Layout] = {
+    "single": Layout(ParallelConfig(dp=1), (Plain, HuggingFace, Products)),
+    "dp2": Layout(
+        ParallelConfig(dp=2),
+        (
+            *(DDP, ZeroRedundancy, FSDP2, FSDP2Reshard, HuggingFaceDDP),
+            *(DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3, Products),
+        ),
+        (("megapar", Variant()), ("megapar, zero_stage 0", WITHOUT_ZERO)),
+    ),
+    "tp2": Layout(
+        TP2,
+        (TensorParallel, TensorParallelLoss, SharedMemoryTensorParallel, MegatronCore, Products),
+        (("megapar", Variant()), ("megapar, 2 chunks", Variant(parallel=replace(TP2, tp_overlap_chunks=2)))),
+    ),
+    "tp2+sp": Layout(
+        TP2_SP,
+        (SequenceTensorParallel, SequenceTensorParallelLoss, Products),
+        (
+            ("megapar", Variant()),
+            ("megapar, 2 chunks", Variant(parallel=replace(TP2_SP, tp_overlap_chunks=2))),
+            ("megapar, 4 chunks", Variant(parallel=replace(TP2_SP, tp_overlap_chunks=4))),
+        ),
+    ),
+    "pp2": Layout(ParallelConfig(dp=1, pp=2), (Pipeline1F1B, PipelineDualPipeV, PipelineZeroBubbleV, Products)),
+    "cp2": Layout(
+        CP2,
+        (GatherByHand, Products),
+        (
+            ("megapar, gather", Variant()),
+            ("megapar, ring", Variant(parallel=replace(CP2, cp_attention="ring"))),
+            ("megapar, ulysses", Variant(parallel=replace(CP2, cp_attention="ulysses"))),
+            # The other way to cut activations along the sequence, for comparison.
+            ("megapar, tp2+sp", Variant(parallel=TP2_SP)),
+        ),
+    ),
+    "moe": Layout(ParallelConfig(dp=1), (Plain, HuggingFaceMixture, Products), experts=True),
+    "moe_ep2": Layout(
+        EP2,
+        (DDP, HuggingFaceMixtureDDP, MegatronCoreExperts, Products),
+        # Without ep each rank holds all experts, and their gradients are summed over ranks, as those of peers are.
+        (("megapar", Variant()), ("megapar, ep 1", Variant(parallel=replace(EP2, ep=1)))),
+        experts=True,
+    ),
+}
