@@ -85,7 +85,10 @@ KINDS = [SEQUENCE, LAGGED, Z, replace(SEQUENCE, z_coef=0.1)]
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("rule", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
 def test_each_loss_is_its_formula(rule: RouterRule, kind: BalanceRule) -> None:
-    """Fault moe-balance-loss-without-gradient: value and gradient of the router."""
+    """Faults moe-balance-loss-without-gradient, moe-masked-tokens: value and gradient of the router.
+
+    Some tokens and a whole sample weigh nothing.
+    """
     router = make_router(single(), rule, kind)
     router.last_counts.copy_(last_counts())
     routing = router(tokens())

@@ -52,15 +52,21 @@ def test_a_ramp_that_replicas_cannot_share_is_refused_with_one_that_they_can() -
     assert not list(checks._expert_batch(replace(ramp, train=replace(ramp.train, batch_ramp=(4, 4, 30)))))
 
 
+def router_state(state: TrainState) -> list[Tensor]:
+    routers = [m for stage in state.stages.values() for m in stage.modules() if isinstance(m, Router)]
+    return [x.clone() for router in routers for x in (router.bias, router.last_counts, router.step_counts)]
+
+
 def of_recompute(layout: Layout) -> list[Bits]:
-    """Weights and optimizer state after two steps in bf16, in which a rounding that differs shows."""
+    """Weights, optimizer state and routers' state after two steps in bf16, in which a rounding that differs shows."""
     found = []
     for recompute, every in (("none", 1), ("selective", 1), ("full", 1), ("full", 2)):
         config = replace(layout, recompute=recompute, every=every).config("bf16")
         state = make_state(config)
         for step in range(2):
             train_step(state, micro_batches(config, state.ctx, step))
-        found.append(bits(state))
+        routers = {f"router {number}": x for number, x in enumerate(router_state(state))}
+        found.append(bits(state) | routers)
     return found
 
 
@@ -73,14 +79,10 @@ def of_recompute(layout: Layout) -> list[Bits]:
     ids=["dp2-ep2", "tp2-cp2-ep4"],
 )
 def test_recomputation_changes_no_bit(layout: Layout) -> None:
+    """Fault moe-counted-twice: the state of routers too."""
     for first, *others in run_ranks(layout.world, of_recompute, layout):
         for other in others:
             assert_bitwise(other, first, "recomputed")
-
-
-def router_state(state: TrainState) -> list[Tensor]:
-    routers = [m for stage in state.stages.values() for m in stage.modules() if isinstance(m, Router)]
-    return [x.clone() for router in routers for x in (router.bias, router.last_counts, router.step_counts)]
 
 
 def test_an_evaluation_and_a_skipped_step_leave_the_balance_as_it_is() -> None:

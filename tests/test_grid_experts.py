@@ -66,6 +66,7 @@ def name_of(layout: Layout) -> str:
 @pytest.mark.gpus
 @pytest.mark.parametrize("layout", GRID, ids=name_of)
 def test_layout_of_experts_changes_nothing(layout: Layout) -> None:
+    """Faults moe-norm-leaves-out-experts, moe-gradients-doubled-without-replicas, moe-replicas-drift."""
     check_on_ranks(layout)
 
 
