@@ -7,8 +7,7 @@ before the product in forward and after it in backward. `megapar.tensor_parallel
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -65,13 +64,11 @@ class MatrixProducts:
 
     `impl` selects whether torch or apex adds the weight gradient of 16-bit inputs to the fp32 main gradient.
 
-    The methods that begin with `grouped_` serve experts. `grouped` selects whether they loop over the groups, or leave
-    that to torch's grouped_mm. On CPUs both take the same time, but for products of a few microseconds. The weight
-    gradient always loops, because grouped_mm would round it to the dtype of the inputs before it is added.
+    The methods with `grouped` in their names serve experts. They loop over the groups. torch's grouped_mm takes only
+    rows of a multiple of 16 bytes, and rounds weight gradients to the dtype of the inputs.
     """
 
     impl: Implementation = "torch"
-    grouped: Literal["loop", "torch"] = "loop"
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """y: [..., out], from x [..., in] and weight [out, in]."""
@@ -130,8 +127,6 @@ class MatrixProducts:
 
         The first rows[0] rows are multiplied by weights_goi[0], the next rows[1] by weights_goi[1], and so on.
         """
-        if self.grouped == "torch" and rows:
-            return F.grouped_mm(x_2d, weights_goi.transpose(1, 2), offs=_group_ends(rows, x_2d.device))
         y = x_2d.new_empty(x_2d.shape[0], weights_goi.shape[1])
         for part, x, weight in zip(y.split(rows), x_2d.split(rows), weights_goi, strict=True):
             self.forward_into(part, x, weight)
@@ -139,8 +134,6 @@ class MatrixProducts:
 
     def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Tensor, rows: Sequence[int]) -> Tensor:
         """Gradient of x in `grouped_forward`: [tokens, in], from grad_2d [tokens, out]."""
-        if self.grouped == "torch" and rows:
-            return F.grouped_mm(grad_2d, weights_goi, offs=_group_ends(rows, grad_2d.device))
         grad_x = grad_2d.new_empty(grad_2d.shape[0], weights_goi.shape[2])
         for part, grad, weight in zip(grad_x.split(rows), grad_2d.split(rows), weights_goi, strict=True):
             self.input_gradient_into(part, grad, weight)
@@ -158,13 +151,6 @@ class MatrixProducts:
                 self.add_weight_gradient(total, grad, x, overwrite=overwrite)
             elif overwrite:
                 total.zero_()
-
-
-def _group_ends(rows: Sequence[int], device: torch.device) -> Tensor:
-    """The row at which each group ends, int32 [groups]."""
-    # From pinned memory, so that the CPU need not wait for the GPU.
-    ends = torch.tensor(list(accumulate(rows)), dtype=torch.int32, pin_memory=device.type == "cuda")
-    return ends.to(device, non_blocking=True)
 
 
 def _batched_product(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:

@@ -21,7 +21,7 @@ from megapar.data.samples import Treatment
 from megapar.data.sources import SyntheticDataset
 from megapar.errors import ConfigError
 from megapar.random import keep_mask
-from megapar.tensor_parallel.layers import Sharding
+from megapar.sharding import Sharding
 from megapar.train.metrics import attention_load
 from megapar.train.step import train_step
 from tests.support import layouts

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megapar import context
 from megapar.context import Axis, ParallelContext
 from megapar.params import ONES, ParamSpec, parameter, replicated
-from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, Sharding, column_linear
+from megapar.sharding import Sharding
+from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, column_linear
 from tests.support.distributed import run_ranks
 from tests.support.flat import Flat, flatten
 

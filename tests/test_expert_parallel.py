@@ -3,7 +3,7 @@
 import itertools
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +19,12 @@ from megapar.config import OptimizerConfig
 from megapar.context import ParallelContext, single
 from megapar.exchange import ArrivingRows
 from megapar.expert_parallel import dispatch, route
-from megapar.expert_parallel.experts import Experts, ExpertSharding
+from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
 from megapar.linear import MatrixProducts
 from megapar.params import Init, StateSlice, selected, spec_of
 from megapar.random import initialize
+from megapar.sharding import Sharding
 from tests.support import layouts
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.flat import flatten
@@ -265,14 +266,11 @@ def test_gradcheck_of_a_round_trip() -> None:
     torch.testing.assert_close(dispatch.combine(rows, torch.ones(4, 2).double(), plan), 2 * x)
 
 
-@pytest.mark.parametrize("grouped", ["loop", "torch"])
-def test_an_expanded_gradient(grouped: Literal["loop", "torch"]) -> None:
+def test_an_expanded_gradient() -> None:
     """Fault moe-expanded-gradient: the gradient of out.sum() has strides of 0."""
     gradients = []
     for weights in (None, torch.ones(9, 8)):
-        alone = single()
-        products = MatrixProducts(grouped=grouped)
-        sharding = ExpertSharding(alone.ep, alone.etp, alone.expert_grad, torch.float32, torch.device("cpu"), products)
+        sharding = Sharding.of(single(), torch.float32)
         init = Init("normal", 0.5)
         experts = Experts("experts", 3, 8, 8, sharding, activation=swiglu, init=init, output_init=init)
         initialize([experts], seed=1)
@@ -306,19 +304,18 @@ def test_experts_without_rows_keep_what_earlier_micro_batches_added() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [[4, 0, 5], [0, 0, 9], [0, 0, 0]], ids=str)
-def test_both_ways_to_multiply_groups_agree(rows: list[int], dtype: torch.dtype) -> None:
+def test_products_of_groups_are_those_of_their_rows(rows: list[int], dtype: torch.dtype) -> None:
     x = draw(sum(rows), 16, dtype=dtype)
     grad = draw(sum(rows), 24, seed=1, dtype=dtype)
     weights = draw(3, 24, 16, seed=2, dtype=dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    for grouped in ("loop", "torch"):
-        products = MatrixProducts(grouped=grouped)  # type: ignore[arg-type]
-        y = products.grouped_forward(x, weights, rows)
-        grad_x = products.grouped_input_gradient(grad, weights, rows)
-        expected = [a @ w.t() for a, w in zip(x.double().split(rows), weights.double(), strict=True)]
-        torch.testing.assert_close(y.double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
-        expected = [g @ w for g, w in zip(grad.double().split(rows), weights.double(), strict=True)]
-        torch.testing.assert_close(grad_x.double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
+    products = MatrixProducts()
+    y = products.grouped_forward(x, weights, rows)
+    grad_x = products.grouped_input_gradient(grad, weights, rows)
+    expected = [a @ w.t() for a, w in zip(x.double().split(rows), weights.double(), strict=True)]
+    torch.testing.assert_close(y.double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
+    expected = [g @ w for g, w in zip(grad.double().split(rows), weights.double(), strict=True)]
+    torch.testing.assert_close(grad_x.double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
 
 
 def traffic(split: dict[str, int], case: Case) -> dict[str, tuple[dict[str, int], dict[str, int]]]:

@@ -15,6 +15,7 @@ from megapar.expert_parallel import balance, route
 from megapar.expert_parallel.balance import BalanceRule, Router, end_step
 from megapar.expert_parallel.route import RouterRule
 from megapar.params import Init
+from megapar.sharding import Sharding
 from tests.support import layouts
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.flat import flatten
@@ -117,11 +118,8 @@ def make_router(ctx: ParallelContext, rule: RouterRule, kind: BalanceRule) -> Ro
         EXPERTS,
         rule,
         kind,
-        tp=ctx.tp,
-        replicas=ctx.grad,
+        Sharding.of(ctx, torch.float32),
         init=Init("normal", 1.0),
-        dtype=torch.float32,
-        device=ctx.device,
     )
     layouts.fill([router], {f"{NAME}.weight": router_weight()})
     return router

@@ -237,7 +237,7 @@ def test_heads_that_straddle_ranks_wait_for_nothing() -> None:
 
     from megapar.context import Axis
     from megapar.recompute import Recompute
-    from megapar.tensor_parallel.layers import Sharding
+    from megapar.sharding import Sharding
 
     model = validate(Config(model=STRADDLING, parallel=ParallelConfig(tp=4, dp=1)), 4).model
     sharding = Sharding(Axis("tp", 4, 1, (0, 1, 2, 3)), Axis("grad"), False, torch.float32, META)

@@ -22,7 +22,7 @@ FOUNDATION = {
     f"megapar.{name}": "foundation"
     for name in (
         *("config", "config_io", "validate", "device", "context", "comm", "params", "linear"),
-        *("shared_memory", "local_collectives", "exchange"),
+        *("sharding", "shared_memory", "local_collectives", "exchange"),
         *("random", "recompute", "precision", "batch", "errors", "rendezvous", "flight", "agreement"),
         *("files", "provenance", "messages", "derive", "model_rules", "plugins", "data.spec"),
         "checkpoint.compatible",

@@ -15,12 +15,12 @@ from megapar import comm, context
 from megapar.config import ModelConfig
 from megapar.context import Axis, ParallelContext
 from megapar.params import Init
+from megapar.sharding import Sharding
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.layers import (
     ColumnParallelLinear,
     Columns,
     RowParallelLinear,
-    Sharding,
     VocabParallelEmbedding,
     vocabulary_cut,
 )

@@ -15,8 +15,9 @@ from megapar.context import Axis, ParallelContext
 from megapar.linear import MatrixProducts
 from megapar.params import Init
 from megapar.recompute import run
+from megapar.sharding import Sharding
 from megapar.tensor_parallel.chunks import cut_in_chunks
-from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear, Sharding
+from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear
 from tests.support.distributed import rank_device, run_ranks
 
 INIT = Init("normal", 0.1)

@@ -29,7 +29,8 @@ from megapar.context import Axis
 from megapar.expert_parallel import route
 from megapar.expert_parallel.route import RouterRule
 from megapar.linear import LOCAL, MatrixProducts, linear
-from megapar.params import ZEROS, Init, ParamSpec, parameter, replicated
+from megapar.params import ZEROS, Init, ParamSpec, replicated
+from megapar.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -97,28 +98,25 @@ class Router(nn.Module):
         num_experts: int,
         rule: RouterRule,
         balance: BalanceRule,
+        sharding: Sharding,
         *,
-        tp: Axis,
-        replicas: Axis,
         init: Init,
-        dtype: torch.dtype,
-        device: torch.device,
     ):
         super().__init__()
         self.num_experts = num_experts
         self.rule = rule
         self.balance = balance
-        piece = replicated(f"{name}.weight", (num_experts, hidden_size), tp, partial=True)
-        spec = ParamSpec((piece,), init, decay=True, replicas=replicas)
-        self.weight = parameter(spec, piece.shape, dtype=dtype, device=device)
+        piece = replicated(f"{name}.weight", (num_experts, hidden_size), sharding.tp, partial=True)
+        self.weight = sharding.parameter((piece,), piece.shape, init, decay=True)
+        device = sharding.device
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32, device=device))
         self.register_buffer("last_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
         self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
         # A checkpoint holds the buffers that have a spec: those that the next step reads.
         if balance.kind == "bias":
-            _declare(self.bias, f"{name}.bias", tp, replicas, training_state=False)
+            _declare(self.bias, f"{name}.bias", sharding, training_state=False)
         if balance.kind == "global":
-            _declare(self.last_counts, f"{name}.last_counts", tp, replicas, training_state=True)
+            _declare(self.last_counts, f"{name}.last_counts", sharding, training_state=True)
 
     def forward(self, x_sbh: Tensor, indices: Tensor | None = None) -> Routing:
         """Route this rank's tokens.
@@ -169,10 +167,10 @@ class Router(nn.Module):
             torch.where(skipped, self.bias, moved_e, out=self.bias)
 
 
-def _declare(buffer_e: Tensor, name: str, tp: Axis, replicas: Axis, *, training_state: bool) -> None:
+def _declare(buffer_e: Tensor, name: str, sharding: Sharding, *, training_state: bool) -> None:
     """Make a buffer part of checkpoints. All ranks hold the same values."""
-    piece = replicated(name, buffer_e.shape, tp)
-    spec = ParamSpec((piece,), ZEROS, decay=False, replicas=replicas, training_state=training_state)
+    piece = replicated(name, buffer_e.shape, sharding.tp)
+    spec = ParamSpec((piece,), ZEROS, decay=False, replicas=sharding.replicas, training_state=training_state)
     buffer_e.spec = spec  # type: ignore[attr-defined]
 
 

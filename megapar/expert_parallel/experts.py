@@ -11,7 +11,6 @@ equal on all ranks, and may be 0. Then both parameters have no element, and are 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -19,26 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megapar.context import Axis
 from megapar.expert_parallel.dispatch import experts_of
 from megapar.linear import MatrixProducts
 from megapar.params import Init, ParamSpec, Piece, cut, main_grad_of, make_piece, parameter
-
-
-@dataclass(frozen=True)
-class ExpertSharding:
-    """What experts need to know to make their slices of the weights.
-
-    Experts are dealt over `ep` and cut over `etp`. Gradients are summed, and optimizer state is sharded, over
-    `replicas` (`ParallelContext.expert_grad`).
-    """
-
-    ep: Axis
-    etp: Axis
-    replicas: Axis
-    dtype: torch.dtype
-    device: torch.device
-    products: MatrixProducts = field(default_factory=MatrixProducts)
+from megapar.sharding import Sharding
 
 
 class Experts(nn.Module):
@@ -55,7 +38,7 @@ class Experts(nn.Module):
         num_experts: int,
         hidden_size: int,
         width: int,
-        sharding: ExpertSharding,
+        sharding: Sharding,
         *,
         activation: Callable[[Tensor], Tensor],
         init: Init,
@@ -97,7 +80,7 @@ class Experts(nn.Module):
             tuple(pieces),
             init,
             decay=True,
-            replicas=sharding.replicas,
+            replicas=sharding.expert_replicas,
             token_share=self.token_share,
             # Those of other ranks too: which experts share a parameter depends on ep.
             selected_with=tuple(

@@ -7,8 +7,7 @@ communication of an input gradient runs while the weight gradient is computed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,59 +16,25 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.context import Axis
-from megapar.linear import LOCAL, MatrixProducts, linear
+from megapar.linear import LOCAL, linear
 from megapar.params import (
     ONES,
     ZEROS,
     Box,
     Init,
-    ParamSpec,
     Piece,
     cut,
     held_by_all,
     main_grad_of,
     make_piece,
-    parameter,
     replicated,
 )
+from megapar.sharding import Sharding
 from megapar.tensor_parallel.chunks import ChunkedGather, gather_linear, linear_reduce, output_region
 from megapar.tensor_parallel.regions import input_region, reduce_from_tp, scatter_sum
 
 # Sizes that 16 does not divide cost vector loads, so the vocabulary is padded.
 VOCAB_MULTIPLE = 128
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What a layer needs to know to make its slice of the weights.
-
-    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`. The positions of a
-    sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
-    `expert_replicas` (see ParallelContext).
-
-    With `overlap_chunks` above 1, a linear layer communicates its input or output in so many chunks under its product.
-    """
-
-    tp: Axis
-    replicas: Axis
-    sequence_parallel: bool
-    dtype: torch.dtype
-    device: torch.device
-    products: MatrixProducts = field(default_factory=MatrixProducts)
-    overlap_chunks: int = 1
-    cp: Axis = field(default_factory=partial(Axis, "cp"))
-    ep: Axis = field(default_factory=partial(Axis, "ep"))
-    etp: Axis = field(default_factory=partial(Axis, "etp"))
-    expert_replicas: Axis = field(default_factory=partial(Axis, "expert_grad"))
-
-    @property
-    def splits_sequence(self) -> bool:
-        return self.sequence_parallel and self.tp.size > 1
-
-    def parameter(self, pieces: tuple[Piece, ...], shape: Sequence[int], init: Init, *, decay: bool) -> nn.Parameter:
-        """Make an uninitialized parameter of the local `shape`: `pieces`, one after the other, then padding rows."""
-        spec = ParamSpec(pieces, init, decay=decay, replicas=self.replicas)
-        return parameter(spec, shape, dtype=self.dtype, device=self.device)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:

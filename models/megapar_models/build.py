@@ -14,7 +14,7 @@ from megapar.pipeline.partition import explicit, partition
 from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar.precision import model_dtype
 from megapar.recompute import Recompute
-from megapar.tensor_parallel.layers import Sharding
+from megapar.sharding import Sharding
 from megapar_models.registry import find
 from megapar_models.stage import Blueprint, Stage
 
@@ -48,18 +48,12 @@ def make_blueprint(config: Config, ctx: ParallelContext) -> Blueprint:
     """What all stages of this rank have in common."""
     first_rank, last_rank = embedding_ranks(config.parallel)
     kernels = choose_kernels(config.kernels.backend, ctx.device)
-    sharding = Sharding(
-        ctx.tp,
-        ctx.grad,
-        config.parallel.sequence_parallel,
+    sharding = Sharding.of(
+        ctx,
         model_dtype(config.train.precision),
-        ctx.device,
         MatrixProducts(kernels.weight_gradient),
+        sequence_parallel=config.parallel.sequence_parallel,
         overlap_chunks=config.parallel.tp_overlap_chunks,
-        cp=ctx.cp,
-        ep=ctx.ep,
-        etp=ctx.etp,
-        expert_replicas=ctx.expert_grad,
     )
     return Blueprint(
         config.model,
@@ -100,8 +94,7 @@ def balanced(config: Config, layers: Sequence[float], first: float, last: float)
 
 def _whole_model(model: ModelConfig) -> Stage:
     """The model in one stage on the meta device: from it parameters and FLOPs are counted, and from no second list."""
-    alone = single()
-    sharding = Sharding(alone.tp, alone.grad, False, torch.float32, torch.device("meta"))
+    sharding = Sharding.of(single(torch.device("meta")), torch.float32)
     blueprint = Blueprint(model, sharding, Recompute(), seed=0)
     return find(model.family).stage(blueprint, range(model.num_hidden_layers), first=True, last=True)
 

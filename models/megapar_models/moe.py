@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from megapar.batch import add_loss
 from megapar.expert_parallel.balance import BalanceRule, Router, Routing
 from megapar.expert_parallel.dispatch import Dispatch, combine, plan_dispatch, receive, send
-from megapar.expert_parallel.experts import Experts, ExpertSharding
+from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
 from megapar.params import cut, replicated
-from megapar.tensor_parallel.layers import Sharding
+from megapar.sharding import Sharding
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
 from megapar_models.stage import Blueprint, ForwardContext, rows_of_rank
 
@@ -68,25 +68,15 @@ class MixtureOfExperts(nn.Module):
             self.num_experts,
             router_rule(blueprint),
             balance_rule(blueprint),
-            tp=sharding.tp,
-            replicas=sharding.replicas,
+            sharding,
             init=blueprint.init,
-            dtype=sharding.dtype,
-            device=sharding.device,
         )
         self.experts = Experts(
             f"{name}.experts",
             self.num_experts,
             model.hidden_size,
             model.moe.moe_intermediate_size,
-            ExpertSharding(
-                sharding.ep,
-                sharding.etp,
-                sharding.expert_replicas,
-                sharding.dtype,
-                sharding.device,
-                sharding.products,
-            ),
+            sharding,
             activation=partial(activation, impl=blueprint.kernels.activation),
             init=blueprint.init,
             output_init=blueprint.output_init,

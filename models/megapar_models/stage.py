@@ -24,9 +24,9 @@ from megapar.expert_parallel.balance import Router, end_step
 from megapar.expert_parallel.dispatch import Dispatch
 from megapar.params import Init
 from megapar.random import row_keys
+from megapar.sharding import Sharding
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.layers import (
-    Sharding,
     VocabParallelEmbedding,
     column_linear,
     vocabulary_cut,

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from megapar.context import ParallelContext, single
 from megapar.expert_parallel import dispatch
 from megapar.expert_parallel.balance import BalanceRule, Router, Routing
-from megapar.expert_parallel.experts import Experts, ExpertSharding
+from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
 from megapar.params import Init
+from megapar.sharding import Sharding
 from tests.support import layouts
 
 HIDDEN = 6
@@ -80,7 +81,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.case = case
         self.ctx = ctx
-        sharding = ExpertSharding(ctx.ep, ctx.etp, ctx.expert_grad, dtype, ctx.device)
+        sharding = Sharding.of(ctx, dtype)
         init = Init("normal", 0.5)
         self.router = Router(
             f"{NAME}.router",
@@ -88,11 +89,8 @@ class Mixture(nn.Module):
             case.num_experts,
             case.rule,
             case.balance,
-            tp=ctx.tp,
-            replicas=ctx.grad,
+            sharding,
             init=init,
-            dtype=dtype,
-            device=ctx.device,
         )
         self.experts = Experts(
             f"{NAME}.experts",

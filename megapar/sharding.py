@@ -1,0 +1,70 @@
+"""What a layer needs to know to make its slice of the weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from megapar.context import Axis, ParallelContext
+from megapar.linear import MatrixProducts
+from megapar.params import Init, ParamSpec, Piece, parameter
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The axes over which weights and activations are cut, and how products are computed.
+
+    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`. The positions of a
+    sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
+    `expert_replicas` (see ParallelContext).
+
+    With `overlap_chunks` above 1, a linear layer communicates its input or output in so many chunks under its product.
+    """
+
+    tp: Axis
+    replicas: Axis
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device
+    products: MatrixProducts = field(default_factory=MatrixProducts)
+    overlap_chunks: int = 1
+    cp: Axis = field(default_factory=partial(Axis, "cp"))
+    ep: Axis = field(default_factory=partial(Axis, "ep"))
+    etp: Axis = field(default_factory=partial(Axis, "etp"))
+    expert_replicas: Axis = field(default_factory=partial(Axis, "expert_grad"))
+
+    @classmethod
+    def of(
+        cls,
+        ctx: ParallelContext,
+        dtype: torch.dtype,
+        products: MatrixProducts | None = None,
+        *,
+        sequence_parallel: bool = False,
+        overlap_chunks: int = 1,
+    ) -> "Sharding":
+        """That of a rank: its axes and its device."""
+        return cls(
+            tp=ctx.tp,
+            replicas=ctx.grad,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=ctx.device,
+            products=products or MatrixProducts(),
+            overlap_chunks=overlap_chunks,
+            cp=ctx.cp,
+            ep=ctx.ep,
+            etp=ctx.etp,
+            expert_replicas=ctx.expert_grad,
+        )
+
+    @property
+    def splits_sequence(self) -> bool:
+        return self.sequence_parallel and self.tp.size > 1
+
+    def parameter(self, pieces: tuple[Piece, ...], shape: Sequence[int], init: Init, *, decay: bool) -> nn.Parameter:
+        """Make an uninitialized parameter of the local `shape`: `pieces`, one after the other, then padding rows."""
+        spec = ParamSpec(pieces, init, decay=decay, replicas=self.replicas)
+        return parameter(spec, shape, dtype=self.dtype, device=self.device)
