@@ -64,7 +64,8 @@ class MoEConfig:
     shared_expert_gate: bool = False
     """Multiply the shared expert's output by a sigmoid of the token."""
     balance: Literal["none", "sequence", "global", "bias", "micro_batch"] = "global"
-    """What evens out the load: a loss by sample, a loss by the load of the step before, or a bias without a loss."""
+    """What evens out the load. sequence: a loss by the load of each sample; global: a loss by the load of the step
+    before; bias: no loss, a bias of the choice. micro_batch is refused: its loss would depend on the layout."""
     router_aux_loss_coef: float = 0.001
     """Weight of the loss of balance sequence or global."""
     router_bias_update_rate: float = 0.001
@@ -138,7 +139,7 @@ class ParallelConfig:
     ep: int = 1
     """Expert-parallel ranks: each holds a part of the experts. Taken from the same ranks as tp and dp."""
     etp: int = 0
-    """Ranks that share an expert, each with a slice of it; 0 means tp. ep * etp must divide the ranks but pp."""
+    """Ranks that share an expert, each with a slice of it; 0 means tp. ep * etp must divide tp * cp * dp."""
     vpp: int = 1
     """Pipeline stages on each rank; more than 1 needs schedule interleaved (or gpipe)."""
     schedule: str = "1f1b"

@@ -158,7 +158,7 @@ def _experts(config: Config, rules: ModelRules) -> Iterator[str]:
     moe = config.model.moe
     defaults = flatten(Config())
     if moe.num_experts and not rules.has_experts:
-        text = f"family {rules.name} has no experts; use family mixtral or qwen3_moe, or leave it at 0"
+        text = f"family {rules.name} has no experts; choose one that has, or leave it at 0"
         yield problem(config, "model.moe.num_experts", text)
     elif rules.has_experts and not moe.num_experts:
         text = f"family {rules.name} is a mixture of experts; such as 8"

@@ -199,8 +199,8 @@ def show(config: Config, build: Build, parameters: str, flops_per_token: int, co
         )
     # Replicas and context-parallel ranks need the same memory, so `report` lists the first of them.
     ranks_listed = "ranks of replica 0" if parallel.cp == 1 else "ranks of replica 0, cp 0"
-    if parallel.ep > 1:
-        ranks_listed = "ranks"  # those of other replicas too, if they hold other numbers of experts
+    if config.model.moe.num_experts % parallel.ep:
+        ranks_listed = "ranks"  # those of other replicas too, which hold other numbers of experts
     table = Table(ranks_listed, "pp", "stages", title="GiB on each rank")
     for name in ("parameters", "weights", "gradients", "optimizer", "activations", "total"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -133,9 +133,9 @@ def attention_load(batches: Sequence[MicroBatch], cp: int) -> float | None:
 def expert_load(counts: Tensor) -> dict[str, Any]:
     """What a line of metrics.jsonl says of the load of experts, from the tokens of each, int64 [layers, experts].
 
-    `expert_load` is, by the number of the layer, how many times the mean number of tokens its fullest expert got. The
-    rank of that expert computes so much longer. `expert_load_max` is the largest of them. `expert_counts` are the
-    numbers of tokens, by layer. Layers without experts are left out.
+    `expert_load` is, by the number of the layer, how many times the mean number of tokens its fullest expert got.
+    `expert_load_max` is the largest of them. `expert_counts` are the numbers of tokens, by layer. Layers without
+    experts are left out.
     """
     by_layer = {str(layer): row for layer, row in enumerate(counts.tolist()) if any(row)}
     load = {layer: max(row) * len(row) / sum(row) for layer, row in by_layer.items()}

@@ -217,7 +217,10 @@ def _end_step(state: TrainState, found_inf: Tensor) -> device.HostCopy | None:
 
 
 def _forbids_update(state: TrainState, loss: Tensor, norm: Tensor) -> Tensor:
-    """0-d bool on the device: whether the step must not update weights. Loss and norm are the same on every rank."""
+    """0-d bool on the device: whether the step must not update weights. Loss and norm are the same on every rank.
+
+    A step that ends the run is noted in `state.failed`.
+    """
     not_finite = ~(loss.isfinite() & norm.isfinite())
     if state.loss_scale.dynamic:
         # It may be an overflow, after which training goes on. The host knows it before it queues the next step, because

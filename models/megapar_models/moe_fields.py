@@ -7,6 +7,7 @@ from megapar.config import ModelConfig, MoEConfig
 from megapar.errors import ConfigError
 from megapar.messages import shown
 from megapar_models.family import Raw, typed, wrong_types
+from megapar_models.rope import factor_told
 
 
 def read_moe(raw: Raw, names: Mapping[str, str], defaults: Raw) -> tuple[dict[str, Any], list[str]]:
@@ -37,13 +38,15 @@ def read_moe(raw: Raw, names: Mapping[str, str], defaults: Raw) -> tuple[dict[st
     return ({} if problems else typed(values, MoEConfig)), problems
 
 
-def jitter_and_logits_told(raw: Raw) -> list[str]:
-    """A line if the file asks transformers for its loss of balance, which depends on the micro-batch."""
+def mixture_told(raw: Raw) -> list[str]:
+    """Lines about fields that transformers reads otherwise: YaRN's factor, and its loss of balance."""
+    lines = factor_told(raw)
     if raw.get("output_router_logits"):
-        return [
+        # Its loss depends on the micro-batch.
+        lines.append(
             "config.json: output_router_logits=true is not read: model.moe.balance says which loss balances the experts"
-        ]
-    return []
+        )
+    return lines
 
 
 def refuse_unwritable(model: ModelConfig, model_type: str, fixed: Mapping[str, Any], because: Iterable[str]) -> None:

@@ -8,8 +8,8 @@ from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED, applied_window
 from megapar_models.mixtral.model import MixtralStage
 from megapar_models.mixtral.reference import logits
-from megapar_models.moe_fields import jitter_and_logits_told, read_moe, refuse_unwritable
-from megapar_models.rope import factor_told, read_rope, scaling_problems, write_rope
+from megapar_models.moe_fields import mixture_told, read_moe, refuse_unwritable
+from megapar_models.rope import read_rope, scaling_problems, write_rope
 
 # Hugging Face
 
@@ -41,10 +41,6 @@ def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
 
 def _window_problems(raw: Mapping[str, Any], _: str) -> Iterator[str]:
     yield from applied_window(raw.get("sliding_window"), raw)
-
-
-def _told(raw: Mapping[str, Any]) -> list[str]:
-    return [*factor_told(raw), *jitter_and_logits_told(raw)]
 
 
 def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +76,6 @@ MIXTRAL = Family(
         read=_read,
         judge=_window_problems,
         write=_write,
-        told=_told,
+        told=mixture_told,
     ),
 )

@@ -6,10 +6,10 @@ from typing import Any
 from megapar.config import ModelConfig, MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED, applied_window
-from megapar_models.moe_fields import jitter_and_logits_told, read_moe, refuse_unwritable
+from megapar_models.moe_fields import mixture_told, read_moe, refuse_unwritable
 from megapar_models.qwen3_moe.model import Qwen3MoeStage
 from megapar_models.qwen3_moe.reference import logits
-from megapar_models.rope import factor_told, read_rope, scaling_problems, write_rope
+from megapar_models.rope import read_rope, scaling_problems, write_rope
 
 # Hugging Face
 
@@ -68,10 +68,6 @@ def _window_problems(raw: Mapping[str, Any], _: str) -> Iterator[str]:
         yield from applied_window(raw.get("sliding_window", 4096), raw)
 
 
-def _told(raw: Mapping[str, Any]) -> list[str]:
-    return [*factor_told(raw), *jitter_and_logits_told(raw)]
-
-
 def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if qwen3_moe does not represent it."""
     because = [] if model.qk_norm else ["model.qk_norm=false: qwen3_moe of transformers has norms of q and k"]
@@ -102,6 +98,6 @@ QWEN3_MOE = Family(
         read=_read,
         judge=_window_problems,
         write=_write,
-        told=_told,
+        told=mixture_told,
     ),
 )
