@@ -2,7 +2,7 @@
 and preset numbers that add up."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -28,15 +28,15 @@ CONFIGS = sorted(SCRIPTS.glob("configs/*.toml"))
 
 
 class Kept:
-    """Follows the bytes of distinct storages that autograd keeps for backward passes, parameters not counted."""
+    """Follows the bytes of distinct storages that autograd keeps for backward passes, those of `known` not counted."""
 
-    def __init__(self, parameters: Tensor):
-        self.parameters = parameters.untyped_storage().data_ptr()
+    def __init__(self, known: Iterable[Tensor]):
+        self.known = {x.untyped_storage().data_ptr() for x in known}
         self.users: dict[int, int] = {}
         self.now = self.peak = 0
 
     def pack(self, x: Tensor) -> "KeptTensor | Tensor":
-        return x if x.untyped_storage().data_ptr() == self.parameters else KeptTensor(self, x)
+        return x if x.untyped_storage().data_ptr() in self.known else KeptTensor(self, x)
 
     def add(self, x: Tensor, users: int) -> None:
         place = x.untyped_storage().data_ptr()
@@ -63,7 +63,8 @@ def held_bytes(state: TrainState, most_batches: int = SAMPLES) -> tuple[int, int
     for item in state.optimizer.slices():
         for x in (item.main, item.tensors["exp_avg"], item.tensors["exp_avg_sq"]):
             places.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
-    kept = Kept(state.weights.flat)
+    buffers = [buffer for stage in state.stages.values() for buffer in stage.buffers()]
+    kept = Kept([state.weights.flat, *buffers])
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda held: held if isinstance(held, Tensor) else held.x):
         run_forwards_and_backwards(state.pipeline, state, most_batches)
     assert kept.now == 0, "all that was kept is released"

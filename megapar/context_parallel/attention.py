@@ -6,23 +6,24 @@ from typing import Literal
 import torch
 from einops import rearrange
 from megapar_kernels.backend import Kernels
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapar.batch import MicroBatch
 from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.gather import gather_attention
-from megapar.context_parallel.heads import are_equal_runs, select
 from megapar.context_parallel.ring import ring_attention
 from megapar.context_parallel.ulysses import Ulysses
-from megapar.context_parallel.whole import whole_attention
+from megapar.context_parallel.whole import are_equal_runs, whole_attention
 
 
-class CoreAttention:
+class CoreAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v of one layer, where each rank of `cp` holds a part of the positions of each sample.
 
     `kv_heads` has the local key/value head of each local query head. `form` is the option parallel.cp_attention.
     """
+
+    kv_index: Tensor | None
 
     def __init__(
         self,
@@ -32,29 +33,32 @@ class CoreAttention:
         kernels: Kernels,
         device: torch.device,
     ):
+        super().__init__()
         self.cp = cp
         self.form = form
         self.kernels = kernels
-        self._ulysses = None
-        self.kv_index = None
+        self.ulysses = None
+        kv_index = None
         if cp.size > 1 and form == "ulysses":
-            self._ulysses = Ulysses(cp, kv_heads, device)
+            self.ulysses = Ulysses(cp, kv_heads, device)
         elif not are_equal_runs(kv_heads):
             # Made here: in the forward pass each copy to the GPU would wait for all queued work.
-            self.kv_index = torch.tensor(kv_heads, device=device)
+            kv_index = torch.tensor(kv_heads, device=device)
+        self.register_buffer("kv_index", kv_index, persistent=False)
 
-    def __call__(
+    def forward(
         self, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, batch: MicroBatch, dropout: AttentionDropout | None
     ) -> Tensor:
         """Map q [s, b, n, d], and k and v with as many heads or fewer, to [s, b, n * d].
 
         The s positions are the columns of `batch`.
         """
-        if self._ulysses is not None:
-            return self._ulysses(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels)
+        if self.ulysses is not None:
+            y: Tensor = self.ulysses(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels)
+            return y
         if self.kv_index is not None:
-            k_sbnd = select(k_sbnd, 2, self.kv_index)
-            v_sbnd = select(v_sbnd, 2, self.kv_index)
+            k_sbnd = k_sbnd.index_select(2, self.kv_index)
+            v_sbnd = v_sbnd.index_select(2, self.kv_index)
         if self.cp.size == 1:
             return whole_attention(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels)
         attention = ring_attention if self.form == "ring" else gather_attention

@@ -9,18 +9,17 @@ from dataclasses import replace
 import torch
 from einops import rearrange
 from megapar_kernels.backend import Kernels
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapar.batch import MicroBatch
 from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
-from megapar.context_parallel.heads import are_equal_runs, select
 from megapar.context_parallel.order import to_parts, to_whole
-from megapar.context_parallel.whole import whole_attention
+from megapar.context_parallel.whole import are_equal_runs, whole_attention
 from megapar.exchange import exchange_rows
 
 
-class Ulysses:
+class Ulysses(nn.Module):
     """The exchanges of one layer.
 
     `kv_heads` has the local key/value head of each local query head, ascending. The number of query heads must divide
@@ -28,7 +27,11 @@ class Ulysses:
     and the backward pass sums their gradients of it.
     """
 
+    send_order: Tensor
+    kv_index: Tensor | None
+
     def __init__(self, cp: Axis, kv_heads: Sequence[int], device: torch.device):
+        super().__init__()
         self.cp = cp
         self.heads = len(kv_heads) // cp.size  # query heads of a rank between the exchanges
         self._read: list[range] = []  # the key/value heads that each rank reads
@@ -45,14 +48,15 @@ class Ulysses:
             rows += [first_v + head for head in read]
         self._sent = [self.heads + 2 * len(read) for read in self._read]
         # Made here: in the forward pass each copy to the GPU would wait for all queued work.
-        self._rows = torch.tensor(rows, device=device)
+        self.register_buffer("send_order", torch.tensor(rows, device=device), persistent=False)
         own = self._read[cp.rank]
         kv_of_queries = [head - own.start for head in kv_heads[cp.rank * self.heads : (cp.rank + 1) * self.heads]]
-        self._kv_index = None
+        kv_index = None
         if not are_equal_runs(kv_of_queries):
-            self._kv_index = torch.tensor(kv_of_queries, device=device)
+            kv_index = torch.tensor(kv_of_queries, device=device)
+        self.register_buffer("kv_index", kv_index, persistent=False)
 
-    def __call__(
+    def forward(
         self,
         q_sbnd: Tensor,
         k_sbnd: Tensor,
@@ -76,14 +80,14 @@ class Ulysses:
         cp = self.cp
         heads = rearrange(torch.cat((q_sbnd, k_sbnd, v_sbnd), dim=2), "s b n d -> n b s d")
         own = self._sent[cp.rank]
-        arrived = exchange_rows(select(heads, 0, self._rows), self._sent, [own] * cp.size, cp)
+        arrived = exchange_rows(heads.index_select(0, self.send_order), self._sent, [own] * cp.size, cp)
         kv = len(self._read[cp.rank])
         parts = arrived.unflatten(0, (cp.size, own)).split([self.heads, kv, kv], dim=1)
         # Each has memory of its own: attention may keep one of them in another order, and the others as they are.
         q, k, v = (rearrange(to_whole(part), "n b s d -> s b n d") for part in parts)
-        if self._kv_index is not None:
-            k = select(k, 2, self._kv_index)
-            v = select(v, 2, self._kv_index)
+        if self.kv_index is not None:
+            k = k.index_select(2, self.kv_index)
+            v = v.index_select(2, self.kv_index)
         return q, k, v
 
     def _to_positions(self, y_sbc: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Attention of whole samples on one rank: of all their heads, or of a part of them."""
 
+from collections.abc import Sequence
+
 from megapar_kernels.attention import causal_attention, causal_attention_dropout, packed_causal_attention
 from megapar_kernels.backend import Kernels
 from torch import Tensor
@@ -33,3 +35,13 @@ def whole_attention(
     if batch.starts is not None:
         documents = batch.documents_bs()
     return causal_attention_dropout(q_sbnd, k_sbnd, v_sbnd, keep, dropout.p, documents, kernels.softmax)
+
+
+def are_equal_runs(kv_heads: Sequence[int]) -> bool:
+    """Whether each of the key/value heads 0, 1 ... serves the same number of consecutive query heads.
+
+    `kv_heads` has the key/value head of each query head. torch's attention takes such runs only.
+    """
+    number = kv_heads[-1] + 1
+    run = len(kv_heads) // number
+    return len(kv_heads) % number == 0 and all(kv == query // run for query, kv in enumerate(kv_heads))

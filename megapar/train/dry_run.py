@@ -134,8 +134,8 @@ def _kept_bytes(stage: PipelineStage, config: Config) -> int:
     x_sbh = None  # the first stage receives nothing
     if inputs:
         x_sbh = inputs[0]
-    # Parameters are counted as weights already.
-    return kept_for_backward(lambda: stage(x_sbh, batch), list(stage.parameters()))
+    # Parameters are counted as weights already. Buffers are a few numbers, which all micro-batches share.
+    return kept_for_backward(lambda: stage(x_sbh, batch), [*stage.parameters(), *stage.buffers()])
 
 
 def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) -> int:
