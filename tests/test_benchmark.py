@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -15,7 +16,7 @@ from megapar.config import ModelConfig
 from megapar.errors import ConfigError
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
-from benchmarks import layouts
+from benchmarks import cpu_profile, layouts
 from benchmarks.peers import Result, v_partition
 
 ROOT = Path(__file__).parent.parent
@@ -168,3 +169,18 @@ def test_layers_of_a_pipeline_in_v_balance_the_head():
         vocab_size=4096,
     )
     assert v_partition(shape, 2) == [2, 3, 2, 1]
+
+
+def test_a_profile_counts_operations_by_kind(capsys):
+    kinds = {
+        "aten::addmm_": "matrix products",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention",
+        "aten::cat": "copies, concatenations, lookups",
+        "aten::_fused_adamw_": "optimizer and norm of gradients",
+        "_NormBackward": cpu_profile.OTHER,
+    }
+    assert {name: cpu_profile.kind_of(name) for name in kinds} == kinds
+    cpu_profile.main(cpu_profile.Arguments(hidden=256, num_hidden_layers=1, steps=1))
+    rows = dict(re.findall(r"│ ([a-z][a-z ,]*?) +│ ([\d,]+) ", capsys.readouterr().out))
+    assert set(rows) >= {*cpu_profile.KINDS, "all"} - {"optimizer and norm of gradients"}
+    assert int(rows["all"].replace(",", "")) > int(rows["matrix products"].replace(",", "")) > 0

@@ -1,20 +1,27 @@
 """Mixtures of experts in training: recomputation, evaluation, skipped steps, and batches that replicas share."""
 
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from megapar import validate as checks
+from megapar.checkpoint.format import read_manifest
+from megapar.checkpoint.load import Reader
 from megapar.config import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from megapar.context import coordinates, expert_rank_groups
 from megapar.expert_parallel.balance import Router
+from megapar.train.metrics import expert_load
 from megapar.train.step import TrainState, evaluate, train_step
+from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.grid import DENSE_BETWEEN, SHARED, SIGMOID, Layout, make_state, micro_batches
 from tests.support.runs import Bits, assert_bitwise, bits
+from tools import plot
 
 
 def test_replicas_that_share_experts_need_equal_numbers_of_micro_batches() -> None:
@@ -100,3 +107,61 @@ def test_an_evaluation_and_a_skipped_step_leave_the_balance_as_it_is() -> None:
     state.loss_scale.scale = 2.0**8
     assert train_step(state, micro_batches(config, state.ctx, 1)).finite
     assert not all(map(torch.equal, router_state(state), before))
+
+
+# A mixture as a program
+
+MIXTURE = (
+    *("--model.family", "mixtral", "--model.hidden_size", "32", "--model.num_hidden_layers", "2"),
+    *("--model.vocab_size", "64", "--model.moe.num_experts", "5", "--model.moe.moe_intermediate_size", "24"),
+    *("--parallel.dp", "2", "--parallel.ep", "2", "--launch.nproc", "2", "--launch.device", "cpu"),
+    *("--train.seq_length", "16", "--train.global_batch_size", "4", "--train.steps", "4", "--checkpoint.every", "2"),
+    *("--log.every", "2"),
+)
+
+
+def stored(checkpoint: Path) -> Bits:
+    """Every tensor of a checkpoint."""
+    manifest = read_manifest(checkpoint)
+    with Reader(checkpoint, manifest) as reader:
+        return {name: reader.tensor(name) for name in manifest.tensors}
+
+
+@pytest.mark.parametrize(
+    ("balance", "state"),
+    [
+        (("global", "--model.moe.router_aux_loss_coef", "0.5"), "training.layers.0.mlp.router.last_counts"),
+        (("bias", "--model.moe.router_bias_update_rate", "0.002"), "buffer.layers.0.mlp.router.bias"),
+    ],
+    ids=["global", "bias"],
+)
+def test_a_mixture_that_resumes_is_bitwise_the_one_that_did_not_stop(
+    balance: tuple[str, ...], state: str, tmp_path: Path
+) -> None:
+    """The state of routers decides the next step: without it in the checkpoint, weights would differ."""
+    flags = (*MIXTURE, "--model.moe.balance", *balance)
+    whole = program.run(*flags, "--run_dir", "whole", cwd=tmp_path)
+    assert whole.code == 0, whole.err
+    middle, last = "checkpoints/step_00000002", "checkpoints/step_00000004"
+    assert stored(tmp_path / "whole" / middle)[state].any()  # else a run that forgets it would pass
+    resumed = ("--checkpoint.resume", str(tmp_path / "whole" / middle), "--run_dir", "resumed")
+    again = program.run(*flags, *resumed, cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert_bitwise(stored(tmp_path / "resumed" / last), stored(tmp_path / "whole" / last), "resumed")
+    assert "experts over ep 2" in whole.out
+    assert "fullest expert" in whole.out
+    lines = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    assert [len(line["expert_load"]) for line in lines] == [2, 2, 2, 2]
+    # Logged are the first step, the last one and every second one. Each of 64 tokens chose 2 experts.
+    assert ["expert_counts" in line for line in lines] == [True, True, False, True]
+    assert [sum(row) for row in lines[-1]["expert_counts"].values()] == [128, 128]
+    assert plot.draw_load(tmp_path / "whole", lines) == tmp_path / "whole/load.png"
+
+
+def test_the_load_of_a_layer_is_that_of_its_fullest_expert() -> None:
+    load = expert_load(torch.tensor([[1, 2, 3, 6], [0, 0, 0, 0], [4, 4, 4, 4]]))
+    assert load["expert_load"] == {"0": 2.0, "2": 1.0}  # layer 1 has no experts
+    assert load["expert_load_max"] == 2.0
+    assert load["expert_counts"] == {"0": [1, 2, 3, 6], "2": [4, 4, 4, 4]}
+    assert plot.over_the_mean(load["expert_counts"]) == {"0": [1 / 3, 2 / 3, 1.0, 2.0], "2": [1.0] * 4}
+    assert plot.draw_load(Path("no_folder"), [{"step": 1, "loss": 2.0}]) is None

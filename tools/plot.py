@@ -57,6 +57,12 @@ def draw_loss(run_dir: Path, lines: list[dict[str, Any]], entropies: Path | None
     return path
 
 
+def over_the_mean(counts: dict[str, list[int]]) -> dict[str, list[float]]:
+    """The tokens of each expert over those of the layer's mean expert, by the number of the layer, ascending."""
+    ascending = sorted(counts, key=int)
+    return {layer: [n * len(counts[layer]) / sum(counts[layer]) for n in counts[layer]] for layer in ascending}
+
+
 def draw_load(run_dir: Path, lines: list[dict[str, Any]]) -> Path | None:
     """Draw how evenly experts are loaded; returns the file, or None if the run has no experts.
 
@@ -67,10 +73,10 @@ def draw_load(run_dir: Path, lines: list[dict[str, Any]]) -> Path | None:
     if not counted:
         return None
     last = counted[-1]
-    layers = sorted(last["expert_counts"], key=int)
-    share = [[n * len(row) / sum(row) for n in row] for row in (last["expert_counts"][layer] for layer in layers)]
+    shares = over_the_mean(last["expert_counts"])
+    layers = list(shares)
     figure, (heat, curves) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
-    image = heat.imshow(share, aspect="auto", cmap="coolwarm", vmin=0, vmax=2, interpolation="nearest")
+    image = heat.imshow(list(shares.values()), aspect="auto", cmap="coolwarm", vmin=0, vmax=2, interpolation="nearest")
     figure.colorbar(image, ax=heat, label="tokens over the mean")
     heat.set(xlabel="expert", ylabel="layer", title=f"{run_dir.name}: load at step {last['step']}")
     heat.set_yticks(range(len(layers)), layers)
