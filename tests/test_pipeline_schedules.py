@@ -115,10 +115,10 @@ def test_every_input_is_received_before_it_is_used_and_sent_after_it_is_made():
                 if isinstance(item, MessageBatch):
                     sent.update({t.consumer: (rank, t.peer, i) for t in item.sends})
                     received.update({t.consumer: (t.peer, rank, i) for t in item.receives})
-        crossing = {a for a in ran_at if (p := producer(a, pp * vpp)) and ran_at[p][0] != ran_at[a][0]}
+        crossing = {a for a in ran_at if (p := producer(a, pp * vpp, ran_at)) and ran_at[p][0] != ran_at[a][0]}
         assert set(sent) == set(received) == crossing
         for action in crossing:
-            made, used = ran_at[producer(action, pp * vpp)], ran_at[action]
+            made, used = ran_at[producer(action, pp * vpp, ran_at)], ran_at[action]
             assert sent[action][:2] == received[action][:2] == (made[0], used[0])
             assert sent[action][2] > made[1]
             assert received[action][2] < used[1]

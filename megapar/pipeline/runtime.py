@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
-from megapar.pipeline.lowering import MessageBatch, Plan, consumer, lower_one
+from megapar.pipeline.lowering import MessageBatch, Plan, lower_one
 from megapar.pipeline.schedules import Action, Event, make, placement
 
 
@@ -74,7 +74,7 @@ class PipelineRuntime:
         plan = self._plan(len(batches), backward=True)
         backwards = [i for i, item in enumerate(plan) if isinstance(item, Action) and item.kind == "B"]
         last = backwards[-1] if backwards else 0  # without micro-batches the plan is empty
-        run = _Execution(self, batches, scale, trace)
+        run = _Execution(self, plan, batches, scale, trace)
         run.execute(plan[:last])
         on_last_backward()
         run.execute(plan[last:])
@@ -83,8 +83,9 @@ class PipelineRuntime:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run the forwards alone. Returns the losses as `step` does. Modules stay in their mode, train or eval."""
-        run = _Execution(self, batches, torch.zeros((), device=self.device), None)
-        run.execute(self._plan(len(batches), backward=False))
+        plan = self._plan(len(batches), backward=False)
+        run = _Execution(self, plan, batches, torch.zeros((), device=self.device), None)
+        run.execute(plan)
         return run.finish()
 
     def prepare(self, numbers_of_microbatches: Iterable[int]) -> None:
@@ -123,9 +124,15 @@ class _Execution:
     """One run of a plan: tensors that have arrived, tensors to send, and what forwards have saved for backward."""
 
     def __init__(
-        self, runtime: PipelineRuntime, batches: Sequence[MicroBatch], scale: Tensor, trace: list[Event] | None
+        self,
+        runtime: PipelineRuntime,
+        plan: Plan,
+        batches: Sequence[MicroBatch],
+        scale: Tensor,
+        trace: list[Event] | None,
     ):
         self._runtime = runtime
+        self._takers = _takers(plan)
         self._batches = batches
         self._scale = scale
         self._trace = trace
@@ -186,7 +193,8 @@ class _Execution:
 
     def _hand_over(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
         """Pass the result of `action` to its consumer: on this rank at once, on another rank by a later `_post`."""
-        target = consumer(action, self._runtime.num_stages)
+        forward = action.kind == "F"
+        target = self._takers.get((forward, action.stage + (1 if forward else -1), action.microbatch))
         if target is None:
             return
         if target.stage in self._runtime.stages:
@@ -225,6 +233,16 @@ class _Execution:
         if roots:
             torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
         self._hand_over(action, tuple(_gradient(x) for x in saved.inputs if x.requires_grad))
+
+
+def _takers(plan: Plan) -> dict[tuple[bool, int, int], Action]:
+    """The action that takes each result on this rank or on another one: (is forward, stage, micro-batch) to action.
+
+    A gradient is taken by a B or by an I.
+    """
+    messages = [send.consumer for item in plan if isinstance(item, MessageBatch) for send in item.sends]
+    actions = [item for item in plan if isinstance(item, Action) and item.kind != "W"]
+    return {(action.kind == "F", action.stage, action.microbatch): action for action in (*messages, *actions)}
 
 
 class _ScaledGradient(torch.autograd.Function):

@@ -12,11 +12,19 @@ from megapar.config import ParallelConfig
 from megapar.errors import ConfigError
 from megapar.plugins import named
 
-Kind = Literal["F", "B"]
+Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """Forward ("F") or backward ("B") of one micro-batch through one stage. 3F7 is stage 3, micro-batch 7."""
+    """A part of the work of one micro-batch on one stage. 3F7 is the forward of micro-batch 7 through stage 3.
+
+    F    forward
+    B    backward
+    I    the half of the backward that computes the gradient of the stage's input, which the stage before waits for
+    W    the other half, the gradients of weights, which no other stage waits for
+
+    A stage runs a micro-batch backward as one B, or as an I and a later W.
+    """
 
     kind: Kind
     stage: int
