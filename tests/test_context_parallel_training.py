@@ -328,7 +328,7 @@ def train_long(layout: Layout) -> tuple[list[float], list[layouts.Held]]:
 
 @pytest.mark.slow
 def test_fifty_steps_of_four_ranks_are_those_of_one() -> None:
-    """Rounding adds up over steps: 4e-7 in losses and 1.1e-5 in weights were measured. The loss falls from 5.1 to 1.7."""
+    """Rounding adds up: 4e-7 in losses and 1.1e-5 in weights were measured. The loss falls from 5.1 to 1.7."""
     base = Layout(LLAMA, micro_batch_size=6, packed=True)
     losses, weights = train_long(base)
     assert losses[-1] < 0.4 * losses[0]
