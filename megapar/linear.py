@@ -1,12 +1,18 @@
 """The matrix products of every linear layer: forward, input gradient and weight gradient.
 
-`MatrixProducts` computes them. For another number format, write another class with the same methods. To defer weight
-gradients, as zero-bubble schedules do, change `weight_gradient` alone. An `InputRegion` says what is communicated
-before the product in forward and after it in backward. `megapar.tensor_parallel.regions` has all regions.
+`MatrixProducts` computes them. For another number format, write another class with the same methods. An `InputRegion`
+says what is communicated before the product in forward and after it in backward. `megapar.tensor_parallel.regions` has
+all regions.
+
+A pipeline schedule may run a backward pass in two halves, I and W (`megapar.pipeline.schedules.Action`). The weight
+gradients are then put off in I, to a `WeightGradientQueue`, which W runs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm import Pending
-from megapar.params import main_grad_of
+from megapar.params import MainGrad, main_grad_of
 
 
 class InputRegion(Protocol):
@@ -29,7 +35,8 @@ class InputRegion(Protocol):
     def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Start `enter`. The tensor may be read only after Pending.wait().
 
-        Backward calls it to recompute the input of the matrix product, which the weight gradient needs.
+        Backward calls it to recompute the input of the matrix product, which the weight gradient needs. If the weight
+        gradient is put off, W calls it.
         """
 
     def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
@@ -166,6 +173,88 @@ def _batched_product(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None
         torch.baddbmm(bias, x, matrices, out=out)
 
 
+@dataclass(frozen=True)
+class WeightGradient:
+    """A weight gradient that is still to be computed.
+
+    `add(total, x, overwrite)` computes it and adds it to `total`, the fp32 sum. `x` is the input of the product. With
+    `overwrite` the values of `total` count as zero. The field `x` is the input of the layer, which enters the product
+    through `region`.
+    """
+
+    main_grad: MainGrad
+    x: Tensor
+    region: InputRegion
+    add: Callable[[Tensor, Tensor, bool], None]
+
+    def add_or_put_off(self) -> None:
+        """Add it to the main gradient now, or append it to the queue that is open on the main gradient."""
+        if self.main_grad.queue is None:
+            x, entering = self.region.enter_async(self.x)
+            entering.wait()
+            self.add_now(x)
+        else:
+            self.main_grad.queue.append(self)
+
+    def add_now(self, x: Tensor) -> None:
+        """Add it to the main gradient, given the input of the product."""
+        # `is_stale` is read here and not in I: between I and W another micro-batch may have added the first gradient.
+        self.add(self.main_grad.tensor, x, self.main_grad.is_stale)
+        self.main_grad.note_added()
+
+
+class WeightGradientQueue:
+    """The weight gradients that the I of one micro-batch on one stage leaves to its W.
+
+    `run` adds them in the order in which a backward pass in one piece would. So if the W of all micro-batches run in
+    the order of their I, the sums have the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[WeightGradient] = deque()
+
+    @contextmanager
+    def open(self, main_grads: Sequence[MainGrad]) -> Iterator[None]:
+        """Within this context, layers put off the gradients of the parameters of these main gradients to this queue."""
+        for main_grad in main_grads:
+            main_grad.queue = self
+        try:
+            yield
+        finally:
+            for main_grad in main_grads:
+                main_grad.queue = None
+
+    def append(self, entry: WeightGradient) -> None:
+        # Detached: the tensor that backward unpacks still knows the graph behind it, which would stay in memory.
+        self._entries.append(replace(entry, x=entry.x.detach()))
+
+    def run(self) -> None:
+        """Compute and add the gradients. What each of them needs is freed when it has been added."""
+        begun = self._begin_next()
+        while begun is not None:
+            entry, x, entering = begun
+            # The next input is gathered during this product.
+            begun = self._begin_next()
+            entering.wait()
+            entry.add_now(x)
+
+    def _begin_next(self) -> tuple[WeightGradient, Tensor, Pending] | None:
+        """Let the input of the next product enter. Returns (weight gradient, input of its product, what to wait for).
+
+        Returns None if there is none left.
+        """
+        if not self._entries:
+            return None
+        entry = self._entries.popleft()
+        x, entering = entry.region.enter_async(entry.x)
+        return entry, x, entering
+
+
+def is_put_off(main_grad: MainGrad | None) -> bool:
+    """Whether the backward pass that runs puts off the weight gradients of this parameter."""
+    return main_grad is not None and main_grad.queue is not None
+
+
 def keep_for_backward(ctx: Any, x: Tensor, weight: Tensor, region: object, products: MatrixProducts) -> None:
     """Keep for the backward of a linear layer what it needs."""
     # Save the input of the layer, not that of the product. Under sequence parallelism, the gathered input would take tp
@@ -177,21 +266,25 @@ def keep_for_backward(ctx: Any, x: Tensor, weight: Tensor, region: object, produ
     ctx.main_grad = main_grad_of(weight)
 
 
-def weight_gradient(ctx: Any, grad_y: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient of the weight, or None if it has been added to the main gradient. `x` is the product's input.
+def weight_gradient(ctx: Any, grad_y: Tensor, x: Tensor, region: InputRegion = LOCAL) -> Tensor | None:
+    """The gradient of the weight, or None if it goes to the main gradient, now or in W.
 
-    It is one product over all tokens, also where the input gradient is computed in chunks, so that its sums have the
-    same order.
+    `x` is the input of the product. If the gradient is put off, `x` may be the input of the layer, which W lets enter
+    through `region`.
+
+    The gradient is one product over all tokens, also where the input gradient is computed in chunks, so that its sums
+    have the same order.
     """
     grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
-    x_2d = x.reshape(-1, x.shape[-1])
     if ctx.main_grad is None:
-        grad: Tensor = ctx.products.weight_gradient(grad_2d, x_2d)
+        grad: Tensor = ctx.products.weight_gradient(grad_2d, x.reshape(-1, x.shape[-1]))
         return grad
-    main_grad = ctx.main_grad
-    ctx.products.add_weight_gradient(main_grad.tensor, grad_2d, x_2d, overwrite=main_grad.is_stale)
-    main_grad.note_added()
+    WeightGradient(ctx.main_grad, x, region, partial(_add_product, ctx.products, grad_2d)).add_or_put_off()
     return None
+
+
+def _add_product(products: MatrixProducts, grad_2d: Tensor, total: Tensor, x: Tensor, overwrite: bool) -> None:
+    products.add_weight_gradient(total, grad_2d, x.reshape(-1, x.shape[-1]), overwrite=overwrite)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -199,6 +292,8 @@ class LinearFunction(torch.autograd.Function):
 
     1. enter_async recomputes the input of the product, while the input gradient is computed.
     2. leave_async communicates the input gradient, while the gradients of weight and bias are computed.
+
+    If the weight gradient is put off, the layer's input is kept for W, and enters the product there.
     """
 
     @staticmethod
@@ -216,10 +311,12 @@ class LinearFunction(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         entering = Pending()  # an empty Pending: its wait returns at once
         leaving = Pending()
-        if needs_weight:
+        region = ctx.region  # through which x has still to enter
+        if needs_weight and not is_put_off(ctx.main_grad):
             # From here on x is the input of the product, no longer that of the layer. This communication runs during
             # the product of the input gradient.
-            x, entering = ctx.region.enter_async(x)
+            x, entering = region.enter_async(x)
+            region = LOCAL
         if needs_x:
             grad_x = ctx.products.input_gradient(grad_y, weight)
             entering.wait()
@@ -227,7 +324,7 @@ class LinearFunction(torch.autograd.Function):
             grad_x, leaving = ctx.region.leave_async(grad_x)
         entering.wait()  # again, because the input may need no gradient; a second wait does nothing
         if needs_weight:
-            grad_weight = weight_gradient(ctx, grad_y, x)
+            grad_weight = weight_gradient(ctx, grad_y, x, region)
         if needs_bias:
             grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
         leaving.wait()

@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megapar.context import Axis
+
+if TYPE_CHECKING:
+    from megapar.linear import WeightGradientQueue
 
 Sizes = tuple[int, ...]
 
@@ -266,12 +269,17 @@ class MainGrad(Protocol):
     The first addition of a step overwrites: while `is_stale` is True, `tensor` holds values of an earlier step, which
     count as zero. `note_added` makes it False.
 
+    While `queue` is not None, a layer appends the gradient of a matrix to it and adds nothing
+    (`megapar.linear.WeightGradient.add_or_put_off`). Gradients that cost little are added all the same: those of norms
+    and biases. All gradients of a parameter go the same way, so that they are added in the order of micro-batches.
+
     Read the attribute in the forward pass. Under activation checkpointing, backward unpacks another tensor, which has
     no attributes.
     """
 
     tensor: Tensor
     is_stale: bool
+    queue: "WeightGradientQueue | None"
 
     def note_added(self) -> None:
         """Note that a gradient has been added to `tensor`, or has overwritten it if it was stale."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megapar.data_parallel.layout import FlatLayout
+from megapar.linear import WeightGradientQueue
 from megapar.params import main_grad_of
 
 
@@ -15,6 +16,7 @@ class MainGradView:
 
     def __init__(self, tensor: Tensor, on_added: Callable[[], None]):
         self.tensor = tensor
+        self.queue: WeightGradientQueue | None = None
         self.is_stale = False  # its values are those of the step before: the first gradient overwrites them
         self._on_added = on_added
 
