@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,11 +22,16 @@ from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Action, Event, Schedule, interleaved, one_f_one_b, placement
 from megapar.random import initialize
 from megapar.sharding import Sharding
-from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, VocabParallelEmbedding, column_linear, norm_weight
-from megapar.train.step import TrainState
+from megapar.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    Columns,
+    VocabParallelEmbedding,
+    column_linear,
+    norm_weight,
+)
 from tests.support import layouts
 from tests.support.distributed import run_ranks
-from tests.support.flat import Flat, flatten
+from tests.support.flat import flatten
 from tests.support.grid import (
     GPT,
     LENGTH,
@@ -86,7 +91,7 @@ def v_orders(pp: int, vpp: int, num_microbatches: int) -> Orders:
 
 
 def every_other_in_halves(pp: int, vpp: int, num_microbatches: int) -> Orders:
-    """1F1B in which micro-batches with odd numbers have halves. So the kind of the last action depends on their number."""
+    """1F1B in which micro-batches with odd numbers have halves. Their number decides which kind of action is last."""
     orders = []
     for whole in one_f_one_b(pp, vpp, num_microbatches):
         order: list[Action] = []
@@ -296,7 +301,7 @@ def any_number_of_micro_batches(pp: int) -> dict[str, list[tuple[int, int]]]:
             continue
         ours, theirs = Run(ctx, NAME + schedule, vpp), Run(ctx, WHOLE[schedule], vpp)
         seen[schedule] = []
-        for number in (*range(1, 2 * pp + 4), 3, 0, 2):
+        for number in (*range(1, 2 * pp + 4), 0, 3):
             batches = batches_of_net(number, seed=number)
             found, early = ours.step(batches)
             seen[schedule].append((early, len(ours.flat.layout.buckets)))
@@ -317,12 +322,10 @@ def test_any_number_of_micro_batches(pp: int) -> None:
     """
     for rank in run_ranks(pp, any_number_of_micro_batches, pp):
         for schedule, steps in rank.items():
-            nothing_is_known = 2 if schedule == "EVERY_OTHER" else 1
-            *first, (early_in_empty, _), _ = steps
-            del early_in_empty  # a step without micro-batches
-            assert [early for early, _ in steps[:nothing_is_known]] == [0] * nothing_is_known, schedule
-            for early, buckets in (*first[nothing_is_known:], steps[-1]):
-                assert early == buckets, (schedule, steps)
+            kinds = 2 if schedule == "EVERY_OTHER" else 1
+            with_batches = [*steps[:-2], steps[-1]]
+            assert all(early == 0 for early, _ in with_batches[:kinds]), (schedule, steps)
+            assert all(early == buckets for early, buckets in with_batches[kinds:]), (schedule, steps)
 
 
 @pytest.mark.parametrize("schedule", ["LATE", "EVERY_OTHER"])
@@ -334,3 +337,114 @@ def test_steps_of_the_runtime_accumulate(schedule: str) -> None:
         at_once, _ = run.step(batches)
         in_parts, _ = run.step(batches[:4], batches[4:])
         assert bitwise(in_parts, at_once)
+
+
+# What is kept and what is communicated
+
+
+class Actions(list[Event]):
+    """A trace that calls `measure` after each action, and keeps what it returns."""
+
+    def __init__(self, measure: Callable[[], Any]):
+        super().__init__()
+        self.measure = measure
+        self.measured: list[tuple[str, Any]] = []
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        self.measured.append((str(event.action), self.measure()))
+
+
+class Allocations(TorchDispatchMode):
+    """Knows the storages that operations have made, without those of the tensors `without`."""
+
+    def __init__(self, without: Sequence[Tensor]):
+        super().__init__()
+        self.known = {x.untyped_storage()._cdata for x in without}
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.known:
+                storage = x.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive(self) -> int:
+        """Bytes of those that are still in memory."""
+        return sum(size for storage, size in self.made.values() if not storage.expired())
+
+
+def left_to_weight_gradients(layout: Layout) -> int:
+    """Bytes that the I of a micro-batch of the whole model of family llama leaves to its W."""
+    model = layout.model
+    queries = model.num_attention_heads * model.head_dim
+    keys = model.num_key_value_heads * model.head_dim
+    # Inputs and gradients of outputs: of q, k, v in one product, of o, of gate and up in one product, and of down.
+    layer = 4 * model.hidden_size + 2 * queries + 2 * keys + 3 * model.intermediate_size
+    head = model.hidden_size + 256  # rows of the padded vocabulary
+    floats = model.num_hidden_layers * layer + head + model.hidden_size  # the last is the embedding's gradient
+    ids = 8 + 1  # an id, and whether it is outside this rank's rows
+    return layout.micro_batch_size * LENGTH * (4 * floats + ids)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_only_what_weight_gradients_need_is_kept_until_then(recompute: str) -> None:
+    """Fault memory-until-weight-gradients: all else is freed when I ends, and the rest when W ends."""
+    layout = Layout(LLAMA, schedule=f"{NAME}LATE", micro_batch_size=6, recompute=recompute)
+    state = make_state(layout.config())
+    batches = micro_batches(state.config, state.ctx, 0)
+    inputs = [x for batch in batches for x in (batch.tokens_bs, batch.targets_bs, batch.weights_bs)]
+    allocations = Allocations([state.weights.flat, state.grads.flat, *inputs])
+    trace = Actions(allocations.alive)
+    state.grads.zero()
+    with allocations:
+        state.pipeline.step(batches, 1.0, trace=trace)
+    kept = dict(trace.measured)
+    left = left_to_weight_gradients(layout)
+    scale = loss = 4
+    assert kept["0I0"] == left + scale + loss
+    assert kept["0F1"] - kept["0I0"] == kept["0F0"] - scale
+    assert kept["0I1"] == 2 * left + scale + 2 * loss
+    assert kept["0W0"] == left + scale + 2 * loss
+    assert kept["0W1"] == scale + 2 * loss
+
+
+def collectives_of_actions(config: Config) -> dict[str, Counter[tuple[str, str]]]:
+    """For each action of a step, how often this rank has called each (axis, collective)."""
+    state = make_state(config)
+
+    def calls() -> Counter[tuple[str, str]]:
+        return Counter(
+            {(axis.name, operation): n for axis in state.ctx.axes for operation, n in axis.traffic.calls.items()}
+        )
+
+    before = calls()
+    trace = Actions(calls)
+    state.grads.zero()
+    state.pipeline.step(micro_batches(config, state.ctx, 0), 1.0, trace=trace)
+    found = {}
+    for action, after in trace.measured:
+        found[action] = after - before
+        before = after
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (Layout(SHARED, dp=2, ep=2, schedule=f"{NAME}LATE", micro_batch_size=3), {}),
+        # The input of q, k, v and that of gate and up in each of five layers, and that of the head.
+        (
+            Layout(LLAMA, tp=2, sequence_parallel=True, schedule=f"{NAME}LATE", micro_batch_size=6),
+            {("tp", "all_gather"): 2 * 5 + 1},
+        ),
+    ],
+    ids=["experts", "sequence-parallel"],
+)
+def test_weight_gradients_wait_only_for_inputs(layout: Layout, expected: dict[tuple[str, str], int]) -> None:
+    """Fault expert-gradients-wait-for-nothing: rows are dispatched in F and I. A gathered input is gathered again."""
+    for found in run_ranks(2, collectives_of_actions, layout.config()):
+        assert found["0I0"]
+        assert found["0W0"] == found["0W1"] == expected

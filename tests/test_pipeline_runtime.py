@@ -264,10 +264,11 @@ def last_backwards() -> None:
 
         def begin(last, runtime=runtime, events=events, calls=calls):
             backwards = sum(event.action.kind == "B" for event in events)
-            calls.append((backwards, {s: gradients(stage) for s, stage in runtime.stages.items()}))
+            calls.append((last, backwards, {s: gradients(stage) for s, stage in runtime.stages.items()}))
 
         runtime.step(make_batches(4, seed=0), 1.0, begin, events)
-        ((backwards, grads),) = calls
+        ((last, backwards, grads),) = calls
+        assert last == ("B", events[-1].action.stage)
         assert backwards == 4 * vpp - 1
         for s, stage in runtime.stages.items():
             final = [torch.equal(then, now) for then, now in zip(grads[s], gradients(stage), strict=True)]
