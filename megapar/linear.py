@@ -4,14 +4,11 @@
 says what is communicated before the product in forward and after it in backward. `megapar.tensor_parallel.regions` has
 all regions.
 
-A pipeline schedule may run a backward pass in two halves, I and W (`megapar.pipeline.schedules.Action`). The weight
-gradients are then put off in I, to a `WeightGradientQueue`, which W runs.
+A pipeline schedule may put off weight gradients: see `megapar.main_grad`.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm import Pending
-from megapar.params import MainGrad, main_grad_of
+from megapar.main_grad import WeightGradient, is_put_off, main_grad_of
 
 
 class InputRegion(Protocol):
@@ -173,88 +170,6 @@ def _batched_product(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None
         torch.baddbmm(bias, x, matrices, out=out)
 
 
-@dataclass(frozen=True)
-class WeightGradient:
-    """A weight gradient that is still to be computed.
-
-    `add(total, x, overwrite)` computes it and adds it to `total`, the fp32 sum. `x` is the input of the product. With
-    `overwrite` the values of `total` count as zero. The field `x` is the input of the layer, which enters the product
-    through `region`.
-    """
-
-    main_grad: MainGrad
-    x: Tensor
-    region: InputRegion
-    add: Callable[[Tensor, Tensor, bool], None]
-
-    def add_or_put_off(self) -> None:
-        """Add it to the main gradient now, or append it to the queue that is open on the main gradient."""
-        if self.main_grad.queue is None:
-            x, entering = self.region.enter_async(self.x)
-            entering.wait()
-            self.add_now(x)
-        else:
-            self.main_grad.queue.append(self)
-
-    def add_now(self, x: Tensor) -> None:
-        """Add it to the main gradient, given the input of the product."""
-        # `is_stale` is read here and not in I: between I and W another micro-batch may have added the first gradient.
-        self.add(self.main_grad.tensor, x, self.main_grad.is_stale)
-        self.main_grad.note_added()
-
-
-class WeightGradientQueue:
-    """The weight gradients that the I of one micro-batch on one stage leaves to its W.
-
-    `run` adds them in the order in which a backward pass in one piece would. So if the W of all micro-batches run in
-    the order of their I, the sums have the same bits.
-    """
-
-    def __init__(self) -> None:
-        self._entries: deque[WeightGradient] = deque()
-
-    @contextmanager
-    def open(self, main_grads: Sequence[MainGrad]) -> Iterator[None]:
-        """Within this context, layers put off the gradients of the parameters of these main gradients to this queue."""
-        for main_grad in main_grads:
-            main_grad.queue = self
-        try:
-            yield
-        finally:
-            for main_grad in main_grads:
-                main_grad.queue = None
-
-    def append(self, entry: WeightGradient) -> None:
-        # Detached: the tensor that backward unpacks still knows the graph behind it, which would stay in memory.
-        self._entries.append(replace(entry, x=entry.x.detach()))
-
-    def run(self) -> None:
-        """Compute and add the gradients. What each of them needs is freed when it has been added."""
-        begun = self._begin_next()
-        while begun is not None:
-            entry, x, entering = begun
-            # The next input is gathered during this product.
-            begun = self._begin_next()
-            entering.wait()
-            entry.add_now(x)
-
-    def _begin_next(self) -> tuple[WeightGradient, Tensor, Pending] | None:
-        """Let the input of the next product enter. Returns (weight gradient, input of its product, what to wait for).
-
-        Returns None if there is none left.
-        """
-        if not self._entries:
-            return None
-        entry = self._entries.popleft()
-        x, entering = entry.region.enter_async(entry.x)
-        return entry, x, entering
-
-
-def is_put_off(main_grad: MainGrad | None) -> bool:
-    """Whether the backward pass that runs puts off the weight gradients of this parameter."""
-    return main_grad is not None and main_grad.queue is not None
-
-
 def keep_for_backward(ctx: Any, x: Tensor, weight: Tensor, region: object, products: MatrixProducts) -> None:
     """Keep for the backward of a linear layer what it needs."""
     # Save the input of the layer, not that of the product. Under sequence parallelism, the gathered input would take tp
@@ -279,7 +194,8 @@ def weight_gradient(ctx: Any, grad_y: Tensor, x: Tensor, region: InputRegion = L
     if ctx.main_grad is None:
         grad: Tensor = ctx.products.weight_gradient(grad_2d, x.reshape(-1, x.shape[-1]))
         return grad
-    WeightGradient(ctx.main_grad, x, region, partial(_add_product, ctx.products, grad_2d)).add_or_put_off()
+    add = partial(_add_product, ctx.products, grad_2d)
+    WeightGradient(ctx.main_grad, x, add, region.enter_async).add_or_put_off()
     return None
 
 

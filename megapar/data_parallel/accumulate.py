@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from megapar.data_parallel.layout import FlatLayout
-from megapar.linear import WeightGradientQueue
-from megapar.params import main_grad_of
+from megapar.main_grad import WeightGradientQueue, main_grad_of
 
 
 class MainGradView:
-    """The `main_grad` of a parameter (see `megapar.params.MainGrad`). `tensor` is a view of the flat gradients."""
+    """The `main_grad` of a parameter (see `megapar.main_grad.MainGrad`). `tensor` is a view of the flat gradients."""
 
     def __init__(self, tensor: Tensor, on_added: Callable[[], None]):
         self.tensor = tensor

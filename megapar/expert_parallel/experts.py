@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.expert_parallel.dispatch import experts_of
-from megapar.linear import LOCAL, MatrixProducts, WeightGradient
-from megapar.params import Init, ParamSpec, Piece, cut, main_grad_of, make_piece, parameter
+from megapar.linear import MatrixProducts
+from megapar.main_grad import WeightGradient, main_grad_of
+from megapar.params import Init, ParamSpec, Piece, cut, make_piece, parameter
 from megapar.sharding import Sharding
 
 
@@ -142,7 +143,7 @@ class _GroupedLinear(torch.autograd.Function):
                 grad_weight = total.to(weight.dtype)
             else:
                 # The rows have been dispatched already, so W communicates nothing.
-                WeightGradient(ctx.main_grad, rows, LOCAL, add).add_or_put_off()
+                WeightGradient(ctx.main_grad, rows, add).add_or_put_off()
         return grad_rows, grad_weight, None, None, None
 
 

@@ -13,8 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
-from megapar.linear import WeightGradientQueue
-from megapar.params import MainGrad, main_grad_of
+from megapar.main_grad import MainGrad, WeightGradientQueue, main_grad_of
 from megapar.pipeline.lowering import MessageBatch, Plan, lower_one
 from megapar.pipeline.schedules import Action, Event, Kind, make, placement
 

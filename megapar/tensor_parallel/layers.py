@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.context import Axis
-from megapar.linear import LOCAL, WeightGradient, linear
+from megapar.linear import LOCAL, linear
+from megapar.main_grad import WeightGradient, main_grad_of
 from megapar.params import (
     ONES,
     ZEROS,
@@ -26,7 +27,6 @@ from megapar.params import (
     Piece,
     cut,
     held_by_all,
-    main_grad_of,
     make_piece,
     replicated,
 )
@@ -164,7 +164,7 @@ class _Lookup(torch.autograd.Function):
         outside = (ids < 0) | (ids >= rows)
         local = ids.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside, weight)
-        ctx.main_grad = main_grad_of(weight)  # in forward, see megapar.params.MainGrad
+        ctx.main_grad = main_grad_of(weight)  # in forward, see megapar.main_grad.MainGrad
         if rows == 0:  # a rank that holds padding alone has no row 0 to look up
             return weight.new_zeros(*ids.shape, weight.shape[1])
         return F.embedding(local, weight).masked_fill_(outside[..., None], 0)
@@ -178,7 +178,7 @@ class _Lookup(torch.autograd.Function):
             total = torch.empty_like(weight)
             add(total, local, True)
             return None, total, None
-        WeightGradient(ctx.main_grad, local, LOCAL, add).add_or_put_off()
+        WeightGradient(ctx.main_grad, local, add).add_or_put_off()
         return None, None, None
 
 

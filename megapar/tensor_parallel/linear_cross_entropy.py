@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from megapar.comm import Pending
 from megapar.context import Axis
 from megapar.linear import InputRegion, MatrixProducts
-from megapar.params import main_grad_of
+from megapar.main_grad import main_grad_of
 from megapar.tensor_parallel.cross_entropy import CrossEntropy
 from megapar.tensor_parallel.regions import input_region
 
