@@ -411,6 +411,28 @@ def test_only_what_weight_gradients_need_is_kept_until_then(recompute: str) -> N
     assert kept["0W1"] == scale + 2 * loss
 
 
+@pytest.mark.parametrize(
+    ("layout", "in_first_half"),
+    [
+        (Layout(SHARED, schedule=f"{NAME}LATE", micro_batch_size=6), "norm shared_gate"),
+        (Layout(GPT, schedule=f"{NAME}LATE", micro_batch_size=6, recompute="full"), "norm bias positions"),
+        (Layout(LLAMA, schedule=f"{NAME}LATE", micro_batch_size=6, loss_chunk=7), "norm bias head"),
+    ],
+    ids=named,
+)
+def test_gradients_of_matrices_are_added_in_the_second_half(layout: Layout, in_first_half: str) -> None:
+    """Those of all but norms, biases, single rows, learned positions, and a head whose loss is computed in chunks."""
+    state = make_state(layout.config())
+    params = [param for stage in state.stages.values() for param in stage.parameters()]
+    names = {spec_of(param).name: param.main_grad for param in params}  # type: ignore[attr-defined]
+    trace = Actions(lambda: {key for key, main_grad in names.items() if not main_grad.is_stale})
+    state.grads.zero()
+    state.pipeline.step(micro_batches(state.config, state.ctx, 0), 1.0, trace=trace)
+    added = dict(trace.measured)
+    assert added["0I0"] == {key for key in names if any(word in key for word in in_first_half.split())}
+    assert added["0W0"] == set(names)
+
+
 def collectives_of_actions(config: Config) -> dict[str, Counter[tuple[str, str]]]:
     """For each action of a step, how often this rank has called each (axis, collective)."""
     state = make_state(config)
