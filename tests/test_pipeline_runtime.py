@@ -262,12 +262,13 @@ def last_backwards() -> None:
         runtime, _ = build(ctx, schedule, vpp)
         events, calls = [], []
 
-        def begin(runtime=runtime, events=events, calls=calls):
+        def begin(last, runtime=runtime, events=events, calls=calls):
             backwards = sum(event.action.kind == "B" for event in events)
-            calls.append((backwards, {s: gradients(stage) for s, stage in runtime.stages.items()}))
+            calls.append((last, backwards, {s: gradients(stage) for s, stage in runtime.stages.items()}))
 
         runtime.step(make_batches(4, seed=0), 1.0, begin, events)
-        ((backwards, grads),) = calls
+        ((last, backwards, grads),) = calls
+        assert last == ("B", events[-1].action.stage)
         assert backwards == 4 * vpp - 1
         for s, stage in runtime.stages.items():
             final = [torch.equal(then, now) for then, now in zip(grads[s], gradients(stage), strict=True)]
@@ -323,7 +324,7 @@ def test_stages_of_another_rank_and_impossible_schedules_are_refused():
 
 
 def test_a_replica_without_micro_batches_runs_an_empty_step() -> None:
-    told: list[str] = []
+    told: list[object] = []
     runtime = PipelineRuntime({0: ToyStage(0, 1)}, context.single(), "1f1b", 1)
-    assert runtime.step([], on_last_backward=lambda: told.append("last")) == []
-    assert told == ["last"], "its gradients of zero must be reduced, too"
+    assert runtime.step([], on_last_backward=told.append) == []
+    assert told == [None], "its gradients of zero must be reduced, too"
