@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megapar.pipeline.schedules import Action
+from megapar.pipeline.actions import Action
 
 Plan = list["Action | MessageBatch"]
 
@@ -88,6 +88,12 @@ def lower(orders: Sequence[Sequence[Action]], num_stages: int) -> list[Plan]:
 def lower_one(orders: Sequence[Sequence[Action]], num_stages: int, rank: int) -> Plan:
     """`lower(orders, num_stages)[rank]` in half the time, because the messages of the other ranks are not made."""
     return _lower(orders, num_stages, [rank])[0]
+
+
+def refuse_circles(orders: Sequence[Sequence[Action]], num_stages: int) -> None:
+    """Raise the ValueError of `lower` without making plans."""
+    rank_of = {action: rank for rank, order in enumerate(orders) for action in order}
+    _end_times(orders, rank_of, {action: producer(action, num_stages, rank_of) for action in rank_of})
 
 
 def _lower(orders: Sequence[Sequence[Action]], num_stages: int, ranks: Sequence[int]) -> list[Plan]:

@@ -15,7 +15,7 @@ from megapar.errors import StorageError, say, storing
 from megapar.files import write_json
 from megapar.messages import counted, layout_in_words
 from megapar.pipeline.lowering import lower
-from megapar.pipeline.schedules import make
+from megapar.pipeline.schedules import make, of
 from megapar.pipeline.simulation import simulate
 from megapar.provenance import provenance
 
@@ -43,7 +43,8 @@ def warnings(config: Config) -> list[str]:
         some = counted(left_over, "replica runs", "replicas run")
         lines.append(f"parallel.dp={parallel.dp}: {some} {microbatches} a step, the others {m - 1} and wait")
     too_few = m < parallel.pp
-    ragged = parallel.vpp > 1 and m % parallel.pp > 0
+    # Interleaved 1F1B works in rounds of pp micro-batches. Other schedules have no rounds.
+    ragged = parallel.schedule == "interleaved" and parallel.vpp > 1 and m % parallel.pp > 0
     if parallel.pp == 1 or not (too_few or ragged):
         return lines
     if too_few:
@@ -65,11 +66,12 @@ def warnings(config: Config) -> list[str]:
 def idle_share(config: Config, microbatches: int) -> float:
     """The share of time in which the ranks of a pipeline compute nothing, simulated from the plans that would run.
 
-    All stages are taken to cost the same, a backward twice a forward, and transfers nothing. If pp divides the number m
-    of micro-batches, the share is (pp - 1) / (vpp m + pp - 1) (arXiv 2104.04473, section 2.2).
+    All stages are taken to cost the same, a backward twice a forward, its halves the same, and transfers nothing. If pp
+    divides the number m of micro-batches, the share of 1f1b and interleaved is (pp - 1) / (vpp m + pp - 1) (arXiv
+    2104.04473, section 2.2).
     """
     parallel = config.parallel
-    orders = make(parallel.schedule, parallel.pp, parallel.vpp, microbatches)
+    orders = make(of(parallel), parallel.pp, parallel.vpp, microbatches)
     return simulate(lower(orders, parallel.pp * parallel.vpp), forward=1, backward=2).bubble
 
 
