@@ -35,7 +35,8 @@ class ScheduleFile:
             ranks = len(self.orders)
             stages = len(self.place)
             raise ConfigError(
-                f"parallel.schedule={self.path}: is for {counted(ranks, 'rank')} and {counted(stages, 'stage')}, not for parallel.pp={pp} and parallel.vpp={vpp}; use parallel.pp {ranks} and parallel.vpp "
+                f"parallel.schedule={self.path}: is for {counted(ranks, 'rank')} and {counted(stages, 'stage')}, not "
+                f"for parallel.pp={pp} and parallel.vpp={vpp}; use parallel.pp {ranks} and parallel.vpp "
                 f"{stages // ranks}, or another file"
             )
         return self.place

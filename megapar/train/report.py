@@ -14,8 +14,9 @@ from megapar.derive import num_microbatches
 from megapar.errors import StorageError, say, storing
 from megapar.files import write_json
 from megapar.messages import counted, layout_in_words
+from megapar.pipeline import schedule_files
 from megapar.pipeline.lowering import lower
-from megapar.pipeline.schedules import make, of
+from megapar.pipeline.schedules import make, of, show
 from megapar.pipeline.simulation import simulate
 from megapar.provenance import provenance
 
@@ -90,6 +91,8 @@ def write_run_header(
 ) -> None:
     """Make the run folder, write config.toml and environment.json, and print what is about to run. A collective.
 
+    If parallel.schedule is a file, the folder gets a copy, schedule.txt.
+
     environment.json holds `provenance` and the implementation of each op. `parameters` is the number of parameters, in
     words. `notes` are lines to print about what was resumed. Raises StorageError on every rank if rank 0 cannot write
     the folder, which exists on every rank afterwards.
@@ -104,6 +107,10 @@ def write_run_header(
         with storing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.toml").write_text(config_toml)
+            if schedule_files.is_file(config.parallel.schedule):
+                # The file that the option names may change or go. A copy does not.
+                orders = schedule_files.read(config.parallel.schedule).orders
+                (run_dir / "schedule.txt").write_text(show(orders) + "\n")
         write_json(run_dir / "environment.json", environment)
 
     on_all_ranks(write_files, ctx, StorageError, "run folder not written")
