@@ -16,7 +16,7 @@ from megapar import device, recompute
 from megapar.config import Config
 from megapar.config_io import Resolved, load, to_toml
 from megapar.data.tokenizer import load_tokenizer
-from megapar.derive import with_vocabulary
+from megapar.derive import num_microbatches, with_vocabulary
 from megapar.errors import Preempted, open_streams, reported
 from megapar.flight import Board
 from megapar.pipeline import runtime, schedules
@@ -32,7 +32,10 @@ from megapar.train.trainer import Run, start, train
 def check(resolved: Resolved, world_size: int) -> Config:
     """Check that `world_size` ranks can run the configuration; returns it with derived values filled in."""
     config = validate(resolved.config, world_size)
-    schedules.find(config.parallel.schedule)
+    parallel = config.parallel
+    if parallel.schedule != "auto":
+        # A file, or a schedule from a module of one's own, may not fit these ranks and micro-batches.
+        schedules.make(parallel.schedule, parallel.pp, parallel.vpp, num_microbatches(config))
     if config.model.vocab_size and (config.dry_run or config.data.train == ("synthetic",)):
         return config  # no text will be read, so the tokenizer need not be there
     return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)

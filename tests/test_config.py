@@ -608,8 +608,8 @@ model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_m
 model.moe: num_experts num_experts_per_tok moe_intermediate_size mlp_only_layers scoring_func norm_topk_prob
     routed_scaling_factor n_group topk_group shared_expert_intermediate_size shared_expert_gate balance
     router_aux_loss_coef router_bias_update_rate router_z_loss_coef
-parallel: tp pp dp cp cp_attention ep etp vpp schedule sequence_parallel tp_overlap_chunks
-    partition balance order
+parallel: tp pp dp cp cp_attention ep etp vpp schedule schedule_memory_gb schedule_costs sequence_parallel
+    tp_overlap_chunks partition balance order
 train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
     eval_every eval_samples z_loss trainable deterministic
 optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage bucket_mb

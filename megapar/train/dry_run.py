@@ -17,7 +17,8 @@ from megapar.derive import num_microbatches
 from megapar.errors import OutOfMemoryError
 from megapar.messages import counted, layout_in_words
 from megapar.params import spec_of
-from megapar.pipeline.schedules import make
+from megapar.pipeline.actions import peak
+from megapar.pipeline.schedules import make, of
 from megapar.train.grid import with_grid
 from megapar.train.trainable import freeze, refuse
 from megapar.train.trainer import assemble
@@ -57,7 +58,7 @@ def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
     patterns = config.train.trainable
     if patterns:
         # In the whole model, a pattern that no parameter of any stage matches shows.
-        alone = replace(config, parallel=ParallelConfig(dp=1))
+        alone = replace(config, parallel=ParallelConfig(dp=1, vpp=1))
         refuse(patterns, [freeze(build(alone, _context(alone, 0)).values(), patterns)])
     parallel = config.parallel
     ranks_by_report: dict[RankReport, list[int]] = {}
@@ -160,15 +161,10 @@ def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) 
 def _peak(config: Config, pp_rank: int, kept: Mapping[int, int]) -> int:
     """The most activation bytes at one time over a step; `kept` has the bytes of one forward by stage."""
     parallel = config.parallel
-    order = make(parallel.schedule, parallel.pp, parallel.vpp, num_microbatches(config))[pp_rank]
-    live = peak = 0
-    for action in order:
-        if action.kind == "F":
-            live += kept[action.stage]
-        else:
-            live -= kept[action.stage]
-        peak = max(peak, live)
-    return peak
+    order = make(of(parallel), parallel.pp, parallel.vpp, num_microbatches(config))[pp_rank]
+    by_stage = [kept.get(stage, 0) for stage in range(parallel.pp * parallel.vpp)]
+    # What an I leaves to its W is not told apart: all of a forward counts until W, which is never too little.
+    return int(peak(order, by_stage, by_stage))
 
 
 def show(config: Config, build: Build, parameters: str, flops_per_token: int, console: Console) -> None:
