@@ -47,7 +47,10 @@ def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
     return config
 
 
-def num_microbatches(config: Config) -> int:
-    """The largest number of micro-batches that a data-parallel replica has in one step. Others may have one fewer."""
+def num_microbatches(config: Config, batch_size: int = 0) -> int:
+    """The largest number of micro-batches that a data-parallel replica has in one step. Others may have one fewer.
+
+    The step has `batch_size` samples, or train.global_batch_size if that is 0.
+    """
     samples = config.train.micro_batch_size * config.parallel.dp
-    return -(-config.train.global_batch_size // samples)
+    return -(-(batch_size or config.train.global_batch_size) // samples)
