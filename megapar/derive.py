@@ -29,7 +29,9 @@ def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
     # A reduce-scatter over dp x cp gives each rank an equal share of a bucket. With a share of 4 MiB (2^20 fp32
     # elements) the transfer takes longer than its latency. Megatron-LM's buckets grow alike: max(40 M, 1 M * dp)
     # elements.
-    bucket_mb = config.optimizer.bucket_mb or max(64.0, 4.0 * parallel.dp * parallel.cp)
+    bucket_mb = config.optimizer.bucket_mb
+    if config.optimizer.zero_stage < 2:  # from 2 on a layer is a bucket
+        bucket_mb = bucket_mb or max(64.0, 4.0 * parallel.dp * parallel.cp)
     optimizer = replace(config.optimizer, bucket_mb=bucket_mb)
     return replace(config, model=model, parallel=parallel, optimizer=optimizer)
 

@@ -197,8 +197,8 @@ class FlatLayout:
     """Slots and buckets of all trained parameters of a rank's stages.
 
     `modules` are this rank's stages in order. A bucket has about `bucket_elements` elements. `sharded` selects ZeRO:
-    each rank of a bucket's axis updates a slice of it. Otherwise each rank updates all of it. With `units`, buckets are
-    units instead, of any size. A parameter that several modules use is in a unit of its own, which all of them use.
+    each rank of a bucket's axis updates a slice of it. Otherwise each rank updates all of it. With `units`, a bucket
+    holds parameters of one module alone. A parameter that several modules use is in a bucket that all of them use.
 
     Raises TypeError if a parameter has no ParamSpec, or if parameters are not all fp32, all bf16 or all fp16.
     """
@@ -210,7 +210,6 @@ class FlatLayout:
         groups = _in_groups(declared)
         if units:
             groups = [unit for group in groups for unit in _by_users(group, modules)]
-            bucket_elements = sys.maxsize  # one bucket for each group
         bucket_groups = []
         for group in groups:
             sizes = [param.numel() for param, _ in group]
@@ -219,6 +218,11 @@ class FlatLayout:
         starts, self.buckets = lay_out(bucket_groups, bucket_elements)
         self.slots = _slots([pair for group in groups for pair in group], starts, self.buckets)
         self.numel = self.buckets[-1].stop if self.buckets else 0
+
+    @classmethod
+    def of_units(cls, modules: Sequence[nn.Module]) -> "FlatLayout":
+        """The layout of ZeRO-2 and 3, whose buckets are units."""
+        return cls(modules, sys.maxsize, sharded=True, units=True)
 
     def buckets_of(self, module: nn.Module) -> list[int]:
         """The indices of the buckets that hold parameters of `module`. A frozen parameter is in none."""

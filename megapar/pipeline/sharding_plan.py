@@ -77,19 +77,21 @@ def insert_unit_actions(plan: Sequence[Item], units: Units) -> list[Item]:
 
 
 class _Use(NamedTuple):
-    """An action that uses units: its index in the plan, its units, and those of the next such action."""
+    """An action that uses units: its place in the plan, its units, and those of the next such action."""
 
-    index: int
+    place: int
     units: set[int]
     next_units: set[int]
 
 
 def _uses(plan: Sequence[Item], of_stage: Mapping[int, Sequence[int]], kinds: str) -> list[_Use]:
     """The use of each action of one of `kinds`."""
-    actions = [(i, item.stage) for i, item in enumerate(plan) if isinstance(item, Action) and item.kind in kinds]
+    actions = [
+        (place, item.stage) for place, item in enumerate(plan) if isinstance(item, Action) and item.kind in kinds
+    ]
     units = [set(of_stage[stage]) for _, stage in actions]
     next_units = [*units[1:], set()]
-    return [_Use(index, units[n], next_units[n]) for n, (index, _) in enumerate(actions)]
+    return [_Use(place, units[n], next_units[n]) for n, (place, _) in enumerate(actions)]
 
 
 def _insert_gathers(plan: Sequence[Item], of_stage: Mapping[int, Sequence[int]], insertions: _Insertions) -> None:
@@ -97,14 +99,14 @@ def _insert_gathers(plan: Sequence[Item], of_stage: Mapping[int, Sequence[int]],
     uses = _uses(plan, of_stage, "FBI")
     live: set[int] = set()
     arriving: set[int] = set()
-    for index, needed, following in uses:
-        before = insertions.before[index]
+    for place, needed, following in uses:
+        before = insertions.before[place]
         before += [UnitAction("gather", unit) for unit in sorted(needed - live - arriving)]  # the first use of all
         before += [UnitAction("wait", unit) for unit in sorted(needed - live)]
         # One unit ahead: the gather runs while this action computes. Further ahead would take memory for another unit.
         arriving = following - needed
         before += [UnitAction("gather", unit) for unit in sorted(arriving)]
-        insertions.after[index] += [UnitAction("release", unit) for unit in sorted(needed - following)]
+        insertions.after[place] += [UnitAction("release", unit) for unit in sorted(needed - following)]
         live = needed & following
 
 
@@ -115,9 +117,9 @@ def _insert_reductions(
     uses = _uses(plan, of_stage, "BIW")
     opened: set[int] = set()
     travelling: list[int] = []
-    for index, needed, following in uses:
-        before = insertions.before[index]
-        after = insertions.after[index]
+    for place, needed, following in uses:
+        before = insertions.before[place]
+        after = insertions.after[place]
         # The sum of an earlier action of this unit must leave the memory before another is collected there.
         before += [UnitAction("add", unit) for unit in travelling if unit in needed]
         travelling = [unit for unit in travelling if unit not in needed]
@@ -134,7 +136,7 @@ def _insert_reductions(
             after += [UnitAction("add", unit) for unit in travelling]
             travelling = []
     if uses:
-        insertions.after[uses[-1].index] += [UnitAction("add", unit) for unit in travelling]
+        insertions.after[uses[-1].place] += [UnitAction("add", unit) for unit in travelling]
 
 
 def first_microbatches(plan: Sequence[Item], number: int) -> list[Item]:

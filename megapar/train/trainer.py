@@ -47,7 +47,11 @@ def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, Pipeline
     options = config.optimizer
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
     stage = options.zero_stage
-    layout = FlatLayout(list(stages.values()), bucket_elements(options.bucket_mb), sharded=stage >= 1, units=stage >= 2)
+    modules = list(stages.values())
+    if stage >= 2:
+        layout = FlatLayout.of_units(modules)
+    else:
+        layout = FlatLayout(modules, bucket_elements(options.bucket_mb), sharded=stage == 1)
     weights: Weights
     if stage == 3:
         weights = UnitWeights(layout, ctx.device)
