@@ -142,6 +142,9 @@ class PipelineStage(nn.Module):
     sizes_of_weights: tuple[str, ...] = ()
     """Options, by dotted path, that set sizes of weights in this model but not in every model."""
 
+    fine_stages: tuple[int, ...] = ()
+    """If this is a fine stage: of how many fine stages each stage of the schedule consists, the same in all of them."""
+
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
         """Shapes and dtypes of the tensors in `x`. Empty on the first stage."""
         raise NotImplementedError

@@ -244,14 +244,17 @@ class OptimizerConfig:
     """Decoupled decay of matrices and embeddings; norms and biases are never decayed."""
     clip_grad: float = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. 0 never clips."""
-    zero_stage: Literal[0, 1] = 1
-    """0: every data-parallel rank holds all optimizer state; 1: each holds its shard (ZeRO-1, arXiv 1910.02054)."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What data-parallel ranks shard (ZeRO, arXiv 1910.02054). 0: nothing; 1: optimizer state; 2: gradients too; 3:
+    weights too. 2 reduces the gradients of a layer in every micro-batch, 3 gathers its weights for every use."""
     bucket_mb: float = 0.0
-    """MiB of gradients that are reduced at once, while the backward pass runs; 0: 4 for each replica, at least 64."""
+    """MiB of gradients that are reduced at once, while the backward pass runs; 0: 4 for each replica, at least 64. With
+    zero_stage 2 and 3 it is always the gradients of a layer."""
     overlap_param_gather: bool = False
-    """Gather updated weights (ZeRO 1) under the next forward pass, layer by layer; changes no bit."""
+    """Gather updated weights (ZeRO 1 and 2) under the next forward pass, layer by layer; changes no bit."""
     overlap_grad_reduce: bool = True
-    """Reduce complete buckets during the last backward pass instead of after it; changes no bit."""
+    """Reduce complete buckets during the last backward pass instead of after it; changes no bit. With zero_stage 2 and
+    3: reduce the gradients of a layer while the next layer's are computed."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,9 @@ def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
     # A reduce-scatter over dp x cp gives each rank an equal share of a bucket. With a share of 4 MiB (2^20 fp32
     # elements) the transfer takes longer than its latency. Megatron-LM's buckets grow alike: max(40 M, 1 M * dp)
     # elements.
-    bucket_mb = config.optimizer.bucket_mb or max(64.0, 4.0 * parallel.dp * parallel.cp)
+    bucket_mb = config.optimizer.bucket_mb
+    if config.optimizer.zero_stage < 2:  # from 2 on a layer is a bucket
+        bucket_mb = bucket_mb or max(64.0, 4.0 * parallel.dp * parallel.cp)
     optimizer = replace(config.optimizer, bucket_mb=bucket_mb)
     return replace(config, model=model, parallel=parallel, optimizer=optimizer)
 
@@ -64,7 +66,10 @@ def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
     return config
 
 
-def num_microbatches(config: Config) -> int:
-    """The largest number of micro-batches that a data-parallel replica has in one step. Others may have one fewer."""
+def num_microbatches(config: Config, batch_size: int = 0) -> int:
+    """The largest number of micro-batches that a data-parallel replica has in one step. Others may have one fewer.
+
+    The step has `batch_size` samples, or train.global_batch_size if that is 0.
+    """
     samples = config.train.micro_batch_size * config.parallel.dp
-    return -(-config.train.global_batch_size // samples)
+    return -(-(batch_size or config.train.global_batch_size) // samples)

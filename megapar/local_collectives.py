@@ -52,7 +52,8 @@ class LocalAxis:
         if not positions:
             return
         if x.nbytes <= SMALL:
-            payload = x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.nbytes else b""
+            # A copy: memory that numpy has seen can never be resized, which ZeRO-3 does to release weights.
+            payload = x.contiguous().clone().view(-1).view(torch.uint8).numpy().tobytes() if x.nbytes else b""
             for position in positions:
                 self.host.send_small(self.ranks[position], channel, payload)
             return

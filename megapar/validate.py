@@ -397,6 +397,12 @@ def _optimizer(config: Config) -> Iterator[str]:
     if config.optimizer.overlap_param_gather and config.optimizer.zero_stage == 0:
         text = "without ZeRO every rank updates all weights, and none are gathered; use zero_stage 1, or leave it out"
         yield problem(config, "optimizer.overlap_param_gather optimizer.zero_stage", text)
+    if config.optimizer.overlap_param_gather and config.optimizer.zero_stage == 3:
+        text = "stage 3 gathers the weights of each layer while the layer before runs; use zero_stage 1 or 2, or "
+        yield problem(config, "optimizer.overlap_param_gather optimizer.zero_stage", f"{text}leave it out")
+    if config.optimizer.bucket_mb and config.optimizer.zero_stage >= 2:
+        text = "stages 2 and 3 reduce the gradients of one layer at a time; leave bucket_mb at 0, or use zero_stage 1"
+        yield problem(config, "optimizer.bucket_mb optimizer.zero_stage", text)
     optimizer = config.optimizer
     steps = config.train.steps
     if optimizer.schedule != "wsd" and optimizer.decay_steps:

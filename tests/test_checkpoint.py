@@ -96,6 +96,9 @@ CONFIGS = [
     make_config(dp=2, pp=2, precision="bf16"),
     make_config(dp=4, zero_stage=0),
     make_config(tp=4, dp=1, precision="bf16"),
+    make_config(dp=2, pp=2, zero_stage=3, precision="bf16"),
+    make_config(tp=2, dp=2, zero_stage=2),
+    make_config(dp=4, zero_stage=3),
 ]
 
 

@@ -242,7 +242,7 @@ def random_layouts(draw: st.DrawFn) -> Layout:
         schedule="interleaved" if vpp > 1 else draw(st.sampled_from(["1f1b", "gpipe"])),
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
-        zero_stage=draw(st.sampled_from([0, 1])),
+        zero_stage=draw(st.sampled_from([0, 1, 2, 3])),
         micro_batch_size=draw(st.sampled_from([size for size in (1, 2, 3, 4) if SAMPLES % (size * dp) == 0])),
         loss_chunk=draw(st.sampled_from([0, 0, 11])),
         packed=draw(st.booleans()),

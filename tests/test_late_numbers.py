@@ -149,6 +149,8 @@ SPOILED = [
     (Case(DP), math.inf),
     (Case(TP_PP, "fp16"), math.nan),
     (Case(DP_PP, "fp16"), math.inf),
+    (Case(replace(DP_PP, zero_stage=3), "fp16"), math.inf),
+    (Case(replace(TP_DP, zero_stage=3)), math.nan),
 ]
 
 
@@ -159,7 +161,7 @@ def spoil(patch: pytest.MonkeyPatch, state: TrainState, bad: float) -> None:
     def spoiled() -> None:
         finish()
         if state.ctx.world.rank == 2:
-            state.grads.flat[state.grads.layout.shards()[0][0]] = bad
+            state.grads.part(*state.grads.layout.shards()[0])[0] = bad
 
     patch.setattr(state.grads, "finish", spoiled)
 

@@ -4,7 +4,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +74,7 @@ def in_a_reduction(patch: pytest.MonkeyPatch, state: TrainState) -> None:
     def planted() -> None:
         finish()
         if state.step == 1 and state.ctx.world.rank == 2:
-            state.grads.flat[state.grads.layout.shards()[0][0]] = math.nan
+            state.grads.part(*state.grads.layout.shards()[0])[0] = math.nan
 
     patch.setattr(state.grads, "finish", planted)
 
@@ -113,11 +113,31 @@ CASES: dict[str, tuple[Plant, str]] = {
 }
 
 
-def messages(folder: Path, late: bool) -> dict[str, str]:
+def in_a_shard(_: pytest.MonkeyPatch, state: TrainState) -> None:
+    """With ZeRO-3, of a weight that this rank alone holds."""
+    if state.ctx.world.rank == 2:
+        (slot,) = (slot for slot in state.grads.layout.slots if slot.name == "layers.3.mlp.down.weight")
+        state.weights.part(slot.start, slot.start + 1).fill_(math.nan)
+
+
+# With ZeRO-3 every replica gathers the bad shard, so that the first of them names it first.
+WITH_ZERO_3: dict[str, tuple[Plant, str]] = {
+    "shard": (
+        in_a_shard,
+        r"first not finite: the output of layers\.3\.mlp\.down in the forward pass of micro-batch 0 \(samples 12, 13, "
+        r"14\) on rank 2; the weights were not finite before the step: layers\.3\.mlp\.down\.weight on rank 2\. ",
+    ),
+    **{name: CASES[name] for name in ("activation", "reduction")},
+}
+
+
+def messages(
+    folder: Path, late: bool, layout: Layout = LAYOUT, cases: Mapping[str, tuple[Plant, str]] = CASES
+) -> dict[str, str]:
     """What this rank raises in the second step of each case; `late`: when the third one is queued."""
     said = {}
-    for name, (plant, _) in CASES.items():
-        config = LAYOUT.config()
+    for name, (plant, _) in cases.items():
+        config = layout.config()
         run_dir = folder / name
         run_dir.mkdir(exist_ok=True)
         config = replace(config, log=LogConfig(tensorboard=False), run_dir=str(run_dir))
@@ -165,6 +185,14 @@ def test_a_bad_step_names_the_first_bad_tensor_its_rank_micro_batch_and_samples(
         assert "No weight was changed: they are those of step 1." in first[name]
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert [(line["step"], line["consumed_samples"]) for line in lines] == [(1, SAMPLES), (2, SAMPLES)]
+
+
+def test_zero_3_names_the_first_bad_tensor_too(tmp_path: Path) -> None:
+    """Fault non-finite-step."""
+    first, *others = run_ranks(4, messages, tmp_path, False, replace(LAYOUT, zero_stage=3), WITH_ZERO_3)
+    assert all(said == first for said in others)
+    for name, (_, expected) in WITH_ZERO_3.items():
+        assert re.search(expected, first[name]), f"{name}: {first[name]}"
 
 
 def test_a_good_step_pays_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megapar.data_parallel.layout import FlatLayout
+from megapar.data_parallel.layout import FlatLayout, Slot
 from megapar.main_grad import WeightGradientQueue, main_grad_of
 
 
@@ -37,23 +36,28 @@ class MainGradView:
             self.is_stale = False
 
 
-def make_main_grads(
-    layout: FlatLayout, device: torch.device, on_added: Callable[[int], None]
-) -> tuple[Tensor, list[MainGradView]]:
-    """Make the flat fp32 gradients of `layout`, zero, and attach a `main_grad` to each parameter.
+def make_main_grads(layout: FlatLayout, flat: Tensor, on_added: Callable[[int], None]) -> list[MainGradView]:
+    """Attach a `main_grad` to each parameter: a view of `flat`, the flat fp32 gradients of `layout`.
 
-    Returns the flat gradients and the main_grad of each slot. A gradient that autograd leaves in `.grad` is added to
-    the flat gradients too. `on_added` is called with the index of the slot after each addition to it.
+    Returns the main_grad of each slot. `on_added` is called with the index of the slot after each addition to it.
     """
     main_grads = []
-    flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
     for index, slot in enumerate(layout.slots):
-        view = flat[slot.start : slot.stop].view(slot.param.shape)
-        main_grad = MainGradView(view, partial(on_added, index))
-        slot.param.main_grad = main_grad  # type: ignore[attr-defined]
-        slot.param.register_post_accumulate_grad_hook(_move_grad)
+        main_grad = MainGradView(view_of_slot(flat, slot, 0), partial(on_added, index))
+        attach(main_grad, slot.param)
         main_grads.append(main_grad)
-    return flat, main_grads
+    return main_grads
+
+
+def view_of_slot(flat: Tensor, slot: Slot, offset: int) -> Tensor:
+    """The view of a slot's parameter in `flat`, a 1-D buffer that begins at the element `offset` of the layout."""
+    return flat[slot.start - offset : slot.stop - offset].view(slot.param.shape)
+
+
+def attach(main_grad: MainGradView, param: nn.Parameter) -> None:
+    """Make `main_grad` that of `param`. A gradient that autograd leaves in `.grad` is added to it too."""
+    param.main_grad = main_grad  # type: ignore[attr-defined]
+    param.register_post_accumulate_grad_hook(_move_grad)
 
 
 def _move_grad(param: Tensor) -> None:

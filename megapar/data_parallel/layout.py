@@ -5,9 +5,13 @@ grouped into buckets. One collective reduces the gradients of a bucket over the 
 (`ParamSpec.replicas`). Under ZeRO each rank of that axis updates an equal slice of the bucket, its shard (Rajbhandari
 et al., arXiv 1910.02054).
 
+With ZeRO-2 and 3 a bucket is a unit: the parameters of one fine stage (`megapar.pipeline.refine`) that may share a
+bucket. Then a buffer may hold this rank's shards alone. `Placement` says where elements lie in a buffer.
+
 A range is [start, stop) in elements. A list of ranges is sorted and disjoint.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -193,16 +197,19 @@ class FlatLayout:
     """Slots and buckets of all trained parameters of a rank's stages.
 
     `modules` are this rank's stages in order. A bucket has about `bucket_elements` elements. `sharded` selects ZeRO:
-    each rank of a bucket's axis updates a slice of it. Otherwise each rank updates all of it.
+    each rank of a bucket's axis updates a slice of it. Otherwise each rank updates all of it. With `units`, a bucket
+    holds parameters of one module alone. A parameter that several modules use is in a bucket that all of them use.
 
     Raises TypeError if a parameter has no ParamSpec, or if parameters are not all fp32, all bf16 or all fp16.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], bucket_elements: int, *, sharded: bool):
+    def __init__(self, modules: Sequence[nn.Module], bucket_elements: int, *, sharded: bool, units: bool = False):
         declared = _collect(modules)
         self.sharded = sharded
         self.dtype = _common_dtype(declared)
         groups = _in_groups(declared)
+        if units:
+            groups = [unit for group in groups for unit in _by_users(group, modules)]
         bucket_groups = []
         for group in groups:
             sizes = [param.numel() for param, _ in group]
@@ -211,6 +218,16 @@ class FlatLayout:
         starts, self.buckets = lay_out(bucket_groups, bucket_elements)
         self.slots = _slots([pair for group in groups for pair in group], starts, self.buckets)
         self.numel = self.buckets[-1].stop if self.buckets else 0
+
+    @classmethod
+    def of_units(cls, modules: Sequence[nn.Module]) -> "FlatLayout":
+        """The layout of ZeRO-2 and 3, whose buckets are units."""
+        return cls(modules, sys.maxsize, sharded=True, units=True)
+
+    def buckets_of(self, module: nn.Module) -> list[int]:
+        """The indices of the buckets that hold parameters of `module`. A frozen parameter is in none."""
+        wanted = {id(param) for param in module.parameters()}
+        return sorted({slot.bucket_index for slot in self.slots if id(slot.param) in wanted})
 
     def axis(self, bucket: Bucket) -> Axis:
         """The axis over which the gradients of a bucket are summed."""
@@ -255,6 +272,39 @@ class FlatLayout:
         stops = [*(start for start, _ in counted), self.numel]
         between = [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
         return intersect(between, self.shards())
+
+
+class Placement:
+    """Where the elements of a layout lie in a buffer.
+
+    A buffer holds all elements, at the offsets of the layout, or with `shards_only` this rank's shards, one after the
+    other. `numel` is the length of the buffer.
+    """
+
+    def __init__(self, layout: FlatLayout, *, shards_only: bool):
+        self._held = layout.shards() if shards_only else [(0, layout.numel)]
+        self.numel = sum(stop - start for start, stop in self._held)
+
+    def place(self, ranges: Sequence[Range]) -> list[Range]:
+        """Where `ranges` lie in the buffer. Elements that it does not hold are left out."""
+        placed = []
+        base = 0  # where the held elements [start, stop) begin in the buffer
+        i = 0
+        for start, stop in self._held:
+            while i < len(ranges) and ranges[i][1] <= start:
+                i += 1
+            last = i
+            while last < len(ranges) and ranges[last][0] < stop:
+                last += 1
+            for first, end in intersect(ranges[i:last], [(start, stop)]):
+                placed.append((base + first - start, base + end - start))
+            base += stop - start
+        return merge(placed)
+
+    def slice(self, start: int, stop: int) -> slice:
+        """The slice of the buffer that holds the elements [start, stop), which must lie in one shard."""
+        ((first, last),) = self.place([(start, stop)])
+        return slice(first, last)
 
 
 def _collect(modules: Sequence[nn.Module]) -> list[Declared]:
@@ -304,6 +354,18 @@ def _in_groups(params: Sequence[Declared]) -> list[list[Declared]]:
             group.sort(key=lambda pair: pair[1].name)
     # Tied parameters come last: the gradient of an embedding becomes final at the very end of the backward pass.
     return [groups[key] for key in sorted(groups, key=lambda key: (TIED_AXIS in key[0], key))]
+
+
+def _by_users(group: Sequence[Declared], modules: Sequence[nn.Module]) -> list[list[Declared]]:
+    """Split a group of parameters by the modules that use them, in the order of the group."""
+    users: dict[int, list[int]] = {}  # by id of the parameter
+    for number, module in enumerate(modules):
+        for param in module.parameters():
+            users.setdefault(id(param), []).append(number)
+    units: dict[tuple[int, ...], list[Declared]] = {}
+    for param, spec in group:
+        units.setdefault(tuple(users[id(param)]), []).append((param, spec))
+    return list(units.values())
 
 
 def _slots(params: Sequence[Declared], starts: Sequence[int], buckets: Sequence[Bucket]) -> list[Slot]:

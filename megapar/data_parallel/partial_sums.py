@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megapar import comm
 from megapar.context import Axis
-from megapar.data_parallel.layout import FlatLayout, Range, intersect, merge
+from megapar.data_parallel.layout import FlatLayout, Placement, Range, intersect, merge
 from megapar.params import Piece, flat_ranges
 
 # In elements. A run of at least this length is summed where it lies. Shorter runs are copied into one message, because
@@ -75,18 +75,21 @@ class _Overlapping:
 PartialSum = _Aligned | _Overlapping
 
 
-def partial_sums(layout: FlatLayout) -> list[PartialSum]:
-    """The sums that a layout needs. All ranks that take part in a sum have it in the same order."""
+def partial_sums(layout: FlatLayout, placement: Placement) -> list[PartialSum]:
+    """The sums that a layout needs, in a buffer of `placement`.
+
+    All ranks that take part in a sum have it in the same order.
+    """
     # Sorted by name: ranks that do not agree on the order of their collectives would wait for each other.
     axes = {axis.name: axis for slot in layout.slots for axis in slot.spec.partial_axes()}
     sums: list[PartialSum] = []
     for name in sorted(axes):
-        sums += _aligned(layout, axes[name])
-        sums += _overlapping(layout, axes[name])
+        sums += _aligned(layout, placement, axes[name])
+        sums += _overlapping(layout, placement, axes[name])
     return sums
 
 
-def _aligned(layout: FlatLayout, axis: Axis) -> list[PartialSum]:
+def _aligned(layout: FlatLayout, placement: Placement, axis: Axis) -> list[PartialSum]:
     """The sum of pieces that every rank of `axis` holds alike, as a list of one sum or none."""
     held = []
     for slot in layout.slots:
@@ -97,10 +100,10 @@ def _aligned(layout: FlatLayout, axis: Axis) -> list[PartialSum]:
                 held.append((slot.start + first, slot.start + last))
     if not held:
         return []
-    return [_Aligned(axis, intersect(merge(held), layout.shards()))]
+    return [_Aligned(axis, placement.place(intersect(merge(held), layout.shards())))]
 
 
-def _overlapping(layout: FlatLayout, axis: Axis) -> list[PartialSum]:
+def _overlapping(layout: FlatLayout, placement: Placement, axis: Axis) -> list[PartialSum]:
     """The sums of pieces whose boxes differ between ranks of `axis`, one for each axis of replicas."""
     by_replicas: dict[str, tuple[Axis, list[tuple[Piece, int]]]] = {}
     for slot in layout.slots:
@@ -116,21 +119,24 @@ def _overlapping(layout: FlatLayout, axis: Axis) -> list[PartialSum]:
         runs: list[tuple[int, int, int]] = []
         numel = 0
         for piece, position in pieces:
-            runs += _runs(piece, position, numel, layout.shards())
+            runs += _runs(piece, position, numel, layout.shards(), placement)
             numel += math.prod(piece.shape)
         sums.append(_Overlapping(axis, replicas, layout.sharded, runs, numel))
     return sums
 
 
-def _runs(piece: Piece, position: int, base: int, shards: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """(offset, start, stop) of the elements of a piece in this rank's shards.
+def _runs(
+    piece: Piece, position: int, base: int, shards: Sequence[Range], placement: Placement
+) -> list[tuple[int, int, int]]:
+    """(offset, start, stop) of the elements of a piece in this rank's shards. `start` and `stop` are in the buffer.
 
-    `position` is the piece's first element in the buffers. `base` is the offset of its whole tensor among all of them.
+    `position` is the piece's first element in the layout. `base` is the offset of its whole tensor among all of them.
     """
     runs = []
     for first, last in flat_ranges(piece.shape, piece.held):
         length = last - first
         for start, stop in intersect([(position, position + length)], shards):
-            runs.append((base + first + start - position, start, stop))
+            placed = placement.slice(start, stop)
+            runs.append((base + first + start - position, placed.start, placed.stop))
         position += length
     return runs

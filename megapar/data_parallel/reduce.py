@@ -17,13 +17,12 @@ from collections.abc import Hashable
 from enum import Enum
 
 import torch
-from megapar_kernels.adamw import FlatRanges
 from megapar_kernels.dispatch import Implementation
 
 from megapar import comm
 from megapar.data_parallel.accumulate import make_main_grads
-from megapar.data_parallel.layout import FlatLayout, Range, intersect
-from megapar.data_parallel.partial_sums import partial_sums
+from megapar.data_parallel.layout import FlatLayout
+from megapar.data_parallel.shards import ReducedGradients
 
 
 class _Phase(Enum):
@@ -32,29 +31,23 @@ class _Phase(Enum):
     REDUCED = "after finish(): the gradients are those of the global batch"
 
 
-class Gradients:
-    """The gradients of a rank, and their reduction over data-parallel replicas.
+class Gradients(ReducedGradients):
+    """The gradients of a rank, and their reduction over data-parallel replicas once a step.
 
-    `flat` is 1-D fp32 with the offsets of `layout`. With `overlap`, buckets are reduced during the last backward of a
-    step, otherwise all after it. `impl` is the implementation that adds up squares for the gradient norm.
+    `flat` has the offsets of `layout`. With `overlap`, buckets are reduced during the last backward of a step,
+    otherwise all after it.
     """
 
     def __init__(
         self, layout: FlatLayout, device: torch.device, *, overlap: bool = True, impl: Implementation = "torch"
     ):
-        self.layout = layout
-        self.impl: Implementation = impl
-        self.flat, self._main_grads = make_main_grads(layout, device, self._note_addition)
-        self.norm_ranges = FlatRanges.of(layout.norm_ranges(), device)
-        """The elements of `flat` that this rank counts in the gradient norm."""
-        self.uncounted_ranges = FlatRanges.of(layout.uncounted_ranges(), device)
-        """Elements of `flat` in this rank's shards that other ranks count, from copies of their own."""
+        super().__init__(layout, device, shards_only=False, impl=impl)
+        self._main_grads = make_main_grads(layout, self.flat, self._note_addition)
         self._overlap = overlap
         self._phase = _Phase.ADDING
         # One for each bucket whose reduction has started, in bucket order. The length is the index of the next bucket.
         self._started: list[comm.Pending] = []
         self._progress = _Progress(layout)
-        self._partial_sums = partial_sums(layout)
 
     def zero(self) -> None:
         """Start a step with gradients of zero. Raises RuntimeError between begin() and finish().
@@ -90,23 +83,10 @@ class Gradients:
             self._reduce_next()
         for pending in self._started:
             pending.wait()
-        # After the reductions, which change the same elements.
-        for partial_sum in self._partial_sums:
-            partial_sum.sum(self.flat)
+        self._add_partial_sums()
         if self._phase is _Phase.LAST_BACKWARD:  # without begin() no additions were counted
             self._progress.learn()
         self._phase = _Phase.REDUCED
-
-    def not_finite(self) -> list[str]:
-        """Names of the parameters whose gradient in this rank's shards is not finite.
-
-        They are in the order of the layout, which is about that of the backward pass.
-        """
-        shards = self.layout.shards()
-        return [slot.name for slot in self.layout.slots if self._has_not_finite(slot.start, slot.stop, shards)]
-
-    def _has_not_finite(self, start: int, stop: int, shards: list[Range]) -> bool:
-        return any(not self.flat[a:b].isfinite().all() for a, b in intersect([(start, stop)], shards))
 
     def _note_addition(self, slot_index: int) -> None:
         """Note that a gradient was added to a slot. Raises RuntimeError if the reduction of its bucket has started."""

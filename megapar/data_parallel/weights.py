@@ -8,17 +8,17 @@ from torch import Tensor, nn
 
 from megapar import comm
 from megapar.data_parallel.layout import FlatLayout
+from megapar.data_parallel.shards import Weights
 
 
-class FlatWeights:
+class FlatWeights(Weights):
     """The flat weights of a rank. The constructor moves the parameters into them.
 
-    `flat` is 1-D, in the model's dtype, with the offsets of `layout`.
+    `flat` has the offsets of `layout`.
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device):
-        self.layout = layout
-        self.flat = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        super().__init__(layout, device, shards_only=False)
         for slot in layout.slots:
             view = self.flat[slot.start : slot.stop].view(slot.param.shape)
             view.copy_(slot.param.data)
@@ -27,15 +27,9 @@ class FlatWeights:
         self._arriving: dict[int, comm.Pending] = {}  # gathers in flight, by the index of their bucket
         self._order = list(range(len(layout.buckets)))  # in which gathers start
 
-    def gather(self) -> None:
-        """Gather every rank's updated shards into `flat`. Without ZeRO this does nothing, as each rank updates all."""
-        self.start_gather()
-        self.wait()
-
     def start_gather(self) -> None:
-        """Start `gather`. Parameters may be read after `wait`."""
         if not self.layout.sharded:
-            return
+            return  # each rank updates all weights
         # All gathers start before the first wait, so that their latencies overlap.
         for index in self._order:
             bucket = self.layout.buckets[index]
@@ -43,7 +37,6 @@ class FlatWeights:
             self._arriving[index] = comm.all_gather_shard_async(part, self.layout.axis(bucket))
 
     def wait(self) -> None:
-        """Wait for all gathers in flight."""
         self._wait_for(list(self._arriving))
 
     def wait_under_forward(self, stages: Iterable[nn.Module]) -> None:

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from megapar.config import OptimizerConfig
 from megapar.data_parallel.layout import merge
-from megapar.data_parallel.reduce import Gradients
-from megapar.data_parallel.weights import FlatWeights
+from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.optimizer.base import Optimizer, Shard, StateTensor
 
 
@@ -21,7 +20,7 @@ class AdamW(Optimizer):
     STATE = (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
 
     def __init__(
-        self, weights: FlatWeights, gradients: Gradients, options: OptimizerConfig, impl: Implementation = "torch"
+        self, weights: Weights, gradients: ReducedGradients, options: OptimizerConfig, impl: Implementation = "torch"
     ):
         super().__init__(weights, gradients, options)
         self._impl: Implementation = impl

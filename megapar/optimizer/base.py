@@ -10,8 +10,7 @@ from torch import Tensor
 from megapar import device
 from megapar.config import OptimizerConfig
 from megapar.data_parallel.layout import FlatLayout, Range, intersect
-from megapar.data_parallel.reduce import Gradients
-from megapar.data_parallel.weights import FlatWeights
+from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.params import MAIN, StateSlice
 
 
@@ -25,7 +24,7 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [start, stop) of the flat buffers that this rank updates.
+    """Elements [start, stop) of the layout that this rank updates.
 
     `main` are their main weights. `state` are 1-D tensors by name. All have stop - start elements.
     """
@@ -49,7 +48,7 @@ class Optimizer(ABC):
     takes_found_inf = False
     """Whether `update` takes `found_inf`. Otherwise `step` reads it before the updates and waits for the device."""
 
-    def __init__(self, weights: FlatWeights, gradients: Gradients, options: OptimizerConfig):
+    def __init__(self, weights: Weights, gradients: ReducedGradients, options: OptimizerConfig):
         self.step_count = 0
         self.options = options
         self.layout: FlatLayout = weights.layout
@@ -57,6 +56,10 @@ class Optimizer(ABC):
         self._gradients = gradients
         self._aliased = weights.flat.dtype == torch.float32
         self.shards = [self._new_shard(start, stop) for start, stop in self.layout.shards()]
+        # The parameters and the gradient of each shard, by its start. Made once: a step would look them up again.
+        self._parts = {
+            start: (weights.part(start, stop), gradients.part(start, stop)) for start, stop in self.layout.shards()
+        }
 
     @abstractmethod
     def update(
@@ -84,7 +87,7 @@ class Optimizer(ABC):
         update even then: whoever learns that it was left out takes the count back.
 
         With optimizer.overlap_param_gather the gathers only start: the next forward pass waits for them, layer by
-        layer. Call `FlatWeights.wait` before weights are read elsewhere.
+        layer. Call `Weights.wait` before weights are read elsewhere.
         """
         self.step_count += 1  # before the update: Adam's bias correction counts updates from 1
         reads = not self.takes_found_inf or not device.is_asynchronous(self._weights.flat.device)
@@ -93,9 +96,8 @@ class Optimizer(ABC):
                 return
             found_inf = None
         for shard in self.shards:
-            part = slice(shard.start, shard.stop)
-            params = None if self._aliased else self._weights.flat[part]
-            self.update(shard, self._gradients.flat[part], params, lr, clip_coefficient, found_inf)
+            params, grad = self._parts[shard.start]
+            self.update(shard, grad, None if self._aliased else params, lr, clip_coefficient, found_inf)
         if self.options.overlap_param_gather:
             self._weights.start_gather()
         else:
@@ -106,7 +108,7 @@ class Optimizer(ABC):
         """Round the main weights into the parameters, and gather every rank's shards. For loaded main weights."""
         if not self._aliased:
             for shard in self.shards:
-                self._weights.flat[shard.start : shard.stop].copy_(shard.main)
+                self._weights.part(shard.start, shard.stop).copy_(shard.main)
         self._weights.gather()
 
     @property
@@ -135,7 +137,7 @@ class Optimizer(ABC):
         return [(start - shard.start, stop - shard.start) for start, stop in inside]
 
     def _new_shard(self, start: int, stop: int) -> Shard:
-        params = self._weights.flat[start:stop]
+        params = self._weights.part(start, stop)
         # A view for an fp32 model, so that an update of the main weights is one of the parameters.
         main = params if self._aliased else params.float()
         state = {field.name: torch.zeros_like(main, dtype=field.dtype) for field in self.STATE}

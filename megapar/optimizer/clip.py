@@ -6,11 +6,11 @@ from torch import Tensor
 
 from megapar import comm
 from megapar.context import ParallelContext
-from megapar.data_parallel.reduce import Gradients
+from megapar.data_parallel.shards import ReducedGradients
 
 
 @torch.no_grad()
-def grad_norm(gradients: Gradients, ctx: ParallelContext, votes: Tensor | None = None) -> Tensor:
+def grad_norm(gradients: ReducedGradients, ctx: ParallelContext, votes: Tensor | None = None) -> Tensor:
     """L2 norm of the gradient of the global batch: 0-d fp32, equal on all ranks.
 
     This is a collective. Call it after `gradients.finish()`. Squares are summed in fp64, so that the norm does not

@@ -14,8 +14,10 @@ from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
 from megapar.main_grad import MainGrad, WeightGradientQueue, main_grad_of
-from megapar.pipeline.lowering import MessageBatch, Plan, lower_one
-from megapar.pipeline.schedules import Action, Event, Kind, make, placement
+from megapar.pipeline.lowering import MessageBatch, lower_one
+from megapar.pipeline.refine import refine
+from megapar.pipeline.schedules import Action, Event, Kind, find, make, placement
+from megapar.pipeline.sharding_plan import Item, UnitAction, Units, first_microbatches, insert_unit_actions
 
 
 def preload(pp: int) -> None:
@@ -31,23 +33,38 @@ class PipelineRuntime:
     """The stages of this rank, and the order in which micro-batches go through them.
 
     `stages` maps stage numbers to modules. The schedule says on which rank each of the pp * vpp stages lives. A
-    pipeline of one rank is no special case: it has no messages, and with one stage it is gradient accumulation. Raises
-    ValueError if `stages` are not those of this rank. Raises ConfigError if `schedule` cannot hold vpp stages on a
-    rank.
+    pipeline of one rank is no special case: it has no messages, and with one stage it is gradient accumulation.
+
+    `fine_stages` is the number of fine stages of each of the pp * vpp stages (see `megapar.pipeline.refine`). `stages`
+    are then fine stages, and so are those of `num_stages` and of actions. `units` tells which units they use.
+
+    Raises ValueError if `stages` are not those of this rank. Raises ConfigError if `schedule` cannot hold vpp stages on
+    a rank.
     """
 
-    def __init__(self, stages: Mapping[int, PipelineStage], ctx: ParallelContext, schedule: str, vpp: int):
+    def __init__(
+        self,
+        stages: Mapping[int, PipelineStage],
+        ctx: ParallelContext,
+        schedule: str,
+        vpp: int,
+        fine_stages: Sequence[int] = (),
+        units: Units | None = None,
+    ):
         self.stages = dict(stages)
         self.axis = ctx.pp
         self.device = ctx.device
         self.flight = ctx.flight
         self.schedule = schedule
         self.vpp = vpp
-        self.num_stages = ctx.pp.size * vpp
-        self._plans: dict[tuple[int, bool], Plan] = {}
+        self.fine_stages = list(fine_stages) or [1] * (ctx.pp.size * vpp)
+        self.num_stages = sum(self.fine_stages)
+        self.units = units
+        self._plans: dict[tuple[int, int, bool], Sequence[Item]] = {}
         make(schedule, self.axis.size, vpp, 1)  # raises now what the first step would raise
         place = placement(schedule, self.axis.size, vpp)
-        expected = [stage for stage, rank in enumerate(place) if rank == self.axis.rank]
+        place_of_fine = [rank for rank, number in zip(place, self.fine_stages, strict=True) for _ in range(number)]
+        expected = [stage for stage, rank in enumerate(place_of_fine) if rank == self.axis.rank]
         if sorted(self.stages) != expected:
             raise ValueError(f"pp rank {self.axis.rank} needs stages {expected}, but was given {sorted(self.stages)}")
 
@@ -57,8 +74,12 @@ class PipelineRuntime:
         scale: Tensor | float = 1.0,
         on_last_backward: Callable[[tuple[Kind, int] | None], None] = lambda last: None,
         trace: list[Event] | None = None,
+        most: int = 0,
     ) -> list[Tensor]:
         """Run forward and backward of every micro-batch.
+
+        Replicas may have different numbers of micro-batches. `most` is the largest of them, or 0 if all have the same.
+        With units, a replica with fewer takes part in the collectives of the others.
 
         Parameters accumulate the gradient of scale * (sum of the losses). Returns the losses, detached and without
         `scale`, in the order of `batches` on the rank of the last stage, and [] elsewhere.
@@ -73,11 +94,12 @@ class PipelineRuntime:
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
         # A stage before the last may add a loss of its own (megapar.batch.add_loss). It scales the gradient itself.
         batches = [replace(batch, loss_scale=scale) for batch in batches]
-        plan = self._plan(len(batches), backward=True)
+        plan = self.plan(len(batches), most, backward=True)
         # An I adds gradients too, but its W comes later.
         adding = [(i, item) for i, item in enumerate(plan) if isinstance(item, Action) and item.kind in ("B", "W")]
         run = _Execution(self, plan, batches, scale, trace)
-        if not adding:  # no micro-batches: the plan is empty
+        if not adding:  # no micro-batches; of units it still gathers and reduces what other replicas use
+            run.execute(plan)
             on_last_backward(None)
             return run.finish()
         position, last = adding[-1]
@@ -87,29 +109,42 @@ class PipelineRuntime:
         return run.finish()
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def evaluate(self, batches: Sequence[MicroBatch], most: int = 0) -> list[Tensor]:
         """Run the forwards alone. Returns the losses as `step` does. Modules stay in their mode, train or eval."""
-        plan = self._plan(len(batches), backward=False)
+        plan = self.plan(len(batches), most, backward=False)
         run = _Execution(self, plan, batches, torch.zeros((), device=self.device), None)
         run.execute(plan)
         return run.finish()
 
-    def prepare(self, numbers_of_microbatches: Iterable[int]) -> None:
-        """Make the plans of steps with these numbers of micro-batches now.
+    def prepare(self, numbers_of_microbatches: Iterable[tuple[int, int]]) -> None:
+        """Make the plans of steps now: those of (number of micro-batches, most of any replica).
 
         A plan of thousands of actions takes up to a second, during which a step would stall.
         """
-        for number in numbers_of_microbatches:
-            self._plan(number, backward=True)
+        for number, most in numbers_of_microbatches:
+            self.plan(number, most, backward=True)
 
-    def _plan(self, num_microbatches: int, backward: bool) -> Plan:
-        key = num_microbatches, backward
-        if num_microbatches == 0:  # other replicas have them all
+    def orders(self, num_microbatches: int) -> list[list[Action]]:
+        """The actions of each pipeline rank in order."""
+        coarse = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
+        # Between ranks, a stage would wait for all micro-batches of the stage before.
+        breadth_first = find(self.schedule).breadth_first and self.axis.size == 1
+        return refine(coarse, self.fine_stages, breadth_first=breadth_first)
+
+    def plan(self, num_microbatches: int, most: int = 0, *, backward: bool) -> Sequence[Item]:
+        """The plan of this rank for so many micro-batches. `most` is as in `step`."""
+        if self.units is None:
+            most = num_microbatches  # without units no replica waits for another during a plan
+        most = max(most, num_microbatches)
+        if most == 0:  # other replicas have all micro-batches
             return []
+        key = num_microbatches, most, backward
         if key not in self._plans:
-            orders = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
-            kept = [[action for action in order if backward or action.kind == "F"] for order in orders]
-            self._plans[key] = lower_one(kept, self.num_stages, self.axis.rank)
+            kept = [[action for action in order if backward or action.kind == "F"] for order in self.orders(most)]
+            plan: Sequence[Item] = lower_one(kept, self.num_stages, self.axis.rank)
+            if self.units is not None:
+                plan = first_microbatches(insert_unit_actions(plan, self.units), num_microbatches)
+            self._plans[key] = plan
         return self._plans[key]
 
 
@@ -132,7 +167,7 @@ class _Execution:
     def __init__(
         self,
         runtime: PipelineRuntime,
-        plan: Plan,
+        plan: Sequence[Item],
         batches: Sequence[MicroBatch],
         scale: Tensor,
         trace: list[Event] | None,
@@ -152,11 +187,14 @@ class _Execution:
         self._losses: dict[int, Tensor] = {}
         self._sending = Pending()
 
-    def execute(self, plan: Plan) -> None:
+    def execute(self, plan: Sequence[Item]) -> None:
         """Run the items of a plan, or of a part of it, in order."""
         for item in plan:
             if isinstance(item, MessageBatch):
                 self._post(item)
+            elif isinstance(item, UnitAction):
+                assert self._runtime.units is not None
+                self._runtime.units.run(item)
             else:
                 self._compute(item)
 
@@ -266,7 +304,7 @@ def _main_grads(stage: PipelineStage) -> list[MainGrad]:
     return [main_grad for main_grad in found if main_grad is not None]
 
 
-def _takers(plan: Plan) -> dict[tuple[bool, int, int], Action]:
+def _takers(plan: Sequence[Item]) -> dict[tuple[bool, int, int], Action]:
     """The action that takes each result on this rank or on another one: (is forward, stage, micro-batch) to action.
 
     A gradient is taken by a B or by an I.

@@ -24,11 +24,13 @@ class Schedule:
     """A pipeline schedule.
 
     `orders(pp, vpp, num_microbatches)` returns the actions of each pipeline rank. `place(pp, vpp)` returns the rank on
-    which each of the pp * vpp stages lives, vpp of them on each rank.
+    which each of the pp * vpp stages lives, vpp of them on each rank. `breadth_first` means that on a pipeline of one
+    rank each fine stage runs all micro-batches before the next one (`megapar.pipeline.refine`).
     """
 
     orders: Callable[[int, int, int], Orders]
     place: Callable[[int, int], list[int]] = looped
+    breadth_first: bool = False
 
 
 def find(name: str) -> Schedule:

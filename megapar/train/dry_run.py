@@ -1,6 +1,6 @@
 """Plans the memory of a layout without training: builds every kind of rank on the meta device, without processes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -13,13 +13,15 @@ from megapar import context, device
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.config import Config, ParallelConfig
 from megapar.context import ParallelContext
+from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.derive import num_microbatches
 from megapar.errors import OutOfMemoryError
 from megapar.messages import counted, layout_in_words
 from megapar.params import spec_of
-from megapar.pipeline.actions import peak
-from megapar.pipeline.schedules import make, of
+from megapar.pipeline.actions import Action, peak
+from megapar.pipeline.sharding_plan import Item, most_live
 from megapar.train.grid import with_grid
+from megapar.train.step import TrainState
 from megapar.train.trainable import freeze, refuse
 from megapar.train.trainer import assemble
 
@@ -111,17 +113,42 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     freeze(stages.values(), config.train.trainable)
     state = assemble(config, ctx, stages)
     kept = {number: _kept_bytes(stage, config) for number, stage in stages.items()}
+    plan = state.pipeline.plan(num_microbatches(config), backward=True)
+    gathered, collected = _most_of_units(state, plan)
     # By id: a tied embedding is a parameter of two stages, but stands in memory once.
     params = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
     return RankReport(
         ctx.pp.rank,
-        "; ".join(stage.title() for stage in stages.values()),
+        _titles(stages),
         sum(torch.Size(piece.local_shape).numel() for p in params for piece in spec_of(p).pieces),
-        state.weights.flat.nbytes + sum(p.nbytes for p in params if not p.requires_grad),
-        state.grads.flat.nbytes,
+        state.weights.flat.nbytes + gathered + sum(p.nbytes for p in params if not p.requires_grad),
+        state.grads.flat.nbytes + collected,
         state.optimizer.nbytes,
-        _peak(config, ctx.pp.rank, kept),
+        _peak(plan, kept),
     )
+
+
+def _titles(stages: Mapping[int, PipelineStage]) -> str:
+    """What the stages hold, in words. Of fine stages that follow each other, the first and the last."""
+    runs: list[list[int]] = []
+    for number, stage in stages.items():
+        if runs and stage.fine_stages and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    ends = [list(dict.fromkeys((stages[run[0]].title(), stages[run[-1]].title()))) for run in runs]
+    return "; ".join(" to ".join(titles) for titles in ends)
+
+
+def _most_of_units(state: TrainState, plan: Sequence[Item]) -> tuple[int, int]:
+    """The most bytes that gathered weights, and gradients that are being collected, take at one time."""
+    gathered = 0
+    if isinstance(state.weights, UnitWeights):
+        gathered = most_live(plan, state.weights.nbytes_of, "gather", "release")
+    collected = 0
+    if isinstance(state.grads, UnitGradients):
+        collected = most_live(plan, state.grads.nbytes_of, "open", "add")
+    return gathered, collected
 
 
 def _kept_bytes(stage: PipelineStage, config: Config) -> int:
@@ -158,13 +185,12 @@ def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) 
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def _peak(config: Config, pp_rank: int, kept: Mapping[int, int]) -> int:
+def _peak(plan: Sequence[Item], kept: Mapping[int, int]) -> int:
     """The most activation bytes at one time over a step; `kept` has the bytes of one forward by stage."""
-    parallel = config.parallel
-    order = make(of(parallel), parallel.pp, parallel.vpp, num_microbatches(config))[pp_rank]
-    by_stage = [kept.get(stage, 0) for stage in range(parallel.pp * parallel.vpp)]
+    stages = range(1 + max(kept, default=0))
+    by_stage = [kept.get(stage, 0) for stage in stages]
     # What an I leaves to its W is not told apart: all of a forward counts until W, which is never too little.
-    return int(peak(order, by_stage, by_stage))
+    return int(peak([item for item in plan if isinstance(item, Action)], by_stage, by_stage))
 
 
 def show(config: Config, build: Build, parameters: str, flops_per_token: int, console: Console) -> None:
@@ -260,6 +286,11 @@ def _what_would_help(config: Config) -> str:
         ("train.recompute selective or full", train.recompute, train.recompute == "none"),
         ("train.recompute full", train.recompute, train.recompute == "selective"),
         ("optimizer.zero_stage 1", 0, config.optimizer.zero_stage == 0 and parallel.dp * parallel.cp > 1),
+        (
+            "optimizer.zero_stage 2 or 3",
+            config.optimizer.zero_stage,
+            config.optimizer.zero_stage == 1 and parallel.dp * parallel.cp > 1,
+        ),
         ("kernels.loss_chunk 1024", config.kernels.loss_chunk, config.kernels.loss_chunk == 0),
         ("larger parallel.tp", parallel.tp, True),
         ("larger parallel.pp", parallel.pp, True),

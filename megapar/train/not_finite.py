@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megapar import comm
 from megapar.batch import MicroBatch, PipelineStage
+from megapar.derive import num_microbatches
 from megapar.train.step import StepResult, TrainState, count_targets
 
 _MOST = 4  # the most names or samples that a message lists
@@ -79,8 +80,11 @@ def explain(state: TrainState, batches: Sequence[MicroBatch], result: StepResult
 
 
 def not_finite_weights(state: TrainState) -> list[str]:
-    """Names of this rank's parameters that hold an infinite or NaN element, in the model's order."""
-    return [slot.name for slot in reversed(state.grads.layout.slots) if not _finite(slot.param.detach())]
+    """Names of this rank's parameters that hold an infinite or NaN element, in the model's order.
+
+    With ZeRO-3 a rank looks at its own shards.
+    """
+    return state.weights.not_finite()
 
 
 def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: float) -> list[Finding]:
@@ -93,7 +97,8 @@ def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: fl
     state.grads.flat.zero_()  # because it is read before finish()
     handles = watch.attach(state.stages)
     try:
-        state.pipeline.step(batches, loss_scale / count_targets(batches, state.ctx))
+        most = num_microbatches(state.config, state.config.train.batch_size(state.consumed_samples))
+        state.pipeline.step(batches, loss_scale / count_targets(batches, state.ctx), most=most)
     finally:
         for handle in handles:
             handle.remove()
@@ -103,10 +108,16 @@ def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: fl
 def _not_finite_gradients(state: TrainState) -> list[str]:
     """Names of parameters whose gradient is not finite, in the order of the backward pass.
 
-    The gradients are sums over this rank's micro-batches, before any reduction over ranks.
+    The gradients are sums over this rank's micro-batches, before any reduction over ranks. With ZeRO-2 and 3 they are
+    sums over all ranks, of which each rank looks at its shards.
     """
     grads = state.grads
-    return [slot.name for slot in grads.layout.slots if not _finite(grads.flat[slot.start : slot.stop])]
+    names = []
+    for slot in grads.layout.slots:
+        parts = grads.placement.place([(slot.start, slot.stop)])
+        if not all(_finite(grads.flat[start:stop]) for start, stop in parts):
+            names.append(slot.name)
+    return names
 
 
 class _Watch:

@@ -16,8 +16,8 @@ from megapar import comm, device
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.config import Config
 from megapar.context import ParallelContext
-from megapar.data_parallel.reduce import Gradients
-from megapar.data_parallel.weights import FlatWeights
+from megapar.data_parallel.shards import ReducedGradients, Weights
+from megapar.derive import num_microbatches
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.optimizer.schedule import learning_rate
@@ -42,8 +42,8 @@ class TrainState:
     ctx: ParallelContext
     stages: Mapping[int, PipelineStage]
     pipeline: PipelineRuntime
-    weights: FlatWeights
-    grads: Gradients
+    weights: Weights
+    grads: ReducedGradients
     optimizer: Optimizer
     loss_scale: LossScale
     failed: Tensor
@@ -179,7 +179,8 @@ def queue_step(
     tokens = count_targets(batches, ctx)
     state.grads.zero()
     # The divisor is known before the first backward, so no gradient needs to be rescaled after it was summed.
-    loss_sums = state.pipeline.step(batches, scale / tokens, state.grads.begin, trace)
+    most = num_microbatches(state.config, state.config.train.batch_size(state.consumed_samples))
+    loss_sums = state.pipeline.step(batches, scale / tokens, state.grads.begin, trace, most)
     ctx.flight.enter("reduce")
     state.grads.finish()
     # The votes travel with the gradient norm, so that agreeing to stop costs no message of its own.
@@ -245,7 +246,7 @@ def evaluate(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, f
     for stage in state.stages.values():
         stage.eval()
     tokens = count_targets(batches, state.ctx)
-    loss = mean_loss(state.pipeline.evaluate(batches), tokens, state.ctx)
+    loss = mean_loss(state.pipeline.evaluate(batches, num_microbatches(state.config)), tokens, state.ctx)
     for stage in state.stages.values():
         stage.train()
     return (loss * tokens).item(), tokens.item()

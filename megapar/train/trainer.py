@@ -20,11 +20,15 @@ from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.reduce import Gradients
+from megapar.data_parallel.shards import ReducedGradients, Weights
+from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
+from megapar.derive import num_microbatches
 from megapar.errors import NumericError, StorageError, storing
 from megapar.optimizer.adamw import AdamW
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event
+from megapar.pipeline.sharding_plan import UnitAction, Units
 from megapar.precision import LossScale
 from megapar.random import initialize
 from megapar.train import checkpoints, not_finite
@@ -42,22 +46,56 @@ def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, Pipeline
     """
     options = config.optimizer
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
-    layout = FlatLayout(list(stages.values()), bucket_elements(options.bucket_mb), sharded=options.zero_stage > 0)
-    weights = FlatWeights(layout, ctx.device)
-    if options.overlap_param_gather:
-        weights.wait_under_forward(stages.values())
-    grads = Gradients(layout, ctx.device, overlap=options.overlap_grad_reduce, impl=kernels.adamw)
+    stage = options.zero_stage
+    modules = list(stages.values())
+    if stage >= 2:
+        layout = FlatLayout.of_units(modules)
+    else:
+        layout = FlatLayout(modules, bucket_elements(options.bucket_mb), sharded=stage == 1)
+    weights: Weights
+    if stage == 3:
+        weights = UnitWeights(layout, ctx.device)
+    else:
+        weights = FlatWeights(layout, ctx.device)
+        if options.overlap_param_gather:
+            weights.wait_under_forward(stages.values())
+    grads: ReducedGradients
+    if stage >= 2:
+        grads = UnitGradients(layout, ctx.device, impl=kernels.adamw)
+    else:
+        grads = Gradients(layout, ctx.device, overlap=options.overlap_grad_reduce, impl=kernels.adamw)
+    fine_stages = next((stage.fine_stages for stage in stages.values()), ())
+    parallel = config.parallel
+    units = make_units(stages, weights, grads, overlap=options.overlap_grad_reduce)
     return TrainState(
         config=config,
         ctx=ctx,
         stages=stages,
-        pipeline=PipelineRuntime(stages, ctx, config.parallel.schedule, config.parallel.vpp),
+        pipeline=PipelineRuntime(stages, ctx, parallel.schedule, parallel.vpp, fine_stages, units),
         weights=weights,
         grads=grads,
         optimizer=AdamW(weights, grads, options, kernels.adamw),
         loss_scale=LossScale.of(config.train.precision),
         failed=torch.zeros((), dtype=torch.bool, device=ctx.device),
     )
+
+
+def make_units(
+    stages: Mapping[int, PipelineStage], weights: Weights, grads: ReducedGradients, *, overlap: bool
+) -> Units | None:
+    """What the plan of the pipeline must know of the units of ZeRO-2 and 3; None with the stages before."""
+    if not isinstance(grads, UnitGradients):
+        return None
+    actions = {"open": grads.open, "reduce": grads.reduce, "add": grads.add}
+    gathers = isinstance(weights, UnitWeights)
+    if isinstance(weights, UnitWeights):
+        actions |= {"gather": weights.gather_unit, "wait": weights.wait_for, "release": weights.release}
+
+    def run(action: UnitAction) -> None:
+        actions[action.kind](action.unit)
+
+    of_stage = {number: grads.layout.buckets_of(stage) for number, stage in stages.items()}
+    return Units(of_stage, run, gathers, overlap)
 
 
 def bucket_elements(bucket_mb: float) -> int:
@@ -107,8 +145,8 @@ def start(
     return state, notes
 
 
-def _numbers_of_microbatches(state: TrainState) -> list[int]:
-    """How many micro-batches this rank runs in a step, for each size of the global batch that follows.
+def _numbers_of_microbatches(state: TrainState) -> list[tuple[int, int]]:
+    """How many micro-batches this rank runs in a step, and the most of any replica, for each global batch that follows.
 
     The sizes differ if train.batch_ramp grows the global batch.
     """
@@ -118,7 +156,10 @@ def _numbers_of_microbatches(state: TrainState) -> list[int]:
     sizes = range(first, last, train.batch_ramp[1]) if train.batch_ramp else ()
     dp = state.ctx.dp
     # Replica r runs the micro-batches r, r + dp, ...: the first replicas have one more if dp does not divide them.
-    return [len(range(dp.rank, size // train.micro_batch_size, dp.size)) for size in (*sizes, last)]
+    return [
+        (len(range(dp.rank, size // train.micro_batch_size, dp.size)), num_microbatches(state.config, size))
+        for size in (*sizes, last)
+    ]
 
 
 class _Steps:

@@ -23,14 +23,22 @@ def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
     """Build this rank's stages on the context's device, uninitialized; returns them by global stage number.
 
     The schedule decides which rank has which stage. `config` must be validated. With a context on the meta device the
-    stages have shapes and no memory.
+    stages have shapes and no memory. With optimizer.zero_stage 2 and 3 the stages are fine stages: the embedding, each
+    layer, and norm with head are one each.
     """
     model = config.model
     first_rank, last_rank = embedding_ranks(config.parallel)
     blueprint = make_blueprint(config, ctx)
     layers = stage_layers(config)
+    ranks = placement(config.parallel.schedule, ctx.pp.size, config.parallel.vpp)
+    fine_stages: tuple[int, ...] = ()
+    if config.optimizer.zero_stage >= 2:
+        parts = [_fine_layers(stage, layers) for stage in range(len(layers))]
+        fine_stages = tuple(len(part) for part in parts)
+        ranks = [rank for rank, part in zip(ranks, parts, strict=True) for _ in part]
+        layers = [fine for part in parts for fine in part]
     stages: dict[int, Stage] = {}
-    for number, rank in enumerate(placement(config.parallel.schedule, ctx.pp.size, config.parallel.vpp)):
+    for number, rank in enumerate(ranks):
         if rank != ctx.pp.rank:
             continue
         # If one rank has the first and the last stage, both use one parameter for the tied embedding. Otherwise the
@@ -41,7 +49,18 @@ def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
         stages[number] = find(model.family).stage(
             blueprint, layers[number], first=number == 0, last=number == len(layers) - 1, tied=tied
         )
+        stages[number].fine_stages = fine_stages
     return stages
+
+
+def _fine_layers(stage: int, layers: Sequence[range]) -> list[range]:
+    """The layers of each fine stage of a stage: none of the embedding, one of each layer, none of norm and head."""
+    fine = [range(number, number + 1) for number in layers[stage]]
+    if stage == 0:
+        fine.insert(0, range(layers[0].start, layers[0].start))
+    if stage == len(layers) - 1:
+        fine.append(range(layers[stage].stop, layers[stage].stop))
+    return fine
 
 
 def make_blueprint(config: Config, ctx: ParallelContext) -> Blueprint:

@@ -18,13 +18,18 @@ from megapar.config import Config, KernelsConfig, ModelConfig, MoEConfig, Optimi
 from megapar.context import ParallelContext
 from megapar.context_parallel import deal
 from megapar.data.order import micro_batch_positions
+from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.optimizer.clip import clip_coefficient
+from megapar.pipeline.schedules import Schedule, gpipe
 from megapar.random import initialize
 from megapar.train.grid import with_grid
 from megapar.train.step import TrainState, evaluate, train_step
 from megapar.train.trainer import assemble
 from tests.support import layouts
 from tests.support.distributed import rank_device, run_ranks
+
+BREADTH_FIRST = Schedule(gpipe, breadth_first=True)
+"""All micro-batches go through a fine stage before the next one: parallel.schedule tests.support.grid:BREADTH_FIRST."""
 
 SAMPLES, LENGTH = 12, 24
 STEPS = 2
@@ -175,7 +180,7 @@ class Layout:
             eps=1e-2,
             zero_stage=self.zero_stage,
             clip_grad=0.5,
-            bucket_mb=1 / 64,
+            bucket_mb=0.0 if self.zero_stage >= 2 else 1 / 64,
             overlap_grad_reduce=self.overlap,
         )
         kernels = KernelsConfig(self.backend, self.loss_chunk)
@@ -223,13 +228,42 @@ def make_state(config: Config) -> TrainState:
     return assemble(config, ctx, stages)
 
 
+def held_weights(state: TrainState) -> list[layouts.Held]:
+    """This rank's part of every weight; with ZeRO-3 every rank holds only its shards of them, so they are gathered."""
+    weights = state.weights
+    gathered = range(len(weights.layout.buckets)) if isinstance(weights, UnitWeights) else ()
+    for unit in gathered:
+        weights.gather_unit(unit)
+        weights.wait_for(unit)
+    held = layouts.held(state.stages.values(), state.ctx)
+    for unit in gathered:
+        weights.release(unit)
+    return held
+
+
 def held_gradients(state: TrainState) -> list[layouts.Held]:
-    """Reduced gradients; with ZeRO-1 every rank holds only its shards of them, so they are gathered first."""
+    """Reduced gradients; with ZeRO every rank holds only its shards of them, so they are gathered first."""
+    if isinstance(state.grads, UnitGradients):
+        return layouts.held(state.stages.values(), state.ctx, _whole_gradients(state).__getitem__)
     if state.grads.layout.sharded:
         for bucket in state.grads.layout.buckets:
             axis = state.grads.layout.axis(bucket)
             comm.all_gather_shard_async(state.grads.flat[bucket.start : bucket.stop], axis).wait()
     return layouts.held(state.pipeline.stages.values(), state.ctx, layouts.main_gradients)
+
+
+def _whole_gradients(state: TrainState) -> dict[torch.nn.Parameter, Tensor]:
+    """The gradients of whole parameters, of which `state.grads` holds this rank's shards."""
+    found = {}
+    grads, layout = state.grads, state.grads.layout
+    for bucket in layout.buckets:
+        axis, (start, stop) = layout.axis(bucket), layout.shard(bucket)
+        whole = torch.zeros(bucket.stop - bucket.start, device=grads.flat.device)
+        whole[start - bucket.start : stop - bucket.start] = grads.part(start, stop)
+        comm.all_gather_shard_async(whole, axis).wait()
+        for slot in layout.slots[bucket.first_param : bucket.end_param]:
+            found[slot.param] = whole[slot.start - bucket.start : slot.stop - bucket.start].view(slot.param.shape)
+    return found
 
 
 # How every layout trains as one process does
@@ -238,13 +272,12 @@ def held_gradients(state: TrainState) -> list[layouts.Held]:
 def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
     """What one rank has to show: initial weights, loss, norm, gradients and weights of each step, and an evaluation."""
     state = make_state(config)
-    stages = state.pipeline.stages.values()
-    shown: dict[str, Any] = {"initial": layouts.held(stages, state.ctx), "steps": []}
+    shown: dict[str, Any] = {"initial": held_weights(state), "steps": []}
     for step in range(STEPS):
         result = train_step(state, micro_batches(config, state.ctx, step, packed))
         if state.grads.impl == "triton":  # torch's AdamW leaves the gradient clipped
             state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
-        shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), layouts.held(stages, state.ctx)))
+        shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), held_weights(state)))
     shown["evaluation"] = evaluate(state, micro_batches(config, state.ctx, STEPS, packed))
     return shown
 

@@ -31,11 +31,12 @@ MODEL_CONFIG = {"hidden_size": 12, "num_hidden_layers": 3}
 
 
 def make_config(precision: str = "fp32", zero_stage: int = 1, **parallel: Any) -> Config:
+    bucket_mb = 0.0 if zero_stage >= 2 else 1 / 1024
     config = Config(
         model=MODEL,
         parallel=ParallelConfig(**parallel),
         train=TrainConfig(global_batch_size=SAMPLES, seq_length=LENGTH, precision=precision),  # type: ignore[arg-type]
-        optimizer=OptimizerConfig(lr=1e-2, zero_stage=zero_stage, bucket_mb=1 / 1024),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=1e-2, zero_stage=zero_stage, bucket_mb=bucket_mb),  # type: ignore[arg-type]
     )
     return validate(config, config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1))
 

@@ -8,7 +8,16 @@ from megapar import context
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import Manifest, read_manifest
 from megapar.checkpoint.load import load_weights, weight_slices, weights_of
-from megapar.config import Config, DataConfig, LaunchConfig, ParallelConfig, TrainConfig, flatten, unflatten
+from megapar.config import (
+    Config,
+    DataConfig,
+    LaunchConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    flatten,
+    unflatten,
+)
 from megapar.errors import CheckpointError
 from megapar_models.build import build_stages
 from megapar_models.registry import validate, weight_options
@@ -30,7 +39,16 @@ def saved_config(manifest: Manifest, **train: Any) -> Config:
     # The config is validated without its data, and an evaluation without data is an error.
     unused: dict[str, Any] = {"eval_every": TrainConfig.eval_every, "eval_samples": TrainConfig.eval_samples}
     train_section = replace(config.train, **unused, **train)
-    alone = replace(config, parallel=ParallelConfig(), launch=LaunchConfig(), train=train_section, data=DataConfig())
+    # One stage is the whole model. With ZeRO-2 and 3 stages are built in parts.
+    optimizer = replace(config.optimizer, zero_stage=OptimizerConfig.zero_stage)
+    alone = replace(
+        config,
+        parallel=ParallelConfig(),
+        launch=LaunchConfig(),
+        optimizer=optimizer,
+        train=train_section,
+        data=DataConfig(),
+    )
     return replace(validate(alone, 1), data=config.data)
 
 

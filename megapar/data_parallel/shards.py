@@ -1,0 +1,108 @@
+"""What the optimizer, the gradient norm and checks read of a rank's weights and gradients: its shards.
+
+Each ZeRO stage keeps weights and gradients in its own way. `FlatWeights` and `Gradients` keep all elements (stages 0
+and 1). `UnitGradients` keeps the gradients of this rank's shards alone (2 and 3), and `UnitWeights` the weights (3).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+
+import torch
+from megapar_kernels.adamw import FlatRanges
+from megapar_kernels.dispatch import Implementation
+from torch import Tensor
+
+from megapar.data_parallel.layout import FlatLayout, Placement, Range, intersect
+from megapar.data_parallel.partial_sums import partial_sums
+
+
+class Weights(ABC):
+    """The weights of a rank. `flat` is 1-D, in the model's dtype. `placement` says where elements lie in it."""
+
+    def __init__(self, layout: FlatLayout, device: torch.device, *, shards_only: bool):
+        self.layout = layout
+        self.placement = Placement(layout, shards_only=shards_only)
+        self.flat = torch.zeros(self.placement.numel, dtype=layout.dtype, device=device)
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """The elements [start, stop) of the layout, which must lie in one of this rank's shards."""
+        return self.flat[self.placement.slice(start, stop)]
+
+    def gather(self) -> None:
+        """Let forward passes read every rank's updated shards. Without ZeRO this does nothing."""
+        self.start_gather()
+        self.wait()
+
+    @abstractmethod
+    def start_gather(self) -> None:
+        """Start `gather`. Parameters may be read after `wait`."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for all gathers in flight."""
+
+    def not_finite(self) -> list[str]:
+        """Names of the parameters that hold an infinite or NaN element in `flat`, in the model's order."""
+        names = []
+        for slot in reversed(self.layout.slots):
+            parts = self.placement.place([(slot.start, slot.stop)])
+            if not all(self.flat[start:stop].isfinite().all() for start, stop in parts):
+                names.append(slot.name)
+        return names
+
+
+class ReducedGradients(ABC):
+    """The gradients of a rank, and their reduction over data-parallel replicas.
+
+    `flat` is 1-D fp32. `placement` says where elements lie in it. `impl` is the implementation that adds up squares for
+    the gradient norm.
+
+        call        when                                effect
+        zero()      at the start of a step              gradients count as zero
+        begin()     right before the last backward      may start reductions
+        finish()    after the last backward             `flat` holds the gradient of the global batch in the shards
+    """
+
+    def __init__(self, layout: FlatLayout, device: torch.device, *, shards_only: bool, impl: Implementation = "torch"):
+        self.layout = layout
+        self.placement = Placement(layout, shards_only=shards_only)
+        self.flat = torch.zeros(self.placement.numel, dtype=torch.float32, device=device)
+        self.impl: Implementation = impl
+        self.norm_ranges = FlatRanges.of(self.placement.place(layout.norm_ranges()), device)
+        """The elements of `flat` that this rank counts in the gradient norm."""
+        self.uncounted_ranges = FlatRanges.of(self.placement.place(layout.uncounted_ranges()), device)
+        """Elements of `flat` in this rank's shards that other ranks count, from copies of their own."""
+        self._partial_sums = partial_sums(layout, self.placement)
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """The elements [start, stop) of the layout, which must lie in one of this rank's shards."""
+        return self.flat[self.placement.slice(start, stop)]
+
+    @abstractmethod
+    def zero(self) -> None:
+        """Start a step with gradients of zero."""
+
+    @abstractmethod
+    def begin(self, last_backward: Hashable = None) -> None:
+        """Note that the last backward of the step begins on this rank."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Complete all reductions, then add up gradients that several ranks computed in part."""
+
+    def not_finite(self) -> list[str]:
+        """Names of the parameters whose gradient in this rank's shards is not finite.
+
+        They are in the order of the layout, which is about that of the backward pass.
+        """
+        shards = self.layout.shards()
+        return [slot.name for slot in self.layout.slots if self._has_not_finite(slot.start, slot.stop, shards)]
+
+    def _has_not_finite(self, start: int, stop: int, shards: list[Range]) -> bool:
+        held = self.placement.place(intersect([(start, stop)], shards))
+        return any(not self.flat[a:b].isfinite().all() for a, b in held)
+
+    def _add_partial_sums(self) -> None:
+        """Call it after the reductions, which change the same elements."""
+        for partial_sum in self._partial_sums:
+            partial_sum.sum(self.flat)

@@ -1,0 +1,163 @@
+"""Weights and gradients that exist whole only while a unit of them is used (ZeRO-2 and 3, arXiv 1910.02054).
+
+A unit is a bucket of a layout that was made with `units`. The plan of a step says when its weights are gathered and
+released, and when its gradient is reduced (`megapar.pipeline.sharding_plan`). What is here does as the plan says.
+"""
+
+from collections.abc import Hashable
+from functools import partial
+
+import torch
+from megapar_kernels.dispatch import Implementation
+from torch import Tensor
+
+from megapar import comm
+from megapar.data_parallel.accumulate import MainGradView, attach, view_of_slot
+from megapar.data_parallel.layout import FlatLayout
+from megapar.data_parallel.shards import ReducedGradients, Weights
+
+
+class UnitWeights(Weights):
+    """The weights of this rank's shards (ZeRO-3). The constructor cuts them out of the parameters.
+
+    Parameters are views of memory that is allocated when their unit is gathered, and freed when it is released. Each
+    unit keeps one storage object, whose size goes from zero to the whole and back. So tensors that autograd has saved
+    for backward see the weights again when the unit is gathered again.
+    """
+
+    def __init__(self, layout: FlatLayout, device: torch.device):
+        super().__init__(layout, device, shards_only=True)
+        self._shards = [self.part(*layout.shard(bucket)) for bucket in layout.buckets]
+        self._whole: list[Tensor] = []
+        self._arriving: dict[int, comm.Pending] = {}
+        # One unit after the other, so that only one of them takes memory twice.
+        for unit, bucket in enumerate(layout.buckets):
+            whole = torch.zeros(bucket.stop - bucket.start, dtype=layout.dtype, device=device)
+            self._whole.append(whole)
+            for slot in layout.slots[bucket.first_param : bucket.end_param]:
+                view = view_of_slot(whole, slot, bucket.start)
+                view.copy_(slot.param.data)
+                # `.data`, so that modules and optimizer keep the same Parameter object.
+                slot.param.data = view
+            self._shards[unit].copy_(self._own_slice(unit))
+            self.release(unit)
+
+    def gather_unit(self, unit: int) -> None:
+        """Start to gather the weights of a unit. Parameters may be read after `wait_for`."""
+        whole = self._whole[unit]
+        whole.untyped_storage().resize_(self.nbytes_of(unit))
+        self._own_slice(unit).copy_(self._shards[unit])
+        axis = self.layout.axis(self.layout.buckets[unit])
+        self._arriving[unit] = comm.all_gather_shard_async(whole, axis)
+
+    def wait_for(self, unit: int) -> None:
+        """Wait for the gather of a unit."""
+        self._arriving.pop(unit).wait()
+
+    def release(self, unit: int) -> None:
+        """Free the memory of a unit's weights.
+
+        On a GPU the kernels that read it may still be queued. The allocator gives the memory only to work that is
+        queued behind them.
+        """
+        self._whole[unit].untyped_storage().resize_(0)
+
+    def nbytes_of(self, unit: int) -> int:
+        """Bytes of a unit's weights, padding included."""
+        bucket = self.layout.buckets[unit]
+        return (bucket.stop - bucket.start) * self.layout.dtype.itemsize
+
+    def start_gather(self) -> None:
+        """Do nothing: the plan gathers each unit before its use."""
+
+    def wait(self) -> None:
+        """Do nothing: after a step no gather is in flight."""
+
+    def _own_slice(self, unit: int) -> Tensor:
+        """This rank's slice of the whole weights of a unit."""
+        bucket = self.layout.buckets[unit]
+        start, stop = self.layout.shard(bucket)
+        return self._whole[unit][start - bucket.start : stop - bucket.start]
+
+
+class UnitGradients(ReducedGradients):
+    """The gradients of this rank's shards (ZeRO-2 and 3).
+
+    The gradient of a unit is collected in memory that `open` allocates. `reduce` starts to sum it over all ranks, and
+    `add` adds the sum to this rank's shard. The first sum of a step overwrites the shard.
+    """
+
+    def __init__(self, layout: FlatLayout, device: torch.device, *, impl: Implementation = "torch"):
+        super().__init__(layout, device, shards_only=True, impl=impl)
+        self._device = device
+        self._shards = [self.part(*layout.shard(bucket)) for bucket in layout.buckets]
+        self._main_grads: list[MainGradView] = []
+        for index, slot in enumerate(layout.slots):
+            main_grad = MainGradView(torch.empty(0, device=device), partial(self._note_addition, index))
+            attach(main_grad, slot.param)
+            self._main_grads.append(main_grad)
+        self._collected: dict[int, Tensor] = {}  # whole gradients by unit, from `open` to `add`
+        self._travelling: dict[int, comm.Pending] = {}  # by unit, from `reduce` to `add`
+        self._untouched = set(range(len(layout.buckets)))  # units whose shard holds values of an earlier step
+
+    def zero(self) -> None:
+        """Start a step with gradients of zero. Raises RuntimeError if the last step has not reduced all gradients."""
+        if self._collected:
+            raise RuntimeError("UnitGradients.zero() while gradients are collected: the plan must reduce them first")
+        self._untouched = set(range(len(self.layout.buckets)))
+
+    def begin(self, last_backward: Hashable = None) -> None:
+        """Do nothing: the plan says when gradients are reduced."""
+
+    def finish(self) -> None:
+        """Add up gradients that several ranks computed in part. The plan has reduced all others."""
+        if self._collected:
+            raise RuntimeError("UnitGradients.finish() while gradients are collected: the plan must reduce them first")
+        for unit in self._untouched:
+            self._shards[unit].zero_()
+        self._untouched = set()
+        self._add_partial_sums()
+
+    def open(self, unit: int) -> None:
+        """Allocate the memory in which the gradient of a unit is collected."""
+        bucket = self.layout.buckets[unit]
+        whole = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self._device)
+        self._collected[unit] = whole
+        for index in range(bucket.first_param, bucket.end_param):
+            slot = self.layout.slots[index]
+            main_grad = self._main_grads[index]
+            main_grad.tensor = view_of_slot(whole, slot, bucket.start)
+            main_grad.is_stale = True  # the first gradient overwrites what the memory held before
+            whole[slot.stop - bucket.start : slot.end - bucket.start].zero_()  # padding counts in sums and norms
+
+    def reduce(self, unit: int) -> None:
+        """Start to sum the gradient of a unit over all ranks."""
+        bucket = self.layout.buckets[unit]
+        for main_grad in self._main_grads[bucket.first_param : bucket.end_param]:
+            main_grad.zero_if_stale()  # no gradient, such as that of experts without tokens
+            # No later gradient may be added: the memory is read until the sum has arrived, and then freed.
+            main_grad.tensor = main_grad.tensor.new_empty(0)
+        self._travelling[unit] = comm.reduce_scatter_shard_async(self._collected[unit], self.layout.axis(bucket))
+
+    def add(self, unit: int) -> None:
+        """Wait for the sum of a unit's gradient, add it to this rank's shard, and free the memory."""
+        self._travelling.pop(unit).wait()
+        bucket = self.layout.buckets[unit]
+        start, stop = self.layout.shard(bucket)
+        arrived = self._collected.pop(unit)[start - bucket.start : stop - bucket.start]
+        if unit in self._untouched:
+            self._untouched.remove(unit)
+            self._shards[unit].copy_(arrived)
+        else:
+            self._shards[unit].add_(arrived)
+
+    def nbytes_of(self, unit: int) -> int:
+        """Bytes of a unit's whole gradient, padding included."""
+        bucket = self.layout.buckets[unit]
+        return (bucket.stop - bucket.start) * torch.float32.itemsize
+
+    def _note_addition(self, index: int) -> None:
+        """Raise RuntimeError for a gradient that came after its unit was reduced."""
+        slot = self.layout.slots[index]
+        if slot.bucket_index not in self._collected or slot.bucket_index in self._travelling:
+            raise RuntimeError(f"gradient of {slot.name} added while the plan does not collect it")
