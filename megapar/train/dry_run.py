@@ -1,5 +1,6 @@
 """Plans the memory of a layout without training: builds every kind of rank on the meta device, without processes."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,9 +19,10 @@ from megapar.derive import num_microbatches
 from megapar.errors import OutOfMemoryError
 from megapar.messages import counted, layout_in_words
 from megapar.params import spec_of
-from megapar.pipeline.actions import Action, peak
+from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import Item, most_live
 from megapar.train.grid import with_grid
+from megapar.train.kept import KeptBytes, Key
 from megapar.train.step import TrainState
 from megapar.train.trainable import freeze, refuse
 from megapar.train.trainer import assemble
@@ -33,8 +35,9 @@ Build = Callable[[Config, ParallelContext], Mapping[int, PipelineStage]]
 class RankReport:
     """The memory that one rank needs, in bytes.
 
-    `parameters` is a number of elements. `activations` is the most that the rank's forwards keep for their backwards at
-    one time, in the order of its schedule. Workspaces of kernels and what the caching allocator holds come on top.
+    `parameters` is a number of elements. `kept` is the most that the rank's forwards keep for their backwards at one
+    time, in the order of its schedule, by stage and kind (`megapar.train.kept`). Workspaces of kernels and what the
+    caching allocator holds come on top.
     """
 
     pp: int
@@ -43,7 +46,11 @@ class RankReport:
     weights: int
     gradients: int
     optimizer: int
-    activations: int
+    kept: tuple[tuple[Key, int], ...]
+
+    @property
+    def activations(self) -> int:
+        return sum(size for _, size in self.kept)
 
     @property
     def total(self) -> int:
@@ -112,7 +119,7 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
     state = assemble(config, ctx, stages)
-    kept = {number: _kept_bytes(stage, config) for number, stage in stages.items()}
+    kept = {number: _kept_bytes(number, stage, config) for number, stage in stages.items()}
     plan = state.pipeline.plan(num_microbatches(config), backward=True)
     gathered, collected = _most_of_units(state, plan)
     # By id: a tied embedding is a parameter of two stages, but stands in memory once.
@@ -124,7 +131,7 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
         state.weights.flat.nbytes + gathered + sum(p.nbytes for p in params if not p.requires_grad),
         state.grads.flat.nbytes + collected,
         state.optimizer.nbytes,
-        _peak(plan, kept),
+        tuple(sorted(_at_peak(plan, kept).items())),
     )
 
 
@@ -151,8 +158,8 @@ def _most_of_units(state: TrainState, plan: Sequence[Item]) -> tuple[int, int]:
     return gathered, collected
 
 
-def _kept_bytes(stage: PipelineStage, config: Config) -> int:
-    """Bytes that autograd keeps for the backward of one micro-batch through `stage`, without the parameters."""
+def _kept_bytes(number: int, stage: PipelineStage, config: Config) -> dict[Key, int]:
+    """Bytes that autograd keeps for the backward of one micro-batch through `stage`, without the parameters, by kind."""
     shape = config.train.micro_batch_size, config.train.seq_length
     tokens = torch.zeros(shape, dtype=torch.int64, device=META)
     samples = MicroBatch.of_samples(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
@@ -162,8 +169,11 @@ def _kept_bytes(stage: PipelineStage, config: Config) -> int:
     x_sbh = None  # the first stage receives nothing
     if inputs:
         x_sbh = inputs[0]
-    # Parameters are counted as weights already. Buffers are a few numbers, which all micro-batches share.
-    return kept_for_backward(lambda: stage(x_sbh, batch), [*stage.parameters(), *stage.buffers()])
+    kept = KeptBytes({number: stage})
+    with kept.counting():
+        stage(x_sbh, batch)
+        # What the forward has kept, it keeps as long as its result lives, so the peak is that of its end.
+    return dict(kept.at_peak)
 
 
 def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) -> int:
@@ -185,12 +195,23 @@ def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) 
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def _peak(plan: Sequence[Item], kept: Mapping[int, int]) -> int:
-    """The most activation bytes at one time over a step; `kept` has the bytes of one forward by stage."""
-    stages = range(1 + max(kept, default=0))
-    by_stage = [kept.get(stage, 0) for stage in stages]
-    # What an I leaves to its W is not told apart: all of a forward counts until W, which is never too little.
-    return int(peak([item for item in plan if isinstance(item, Action)], by_stage, by_stage))
+def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]]) -> Counter[Key]:
+    """What is kept for backwards when it is most; `kept` has the bytes of one forward by stage, and by kind."""
+    sizes = {stage: sum(by_kind.values()) for stage, by_kind in kept.items()}
+    live: Counter[int] = Counter()  # micro-batches of each stage whose forward is kept
+    at_peak: Counter[int] = Counter()
+    total = most = 0
+    for action in plan:
+        # What an I leaves to its W is not told apart: all of a forward counts until W, which is never too little.
+        if not isinstance(action, Action) or action.kind == "I":
+            continue
+        sign = 1 if action.kind == "F" else -1
+        live[action.stage] += sign
+        total += sign * sizes[action.stage]
+        if total > most:
+            most = total
+            at_peak = live.copy()
+    return Counter({key: at_peak[stage] * size for stage in kept for key, size in kept[stage].items()})
 
 
 def show(config: Config, build: Build, parameters: str, flops_per_token: int, console: Console) -> None:
