@@ -29,6 +29,8 @@ from megapar.tensor_parallel.layers import (
     column_linear,
     norm_weight,
 )
+from megapar.train.data import open_loaders
+from megapar.train.step import train_step
 from tests.support import layouts
 from tests.support.distributed import run_ranks
 from tests.support.flat import flatten
@@ -203,6 +205,25 @@ def test_a_tied_matrix_of_two_stages_on_a_rank() -> None:
     for step in range(STEPS):
         one, two = (layouts.assemble([rank["steps"][step][2] for rank in ranks]) for ranks in (ours, theirs))
         layouts.assert_close(one, two, rtol=1e-6)
+
+
+def loss_of_delivered_batches(config: Config) -> tuple[bool, float]:
+    """Whether the loader gives tokens to this rank, and the loss of a step."""
+    state = make_state(config)
+    loader, _ = open_loaders(config, state.ctx)
+    batches = loader.next_step()
+    loader.close()
+    return bool(batches[0].targets_bs.any()), train_step(state, batches).loss
+
+
+def test_targets_arrive_at_the_last_stage() -> None:
+    """Fault last-stage-on-first-rank: the first rank of a V is the only one that needs tokens and targets."""
+    layout = Layout(LLAMA, pp=3, vpp=2, schedule=f"{NAME}V", micro_batch_size=6, partition=(1, 1, 1, 1, 1, 0))
+    ranks = run_ranks(3, loss_of_delivered_batches, layout.config())
+    assert [has_targets for has_targets, _ in ranks] == [True, False, False]
+    _, expected = loss_of_delivered_batches(Layout(LLAMA, micro_batch_size=6).config())
+    for _, loss in ranks:
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 # A small model: a matrix is used twice on one path, and with one stage another one is embedding and head
