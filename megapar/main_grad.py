@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapar.comm import Pending
 
@@ -46,6 +46,12 @@ class MainGrad(Protocol):
 def main_grad_of(param: Tensor) -> MainGrad | None:
     """The `main_grad` of `param`. None if it has none. Its gradient then goes to autograd's .grad."""
     return getattr(param, "main_grad", None)
+
+
+def main_grads(module: nn.Module) -> list[MainGrad]:
+    """The main gradients of a module's parameters. A parameter without one has no place in the list."""
+    found = [main_grad_of(param) for param in module.parameters()]
+    return [main_grad for main_grad in found if main_grad is not None]
 
 
 def _without_communication(x: Tensor) -> tuple[Tensor, Pending]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_models.build import build_stages
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +31,7 @@ from megapar.tensor_parallel.layers import (
     norm_weight,
 )
 from megapar.train.data import open_loaders
+from megapar.train.dry_run import report_rank
 from megapar.train.step import train_step
 from tests.support import layouts
 from tests.support.distributed import run_ranks
@@ -429,6 +431,9 @@ def test_only_what_weight_gradients_need_is_kept_until_then(recompute: str) -> N
     assert kept["0I1"] == 2 * left + scale + 2 * loss
     assert kept["0W0"] == left + scale + 2 * loss
     assert kept["0W1"] == scale + 2 * loss
+    # So does a plan. Two micro-batches are between I and W at one time, or one and a forward.
+    planned = [report_rank(one.config(), build_stages, 0).activations for one in (layout, whole(layout))]
+    assert planned[0] == left + max(left, planned[1])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
-from megapar.main_grad import MainGrad, WeightGradientQueue, main_grad_of
+from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.pipeline.lowering import MessageBatch, Plan, lower_one
 from megapar.pipeline.schedules import Action, Event, Kind, make, placement
 
@@ -148,7 +148,7 @@ class _Execution:
         # What each I has left to its W.
         self._queues: dict[tuple[int, int], WeightGradientQueue] = {}
         in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
-        self._main_grads = {stage: _main_grads(runtime.stages[stage]) for stage in in_halves}
+        self._main_grads = {stage: main_grads(runtime.stages[stage]) for stage in in_halves}
         self._losses: dict[int, Tensor] = {}
         self._sending = Pending()
 
@@ -258,12 +258,6 @@ class _Execution:
         if roots:
             torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
         self._hand_over(action, tuple(_gradient(x) for x in saved.inputs if x.requires_grad))
-
-
-def _main_grads(stage: PipelineStage) -> list[MainGrad]:
-    """The main gradients of a stage's parameters. A parameter without one gets its gradient in I."""
-    found = [main_grad_of(param) for param in stage.parameters()]
-    return [main_grad for main_grad in found if main_grad is not None]
 
 
 def _takers(plan: Plan) -> dict[tuple[bool, int, int], Action]:

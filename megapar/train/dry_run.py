@@ -1,6 +1,6 @@
 """Plans the memory of a layout without training: builds every kind of rank on the meta device, without processes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,9 +15,10 @@ from megapar.config import Config, ParallelConfig
 from megapar.context import ParallelContext
 from megapar.derive import num_microbatches
 from megapar.errors import OutOfMemoryError
+from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.messages import counted, layout_in_words
 from megapar.params import spec_of
-from megapar.pipeline.schedules import make
+from megapar.pipeline.schedules import Action, make
 from megapar.train.grid import with_grid
 from megapar.train.trainable import freeze, refuse
 from megapar.train.trainer import assemble
@@ -109,7 +110,11 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
     state = assemble(config, ctx, stages)
+    parallel = config.parallel
+    order = make(parallel.schedule, parallel.pp, parallel.vpp, num_microbatches(config))[ctx.pp.rank]
     kept = {number: _kept_bytes(stage, config) for number, stage in stages.items()}
+    in_halves = {action.stage for action in order if action.kind == "I"}
+    left = {number: _left_bytes(stages[number], config) for number in in_halves}
     # By id: a tied embedding is a parameter of two stages, but stands in memory once.
     params = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
     return RankReport(
@@ -119,12 +124,28 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
         state.weights.flat.nbytes + sum(p.nbytes for p in params if not p.requires_grad),
         state.grads.flat.nbytes,
         state.optimizer.nbytes,
-        _peak(config, ctx.pp.rank, kept),
+        _peak(order, kept, left),
     )
 
 
 def _kept_bytes(stage: PipelineStage, config: Config) -> int:
     """Bytes that autograd keeps for the backward of one micro-batch through `stage`, without the parameters."""
+    # Parameters are counted as weights already. Buffers are a few numbers, which all micro-batches share.
+    return kept_for_backward(lambda: _forward(stage, config), [*stage.parameters(), *stage.buffers()])
+
+
+def _left_bytes(stage: PipelineStage, config: Config) -> int:
+    """Bytes that the I of one micro-batch through `stage` leaves to its W. The stage has its main gradients."""
+    output = _forward(stage, config)
+    queue = WeightGradientQueue()
+    with queue.open(main_grads(stage)):
+        if output.requires_grad:
+            output.backward(torch.empty_like(output))
+    return queue.nbytes
+
+
+def _forward(stage: PipelineStage, config: Config) -> Tensor:
+    """The output of a stage for one micro-batch."""
     shape = config.train.micro_batch_size, config.train.seq_length
     tokens = torch.zeros(shape, dtype=torch.int64, device=META)
     samples = MicroBatch.of_samples(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
@@ -134,8 +155,8 @@ def _kept_bytes(stage: PipelineStage, config: Config) -> int:
     x_sbh = None  # the first stage receives nothing
     if inputs:
         x_sbh = inputs[0]
-    # Parameters are counted as weights already. Buffers are a few numbers, which all micro-batches share.
-    return kept_for_backward(lambda: stage(x_sbh, batch), [*stage.parameters(), *stage.buffers()])
+    output: Tensor = stage(x_sbh, batch)
+    return output
 
 
 def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) -> int:
@@ -157,16 +178,23 @@ def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) 
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def _peak(config: Config, pp_rank: int, kept: Mapping[int, int]) -> int:
-    """The most activation bytes at one time over a step; `kept` has the bytes of one forward by stage."""
-    parallel = config.parallel
-    order = make(parallel.schedule, parallel.pp, parallel.vpp, num_microbatches(config))[pp_rank]
+def _peak(order: Sequence[Action], kept: Mapping[int, int], left: Mapping[int, int]) -> int:
+    """The most activation bytes at one time over a step.
+
+    By stage, a forward keeps the bytes `kept` for its B or I, and an I leaves the bytes `left` to its W. With
+    recomputation `left` may be more.
+    """
     live = peak = 0
     for action in order:
-        if action.kind == "F":
-            live += kept[action.stage]
-        else:
-            live -= kept[action.stage]
+        match action.kind:
+            case "F":
+                live += kept[action.stage]
+            case "B":
+                live -= kept[action.stage]
+            case "I":
+                live += left[action.stage] - kept[action.stage]
+            case "W":
+                live -= left[action.stage]
         peak = max(peak, live)
     return peak
 
