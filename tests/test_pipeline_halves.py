@@ -18,6 +18,7 @@ from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.config import Config
 from megapar.context import ParallelContext
+from megapar.errors import ConfigError
 from megapar.params import Init, spec_of
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Action, Event, Schedule, interleaved, one_f_one_b, placement
@@ -112,6 +113,7 @@ INTERLEAVED = Schedule(partial(in_halves, lambda rank: 2, interleaved))
 V = Schedule(partial(in_halves, lambda rank: 1, v_orders), v_place)
 V_WHOLE = Schedule(v_orders, v_place)
 EVERY_OTHER = Schedule(every_other_in_halves)
+WITHOUT_W = Schedule(lambda *sizes: [order[:-1] for order in LATE.orders(*sizes)])
 WHOLE = {"ZB_H1": "1f1b", "LATE": "1f1b", "INTERLEAVED": "interleaved", "V": f"{NAME}V_WHOLE", "EVERY_OTHER": "1f1b"}
 
 
@@ -349,6 +351,12 @@ def test_any_number_of_micro_batches(pp: int) -> None:
             with_batches = [*steps[:-2], steps[-1]]
             assert all(early == 0 for early, _ in with_batches[:kinds]), (schedule, steps)
             assert all(early == buckets for early, buckets in with_batches[kinds:]), (schedule, steps)
+
+
+def test_an_i_without_its_w_is_refused() -> None:
+    run = Run(context.single(), f"{NAME}WITHOUT_W", 1)
+    with pytest.raises(ConfigError, match="rank 0 never runs 0W1, which adds the gradients of weights"):
+        run.step(batches_of_net(2, seed=0))
 
 
 @pytest.mark.parametrize("schedule", ["LATE", "EVERY_OTHER"])

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
+from megapar.errors import ConfigError
 from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.pipeline.lowering import MessageBatch, Plan, lower_one
 from megapar.pipeline.schedules import Action, Event, Kind, make, placement
@@ -190,8 +191,17 @@ class _Execution:
                 self._queues.pop(where).run()
 
     def finish(self) -> list[Tensor]:
-        """Wait for the last sends. Returns the losses in the order of micro-batches."""
+        """Wait for the last sends. Returns the losses in the order of micro-batches.
+
+        Raises ConfigError if the schedule has an I without its W.
+        """
         self._sending.wait()
+        if self._queues:
+            missing = " ".join(str(Action("W", *where)) for where in sorted(self._queues))
+            raise ConfigError(
+                f"parallel.schedule={self._runtime.schedule}: pipeline rank {self._runtime.axis.rank} never runs "
+                f"{missing}, which adds the gradients of weights; each I needs a W after it"
+            )
         return [self._losses[m] for m in sorted(self._losses)]
 
     def _post(self, messages: MessageBatch) -> None:
