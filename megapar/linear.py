@@ -190,17 +190,21 @@ def weight_gradient(ctx: Any, grad_y: Tensor, x: Tensor, region: InputRegion = L
     The gradient is one product over all tokens, also where the input gradient is computed in chunks, so that its sums
     have the same order.
     """
-    grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
     if ctx.main_grad is None:
-        grad: Tensor = ctx.products.weight_gradient(grad_2d, x.reshape(-1, x.shape[-1]))
+        grad: Tensor = ctx.products.weight_gradient(_as_2d(grad_y), _as_2d(x))
         return grad
-    add = partial(_add_product, ctx.products, grad_2d)
-    WeightGradient(ctx.main_grad, x, add, region.enter_async).add_or_put_off()
+    add = partial(_add_product, ctx.products)
+    WeightGradient(ctx.main_grad, grad_y, x, add, region.enter_async).add_or_put_off()
     return None
 
 
-def _add_product(products: MatrixProducts, grad_2d: Tensor, total: Tensor, x: Tensor, overwrite: bool) -> None:
-    products.add_weight_gradient(total, grad_2d, x.reshape(-1, x.shape[-1]), overwrite=overwrite)
+def _add_product(products: MatrixProducts, total: Tensor, grad_y: Tensor, x: Tensor, overwrite: bool) -> None:
+    products.add_weight_gradient(total, _as_2d(grad_y), _as_2d(x), overwrite=overwrite)
+
+
+def _as_2d(x: Tensor) -> Tensor:
+    """[tokens, features], from [..., features]."""
+    return x.reshape(-1, x.shape[-1])
 
 
 class LinearFunction(torch.autograd.Function):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapar.comm import Pending
 
@@ -48,6 +48,12 @@ def main_grad_of(param: Tensor) -> MainGrad | None:
     return getattr(param, "main_grad", None)
 
 
+def main_grads(module: nn.Module) -> list[MainGrad]:
+    """The main gradients of a module's parameters. A parameter without one has no place in the list."""
+    found = [main_grad_of(param) for param in module.parameters()]
+    return [main_grad for main_grad in found if main_grad is not None]
+
+
 def _without_communication(x: Tensor) -> tuple[Tensor, Pending]:
     return x, Pending()
 
@@ -56,14 +62,16 @@ def _without_communication(x: Tensor) -> tuple[Tensor, Pending]:
 class WeightGradient:
     """The gradient of a matrix, which is still to be computed.
 
-    `x` is the input of the layer. `enter(x)` starts the communication before the product, and returns its input, which
-    may be read after Pending.wait(). `add(total, input, overwrite)` computes the gradient and adds it to `total`, fp32
-    of the parameter's shape. With `overwrite` the values of `total` count as zero.
+    `x` is the input of the layer, and `grad_y` the gradient of the product's output. `enter(x)` starts the
+    communication before the product, and returns its input, which may be read after Pending.wait().
+    `add(total, grad_y, input, overwrite)` computes the gradient and adds it to `total`, fp32 of the parameter's shape.
+    With `overwrite` the values of `total` count as zero.
     """
 
     main_grad: MainGrad
+    grad_y: Tensor
     x: Tensor
-    add: Callable[[Tensor, Tensor, bool], None]
+    add: Callable[[Tensor, Tensor, Tensor, bool], None]
     enter: Callable[[Tensor], tuple[Tensor, Pending]] = _without_communication
 
     def add_or_put_off(self) -> None:
@@ -78,7 +86,7 @@ class WeightGradient:
     def add_now(self, entered: Tensor) -> None:
         """Add it to the main gradient, given the input of the product."""
         # `is_stale` is read here and not in I: between I and W another micro-batch may have added the first gradient.
-        self.add(self.main_grad.tensor, entered, self.main_grad.is_stale)
+        self.add(self.main_grad.tensor, self.grad_y, entered, self.main_grad.is_stale)
         self.main_grad.note_added()
 
 
@@ -106,6 +114,12 @@ class WeightGradientQueue:
     def append(self, entry: WeightGradient) -> None:
         # Detached: the tensor that backward unpacks still knows the graph behind it, which would stay in memory.
         self._entries.append(replace(entry, x=entry.x.detach()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for `run`. A storage that several tensors share is counted once."""
+        storages = [x.untyped_storage() for entry in self._entries for x in (entry.grad_y, entry.x)]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     def run(self) -> None:
         """Compute and add the gradients. What each of them needs is freed when it has been added."""

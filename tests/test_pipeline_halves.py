@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_models.build import build_stages
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,7 @@ from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.config import Config
 from megapar.context import ParallelContext
+from megapar.errors import ConfigError
 from megapar.params import Init, spec_of
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Action, Event, Schedule, interleaved, one_f_one_b, placement
@@ -29,6 +31,9 @@ from megapar.tensor_parallel.layers import (
     column_linear,
     norm_weight,
 )
+from megapar.train.data import open_loaders
+from megapar.train.dry_run import report_rank
+from megapar.train.step import train_step
 from tests.support import layouts
 from tests.support.distributed import run_ranks
 from tests.support.flat import flatten
@@ -108,6 +113,7 @@ INTERLEAVED = Schedule(partial(in_halves, lambda rank: 2, interleaved))
 V = Schedule(partial(in_halves, lambda rank: 1, v_orders), v_place)
 V_WHOLE = Schedule(v_orders, v_place)
 EVERY_OTHER = Schedule(every_other_in_halves)
+WITHOUT_W = Schedule(lambda *sizes: [order[:-1] for order in LATE.orders(*sizes)])
 WHOLE = {"ZB_H1": "1f1b", "LATE": "1f1b", "INTERLEAVED": "interleaved", "V": f"{NAME}V_WHOLE", "EVERY_OTHER": "1f1b"}
 
 
@@ -203,6 +209,25 @@ def test_a_tied_matrix_of_two_stages_on_a_rank() -> None:
     for step in range(STEPS):
         one, two = (layouts.assemble([rank["steps"][step][2] for rank in ranks]) for ranks in (ours, theirs))
         layouts.assert_close(one, two, rtol=1e-6)
+
+
+def loss_of_delivered_batches(config: Config) -> tuple[bool, float]:
+    """Whether the loader gives tokens to this rank, and the loss of a step."""
+    state = make_state(config)
+    loader, _ = open_loaders(config, state.ctx)
+    batches = loader.next_step()
+    loader.close()
+    return bool(batches[0].targets_bs.any()), train_step(state, batches).loss
+
+
+def test_targets_arrive_at_the_last_stage() -> None:
+    """Fault last-stage-on-first-rank: the first rank of a V is the only one that needs tokens and targets."""
+    layout = Layout(LLAMA, pp=3, vpp=2, schedule=f"{NAME}V", micro_batch_size=6, partition=(1, 1, 1, 1, 1, 0))
+    ranks = run_ranks(3, loss_of_delivered_batches, layout.config())
+    assert [has_targets for has_targets, _ in ranks] == [True, False, False]
+    _, expected = loss_of_delivered_batches(Layout(LLAMA, micro_batch_size=6).config())
+    for _, loss in ranks:
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 # A small model: a matrix is used twice on one path, and with one stage another one is embedding and head
@@ -328,6 +353,12 @@ def test_any_number_of_micro_batches(pp: int) -> None:
             assert all(early == buckets for early, buckets in with_batches[kinds:]), (schedule, steps)
 
 
+def test_an_i_without_its_w_is_refused() -> None:
+    run = Run(context.single(), f"{NAME}WITHOUT_W", 1)
+    with pytest.raises(ConfigError, match="rank 0 never runs 0W1, which adds the gradients of weights"):
+        run.step(batches_of_net(2, seed=0))
+
+
 @pytest.mark.parametrize("schedule", ["LATE", "EVERY_OTHER"])
 def test_steps_of_the_runtime_accumulate(schedule: str) -> None:
     """Fault steps-that-accumulate: two of 4 micro-batches add the same bits as one of 8."""
@@ -385,8 +416,7 @@ def left_to_weight_gradients(layout: Layout) -> int:
     layer = 4 * model.hidden_size + 2 * queries + 2 * keys + 3 * model.intermediate_size
     head = model.hidden_size + 256  # rows of the padded vocabulary
     floats = model.num_hidden_layers * layer + head + model.hidden_size  # the last is the embedding's gradient
-    ids = 8 + 1  # an id, and whether it is outside this rank's rows
-    return layout.micro_batch_size * LENGTH * (4 * floats + ids)
+    return layout.micro_batch_size * LENGTH * (4 * floats + 8)  # 8 for an id
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -409,6 +439,9 @@ def test_only_what_weight_gradients_need_is_kept_until_then(recompute: str) -> N
     assert kept["0I1"] == 2 * left + scale + 2 * loss
     assert kept["0W0"] == left + scale + 2 * loss
     assert kept["0W1"] == scale + 2 * loss
+    # So does a plan. Two micro-batches are between I and W at one time, or one and a forward.
+    planned = [report_rank(one.config(), build_stages, 0).activations for one in (layout, whole(layout))]
+    assert planned[0] == left + max(left, planned[1])
 
 
 @pytest.mark.parametrize(

@@ -136,14 +136,14 @@ class _GroupedLinear(torch.autograd.Function):
         if needs_rows:
             grad_rows = ctx.products.grouped_input_gradient(grad, weight.view(ctx.shape), ctx.rows_of_expert)
         if needs_weight:
-            add = partial(_add_products, ctx.products, ctx.shape, ctx.rows_of_expert, grad)
+            add = partial(_add_products, ctx.products, ctx.shape, ctx.rows_of_expert)
             if ctx.main_grad is None:
                 total = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-                add(total, rows, True)
+                add(total, grad, rows, True)
                 grad_weight = total.to(weight.dtype)
             else:
                 # The rows have been dispatched already, so W communicates nothing.
-                WeightGradient(ctx.main_grad, rows, add).add_or_put_off()
+                WeightGradient(ctx.main_grad, grad, rows, add).add_or_put_off()
         return grad_rows, grad_weight, None, None, None
 
 
@@ -151,8 +151,8 @@ def _add_products(
     products: MatrixProducts,
     shape: tuple[int, int, int],
     rows_of_expert: Sequence[int],
-    grad: Tensor,
     total: Tensor,
+    grad: Tensor,
     rows: Tensor,
     overwrite: bool,
 ) -> None:

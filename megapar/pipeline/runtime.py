@@ -13,7 +13,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
-from megapar.main_grad import MainGrad, WeightGradientQueue, main_grad_of
+from megapar.errors import ConfigError
+from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.pipeline.lowering import MessageBatch, lower_one
 from megapar.pipeline.refine import refine
 from megapar.pipeline.schedules import Action, Event, Kind, find, make, placement
@@ -183,7 +184,7 @@ class _Execution:
         # What each I has left to its W.
         self._queues: dict[tuple[int, int], WeightGradientQueue] = {}
         in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
-        self._main_grads = {stage: _main_grads(runtime.stages[stage]) for stage in in_halves}
+        self._main_grads = {stage: main_grads(runtime.stages[stage]) for stage in in_halves}
         self._losses: dict[int, Tensor] = {}
         self._sending = Pending()
 
@@ -228,8 +229,17 @@ class _Execution:
                 self._queues.pop(where).run()
 
     def finish(self) -> list[Tensor]:
-        """Wait for the last sends. Returns the losses in the order of micro-batches."""
+        """Wait for the last sends. Returns the losses in the order of micro-batches.
+
+        Raises ConfigError if the schedule has an I without its W.
+        """
         self._sending.wait()
+        if self._queues:
+            missing = " ".join(str(Action("W", *where)) for where in sorted(self._queues))
+            raise ConfigError(
+                f"parallel.schedule={self._runtime.schedule}: pipeline rank {self._runtime.axis.rank} never runs "
+                f"{missing}, which adds the gradients of weights; each I needs a W after it"
+            )
         return [self._losses[m] for m in sorted(self._losses)]
 
     def _post(self, messages: MessageBatch) -> None:
@@ -296,12 +306,6 @@ class _Execution:
         if roots:
             torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
         self._hand_over(action, tuple(_gradient(x) for x in saved.inputs if x.requires_grad))
-
-
-def _main_grads(stage: PipelineStage) -> list[MainGrad]:
-    """The main gradients of a stage's parameters. A parameter without one gets its gradient in I."""
-    found = [main_grad_of(param) for param in stage.parameters()]
-    return [main_grad for main_grad in found if main_grad is not None]
 
 
 def _takers(plan: Sequence[Item]) -> dict[tuple[bool, int, int], Action]:

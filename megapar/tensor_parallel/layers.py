@@ -161,35 +161,42 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, rows: int) -> Tensor:
-        outside = (ids < 0) | (ids >= rows)
-        local = ids.masked_fill(outside, 0)
-        ctx.save_for_backward(local, outside, weight)
+        ctx.save_for_backward(ids, weight)
+        ctx.rows = rows
         ctx.main_grad = main_grad_of(weight)  # in forward, see megapar.main_grad.MainGrad
         if rows == 0:  # a rank that holds padding alone has no row 0 to look up
             return weight.new_zeros(*ids.shape, weight.shape[1])
+        local, outside = _local_ids(ids, rows)
         return F.embedding(local, weight).masked_fill_(outside[..., None], 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
-        local, outside, weight = ctx.saved_tensors
-        add = partial(_add_rows, grad, outside)
+        ids, weight = ctx.saved_tensors
+        add = partial(_add_rows, ctx.rows)
         if ctx.main_grad is None:
             total = torch.empty_like(weight)
-            add(total, local, True)
+            add(total, grad, ids, True)
             return None, total, None
-        WeightGradient(ctx.main_grad, local, add).add_or_put_off()
+        WeightGradient(ctx.main_grad, grad, ids, add).add_or_put_off()
         return None, None, None
 
 
-def _add_rows(grad: Tensor, outside: Tensor, total: Tensor, ids: Tensor, overwrite: bool) -> None:
-    """Add each row of `grad` [..., h] to the row of `total` that `ids` [...] names, if it is not `outside` [...]."""
+def _local_ids(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """`ids` with 0 in place of those outside [0, rows), and where these are."""
+    outside = (ids < 0) | (ids >= rows)
+    return ids.masked_fill(outside, 0), outside
+
+
+def _add_rows(rows_held: int, total: Tensor, grad: Tensor, ids: Tensor, overwrite: bool) -> None:
+    """Add each row of `grad` [..., h] to the row of `total` that `ids` [...] names, if that is in [0, rows_held)."""
     if overwrite:
         total.zero_()
+    local, outside = _local_ids(ids, rows_held)
     # Where ids are outside, zeros are added to row 0. To leave those ids out, the CPU would have to wait until the
     # GPU has counted them.
     rows = grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1])
-    total.index_add_(0, ids.reshape(-1), rows.to(total.dtype))
+    total.index_add_(0, local.reshape(-1), rows.to(total.dtype))
 
 
 def vocabulary_cut(vocab_size: int, tp: Axis) -> tuple[int, int, int]:

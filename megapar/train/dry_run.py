@@ -17,12 +17,13 @@ from megapar.context import ParallelContext
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.derive import num_microbatches
 from megapar.errors import OutOfMemoryError
+from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.messages import counted, layout_in_words
 from megapar.params import spec_of
 from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import Item, most_live
 from megapar.train.grid import with_grid
-from megapar.train.kept import KeptBytes, Key
+from megapar.train.kept import PUT_OFF, KeptBytes, Key
 from megapar.train.step import TrainState
 from megapar.train.trainable import freeze, refuse
 from megapar.train.trainer import assemble
@@ -122,6 +123,8 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     kept = {number: _kept_bytes(number, stage, config) for number, stage in stages.items()}
     plan = state.pipeline.plan(num_microbatches(config), backward=True)
     gathered, collected = _most_of_units(state, plan)
+    in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
+    left = {number: _left_bytes(stages[number], config) for number in in_halves}
     # By id: a tied embedding is a parameter of two stages, but stands in memory once.
     params = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
     return RankReport(
@@ -131,7 +134,7 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
         state.weights.flat.nbytes + gathered + sum(p.nbytes for p in params if not p.requires_grad),
         state.grads.flat.nbytes + collected,
         state.optimizer.nbytes,
-        tuple(sorted(_at_peak(plan, kept).items())),
+        tuple(sorted(_at_peak(plan, kept, left).items())),
     )
 
 
@@ -159,7 +162,26 @@ def _most_of_units(state: TrainState, plan: Sequence[Item]) -> tuple[int, int]:
 
 
 def _kept_bytes(number: int, stage: PipelineStage, config: Config) -> dict[Key, int]:
-    """Bytes that autograd keeps for the backward of one micro-batch through `stage`, without the parameters, by kind."""
+    """Bytes that autograd keeps for the backward of one micro-batch through `stage`, by kind, without parameters."""
+    kept = KeptBytes({number: stage})
+    with kept.counting():
+        _forward(stage, config)
+    # What a forward has kept lives as long as its result. So it is most at the end, before the result is dropped.
+    return dict(kept.at_peak)
+
+
+def _left_bytes(stage: PipelineStage, config: Config) -> int:
+    """Bytes that the I of one micro-batch through `stage` leaves to its W. The stage has its main gradients."""
+    output = _forward(stage, config)
+    queue = WeightGradientQueue()
+    with queue.open(main_grads(stage)):
+        if output.requires_grad:
+            output.backward(torch.empty_like(output))
+    return queue.nbytes
+
+
+def _forward(stage: PipelineStage, config: Config) -> Tensor:
+    """The output of a stage for one micro-batch."""
     shape = config.train.micro_batch_size, config.train.seq_length
     tokens = torch.zeros(shape, dtype=torch.int64, device=META)
     samples = MicroBatch.of_samples(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
@@ -169,11 +191,8 @@ def _kept_bytes(number: int, stage: PipelineStage, config: Config) -> dict[Key, 
     x_sbh = None  # the first stage receives nothing
     if inputs:
         x_sbh = inputs[0]
-    kept = KeptBytes({number: stage})
-    with kept.counting():
-        stage(x_sbh, batch)
-        # What the forward has kept, it keeps as long as its result lives, so the peak is that of its end.
-    return dict(kept.at_peak)
+    output: Tensor = stage(x_sbh, batch)
+    return output
 
 
 def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) -> int:
@@ -195,23 +214,38 @@ def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) 
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]]) -> Counter[Key]:
-    """What is kept for backwards when it is most; `kept` has the bytes of one forward by stage, and by kind."""
+def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]], left: Mapping[int, int]) -> Counter[Key]:
+    """What is kept for backwards when it is most.
+
+    By stage, a forward keeps the bytes `kept` for its B or I, and an I leaves the bytes `left` to its W. With
+    recomputation `left` may be more.
+    """
     sizes = {stage: sum(by_kind.values()) for stage, by_kind in kept.items()}
-    live: Counter[int] = Counter()  # micro-batches of each stage whose forward is kept
-    at_peak: Counter[int] = Counter()
+    forwards: Counter[int] = Counter()  # micro-batches of each stage that wait for their B or I
+    halves: Counter[int] = Counter()  # micro-batches of each stage that wait for their W
+    at_peak = forwards, halves
     total = most = 0
     for action in plan:
-        # What an I leaves to its W is not told apart: all of a forward counts until W, which is never too little.
-        if not isinstance(action, Action) or action.kind == "I":
+        if not isinstance(action, Action):
+            continue
+        stage = action.stage
+        if action.kind == "W":
+            halves[stage] -= 1
+            total -= left[stage]
             continue
         sign = 1 if action.kind == "F" else -1
-        live[action.stage] += sign
-        total += sign * sizes[action.stage]
+        forwards[stage] += sign
+        total += sign * sizes[stage]
+        if action.kind == "I":
+            halves[stage] += 1
+            total += left[stage]
         if total > most:
             most = total
-            at_peak = live.copy()
-    return Counter({key: at_peak[stage] * size for stage in kept for key, size in kept[stage].items()})
+            at_peak = forwards.copy(), halves.copy()
+    forwards, halves = at_peak
+    found = Counter({key: forwards[stage] * size for stage in kept for key, size in kept[stage].items()})
+    found.update({(stage, PUT_OFF): halves[stage] * size for stage, size in left.items()})
+    return found
 
 
 def show(config: Config, build: Build, parameters: str, flops_per_token: int, console: Console) -> None:

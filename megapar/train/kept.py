@@ -21,6 +21,9 @@ BETWEEN = "norms, layer inputs"
 ENDS = "logits, loss"
 """What a stage keeps after its layers."""
 
+PUT_OFF = "weight gradients put off"
+"""What an I leaves to its W: inputs and output gradients of matrix products (`megapar.main_grad`)."""
+
 
 class KeptBytes:
     """The bytes that autograd keeps for backward passes of `stages`, while they live.

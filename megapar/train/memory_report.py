@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megapar import comm, device
 from megapar.files import write_json
-from megapar.train.kept import Key, KeptBytes
+from megapar.train.kept import KeptBytes, Key
 from megapar.train.step import TrainState
 
 OTHER = "all else: kernels, messages, allocator, Python"
@@ -46,7 +46,11 @@ class MemoryReport:
     def _measured(self, state: TrainState) -> dict[str, int]:
         assert self._kept is not None
         found = rows(
-            state.weights.nbytes, state.grads.nbytes, state.optimizer.nbytes, self._kept.at_peak.items(), len(state.stages)
+            state.weights.nbytes,
+            state.grads.nbytes,
+            state.optimizer.nbytes,
+            self._kept.at_peak.items(),
+            len(state.stages),
         )
         everything = device.peak_memory_bytes(state.ctx.device)
         return {**found, OTHER: everything - sum(found.values()), ALL: everything}
