@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from megapar_models.balance import with_measured_partition
+from megapar_models.balance import times_of_stages, with_measured_partition
 from megapar_models.build import build_stages, describe_size, flops_per_token
 from megapar_models.registry import validate
 from rich.console import Console
@@ -22,6 +22,7 @@ from megapar.flight import Board
 from megapar.pipeline import runtime, schedules
 from megapar.train import dry_run
 from megapar.train.checkpoints import lock_run_dir
+from megapar.train.choose_schedule import with_chosen_schedule, with_planned_schedule
 from megapar.train.data import identity, open_loaders
 from megapar.train.launch import join, leave, rank_process, refuse_too_many_threads
 from megapar.train.local import start_local_ranks
@@ -47,15 +48,19 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
     # The outer one covers the start of `rank_process`'s threads, the inner one makes an error that it reports.
     with explained(), rank_process(config, env, board) as process, explained():
         ctx = join(config, env, process)
+        resolved, config, schedule = with_chosen_schedule(resolved, config, ctx, times_of_stages, build_stages)
         resolved, config, balance = with_measured_partition(resolved, config, ctx)
         train_data, validation_sets = open_loaders(config, ctx)
         run_dir = Path(config.run_dir)
         with lock_run_dir(run_dir, ctx):
             process.claim_run_dir(run_dir)
             data = identity(train_data, validation_sets)
-            state, notes = start(config, ctx, build_stages(config, ctx), data)
+            memory = dry_run.memory_limit(config, build_stages)
+            state, notes = start(config, ctx, build_stages(config, ctx), data, memory)
             train_data.consumed_samples = state.consumed_samples
-            write_run_header(config, ctx, describe_size(config.model), [*balance, *notes], to_toml(resolved, config))
+            write_run_header(
+                config, ctx, describe_size(config.model), [*schedule, *balance, *notes], to_toml(resolved, config)
+            )
             flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
             stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop))
@@ -70,6 +75,9 @@ def plan(resolved: Resolved) -> None:
     smallest = parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
     config = check(resolved, resolved.config.launch.nproc or smallest)
     flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
+    config, lines = with_planned_schedule(resolved.config, config, build_stages)
+    for line in lines:
+        print(line)
     dry_run.show(config, build_stages, describe_size(config.model), flops, Console(width=140))
 
 

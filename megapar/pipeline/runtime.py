@@ -14,7 +14,7 @@ from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
 from megapar.pipeline.lowering import MessageBatch, Plan, lower_one
-from megapar.pipeline.schedules import Action, Event, make, placement
+from megapar.pipeline.schedules import Action, Event, Schedule, make, placement
 
 
 def preload(pp: int) -> None:
@@ -35,7 +35,7 @@ class PipelineRuntime:
     rank.
     """
 
-    def __init__(self, stages: Mapping[int, PipelineStage], ctx: ParallelContext, schedule: str, vpp: int):
+    def __init__(self, stages: Mapping[int, PipelineStage], ctx: ParallelContext, schedule: str | Schedule, vpp: int):
         self.stages = dict(stages)
         self.axis = ctx.pp
         self.device = ctx.device

@@ -77,8 +77,9 @@ def fill(place: Sequence[int], num_microbatches: int, memory: Memory, durations:
         stages = [stage for stage, home in enumerate(place) if home == rank]
         if memory.limit < memory.least(stages):
             raise ConfigError(
-                f"memory of {memory.limit:,.0f} for the backward passes does not hold one micro-batch in each stage of "
-                f"pipeline rank {rank}, which needs {memory.least(stages):,.0f}"
+                f"parallel.schedule_memory_gb={memory.limit / 2**30:g}: does not hold one micro-batch in each stage of "
+                f"pipeline rank {rank}, which needs {memory.least(stages) / 2**30:.3f}; allow that much, or use a "
+                "smaller train.micro_batch_size"
             )
     fillings = [_Filling(place, num_microbatches, memory, durations, rule) for rule in _rules(place, memory)]
     return min((filling.run() for filling in fillings), key=lambda result: result[0])[1]

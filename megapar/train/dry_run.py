@@ -19,6 +19,7 @@ from megapar.messages import counted, layout_in_words
 from megapar.params import spec_of
 from megapar.pipeline.actions import peak
 from megapar.pipeline.schedules import make, of
+from megapar.pipeline.zero_bubble import Memory
 from megapar.train.grid import with_grid
 from megapar.train.trainable import freeze, refuse
 from megapar.train.trainer import assemble
@@ -109,7 +110,8 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     ctx = _context(config, rank)
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
-    state = assemble(config, ctx, stages)
+    memory = memory_limit(config, build)
+    state = assemble(config, ctx, stages, memory)
     kept = {number: _kept_bytes(stage, config) for number, stage in stages.items()}
     # By id: a tied embedding is a parameter of two stages, but stands in memory once.
     params = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
@@ -120,7 +122,7 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
         state.weights.flat.nbytes + sum(p.nbytes for p in params if not p.requires_grad),
         state.grads.flat.nbytes,
         state.optimizer.nbytes,
-        _peak(config, ctx.pp.rank, kept),
+        _peak(config, ctx.pp.rank, kept, memory),
     )
 
 
@@ -158,10 +160,32 @@ def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) 
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def _peak(config: Config, pp_rank: int, kept: Mapping[int, int]) -> int:
+def memory_limit(config: Config, build: Build) -> Memory | None:
+    """What parallel.schedule_memory_gb allows, and what each stage of the pipeline keeps. None if it is not given.
+
+    The stages are those of the first replica and tensor rank, built on the meta device one pipeline rank after another.
+    """
+    parallel = config.parallel
+    if not parallel.schedule_memory_gb:
+        return None
+    config = _with_kernels_of_the_planned_device(config)
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "dp": parallel.dp, "pp": parallel.pp}
+    num_stages = parallel.pp * parallel.vpp
+    forward = [0] * num_stages
+    inputs = [0] * num_stages
+    for rank in context.rank_groups(sizes, ["pp"], parallel.order)[0]:
+        stages = build(config, _context(config, rank))
+        freeze(stages.values(), config.train.trainable)
+        for number, stage in stages.items():
+            forward[number] = _kept_bytes(stage, config)
+            inputs[number] = forward[number]
+    return Memory(parallel.schedule_memory_gb * 2**30, forward, inputs)
+
+
+def _peak(config: Config, pp_rank: int, kept: Mapping[int, int], memory: Memory | None) -> int:
     """The most activation bytes at one time over a step; `kept` has the bytes of one forward by stage."""
     parallel = config.parallel
-    order = make(of(parallel), parallel.pp, parallel.vpp, num_microbatches(config))[pp_rank]
+    order = make(of(parallel, memory), parallel.pp, parallel.vpp, num_microbatches(config))[pp_rank]
     by_stage = [kept.get(stage, 0) for stage in range(parallel.pp * parallel.vpp)]
     # What an I leaves to its W is not told apart: all of a forward counts until W, which is never too little.
     return int(peak(order, by_stage, by_stage))
