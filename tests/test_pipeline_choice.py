@@ -1,4 +1,4 @@
-"""parallel.schedule auto: which schedule follows from which times, what is measured, and that a resumed run keeps it."""
+"""parallel.schedule auto: which schedule follows from which times, what is measured, what a resumed run keeps."""
 
 import tomllib
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def test_the_choice_keeps_to_the_memory() -> None:
         assert chosen(4, m, 1, 1.3, 0.7).schedule not in ("dualpipe-v", "zb-2p", "interleaved")
     assert chosen(4, 16, 1, 1.3, 0.7, limit=8).idle < chosen(4, 16, 1, 1.3, 0.7).idle
     assert chosen(4, 16, 1, 1.3, 0.7, limit=1.5).schedule == "zb-v"
-    with pytest.raises(ConfigError, match="parallel.schedule=auto, .*: no schedule keeps so little"):
+    with pytest.raises(ConfigError, match=r"parallel.schedule=auto, .*: no schedule keeps so little"):
         chosen(4, 16, 1, 1, 1, limit=0.5)
 
 
