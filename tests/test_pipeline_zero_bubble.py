@@ -181,6 +181,10 @@ def test_schedules_that_know_the_durations_idle_less() -> None:
         plans = [lower(make(schedule, pp, 2, m), 2 * pp) for schedule in (known, SCHEDULES["zb-v"])]
         tuned, equal = (simulate(plan, 1 / 2, 2 / 2, weights=0.7 / 2).bubble for plan in plans)
         assert tuned < 0.9 * equal
+    # For ZB-H1 the order for equal times is the better one in most cases, and is tried as well.
+    for m in (8, 16, 24):
+        known = ZERO_BUBBLE["zb-h1"].schedule(durations=Durations(1, 1.3, 0.7))
+        assert make(known, 8, 1, m) == make("zb-h1", 8, 1, m)
 
 
 # What ranks keep
