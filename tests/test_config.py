@@ -138,8 +138,8 @@ def test_a_schedule_decides_how_many_stages_a_rank_has():
     """Given or derived. Fault more-stages-than-layers."""
     stages = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-2p": 1, "zb-interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
     for schedule, vpp in stages.items():
-        for given in (0, vpp):
-            derived = validate(Config(parallel=ParallelConfig(pp=2, vpp=given, schedule=schedule)), 2)
+        for number in (0, vpp):
+            derived = validate(Config(parallel=ParallelConfig(pp=2, vpp=number, schedule=schedule)), 2)
             assert derived.parallel.vpp == vpp
     message = refusal(Config(parallel=ParallelConfig(pp=2, vpp=1, schedule="v-half")), 2)
     assert message == (

@@ -107,7 +107,7 @@ def check_actions(case: Case, orders: Orders) -> None:
 
 
 def test_generated_schedules_are_valid_and_keep_to_their_memory() -> None:
-    """Faults few-micro-batches-in-any-schedule, messages-in-one-order."""
+    """Faults any-number-of-micro-batches, messages-in-one-order."""
     draw = random.Random(0)
     for name in SCHEDULES:
         for pp in (1, 2, 4):
@@ -120,7 +120,7 @@ def test_generated_schedules_are_valid_and_keep_to_their_memory() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_sweep_of_generated_schedules(seed: int) -> None:
-    """Faults few-micro-batches-in-any-schedule, messages-in-one-order. 20,000 schedules in all."""
+    """Faults any-number-of-micro-batches, messages-in-one-order. 20,000 schedules in all."""
     draw = random.Random(1000 + seed)
     for _ in range(1000):
         check(draw_case(draw, most_ranks=8))

@@ -11,9 +11,10 @@ from megapar.config import Config, ParallelConfig
 from megapar.config_io import Resolved, load
 from megapar.context import ParallelContext
 from megapar.derive import num_microbatches
-from megapar.errors import ConfigError
+from megapar.errors import ConfigError, say
 from megapar.messages import counted
 from megapar.pipeline.choice import Choice, StageTimes, choose
+from megapar.pipeline.schedules import make
 from megapar.train.dry_run import Build, memory_limit
 
 TimesOfStages = Callable[[Config], Sequence[tuple[float, float, float]]]
@@ -26,15 +27,15 @@ def with_chosen_schedule(
     ctx: ParallelContext,
     measure: Callable[[Config, torch.device], TimesOfStages],
     build: Build,
-) -> tuple[Resolved, Config, list[str]]:
+) -> tuple[Resolved, Config]:
     """Fill in parallel.schedule, vpp and schedule_costs if the schedule is auto. A collective over `ctx.world`.
 
     Rank 0 calls `measure`, or takes what the run folder's config.toml holds from an earlier start: a run that is
-    resumed keeps its schedule. Returns both configurations with the choice, and lines that say where it is from. Raises
+    resumed keeps its schedule. Returns both configurations with the choice, and says where it is from. Raises
     ConfigError on every rank if no schedule keeps to parallel.schedule_memory_gb.
     """
     if config.parallel.schedule != "auto":
-        return resolved, config, []
+        return resolved, config
     found: tuple[Sequence[object], str] = ((), "")
     if ctx.world.first:
         try:
@@ -47,27 +48,34 @@ def with_chosen_schedule(
     if not values:
         raise ConfigError(line)
     name, vpp, costs = values
+    if ctx.world.first:
+        say(line)
     chosen = {"schedule": name, "vpp": vpp, "schedule_costs": tuple(costs)}
     paths = [f"parallel.{key}" for key in chosen]
     sources = dict(resolved.sources) | dict.fromkeys(paths, "measured at the first start")
     in_file = replace(resolved.config, parallel=replace(resolved.config.parallel, **chosen))
-    return Resolved(in_file, sources), replace(config, parallel=replace(config.parallel, **chosen)), [line]
+    return Resolved(in_file, sources), replace(config, parallel=replace(config.parallel, **chosen))
 
 
-def with_planned_schedule(given: Config, config: Config, build: Build) -> tuple[Config, list[str]]:
-    """Fill in the schedule for a dry run, which measures nothing: as if all stages and all actions took equal times.
+def check_schedule(given: Config, config: Config, build: Build) -> Config:
+    """Raise ConfigError if parallel.schedule does not exist, or does not fit the run's ranks and micro-batches.
 
+    Names of ours fit where the options are valid. A file, or a schedule from a module of one's own, may not. Returns
+    `config`. In a dry run, which measures nothing, auto is filled in as if all stages and actions took equal times.
     `given` has the options as the user gave them.
     """
-    if config.parallel.schedule != "auto":
-        return config, []
+    parallel = config.parallel
+    if parallel.schedule != "auto":
+        make(parallel.schedule, parallel.pp, parallel.vpp, num_microbatches(config))
+        return config
+    if not config.dry_run:
+        return config
     choice = _choose(config, given.parallel, _equal_times, build)
-    line = (
+    say(
         f"parallel.schedule=auto: planned with {choice.schedule}, vpp {choice.vpp}, which idles {choice.idle:.1%} if "
         "all stages take equal times; a run measures them when it first starts"
     )
-    parallel = replace(config.parallel, schedule=choice.schedule, vpp=choice.vpp)
-    return replace(config, parallel=parallel), [line]
+    return replace(config, parallel=replace(parallel, schedule=choice.schedule, vpp=choice.vpp))
 
 
 def _equal_times(config: Config) -> Sequence[tuple[float, float, float]]:
