@@ -46,6 +46,11 @@ def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
     return replace(config, model=model, parallel=parallel, optimizer=optimizer)
 
 
+def smallest_world(parallel: ParallelConfig) -> int:
+    """The smallest number of ranks that the layout has, as it was given: with one replica where dp is derived."""
+    return parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
+
+
 def _stages_on_a_rank(parallel: ParallelConfig) -> int:
     """The vpp that a schedule means where none is given."""
     if parallel.schedule == "zb-interleaved":

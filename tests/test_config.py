@@ -134,6 +134,24 @@ def test_vpp_needs_a_schedule_that_holds_several_stages_on_a_rank():
     validate(Config(parallel=ParallelConfig(pp=2, schedule="interleaved")), 2)
 
 
+def test_a_schedule_decides_how_many_stages_a_rank_has():
+    """Given or derived. Fault more-stages-than-layers."""
+    stages = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-2p": 1, "zb-interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
+    for schedule, vpp in stages.items():
+        for number in (0, vpp):
+            derived = validate(Config(parallel=ParallelConfig(pp=2, vpp=number, schedule=schedule)), 2)
+            assert derived.parallel.vpp == vpp
+    message = refusal(Config(parallel=ParallelConfig(pp=2, vpp=1, schedule="v-half")), 2)
+    assert message == (
+        "parallel.vpp=1, parallel.schedule=v-half: v-half runs two stages on each rank; set parallel.vpp 2, or "
+        "parallel.schedule 1f1b (or zb-h1)"
+    )
+    assert "set parallel.vpp 1, or parallel.schedule interleaved (or zb-interleaved, gpipe)" in refusal(
+        Config(parallel=ParallelConfig(pp=2, vpp=3, schedule="zb-h1")), 2
+    )
+    assert "must be three times" in refusal(Config(parallel=ParallelConfig(schedule_costs=(1.0, 2.0))), 1)
+
+
 def test_a_grid_that_is_not_the_world_is_refused():
     """Fault grid-is-the-world."""
     message = refusal(Config(parallel=ParallelConfig(tp=2, pp=2)), 6)

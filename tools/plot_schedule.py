@@ -43,7 +43,7 @@ class Arguments:
     memory: float = 0.0
     """Micro-batches that a rank of a zero-bubble schedule may keep; 0 means the schedule's own limit."""
     run: Path | None = None
-    """Folder of a run with log.timeline: its orders and median times are simulated, and drawn above what it measured."""
+    """Folder of a run with log.timeline: its orders are simulated with its median times, and drawn above its own."""
     out: tuple[Path, ...] = ()
     """Files to write: .png and .svg are pictures, .json is a trace for chrome://tracing or ui.perfetto.dev."""
 

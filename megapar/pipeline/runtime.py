@@ -17,7 +17,7 @@ from megapar.errors import ConfigError
 from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.pipeline.lowering import MessageBatch, lower_one
 from megapar.pipeline.refine import refine
-from megapar.pipeline.schedules import Action, Event, Kind, find, make, placement
+from megapar.pipeline.schedules import Action, Event, Kind, Schedule, find, make, placement
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, first_microbatches, insert_unit_actions
 
 
@@ -47,7 +47,7 @@ class PipelineRuntime:
         self,
         stages: Mapping[int, PipelineStage],
         ctx: ParallelContext,
-        schedule: str,
+        schedule: str | Schedule,
         vpp: int,
         fine_stages: Sequence[int] = (),
         units: Units | None = None,
@@ -129,7 +129,8 @@ class PipelineRuntime:
         """The actions of each pipeline rank in order."""
         coarse = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
         # Between ranks, a stage would wait for all micro-batches of the stage before.
-        breadth_first = find(self.schedule).breadth_first and self.axis.size == 1
+        schedule = find(self.schedule) if isinstance(self.schedule, str) else self.schedule
+        breadth_first = schedule.breadth_first and self.axis.size == 1
         return refine(coarse, self.fine_stages, breadth_first=breadth_first)
 
     def plan(self, num_microbatches: int, most: int = 0, *, backward: bool) -> Sequence[Item]:

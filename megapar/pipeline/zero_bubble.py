@@ -24,10 +24,11 @@ from typing import NamedTuple
 
 from megapar.errors import ConfigError
 from megapar.pipeline.actions import Action, Kind, Orders
+from megapar.pipeline.lowering import length
 
 
 class Durations(NamedTuple):
-    """How long an action of each kind takes, in any unit. A message takes no time."""
+    """How long an action of each kind takes, in any unit."""
 
     F: float = 1.0
     I: float = 1.0  # noqa: E741
@@ -67,7 +68,7 @@ def counted_by_stage(microbatches: float, place: Sequence[int]) -> Memory:
 
 
 def fill(place: Sequence[int], num_microbatches: int, memory: Memory, durations: Durations) -> Orders:
-    """The shortest of the schedules that a few rules for forwards give, simulated with `durations`.
+    """The shortest of the schedules that a few rules for forwards give, where actions take `durations`.
 
     `place` is the rank of each stage. Micro-batches go through each stage in ascending order, in F, in I and in W, so
     the gradients of weights are the same sums in the same order as those of B. Raises ConfigError if `memory` does not
@@ -77,11 +78,21 @@ def fill(place: Sequence[int], num_microbatches: int, memory: Memory, durations:
         stages = [stage for stage, home in enumerate(place) if home == rank]
         if memory.limit < memory.least(stages):
             raise ConfigError(
-                f"memory of {memory.limit:,.0f} for the backward passes does not hold one micro-batch in each stage of "
-                f"pipeline rank {rank}, which needs {memory.least(stages):,.0f}"
+                f"parallel.schedule_memory_gb={memory.limit / 2**30:g}: does not hold one micro-batch in each stage of "
+                f"pipeline rank {rank}, which needs {memory.least(stages) / 2**30:.3f}; allow that much, or use a "
+                "smaller train.micro_batch_size"
             )
-    fillings = [_Filling(place, num_microbatches, memory, durations, rule) for rule in _rules(place, memory)]
-    return min((filling.run() for filling in fillings), key=lambda result: result[0])[1]
+    # An order that is made for equal times has more regular rounds. With other times it is shorter now and then.
+    made_for = dict.fromkeys((durations, Durations()))
+    made = [
+        _Filling(place, num_microbatches, memory, times, rule).run()
+        for times in made_for
+        for rule in _rules(place, memory)
+    ]
+    cost = durations._asdict()
+    # Among orders that take about as long, messages prefer those that do not wait for every one of them.
+    message = durations.F / 64
+    return min(made, key=lambda orders: length(orders, len(place), cost, message))
 
 
 class _Rule(NamedTuple):
@@ -151,8 +162,7 @@ class _Filling:
         self._backward_ends: list[list[float]] = [[] for _ in place]
         self._room = self._room_for_later_stages()
 
-    def run(self) -> tuple[float, Orders]:
-        """The time that the schedule takes, and its orders."""
+    def run(self) -> Orders:
         choices = [self._choose(rank) for rank in self._ranks]
         while any(choices):
             number = min((choice[:2], n) for n, choice in enumerate(choices) if choice)[1]
@@ -163,7 +173,7 @@ class _Filling:
             stage = choice.action.stage
             for other in {number, *(self._place[s] for s in (stage - 1, stage + 1) if 0 <= s <= self._last_stage)}:
                 choices[other] = self._choose(self._ranks[other])
-        return max(rank.clock for rank in self._ranks), [rank.order for rank in self._ranks]
+        return [rank.order for rank in self._ranks]
 
     def _room_for_later_stages(self) -> list[float]:
         """For each stage, what must stay free after a forward, so that its micro-batch can go on to the end.

@@ -22,6 +22,7 @@ from megapar.messages import counted, layout_in_words
 from megapar.params import spec_of
 from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import Item, most_live
+from megapar.pipeline.zero_bubble import Memory
 from megapar.train.grid import with_grid
 from megapar.train.kept import PUT_OFF, KeptBytes, Key
 from megapar.train.step import TrainState
@@ -119,7 +120,7 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     ctx = _context(config, rank)
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
-    state = assemble(config, ctx, stages)
+    state = assemble(config, ctx, stages, memory_limit(config, build))
     kept = {number: _kept_bytes(number, stage, config) for number, stage in stages.items()}
     plan = state.pipeline.plan(num_microbatches(config), backward=True)
     gathered, collected = _most_of_units(state, plan)
@@ -246,6 +247,32 @@ def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]], left: 
     found = Counter({key: forwards[stage] * size for stage in kept for key, size in kept[stage].items()})
     found.update({(stage, PUT_OFF): halves[stage] * size for stage, size in left.items()})
     return found
+
+
+def memory_limit(config: Config, build: Build) -> Memory | None:
+    """What parallel.schedule_memory_gb allows, and what each stage of the pipeline keeps. None if it is not given.
+
+    The stages are those of the first replica and tensor rank, built on the meta device one pipeline rank after another.
+    """
+    parallel = config.parallel
+    if not parallel.schedule_memory_gb:
+        return None
+    config = _with_kernels_of_the_planned_device(config)
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "dp": parallel.dp, "pp": parallel.pp}
+    num_stages = parallel.pp * parallel.vpp
+    forward = [0] * num_stages
+    inputs = [0] * num_stages
+    for rank in context.rank_groups(sizes, ["pp"], parallel.order)[0]:
+        ctx = _context(config, rank)
+        stages = build(config, ctx)
+        freeze(stages.values(), config.train.trainable)
+        runtime = assemble(config, ctx, stages).pipeline
+        # A schedule orders whole stages, also where the runtime splits them into fine ones.
+        whole = [stage for stage, parts in enumerate(runtime.fine_stages) for _ in range(parts)]
+        for number, stage in stages.items():
+            forward[whole[number]] += sum(_kept_bytes(number, stage, config).values())
+            inputs[whole[number]] += _left_bytes(stage, config)
+    return Memory(parallel.schedule_memory_gb * 2**30, forward, inputs)
 
 
 def show(config: Config, build: Build, parameters: str, flops_per_token: int, console: Console) -> None:

@@ -27,8 +27,9 @@ from megapar.derive import num_microbatches
 from megapar.errors import NumericError, StorageError, storing
 from megapar.optimizer.adamw import AdamW
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.pipeline.schedules import Event
+from megapar.pipeline.schedules import Event, of
 from megapar.pipeline.sharding_plan import UnitAction, Units
+from megapar.pipeline.zero_bubble import Memory
 from megapar.precision import LossScale
 from megapar.random import initialize
 from megapar.train import checkpoints, not_finite
@@ -38,11 +39,13 @@ from megapar.train.step import QueuedStep, StepResult, TrainState, evaluate, que
 from megapar.train.trainable import freeze_others
 
 
-def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineStage]) -> TrainState:
+def assemble(
+    config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineStage], memory: Memory | None = None
+) -> TrainState:
     """Build the training state at step 0: pipeline runtime, flat weights and gradients, and optimizer.
 
     `stages` are this rank's stages by global stage number. Initialize their weights before this call: the optimizer's
-    main weights are copied from them.
+    main weights are copied from them. `memory` is what the schedule may keep (`dry_run.memory_limit`).
     """
     options = config.optimizer
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
@@ -71,7 +74,7 @@ def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, Pipeline
         config=config,
         ctx=ctx,
         stages=stages,
-        pipeline=PipelineRuntime(stages, ctx, parallel.schedule, parallel.vpp, fine_stages, units),
+        pipeline=PipelineRuntime(stages, ctx, of(parallel, memory), parallel.vpp, fine_stages, units),
         weights=weights,
         grads=grads,
         optimizer=AdamW(weights, grads, options, kernels.adamw),
@@ -127,15 +130,17 @@ def start(
     ctx: ParallelContext,
     stages: Mapping[int, PipelineStage],
     data: Mapping[str, Any] | None = None,
+    memory: Memory | None = None,
 ) -> tuple[TrainState, list[str]]:
     """Build the state at step 0 or at the checkpoint that `checkpoint.resume` names; returns it and lines for the user.
 
-    `data` is the `identity` of the data that the run reads. That of the checkpoint must be equal.
+    `data` is the `identity` of the data that the run reads. That of the checkpoint must be equal. `memory` is what the
+    schedule may keep (`dry_run.memory_limit`).
     """
     # In this order: the optimizer copies the initialized weights, and makes state for trained parameters alone.
     initialize(stages.values(), config.train.seed)
     notes = freeze_others(stages.values(), config.train.trainable, ctx)
-    state = assemble(config, ctx, stages)
+    state = assemble(config, ctx, stages, memory)
     state.data_identity = data or {}
     notes += checkpoints.resume(state, Path(config.run_dir))
     ctx.flight.step = state.step
