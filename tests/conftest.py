@@ -35,6 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"-m {lane} needs a GPU, and torch {torch.__version__} sees none here")
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A test draws the same numbers whatever ran before it, so that a failure can be repeated."""
+    import torch
+
+    torch.manual_seed(1234)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A file of kernel tests is marked gpu as a whole; those of its tests that fork ranks belong to `-m gpus` alone.
     Long files come first."""

@@ -34,6 +34,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -450,11 +451,11 @@ def _tool(name: str, *arguments: str, content: bytes, suffix: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def table_of(names: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
+def table_of(architectures: Sequence[int], names: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
     """Resources by kernel and architecture."""
     items = {item.name: item for item in shipped()}
     table: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in names}
-    for architecture in ARCHITECTURES:
+    for architecture in architectures:
         wanted = [items[name] for name in names if architecture in items[name].architectures]
         binaries = [compile_one(item, architecture) for item in wanted]
         for binary, code in zip(binaries, disassemble(binaries) if binaries else [], strict=True):
@@ -466,13 +467,14 @@ def table_of(names: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="kernels whose name starts with this")
+    parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES, choices=ARCHITECTURES)
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args()
     table: dict[str, dict[str, dict[str, Any]]] = {}
     names = [item.name for item in shipped() if item.name.startswith(options.only)]
     batches = [names[first : first + BATCH] for first in range(0, len(names), BATCH)]
     with multiprocessing.get_context("spawn").Pool() as pool:
-        for found in pool.imap(table_of, batches):
+        for found in pool.imap(partial(table_of, options.architectures), batches):
             table |= found
             for name, by_architecture in found.items():
                 for architecture, numbers in by_architecture.items():

@@ -306,3 +306,34 @@ def test_recomputation_changes_no_bit(form: Any) -> None:
         for other_loss, other_gradient in others:
             assert other_loss == loss
             assert torch.equal(other_gradient, gradient)
+
+
+# A long run
+
+
+LONG = 50
+
+
+def train_long(layout: Layout) -> tuple[list[float], list[layouts.Held]]:
+    """The loss of each of 50 steps over three batches in turns, and the weights after them."""
+    config = layout.config()
+    optimizer = replace(config.optimizer, lr=2e-3, eps=1e-8)
+    config = replace(config, optimizer=optimizer, train=replace(config.train, steps=LONG))
+    state = make_state(config)
+    losses = []
+    for step in range(LONG):
+        losses.append(train_step(state, micro_batches(config, state.ctx, step % 3, layout.packed)).loss)
+    return losses, layouts.held(state.stages.values(), state.ctx)
+
+
+@pytest.mark.slow
+def test_fifty_steps_of_four_ranks_are_those_of_one() -> None:
+    """Rounding adds up: 4e-7 in losses and 1.1e-5 in weights were measured. The loss falls from 5.1 to 1.7."""
+    base = Layout(LLAMA, micro_batch_size=6, packed=True)
+    losses, weights = train_long(base)
+    assert losses[-1] < 0.4 * losses[0]
+    for form in FORMS:
+        ranks = run_ranks(4, train_long, replace(base, cp=4, cp_attention=form))
+        for found, _ in ranks:
+            assert found == pytest.approx(losses, rel=1e-5)
+        layouts.assert_close(layouts.assemble([held for _, held in ranks]), layouts.assemble([weights]), 5e-5)

@@ -40,10 +40,9 @@ def train_on_hosts(config: Config, ranks_of_a_host: int) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(ON_GPUS, reason="ranks on GPUs exchange over NCCL")
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_shared_memory_and_gloo_give_the_same_bits(schedule: str) -> None:
+def test_shared_memory_and_gloo_give_the_same_bits() -> None:
     """On one host, over gloo alone, and on two hosts of which each has both ranks of every tp axis."""
-    layout = Layout(LLAMA, tp=2, dp=2, pp=2, vpp=1 + (schedule == "interleaved"), schedule=schedule, micro_batch_size=2)
+    layout = Layout(LLAMA, tp=2, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=2)
     config = layout.config()
     shared = run_ranks(8, train_on_hosts, config, 8)
     over_gloo = replace(config, launch=replace(config.launch, cpu_exchange="gloo"))
@@ -251,7 +250,7 @@ def random_layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(layout=random_layouts())
 def test_random_layouts_change_nothing(layout: Layout) -> None:
     check_on_ranks(layout)

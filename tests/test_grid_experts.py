@@ -8,9 +8,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megapar_models.build import build_stages, logical_tensors
+from megapar_models.stage import Stage
 from torch import Tensor
 
 from megapar import context
+from megapar.batch import MicroBatch
 from megapar.expert_parallel import route
 from megapar.params import spec_of
 from megapar.train.grid import with_grid
@@ -89,6 +91,33 @@ FORCED = of(MIXTRAL, router_z_loss_coef=0.02)
 def test_all_tokens_to_the_same_experts(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of five experts get every token, so that some ranks compute nothing. Nothing waits, and nothing is NaN."""
     monkeypatch.setattr(route, "select", all_to_expert_zero)
+    check_on_ranks(layout)
+
+
+LAGGED = of(MIXTRAL, router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
+BY_SAMPLE = of(SHARED, router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
+
+
+def no_language_loss(stage: Stage, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
+    return 0.0 * language_loss(stage, x_sbh, batch)
+
+
+language_loss = Stage.loss
+
+
+@pytest.mark.gpus
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(LAGGED, dp=2, ep=2, micro_batch_size=3, recompute="full"),
+        Layout(BY_SAMPLE, tp=2, dp=2, ep=2, sequence_parallel=True, micro_batch_size=3),
+        Layout(BY_SAMPLE, cp=2, pp=2, ep=2, micro_batch_size=2, partition=(1, 1)),
+    ],
+    ids=name_of,
+)
+def test_losses_of_routers_alone_train_as_in_one_process(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault moe-balance-loss-scaled: with the language loss turned off, every gradient is that of routers."""
+    monkeypatch.setattr(Stage, "loss", no_language_loss)
     check_on_ranks(layout)
 
 

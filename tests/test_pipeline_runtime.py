@@ -142,20 +142,20 @@ def test_every_schedule_equals_the_unsplit_model(pp):
     run_ranks(pp, every_schedule, pp)
 
 
-def fifty_steps() -> None:
+def twenty_steps() -> None:
     ctx = context.create(pp=4)
     jitter = random.Random(ctx.pp.rank)
     runtime, stages = build(ctx, "interleaved", 2)
     for stage in runtime.stages.values():
         stage.jitter = jitter
-    for step in range(50):
+    for step in range(20):
         check_step(ctx, runtime, stages, make_batches(1 + step % 7, seed=step, longest=40), step)
 
 
-def test_fifty_steps_with_random_lengths_finish():
+def test_twenty_steps_with_random_lengths_finish():
     """Fault changing-sequence-lengths: lengths change from micro-batch to micro-batch and ranks run at changing
     speeds."""
-    run_ranks(4, fifty_steps)
+    run_ranks(4, twenty_steps)
 
 
 def evaluations() -> None:
