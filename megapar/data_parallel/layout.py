@@ -6,7 +6,7 @@ grouped into buckets. One collective reduces the gradients of a bucket over the 
 et al., arXiv 1910.02054).
 
 With ZeRO-2 and 3 a bucket is a unit: the parameters of one fine stage (`megapar.pipeline.refine`) that may share a
-bucket. Then a buffer may hold this rank's shards alone. `Placement` says where elements lie in a buffer.
+bucket. Then a buffer may hold this rank's shards alone (`megapar.data_parallel.placement`).
 
 A range is [start, stop) in elements. A list of ranges is sorted and disjoint.
 """
@@ -272,39 +272,6 @@ class FlatLayout:
         stops = [*(start for start, _ in counted), self.numel]
         between = [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
         return intersect(between, self.shards())
-
-
-class Placement:
-    """Where the elements of a layout lie in a buffer.
-
-    A buffer holds all elements, at the offsets of the layout, or with `shards_only` this rank's shards, one after the
-    other. `numel` is the length of the buffer.
-    """
-
-    def __init__(self, layout: FlatLayout, *, shards_only: bool):
-        self._held = layout.shards() if shards_only else [(0, layout.numel)]
-        self.numel = sum(stop - start for start, stop in self._held)
-
-    def place(self, ranges: Sequence[Range]) -> list[Range]:
-        """Where `ranges` lie in the buffer. Elements that it does not hold are left out."""
-        placed = []
-        base = 0  # where the held elements [start, stop) begin in the buffer
-        i = 0
-        for start, stop in self._held:
-            while i < len(ranges) and ranges[i][1] <= start:
-                i += 1
-            last = i
-            while last < len(ranges) and ranges[last][0] < stop:
-                last += 1
-            for first, end in intersect(ranges[i:last], [(start, stop)]):
-                placed.append((base + first - start, base + end - start))
-            base += stop - start
-        return merge(placed)
-
-    def slice(self, start: int, stop: int) -> slice:
-        """The slice of the buffer that holds the elements [start, stop), which must lie in one shard."""
-        ((first, last),) = self.place([(start, stop)])
-        return slice(first, last)
 
 
 def _collect(modules: Sequence[nn.Module]) -> list[Declared]:
