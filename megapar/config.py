@@ -239,8 +239,8 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. 0 never clips."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """Of what each data-parallel rank holds only a shard (arXiv 1910.02054). 0: nothing; 1: optimizer state (ZeRO-1); 2:
-    gradients too, reduced layer by layer in every micro-batch; 3: weights too, gathered layer by layer for each use."""
+    """What each data-parallel rank holds only a shard of (arXiv 1910.02054). 0: nothing; 1: optimizer state (ZeRO-1);
+    2: gradients too, reduced layer by layer in every micro-batch; 3: weights too, gathered layer by layer for use."""
     bucket_mb: float = 0.0
     """MiB of gradients that are reduced at once, while the backward pass runs; 0: 4 for each replica, at least 64. With
     zero_stage 2 and 3 it is always the gradients of a layer."""

@@ -214,15 +214,19 @@ def four_documents(samples: Tensor) -> Tensor:
     return torch.cat((inner, torch.tensor([len(samples) * LENGTH]))).int()
 
 
-def make_state(config: Config) -> TrainState:
+def make_context(config: Config) -> ParallelContext:
     rank = dist.get_rank() if dist.is_initialized() else 0
     parallel = config.parallel
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     make = with_grid(context.create, config)
-    ctx = make(
+    return make(
         device=rank_device(rank) if world > 1 else torch.device("cpu"),
         use_shared_memory=config.launch.cpu_exchange == "shared_memory",
     )
+
+
+def make_state(config: Config) -> TrainState:
+    ctx = make_context(config)
     stages = build_stages(config, ctx)
     initialize(stages.values(), config.train.seed)
     return assemble(config, ctx, stages)
