@@ -241,6 +241,9 @@ class OptimizerConfig:
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What each data-parallel rank holds only a shard of (arXiv 1910.02054). 0: nothing; 1: optimizer state (ZeRO-1);
     2: gradients too, reduced layer by layer in every micro-batch; 3: weights too, gathered layer by layer for use."""
+    shard_ranks: int = 0
+    """Shard over groups of so many neighboring ranks of dp x cp, and keep copies across groups; 0: over all of them.
+    Within a node, gathers then never leave it. Experts with fewer replicas are sharded over all of these."""
     bucket_mb: float = 0.0
     """MiB of gradients that are reduced at once, while the backward pass runs; 0: 4 for each replica, at least 64. With
     zero_stage 2 and 3 it is always the gradients of a layer."""

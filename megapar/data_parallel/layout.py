@@ -214,7 +214,7 @@ class FlatLayout:
         for group in groups:
             sizes = [param.numel() for param, _ in group]
             _, spec = group[0]  # `replicas` and `whole` are the same for all parameters of a group
-            bucket_groups.append(BucketGroup(sizes, spec.replicas.size, spec.whole))
+            bucket_groups.append(BucketGroup(sizes, spec.replicas.shards.size, spec.whole))
         starts, self.buckets = lay_out(bucket_groups, bucket_elements)
         self.slots = _slots([pair for group in groups for pair in group], starts, self.buckets)
         self.numel = self.buckets[-1].stop if self.buckets else 0
@@ -230,8 +230,12 @@ class FlatLayout:
         return sorted({slot.bucket_index for slot in self.slots if id(slot.param) in wanted})
 
     def axis(self, bucket: Bucket) -> Axis:
-        """The axis over which the gradients of a bucket are summed."""
-        return self.slots[bucket.first_param].spec.replicas
+        """The axis over which ZeRO shards a bucket. Without ZeRO, the one over which its gradients are summed."""
+        return self.slots[bucket.first_param].spec.replicas.shards
+
+    def copies(self, bucket: Bucket) -> Axis:
+        """The ranks that hold copies of this rank's shard of a bucket, over which its sum goes on."""
+        return self.slots[bucket.first_param].spec.replicas.copies
 
     def shard(self, bucket: Bucket) -> Range:
         """The part of a bucket that this rank's optimizer updates."""
@@ -248,12 +252,13 @@ class FlatLayout:
         """The elements that this rank counts in the gradient norm, and padding between them, which is zero.
 
         Over all ranks each element of the model is counted once. Of the ranks of a replica that hold copies of it, the
-        one whose `Piece.owned` has it counts it. Of the replicas, the one whose ZeRO shard has it counts it, or the
-        first replica without ZeRO.
+        one whose `Piece.owned` has it counts it. Of the replicas, the one whose ZeRO shard has it counts it, the first
+        of several that have copies of the shard, or the first replica without ZeRO.
         """
         owned = []
         for slot in self.slots:
-            if not (self.sharded or slot.spec.replicas.first):
+            replicas = slot.spec.replicas
+            if not replicas.copies.first or not (self.sharded or replicas.first):
                 continue
             for start, stop in slot.spec.owned_ranges():
                 # Include the padding after a parameter, so that neighboring ranges join: fewer ranges are faster.

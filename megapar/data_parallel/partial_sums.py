@@ -68,7 +68,7 @@ class _Overlapping:
         comm.all_reduce(packed, self.axis)
         # An element may be in the shard of one replica here, and of another replica on a neighbor.
         if self.sharded:
-            comm.all_reduce(packed, self.replicas)
+            comm.all_reduce(packed, self.replicas.shards)
         for offset, start, stop in self.runs:
             grads[start:stop] = packed[offset : offset + stop - start]
 

@@ -135,6 +135,7 @@ class Layout:
     recompute: str = "none"
     every: int = 1
     zero_stage: int = 1
+    shard_ranks: int = 0
     micro_batch_size: int = 1
     partition: tuple[int, ...] = ()
     order: str = "tp-cp-dp-pp"
@@ -179,6 +180,7 @@ class Layout:
             lr=5e-2,
             eps=1e-2,
             zero_stage=self.zero_stage,
+            shard_ranks=self.shard_ranks,
             clip_grad=0.5,
             bucket_mb=0.0 if self.zero_stage >= 2 else 1 / 64,
             overlap_grad_reduce=self.overlap,
