@@ -245,8 +245,11 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. 0 never clips."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What data-parallel ranks shard (ZeRO, arXiv 1910.02054). 0: nothing; 1: optimizer state; 2: gradients too; 3:
-    weights too. 2 reduces the gradients of a layer in every micro-batch, 3 gathers its weights for every use."""
+    """What each data-parallel rank holds only a shard of (arXiv 1910.02054). 0: nothing; 1: optimizer state (ZeRO-1);
+    2: gradients too, reduced layer by layer in every micro-batch; 3: weights too, gathered layer by layer for use."""
+    shard_ranks: int = 0
+    """Shard over groups of so many neighboring ranks of dp x cp, and keep copies across groups; 0: over all of them.
+    Within a node, gathers then never leave it. Experts with fewer replicas are sharded over all of these."""
     bucket_mb: float = 0.0
     """MiB of gradients that are reduced at once, while the backward pass runs; 0: 4 for each replica, at least 64. With
     zero_stage 2 and 3 it is always the gradients of a layer."""

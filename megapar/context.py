@@ -6,7 +6,7 @@ rest of the code receives a `ParallelContext`: one `Axis` for each direction of 
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -20,6 +20,7 @@ from megapar.shared_memory import Host
 DEFAULT_ORDER = "tp-cp-dp-pp"
 EXPERT_ORDER = "etp-ep-edp"
 """Rank order of the expert grid, fastest axis first. So the ranks that share an expert are neighbors."""
+_SPLIT = ("grad", "expert_grad")  # the axes that optimizer.shard_ranks splits
 _EXPERT_AXES = {"etp": "etp", "ep": "ep", "expert_grad": "edp"}  # names of axes, and their directions in that grid
 
 
@@ -89,7 +90,8 @@ class Axis:
 
     `ranks` are global ranks. `rank` is this rank's position among them. `log` keeps the newest operations. At size 1
     `group`, `log` and `local` are None, and collectives do nothing. `local` is set if the ranks exchange through shared
-    memory. `group` is None too if all ranks of the job do.
+    memory. `group` is None too if all ranks of the job do. `inner` and `outer` are set if the axis is split: into
+    groups of neighbors, and the ranks that have one position in these groups.
     """
 
     name: str
@@ -100,6 +102,18 @@ class Axis:
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     log: AxisLog | None = field(default=None, compare=False)
     local: LocalAxis | None = field(default=None, compare=False)
+    inner: "Axis | None" = field(default=None, compare=False)
+    outer: "Axis | None" = field(default=None, compare=False)
+
+    @property
+    def shards(self) -> "Axis":
+        """The ranks over which ZeRO shards: all of them, or a group of neighbors (optimizer.shard_ranks)."""
+        return self.inner or self
+
+    @property
+    def copies(self) -> "Axis":
+        """The ranks that hold copies of this rank's shard: this rank alone, or one of each group of neighbors."""
+        return self.outer or Axis(f"{self.name}_copies")
 
     @property
     def first(self) -> bool:
@@ -139,7 +153,8 @@ class ParallelContext:
     @property
     def axes(self) -> tuple[Axis, ...]:
         dense = (self.tp, self.cp, self.dp, self.pp, self.grad)
-        return (*dense, self.etp, self.ep, self.expert_grad, self.ends, self.world)
+        parts = [part for axis in (self.grad, self.expert_grad) for part in (axis.inner, axis.outer) if part]
+        return (*dense, self.etp, self.ep, self.expert_grad, self.ends, self.world, *parts)
 
     def traffic(self) -> dict[str, int]:
         """Bytes sent so far by this rank, by name of the axis. Axes over which nothing was sent are left out."""
@@ -164,6 +179,7 @@ def planned(
     etp: int = 1,
     order: str = DEFAULT_ORDER,
     ends: Iterable[int] | None = None,
+    shard_ranks: int = 0,
     device: torch.device,
 ) -> ParallelContext:
     """The context that `create` would give to `rank`, but without process groups.
@@ -191,7 +207,23 @@ def planned(
     axes["ends"] = Axis(TIED_AXIS)
     if position["pp"] in holders:
         axes["ends"] = axis(TIED_AXIS, len(holders), holders.index(position["pp"]))
+    for name in _SPLIT:
+        whole = axes[name]
+        if 0 < shard_ranks < whole.size:
+            inner = axis(f"{name}_shards", shard_ranks, whole.rank % shard_ranks)
+            outer = axis(f"{name}_copies", whole.size // shard_ranks, whole.rank // shard_ranks)
+            axes[name] = replace(whole, inner=inner, outer=outer)
     return ParallelContext(**axes, device=device, flight=Flight())
+
+
+def _split(groups: Sequence[tuple[int, ...]], shard_ranks: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Cut each group of ranks into groups of `shard_ranks` neighbors.
+
+    Returns these groups, and the groups of ranks that have one position in them.
+    """
+    inner = [group[i : i + shard_ranks] for group in groups for i in range(0, len(group), shard_ranks)]
+    outer = [group[i::shard_ranks] for group in groups for i in range(shard_ranks)]
+    return inner, outer
 
 
 def _index(position: Mapping[str, int], sizes: Mapping[str, int], axes: Sequence[str], order: str) -> int:
@@ -247,13 +279,15 @@ def create(
     timeout_seconds: float = 300.0,
     flight: Flight | None = None,
     use_shared_memory: bool = True,
+    shard_ranks: int = 0,
 ) -> ParallelContext:
     """Make the process groups. A collective: every rank of an initialized world calls it with the same arguments.
 
     Collectives that take longer than `timeout_seconds` raise an error. `ends` are the pipeline ranks that hold a tied
     embedding, by default the first and the last. `flight` is the log of this rank's operations, by default private.
     With `use_shared_memory` the axes of a gloo job whose ranks are all on one host exchange through shared memory.
-    `ep` and `etp` are sizes of the expert grid. An `ep` of 0 stands for a model without experts.
+    `ep` and `etp` are sizes of the expert grid. An `ep` of 0 stands for a model without experts. ZeRO shards over
+    groups of `shard_ranks` neighbors on the axes of gradients, 0 for all ranks.
 
     Raises ValueError if the sizes do not multiply to the world size, if ep * etp does not divide tp * cp * dp, or if
     `order` does not name each axis once.
@@ -278,6 +312,13 @@ def create(
     groups = _groups(sizes, ep, etp, order, ends)
     # Every rank makes the axes in the same order.
     axes = {name: axis(name, groups[name]) for name in groups}
+    for name in _SPLIT:
+        if groups[name] and 0 < shard_ranks < len(groups[name][0]):
+            inner, outer = _split(groups[name], shard_ranks)
+            # Named, so that every rank makes the two in this order.
+            shards = axis(f"{name}_shards", inner)
+            copies = axis(f"{name}_copies", outer)
+            axes[name] = replace(axes[name], inner=shards, outer=copies)
     return ParallelContext(**axes, device=device or torch.device("cpu"), flight=flight)
 
 

@@ -31,7 +31,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "receive", "
 DTYPES = ("other", "float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool")
 _CODES = {name: code for code, name in enumerate(OPERATIONS)}
 RING = 1024  # number of operations of each axis that are kept
-AXES = 10  # as many as a ParallelContext has
+AXES = 14  # as many as a ParallelContext has at most
 
 # One struct for each group of fields that is written at once. "=" means no padding. All numbers are 8 bytes wide.
 _INTEGER = struct.Struct("=q")

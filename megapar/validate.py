@@ -400,6 +400,7 @@ def _optimizer(config: Config) -> Iterator[str]:
     if config.optimizer.overlap_param_gather and config.optimizer.zero_stage == 3:
         text = "stage 3 gathers the weights of each layer while the layer before runs; use zero_stage 1 or 2, or "
         yield problem(config, "optimizer.overlap_param_gather optimizer.zero_stage", f"{text}leave it out")
+    yield from _shard_ranks(config)
     if config.optimizer.bucket_mb and config.optimizer.zero_stage >= 2:
         text = "stages 2 and 3 reduce the gradients of one layer at a time; leave bucket_mb at 0, or use zero_stage 1"
         yield problem(config, "optimizer.bucket_mb optimizer.zero_stage", text)
@@ -420,6 +421,30 @@ def _optimizer(config: Config) -> Iterator[str]:
     elif optimizer.min_lr > optimizer.lr >= 0:  # a negative lr has its own message
         text = f"the rate must not end above its peak; use at most {shown(optimizer.lr)}"
         yield problem(config, "optimizer.min_lr optimizer.lr", text)
+
+
+def _shard_ranks(config: Config) -> Iterator[str]:
+    """Problems of the groups of ranks over which ZeRO shards."""
+    number = config.optimizer.shard_ranks
+    if not number:
+        return
+    if config.optimizer.zero_stage == 0:
+        text = "without ZeRO nothing is sharded; use zero_stage 1, 2 or 3, or leave it at 0"
+        yield problem(config, "optimizer.shard_ranks optimizer.zero_stage", text)
+    parallel = config.parallel
+    replicas = parallel.dp * parallel.cp
+    if replicas % number:
+        text = f"must divide the {replicas} ranks of dp x cp; use {listed(divisors(replicas))}, or 0 for all of them"
+        yield problem(config, "optimizer.shard_ranks parallel.dp parallel.cp", text)
+    elif config.model.moe.num_experts:
+        holders = parallel.tp * replicas // (parallel.ep * parallel.etp)
+        if number < holders and holders % number:
+            works = [n for n in divisors(replicas) if n >= holders or holders % n == 0]
+            text = (
+                f"must divide the {holders} ranks that hold the same experts, or be at least as many; use "
+                f"{listed(works)}, or 0 for all"
+            )
+            yield problem(config, "optimizer.shard_ranks parallel.ep parallel.etp", text)
 
 
 def _checkpoint(config: Config) -> Iterator[str]:

@@ -312,7 +312,7 @@ def test_a_number_beyond_64_bits_is_refused_in_flags_as_in_files(tmp_path):
         ("betas = [0.9]", "--optimizer.betas 0.9", "2 numbers"),
         ("betas = 0.9", "--optimizer.betas 0.9 0.9 0.9", "2 numbers"),
         ('schedule = "cos"', "--optimizer.schedule cos", "one of cosine, linear, constant, inverse_sqrt, wsd"),
-        ("zero_stage = true", "--optimizer.zero_stage 2", "one of 0, 1"),
+        ("zero_stage = true", "--optimizer.zero_stage 4", "one of 0, 1, 2, 3"),
         ("overlap_grad_reduce = 1", "--optimizer.overlap_grad_reduce 1", "true or false"),
     ],
 )
@@ -487,6 +487,14 @@ def test_gpt_takes_dropout_and_odd_heads():
             Config(optimizer=OptimizerConfig(overlap_param_gather=True, zero_stage=0)),
             "optimizer.overlap_param_gather=true, optimizer.zero_stage=0: without ZeRO every rank updates all weights",
         ),
+        (
+            Config(optimizer=OptimizerConfig(overlap_param_gather=True, zero_stage=3)),
+            "optimizer.overlap_param_gather=true, optimizer.zero_stage=3: stage 3 gathers the weights of each layer",
+        ),
+        (
+            Config(optimizer=OptimizerConfig(bucket_mb=16.0, zero_stage=2)),
+            "optimizer.bucket_mb=16.0, optimizer.zero_stage=2: stages 2 and 3 reduce the gradients of one layer",
+        ),
         (Config(train=TrainConfig(eval_every=10)), "train.eval_every=10, data.validation=(empty): "),
         (Config(train=TrainConfig(eval_samples=10)), "train.eval_samples=10, data.validation=(empty): "),
         (Config(data=DataConfig(train=("a", "b"))), "data.train=a b: a blend needs a weight for each source"),
@@ -596,7 +604,7 @@ configs = st.builds(
         rope_scaling=st.builds(RopeScaling, factor=floats),
     ),
     parallel=st.builds(ParallelConfig, partition=st.lists(st.integers(0, 99)).map(tuple)),
-    optimizer=st.builds(OptimizerConfig, betas=st.tuples(floats, floats), zero_stage=st.sampled_from([0, 1])),
+    optimizer=st.builds(OptimizerConfig, betas=st.tuples(floats, floats), zero_stage=st.sampled_from([0, 1, 2, 3])),
     data=st.builds(DataConfig, train=st.lists(texts).map(tuple), tokenizer=texts),
     run_dir=texts,
     dry_run=st.booleans(),

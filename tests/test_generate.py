@@ -48,10 +48,16 @@ def test_a_checkpoint_older_than_an_option_is_read_and_the_option_has_its_defaul
 
 def test_options_are_those_of_one_process_and_data_that_is_gone_does_not_matter(tmp_path: Path) -> None:
     manifest = read_manifest(write_checkpoint(tmp_path / "checkpoint"))
-    stated = manifest.trainer["config"] | {"parallel.tp": 2, "parallel.dp": 4, "launch.nproc": 8, "data.train": ["a"]}
-    stated |= {"data.validation": ["b"], "train.eval_every": 5, "train.eval_samples": 8}
+    stated = manifest.trainer["config"] | {
+        "parallel.tp": 2,
+        "optimizer.zero_stage": 3,
+        "launch.nproc": 8,
+        "data.train": ["a"],
+    }
+    stated |= {"parallel.dp": 4, "data.validation": ["b"], "train.eval_every": 5, "train.eval_samples": 8}
     found = saved_config(replace(manifest, trainer=manifest.trainer | {"config": stated}), precision="bf16")
     assert (found.parallel.tp, found.parallel.dp, found.launch.nproc) == (1, 1, 0)
+    assert found.optimizer.zero_stage < 2, "with 2 and 3 the model would be built in parts"
     assert (found.data.train, found.data.validation) == (("a",), ("b",))
     assert found.train.precision == "bf16"
 

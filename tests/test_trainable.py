@@ -29,7 +29,7 @@ from megapar.train.trainable import freeze, freeze_others
 from megapar.train.trainer import start
 from tests.support import layouts, program
 from tests.support.distributed import run_ranks
-from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, make_state, micro_batches
+from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, held_weights, make_context, make_state, micro_batches
 
 FACTS: dict[str, Any] = {"step": 1, "consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
 
@@ -40,14 +40,13 @@ def train_a_part(layout: Layout, patterns: tuple[str, ...], run_dir: Path, resum
     config = replace(config, run_dir=str(run_dir), train=replace(config.train, trainable=patterns))
     if not resume:
         config = replace(config, checkpoint=replace(config.checkpoint, resume="none"))
-    fresh = make_state(config)
-    state, notes = start(config, fresh.ctx, fresh.stages)
+    ctx = make_context(config)
+    state, notes = start(config, ctx, build_stages(config, ctx))
     for step in [2] if resume else [0, 1]:
         result = train_step(state, micro_batches(config, state.ctx, step))
     trained = {slot.name for slot in state.grads.layout.slots}
     Saver(state, run_dir).save(state)
-    stages = state.stages.values()
-    return {"weights": layouts.held(stages, state.ctx), "loss": result.loss, "notes": notes, "trained": trained}
+    return {"weights": held_weights(state), "loss": result.loss, "notes": notes, "trained": trained}
 
 
 @pytest.mark.parametrize(
@@ -56,8 +55,10 @@ def train_a_part(layout: Layout, patterns: tuple[str, ...], run_dir: Path, resum
         (Layout(LLAMA, tp=2, pp=2, micro_batch_size=3), ("layers.1.*", "layers.4.mlp.*", "norm.*")),
         # The first pipeline stage has nothing to train.
         (Layout(GPT, dp=2, pp=2, micro_batch_size=3), ("layers.4.*", "norm.*")),
+        # Frozen weights stay whole on every rank.
+        (Layout(LLAMA, dp=2, pp=2, micro_batch_size=3, zero_stage=3), ("layers.1.*", "layers.4.mlp.*", "norm.*")),
     ],
-    ids=["llama-tp2-pp2", "gpt-bf16-dp2-pp2"],
+    ids=["llama-tp2-pp2", "gpt-bf16-dp2-pp2", "llama-dp2-pp2-zero3"],
 )
 def test_what_is_frozen_stays_and_the_rest_trains_as_in_one_process(
     tmp_path: Path, layout: Layout, patterns: tuple[str, ...]

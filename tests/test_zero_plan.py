@@ -155,6 +155,13 @@ def test_every_plan_uses_units_only_while_they_are_there(name: str, vpp: int) ->
                 assert halves or set(checker.hidden[first:]) == {1}
 
 
+def test_a_unit_is_collected_again_only_when_its_sum_has_left() -> None:
+    """Fault zero-tied-weights. A tied embedding, where all layers between are frozen."""
+    plan = [*(Action("F", stage, 0) for stage in (0, 1, 2)), *(Action("B", stage, 0) for stage in (2, 1, 0))]
+    checker = Checker({0: [7], 1: [], 2: [7]}, True)
+    checker.run(insert_unit_actions(plan, Units(checker.of_stage, do_nothing, True)))
+
+
 def test_without_backwards_nothing_is_reduced() -> None:
     plan = [Action("F", stage, m) for m in range(2) for stage in range(3)]
     checker = Checker({0: [0], 1: [1], 2: [2]}, True)

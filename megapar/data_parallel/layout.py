@@ -6,7 +6,7 @@ grouped into buckets. One collective reduces the gradients of a bucket over the 
 et al., arXiv 1910.02054).
 
 With ZeRO-2 and 3 a bucket is a unit: the parameters of one fine stage (`megapar.pipeline.refine`) that may share a
-bucket. Then a buffer may hold this rank's shards alone. `Placement` says where elements lie in a buffer.
+bucket. Then a buffer may hold this rank's shards alone (`megapar.data_parallel.placement`).
 
 A range is [start, stop) in elements. A list of ranges is sorted and disjoint.
 """
@@ -214,7 +214,7 @@ class FlatLayout:
         for group in groups:
             sizes = [param.numel() for param, _ in group]
             _, spec = group[0]  # `replicas` and `whole` are the same for all parameters of a group
-            bucket_groups.append(BucketGroup(sizes, spec.replicas.size, spec.whole))
+            bucket_groups.append(BucketGroup(sizes, spec.replicas.shards.size, spec.whole))
         starts, self.buckets = lay_out(bucket_groups, bucket_elements)
         self.slots = _slots([pair for group in groups for pair in group], starts, self.buckets)
         self.numel = self.buckets[-1].stop if self.buckets else 0
@@ -230,8 +230,12 @@ class FlatLayout:
         return sorted({slot.bucket_index for slot in self.slots if id(slot.param) in wanted})
 
     def axis(self, bucket: Bucket) -> Axis:
-        """The axis over which the gradients of a bucket are summed."""
-        return self.slots[bucket.first_param].spec.replicas
+        """The axis over which ZeRO shards a bucket. Without ZeRO, the one over which its gradients are summed."""
+        return self.slots[bucket.first_param].spec.replicas.shards
+
+    def copies(self, bucket: Bucket) -> Axis:
+        """The ranks that hold copies of this rank's shard of a bucket, over which its sum goes on."""
+        return self.slots[bucket.first_param].spec.replicas.copies
 
     def shard(self, bucket: Bucket) -> Range:
         """The part of a bucket that this rank's optimizer updates."""
@@ -248,12 +252,13 @@ class FlatLayout:
         """The elements that this rank counts in the gradient norm, and padding between them, which is zero.
 
         Over all ranks each element of the model is counted once. Of the ranks of a replica that hold copies of it, the
-        one whose `Piece.owned` has it counts it. Of the replicas, the one whose ZeRO shard has it counts it, or the
-        first replica without ZeRO.
+        one whose `Piece.owned` has it counts it. Of the replicas, the one whose ZeRO shard has it counts it, the first
+        of several that have copies of the shard, or the first replica without ZeRO.
         """
         owned = []
         for slot in self.slots:
-            if not (self.sharded or slot.spec.replicas.first):
+            replicas = slot.spec.replicas
+            if not replicas.copies.first or not (self.sharded or replicas.first):
                 continue
             for start, stop in slot.spec.owned_ranges():
                 # Include the padding after a parameter, so that neighboring ranges join: fewer ranges are faster.
@@ -272,39 +277,6 @@ class FlatLayout:
         stops = [*(start for start, _ in counted), self.numel]
         between = [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
         return intersect(between, self.shards())
-
-
-class Placement:
-    """Where the elements of a layout lie in a buffer.
-
-    A buffer holds all elements, at the offsets of the layout, or with `shards_only` this rank's shards, one after the
-    other. `numel` is the length of the buffer.
-    """
-
-    def __init__(self, layout: FlatLayout, *, shards_only: bool):
-        self._held = layout.shards() if shards_only else [(0, layout.numel)]
-        self.numel = sum(stop - start for start, stop in self._held)
-
-    def place(self, ranges: Sequence[Range]) -> list[Range]:
-        """Where `ranges` lie in the buffer. Elements that it does not hold are left out."""
-        placed = []
-        base = 0  # where the held elements [start, stop) begin in the buffer
-        i = 0
-        for start, stop in self._held:
-            while i < len(ranges) and ranges[i][1] <= start:
-                i += 1
-            last = i
-            while last < len(ranges) and ranges[last][0] < stop:
-                last += 1
-            for first, end in intersect(ranges[i:last], [(start, stop)]):
-                placed.append((base + first - start, base + end - start))
-            base += stop - start
-        return merge(placed)
-
-    def slice(self, start: int, stop: int) -> slice:
-        """The slice of the buffer that holds the elements [start, stop), which must lie in one shard."""
-        ((first, last),) = self.place([(start, stop)])
-        return slice(first, last)
 
 
 def _collect(modules: Sequence[nn.Module]) -> list[Declared]:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megapar import comm
 from megapar.context import Axis
-from megapar.data_parallel.layout import FlatLayout, Placement, Range, intersect, merge
+from megapar.data_parallel.layout import FlatLayout, Range, intersect, merge
+from megapar.data_parallel.placement import Placement
 from megapar.params import Piece, flat_ranges
 
 # In elements. A run of at least this length is summed where it lies. Shorter runs are copied into one message, because
@@ -67,7 +68,7 @@ class _Overlapping:
         comm.all_reduce(packed, self.axis)
         # An element may be in the shard of one replica here, and of another replica on a neighbor.
         if self.sharded:
-            comm.all_reduce(packed, self.replicas)
+            comm.all_reduce(packed, self.replicas.shards)
         for offset, start, stop in self.runs:
             grads[start:stop] = packed[offset : offset + stop - start]
 

@@ -83,6 +83,12 @@ class Gradients(ReducedGradients):
             self._reduce_next()
         for pending in self._started:
             pending.wait()
+        copies = [
+            comm.all_reduce_async(self.flat[slice(*self.layout.shard(bucket))], self.layout.copies(bucket))
+            for bucket in self.layout.buckets
+        ]
+        for pending in copies:
+            pending.wait()
         self._add_partial_sums()
         if self._phase is _Phase.LAST_BACKWARD:  # without begin() no additions were counted
             self._progress.learn()

@@ -145,6 +145,7 @@ class UnitGradients(ReducedGradients):
         bucket = self.layout.buckets[unit]
         start, stop = self.layout.shard(bucket)
         arrived = self._collected.pop(unit)[start - bucket.start : stop - bucket.start]
+        comm.all_reduce(arrived, self.layout.copies(bucket))
         if unit in self._untouched:
             self._untouched.remove(unit)
             self._shards[unit].copy_(arrived)

@@ -143,6 +143,8 @@ class Saver:
         if not state.grads.layout.sharded:
             # All replicas hold the whole optimizer state, so they share the work of writing it.
             trained = share(trained)
+        # Of the ranks that hold copies of a shard, the first one writes it.
+        trained = [item for item in trained if item.spec.replicas.copies.first]
         return trained + share(fixed_slices(state.stages.values(), to_save=True))
 
 

@@ -25,5 +25,6 @@ def with_grid(make: Callable[..., ParallelContext], config: Config) -> Callable[
         pp=parallel.pp,
         order=parallel.order,
         ends=embedding_ranks(parallel),
+        shard_ranks=config.optimizer.shard_ranks,
         **experts,
     )

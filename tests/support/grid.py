@@ -135,6 +135,7 @@ class Layout:
     recompute: str = "none"
     every: int = 1
     zero_stage: int = 1
+    shard_ranks: int = 0
     micro_batch_size: int = 1
     partition: tuple[int, ...] = ()
     order: str = "tp-cp-dp-pp"
@@ -179,6 +180,7 @@ class Layout:
             lr=5e-2,
             eps=1e-2,
             zero_stage=self.zero_stage,
+            shard_ranks=self.shard_ranks,
             clip_grad=0.5,
             bucket_mb=0.0 if self.zero_stage >= 2 else 1 / 64,
             overlap_grad_reduce=self.overlap,
@@ -214,15 +216,19 @@ def four_documents(samples: Tensor) -> Tensor:
     return torch.cat((inner, torch.tensor([len(samples) * LENGTH]))).int()
 
 
-def make_state(config: Config) -> TrainState:
+def make_context(config: Config) -> ParallelContext:
     rank = dist.get_rank() if dist.is_initialized() else 0
     parallel = config.parallel
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     make = with_grid(context.create, config)
-    ctx = make(
+    return make(
         device=rank_device(rank) if world > 1 else torch.device("cpu"),
         use_shared_memory=config.launch.cpu_exchange == "shared_memory",
     )
+
+
+def make_state(config: Config) -> TrainState:
+    ctx = make_context(config)
     stages = build_stages(config, ctx)
     initialize(stages.values(), config.train.seed)
     return assemble(config, ctx, stages)

@@ -1,0 +1,38 @@
+"""Where the elements of a layout lie in a buffer that holds all of them, or this rank's shards alone."""
+
+from collections.abc import Sequence
+
+from megapar.data_parallel.layout import FlatLayout, Range, intersect, merge
+
+
+class Placement:
+    """Where the elements of a layout lie in a buffer.
+
+    A buffer holds all elements, at the offsets of the layout, or with `shards_only` this rank's shards, one after the
+    other. `numel` is the length of the buffer.
+    """
+
+    def __init__(self, layout: FlatLayout, *, shards_only: bool):
+        self._held = layout.shards() if shards_only else [(0, layout.numel)]
+        self.numel = sum(stop - start for start, stop in self._held)
+
+    def place(self, ranges: Sequence[Range]) -> list[Range]:
+        """Where `ranges` lie in the buffer. Elements that it does not hold are left out."""
+        placed = []
+        base = 0  # where the held elements [start, stop) begin in the buffer
+        i = 0
+        for start, stop in self._held:
+            while i < len(ranges) and ranges[i][1] <= start:
+                i += 1
+            last = i
+            while last < len(ranges) and ranges[last][0] < stop:
+                last += 1
+            for first, end in intersect(ranges[i:last], [(start, stop)]):
+                placed.append((base + first - start, base + end - start))
+            base += stop - start
+        return merge(placed)
+
+    def slice(self, start: int, stop: int) -> slice:
+        """The slice of the buffer that holds the elements [start, stop), which must lie in one shard."""
+        ((first, last),) = self.place([(start, stop)])
+        return slice(first, last)

@@ -1,0 +1,133 @@
+"""Units of a few elements: what a rank holds of their weights and gradients."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megapar import context
+from megapar.context import Axis, ParallelContext
+from megapar.data_parallel.layout import FlatLayout
+from megapar.data_parallel.units import UnitGradients, UnitWeights
+from megapar.params import ONES, ParamSpec, parameter, replicated
+from tests.support.distributed import run_ranks
+
+TINY = [(1,), (2, 1), (3,), (5,), (7,), (1, 1)]
+
+
+class Tiny(nn.Module):
+    def __init__(self, names: Sequence[str], replicas: Axis, shared: nn.Parameter | None = None):
+        super().__init__()
+        for number, name in enumerate(names):
+            self.register_parameter(name, tiny(name, TINY[number % len(TINY)], replicas))
+        if shared is not None:
+            self.shared = shared
+
+
+def tiny(name: str, shape: tuple[int, ...], replicas: Axis) -> nn.Parameter:
+    spec = ParamSpec((replicated(name, shape, context.single().tp),), ONES, decay=True, replicas=replicas)
+    param = parameter(spec, shape, dtype=torch.float32, device="cpu")
+    param.data.copy_(values(name, shape))
+    return param
+
+
+def values(name: str, shape: tuple[int, ...], rank: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + sum(name.encode()))
+    return torch.rand(shape, generator=generator) + 1
+
+
+def modules(ctx: ParallelContext) -> list[Tiny]:
+    """Two fine stages, whose last parameter is the same."""
+    shared = tiny("shared", (4,), ctx.grad)
+    return [Tiny(names, ctx.grad, shared) for names in ("abcdef", "gh")]
+
+
+def gather_and_reduce() -> None:
+    """Fails on a rank whose weights are not those before, or whose gradients are not the sum over all ranks."""
+    ctx = context.create(dp=3)
+    stages = modules(ctx)
+    layout = FlatLayout.of_units(stages)
+    shapes = {slot.name: tuple(slot.param.shape) for slot in layout.slots}
+    assert [layout.buckets_of(stage) for stage in stages] == [[1, 2], [0, 1]]
+    weights, gradients = UnitWeights(layout, ctx.device), UnitGradients(layout, ctx.device)
+    assert weights.flat.numel() * 3 == layout.numel
+    for unit, bucket in enumerate(layout.buckets):
+        slots = layout.slots[bucket.first_param : bucket.end_param]
+        assert all(slot.param.untyped_storage().nbytes() == 0 for slot in slots)
+        weights.gather_unit(unit)
+        weights.wait_for(unit)
+        for slot in slots:
+            assert torch.equal(slot.param.data, values(slot.name, shapes[slot.name])), slot.name
+        weights.release(unit)
+    for microbatch in range(2):
+        if microbatch == 0:
+            gradients.zero()
+        for unit in range(len(layout.buckets)):
+            gradients.open(unit)
+            for slot in layout.slots:
+                unused = slot.name in "ag" and microbatch == 1
+                if slot.bucket_index == unit and not unused:
+                    slot.param.main_grad.add(values(slot.name, shapes[slot.name], ctx.grad.rank))  # type: ignore[attr-defined]
+            gradients.reduce(unit)
+            gradients.add(unit)
+    gradients.finish()
+    found = torch.zeros(layout.numel)
+    for bucket in layout.buckets:
+        start, stop = layout.shard(bucket)
+        found[start:stop] = gradients.part(start, stop)
+    for start, stop in layout.shards():
+        for slot in layout.slots:
+            shape = shapes[slot.name]
+            total = sum(values(slot.name, shape, rank) for rank in range(3)) * (1 if slot.name in "ag" else 2)
+            assert isinstance(total, Tensor)
+            expected = torch.zeros(layout.numel)
+            expected[slot.start : slot.stop] = total.flatten()
+            first, last = max(start, slot.start), min(stop, slot.end)
+            if first < last:
+                torch.testing.assert_close(found[first:last], expected[first:last])
+
+
+def test_parameters_of_a_few_elements_are_sharded_whole() -> None:
+    """Faults zero-tiny-parameters, zero-unused-parameters. With parameters that two fine stages use, and of which some
+    get no gradient in one micro-batch."""
+    run_ranks(3, gather_and_reduce)
+
+
+def one_rank() -> tuple[FlatLayout, UnitGradients]:
+    layout = FlatLayout.of_units(modules(context.single()))
+    return layout, UnitGradients(layout, torch.device("cpu"))
+
+
+def test_a_parameter_without_any_gradient_counts_as_zero() -> None:
+    """Fault zero-unused-parameters: memory of the step before, or of others, is not its gradient."""
+    layout, gradients = one_rank()
+    gradients.flat.fill_(math.nan)
+    gradients.zero()
+    gradients.open(0)
+    unused, *used = layout.slots[: layout.buckets[0].end_param]
+    unused.param.main_grad.tensor.fill_(math.nan)  # type: ignore[attr-defined]
+    for slot in used:
+        slot.param.main_grad.add(torch.ones(slot.param.shape))  # type: ignore[attr-defined]
+    gradients.reduce(0)
+    gradients.add(0)
+    gradients.finish()
+    assert gradients.flat.isfinite().all()
+    assert gradients.flat.sum() == sum(slot.param.numel() for slot in used)
+
+
+def test_a_gradient_that_the_plan_does_not_collect_is_refused() -> None:
+    layout, gradients = one_rank()
+    (slot, *_) = layout.slots
+    gradients.zero()
+    with pytest.raises(RuntimeError, match="while the plan does not collect it"):
+        slot.param.main_grad.note_added()  # type: ignore[attr-defined]
+    gradients.open(slot.bucket_index)
+    slot.param.main_grad.add(torch.ones(slot.param.shape))  # type: ignore[attr-defined]
+    for call in (gradients.zero, gradients.finish):
+        with pytest.raises(RuntimeError, match="the plan must reduce them first"):
+            call()
+    gradients.reduce(slot.bucket_index)
+    with pytest.raises(RuntimeError, match="while the plan does not collect it"):
+        slot.param.main_grad.note_added()  # type: ignore[attr-defined]
