@@ -193,6 +193,8 @@ class TrainConfig:
     """Weight of log(sum exp logits)^2 in the loss. It keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
     trainable: tuple[str, ...] = ()
     """Patterns of names of parameters that are trained, such as layers.1?.mlp.*; others are frozen. None: all train."""
+    memory_report: bool = False
+    """Count the bytes of the second step by what they are, print them beside the plan, and write memory.json."""
     deterministic: bool = False
     """Ask torch for deterministic kernels on GPUs (slower); on a CPU runs repeat bitwise anyhow."""
 

@@ -26,6 +26,7 @@ from megapar.train.choose_schedule import check_schedule, with_chosen_schedule
 from megapar.train.data import identity, open_loaders
 from megapar.train.launch import join, leave, rank_process, refuse_too_many_threads
 from megapar.train.local import start_local_ranks
+from megapar.train.memory_report import MemoryReport
 from megapar.train.report import write_run_header
 from megapar.train.trainer import Run, start, train
 
@@ -57,7 +58,10 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
             write_run_header(config, ctx, describe_size(config.model), [*balance, *notes], to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
-            stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop))
+            report = None
+            if config.train.memory_report:
+                report = MemoryReport(dry_run.planned_rows(config, build_stages, env.rank))
+            stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop, report))
         leave(ctx)
         if stopped:
             raise Preempted(stopped)

@@ -2,6 +2,7 @@
 
 import importlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -62,6 +63,8 @@ class PipelineRuntime:
         self.num_stages = sum(self.fine_stages)
         self.units = units
         self._plans: dict[tuple[int, int, bool], Sequence[Item]] = {}
+        # What each I of the running step has left to its W, by stage and micro-batch.
+        self.put_off: dict[tuple[int, int], WeightGradientQueue] = {}
         make(schedule, self.axis.size, vpp, 1)  # raises now what the first step would raise
         place = placement(schedule, self.axis.size, vpp)
         place_of_fine = [rank for rank, number in zip(place, self.fine_stages, strict=True) for _ in range(number)]
@@ -108,6 +111,13 @@ class PipelineRuntime:
         on_last_backward((last.kind, last.stage))
         run.execute(plan[position:])
         return run.finish()
+
+    def put_off_nbytes(self) -> Counter[int]:
+        """Bytes that the weight gradients which are put off keep now, by stage."""
+        found: Counter[int] = Counter()
+        for (stage, _), queue in self.put_off.items():
+            found[stage] += queue.nbytes
+        return found
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], most: int = 0) -> list[Tensor]:
@@ -182,8 +192,8 @@ class _Execution:
         self._arrived: dict[Action, tuple[tuple[Tensor, ...], Pending]] = {}
         self._departing: dict[Action, tuple[Tensor, ...]] = {}
         self._saved: dict[tuple[int, int], _Saved] = {}
-        # What each I has left to its W.
         self._queues: dict[tuple[int, int], WeightGradientQueue] = {}
+        runtime.put_off = self._queues
         in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
         self._main_grads = {stage: main_grads(runtime.stages[stage]) for stage in in_halves}
         self._losses: dict[int, Tensor] = {}

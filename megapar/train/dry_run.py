@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,13 +16,14 @@ from megapar.config import Config, ParallelConfig
 from megapar.context import ParallelContext
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.derive import num_microbatches
-from megapar.errors import OutOfMemoryError
+from megapar.errors import OutOfMemoryError, tell
 from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.messages import counted, layout_in_words
 from megapar.params import spec_of
 from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import Item, most_live
 from megapar.pipeline.zero_bubble import Memory
+from megapar.train import memory_report
 from megapar.train.grid import with_grid
 from megapar.train.kept import PUT_OFF, KeptBytes, Key
 from megapar.train.step import TrainState
@@ -49,6 +50,10 @@ class RankReport:
     gradients: int
     optimizer: int
     kept: tuple[tuple[Key, int], ...]
+
+    def rows(self, stages: Mapping[int, PipelineStage]) -> dict[str, int]:
+        """The bytes as the report of train.memory_report shows them. `stages` are those of the rank."""
+        return memory_report.rows(self.weights, self.gradients, self.optimizer, dict(self.kept), stages)
 
     @property
     def activations(self) -> int:
@@ -132,7 +137,7 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
         ctx.pp.rank,
         _titles(stages),
         sum(torch.Size(piece.local_shape).numel() for p in params for piece in spec_of(p).pieces),
-        state.weights.flat.nbytes + gathered + sum(p.nbytes for p in params if not p.requires_grad),
+        state.weights.flat.nbytes + gathered + memory_report.frozen_nbytes(stages.values()),
         state.grads.flat.nbytes + collected,
         state.optimizer.nbytes,
         tuple(sorted(_at_peak(plan, kept, left).items())),
@@ -339,8 +344,22 @@ def explaining_out_of_memory(config: Config, build: Build, rank: int) -> Iterato
         reason = device.out_of_memory(error)
         if not reason:
             raise
+        if config.train.memory_report:
+            _show_planned(config, build, rank)
         text = f"{_needs(config, build, rank)} ({reason}); {_what_would_help(config)}"
         raise OutOfMemoryError(text) from error
+
+
+def planned_rows(config: Config, build: Build, rank: int) -> dict[str, int]:
+    """The rows of `rank` by plan in the report of train.memory_report."""
+    return report_rank(config, build, rank).rows(build(config, _context(config, rank)))
+
+
+def _show_planned(config: Config, build: Build, rank: int) -> None:
+    """Print where the bytes of the rank are by plan, if there is memory left to count with."""
+    with suppress(MemoryError, RuntimeError):
+        rows = planned_rows(config, build, rank)
+        tell(memory_report.in_words(f"memory of rank {rank}", {"planned": rows}))
 
 
 def _needs(config: Config, build: Build, rank: int) -> str:

@@ -3,7 +3,7 @@
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from megapar.precision import LossScale
 from megapar.random import initialize
 from megapar.train import checkpoints, not_finite
 from megapar.train.data import TEST
+from megapar.train.memory_report import MemoryReport
 from megapar.train.metrics import Measured, Meter, Reporter
 from megapar.train.step import QueuedStep, StepResult, TrainState, evaluate, queue_step
 from megapar.train.trainable import freeze_others
@@ -114,7 +115,7 @@ class Run:
     """A training run: its state, its data and its folder.
 
     `flops_per_token` counts forward and backward, for MFU. `asked_to_stop` returns what asks this rank to end the run,
-    and "" as long as nothing does.
+    and "" as long as nothing does. `memory_report` is None unless train.memory_report asks for it.
     """
 
     state: TrainState
@@ -123,6 +124,7 @@ class Run:
     run_dir: Path
     flops_per_token: int
     asked_to_stop: Callable[[], str] = str  # str() is ""
+    memory_report: MemoryReport | None = None
 
 
 def start(
@@ -189,15 +191,16 @@ class _Steps:
         runs_behind = device.is_asynchronous(ctx.device) and not run.state.loss_scale.dynamic
         self._behind = 1 if runs_behind else 0
 
-    def queue(self, trace: list[Event] | None) -> None:
-        """Queue the next step. `trace` collects the time of each forward and backward."""
+    def queue(self, trace: list[Event] | None, around: AbstractContextManager[None]) -> None:
+        """Queue the next step. `trace` collects the time of each forward and backward. `around` is a context for it."""
         state = self._state
         state.ctx.flight.step = state.step + 1
         state.ctx.flight.enter("data")
         self._meter.start()
         batches = _on_device(self._meter.waited(self._data.next_step), state.ctx)
         asked = self._run.asked_to_stop() != ""
-        step = queue_step(state, batches, trace, asked_to_stop=asked)
+        with around:
+            step = queue_step(state, batches, trace, asked_to_stop=asked)
         self._queued.append((step, self._meter.queued()))
 
     def report(self, *, everything: bool) -> bool:
@@ -238,18 +241,23 @@ def train(run: Run) -> str:
         closing(run.train_data) as data,
     ):
         steps = _Steps(run, data, reporter)
+        # The second step, because the first one allocates what later ones use again.
+        reported = min(state.step + 2, total)
         if state.step >= total:
             reporter.say(f"nothing to do: train.steps={total}, and step {state.step} is done")
         while state.step < total and not stop:
             trace: list[Event] | None = None
             if options.log.timeline and state.step == total - 1:
                 trace = []
-            steps.queue(trace)
+            memory_report = run.memory_report if state.step + 1 == reported else None
+            steps.queue(trace, memory_report.measuring(state) if memory_report else nullcontext())
             last = state.step == total
             evaluates = last or _due(state.step, options.train.eval_every)
             # An evaluation and a checkpoint come after the lines of all steps before, and need a step that is finite.
             asked = steps.report(everything=evaluates or saver.due(state.step, last))
             stop = asked and not last
+            if memory_report:
+                reporter.say(memory_report.write(state, run.run_dir))
             if trace is not None:
                 write_timeline(trace, state.ctx, run.run_dir)
             for line in data.started_over():
