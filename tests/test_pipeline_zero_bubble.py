@@ -218,7 +218,7 @@ def test_what_an_i_leaves_counts_until_w() -> None:
 def test_a_limit_that_nothing_fits_into_is_refused_with_the_least_that_does() -> None:
     gib = 2**30
     memory = Memory(9 * gib, [4 * gib] * 4, [5 * gib, 5 * gib, gib, gib])
-    with pytest.raises(ConfigError, match=r"memory_gb=8: does not hold one micro-batch .* rank 0, which needs 9.000;"):
+    with pytest.raises(ConfigError, match=r"memory_gb=8: does not hold one micro-batch .* rank 0, which needs 9;"):
         fill(looped(2, 2), 3, replace(memory, limit=8 * gib), Durations())
     for m in (1, 4):
         orders = fill(looped(2, 2), m, memory, Durations())

@@ -13,8 +13,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
+from megapar.errors import ConfigError
+from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.pipeline.lowering import MessageBatch, Plan, lower_one
-from megapar.pipeline.schedules import Action, Event, Schedule, make, placement
+from megapar.pipeline.schedules import Action, Event, Kind, Schedule, make, placement
 
 
 def preload(pp: int) -> None:
@@ -54,7 +56,7 @@ class PipelineRuntime:
         self,
         batches: Sequence[MicroBatch],
         scale: Tensor | float = 1.0,
-        on_last_backward: Callable[[], None] = lambda: None,
+        on_last_backward: Callable[[tuple[Kind, int] | None], None] = lambda last: None,
         trace: list[Event] | None = None,
     ) -> list[Tensor]:
         """Run forward and backward of every micro-batch.
@@ -62,8 +64,9 @@ class PipelineRuntime:
         Parameters accumulate the gradient of scale * (sum of the losses). Returns the losses, detached and without
         `scale`, in the order of `batches` on the rank of the last stage, and [] elsewhere.
 
-        `on_last_backward()` is called once, right before the last backward of the plan. At that time all other stages
-        of this rank have their final gradients. Those of the last one become final while it runs.
+        `on_last_backward` is called once, right before the last action that adds gradients of matrices: a B or a W. Its
+        argument is the kind and the stage of that action, or None if there are no micro-batches. At that time all other
+        stages of this rank have their final gradients. Those of the last one become final while it runs.
 
         `trace` collects an Event for each action, in seconds of this machine's monotonic clock. An event starts when
         the inputs of its action have arrived. On an accelerator, tracing waits for each action, which slows the step.
@@ -72,12 +75,16 @@ class PipelineRuntime:
         # A stage before the last may add a loss of its own (megapar.batch.add_loss). It scales the gradient itself.
         batches = [replace(batch, loss_scale=scale) for batch in batches]
         plan = self._plan(len(batches), backward=True)
-        backwards = [i for i, item in enumerate(plan) if isinstance(item, Action) and item.kind == "B"]
-        last = backwards[-1] if backwards else 0  # without micro-batches the plan is empty
+        # An I adds gradients too, but its W comes later.
+        adding = [(i, item) for i, item in enumerate(plan) if isinstance(item, Action) and item.kind in ("B", "W")]
         run = _Execution(self, plan, batches, scale, trace)
-        run.execute(plan[:last])
-        on_last_backward()
-        run.execute(plan[last:])
+        if not adding:  # no micro-batches: the plan is empty
+            on_last_backward(None)
+            return run.finish()
+        position, last = adding[-1]
+        run.execute(plan[:position])
+        on_last_backward((last.kind, last.stage))
+        run.execute(plan[position:])
         return run.finish()
 
     @torch.no_grad()
@@ -139,6 +146,10 @@ class _Execution:
         self._arrived: dict[Action, tuple[tuple[Tensor, ...], Pending]] = {}
         self._departing: dict[Action, tuple[Tensor, ...]] = {}
         self._saved: dict[tuple[int, int], _Saved] = {}
+        # What each I has left to its W.
+        self._queues: dict[tuple[int, int], WeightGradientQueue] = {}
+        in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
+        self._main_grads = {stage: main_grads(runtime.stages[stage]) for stage in in_halves}
         self._losses: dict[int, Tensor] = {}
         self._sending = Pending()
 
@@ -153,20 +164,44 @@ class _Execution:
     def _compute(self, action: Action) -> None:
         received, pending = self._arrived.pop(action, ((), Pending()))
         pending.wait()
-        run = self._forward if action.kind == "F" else self._backward
         if torch.is_grad_enabled():  # else the phase stays "evaluate"
             phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
             self._runtime.flight.enter(phase)
         if self._trace is None:
-            run(action, received)
+            self._run(action, received)
         else:
             start = _clock(self._runtime.device)
-            run(action, received)
+            self._run(action, received)
             self._trace.append(Event(self._runtime.axis.rank, action, start, _clock(self._runtime.device)))
 
+    def _run(self, action: Action, received: tuple[Tensor, ...]) -> None:
+        """Compute `action`, given the tensors that it takes from another action."""
+        where = action.stage, action.microbatch
+        match action.kind:
+            case "F":
+                self._forward(action, received)
+            case "B":
+                self._backward(action, received)
+            case "I":
+                # A whole backward, in which layers put off the gradients of their matrices.
+                self._queues[where] = WeightGradientQueue()
+                with self._queues[where].open(self._main_grads[action.stage]):
+                    self._backward(action, received)
+            case "W":
+                self._queues.pop(where).run()
+
     def finish(self) -> list[Tensor]:
-        """Wait for the last sends. Returns the losses in the order of micro-batches."""
+        """Wait for the last sends. Returns the losses in the order of micro-batches.
+
+        Raises ConfigError if the schedule has an I without its W.
+        """
         self._sending.wait()
+        if self._queues:
+            missing = " ".join(str(Action("W", *where)) for where in sorted(self._queues))
+            raise ConfigError(
+                f"parallel.schedule={self._runtime.schedule}: pipeline rank {self._runtime.axis.rank} never runs "
+                f"{missing}, which adds the gradients of weights; each I needs a W after it"
+            )
         return [self._losses[m] for m in sorted(self._losses)]
 
     def _post(self, messages: MessageBatch) -> None:

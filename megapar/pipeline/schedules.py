@@ -13,7 +13,7 @@ from megapar.errors import ConfigError
 from megapar.messages import counted
 from megapar.pipeline.actions import Action, Event, Kind, Orders, looped, peak, show, v_shaped
 from megapar.pipeline.orders import gpipe, interleaved, one_f_one_b
-from megapar.pipeline.schedule_files import ScheduleFile, is_file, read
+from megapar.pipeline.schedule_files import is_file, read
 from megapar.pipeline.zero_bubble import Durations, Memory, counted_by_stage, dualpipe_v, fill
 from megapar.plugins import named
 
@@ -25,11 +25,16 @@ class Schedule:
     """A pipeline schedule.
 
     `orders(pp, vpp, num_microbatches)` returns the actions of each pipeline rank. `place(pp, vpp)` returns the rank on
-    which each of the pp * vpp stages lives, vpp of them on each rank.
+    which each of the pp * vpp stages lives, vpp of them on each rank. `name` is what messages call it: what
+    parallel.schedule says, which `find` fills in.
     """
 
     orders: Callable[[int, int, int], Orders]
     place: Callable[[int, int], list[int]] = looped
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def find(name: str) -> Schedule:
@@ -39,10 +44,13 @@ def find(name: str) -> Schedule:
     if the file cannot be read or cannot run.
     """
     if name == "auto":
-        return Schedule(_not_chosen)
-    if is_file(name):
-        return _of_file(read(name))
-    return named("parallel.schedule", name, SCHEDULES, Schedule)
+        schedule = Schedule(_not_chosen)
+    elif is_file(name):
+        file = read(name)
+        schedule = Schedule(file.orders_for, file.place_for)
+    else:
+        schedule = named("parallel.schedule", name, SCHEDULES, Schedule)
+    return replace(schedule, name=name)
 
 
 def of(parallel: ParallelConfig, memory: Memory | None = None) -> Schedule:
@@ -53,7 +61,7 @@ def of(parallel: ParallelConfig, memory: Memory | None = None) -> Schedule:
     """
     durations = Durations(*parallel.schedule_costs)
     if parallel.schedule in ZERO_BUBBLE:
-        return ZERO_BUBBLE[parallel.schedule].schedule(memory, durations)
+        return replace(ZERO_BUBBLE[parallel.schedule].schedule(memory, durations), name=parallel.schedule)
     schedule = find(parallel.schedule)
     if memory is None:
         return schedule
@@ -95,8 +103,8 @@ def make(name: str | Schedule, pp: int, vpp: int, num_microbatches: int) -> Orde
         stages = {action.stage for action in order}
         if stages != {stage for stage, home in enumerate(place) if home == rank}:
             raise ConfigError(
-                f"parallel.schedule={called}: orders stages {sorted(stages)} on rank {rank}, but places the stages on "
-                f"ranks {place}"
+                f"parallel.schedule={schedule}: orders stages {sorted(stages)} on rank {rank}, but places the stages "
+                f"on ranks {place}"
             )
     return orders
 
@@ -106,10 +114,6 @@ def _not_chosen(pp: int, vpp: int, num_microbatches: int) -> Orders:
         "parallel.schedule=auto: a run chooses the schedule when it first starts; name one of "
         f"{', '.join(SCHEDULES)} here"
     )
-
-
-def _of_file(file: ScheduleFile) -> Schedule:
-    return Schedule(file.orders_for, file.place_for)
 
 
 def _checked(name: str, orders: Callable[[int, int, int], Orders], memory: Memory) -> Callable[[int, int, int], Orders]:

@@ -79,7 +79,7 @@ def fill(place: Sequence[int], num_microbatches: int, memory: Memory, durations:
         if memory.limit < memory.least(stages):
             raise ConfigError(
                 f"parallel.schedule_memory_gb={memory.limit / 2**30:g}: does not hold one micro-batch in each stage of "
-                f"pipeline rank {rank}, which needs {memory.least(stages) / 2**30:.3f}; allow that much, or use a "
+                f"pipeline rank {rank}, which needs {memory.least(stages) / 2**30:.3g}; allow that much, or use a "
                 "smaller train.micro_batch_size"
             )
     # An order that is made for equal times has more regular rounds. With other times it is shorter now and then.

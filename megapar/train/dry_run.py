@@ -15,6 +15,7 @@ from megapar.config import Config, ParallelConfig
 from megapar.context import ParallelContext
 from megapar.derive import num_microbatches
 from megapar.errors import OutOfMemoryError
+from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.messages import counted, layout_in_words
 from megapar.params import spec_of
 from megapar.pipeline.actions import peak
@@ -112,7 +113,11 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     freeze(stages.values(), config.train.trainable)
     memory = memory_limit(config, build)
     state = assemble(config, ctx, stages, memory)
+    parallel = config.parallel
+    order = make(of(parallel, memory), parallel.pp, parallel.vpp, num_microbatches(config))[ctx.pp.rank]
     kept = {number: _kept_bytes(stage, config) for number, stage in stages.items()}
+    in_halves = {action.stage for action in order if action.kind == "I"}
+    left = {number: _left_bytes(stages[number], config) for number in in_halves}
     # By id: a tied embedding is a parameter of two stages, but stands in memory once.
     params = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
     return RankReport(
@@ -122,12 +127,28 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
         state.weights.flat.nbytes + sum(p.nbytes for p in params if not p.requires_grad),
         state.grads.flat.nbytes,
         state.optimizer.nbytes,
-        _peak(config, ctx.pp.rank, kept, memory),
+        int(peak(order, kept, left)),
     )
 
 
 def _kept_bytes(stage: PipelineStage, config: Config) -> int:
     """Bytes that autograd keeps for the backward of one micro-batch through `stage`, without the parameters."""
+    # Parameters are counted as weights already. Buffers are a few numbers, which all micro-batches share.
+    return kept_for_backward(lambda: _forward(stage, config), [*stage.parameters(), *stage.buffers()])
+
+
+def _left_bytes(stage: PipelineStage, config: Config) -> int:
+    """Bytes that the I of one micro-batch through `stage` leaves to its W. The stage has its main gradients."""
+    output = _forward(stage, config)
+    queue = WeightGradientQueue()
+    with queue.open(main_grads(stage)):
+        if output.requires_grad:
+            output.backward(torch.empty_like(output))
+    return queue.nbytes
+
+
+def _forward(stage: PipelineStage, config: Config) -> Tensor:
+    """The output of a stage for one micro-batch."""
     shape = config.train.micro_batch_size, config.train.seq_length
     tokens = torch.zeros(shape, dtype=torch.int64, device=META)
     samples = MicroBatch.of_samples(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
@@ -137,8 +158,8 @@ def _kept_bytes(stage: PipelineStage, config: Config) -> int:
     x_sbh = None  # the first stage receives nothing
     if inputs:
         x_sbh = inputs[0]
-    # Parameters are counted as weights already. Buffers are a few numbers, which all micro-batches share.
-    return kept_for_backward(lambda: stage(x_sbh, batch), [*stage.parameters(), *stage.buffers()])
+    output: Tensor = stage(x_sbh, batch)
+    return output
 
 
 def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) -> int:
@@ -174,21 +195,14 @@ def memory_limit(config: Config, build: Build) -> Memory | None:
     forward = [0] * num_stages
     inputs = [0] * num_stages
     for rank in context.rank_groups(sizes, ["pp"], parallel.order)[0]:
-        stages = build(config, _context(config, rank))
+        ctx = _context(config, rank)
+        stages = build(config, ctx)
         freeze(stages.values(), config.train.trainable)
+        assemble(config, ctx, stages)  # gives parameters their main gradients, without which nothing is put off
         for number, stage in stages.items():
             forward[number] = _kept_bytes(stage, config)
-            inputs[number] = forward[number]
+            inputs[number] = _left_bytes(stage, config)
     return Memory(parallel.schedule_memory_gb * 2**30, forward, inputs)
-
-
-def _peak(config: Config, pp_rank: int, kept: Mapping[int, int], memory: Memory | None) -> int:
-    """The most activation bytes at one time over a step; `kept` has the bytes of one forward by stage."""
-    parallel = config.parallel
-    order = make(of(parallel, memory), parallel.pp, parallel.vpp, num_microbatches(config))[pp_rank]
-    by_stage = [kept.get(stage, 0) for stage in range(parallel.pp * parallel.vpp)]
-    # What an I leaves to its W is not told apart: all of a forward counts until W, which is never too little.
-    return int(peak(order, by_stage, by_stage))
 
 
 def show(config: Config, build: Build, parameters: str, flops_per_token: int, console: Console) -> None:
