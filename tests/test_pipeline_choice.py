@@ -1,5 +1,6 @@
 """parallel.schedule auto: which schedule follows from which times, what is measured, what a resumed run keeps."""
 
+import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,21 @@ def test_a_run_keeps_the_schedule_that_it_has_chosen(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     assert parallel_of(tmp_path) == first
     assert "schedule 1f1b with 1 stage on a rank, as chosen when" in ended.out
+
+
+def test_a_chosen_v_trains_as_the_named_one(tmp_path: Path) -> None:
+    """Its embedding and head are one matrix on the first rank, although ranks met before the choice was made."""
+    flags = ["--launch.nproc", "2", "--parallel.pp", "2", "--parallel.vpp", "2", "--model.tie_word_embeddings"]
+    flags += ["--optimizer.warmup_steps", "0", "--train.steps", "2"]
+    losses = []
+    for schedule in ("auto", "zb-v", "interleaved"):
+        folder = tmp_path / schedule
+        folder.mkdir()
+        ended = program.run(*flags, "--parallel.schedule", schedule, cwd=folder, plant=plant((1.0, 1.0, 1.0)))
+        assert ended.code == 0, ended.err
+        losses.append([json.loads(line)["loss"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()])
+    assert parallel_of(tmp_path / "auto")["schedule"] == "zb-v"
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-6)
 
 
 def test_a_run_that_finds_no_schedule_ends_on_every_rank(tmp_path: Path) -> None:

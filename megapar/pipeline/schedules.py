@@ -44,6 +44,8 @@ def find(name: str) -> Schedule:
     if the file cannot be read or cannot run.
     """
     if name == "auto":
+        # Until the choice is made, stages count as looped. The axis of tied embeddings is made for the first and the
+        # last rank then, and stays without use if the chosen schedule has both ends on one rank.
         schedule = Schedule(_not_chosen)
     elif is_file(name):
         file = read(name)
@@ -90,12 +92,12 @@ def make(name: str | Schedule, pp: int, vpp: int, num_microbatches: int) -> Orde
     for flag, value in (("parallel.pp", pp), ("parallel.vpp", vpp), ("the number of micro-batches", num_microbatches)):
         if value < 1:
             raise ConfigError(f"{flag} is {value}, but a pipeline needs at least 1")
-    called = name if isinstance(name, str) else "(made for this run)"
-    needs = STAGES_ON_A_RANK.get(called, vpp)
+    needs = STAGES_ON_A_RANK.get(schedule.name, vpp)
     if vpp != needs:
-        works = "interleaved" if needs == 1 else f"{called} with parallel.vpp {needs}"
+        works = "interleaved" if vpp > 1 else "1f1b or zb-h1"
         raise ConfigError(
-            f"parallel.vpp {vpp} needs parallel.schedule {works}: {called} runs {counted(needs, 'stage')} on each rank"
+            f"parallel.vpp {vpp} needs parallel.schedule {works}: {schedule} runs {counted(needs, 'stage')} on each "
+            "rank"
         )
     orders = schedule.orders(pp, vpp, num_microbatches)
     place = schedule.place(pp, vpp)

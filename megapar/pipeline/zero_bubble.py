@@ -90,7 +90,7 @@ def fill(place: Sequence[int], num_microbatches: int, memory: Memory, durations:
         for rule in _rules(place, memory)
     ]
     cost = durations._asdict()
-    # Among orders that take about as long, messages prefer those that do not wait for every one of them.
+    # Messages that take a little time tell orders that wait for many of them from orders that wait for few.
     message = durations.F / 64
     return min(made, key=lambda orders: length(orders, len(place), cost, message))
 
