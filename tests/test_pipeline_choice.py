@@ -1,5 +1,6 @@
 """parallel.schedule auto: which schedule follows from which times, what is measured, what a resumed run keeps."""
 
+import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,21 @@ def test_a_run_keeps_the_schedule_that_it_has_chosen(tmp_path: Path) -> None:
     assert "schedule 1f1b with 1 stage on a rank, as chosen when" in ended.out
 
 
+def test_a_chosen_v_trains_as_the_named_one(tmp_path: Path) -> None:
+    """Its embedding and head are one matrix on the first rank, although ranks met before the choice was made."""
+    flags = ["--launch.nproc", "2", "--parallel.pp", "2", "--parallel.vpp", "2", "--model.tie_word_embeddings"]
+    flags += ["--optimizer.warmup_steps", "0", "--train.steps", "2"]
+    losses = []
+    for schedule in ("auto", "zb-v", "interleaved"):
+        folder = tmp_path / schedule
+        folder.mkdir()
+        ended = program.run(*flags, "--parallel.schedule", schedule, cwd=folder, plant=plant((1.0, 1.0, 1.0)))
+        assert ended.code == 0, ended.err
+        losses.append([json.loads(line)["loss"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()])
+    assert parallel_of(tmp_path / "auto")["schedule"] == "zb-v"
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-6)
+
+
 def test_a_run_that_finds_no_schedule_ends_on_every_rank(tmp_path: Path) -> None:
     flags = ["--launch.nproc", "2", "--parallel.pp", "2", "--parallel.schedule", "auto"]
     ended = program.run(*flags, "--parallel.schedule_memory_gb", "1e-6", cwd=tmp_path, plant=plant((1, 1, 1)))
@@ -141,6 +157,12 @@ def test_the_memory_of_the_option_is_that_of_the_stages() -> None:
     assert memory is not None
     assert memory.limit == 2**29
     assert memory.forward[1] == memory.forward[2] > 0
+    # Inputs and output gradients of q, k, v in one product, of o, of gate and up in one product, and of down, in fp32.
+    assert (
+        memory.inputs[1]
+        == memory.inputs[2]
+        == 4 * config.train.seq_length * (8 * 64 + 3 * config.model.intermediate_size)
+    )
     assert len(memory.forward) == len(memory.inputs) == 4
     without = ParallelConfig(pp=2, schedule="zb-v")
     assert dry_run.memory_limit(validate(Config(model=model, parallel=without), 2), build_stages) is None

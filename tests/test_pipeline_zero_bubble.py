@@ -212,17 +212,26 @@ def test_what_an_i_leaves_counts_until_w() -> None:
     order = [Action("F", 0, 0), Action("I", 0, 0), Action("F", 0, 1), Action("W", 0, 0)]
     assert peak(order, [5], [2]) == 7
     assert peak(order[:2], [5], [9]) == 9
+    after = [Action("F", 0, 2), Action("F", 0, 3)]
+    assert peak([*order, *after], [5], [2]) == 15
     assert peak([Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1)], [5], [2]) == 5
 
 
 def test_a_limit_that_nothing_fits_into_is_refused_with_the_least_that_does() -> None:
     gib = 2**30
     memory = Memory(9 * gib, [4 * gib] * 4, [5 * gib, 5 * gib, gib, gib])
-    with pytest.raises(ConfigError, match=r"memory_gb=8: does not hold one micro-batch .* rank 0, which needs 9.000;"):
+    with pytest.raises(ConfigError, match=r"memory_gb=8: does not hold one micro-batch .* rank 0, which needs 9;"):
         fill(looped(2, 2), 3, replace(memory, limit=8 * gib), Durations())
     for m in (1, 4):
         orders = fill(looped(2, 2), m, memory, Durations())
         assert max(peak(order, memory.forward, memory.inputs) for order in orders) <= 9 * gib
+
+
+def test_an_i_waits_for_a_w_where_it_would_keep_too_much() -> None:
+    """With recomputation, an I leaves more than a forward has kept."""
+    memory = Memory(10, [1] * 8, [3] * 8)
+    orders = fill(looped(4, 2), 8, memory, Durations())
+    assert max(peak(order, memory.forward, memory.inputs) for order in orders) == 10
 
 
 def test_more_memory_never_hurts_a_v() -> None:

@@ -1,6 +1,6 @@
 """What schedules are made of: actions, events, and the placement of stages on ranks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
@@ -51,7 +51,11 @@ def v_shaped(pp: int, vpp: int) -> list[int]:
     return [*range(pp), *reversed(range(pp))]
 
 
-def peak(order: Iterable[Action], forward: Sequence[float], inputs: Sequence[float]) -> float:
+OfStages = Sequence[float] | Mapping[int, float]
+"""A number for each stage."""
+
+
+def peak(order: Iterable[Action], forward: OfStages, inputs: OfStages) -> float:
     """The most that a rank keeps for backward passes at one time, if it runs `order`.
 
     For each stage, `forward` is what a forward keeps until its B or I, and `inputs` is what is then kept from I to W:

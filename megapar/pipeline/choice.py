@@ -14,8 +14,8 @@ from megapar.pipeline.simulation import Timeline, simulate
 from megapar.pipeline.zero_bubble import Memory
 
 # Of equals, the first one: simpler schedules come first. gpipe and breadth are left out, because 1f1b takes as long and
-# keeps less; v-half and v-min, because whoever needs them gives a limit, within which zb-v is the same schedule.
-FAMILY = ("1f1b", "interleaved", "zb-h1", "zb-2p", "dualpipe-v", "zb-interleaved", "zb-v")
+# keeps less. zb-2p, v-half and v-min are zb-h1 and zb-v with another limit, which whoever wants them gives in bytes.
+FAMILY = ("1f1b", "interleaved", "zb-h1", "dualpipe-v", "zb-interleaved", "zb-v")
 
 # What a message is taken to cost, in mean forwards of a stage. Without it, schedules that send twice as many messages,
 # or wait for them, would look as good as those that do not.

@@ -57,7 +57,7 @@ class PipelineRuntime:
         self.axis = ctx.pp
         self.device = ctx.device
         self.flight = ctx.flight
-        self.schedule = schedule
+        self.schedule = find(schedule) if isinstance(schedule, str) else schedule
         self.vpp = vpp
         self.fine_stages = list(fine_stages) or [1] * (ctx.pp.size * vpp)
         self.num_stages = sum(self.fine_stages)
@@ -65,8 +65,8 @@ class PipelineRuntime:
         self._plans: dict[tuple[int, int, bool], Sequence[Item]] = {}
         # What each I of the running step has left to its W, by stage and micro-batch.
         self.put_off: dict[tuple[int, int], WeightGradientQueue] = {}
-        make(schedule, self.axis.size, vpp, 1)  # raises now what the first step would raise
-        place = placement(schedule, self.axis.size, vpp)
+        make(self.schedule, self.axis.size, vpp, 1)  # raises now what the first step would raise
+        place = placement(self.schedule, self.axis.size, vpp)
         place_of_fine = [rank for rank, number in zip(place, self.fine_stages, strict=True) for _ in range(number)]
         expected = [stage for stage, rank in enumerate(place_of_fine) if rank == self.axis.rank]
         if sorted(self.stages) != expected:
@@ -139,8 +139,7 @@ class PipelineRuntime:
         """The actions of each pipeline rank in order."""
         coarse = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
         # Between ranks, a stage would wait for all micro-batches of the stage before.
-        schedule = find(self.schedule) if isinstance(self.schedule, str) else self.schedule
-        breadth_first = schedule.breadth_first and self.axis.size == 1
+        breadth_first = self.schedule.breadth_first and self.axis.size == 1
         return refine(coarse, self.fine_stages, breadth_first=breadth_first)
 
     def plan(self, num_microbatches: int, most: int = 0, *, backward: bool) -> Sequence[Item]:

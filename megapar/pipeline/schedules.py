@@ -13,7 +13,7 @@ from megapar.errors import ConfigError
 from megapar.messages import counted
 from megapar.pipeline.actions import Action, Event, Kind, Orders, looped, peak, show, v_shaped
 from megapar.pipeline.orders import gpipe, interleaved, one_f_one_b
-from megapar.pipeline.schedule_files import ScheduleFile, is_file, read
+from megapar.pipeline.schedule_files import is_file, read
 from megapar.pipeline.zero_bubble import Durations, Memory, counted_by_stage, dualpipe_v, fill
 from megapar.plugins import named
 
@@ -26,12 +26,17 @@ class Schedule:
 
     `orders(pp, vpp, num_microbatches)` returns the actions of each pipeline rank. `place(pp, vpp)` returns the rank on
     which each of the pp * vpp stages lives, vpp of them on each rank. `breadth_first` means that on a pipeline of one
-    rank each fine stage runs all micro-batches before the next one (`megapar.pipeline.refine`).
+    rank each fine stage runs all micro-batches before the next one (`megapar.pipeline.refine`). `name` is what messages
+    call it: what parallel.schedule says, which `find` fills in.
     """
 
     orders: Callable[[int, int, int], Orders]
     place: Callable[[int, int], list[int]] = looped
     breadth_first: bool = False
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def find(name: str) -> Schedule:
@@ -41,10 +46,15 @@ def find(name: str) -> Schedule:
     if the file cannot be read or cannot run.
     """
     if name == "auto":
-        return Schedule(_not_chosen)
-    if is_file(name):
-        return _of_file(read(name))
-    return named("parallel.schedule", name, SCHEDULES, Schedule)
+        # Until the choice is made, stages count as looped. The axis of tied embeddings is made for the first and the
+        # last rank then, and stays without use if the chosen schedule has both ends on one rank.
+        schedule = Schedule(_not_chosen)
+    elif is_file(name):
+        file = read(name)
+        schedule = Schedule(file.orders_for, file.place_for)
+    else:
+        schedule = named("parallel.schedule", name, SCHEDULES, Schedule)
+    return replace(schedule, name=name)
 
 
 def of(parallel: ParallelConfig, memory: Memory | None = None) -> Schedule:
@@ -55,7 +65,7 @@ def of(parallel: ParallelConfig, memory: Memory | None = None) -> Schedule:
     """
     durations = Durations(*parallel.schedule_costs)
     if parallel.schedule in ZERO_BUBBLE:
-        return ZERO_BUBBLE[parallel.schedule].schedule(memory, durations)
+        return replace(ZERO_BUBBLE[parallel.schedule].schedule(memory, durations), name=parallel.schedule)
     schedule = find(parallel.schedule)
     if memory is None:
         return schedule
@@ -84,12 +94,12 @@ def make(name: str | Schedule, pp: int, vpp: int, num_microbatches: int) -> Orde
     for flag, value in (("parallel.pp", pp), ("parallel.vpp", vpp), ("the number of micro-batches", num_microbatches)):
         if value < 1:
             raise ConfigError(f"{flag} is {value}, but a pipeline needs at least 1")
-    called = name if isinstance(name, str) else "(made for this run)"
-    needs = STAGES_ON_A_RANK.get(called, vpp)
+    needs = STAGES_ON_A_RANK.get(schedule.name, vpp)
     if vpp != needs:
-        works = "interleaved" if needs == 1 else f"{called} with parallel.vpp {needs}"
+        works = "interleaved" if vpp > 1 else "1f1b or zb-h1"
         raise ConfigError(
-            f"parallel.vpp {vpp} needs parallel.schedule {works}: {called} runs {counted(needs, 'stage')} on each rank"
+            f"parallel.vpp {vpp} needs parallel.schedule {works}: {schedule} runs {counted(needs, 'stage')} on each "
+            "rank"
         )
     orders = schedule.orders(pp, vpp, num_microbatches)
     place = schedule.place(pp, vpp)
@@ -97,8 +107,8 @@ def make(name: str | Schedule, pp: int, vpp: int, num_microbatches: int) -> Orde
         stages = {action.stage for action in order}
         if stages != {stage for stage, home in enumerate(place) if home == rank}:
             raise ConfigError(
-                f"parallel.schedule={called}: orders stages {sorted(stages)} on rank {rank}, but places the stages on "
-                f"ranks {place}"
+                f"parallel.schedule={schedule}: orders stages {sorted(stages)} on rank {rank}, but places the stages "
+                f"on ranks {place}"
             )
     return orders
 
@@ -108,10 +118,6 @@ def _not_chosen(pp: int, vpp: int, num_microbatches: int) -> Orders:
         "parallel.schedule=auto: a run chooses the schedule when it first starts; name one of "
         f"{', '.join(SCHEDULES)} here"
     )
-
-
-def _of_file(file: ScheduleFile) -> Schedule:
-    return Schedule(file.orders_for, file.place_for)
 
 
 def _checked(name: str, orders: Callable[[int, int, int], Orders], memory: Memory) -> Callable[[int, int, int], Orders]:

@@ -79,7 +79,7 @@ def fill(place: Sequence[int], num_microbatches: int, memory: Memory, durations:
         if memory.limit < memory.least(stages):
             raise ConfigError(
                 f"parallel.schedule_memory_gb={memory.limit / 2**30:g}: does not hold one micro-batch in each stage of "
-                f"pipeline rank {rank}, which needs {memory.least(stages) / 2**30:.3f}; allow that much, or use a "
+                f"pipeline rank {rank}, which needs {memory.least(stages) / 2**30:.3g}; allow that much, or use a "
                 "smaller train.micro_batch_size"
             )
     # An order that is made for equal times has more regular rounds. With other times it is shorter now and then.
@@ -90,7 +90,7 @@ def fill(place: Sequence[int], num_microbatches: int, memory: Memory, durations:
         for rule in _rules(place, memory)
     ]
     cost = durations._asdict()
-    # Among orders that take about as long, messages prefer those that do not wait for every one of them.
+    # Messages that take a little time tell orders that wait for many of them from orders that wait for few.
     message = durations.F / 64
     return min(made, key=lambda orders: length(orders, len(place), cost, message))
 

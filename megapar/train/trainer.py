@@ -312,7 +312,8 @@ def _explain_not_finite(
             f"{cause}. No weight was changed: they are those of step {result.step - 1}. "
             "A lower optimizer.lr or a longer optimizer.warmup_steps often helps; --checkpoint.resume goes back further"
         )
-    here = [-state.ctx.pp.rank, state.grads.not_finite()]  # the last stage's backward runs first
+    # The backward of the last stage runs first. The schedule says which rank has it.
+    here = [-max(state.stages), state.grads.not_finite()]
     everywhere = comm.gather_json(here, state.ctx.world, state.ctx.device)
     names: dict[str, None] = {}  # as an ordered set: replicas and tensor ranks name the same parameters
     for _, names_of_rank in sorted(everywhere):
