@@ -99,6 +99,8 @@ CONFIGS = [
     make_config(dp=2, pp=2, zero_stage=3, precision="bf16"),
     make_config(tp=2, dp=2, zero_stage=2),
     make_config(dp=4, zero_stage=3),
+    make_config(dp=4, zero_stage=3, shard_ranks=2),
+    make_config(dp=4, zero_stage=1, shard_ranks=2),
 ]
 
 
