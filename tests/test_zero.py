@@ -79,7 +79,7 @@ OTHER_SUMS = [
     Layout(GPT, dp=2, pp=2, schedule="gpipe"),
     Layout(LLAMA, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3, recompute="full"),
     Layout(DENSE_BETWEEN, tp=2, dp=2, ep=2, micro_batch_size=3),
-    Layout(LLAMA, dp=4, micro_batch_size=2, overlap=False),
+    Layout(LLAMA, dp=4, micro_batch_size=2, overlap=False, shard_ranks=2),
     Layout(STRADDLING, tp=2, pp=2, micro_batch_size=2),  # one replica
 ]
 
@@ -88,8 +88,9 @@ def check_stages(layout: Layout, *, same_sums: bool) -> None:
     """Stages 2 and 3 against 1: bitwise with `same_sums`; otherwise the first gradients to 1e-6, and all that follows
     as against one process."""
     ranks = run_ranks(layout.world, train_at_stages, layout)
-    for stage in (2, 3):
+    for stage in (1, 2, 3):
         check(replace(layout, zero_stage=stage), [rank[stage] for rank in ranks])
+    for stage in (2, 3):
         for step in range(STEPS):
             for kind in (2, 3):  # gradients, weights
                 first = layouts.assemble([rank[1]["steps"][step][kind] for rank in ranks])
@@ -269,29 +270,31 @@ def measure(config: Config) -> dict[str, Any]:
         (Layout(LLAMA, dp=4, zero_stage=2, micro_batch_size=1), "bf16"),
         (Layout(TIED, tp=2, dp=2, zero_stage=3, micro_batch_size=3, schedule=BREADTH), "fp32"),
         (Layout(GPT, pp=2, dp=2, zero_stage=3, micro_batch_size=2), "fp32"),
+        (Layout(SMALL, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=3), "bf16"),
     ],
-    ids=["dp2-zero3-bf16", "dp4-zero2-bf16", "tp2-dp2-zero3", "pp2-dp2-zero3"],
+    ids=["dp2-zero3-bf16", "dp4-zero2-bf16", "tp2-dp2-zero3", "pp2-dp2-zero3", "dp4-shards2-zero3-bf16"],
 )
 def test_memory_is_that_of_the_plan(layout: Layout, precision: str) -> None:
     """And between steps a rank holds its share alone: 2P or 2P/d of bf16 weights, 4P/d of gradients, 12P/d of state."""
     config = layout.config(precision)
     ranks = run_ranks(layout.world, measure, config)
     sharded = layout.zero_stage == 3
+    shards = layout.shard_ranks or layout.dp
     for rank, found in enumerate(ranks):
         plan = report_rank(config, build_stages, rank)
         assert found["most"] == {"weights": plan.weights, "gradients": plan.gradients}
         assert found["optimizer"] == plan.optimizer
         elements = found["between"]["gradients"] // 4  # padded P/d
-        assert plan.parameters <= elements * layout.dp < plan.parameters * 1.2 + 20000
+        assert plan.parameters <= elements * shards < plan.parameters * 1.2 + 20000
         size = 2 if precision == "bf16" else 4
-        assert found["between"]["weights"] == size * elements * (1 if sharded else layout.dp)
+        assert found["between"]["weights"] == size * elements * (1 if sharded else shards)
         assert found["optimizer"] == (12 if precision == "bf16" else 8) * elements
 
 
 def sent(config: Config) -> dict[str, Any]:
     """Bytes that this rank sends over grad by operation, in a step and in an evaluation, and the bytes of each unit."""
     state = make_state(config)
-    traffic = state.ctx.grad.traffic.sent
+    traffic = state.ctx.grad.shards.traffic.sent
     found: dict[str, Any] = {"units": {}}
     for number, stage in state.stages.items():
         for unit in state.grads.layout.buckets_of(stage):
@@ -301,6 +304,7 @@ def sent(config: Config) -> dict[str, Any]:
         before = dict(traffic)
         run(state, micro_batches(config, state.ctx, 0))
         found[kind] = {op: traffic[op] - before.get(op, 0) for op in ("all_gather", "reduce_scatter") if op in traffic}
+    found["copies"] = state.ctx.grad.copies.traffic.sent
     return found
 
 
@@ -321,3 +325,13 @@ def test_traffic_is_that_of_the_formulas(stage: int, schedule: str) -> None:
         assert found["step"] == {"all_gather": gathered, "reduce_scatter": rounds * 4 * everything // 2}
         assert found["evaluation"]["all_gather"] == (0 if stage == 2 else forward)
         assert found["evaluation"]["reduce_scatter"] == 0
+
+
+def test_traffic_between_copies_of_shards_is_that_of_the_formula() -> None:
+    """Within groups of n = 2 of d = 4 ranks as with d = 2, and 2 (d/n-1)/(d/n) 4P/n for each reduction across them."""
+    layout = Layout(SMALL, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=1, schedule=BREADTH)
+    for found in run_ranks(4, sent, layout.config("bf16")):
+        sizes = [sum(units) for _, units in sorted(found["units"].items())]
+        everything, last = sum(sizes), sizes[-1]
+        assert found["step"] == {"all_gather": 2 * everything - last, "reduce_scatter": 4 * everything // 2}
+        assert found["copies"] == {"all_reduce": 4 * everything // 2}
