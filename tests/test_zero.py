@@ -25,6 +25,7 @@ from tests.support.grid import (
     LLAMA,
     MIXTRAL,
     ONE_KV_HEAD,
+    SHARED,
     STEPS,
     STRADDLING,
     Layout,
@@ -35,12 +36,14 @@ from tests.support.grid import (
     make_state,
     micro_batches,
     name,
+    of,
 )
 
 BREADTH = "tests.support.grid:BREADTH_FIRST"
-UNTIED = replace(GPT, tie_word_embeddings=False)
 SMALL = replace(LLAMA, num_hidden_layers=2)
 TIED = replace(GPT, num_hidden_layers=3)
+UNTIED = replace(TIED, tie_word_embeddings=False)
+ONE_HEAD = replace(ONE_KV_HEAD, num_hidden_layers=2)
 
 
 # Every layout trains as ZeRO-1 does
@@ -53,34 +56,43 @@ def train_at_stages(layout: Layout) -> dict[int, Any]:
         state = make_state(replace(layout, zero_stage=stage).config())
         shown[stage] = {"initial": held_weights(state), "steps": []}
         for step in range(STEPS):
-            result = train_step(state, micro_batches(state.config, state.ctx, step))
+            result = train_step(state, micro_batches(state.config, state.ctx, step, layout.packed))
             found = (result.loss, result.grad_norm, held_gradients(state), held_weights(state))
             shown[stage]["steps"].append(found)
-        shown[stage]["evaluation"] = evaluate(state, micro_batches(state.config, state.ctx, STEPS))
+        shown[stage]["evaluation"] = evaluate(state, micro_batches(state.config, state.ctx, STEPS, layout.packed))
     return shown
 
 
 # With one micro-batch a replica, or breadth-first, each gradient is summed over micro-batches before it is reduced, as
 # with ZeRO-1. Otherwise the sums have another order. So they have for an embedding that two fine stages use.
 SAME_SUMS = [
-    Layout(LLAMA, dp=2, micro_batch_size=6),
-    Layout(LLAMA, dp=2, schedule=BREADTH),
+    Layout(SMALL, dp=2, micro_batch_size=6),
     Layout(UNTIED, dp=3, micro_batch_size=2, schedule=BREADTH, recompute="selective"),
     Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=6),
-    Layout(GPT, dp=2, pp=2, micro_batch_size=6),
-    Layout(LLAMA, dp=2, micro_batch_size=12),  # the second replica has no micro-batch
+    Layout(TIED, dp=2, pp=2, micro_batch_size=6),
+    Layout(SMALL, dp=2, micro_batch_size=12),  # the second replica has no micro-batch
 ]
 OTHER_SUMS = [
-    Layout(GPT, dp=2, micro_batch_size=3, recompute="selective"),
-    Layout(ONE_KV_HEAD, dp=2, micro_batch_size=4, recompute="full"),  # replicas with two micro-batches and one
-    Layout(STRADDLING, cp=2, micro_batch_size=6),
+    Layout(ONE_HEAD, dp=2, micro_batch_size=4, recompute="full"),  # replicas with two micro-batches and one
     Layout(UNTIED, dp=3, micro_batch_size=3, recompute="full", every=2),
-    Layout(ONE_KV_HEAD, tp=2, dp=2, sequence_parallel=True, micro_batch_size=3),
-    Layout(GPT, dp=2, pp=2, schedule="gpipe"),
-    Layout(LLAMA, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3, recompute="full"),
+    Layout(ONE_HEAD, tp=2, dp=2, sequence_parallel=True, micro_batch_size=3),
+    Layout(TIED, dp=2, pp=2, schedule="gpipe", micro_batch_size=2),
+    Layout(SMALL, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3, recompute="full"),
+    Layout(of(MIXTRAL, num_experts=3), dp=4, ep=4),  # a rank has no expert, and experts have no replicas
+    Layout(SMALL, dp=4, micro_batch_size=2, overlap=False, shard_ranks=2),
+    Layout(STRADDLING, tp=2, pp=2, micro_batch_size=4),  # one replica
+]
+MORE = [
+    Layout(LLAMA, dp=2, schedule=BREADTH),
+    Layout(GPT, dp=2, micro_batch_size=3, recompute="selective"),
+    Layout(STRADDLING, cp=2, micro_batch_size=6),
     Layout(DENSE_BETWEEN, tp=2, dp=2, ep=2, micro_batch_size=3),
-    Layout(LLAMA, dp=4, micro_batch_size=2, overlap=False, shard_ranks=2),
-    Layout(STRADDLING, tp=2, pp=2, micro_batch_size=2),  # one replica
+    Layout(DENSE_BETWEEN, pp=2, dp=2, ep=2, etp=1, micro_batch_size=2, recompute="full", shard_ranks=1),
+    Layout(SHARED, tp=2, dp=2, sequence_parallel=True, ep=4, etp=1, micro_batch_size=2),
+    Layout(GPT, cp=2, dp=2, cp_attention="ring", micro_batch_size=3, schedule=BREADTH, packed=True),
+    Layout(LLAMA, tp=2, dp=2, pp=2, sequence_parallel=True, micro_batch_size=1),
+    Layout(ONE_KV_HEAD, dp=2, pp=2, vpp=2, schedule="gpipe", micro_batch_size=2, order="pp-dp-cp-tp"),
+    Layout(LLAMA, dp=4, shard_ranks=2, micro_batch_size=1, loss_chunk=11),
 ]
 
 
@@ -103,11 +115,19 @@ def check_stages(layout: Layout, *, same_sums: bool) -> None:
 
 @pytest.mark.parametrize("layout", SAME_SUMS, ids=name)
 def test_stages_agree_bitwise_where_sums_have_one_order(layout: Layout) -> None:
+    """Fault zero-ragged-micro-batches."""
     check_stages(layout, same_sums=True)
 
 
 @pytest.mark.parametrize("layout", OTHER_SUMS, ids=name)
 def test_stages_agree_to_rounding(layout: Layout) -> None:
+    """Faults zero-accumulation-lost, zero-one-replica, zero-with-pipelines, zero-tied-weights, zero-norm-of-shards."""
+    check_stages(layout, same_sums=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", MORE, ids=name)
+def test_stages_agree_in_more_layouts(layout: Layout) -> None:
     check_stages(layout, same_sums=False)
 
 
