@@ -431,10 +431,11 @@ def _shard_ranks(config: Config) -> Iterator[str]:
     if config.optimizer.zero_stage == 0:
         text = "without ZeRO nothing is sharded; use zero_stage 1, 2 or 3, or leave it at 0"
         yield problem(config, "optimizer.shard_ranks optimizer.zero_stage", text)
+        return
     parallel = config.parallel
     replicas = parallel.dp * parallel.cp
     if replicas % number:
-        text = f"must divide the {replicas} ranks of dp x cp; use {listed(divisors(replicas))}, or 0 for all of them"
+        text = f"must divide the {counted(replicas, 'rank')} of dp x cp; use {listed(divisors(replicas))}, or 0 for all"
         yield problem(config, "optimizer.shard_ranks parallel.dp parallel.cp", text)
     elif config.model.moe.num_experts:
         holders = parallel.tp * replicas // (parallel.ep * parallel.etp)

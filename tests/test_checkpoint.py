@@ -99,6 +99,8 @@ CONFIGS = [
     make_config(dp=2, pp=2, zero_stage=3, precision="bf16"),
     make_config(tp=2, dp=2, zero_stage=2),
     make_config(dp=4, zero_stage=3),
+    make_config(dp=4, zero_stage=3, shard_ranks=2),
+    make_config(dp=4, zero_stage=1, shard_ranks=2),
 ]
 
 
@@ -125,7 +127,8 @@ def save_load_save(root: str, configs: list[Config]) -> None:
 
 
 def test_a_checkpoint_wanders_through_layouts_unchanged(tmp_path: Path) -> None:
-    """Fault any-layout-loads, over real ranks: what each layout loaded and saved again is what the first one saved."""
+    """Faults any-layout-loads and zero-checkpoint-elsewhere, over real ranks: what each layout loaded and saved again
+    is what the first one saved."""
     run_ranks(4, save_load_save, str(tmp_path), CONFIGS)
     paths = [tmp_path / str(number) / "step_00000001" for number in range(len(CONFIGS))]
     with Reader(paths[0], read_manifest(paths[0])) as first:

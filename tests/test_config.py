@@ -22,6 +22,7 @@ from megapar.config import (
     DataConfig,
     LaunchConfig,
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     ParallelConfig,
     RopeScaling,
@@ -471,6 +472,20 @@ def test_a_model_option_is_obeyed_or_refused(model, said):
     assert said in refusal(Config(model))
 
 
+def test_groups_of_shards_must_fit_the_replicas():
+    four = Config(optimizer=OptimizerConfig(shard_ranks=4))
+    assert refusal(four, 6).endswith("must divide the 6 ranks of dp x cp; use 1, 2, 3 or 6, or 0 for all")
+    validate(replace(four, train=TrainConfig(global_batch_size=8)), 8)
+    experts = MoEConfig(num_experts=6, moe_intermediate_size=8)
+    mixture = ModelConfig("mixtral", moe=experts)
+    train = TrainConfig(global_batch_size=12)
+    two = Config(mixture, ParallelConfig(ep=2), train, OptimizerConfig(shard_ranks=2))
+    said = refusal(two, 6)
+    assert said.startswith("optimizer.shard_ranks=2, parallel.ep=2, parallel.etp=1: must divide the 3 ranks that hold")
+    assert said.endswith("use 1, 3 or 6, or 0 for all")
+    validate(replace(two, optimizer=OptimizerConfig(shard_ranks=3)), 6)
+
+
 def test_gpt_takes_dropout_and_odd_heads():
     validate(Config(ModelConfig("gpt", hidden_size=60, num_attention_heads=12, hidden_dropout=0.1)), 1)
 
@@ -490,6 +505,10 @@ def test_gpt_takes_dropout_and_odd_heads():
         (
             Config(optimizer=OptimizerConfig(overlap_param_gather=True, zero_stage=3)),
             "optimizer.overlap_param_gather=true, optimizer.zero_stage=3: stage 3 gathers the weights of each layer",
+        ),
+        (
+            Config(optimizer=OptimizerConfig(shard_ranks=2, zero_stage=0)),
+            "optimizer.shard_ranks=2, optimizer.zero_stage=0: without ZeRO nothing is sharded; use zero_stage 1, 2 or",
         ),
         (
             Config(optimizer=OptimizerConfig(bucket_mb=16.0, zero_stage=2)),
@@ -638,7 +657,7 @@ parallel: tp pp dp cp cp_attention ep etp vpp schedule schedule_memory_gb schedu
     tp_overlap_chunks partition balance order
 train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
     eval_every eval_samples z_loss trainable deterministic
-optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage bucket_mb
+optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage shard_ranks bucket_mb
     overlap_grad_reduce overlap_param_gather
 data: train stages split validation documents fim_rate fim_tokens workers tokenizer accept_changed
 checkpoint: every save_last resume init_from strict async_save keep_last keep_every

@@ -25,6 +25,7 @@ from tests.support.grid import (
     LLAMA,
     MIXTRAL,
     ONE_KV_HEAD,
+    SHARED,
     STEPS,
     STRADDLING,
     Layout,
@@ -35,12 +36,14 @@ from tests.support.grid import (
     make_state,
     micro_batches,
     name,
+    of,
 )
 
 BREADTH = "tests.support.grid:BREADTH_FIRST"
-UNTIED = replace(GPT, tie_word_embeddings=False)
 SMALL = replace(LLAMA, num_hidden_layers=2)
 TIED = replace(GPT, num_hidden_layers=3)
+UNTIED = replace(TIED, tie_word_embeddings=False)
+ONE_HEAD = replace(ONE_KV_HEAD, num_hidden_layers=2)
 
 
 # Every layout trains as ZeRO-1 does
@@ -53,34 +56,43 @@ def train_at_stages(layout: Layout) -> dict[int, Any]:
         state = make_state(replace(layout, zero_stage=stage).config())
         shown[stage] = {"initial": held_weights(state), "steps": []}
         for step in range(STEPS):
-            result = train_step(state, micro_batches(state.config, state.ctx, step))
+            result = train_step(state, micro_batches(state.config, state.ctx, step, layout.packed))
             found = (result.loss, result.grad_norm, held_gradients(state), held_weights(state))
             shown[stage]["steps"].append(found)
-        shown[stage]["evaluation"] = evaluate(state, micro_batches(state.config, state.ctx, STEPS))
+        shown[stage]["evaluation"] = evaluate(state, micro_batches(state.config, state.ctx, STEPS, layout.packed))
     return shown
 
 
 # With one micro-batch a replica, or breadth-first, each gradient is summed over micro-batches before it is reduced, as
 # with ZeRO-1. Otherwise the sums have another order. So they have for an embedding that two fine stages use.
 SAME_SUMS = [
-    Layout(LLAMA, dp=2, micro_batch_size=6),
-    Layout(LLAMA, dp=2, schedule=BREADTH),
+    Layout(SMALL, dp=2, micro_batch_size=6),
     Layout(UNTIED, dp=3, micro_batch_size=2, schedule=BREADTH, recompute="selective"),
     Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=6),
-    Layout(GPT, dp=2, pp=2, micro_batch_size=6),
-    Layout(LLAMA, dp=2, micro_batch_size=12),  # the second replica has no micro-batch
+    Layout(TIED, dp=2, pp=2, micro_batch_size=6),
+    Layout(SMALL, dp=2, micro_batch_size=12),  # the second replica has no micro-batch
 ]
 OTHER_SUMS = [
-    Layout(GPT, dp=2, micro_batch_size=3, recompute="selective"),
-    Layout(ONE_KV_HEAD, dp=2, micro_batch_size=4, recompute="full"),  # replicas with two micro-batches and one
-    Layout(STRADDLING, cp=2, micro_batch_size=6),
+    Layout(ONE_HEAD, dp=2, micro_batch_size=4, recompute="full"),  # replicas with two micro-batches and one
     Layout(UNTIED, dp=3, micro_batch_size=3, recompute="full", every=2),
-    Layout(ONE_KV_HEAD, tp=2, dp=2, sequence_parallel=True, micro_batch_size=3),
-    Layout(GPT, dp=2, pp=2, schedule="gpipe"),
-    Layout(LLAMA, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3, recompute="full"),
+    Layout(ONE_HEAD, tp=2, dp=2, sequence_parallel=True, micro_batch_size=3),
+    Layout(TIED, dp=2, pp=2, schedule="gpipe", micro_batch_size=2),
+    Layout(SMALL, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3, recompute="full"),
+    Layout(of(MIXTRAL, num_experts=3), dp=4, ep=4),  # a rank has no expert, and experts have no replicas
+    Layout(SMALL, dp=4, micro_batch_size=2, overlap=False, shard_ranks=2),
+    Layout(STRADDLING, tp=2, pp=2, micro_batch_size=4),  # one replica
+]
+MORE = [
+    Layout(LLAMA, dp=2, schedule=BREADTH),
+    Layout(GPT, dp=2, micro_batch_size=3, recompute="selective"),
+    Layout(STRADDLING, cp=2, micro_batch_size=6),
     Layout(DENSE_BETWEEN, tp=2, dp=2, ep=2, micro_batch_size=3),
-    Layout(LLAMA, dp=4, micro_batch_size=2, overlap=False),
-    Layout(STRADDLING, tp=2, pp=2, micro_batch_size=2),  # one replica
+    Layout(DENSE_BETWEEN, pp=2, dp=2, ep=2, etp=1, micro_batch_size=2, recompute="full", shard_ranks=1),
+    Layout(SHARED, tp=2, dp=2, sequence_parallel=True, ep=4, etp=1, micro_batch_size=2),
+    Layout(GPT, cp=2, dp=2, cp_attention="ring", micro_batch_size=3, schedule=BREADTH, packed=True),
+    Layout(LLAMA, tp=2, dp=2, pp=2, sequence_parallel=True, micro_batch_size=1),
+    Layout(ONE_KV_HEAD, dp=2, pp=2, vpp=2, schedule="gpipe", micro_batch_size=2, order="pp-dp-cp-tp"),
+    Layout(LLAMA, dp=4, shard_ranks=2, micro_batch_size=1, loss_chunk=11),
 ]
 
 
@@ -88,8 +100,9 @@ def check_stages(layout: Layout, *, same_sums: bool) -> None:
     """Stages 2 and 3 against 1: bitwise with `same_sums`; otherwise the first gradients to 1e-6, and all that follows
     as against one process."""
     ranks = run_ranks(layout.world, train_at_stages, layout)
-    for stage in (2, 3):
+    for stage in (1, 2, 3):
         check(replace(layout, zero_stage=stage), [rank[stage] for rank in ranks])
+    for stage in (2, 3):
         for step in range(STEPS):
             for kind in (2, 3):  # gradients, weights
                 first = layouts.assemble([rank[1]["steps"][step][kind] for rank in ranks])
@@ -102,11 +115,19 @@ def check_stages(layout: Layout, *, same_sums: bool) -> None:
 
 @pytest.mark.parametrize("layout", SAME_SUMS, ids=name)
 def test_stages_agree_bitwise_where_sums_have_one_order(layout: Layout) -> None:
+    """Fault zero-ragged-micro-batches."""
     check_stages(layout, same_sums=True)
 
 
 @pytest.mark.parametrize("layout", OTHER_SUMS, ids=name)
 def test_stages_agree_to_rounding(layout: Layout) -> None:
+    """Faults zero-accumulation-lost, zero-one-replica, zero-with-pipelines, zero-tied-weights, zero-norm-of-shards."""
+    check_stages(layout, same_sums=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", MORE, ids=name)
+def test_stages_agree_in_more_layouts(layout: Layout) -> None:
     check_stages(layout, same_sums=False)
 
 
@@ -269,29 +290,31 @@ def measure(config: Config) -> dict[str, Any]:
         (Layout(LLAMA, dp=4, zero_stage=2, micro_batch_size=1), "bf16"),
         (Layout(TIED, tp=2, dp=2, zero_stage=3, micro_batch_size=3, schedule=BREADTH), "fp32"),
         (Layout(GPT, pp=2, dp=2, zero_stage=3, micro_batch_size=2), "fp32"),
+        (Layout(SMALL, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=3), "bf16"),
     ],
-    ids=["dp2-zero3-bf16", "dp4-zero2-bf16", "tp2-dp2-zero3", "pp2-dp2-zero3"],
+    ids=["dp2-zero3-bf16", "dp4-zero2-bf16", "tp2-dp2-zero3", "pp2-dp2-zero3", "dp4-shards2-zero3-bf16"],
 )
 def test_memory_is_that_of_the_plan(layout: Layout, precision: str) -> None:
     """And between steps a rank holds its share alone: 2P or 2P/d of bf16 weights, 4P/d of gradients, 12P/d of state."""
     config = layout.config(precision)
     ranks = run_ranks(layout.world, measure, config)
     sharded = layout.zero_stage == 3
+    shards = layout.shard_ranks or layout.dp
     for rank, found in enumerate(ranks):
         plan = report_rank(config, build_stages, rank)
         assert found["most"] == {"weights": plan.weights, "gradients": plan.gradients}
         assert found["optimizer"] == plan.optimizer
         elements = found["between"]["gradients"] // 4  # padded P/d
-        assert plan.parameters <= elements * layout.dp < plan.parameters * 1.2 + 20000
+        assert plan.parameters <= elements * shards < plan.parameters * 1.2 + 20000
         size = 2 if precision == "bf16" else 4
-        assert found["between"]["weights"] == size * elements * (1 if sharded else layout.dp)
+        assert found["between"]["weights"] == size * elements * (1 if sharded else shards)
         assert found["optimizer"] == (12 if precision == "bf16" else 8) * elements
 
 
 def sent(config: Config) -> dict[str, Any]:
     """Bytes that this rank sends over grad by operation, in a step and in an evaluation, and the bytes of each unit."""
     state = make_state(config)
-    traffic = state.ctx.grad.traffic.sent
+    traffic = state.ctx.grad.shards.traffic.sent
     found: dict[str, Any] = {"units": {}}
     for number, stage in state.stages.items():
         for unit in state.grads.layout.buckets_of(stage):
@@ -301,6 +324,7 @@ def sent(config: Config) -> dict[str, Any]:
         before = dict(traffic)
         run(state, micro_batches(config, state.ctx, 0))
         found[kind] = {op: traffic[op] - before.get(op, 0) for op in ("all_gather", "reduce_scatter") if op in traffic}
+    found["copies"] = state.ctx.grad.copies.traffic.sent
     return found
 
 
@@ -321,3 +345,13 @@ def test_traffic_is_that_of_the_formulas(stage: int, schedule: str) -> None:
         assert found["step"] == {"all_gather": gathered, "reduce_scatter": rounds * 4 * everything // 2}
         assert found["evaluation"]["all_gather"] == (0 if stage == 2 else forward)
         assert found["evaluation"]["reduce_scatter"] == 0
+
+
+def test_traffic_between_copies_of_shards_is_that_of_the_formula() -> None:
+    """Within groups of n = 2 of d = 4 ranks as with d = 2, and 2 (d/n-1)/(d/n) 4P/n for each reduction across them."""
+    layout = Layout(SMALL, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=1, schedule=BREADTH)
+    for found in run_ranks(4, sent, layout.config("bf16")):
+        sizes = [sum(units) for _, units in sorted(found["units"].items())]
+        everything, last = sum(sizes), sizes[-1]
+        assert found["step"] == {"all_gather": 2 * everything - last, "reduce_scatter": 4 * everything // 2}
+        assert found["copies"] == {"all_reduce": 4 * everything // 2}

@@ -54,8 +54,8 @@ def units_of(stages: Sequence[int], num_stages: int, *, gathers: bool = True, ov
 class Checker:
     """Runs a plan and fails where a unit is used that is not there."""
 
-    def __init__(self, of_stage: Mapping[int, Sequence[int]], gathers: bool):
-        self.of_stage, self.gathers = of_stage, gathers
+    def __init__(self, of_stage: Mapping[int, Sequence[int]], gathers: bool, overlap: bool = True):
+        self.of_stage, self.gathers, self.overlap = of_stage, gathers, overlap
         self.arriving: dict[int, int] = {}  # unit to the number of actions that have run since its gather was posted
         self.present: set[int] = set()
         self.collected: set[int] = set()
@@ -79,6 +79,7 @@ class Checker:
         if action.kind != "F":
             assert units <= self.collected - self.travelling, action
             self.added |= units
+            assert self.overlap or not self.travelling, "a sum travels while an action runs"
             assert len(self.collected) <= 6, "more than the units of two stages"
         self.arriving = {unit: actions + 1 for unit, actions in self.arriving.items()}
 
@@ -145,7 +146,7 @@ def test_every_plan_uses_units_only_while_they_are_there(name: str, vpp: int) ->
         plans, num_stages = fine_plans(name, pp, vpp, m, breadth=breadth and pp == 1, halves=halves)
         for plan, gathers, overlap in product(plans, (False, True), (False, True)):
             units = units_of(stages_in(plan), num_stages, gathers=gathers, overlap=overlap)
-            checker = Checker(units.of_stage, gathers)
+            checker = Checker(units.of_stage, gathers, overlap)
             checker.run(insert_unit_actions(plan, units))
             if gathers:
                 first = len(units.of_stage[stages_in(plan)[0]])

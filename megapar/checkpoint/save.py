@@ -239,7 +239,7 @@ def save(
         "trainer": dict(trainer),
         "data": dict(data),
     }
-    return Save(root, share(slices) if replicated else list(slices), ctx, facts).finish()
+    return Save(root, share(slices) if replicated else first_copies(slices), ctx, facts).finish()
 
 
 def snapshot_bytes(slices: Iterable[StateSlice]) -> int:
@@ -282,6 +282,11 @@ def share(slices: Iterable[StateSlice]) -> list[StateSlice]:
             written.append(item)
         counts[replicas.name] += 1
     return written
+
+
+def first_copies(slices: Iterable[StateSlice]) -> list[StateSlice]:
+    """Return the slices of ZeRO shards that this rank writes. Of several ranks with copies, the first one writes."""
+    return [item for item in slices if item.spec.replicas.copies.first]
 
 
 def owned_boxes(item: StateSlice) -> Iterator[tuple[Piece, FlatBox]]:

@@ -19,7 +19,7 @@ from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
 from megapar.checkpoint.format import Manifest
 from megapar.checkpoint.lineage import Lineage, lineage_of, new_id, set_aside
 from megapar.checkpoint.load import choose, load, load_fitting, load_weights
-from megapar.checkpoint.save import Save, needed_bytes, share, snapshot, snapshot_bytes
+from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, snapshot, snapshot_bytes
 from megapar.config import Config, flatten
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, CommunicationError, StorageError
@@ -139,12 +139,9 @@ class Saver:
 
     def _slices_to_save(self, state: TrainState) -> list[Any]:
         """What this rank writes of the optimizer's state and of the fixed tensors."""
-        trained = list(state.optimizer.slices())
-        if not state.grads.layout.sharded:
-            # All replicas hold the whole optimizer state, so they share the work of writing it.
-            trained = share(trained)
-        # Of the ranks that hold copies of a shard, the first one writes it.
-        trained = [item for item in trained if item.spec.replicas.copies.first]
+        slices = state.optimizer.slices()
+        # Without ZeRO all replicas hold the whole optimizer state, so they share the work of writing it.
+        trained = first_copies(slices) if state.grads.layout.sharded else share(slices)
         return trained + share(fixed_slices(state.stages.values(), to_save=True))
 
 

@@ -10,6 +10,7 @@ from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.random import initialize
+from megapar.train.grid import with_grid
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
 
@@ -30,20 +31,19 @@ MODEL = ModelConfig(
 MODEL_CONFIG = {"hidden_size": 12, "num_hidden_layers": 3}
 
 
-def make_config(precision: str = "fp32", zero_stage: int = 1, **parallel: Any) -> Config:
+def make_config(precision: str = "fp32", zero_stage: int = 1, shard_ranks: int = 0, **parallel: Any) -> Config:
     bucket_mb = 0.0 if zero_stage >= 2 else 1 / 1024
     config = Config(
         model=MODEL,
         parallel=ParallelConfig(**parallel),
         train=TrainConfig(global_batch_size=SAMPLES, seq_length=LENGTH, precision=precision),  # type: ignore[arg-type]
-        optimizer=OptimizerConfig(lr=1e-2, zero_stage=zero_stage, bucket_mb=bucket_mb),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=1e-2, zero_stage=zero_stage, shard_ranks=shard_ranks, bucket_mb=bucket_mb),  # type: ignore[arg-type]
     )
     return validate(config, config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1))
 
 
 def make_state(config: Config, seed: int = 1) -> TrainState:
-    parallel = config.parallel
-    ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp)
+    ctx = with_grid(context.create, config)()
     stages = build_stages(config, ctx)
     initialize(stages.values(), seed)
     return assemble(config, ctx, stages)
