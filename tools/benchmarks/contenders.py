@@ -99,7 +99,7 @@ def load_weights(modules: Iterable[nn.Module], weights: Weights) -> None:
 class Variant:
     """Options in which several contenders of megapar differ. `parallel` None: the layout's own."""
 
-    zero_stage: Literal[0, 1] = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
     parallel: ParallelConfig | None = None
 
 
@@ -139,6 +139,7 @@ WITHOUT_ZERO = Variant(zero_stage=0)
 TP2 = ParallelConfig(dp=1, tp=2)
 TP2_SP = replace(TP2, sequence_parallel=True)
 CP2 = ParallelConfig(dp=1, cp=2)
+PP2 = ParallelConfig(dp=1, pp=2)
 EP2 = ParallelConfig(dp=2, ep=2)
 LAYOUTS: dict[str, Layout] = {
     "single": Layout(ParallelConfig(dp=1), (Plain, HuggingFace, Products)),
@@ -148,7 +149,13 @@ LAYOUTS: dict[str, Layout] = {
             *(DDP, ZeroRedundancy, FSDP2, FSDP2Reshard, HuggingFaceDDP),
             *(DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3, Products),
         ),
-        (("megapar", Variant()), ("megapar, zero_stage 0", WITHOUT_ZERO)),
+        (
+            ("megapar", Variant()),
+            ("megapar, zero_stage 0", WITHOUT_ZERO),
+            ("megapar, zero_stage 2", Variant(zero_stage=2)),
+            ("megapar, zero_stage 3", Variant(zero_stage=3)),
+            ("megapar, zero_stage 3, breadth", Variant(3, ParallelConfig(dp=2, schedule="breadth"))),
+        ),
     ),
     "tp2": Layout(
         TP2,
@@ -164,7 +171,15 @@ LAYOUTS: dict[str, Layout] = {
             ("megapar, 4 chunks", Variant(parallel=replace(TP2_SP, tp_overlap_chunks=4))),
         ),
     ),
-    "pp2": Layout(ParallelConfig(dp=1, pp=2), (Pipeline1F1B, PipelineDualPipeV, PipelineZeroBubbleV, Products)),
+    "pp2": Layout(
+        PP2,
+        (Pipeline1F1B, PipelineDualPipeV, PipelineZeroBubbleV, Products),
+        (
+            ("megapar", Variant()),
+            ("megapar, zb-h1", Variant(parallel=replace(PP2, schedule="zb-h1"))),
+            ("megapar, zb-v", Variant(parallel=replace(PP2, schedule="zb-v", vpp=2))),
+        ),
+    ),
     "cp2": Layout(
         CP2,
         (GatherByHand, Products),

@@ -8,25 +8,46 @@ or a reduce-scatter of B bytes B (n-1)/n.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from megapar.config import Config
+from megapar.pipeline.schedules import placement
 
 Choices = Sequence[Sequence[Sequence[int]]]
 """For each rank, layer and expert: how many of the rank's tokens chose the expert in the step."""
 
 
+def stages_of_rank(config: Config, pp_rank: int) -> list[int]:
+    """The numbers of the pipeline stages of a rank."""
+    parallel = config.parallel
+    place = placement(parallel.schedule, parallel.pp, parallel.vpp)
+    return [stage for stage, rank in enumerate(place) if rank == pp_rank]
+
+
+def layers_of_rank(config: Config, pp_rank: int) -> int:
+    return sum(config.parallel.partition[stage] for stage in stages_of_rank(config, pp_rank))
+
+
+def holds_embedding(config: Config, pp_rank: int) -> bool:
+    return 0 in stages_of_rank(config, pp_rank)
+
+
+def holds_head(config: Config, pp_rank: int) -> bool:
+    return len(config.parallel.partition) - 1 in stages_of_rank(config, pp_rank)
+
+
 def local_parameters(config: Config, pp_rank: int) -> int:
-    """Weights of one rank: its stage's layers, matrices cut over tp and norms whole. Experts do not count."""
+    """Weights of one rank: its stages' layers, matrices cut over tp and norms whole. Experts do not count."""
     model = config.model
     parallel = config.parallel
-    first = pp_rank == 0
-    last = pp_rank == parallel.pp - 1
+    first = holds_embedding(config, pp_rank)
+    last = holds_head(config, pp_rank)
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim * model.hidden_size
     mlp = 3 * model.intermediate_size * model.hidden_size
     if model.moe.num_experts:
         mlp = model.moe.num_experts * model.hidden_size  # the router
     vocabulary = model.vocab_size * model.hidden_size * (first + last)
-    layers = parallel.partition[pp_rank]
+    layers = layers_of_rank(config, pp_rank)
     return (layers * (attention + mlp) + vocabulary) // parallel.tp + (2 * layers + last) * model.hidden_size
 
 
@@ -81,9 +102,9 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
     model = config.model
     parallel = config.parallel
     train = config.train
-    first = pp_rank == 0
-    last = pp_rank == parallel.pp - 1
-    layers = parallel.partition[pp_rank]
+    first = holds_embedding(config, pp_rank)
+    last = holds_head(config, pp_rank)
+    layers = layers_of_rank(config, pp_rank)
     sequence = parallel.sequence_parallel
     a_layer, recomputed = (10, 3) if sequence else (8, 2)
     if parallel.tp_overlap_chunks > 1:
@@ -122,32 +143,56 @@ def context_parallel(config: Config, pp_rank: int) -> int:
     else:
         forward = (cp - 1) * 2 * kv_heads * one_head
         a_layer = 3 * forward if config.train.recompute == "none" else 4 * forward
-    return micro_batches(config) * parallel.partition[pp_rank] * a_layer
+    return micro_batches(config) * layers_of_rank(config, pp_rank) * a_layer
 
 
 def pipeline_parallel(config: Config, pp_rank: int) -> int:
     """A micro-batch: hidden states to the next stage, their gradients to the one before, slices of them with sequence
-    parallel. A step: the squared gradient norm and the votes to stop (fp64 each), and the loss (fp32)."""
+    parallel, if these stages live on other ranks. A step: the squared gradient norm and the votes to stop (fp64 each),
+    and the loss (fp32)."""
     parallel = config.parallel
-    neighbors = (pp_rank > 0) + (pp_rank < parallel.pp - 1)
+    place = placement(parallel.schedule, parallel.pp, parallel.vpp)
+    links = [ends for ends in pairwise(place) if ends[0] != ends[1]]
+    messages = sum((sender == pp_rank) + (receiver == pp_rank) for sender, receiver in links)
     message = hidden_bytes(config) // (parallel.tp if parallel.sequence_parallel else 1)
     return (
-        micro_batches(config) * neighbors * message
+        micro_batches(config) * messages * message
         + _all_reduce(NORM_BYTES, parallel.pp)
         + _all_reduce(LOSS_BYTES, parallel.pp)
     )
 
 
 def data_parallel(config: Config, pp_rank: int) -> int:
-    """A step: gradients are all-reduced, or (zero_stage 1) reduce-scattered and the new weights gathered, which sends
-    as much in fp32; then the squared gradient norm and the votes to stop (fp64 each). The number of targets and the
-    loss (fp32 each). With experts the tokens of each expert of each layer (int64). All over dp x cp."""
+    """A step: gradients and weights; then the squared gradient norm and the votes to stop (fp64 each). The number of
+    targets and the loss (fp32 each). With experts the tokens of each expert of each layer (int64). All over dp x cp."""
     dp = config.parallel.dp * config.parallel.cp
-    gradients = _all_reduce(4 * local_parameters(config, pp_rank), dp)
     targets = _all_reduce(4, dp)
     loss = _all_reduce(LOSS_BYTES, dp)
     load = _all_reduce(8 * config.model.num_hidden_layers * config.model.moe.num_experts, dp)
-    return gradients + _all_reduce(NORM_BYTES, dp) + targets + loss + load
+    return gradients_and_weights(config, pp_rank) + _all_reduce(NORM_BYTES, dp) + targets + loss + load
+
+
+def gradients_and_weights(config: Config, pp_rank: int) -> int:
+    """Gradients are all-reduced (zero_stage 0), or reduce-scattered and the new weights gathered, in fp32.
+
+    With zero_stage 2 and 3 gradients are reduce-scattered in every backward, and with 3 weights are gathered for every
+    forward and backward, and not after the update. A unit that the next action uses too stays: the head between a
+    forward and its backward, the embedding between a backward and the next forward. With schedule breadth all
+    micro-batches share them. Stages 2 and 3 are for one pipeline rank.
+    """
+    dp = config.parallel.dp * config.parallel.cp
+    weights = 4 * local_parameters(config, pp_rank)
+    half = _all_reduce(weights, dp) // 2  # a gather or a reduce-scatter of all of them
+    stage = config.optimizer.zero_stage
+    if stage < 2:
+        return 2 * half
+    rounds = 1 if config.parallel.schedule == "breadth" else micro_batches(config)
+    if stage == 2:
+        return rounds * half + half
+    embedding = 4 * config.model.vocab_size * config.model.hidden_size
+    head = embedding + 4 * config.model.hidden_size  # with its norm
+    kept = rounds * _all_reduce(head, dp) // 2 + (rounds - 1) * _all_reduce(embedding, dp) // 2
+    return rounds * half + 2 * rounds * half - kept
 
 
 def experts_of_rank(config: Config, rank: int) -> range:
