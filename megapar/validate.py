@@ -20,6 +20,7 @@ _BELOW_ONE = {"model.hidden_dropout", "model.attention_dropout", "optimizer.beta
 # An option may be 0 if that is its default, or if it is listed here.
 _MAY_BE_ZERO = {path for path, default in flatten(Config()).items() if default == 0} | {
     "parallel.partition",
+    "parallel.schedule_costs",
     "train.seed",
     "optimizer.lr",
     "optimizer.betas",

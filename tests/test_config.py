@@ -150,6 +150,7 @@ def test_a_schedule_decides_how_many_stages_a_rank_has():
     assert "set parallel.vpp 1, or parallel.schedule interleaved (or zb-interleaved, gpipe)" in refusal(
         Config(parallel=ParallelConfig(pp=2, vpp=3, schedule="zb-h1")), 2
     )
+    validate(Config(parallel=ParallelConfig(schedule_costs=(1.0, 2.0, 0.0))), 1)  # what auto may have measured
     assert "must be three times" in refusal(Config(parallel=ParallelConfig(schedule_costs=(1.0, 2.0))), 1)
 
 

@@ -12,15 +12,17 @@ from megapar_models.build import build_stages
 from megapar_models.registry import validate
 from torch.utils.flop_counter import FlopCounterMode
 
+from megapar import context
 from megapar.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapar.config_io import Resolved
 from megapar.errors import ConfigError
 from megapar.pipeline.choice import FAMILY, Choice, StageTimes, choose
 from megapar.pipeline.schedules import SCHEDULES
 from megapar.pipeline.zero_bubble import Memory
 from megapar.train import dry_run
+from megapar.train.choose_schedule import with_chosen_schedule
 from tests.support import program
-
-AUTO = ParallelConfig(schedule="auto")
+from tests.support.distributed import run_ranks
 
 
 def chosen(pp: int, m: int, *times: float, vpps: tuple[int, ...] = (1, 2), limit: float = 0) -> Choice:
@@ -134,11 +136,21 @@ def test_a_chosen_v_trains_as_the_named_one(tmp_path: Path) -> None:
     assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-6)
 
 
-def test_a_run_that_finds_no_schedule_ends_on_every_rank(tmp_path: Path) -> None:
-    flags = ["--launch.nproc", "2", "--parallel.pp", "2", "--parallel.schedule", "auto"]
-    ended = program.run(*flags, "--parallel.schedule_memory_gb", "1e-6", cwd=tmp_path, plant=plant((1, 1, 1)))
-    assert ended.code == 2
-    assert "no schedule keeps so little" in ended.err
+def refusal_on_a_rank(config: Config) -> str:
+    resolved = Resolved(config, {})
+    ctx = context.create(pp=2)
+    with pytest.raises(ConfigError) as error:
+        with_chosen_schedule(resolved, config, ctx, lambda *_: lambda candidate: [(1, 1, 1)] * 2, build_stages)
+    return str(error.value)
+
+
+def test_every_rank_is_told_that_no_schedule_fits() -> None:
+    """Only the first one has looked for one."""
+    model = ModelConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=128)
+    parallel = ParallelConfig(pp=2, vpp=1, schedule="auto", schedule_memory_gb=1e-6)
+    told = run_ranks(2, refusal_on_a_rank, validate(Config(model=model, parallel=parallel), 2))
+    assert told[0] == told[1]
+    assert "no schedule keeps so little" in told[0]
 
 
 def test_a_dry_run_says_what_it_plans_with(tmp_path: Path) -> None:
