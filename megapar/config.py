@@ -140,11 +140,17 @@ class ParallelConfig:
     """Expert-parallel ranks: each holds a part of the experts. Taken from the same ranks as tp and dp."""
     etp: int = 0
     """Ranks that share an expert, each with a slice of it; 0 means tp. ep * etp must divide tp * cp * dp."""
-    vpp: int = 1
-    """Pipeline stages on each rank; more than 1 needs schedule interleaved (or gpipe)."""
+    vpp: int = 0
+    """Pipeline stages on each rank; 0 means 2 for zb-interleaved and for schedules in the form of a V, else 1."""
     schedule: str = "1f1b"
-    """Order of forwards and backwards: 1f1b keeps at most pp micro-batches, gpipe all; interleaved idles least.
-    MODULE:NAME is one of your own, a megapar.pipeline.schedules.Schedule."""
+    """Order of forwards and backwards: 1f1b, interleaved, gpipe, breadth, zb-h1, zb-2p, zb-interleaved, zb-v, v-half,
+    v-min, dualpipe-v (docs/strategies.md compares them); auto measures, and takes the one that idles least. FILE.txt
+    and FILE.csv hold a schedule; MODULE:NAME is one of your own, a megapar.pipeline.schedules.Schedule."""
+    schedule_memory_gb: float = 0.0
+    """GiB that a rank may keep for its backward passes; 0: what the schedule is known for, for most that of 1f1b."""
+    schedule_costs: tuple[float, ...] = ()
+    """Times of forward, gradient of inputs and gradient of weights that zero-bubble schedules are made for, such as 1
+    1.3 0.7; empty: equal times. With schedule auto they are measured, and kept in config.toml."""
     sequence_parallel: bool = False
     """Split activations between matrices over tp along the sequence; train.seq_length must divide by tp."""
     tp_overlap_chunks: int = 1
@@ -187,6 +193,8 @@ class TrainConfig:
     """Weight of log(sum exp logits)^2 in the loss. It keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
     trainable: tuple[str, ...] = ()
     """Patterns of names of parameters that are trained, such as layers.1?.mlp.*; others are frozen. None: all train."""
+    memory_report: bool = False
+    """Count the bytes of the second step by what they are, print them beside the plan, and write memory.json."""
     deterministic: bool = False
     """Ask torch for deterministic kernels on GPUs (slower); on a CPU runs repeat bitwise anyhow."""
 

@@ -3,10 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
-from megapar.config import Config
+from megapar.config import Config, ParallelConfig
 from megapar.errors import ConfigError
 from megapar.messages import problem
 from megapar.model_rules import ModelRules
+
+STAGES_ON_A_RANK = {
+    **dict.fromkeys(("1f1b", "zb-h1", "zb-2p"), 1),
+    **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v"), 2),
+}
+"""The number of stages on each rank (parallel.vpp) of schedules that hold just that many."""
 
 
 def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
@@ -21,7 +27,11 @@ def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
         head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
         intermediate_size=model.intermediate_size or 4 * model.hidden_size,
     )
-    parallel = replace(parallel, dp=parallel.dp or world_size // (parallel.tp * parallel.cp * parallel.pp))
+    parallel = replace(
+        parallel,
+        dp=parallel.dp or world_size // (parallel.tp * parallel.cp * parallel.pp),
+        vpp=parallel.vpp or _stages_on_a_rank(parallel),
+    )
     if model.moe.num_experts:
         width = model.moe.moe_intermediate_size or model.intermediate_size
         model = replace(model, moe=replace(model.moe, moe_intermediate_size=width))
@@ -34,6 +44,18 @@ def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
         bucket_mb = bucket_mb or max(64.0, 4.0 * parallel.dp * parallel.cp)
     optimizer = replace(config.optimizer, bucket_mb=bucket_mb)
     return replace(config, model=model, parallel=parallel, optimizer=optimizer)
+
+
+def smallest_world(parallel: ParallelConfig) -> int:
+    """The smallest number of ranks that the layout has, as it was given: with one replica where dp is derived."""
+    return parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
+
+
+def _stages_on_a_rank(parallel: ParallelConfig) -> int:
+    """The vpp that a schedule means where none is given."""
+    if parallel.schedule == "zb-interleaved":
+        return 2  # with one stage on a rank it would be zb-h1
+    return STAGES_ON_A_RANK.get(parallel.schedule, 1)
 
 
 def with_vocabulary(config: Config, tokenizer_size: int) -> Config:

@@ -1,12 +1,15 @@
 """The matrix products of every linear layer: forward, input gradient and weight gradient.
 
-`MatrixProducts` computes them. For another number format, write another class with the same methods. To defer weight
-gradients, as zero-bubble schedules do, change `weight_gradient` alone. An `InputRegion` says what is communicated
-before the product in forward and after it in backward. `megapar.tensor_parallel.regions` has all regions.
+`MatrixProducts` computes them. For another number format, write another class with the same methods. An `InputRegion`
+says what is communicated before the product in forward and after it in backward. `megapar.tensor_parallel.regions` has
+all regions.
+
+A pipeline schedule may put off weight gradients: see `megapar.main_grad`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm import Pending
-from megapar.params import main_grad_of
+from megapar.main_grad import WeightGradient, is_put_off, main_grad_of
 
 
 class InputRegion(Protocol):
@@ -29,7 +32,8 @@ class InputRegion(Protocol):
     def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Start `enter`. The tensor may be read only after Pending.wait().
 
-        Backward calls it to recompute the input of the matrix product, which the weight gradient needs.
+        Backward calls it to recompute the input of the matrix product, which the weight gradient needs. If the weight
+        gradient is put off, W calls it.
         """
 
     def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
@@ -177,21 +181,30 @@ def keep_for_backward(ctx: Any, x: Tensor, weight: Tensor, region: object, produ
     ctx.main_grad = main_grad_of(weight)
 
 
-def weight_gradient(ctx: Any, grad_y: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient of the weight, or None if it has been added to the main gradient. `x` is the product's input.
+def weight_gradient(ctx: Any, grad_y: Tensor, x: Tensor, region: InputRegion = LOCAL) -> Tensor | None:
+    """The gradient of the weight, or None if it goes to the main gradient, now or in W.
 
-    It is one product over all tokens, also where the input gradient is computed in chunks, so that its sums have the
-    same order.
+    `x` is the input of the product. If the gradient is put off, `x` may be the input of the layer, which W lets enter
+    through `region`.
+
+    The gradient is one product over all tokens, also where the input gradient is computed in chunks, so that its sums
+    have the same order.
     """
-    grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
-    x_2d = x.reshape(-1, x.shape[-1])
     if ctx.main_grad is None:
-        grad: Tensor = ctx.products.weight_gradient(grad_2d, x_2d)
+        grad: Tensor = ctx.products.weight_gradient(_as_2d(grad_y), _as_2d(x))
         return grad
-    main_grad = ctx.main_grad
-    ctx.products.add_weight_gradient(main_grad.tensor, grad_2d, x_2d, overwrite=main_grad.is_stale)
-    main_grad.note_added()
+    add = partial(_add_product, ctx.products)
+    WeightGradient(ctx.main_grad, grad_y, x, add, region.enter_async).add_or_put_off()
     return None
+
+
+def _add_product(products: MatrixProducts, total: Tensor, grad_y: Tensor, x: Tensor, overwrite: bool) -> None:
+    products.add_weight_gradient(total, _as_2d(grad_y), _as_2d(x), overwrite=overwrite)
+
+
+def _as_2d(x: Tensor) -> Tensor:
+    """[tokens, features], from [..., features]."""
+    return x.reshape(-1, x.shape[-1])
 
 
 class LinearFunction(torch.autograd.Function):
@@ -199,6 +212,8 @@ class LinearFunction(torch.autograd.Function):
 
     1. enter_async recomputes the input of the product, while the input gradient is computed.
     2. leave_async communicates the input gradient, while the gradients of weight and bias are computed.
+
+    If the weight gradient is put off, the layer's input is kept for W, and enters the product there.
     """
 
     @staticmethod
@@ -216,10 +231,12 @@ class LinearFunction(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         entering = Pending()  # an empty Pending: its wait returns at once
         leaving = Pending()
-        if needs_weight:
+        region = ctx.region  # through which x has still to enter
+        if needs_weight and not is_put_off(ctx.main_grad):
             # From here on x is the input of the product, no longer that of the layer. This communication runs during
             # the product of the input gradient.
-            x, entering = ctx.region.enter_async(x)
+            x, entering = region.enter_async(x)
+            region = LOCAL
         if needs_x:
             grad_x = ctx.products.input_gradient(grad_y, weight)
             entering.wait()
@@ -227,7 +244,7 @@ class LinearFunction(torch.autograd.Function):
             grad_x, leaving = ctx.region.leave_async(grad_x)
         entering.wait()  # again, because the input may need no gradient; a second wait does nothing
         if needs_weight:
-            grad_weight = weight_gradient(ctx, grad_y, x)
+            grad_weight = weight_gradient(ctx, grad_y, x, region)
         if needs_bias:
             grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
         leaving.wait()

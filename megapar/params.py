@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -254,35 +254,6 @@ def spec_of(param: Tensor, name: str = "parameter") -> ParamSpec:
             f"{name} of shape {tuple(param.shape)} has no ParamSpec: create it with megapar.params.parameter()"
         )
     return spec
-
-
-class MainGrad(Protocol):
-    """The fp32 sum of a parameter's gradients over the micro-batches. It is the parameter's attribute `main_grad`.
-
-    A layer that computes a weight gradient itself adds it to `tensor`, which has the shape of the parameter. After each
-    addition it calls `note_added`. A parameter that is used several times gets several additions. The layer returns
-    None to autograd, so that the gradient is not added a second time.
-
-    The first addition of a step overwrites: while `is_stale` is True, `tensor` holds values of an earlier step, which
-    count as zero. `note_added` makes it False.
-
-    Read the attribute in the forward pass. Under activation checkpointing, backward unpacks another tensor, which has
-    no attributes.
-    """
-
-    tensor: Tensor
-    is_stale: bool
-
-    def note_added(self) -> None:
-        """Note that a gradient has been added to `tensor`, or has overwritten it if it was stale."""
-
-    def add(self, grad: Tensor) -> None:
-        """Add `grad`, of the parameter's shape and any dtype, to `tensor`, and call `note_added`."""
-
-
-def main_grad_of(param: Tensor) -> MainGrad | None:
-    """The `main_grad` of `param`. None if it has none. Its gradient then goes to autograd's .grad."""
-    return getattr(param, "main_grad", None)
 
 
 MAIN = "main"

@@ -10,8 +10,10 @@ T = TypeVar("T")
 
 
 def package_of(name: str) -> str:
-    """The top-level package of MODULE:NAME, or "" for a name of our own."""
+    """The top-level package of MODULE:NAME, or "" for a name of our own and for a file's."""
     module, colon, _ = name.partition(":")
+    if "/" in name:
+        return ""
     return module.partition(".")[0] if colon else ""
 
 

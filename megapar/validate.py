@@ -11,7 +11,7 @@ from itertools import chain
 
 from megapar.config import Config, MoEConfig, ParallelConfig, flatten
 from megapar.data.spec import data_problems
-from megapar.derive import derive
+from megapar.derive import STAGES_ON_A_RANK, derive
 from megapar.errors import ConfigError
 from megapar.messages import around, counted, divisors, listed, problem, shown
 from megapar.model_rules import MOE, ModelRules
@@ -297,9 +297,15 @@ def _pipeline(config: Config) -> Iterator[str]:
     layers = config.model.num_hidden_layers
     stages = parallel.pp * parallel.vpp
     partition = parallel.partition
-    if parallel.vpp > 1 and parallel.schedule == "1f1b":
-        text = "1f1b runs one stage on each rank; set parallel.schedule interleaved (or gpipe), or parallel.vpp 1"
-        yield problem(config, "parallel.vpp parallel.schedule", text)
+    needs = STAGES_ON_A_RANK.get(parallel.schedule, parallel.vpp)
+    if parallel.vpp != needs:
+        number = {1: "one stage", 2: "two stages"}[needs]
+        text = f"{parallel.schedule} runs {number} on each rank; set parallel.vpp {needs}, or parallel.schedule "
+        others = "interleaved (or zb-interleaved, gpipe)" if parallel.vpp > 1 else "1f1b (or zb-h1)"
+        yield problem(config, "parallel.vpp parallel.schedule", text + others)
+    if parallel.schedule_costs and len(parallel.schedule_costs) != 3:
+        text = "must be three times: forward, gradient of inputs, gradient of weights; such as 1 1.3 0.7"
+        yield problem(config, "parallel.schedule_costs", text)
     # The first and the last stage may hold only the embedding and only the head.
     if layers < stages - 2:
         most = (layers + 2) // parallel.pp

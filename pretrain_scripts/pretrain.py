@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from megapar_models.balance import with_measured_partition
+from megapar_models.balance import times_of_stages, with_measured_partition
 from megapar_models.build import build_stages, describe_size, flops_per_token
 from megapar_models.registry import validate
 from rich.console import Console
@@ -16,15 +16,17 @@ from megapar import device, recompute
 from megapar.config import Config
 from megapar.config_io import Resolved, load, to_toml
 from megapar.data.tokenizer import load_tokenizer
-from megapar.derive import with_vocabulary
+from megapar.derive import smallest_world, with_vocabulary
 from megapar.errors import Preempted, open_streams, reported
 from megapar.flight import Board
-from megapar.pipeline import runtime, schedules
+from megapar.pipeline import runtime
 from megapar.train import dry_run
 from megapar.train.checkpoints import lock_run_dir
+from megapar.train.choose_schedule import check_schedule, with_chosen_schedule
 from megapar.train.data import identity, open_loaders
 from megapar.train.launch import join, leave, rank_process, refuse_too_many_threads
 from megapar.train.local import start_local_ranks
+from megapar.train.memory_report import MemoryReport
 from megapar.train.report import write_run_header
 from megapar.train.trainer import Run, start, train
 
@@ -32,10 +34,10 @@ from megapar.train.trainer import Run, start, train
 def check(resolved: Resolved, world_size: int) -> Config:
     """Check that `world_size` ranks can run the configuration; returns it with derived values filled in."""
     config = validate(resolved.config, world_size)
-    schedules.find(config.parallel.schedule)
-    if config.model.vocab_size and (config.dry_run or config.data.train == ("synthetic",)):
-        return config  # no text will be read, so the tokenizer need not be there
-    return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
+    # If no text will be read, the tokenizer need not be there.
+    if not config.model.vocab_size or not (config.dry_run or config.data.train == ("synthetic",)):
+        config = with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
+    return check_schedule(resolved.config, config, build_stages)
 
 
 def run(resolved: Resolved, config: Config, env: device.Environment, board: Board | None = None) -> None:
@@ -44,18 +46,22 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
     # The outer one covers the start of `rank_process`'s threads, the inner one makes an error that it reports.
     with explained(), rank_process(config, env, board) as process, explained():
         ctx = join(config, env, process)
+        resolved, config = with_chosen_schedule(resolved, config, ctx, times_of_stages, build_stages)
         resolved, config, balance = with_measured_partition(resolved, config, ctx)
         train_data, validation_sets = open_loaders(config, ctx)
         run_dir = Path(config.run_dir)
         with lock_run_dir(run_dir, ctx):
             process.claim_run_dir(run_dir)
-            data = identity(train_data, validation_sets)
-            state, notes = start(config, ctx, build_stages(config, ctx), data)
+            memory = dry_run.memory_limit(config, build_stages)
+            state, notes = start(config, ctx, build_stages(config, ctx), identity(train_data, validation_sets), memory)
             train_data.consumed_samples = state.consumed_samples
             write_run_header(config, ctx, describe_size(config.model), [*balance, *notes], to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
-            stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop))
+            report = None
+            if config.train.memory_report:
+                report = MemoryReport(dry_run.planned_rows(config, build_stages, env.rank))
+            stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop, report))
         leave(ctx)
         if stopped:
             raise Preempted(stopped)
@@ -63,9 +69,7 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
 
 def plan(resolved: Resolved) -> None:
     """Print what each rank of the layout would hold. It does not matter how this process was started."""
-    parallel = resolved.config.parallel
-    smallest = parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
-    config = check(resolved, resolved.config.launch.nproc or smallest)
+    config = check(resolved, resolved.config.launch.nproc or smallest_world(resolved.config.parallel))
     flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
     dry_run.show(config, build_stages, describe_size(config.model), flops, Console(width=140))
 

@@ -16,7 +16,7 @@ from megapar.config import ModelConfig
 from megapar.errors import ConfigError
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
-from benchmarks import cpu_profile, layouts
+from benchmarks import cpu_profile, layouts, schedules
 from benchmarks.peers import Result, v_partition
 
 ROOT = Path(__file__).parent.parent
@@ -184,3 +184,19 @@ def test_a_profile_counts_operations_by_kind(capsys):
     rows = dict(re.findall(r"│ ([a-z][a-z ,]*?) +│ ([\d,]+) ", capsys.readouterr().out))
     assert set(rows) >= {*cpu_profile.KINDS, "all"} - {"optimizer and norm of gradients"}
     assert int(rows["all"].replace(",", "")) > int(rows["matrix products"].replace(",", "")) > 0
+
+
+def test_schedules_are_timed_beside_their_simulation(tmp_path: Path):
+    """Simulated times are those of the textbook: a fill of one forward, and m forwards and backwards."""
+    file = tmp_path / "out.json"
+    names = ("1f1b", "zb-h1", "zb-v")
+    schedules.main(schedules.Arguments(pp=2, schedules=names, microbatches=(3,), milliseconds=4, steps=2, json=file))
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["schedule"] for row in rows] == list(names)
+    expected = [0.004 * (3 + 9), 0.004 * (1 + 9), 0.004 * (0.5 + 9)]
+    assert [row["simulated_seconds"] for row in rows] == pytest.approx(expected)
+    for row in rows:
+        assert len(row["step_seconds"]) == 2
+        # A sleep may take longer, and never less.
+        assert min(row["step_seconds"]) >= row["simulated_seconds"]
+        assert row["idle"] >= row["simulated_idle"]

@@ -135,6 +135,24 @@ def test_vpp_needs_a_schedule_that_holds_several_stages_on_a_rank():
     validate(Config(parallel=ParallelConfig(pp=2, schedule="interleaved")), 2)
 
 
+def test_a_schedule_decides_how_many_stages_a_rank_has():
+    """Given or derived. Fault more-stages-than-layers."""
+    stages = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-2p": 1, "zb-interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
+    for schedule, vpp in stages.items():
+        for number in (0, vpp):
+            derived = validate(Config(parallel=ParallelConfig(pp=2, vpp=number, schedule=schedule)), 2)
+            assert derived.parallel.vpp == vpp
+    message = refusal(Config(parallel=ParallelConfig(pp=2, vpp=1, schedule="v-half")), 2)
+    assert message == (
+        "parallel.vpp=1, parallel.schedule=v-half: v-half runs two stages on each rank; set parallel.vpp 2, or "
+        "parallel.schedule 1f1b (or zb-h1)"
+    )
+    assert "set parallel.vpp 1, or parallel.schedule interleaved (or zb-interleaved, gpipe)" in refusal(
+        Config(parallel=ParallelConfig(pp=2, vpp=3, schedule="zb-h1")), 2
+    )
+    assert "must be three times" in refusal(Config(parallel=ParallelConfig(schedule_costs=(1.0, 2.0))), 1)
+
+
 def test_a_grid_that_is_not_the_world_is_refused():
     """Fault grid-is-the-world."""
     message = refusal(Config(parallel=ParallelConfig(tp=2, pp=2)), 6)
@@ -635,8 +653,8 @@ model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_m
 model.moe: num_experts num_experts_per_tok moe_intermediate_size mlp_only_layers scoring_func norm_topk_prob
     routed_scaling_factor n_group topk_group shared_expert_intermediate_size shared_expert_gate balance
     router_aux_loss_coef router_bias_update_rate router_z_loss_coef
-parallel: tp pp dp cp cp_attention ep etp vpp schedule sequence_parallel tp_overlap_chunks
-    partition balance order
+parallel: tp pp dp cp cp_attention ep etp vpp schedule schedule_memory_gb schedule_costs sequence_parallel
+    tp_overlap_chunks partition balance order
 train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
     eval_every eval_samples z_loss trainable deterministic
 optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage shard_ranks bucket_mb

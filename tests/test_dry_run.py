@@ -13,7 +13,7 @@ from megapar_models.build import build_stages, describe_size, logical_tensors, p
 from megapar_models.registry import presets, validate
 from torch import Tensor
 
-from megapar.config import Config, ParallelConfig, TrainConfig
+from megapar.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.config_io import load
 from megapar.messages import counted
 from megapar.pipeline.runtime import PipelineRuntime
@@ -284,3 +284,20 @@ def test_ranks_with_other_numbers_of_experts_are_listed() -> None:
     # Where all ranks hold equal numbers of experts, replica 0 stands for all.
     even = replace(MIXTRAL, moe=replace(MIXTRAL.moe, num_experts=8))
     assert list(report(Layout(even, dp=12, ep=4, etp=1).config(), build_stages).values()) == [[0]]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "dualpipe-v"])
+def test_a_plan_counts_the_parameters_of_the_stages_that_a_rank_has(schedule: str) -> None:
+    """Fault parameters-of-placed-stages."""
+    model = ModelConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, vocab_size=300)
+    parallel = ParallelConfig(pp=2, vpp=2, schedule=schedule, partition=(0, 1, 2, 1))
+    config = validate(Config(model=model, parallel=parallel), 2)
+    counts = {rank: r.parameters for r, ranks in report(config, build_stages).items() for rank in ranks}
+    embedding = 300 * 32
+    layer = 4 * 32 * 32 + 3 * 32 * 4 * 32 + 2 * 32
+    first, second, third, last = embedding, layer, 2 * layer, layer + 32 + embedding
+    if schedule == "interleaved":
+        assert counts == {0: first + third, 1: second + last}
+    else:
+        assert counts == {0: first + last, 1: second + third}
+    assert sum(counts.values()) == parameter_count(config.model)

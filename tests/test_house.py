@@ -21,7 +21,7 @@ PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchma
 FOUNDATION = {
     f"megapar.{name}": "foundation"
     for name in (
-        *("config", "config_io", "validate", "device", "context", "comm", "params", "linear"),
+        *("config", "config_io", "validate", "device", "context", "comm", "params", "main_grad", "linear"),
         *("sharding", "shared_memory", "local_collectives", "exchange"),
         *("random", "recompute", "precision", "batch", "errors", "rendezvous", "flight", "agreement"),
         *("files", "provenance", "messages", "derive", "model_rules", "plugins", "data.spec"),

@@ -82,7 +82,7 @@ def test_interleaved_with_one_chunk_is_1f1b(pp, m):
     ("arguments", "words"),
     [
         (("1f1b", 2, 2, 4), ["parallel.vpp 2", "interleaved"]),
-        (("dualpipe", 2, 1, 4), ["parallel.schedule=dualpipe", "gpipe, 1f1b, interleaved"]),
+        (("dualpipe", 2, 1, 4), ["parallel.schedule=dualpipe", "gpipe, breadth, 1f1b, interleaved"]),
         (("1f1b", 2, 1, 0), ["micro-batches is 0"]),
         (("gpipe", 0, 1, 1), ["parallel.pp is 0"]),
         (("gpipe", 1, 0, 1), ["parallel.vpp is 0"]),
@@ -312,7 +312,7 @@ SCATTERED = Schedule(scattered)
         ("tests.test_pipeline_schedules:make", "is function, not a megapar.pipeline.schedules.Schedule"),
         ("tests.test_pipeline_schedules:NOBODY", "cannot be imported"),
         ("no.such.module:X", "cannot be imported"),
-        ("zigzag", "unknown; there are gpipe, 1f1b, interleaved, and MODULE:NAME"),
+        ("zigzag", "unknown; there are gpipe, breadth, 1f1b, .*dualpipe-v, and MODULE:NAME"),
     ],
 )
 def test_a_schedule_of_ones_own_is_refused_by_name(name: str, said: str) -> None:

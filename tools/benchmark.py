@@ -5,6 +5,7 @@ checkpoint   saving and loading
 data         preparation of text
 delivery     batches from data sets of any size
 manifest     what the index of a checkpoint of many ranks costs
+schedules    pipeline schedules on ranks that sleep, beside their simulation
 profile      CPU time of a training step by kind of operation, beside plain PyTorch
 gpu          training models of billions of weights on one GPU
 kernels      every fused kernel on one GPU
@@ -20,6 +21,7 @@ MODULES = {
     "data": "benchmarks.data",
     "delivery": "benchmarks.delivery",
     "manifest": "benchmarks.manifest",
+    "schedules": "benchmarks.schedules",
     "profile": "benchmarks.cpu_profile",
     "gpu": "benchmarks.gpu",
     "kernels": "benchmarks.kernels.run",

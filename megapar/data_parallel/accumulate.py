@@ -6,14 +6,15 @@ from functools import partial
 from torch import Tensor, nn
 
 from megapar.data_parallel.layout import FlatLayout, Slot
-from megapar.params import main_grad_of
+from megapar.main_grad import WeightGradientQueue, main_grad_of
 
 
 class MainGradView:
-    """The `main_grad` of a parameter (see `megapar.params.MainGrad`). `tensor` is a view of the flat gradients."""
+    """The `main_grad` of a parameter (see `megapar.main_grad.MainGrad`). `tensor` is a view of the flat gradients."""
 
     def __init__(self, tensor: Tensor, on_added: Callable[[], None]):
         self.tensor = tensor
+        self.queue: WeightGradientQueue | None = None
         self.is_stale = False  # its values are those of the step before: the first gradient overwrites them
         self._on_added = on_added
 

@@ -1,6 +1,7 @@
 """Reduces gradients over data-parallel replicas, bucket by bucket, while the last backward of a step still runs.
 
-The last backward of a step is the one that this rank runs last: of one micro-batch, through one of the rank's stages.
+The last backward of a step is the last action of this rank that adds gradients of matrices: the backward of one
+micro-batch through one of the rank's stages, or its second half (W of `megapar.pipeline.schedules.Action`).
 A bucket is complete when all its gradients have been added. A complete bucket is all-reduced (ZeRO stage 0) or
 reduce-scattered (stage 1). All ranks reduce the buckets in the same order.
 
@@ -12,6 +13,7 @@ reduce-scattered (stage 1). All ranks reduce the buckets in the same order.
 After finish(), this rank's shards hold the gradient of the global batch.
 """
 
+from collections.abc import Hashable
 from enum import Enum
 
 import torch
@@ -60,12 +62,16 @@ class Gradients(ReducedGradients):
         self._started = []
         self._phase = _Phase.ADDING
 
-    def begin(self) -> None:
-        """Reduce complete buckets from now on. Call it right before the last backward of the step on this rank."""
+    def begin(self, last_backward: Hashable = None) -> None:
+        """Reduce complete buckets from now on. Call it right before the last backward of the step on this rank.
+
+        `last_backward` tells what runs last: its stage, and whether it is a backward or its second half. Which
+        gradients that adds is learned for each of them.
+        """
         if self._phase is not _Phase.ADDING:
             raise RuntimeError("Gradients.begin() after begin() or finish(): call finish(), then zero() first")
         self._phase = _Phase.LAST_BACKWARD
-        self._progress.start()
+        self._progress.start(last_backward)
         # The buckets of stages that have run their last backward already are complete.
         self._reduce_complete_buckets()
 
@@ -126,20 +132,27 @@ class _Progress:
 
     - The expected number of a parameter is the largest number of gradients that were added to it in the last backward
       of an earlier step.
+    - Steps with other numbers of micro-batches may end with the backward of another stage, or with W instead of a whole
+      backward, which adds to other parameters. So each kind of last backward has numbers of its own.
     - A bucket is complete when each of its parameters has received the expected number since begin().
     - The number is learned rather than taken as 1, because a model may use a parameter several times.
-    - A parameter that expects none belongs to another stage of this rank, whose last backward ended before begin().
-    - In the first step nothing is known, and no bucket is complete before finish().
+    - A parameter that expects none has its final gradient at begin(). It belongs to another stage of this rank. If the
+      last backward is a W, it may also be a norm's, to which I has added.
+    - In the first step with its last backward nothing is known, and no bucket is complete before finish().
     """
 
     def __init__(self, layout: FlatLayout):
         self._layout = layout
-        self._expected: list[int] | None = None
+        self._learned: dict[Hashable, list[int]] = {}  # expected numbers, by the kind of last backward
+        self._last_backward: Hashable = None
+        self._expected: list[int] | None = None  # those of the last backward that runs
         self._additions = [0] * len(layout.slots)
         self._waiting_for: list[int] = []  # for each bucket, the number of its parameters that expect more additions
 
-    def start(self) -> None:
+    def start(self, last_backward: Hashable) -> None:
         """Begin to count additions. Call it right before the last backward."""
+        self._last_backward = last_backward
+        self._expected = self._learned.get(last_backward)
         self._additions = [0] * len(self._additions)
         if self._expected is not None:
             self._waiting_for = [
@@ -164,4 +177,5 @@ class _Progress:
             return
         # The largest number so far: expecting fewer additions than come would reduce a bucket too early.
         before = self._expected or self._additions
-        self._expected = [max(pair) for pair in zip(self._additions, before, strict=True)]
+        expected = [max(pair) for pair in zip(self._additions, before, strict=True)]
+        self._learned[self._last_backward] = expected

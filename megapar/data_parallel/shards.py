@@ -5,6 +5,7 @@ and 1). `UnitGradients` keeps the gradients of this rank's shards alone (2 and 3
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 
 import torch
 from megapar_kernels.adamw import FlatRanges
@@ -16,13 +17,35 @@ from megapar.data_parallel.partial_sums import partial_sums
 from megapar.data_parallel.placement import Placement
 
 
+class Peak:
+    """The bytes that something takes besides its buffer, now and at most."""
+
+    def __init__(self) -> None:
+        self._live = 0
+        self.most = 0
+
+    def change(self, nbytes: int) -> None:
+        """Note that `nbytes` were allocated, or freed if they are negative."""
+        self._live += nbytes
+        self.most = max(self.most, self._live)
+
+
 class Weights(ABC):
-    """The weights of a rank. `flat` is 1-D, in the model's dtype. `placement` says where elements lie in it."""
+    """The weights of a rank. `flat` is 1-D, in the model's dtype. `placement` says where elements lie in it.
+
+    `whole` counts what units take while they are whole (ZeRO-3).
+    """
 
     def __init__(self, layout: FlatLayout, device: torch.device, *, shards_only: bool):
         self.layout = layout
+        self.whole = Peak()
         self.placement = Placement(layout, shards_only=shards_only)
         self.flat = torch.zeros(self.placement.numel, dtype=layout.dtype, device=device)
+
+    @property
+    def most_nbytes(self) -> int:
+        """The most bytes that the weights have taken at one time."""
+        return self.flat.nbytes + self.whole.most
 
     def part(self, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of the layout, which must lie in one of this rank's shards."""
@@ -54,8 +77,8 @@ class Weights(ABC):
 class ReducedGradients(ABC):
     """The gradients of a rank, and their reduction over data-parallel replicas.
 
-    `flat` is 1-D fp32. `placement` says where elements lie in it. `impl` is the implementation that adds up squares for
-    the gradient norm.
+    `flat` is 1-D fp32. `placement` says where elements lie in it. `whole` counts what units take while they are
+    collected (ZeRO-2 and 3). `impl` is the implementation that adds up squares for the gradient norm.
 
         call        when                                effect
         zero()      at the start of a step              gradients count as zero
@@ -65,6 +88,7 @@ class ReducedGradients(ABC):
 
     def __init__(self, layout: FlatLayout, device: torch.device, *, shards_only: bool, impl: Implementation = "torch"):
         self.layout = layout
+        self.whole = Peak()
         self.placement = Placement(layout, shards_only=shards_only)
         self.flat = torch.zeros(self.placement.numel, dtype=torch.float32, device=device)
         self.impl: Implementation = impl
@@ -73,6 +97,11 @@ class ReducedGradients(ABC):
         self.uncounted_ranges = FlatRanges.of(self.placement.place(layout.uncounted_ranges()), device)
         """Elements of `flat` in this rank's shards that other ranks count, from copies of their own."""
         self._partial_sums = partial_sums(layout, self.placement)
+
+    @property
+    def most_nbytes(self) -> int:
+        """The most bytes that the gradients have taken at one time."""
+        return self.flat.nbytes + self.whole.most
 
     def part(self, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of the layout, which must lie in one of this rank's shards."""
@@ -83,7 +112,7 @@ class ReducedGradients(ABC):
         """Start a step with gradients of zero."""
 
     @abstractmethod
-    def begin(self) -> None:
+    def begin(self, last_backward: Hashable = None) -> None:
         """Note that the last backward of the step begins on this rank."""
 
     @abstractmethod

@@ -4,6 +4,7 @@ A unit is a bucket of a layout that was made with `units`. The plan of a step sa
 released, and when its gradient is reduced (`megapar.pipeline.sharding_plan`). What is here does as the plan says.
 """
 
+from collections.abc import Hashable
 from functools import partial
 
 import torch
@@ -39,12 +40,13 @@ class UnitWeights(Weights):
                 # `.data`, so that modules and optimizer keep the same Parameter object.
                 slot.param.data = view
             self._shards[unit].copy_(self._own_slice(unit))
-            self.release(unit)
+            whole.untyped_storage().resize_(0)
 
     def gather_unit(self, unit: int) -> None:
         """Start to gather the weights of a unit. Parameters may be read after `wait_for`."""
         whole = self._whole[unit]
         whole.untyped_storage().resize_(self.nbytes_of(unit))
+        self.whole.change(self.nbytes_of(unit))
         self._own_slice(unit).copy_(self._shards[unit])
         axis = self.layout.axis(self.layout.buckets[unit])
         self._arriving[unit] = comm.all_gather_shard_async(whole, axis)
@@ -60,6 +62,7 @@ class UnitWeights(Weights):
         queued behind them.
         """
         self._whole[unit].untyped_storage().resize_(0)
+        self.whole.change(-self.nbytes_of(unit))
 
     def nbytes_of(self, unit: int) -> int:
         """Bytes of a unit's weights, padding included."""
@@ -105,7 +108,7 @@ class UnitGradients(ReducedGradients):
             raise RuntimeError("UnitGradients.zero() while gradients are collected: the plan must reduce them first")
         self._untouched = set(range(len(self.layout.buckets)))
 
-    def begin(self) -> None:
+    def begin(self, last_backward: Hashable = None) -> None:
         """Do nothing: the plan says when gradients are reduced."""
 
     def finish(self) -> None:
@@ -122,6 +125,7 @@ class UnitGradients(ReducedGradients):
         bucket = self.layout.buckets[unit]
         whole = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self._device)
         self._collected[unit] = whole
+        self.whole.change(whole.nbytes)
         for index in range(bucket.first_param, bucket.end_param):
             slot = self.layout.slots[index]
             main_grad = self._main_grads[index]
@@ -143,7 +147,9 @@ class UnitGradients(ReducedGradients):
         self._travelling.pop(unit).wait()
         bucket = self.layout.buckets[unit]
         start, stop = self.layout.shard(bucket)
-        arrived = self._collected.pop(unit)[start - bucket.start : stop - bucket.start]
+        whole = self._collected.pop(unit)
+        self.whole.change(-whole.nbytes)
+        arrived = whole[start - bucket.start : stop - bucket.start]
         comm.all_reduce(arrived, self.layout.copies(bucket))
         if unit in self._untouched:
             self._untouched.remove(unit)

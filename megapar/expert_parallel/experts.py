@@ -12,6 +12,7 @@ equal on all ranks, and may be 0. Then both parameters have no element, and are 
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from megapar.expert_parallel.dispatch import experts_of
 from megapar.linear import MatrixProducts
-from megapar.params import Init, ParamSpec, Piece, cut, main_grad_of, make_piece, parameter
+from megapar.main_grad import WeightGradient, main_grad_of
+from megapar.params import Init, ParamSpec, Piece, cut, make_piece, parameter
 from megapar.sharding import Sharding
 
 
@@ -134,18 +136,25 @@ class _GroupedLinear(torch.autograd.Function):
         if needs_rows:
             grad_rows = ctx.products.grouped_input_gradient(grad, weight.view(ctx.shape), ctx.rows_of_expert)
         if needs_weight:
-            main_grad = ctx.main_grad
-            overwrite = True
-            if main_grad is None:
+            add = partial(_add_products, ctx.products, ctx.shape, ctx.rows_of_expert)
+            if ctx.main_grad is None:
                 total = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-            else:
-                total = main_grad.tensor
-                overwrite = main_grad.is_stale
-            ctx.products.add_grouped_weight_gradient(
-                total.view(ctx.shape), grad, rows, ctx.rows_of_expert, overwrite=overwrite
-            )
-            if main_grad is None:
+                add(total, grad, rows, True)
                 grad_weight = total.to(weight.dtype)
             else:
-                main_grad.note_added()
+                # The rows have been dispatched already, so W communicates nothing.
+                WeightGradient(ctx.main_grad, grad, rows, add).add_or_put_off()
         return grad_rows, grad_weight, None, None, None
+
+
+def _add_products(
+    products: MatrixProducts,
+    shape: tuple[int, int, int],
+    rows_of_expert: Sequence[int],
+    total: Tensor,
+    grad: Tensor,
+    rows: Tensor,
+    overwrite: bool,
+) -> None:
+    """Add the gradients of the matrices [experts, out, in] of `shape` to `total`, [experts * out, in]."""
+    products.add_grouped_weight_gradient(total.view(shape), grad, rows, rows_of_expert, overwrite=overwrite)

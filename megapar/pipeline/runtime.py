@@ -2,6 +2,7 @@
 
 import importlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,9 +14,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.comm import Pending, exchange
 from megapar.context import ParallelContext
+from megapar.errors import ConfigError
+from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.pipeline.lowering import MessageBatch, lower_one
 from megapar.pipeline.refine import refine
-from megapar.pipeline.schedules import Action, Event, find, make, placement
+from megapar.pipeline.schedules import Action, Event, Kind, Schedule, find, make, placement
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, first_microbatches, insert_unit_actions
 
 
@@ -45,7 +48,7 @@ class PipelineRuntime:
         self,
         stages: Mapping[int, PipelineStage],
         ctx: ParallelContext,
-        schedule: str,
+        schedule: str | Schedule,
         vpp: int,
         fine_stages: Sequence[int] = (),
         units: Units | None = None,
@@ -54,14 +57,16 @@ class PipelineRuntime:
         self.axis = ctx.pp
         self.device = ctx.device
         self.flight = ctx.flight
-        self.schedule = schedule
+        self.schedule = find(schedule) if isinstance(schedule, str) else schedule
         self.vpp = vpp
         self.fine_stages = list(fine_stages) or [1] * (ctx.pp.size * vpp)
         self.num_stages = sum(self.fine_stages)
         self.units = units
         self._plans: dict[tuple[int, int, bool], Sequence[Item]] = {}
-        make(schedule, self.axis.size, vpp, 1)  # raises now what the first step would raise
-        place = placement(schedule, self.axis.size, vpp)
+        # What each I of the running step has left to its W, by stage and micro-batch.
+        self.put_off: dict[tuple[int, int], WeightGradientQueue] = {}
+        make(self.schedule, self.axis.size, vpp, 1)  # raises now what the first step would raise
+        place = placement(self.schedule, self.axis.size, vpp)
         place_of_fine = [rank for rank, number in zip(place, self.fine_stages, strict=True) for _ in range(number)]
         expected = [stage for stage, rank in enumerate(place_of_fine) if rank == self.axis.rank]
         if sorted(self.stages) != expected:
@@ -71,7 +76,7 @@ class PipelineRuntime:
         self,
         batches: Sequence[MicroBatch],
         scale: Tensor | float = 1.0,
-        on_last_backward: Callable[[], None] = lambda: None,
+        on_last_backward: Callable[[tuple[Kind, int] | None], None] = lambda last: None,
         trace: list[Event] | None = None,
         most: int = 0,
     ) -> list[Tensor]:
@@ -83,8 +88,9 @@ class PipelineRuntime:
         Parameters accumulate the gradient of scale * (sum of the losses). Returns the losses, detached and without
         `scale`, in the order of `batches` on the rank of the last stage, and [] elsewhere.
 
-        `on_last_backward()` is called once, right before the last backward of the plan. At that time all other stages
-        of this rank have their final gradients. Those of the last one become final while it runs.
+        `on_last_backward` is called once, right before the last action that adds gradients of matrices: a B or a W. Its
+        argument is the kind and the stage of that action, or None if there are no micro-batches. At that time all other
+        stages of this rank have their final gradients. Those of the last one become final while it runs.
 
         `trace` collects an Event for each action, in seconds of this machine's monotonic clock. An event starts when
         the inputs of its action have arrived. On an accelerator, tracing waits for each action, which slows the step.
@@ -93,13 +99,25 @@ class PipelineRuntime:
         # A stage before the last may add a loss of its own (megapar.batch.add_loss). It scales the gradient itself.
         batches = [replace(batch, loss_scale=scale) for batch in batches]
         plan = self.plan(len(batches), most, backward=True)
-        backwards = [i for i, item in enumerate(plan) if isinstance(item, Action) and item.kind == "B"]
-        last = backwards[-1] if backwards else 0  # without micro-batches the plan is empty
+        # An I adds gradients too, but its W comes later.
+        adding = [(i, item) for i, item in enumerate(plan) if isinstance(item, Action) and item.kind in ("B", "W")]
         run = _Execution(self, plan, batches, scale, trace)
-        run.execute(plan[:last])
-        on_last_backward()
-        run.execute(plan[last:])
+        if not adding:  # no micro-batches; of units it still gathers and reduces what other replicas use
+            run.execute(plan)
+            on_last_backward(None)
+            return run.finish()
+        position, last = adding[-1]
+        run.execute(plan[:position])
+        on_last_backward((last.kind, last.stage))
+        run.execute(plan[position:])
         return run.finish()
+
+    def put_off_nbytes(self) -> Counter[int]:
+        """Bytes that the weight gradients which are put off keep now, by stage."""
+        found: Counter[int] = Counter()
+        for (stage, _), queue in self.put_off.items():
+            found[stage] += queue.nbytes
+        return found
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], most: int = 0) -> list[Tensor]:
@@ -121,7 +139,7 @@ class PipelineRuntime:
         """The actions of each pipeline rank in order."""
         coarse = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
         # Between ranks, a stage would wait for all micro-batches of the stage before.
-        breadth_first = find(self.schedule).breadth_first and self.axis.size == 1
+        breadth_first = self.schedule.breadth_first and self.axis.size == 1
         return refine(coarse, self.fine_stages, breadth_first=breadth_first)
 
     def plan(self, num_microbatches: int, most: int = 0, *, backward: bool) -> Sequence[Item]:
@@ -173,6 +191,10 @@ class _Execution:
         self._arrived: dict[Action, tuple[tuple[Tensor, ...], Pending]] = {}
         self._departing: dict[Action, tuple[Tensor, ...]] = {}
         self._saved: dict[tuple[int, int], _Saved] = {}
+        self._queues: dict[tuple[int, int], WeightGradientQueue] = {}
+        runtime.put_off = self._queues
+        in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
+        self._main_grads = {stage: main_grads(runtime.stages[stage]) for stage in in_halves}
         self._losses: dict[int, Tensor] = {}
         self._sending = Pending()
 
@@ -190,20 +212,44 @@ class _Execution:
     def _compute(self, action: Action) -> None:
         received, pending = self._arrived.pop(action, ((), Pending()))
         pending.wait()
-        run = self._forward if action.kind == "F" else self._backward
         if torch.is_grad_enabled():  # else the phase stays "evaluate"
             phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
             self._runtime.flight.enter(phase)
         if self._trace is None:
-            run(action, received)
+            self._run(action, received)
         else:
             start = _clock(self._runtime.device)
-            run(action, received)
+            self._run(action, received)
             self._trace.append(Event(self._runtime.axis.rank, action, start, _clock(self._runtime.device)))
 
+    def _run(self, action: Action, received: tuple[Tensor, ...]) -> None:
+        """Compute `action`, given the tensors that it takes from another action."""
+        where = action.stage, action.microbatch
+        match action.kind:
+            case "F":
+                self._forward(action, received)
+            case "B":
+                self._backward(action, received)
+            case "I":
+                # A whole backward, in which layers put off the gradients of their matrices.
+                self._queues[where] = WeightGradientQueue()
+                with self._queues[where].open(self._main_grads[action.stage]):
+                    self._backward(action, received)
+            case "W":
+                self._queues.pop(where).run()
+
     def finish(self) -> list[Tensor]:
-        """Wait for the last sends. Returns the losses in the order of micro-batches."""
+        """Wait for the last sends. Returns the losses in the order of micro-batches.
+
+        Raises ConfigError if the schedule has an I without its W.
+        """
         self._sending.wait()
+        if self._queues:
+            missing = " ".join(str(Action("W", *where)) for where in sorted(self._queues))
+            raise ConfigError(
+                f"parallel.schedule={self._runtime.schedule}: pipeline rank {self._runtime.axis.rank} never runs "
+                f"{missing}, which adds the gradients of weights; each I needs a W after it"
+            )
         return [self._losses[m] for m in sorted(self._losses)]
 
     def _post(self, messages: MessageBatch) -> None:

@@ -1,51 +1,23 @@
-"""Pipeline schedules as data: a list of actions for each pipeline rank.
+"""The pipeline schedules, by name: where stages live, and in which order each rank computes.
 
-They can be printed, compared and tested without a process. A schedule says only on which rank each stage lives and in
-which order each rank computes. `lowering` inserts the transfers. `runtime` executes the result.
+A schedule is data: a list of actions for each pipeline rank. It can be printed, compared and tested without a process.
+`lowering` inserts the transfers. `runtime` executes the result.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from megapar.config import ParallelConfig
+from megapar.derive import STAGES_ON_A_RANK
 from megapar.errors import ConfigError
+from megapar.messages import counted
+from megapar.pipeline.actions import Action, Event, Kind, Orders, looped, peak, show, v_shaped
+from megapar.pipeline.orders import gpipe, interleaved, one_f_one_b
+from megapar.pipeline.schedule_files import is_file, read
+from megapar.pipeline.zero_bubble import Durations, Memory, counted_by_stage, dualpipe_v, fill
 from megapar.plugins import named
 
-Kind = Literal["F", "B", "I", "W"]
-
-
-class Action(NamedTuple):
-    """A part of the work of one micro-batch on one stage. 3F7 is the forward of micro-batch 7 through stage 3.
-
-    F    forward
-    B    backward
-    I    the half of the backward that computes the gradient of the stage's input, which the stage before waits for
-    W    the other half, the gradients of weights, which no other stage waits for
-
-    A stage runs a micro-batch backward as one B, or as an I and a later W.
-    """
-
-    kind: Kind
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-class Event(NamedTuple):
-    """An action that ran, or would run, on a pipeline rank. Times are in seconds, or in the unit of a simulation."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
-
-
-def looped(pp: int, vpp: int) -> list[int]:
-    """The rank of each stage if stage s lives on rank s % pp. Chunk c of rank r then is stage c * pp + r."""
-    return [stage % pp for stage in range(pp * vpp)]
+__all__ = ["SCHEDULES", "Action", "Event", "Kind", "Orders", "Schedule", "find", "looped", "make", "placement", "show"]
 
 
 @dataclass(frozen=True)
@@ -54,23 +26,56 @@ class Schedule:
 
     `orders(pp, vpp, num_microbatches)` returns the actions of each pipeline rank. `place(pp, vpp)` returns the rank on
     which each of the pp * vpp stages lives, vpp of them on each rank. `breadth_first` means that on a pipeline of one
-    rank each fine stage runs all micro-batches before the next one (`megapar.pipeline.refine`).
+    rank each fine stage runs all micro-batches before the next one (`megapar.pipeline.refine`). `name` is what messages
+    call it: what parallel.schedule says, which `find` fills in.
     """
 
-    orders: Callable[[int, int, int], list[list[Action]]]
+    orders: Callable[[int, int, int], Orders]
     place: Callable[[int, int], list[int]] = looped
     breadth_first: bool = False
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def find(name: str) -> Schedule:
-    """The schedule that parallel.schedule names: a key of SCHEDULES, or MODULE:NAME. Raises ConfigError if there is
-    none."""
-    return named("parallel.schedule", name, SCHEDULES, Schedule)
+    """The schedule that parallel.schedule names: a key of SCHEDULES, a file, or MODULE:NAME.
+
+    A name with a slash, or that ends in .txt or .csv, is a file's. Raises ConfigError if there is no such schedule, or
+    if the file cannot be read or cannot run.
+    """
+    if name == "auto":
+        # Until the choice is made, stages count as looped. The axis of tied embeddings is made for the first and the
+        # last rank then, and stays without use if the chosen schedule has both ends on one rank.
+        schedule = Schedule(_not_chosen)
+    elif is_file(name):
+        file = read(name)
+        schedule = Schedule(file.orders_for, file.place_for)
+    else:
+        schedule = named("parallel.schedule", name, SCHEDULES, Schedule)
+    return replace(schedule, name=name)
 
 
-def placement(name: str, pp: int, vpp: int) -> list[int]:
+def of(parallel: ParallelConfig, memory: Memory | None = None) -> Schedule:
+    """The schedule of a run, made for its `parallel.schedule_costs` and within `memory`.
+
+    `memory` is what `parallel.schedule_memory_gb` means for the run's stages. None: the schedule's own limit. Schedules
+    that have no freedom are checked against it: `make` then raises ConfigError.
+    """
+    durations = Durations(*parallel.schedule_costs)
+    if parallel.schedule in ZERO_BUBBLE:
+        return replace(ZERO_BUBBLE[parallel.schedule].schedule(memory, durations), name=parallel.schedule)
+    schedule = find(parallel.schedule)
+    if memory is None:
+        return schedule
+    return replace(schedule, orders=_checked(parallel.schedule, schedule.orders, memory))
+
+
+def placement(name: str | Schedule, pp: int, vpp: int) -> list[int]:
     """The pipeline rank on which each stage lives."""
-    return find(name).place(pp, vpp)
+    schedule = find(name) if isinstance(name, str) else name
+    return schedule.place(pp, vpp)
 
 
 def embedding_ranks(parallel: ParallelConfig) -> tuple[int, int]:
@@ -79,95 +84,96 @@ def embedding_ranks(parallel: ParallelConfig) -> tuple[int, int]:
     return place[0], place[-1]
 
 
-def make(name: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
-    """The actions of each pipeline rank in order, for schedule `name` (see `find`) over pp * vpp stages.
+def make(name: str | Schedule, pp: int, vpp: int, num_microbatches: int) -> Orders:
+    """The actions of each pipeline rank in order, for a schedule or its name (see `find`) over pp * vpp stages.
 
     Any number of micro-batches from 1 works. Raises ConfigError for an unknown name, sizes below 1, or a schedule that
     cannot hold vpp stages on a rank.
     """
-    schedule = find(name)
+    schedule = find(name) if isinstance(name, str) else name
     for flag, value in (("parallel.pp", pp), ("parallel.vpp", vpp), ("the number of micro-batches", num_microbatches)):
         if value < 1:
             raise ConfigError(f"{flag} is {value}, but a pipeline needs at least 1")
-    if name == "1f1b" and vpp > 1:
-        raise ConfigError(f"parallel.vpp {vpp} needs parallel.schedule interleaved: 1f1b runs one stage on each rank")
+    needs = STAGES_ON_A_RANK.get(schedule.name, vpp)
+    if vpp != needs:
+        works = "interleaved" if vpp > 1 else "1f1b or zb-h1"
+        raise ConfigError(
+            f"parallel.vpp {vpp} needs parallel.schedule {works}: {schedule} runs {counted(needs, 'stage')} on each "
+            "rank"
+        )
     orders = schedule.orders(pp, vpp, num_microbatches)
     place = schedule.place(pp, vpp)
     for rank, order in enumerate(orders):
         stages = {action.stage for action in order}
         if stages != {stage for stage, home in enumerate(place) if home == rank}:
             raise ConfigError(
-                f"parallel.schedule={name}: orders stages {sorted(stages)} on rank {rank}, but places the stages on "
-                f"ranks {place}"
+                f"parallel.schedule={schedule}: orders stages {sorted(stages)} on rank {rank}, but places the stages "
+                f"on ranks {place}"
             )
     return orders
 
 
-def show(orders: Sequence[Iterable[object]]) -> str:
-    """The orders, or lowered plans, as text with a line for each rank."""
-    return "\n".join(f"rank {rank}: {' '.join(map(str, order))}" for rank, order in enumerate(orders))
+def _not_chosen(pp: int, vpp: int, num_microbatches: int) -> Orders:
+    raise ConfigError(
+        "parallel.schedule=auto: a run chooses the schedule when it first starts; name one of "
+        f"{', '.join(SCHEDULES)} here"
+    )
 
 
-def gpipe(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
-    """All forwards, then all backwards (Huang et al., arXiv 1811.06965). Every micro-batch is in flight at once."""
-    microbatches = range(num_microbatches)
-    orders = []
-    for rank in range(pp):
-        stages = range(rank, pp * vpp, pp)
-        forwards = [Action("F", s, m) for s in stages for m in microbatches]
-        # The gradient goes through this rank's stages from the last to the first.
-        backwards = [Action("B", s, m) for s in reversed(stages) for m in microbatches]
-        orders.append(forwards + backwards)
-    return orders
+def _checked(name: str, orders: Callable[[int, int, int], Orders], memory: Memory) -> Callable[[int, int, int], Orders]:
+    """`orders`, which raises ConfigError where they keep more than `memory`."""
+
+    def within(pp: int, vpp: int, num_microbatches: int) -> Orders:
+        made = orders(pp, vpp, num_microbatches)
+        most = max(peak(order, memory.forward, memory.inputs) for order in made)
+        if most > memory.limit:
+            raise ConfigError(
+                f"parallel.schedule={name}: keeps {most / 2**30:.3f} GiB on a rank for its backward passes, more than "
+                f"parallel.schedule_memory_gb={memory.limit / 2**30:g}; allow that much, or use zb-h1, zb-interleaved "
+                "or zb-v, which obey it"
+            )
+        return made
+
+    return within
 
 
-def one_f_one_b(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
-    """PipeDream-flush (Narayanan et al., arXiv 2006.09503): rank r holds at most pp - r micro-batches."""
-    orders = []
-    for rank in range(pp):
-        forwards = [Action("F", rank, m) for m in range(num_microbatches)]
-        backwards = [Action("B", rank, m) for m in range(num_microbatches)]
-        # The first backward reaches this rank after the micro-batch has gone through the pp - rank - 1 later stages.
-        orders.append(_warm_up_alternate_drain(forwards, backwards, warmup=pp - rank - 1))
-    return orders
+@dataclass(frozen=True)
+class ZeroBubble:
+    """A member of the family that `zero_bubble.fill` makes.
 
-
-def interleaved(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
-    """Megatron-LM's looped 1F1B (arXiv 2104.04473): groups of pp micro-batches go through the chunks of every rank.
-
-    A number of micro-batches that pp does not divide is scheduled as the next multiple of pp. The actions of the
-    micro-batches that do not exist are then left out. A valid order stays valid without all actions of a micro-batch.
+    `microbatches(pp)` is how many whole micro-batches a rank may keep if no limit in bytes is given.
     """
-    if vpp == 1:
-        # The warm-up below has 2 * (pp - rank - 1) forwards for one chunk. 1F1B holds half as many micro-batches.
-        return one_f_one_b(pp, vpp, num_microbatches)
-    orders = []
-    for rank in range(pp):
-        forwards = []
-        backwards = []
-        for group in range(0, num_microbatches, pp):
-            for chunk in range(vpp):
-                for m in range(group, group + pp):
-                    forwards.append(Action("F", chunk * pp + rank, m))
-                    backwards.append(Action("B", (vpp - 1 - chunk) * pp + rank, m))
-        # Megatron-LM's warm-up: a group of pp micro-batches goes through all chunks but the last, and two more forwards
-        # run for each later rank.
-        warmup = 2 * (pp - rank - 1) + (vpp - 1) * pp
-        order = _warm_up_alternate_drain(forwards, backwards, warmup)
-        orders.append([action for action in order if action.microbatch < num_microbatches])
-    return orders
+
+    place: Callable[[int, int], list[int]]
+    microbatches: Callable[[int], float]
+
+    def schedule(self, memory: Memory | None = None, durations: Durations | None = None) -> Schedule:
+        """The schedule that keeps to `memory`, and fits `durations` best."""
+
+        def orders(pp: int, vpp: int, num_microbatches: int) -> Orders:
+            place = self.place(pp, vpp)
+            limit = memory or counted_by_stage(self.microbatches(pp), place)
+            return fill(place, num_microbatches, limit, durations or Durations())
+
+        return Schedule(orders, self.place)
 
 
-def _warm_up_alternate_drain(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
-    order = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-        order += [forward, backward]
-    return order + backwards[len(forwards[warmup:]) :]
-
+ZERO_BUBBLE = {
+    "zb-h1": ZeroBubble(looped, lambda pp: pp),
+    "zb-2p": ZeroBubble(looped, lambda pp: 2 * pp),
+    "zb-interleaved": ZeroBubble(looped, lambda pp: pp),
+    "zb-v": ZeroBubble(v_shaped, lambda pp: pp),
+    # The one micro-batch more is what the turn of the V needs to keep going: with pp / 2 alone it idles half as much
+    # again. It is why the share of 1F1B's memory comes near 1/2 and 1/3 only where ranks are many.
+    "v-half": ZeroBubble(v_shaped, lambda pp: pp / 2 + 1),
+    "v-min": ZeroBubble(v_shaped, lambda pp: pp / 3 + 1),
+}
 
 SCHEDULES = {
     "gpipe": Schedule(gpipe),
+    "breadth": Schedule(gpipe, breadth_first=True),
     "1f1b": Schedule(one_f_one_b),
     "interleaved": Schedule(interleaved),
+    **{name: family.schedule() for name, family in ZERO_BUBBLE.items()},
+    "dualpipe-v": Schedule(dualpipe_v, v_shaped),
 }

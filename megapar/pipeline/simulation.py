@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megapar.pipeline.actions import Action, Event, peak
 from megapar.pipeline.lowering import MessageBatch, Plan
-from megapar.pipeline.schedules import Action, Event
 
 
 class Timeline(NamedTuple):
@@ -17,7 +17,7 @@ class Timeline(NamedTuple):
     bubble: float
     """Share of the time of all ranks in which they compute nothing, from 0 to 1."""
     peak_live: list[int]
-    """For each rank, the largest number of forwards, over all its stages, that wait for their backward at one time."""
+    """For each rank, the largest number of forwards, over all its stages, that wait for their B or W at one time."""
 
 
 @dataclass
@@ -53,16 +53,25 @@ class _Rank:
         return any(batch.messages.sends for batch in self.batches)
 
 
+Cost = Sequence[float] | float
+"""What an action costs: a number for each stage, or one number for all stages."""
+
+
 def simulate(
-    plans: Sequence[Plan], forward: Sequence[float] | float, backward: Sequence[float] | float, transfer: float = 0.0
+    plans: Sequence[Plan], forward: Cost, backward: Cost, transfer: float = 0.0, weights: Cost | None = None
 ) -> Timeline:
-    """Simulate the plans of all ranks. Costs are per stage, or one cost for all stages, and `transfer` per message.
+    """Simulate the plans of all ranks. `transfer` is the cost of a message.
+
+    `backward` is the cost of a B. `weights` is the part of it that a W costs, and an I costs the rest. None means half:
+    each matrix product has one product of the same size for the gradient of its input, and one for that of its weight.
 
     As in the runtime, a message moves after both ends have posted it, the batches of a rank run one after the other,
     and a rank with sends in flight waits for them before it posts more. Raises ValueError if the plans deadlock.
     """
     ranks = [_Rank(plan) for plan in plans]
-    costs = {"F": forward, "B": backward}
+    orders = [[item for item in plan if isinstance(item, Action)] for plan in plans]
+    num_stages = 1 + max(action.stage for order in orders for action in order)
+    costs = _costs(num_stages, forward, backward, weights)
     starts: dict[Action, list[float]] = {}
     events: list[Event] = []
     # Each round runs every rank as far as it can go. A round in which no rank moves is the end, or a deadlock.
@@ -80,10 +89,23 @@ def simulate(
     makespan = max(event.end for event in events)
     busy = sum(event.end - event.start for event in events)
     bubble = 1 - busy / (makespan * len(ranks))
-    return Timeline(events, makespan, bubble, [_peak_live(rank.plan) for rank in ranks])
+    ones = [1] * num_stages
+    return Timeline(events, makespan, bubble, [int(peak(order, ones, ones)) for order in orders])
 
 
-def _advance(rank: _Rank, number: int, costs: dict[str, Sequence[float] | float], events: list[Event]) -> bool:
+def _costs(num_stages: int, forward: Cost, backward: Cost, weights: Cost | None) -> dict[str, list[float]]:
+    """The cost of each kind of action, by stage."""
+
+    def by_stage(cost: Cost) -> list[float]:
+        return list(cost) if isinstance(cost, Sequence) else [cost] * num_stages
+
+    whole = by_stage(backward)
+    of_weights = [cost / 2 for cost in whole] if weights is None else by_stage(weights)
+    of_inputs = [cost - part for cost, part in zip(whole, of_weights, strict=True)]
+    return {"F": by_stage(forward), "B": whole, "I": of_inputs, "W": of_weights}
+
+
+def _advance(rank: _Rank, number: int, costs: dict[str, list[float]], events: list[Event]) -> bool:
     """Run the next item of the rank's plan. Returns False if it cannot run yet."""
     item = rank.plan[rank.at]
     if isinstance(item, MessageBatch):
@@ -97,9 +119,7 @@ def _advance(rank: _Rank, number: int, costs: dict[str, Sequence[float] | float]
         if rank.awaits(item):
             return False
         start = max(rank.clock, rank.arrivals.get(item, 0.0))
-        cost = costs[item.kind]
-        duration = cost[item.stage] if isinstance(cost, Sequence) else cost
-        rank.clock = start + duration
+        rank.clock = start + costs[item.kind][item.stage]
         events.append(Event(number, item, start, rank.clock))
     rank.at += 1
     return True
@@ -126,13 +146,3 @@ def _settle(rank: _Rank, starts: dict[Action, list[float]], transfer: float) -> 
     rank.arrivals.update({t.consumer: rank.free for t in batch.messages.receives})
     rank.batches.popleft()
     return True
-
-
-def _peak_live(plan: Plan) -> int:
-    """The largest number of forwards in the plan that wait for their backward at one time."""
-    live = peak = 0
-    for item in plan:
-        if isinstance(item, Action):
-            live += 1 if item.kind == "F" else -1
-            peak = max(peak, live)
-    return peak

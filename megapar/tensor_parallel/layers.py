@@ -8,6 +8,7 @@ communication of an input gradient runs while the weight gradient is computed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megapar.context import Axis
 from megapar.linear import LOCAL, linear
+from megapar.main_grad import WeightGradient, main_grad_of
 from megapar.params import (
     ONES,
     ZEROS,
@@ -25,7 +27,6 @@ from megapar.params import (
     Piece,
     cut,
     held_by_all,
-    main_grad_of,
     make_piece,
     replicated,
 )
@@ -160,29 +161,42 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, rows: int) -> Tensor:
-        outside = (ids < 0) | (ids >= rows)
-        local = ids.masked_fill(outside, 0)
-        ctx.save_for_backward(local, outside, weight)
-        ctx.main_grad = main_grad_of(weight)  # in forward, see megapar.params.MainGrad
+        ctx.save_for_backward(ids, weight)
+        ctx.rows = rows
+        ctx.main_grad = main_grad_of(weight)  # in forward, see megapar.main_grad.MainGrad
         if rows == 0:  # a rank that holds padding alone has no row 0 to look up
             return weight.new_zeros(*ids.shape, weight.shape[1])
+        local, outside = _local_ids(ids, rows)
         return F.embedding(local, weight).masked_fill_(outside[..., None], 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
-        local, outside, weight = ctx.saved_tensors
-        # Where ids are outside, zeros are added to row 0. To leave those ids out, the CPU would have to wait until the
-        # GPU has counted them.
-        ids = local.reshape(-1)
-        rows = grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1])
-        if ctx.main_grad is not None:
-            if ctx.main_grad.is_stale:
-                ctx.main_grad.tensor.zero_()
-            ctx.main_grad.tensor.index_add_(0, ids, rows.float())
-            ctx.main_grad.note_added()
-            return None, None, None
-        return None, torch.zeros_like(weight).index_add_(0, ids, rows), None
+        ids, weight = ctx.saved_tensors
+        add = partial(_add_rows, ctx.rows)
+        if ctx.main_grad is None:
+            total = torch.empty_like(weight)
+            add(total, grad, ids, True)
+            return None, total, None
+        WeightGradient(ctx.main_grad, grad, ids, add).add_or_put_off()
+        return None, None, None
+
+
+def _local_ids(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """`ids` with 0 in place of those outside [0, rows), and where these are."""
+    outside = (ids < 0) | (ids >= rows)
+    return ids.masked_fill(outside, 0), outside
+
+
+def _add_rows(rows_held: int, total: Tensor, grad: Tensor, ids: Tensor, overwrite: bool) -> None:
+    """Add each row of `grad` [..., h] to the row of `total` that `ids` [...] names, if that is in [0, rows_held)."""
+    if overwrite:
+        total.zero_()
+    local, outside = _local_ids(ids, rows_held)
+    # Where ids are outside, zeros are added to row 0. To leave those ids out, the CPU would have to wait until the
+    # GPU has counted them.
+    rows = grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1])
+    total.index_add_(0, local.reshape(-1), rows.to(total.dtype))
 
 
 def vocabulary_cut(vocab_size: int, tp: Axis) -> tuple[int, int, int]:

@@ -1,7 +1,8 @@
 """Plans the memory of a layout without training: builds every kind of rank on the meta device, without processes."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,12 +16,16 @@ from megapar.config import Config, ParallelConfig
 from megapar.context import ParallelContext
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.derive import num_microbatches
-from megapar.errors import OutOfMemoryError
+from megapar.errors import OutOfMemoryError, tell
+from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.messages import counted, layout_in_words
 from megapar.params import spec_of
-from megapar.pipeline.schedules import Action
+from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import Item, most_live
+from megapar.pipeline.zero_bubble import Memory
+from megapar.train import memory_report
 from megapar.train.grid import with_grid
+from megapar.train.kept import PUT_OFF, KeptBytes, Key
 from megapar.train.step import TrainState
 from megapar.train.trainable import freeze, refuse
 from megapar.train.trainer import assemble
@@ -33,8 +38,9 @@ Build = Callable[[Config, ParallelContext], Mapping[int, PipelineStage]]
 class RankReport:
     """The memory that one rank needs, in bytes.
 
-    `parameters` is a number of elements. `activations` is the most that the rank's forwards keep for their backwards at
-    one time, in the order of its schedule. Workspaces of kernels and what the caching allocator holds come on top.
+    `parameters` is a number of elements. `kept` is the most that the rank's forwards keep for their backwards at one
+    time, in the order of its schedule, by stage and kind (`megapar.train.kept`). Workspaces of kernels and what the
+    caching allocator holds come on top.
     """
 
     pp: int
@@ -43,7 +49,15 @@ class RankReport:
     weights: int
     gradients: int
     optimizer: int
-    activations: int
+    kept: tuple[tuple[Key, int], ...]
+
+    def rows(self, stages: Mapping[int, PipelineStage]) -> dict[str, int]:
+        """The bytes as the report of train.memory_report shows them. `stages` are those of the rank."""
+        return memory_report.rows(self.weights, self.gradients, self.optimizer, dict(self.kept), stages)
+
+    @property
+    def activations(self) -> int:
+        return sum(size for _, size in self.kept)
 
     @property
     def total(self) -> int:
@@ -60,7 +74,7 @@ def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
     patterns = config.train.trainable
     if patterns:
         # In the whole model, a pattern that no parameter of any stage matches shows.
-        alone = replace(config, parallel=ParallelConfig(dp=1))
+        alone = replace(config, parallel=ParallelConfig(dp=1, vpp=1))
         refuse(patterns, [freeze(build(alone, _context(alone, 0)).values(), patterns)])
     parallel = config.parallel
     ranks_by_report: dict[RankReport, list[int]] = {}
@@ -111,20 +125,22 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     ctx = _context(config, rank)
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
-    state = assemble(config, ctx, stages)
-    kept = {number: _kept_bytes(stage, config) for number, stage in stages.items()}
+    state = assemble(config, ctx, stages, memory_limit(config, build))
+    kept = {number: _kept_bytes(number, stage, config) for number, stage in stages.items()}
     plan = state.pipeline.plan(num_microbatches(config), backward=True)
     gathered, collected = _most_of_units(state, plan)
+    in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
+    left = {number: _left_bytes(stages[number], config) for number in in_halves}
     # By id: a tied embedding is a parameter of two stages, but stands in memory once.
     params = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
     return RankReport(
         ctx.pp.rank,
         _titles(stages),
         sum(torch.Size(piece.local_shape).numel() for p in params for piece in spec_of(p).pieces),
-        state.weights.flat.nbytes + gathered + sum(p.nbytes for p in params if not p.requires_grad),
+        state.weights.flat.nbytes + gathered + memory_report.frozen_nbytes(stages.values()),
         state.grads.flat.nbytes + collected,
         state.optimizer.nbytes,
-        _peak(plan, kept),
+        tuple(sorted(_at_peak(plan, kept, left).items())),
     )
 
 
@@ -151,8 +167,27 @@ def _most_of_units(state: TrainState, plan: Sequence[Item]) -> tuple[int, int]:
     return gathered, collected
 
 
-def _kept_bytes(stage: PipelineStage, config: Config) -> int:
-    """Bytes that autograd keeps for the backward of one micro-batch through `stage`, without the parameters."""
+def _kept_bytes(number: int, stage: PipelineStage, config: Config) -> dict[Key, int]:
+    """Bytes that autograd keeps for the backward of one micro-batch through `stage`, by kind, without parameters."""
+    kept = KeptBytes({number: stage})
+    with kept.counting():
+        _forward(stage, config)
+    # What a forward has kept lives as long as its result. So it is most at the end, before the result is dropped.
+    return dict(kept.at_peak)
+
+
+def _left_bytes(stage: PipelineStage, config: Config) -> int:
+    """Bytes that the I of one micro-batch through `stage` leaves to its W. The stage has its main gradients."""
+    output = _forward(stage, config)
+    queue = WeightGradientQueue()
+    with queue.open(main_grads(stage)):
+        if output.requires_grad:
+            output.backward(torch.empty_like(output))
+    return queue.nbytes
+
+
+def _forward(stage: PipelineStage, config: Config) -> Tensor:
+    """The output of a stage for one micro-batch."""
     shape = config.train.micro_batch_size, config.train.seq_length
     tokens = torch.zeros(shape, dtype=torch.int64, device=META)
     samples = MicroBatch.of_samples(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
@@ -162,8 +197,8 @@ def _kept_bytes(stage: PipelineStage, config: Config) -> int:
     x_sbh = None  # the first stage receives nothing
     if inputs:
         x_sbh = inputs[0]
-    # Parameters are counted as weights already. Buffers are a few numbers, which all micro-batches share.
-    return kept_for_backward(lambda: stage(x_sbh, batch), [*stage.parameters(), *stage.buffers()])
+    output: Tensor = stage(x_sbh, batch)
+    return output
 
 
 def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) -> int:
@@ -185,18 +220,64 @@ def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) 
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def _peak(plan: Sequence[Item], kept: Mapping[int, int]) -> int:
-    """The most activation bytes at one time over a step; `kept` has the bytes of one forward by stage."""
-    live = peak = 0
+def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]], left: Mapping[int, int]) -> Counter[Key]:
+    """What is kept for backwards when it is most.
+
+    By stage, a forward keeps the bytes `kept` for its B or I, and an I leaves the bytes `left` to its W. With
+    recomputation `left` may be more.
+    """
+    sizes = {stage: sum(by_kind.values()) for stage, by_kind in kept.items()}
+    forwards: Counter[int] = Counter()  # micro-batches of each stage that wait for their B or I
+    halves: Counter[int] = Counter()  # micro-batches of each stage that wait for their W
+    at_peak = forwards, halves
+    total = most = 0
     for action in plan:
         if not isinstance(action, Action):
             continue
-        if action.kind == "F":
-            live += kept[action.stage]
-        else:
-            live -= kept[action.stage]
-        peak = max(peak, live)
-    return peak
+        stage = action.stage
+        if action.kind == "W":
+            halves[stage] -= 1
+            total -= left[stage]
+            continue
+        sign = 1 if action.kind == "F" else -1
+        forwards[stage] += sign
+        total += sign * sizes[stage]
+        if action.kind == "I":
+            halves[stage] += 1
+            total += left[stage]
+        if total > most:
+            most = total
+            at_peak = forwards.copy(), halves.copy()
+    forwards, halves = at_peak
+    found = Counter({key: forwards[stage] * size for stage in kept for key, size in kept[stage].items()})
+    found.update({(stage, PUT_OFF): halves[stage] * size for stage, size in left.items()})
+    return found
+
+
+def memory_limit(config: Config, build: Build) -> Memory | None:
+    """What parallel.schedule_memory_gb allows, and what each stage of the pipeline keeps. None if it is not given.
+
+    The stages are those of the first replica and tensor rank, built on the meta device one pipeline rank after another.
+    """
+    parallel = config.parallel
+    if not parallel.schedule_memory_gb:
+        return None
+    config = _with_kernels_of_the_planned_device(config)
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "dp": parallel.dp, "pp": parallel.pp}
+    num_stages = parallel.pp * parallel.vpp
+    forward = [0] * num_stages
+    inputs = [0] * num_stages
+    for rank in context.rank_groups(sizes, ["pp"], parallel.order)[0]:
+        ctx = _context(config, rank)
+        stages = build(config, ctx)
+        freeze(stages.values(), config.train.trainable)
+        runtime = assemble(config, ctx, stages).pipeline
+        # A schedule orders whole stages, also where the runtime splits them into fine ones.
+        whole = [stage for stage, parts in enumerate(runtime.fine_stages) for _ in range(parts)]
+        for number, stage in stages.items():
+            forward[whole[number]] += sum(_kept_bytes(number, stage, config).values())
+            inputs[whole[number]] += _left_bytes(stage, config)
+    return Memory(parallel.schedule_memory_gb * 2**30, forward, inputs)
 
 
 def show(config: Config, build: Build, parameters: str, flops_per_token: int, console: Console) -> None:
@@ -263,8 +344,22 @@ def explaining_out_of_memory(config: Config, build: Build, rank: int) -> Iterato
         reason = device.out_of_memory(error)
         if not reason:
             raise
+        if config.train.memory_report:
+            _show_planned(config, build, rank)
         text = f"{_needs(config, build, rank)} ({reason}); {_what_would_help(config)}"
         raise OutOfMemoryError(text) from error
+
+
+def planned_rows(config: Config, build: Build, rank: int) -> dict[str, int]:
+    """The rows of `rank` by plan in the report of train.memory_report."""
+    return report_rank(config, build, rank).rows(build(config, _context(config, rank)))
+
+
+def _show_planned(config: Config, build: Build, rank: int) -> None:
+    """Print where the bytes of the rank are by plan, if there is memory left to count with."""
+    with suppress(MemoryError, RuntimeError):
+        rows = planned_rows(config, build, rank)
+        tell(memory_report.in_words(f"memory of rank {rank}", {"planned": rows}))
 
 
 def _needs(config: Config, build: Build, rank: int) -> str:

@@ -5,7 +5,7 @@ It serves plans, with models on the meta device, and the report of a real step (
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -21,6 +21,9 @@ BETWEEN = "norms, layer inputs"
 ENDS = "logits, loss"
 """What a stage keeps after its layers."""
 
+PUT_OFF = "weight gradients put off"
+"""What an I leaves to its W: inputs and output gradients of matrix products (`megapar.main_grad`)."""
+
 
 class KeptBytes:
     """The bytes that autograd keeps for backward passes of `stages`, while they live.
@@ -28,13 +31,16 @@ class KeptBytes:
     The kind is the name of the layer's part that kept them ("attention", "mlp"), BETWEEN, or ENDS.
     Parameters and buffers are not counted. A storage that several tensors share is counted once, for the first that
     was kept. `live` has the bytes now, `peak` the largest sum of them so far, and `at_peak` what it consisted of.
+    `put_off_nbytes()` tells, by stage, what weight gradients that are put off keep. It counts in the peak as PUT_OFF,
+    and is looked at when a forward keeps something.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module]):
+    def __init__(self, stages: Mapping[int, nn.Module], put_off_nbytes: Callable[[], Mapping[int, int]] = dict):
         self.live: Counter[Key] = Counter()
         self.at_peak: Counter[Key] = Counter()
         self.peak = 0
         self._stages = stages
+        self._put_off_nbytes = put_off_nbytes
         self._known = {
             x.untyped_storage()._cdata for stage in stages.values() for x in (*stage.parameters(), *stage.buffers())
         }
@@ -95,10 +101,11 @@ class KeptBytes:
         if self._uses[number] == 0:
             self._keys[number] = self._current[-1]
             self.live[self._current[-1]] += storage.nbytes()
-            total = self.live.total()
+            put_off = {(stage, PUT_OFF): nbytes for stage, nbytes in self._put_off_nbytes().items()}
+            total = self.live.total() + sum(put_off.values())
             if total > self.peak:
                 self.peak = total
-                self.at_peak = self.live.copy()
+                self.at_peak = self.live + Counter(put_off)
         self._uses[number] += 1
         weakref.finalize(kept, self._free, number, storage.nbytes())
         return kept

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from megapar.context import ParallelContext
 from megapar.errors import CommunicationError, ConfigError, MegaparError, reported
 from megapar.files import write_json
 from megapar.flight import Board, Flight, FlightFile
+from megapar.pipeline import schedule_files
+from megapar.pipeline.actions import show
 from megapar.rendezvous import Member
 from megapar.train.grid import with_grid
 from megapar.train.monitor import Monitor
@@ -183,7 +186,12 @@ def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
     # their own package counts as well: it may hold the layers of a family.
     named = (config.model.family, config.parallel.schedule)
     outside = {package for name in named if (package := plugins.package_of(name))}
-    return {**options, **versions, **rendezvous.hashes_of_files(outside), "the device": device_type}
+    files = {}
+    if schedule_files.is_file(config.parallel.schedule):
+        # Nodes may have files of their own. Ranks that run unlike schedules would wait for each other for ever.
+        orders = schedule_files.read(config.parallel.schedule).orders
+        files["the file of parallel.schedule"] = blake2b(show(orders).encode(), digest_size=6).hexdigest()
+    return {**options, **versions, **rendezvous.hashes_of_files(outside), **files, "the device": device_type}
 
 
 def leave(ctx: ParallelContext) -> None:

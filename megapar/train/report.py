@@ -14,8 +14,9 @@ from megapar.derive import num_microbatches
 from megapar.errors import StorageError, say, storing
 from megapar.files import write_json
 from megapar.messages import counted, layout_in_words
+from megapar.pipeline import schedule_files
 from megapar.pipeline.lowering import lower
-from megapar.pipeline.schedules import make
+from megapar.pipeline.schedules import make, of, show
 from megapar.pipeline.simulation import simulate
 from megapar.provenance import provenance
 
@@ -43,7 +44,8 @@ def warnings(config: Config) -> list[str]:
         some = counted(left_over, "replica runs", "replicas run")
         lines.append(f"parallel.dp={parallel.dp}: {some} {microbatches} a step, the others {m - 1} and wait")
     too_few = m < parallel.pp
-    ragged = parallel.vpp > 1 and m % parallel.pp > 0
+    # Interleaved 1F1B works in rounds of pp micro-batches. Other schedules have no rounds.
+    ragged = parallel.schedule == "interleaved" and parallel.vpp > 1 and m % parallel.pp > 0
     if parallel.pp == 1 or not (too_few or ragged):
         return lines
     if too_few:
@@ -65,11 +67,12 @@ def warnings(config: Config) -> list[str]:
 def idle_share(config: Config, microbatches: int) -> float:
     """The share of time in which the ranks of a pipeline compute nothing, simulated from the plans that would run.
 
-    All stages are taken to cost the same, a backward twice a forward, and transfers nothing. If pp divides the number m
-    of micro-batches, the share is (pp - 1) / (vpp m + pp - 1) (arXiv 2104.04473, section 2.2).
+    All stages are taken to cost the same, a backward twice a forward, its halves the same, and transfers nothing. If pp
+    divides the number m of micro-batches, the share of 1f1b and interleaved is (pp - 1) / (vpp m + pp - 1) (arXiv
+    2104.04473, section 2.2).
     """
     parallel = config.parallel
-    orders = make(parallel.schedule, parallel.pp, parallel.vpp, microbatches)
+    orders = make(of(parallel), parallel.pp, parallel.vpp, microbatches)
     return simulate(lower(orders, parallel.pp * parallel.vpp), forward=1, backward=2).bubble
 
 
@@ -88,6 +91,8 @@ def write_run_header(
 ) -> None:
     """Make the run folder, write config.toml and environment.json, and print what is about to run. A collective.
 
+    If parallel.schedule is a file, the folder gets a copy, schedule.txt.
+
     environment.json holds `provenance` and the implementation of each op. `parameters` is the number of parameters, in
     words. `notes` are lines to print about what was resumed. Raises StorageError on every rank if rank 0 cannot write
     the folder, which exists on every rank afterwards.
@@ -102,6 +107,10 @@ def write_run_header(
         with storing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.toml").write_text(config_toml)
+            if schedule_files.is_file(config.parallel.schedule):
+                # The file that the option names may change or go. A copy does not.
+                orders = schedule_files.read(config.parallel.schedule).orders
+                (run_dir / "schedule.txt").write_text(show(orders) + "\n")
         write_json(run_dir / "environment.json", environment)
 
     on_all_ranks(write_files, ctx, StorageError, "run folder not written")

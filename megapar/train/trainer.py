@@ -3,7 +3,7 @@
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,22 +27,26 @@ from megapar.derive import num_microbatches
 from megapar.errors import NumericError, StorageError, storing
 from megapar.optimizer.adamw import AdamW
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.pipeline.schedules import Event
+from megapar.pipeline.schedules import Event, of
 from megapar.pipeline.sharding_plan import UnitAction, Units
+from megapar.pipeline.zero_bubble import Memory
 from megapar.precision import LossScale
 from megapar.random import initialize
 from megapar.train import checkpoints, not_finite
 from megapar.train.data import TEST
+from megapar.train.memory_report import MemoryReport
 from megapar.train.metrics import Measured, Meter, Reporter
 from megapar.train.step import QueuedStep, StepResult, TrainState, evaluate, queue_step
 from megapar.train.trainable import freeze_others
 
 
-def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineStage]) -> TrainState:
+def assemble(
+    config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineStage], memory: Memory | None = None
+) -> TrainState:
     """Build the training state at step 0: pipeline runtime, flat weights and gradients, and optimizer.
 
     `stages` are this rank's stages by global stage number. Initialize their weights before this call: the optimizer's
-    main weights are copied from them.
+    main weights are copied from them. `memory` is what the schedule may keep (`dry_run.memory_limit`).
     """
     options = config.optimizer
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
@@ -71,7 +75,7 @@ def assemble(config: Config, ctx: ParallelContext, stages: Mapping[int, Pipeline
         config=config,
         ctx=ctx,
         stages=stages,
-        pipeline=PipelineRuntime(stages, ctx, parallel.schedule, parallel.vpp, fine_stages, units),
+        pipeline=PipelineRuntime(stages, ctx, of(parallel, memory), parallel.vpp, fine_stages, units),
         weights=weights,
         grads=grads,
         optimizer=AdamW(weights, grads, options, kernels.adamw),
@@ -111,7 +115,7 @@ class Run:
     """A training run: its state, its data and its folder.
 
     `flops_per_token` counts forward and backward, for MFU. `asked_to_stop` returns what asks this rank to end the run,
-    and "" as long as nothing does.
+    and "" as long as nothing does. `memory_report` is None unless train.memory_report asks for it.
     """
 
     state: TrainState
@@ -120,6 +124,7 @@ class Run:
     run_dir: Path
     flops_per_token: int
     asked_to_stop: Callable[[], str] = str  # str() is ""
+    memory_report: MemoryReport | None = None
 
 
 def start(
@@ -127,15 +132,17 @@ def start(
     ctx: ParallelContext,
     stages: Mapping[int, PipelineStage],
     data: Mapping[str, Any] | None = None,
+    memory: Memory | None = None,
 ) -> tuple[TrainState, list[str]]:
     """Build the state at step 0 or at the checkpoint that `checkpoint.resume` names; returns it and lines for the user.
 
-    `data` is the `identity` of the data that the run reads. That of the checkpoint must be equal.
+    `data` is the `identity` of the data that the run reads. That of the checkpoint must be equal. `memory` is what the
+    schedule may keep (`dry_run.memory_limit`).
     """
     # In this order: the optimizer copies the initialized weights, and makes state for trained parameters alone.
     initialize(stages.values(), config.train.seed)
     notes = freeze_others(stages.values(), config.train.trainable, ctx)
-    state = assemble(config, ctx, stages)
+    state = assemble(config, ctx, stages, memory)
     state.data_identity = data or {}
     notes += checkpoints.resume(state, Path(config.run_dir))
     ctx.flight.step = state.step
@@ -184,15 +191,16 @@ class _Steps:
         runs_behind = device.is_asynchronous(ctx.device) and not run.state.loss_scale.dynamic
         self._behind = 1 if runs_behind else 0
 
-    def queue(self, trace: list[Event] | None) -> None:
-        """Queue the next step. `trace` collects the time of each forward and backward."""
+    def queue(self, trace: list[Event] | None, around: AbstractContextManager[None]) -> None:
+        """Queue the next step. `trace` collects the time of each forward and backward. `around` is a context for it."""
         state = self._state
         state.ctx.flight.step = state.step + 1
         state.ctx.flight.enter("data")
         self._meter.start()
         batches = _on_device(self._meter.waited(self._data.next_step), state.ctx)
         asked = self._run.asked_to_stop() != ""
-        step = queue_step(state, batches, trace, asked_to_stop=asked)
+        with around:
+            step = queue_step(state, batches, trace, asked_to_stop=asked)
         self._queued.append((step, self._meter.queued()))
 
     def report(self, *, everything: bool) -> bool:
@@ -233,18 +241,23 @@ def train(run: Run) -> str:
         closing(run.train_data) as data,
     ):
         steps = _Steps(run, data, reporter)
+        # The second step, because the first one allocates what later ones use again.
+        reported = min(state.step + 2, total)
         if state.step >= total:
             reporter.say(f"nothing to do: train.steps={total}, and step {state.step} is done")
         while state.step < total and not stop:
             trace: list[Event] | None = None
             if options.log.timeline and state.step == total - 1:
                 trace = []
-            steps.queue(trace)
+            memory_report = run.memory_report if state.step + 1 == reported else None
+            steps.queue(trace, memory_report.measuring(state) if memory_report else nullcontext())
             last = state.step == total
             evaluates = last or _due(state.step, options.train.eval_every)
             # An evaluation and a checkpoint come after the lines of all steps before, and need a step that is finite.
             asked = steps.report(everything=evaluates or saver.due(state.step, last))
             stop = asked and not last
+            if memory_report:
+                reporter.say(memory_report.write(state, run.run_dir))
             if trace is not None:
                 write_timeline(trace, state.ctx, run.run_dir)
             for line in data.started_over():
@@ -299,7 +312,8 @@ def _explain_not_finite(
             f"{cause}. No weight was changed: they are those of step {result.step - 1}. "
             "A lower optimizer.lr or a longer optimizer.warmup_steps often helps; --checkpoint.resume goes back further"
         )
-    here = [-state.ctx.pp.rank, state.grads.not_finite()]  # the last stage's backward runs first
+    # The backward of the last stage runs first. The schedule says which rank has it.
+    here = [-max(state.stages), state.grads.not_finite()]
     everywhere = comm.gather_json(here, state.ctx.world, state.ctx.device)
     names: dict[str, None] = {}  # as an ordered set: replicas and tensor ranks name the same parameters
     for _, names_of_rank in sorted(everywhere):

@@ -1,9 +1,10 @@
-"""Balances pipeline stages by what a layer, the embedding and the head cost on this machine (parallel.balance)."""
+"""Measures what a layer, the embedding and the head cost here, for parallel.balance and parallel.schedule auto."""
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from megapar.config import Config
 from megapar.config_io import Resolved, load
 from megapar.context import ParallelContext, single
 from megapar.errors import ConfigError
-from megapar_models.build import balanced, layer_kinds, make_blueprint
+from megapar_models.build import balanced, layer_kinds, make_blueprint, stage_layers
 from megapar_models.registry import find
 
 _REPETITIONS = 5
@@ -77,6 +78,10 @@ def _in_words(sizes: list[int] | tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
 
 
+Times = tuple[float, float, float]
+"""Seconds of one micro-batch's forward, gradient of inputs, and gradient of weights (F, I and W of a schedule)."""
+
+
 def measure(config: Config, where: torch.device) -> tuple[list[float], float, float]:
     """Seconds of one micro-batch's forward and backward: through each layer, through the embedding, and through norm,
     head and loss.
@@ -85,35 +90,89 @@ def measure(config: Config, where: torch.device) -> tuple[list[float], float, fl
 
     Measured with whole matrices on this rank alone: tensor parallelism divides all three about alike.
     """
-    model = config.model
-    blueprint = make_blueprint(config, single(where))
-    family = find(model.family)
-    batch = _random_batch(config, where)
-    shape = config.train.seq_length, config.train.micro_batch_size, model.hidden_size
-    x_sbh = torch.randn(shape, device=where).to(blueprint.sharding.dtype).requires_grad_()
-    grad_sbh = torch.ones_like(x_sbh)
+    parts = _Parts(config, where)
+    return parts.of_all(lambda layers, first, last: parts.seconds(layers, first=first, last=last))
 
-    def seconds_of(layers: range, first: bool, last: bool) -> float:
-        stage = family.stage(blueprint, layers, first=first, last=last)
+
+def times_of_stages(config: Config, where: torch.device) -> Callable[[Config], list[Times]]:
+    """Measure as `measure` does, F, I and W apart. Returns a function: the times of the stages of a config.
+
+    That config may have other stages than `config`, and nothing else that is different.
+    """
+    parts = _Parts(config, where)
+    layers, first, last = parts.of_all(lambda layers, first, last: parts.times(layers, first=first, last=last))
+
+    def of_stages(candidate: Config) -> list[Times]:
+        stages = stage_layers(candidate)
+        if candidate.parallel.balance == "measured" and not candidate.parallel.partition:
+            stages = balanced(candidate, [sum(times) for times in layers], sum(first), sum(last))
+        lists = [[layers[layer] for layer in stage] for stage in stages]
+        lists[0].append(first)
+        lists[-1].append(last)
+        return [_sum(times) for times in lists]
+
+    return of_stages
+
+
+def _sum(times: list[Times]) -> Times:
+    forward, inputs, weights = (sum(parts) for parts in zip(*times, strict=True))
+    return forward, inputs, weights
+
+
+T = TypeVar("T")
+
+
+class _Parts:
+    """The parts of a model that are timed, each as a stage of its own with random inputs."""
+
+    def __init__(self, config: Config, where: torch.device):
+        self._model = config.model
+        self._where = where
+        self._blueprint = make_blueprint(config, single(where))
+        self._batch = _random_batch(config, where)
+        shape = config.train.seq_length, config.train.micro_batch_size, config.model.hidden_size
+        self._x_sbh = torch.randn(shape, device=where).to(self._blueprint.sharding.dtype).requires_grad_()
+        self._grad_sbh = torch.ones_like(self._x_sbh)
+
+    def of_all(self, timed: Callable[[range, bool, bool], T]) -> tuple[list[T], T, T]:
+        """timed(layers, first, last) for each layer, for the embedding, and for norm, head and loss."""
+        end = self._model.num_hidden_layers
+        kinds = layer_kinds(self._model)
+        of_kind = {kind: timed(range(kind, kind + 1), False, False) for kind in sorted(set(kinds))}
+        return [of_kind[kind] for kind in kinds], timed(range(0), True, False), timed(range(end, end), False, True)
+
+    def seconds(self, layers: range, *, first: bool, last: bool) -> float:
+        """Of forward and backward."""
+        return self._seconds_of(self._stage(layers, first=first, last=last), first=first, last=last)
+
+    def times(self, layers: range, *, first: bool, last: bool) -> Times:
+        """Of F, I and W. The backward through frozen weights is I. W is what the whole backward takes longer."""
+        stage = self._stage(layers, first=first, last=last)
+        forward = self._seconds_of(stage, first=first, last=last, backward=False)
+        whole = self._seconds_of(stage, first=first, last=last) - forward
+        inputs = 0.0  # no stage waits for the embedding, which has no input to have a gradient
+        if not first:
+            stage.requires_grad_(False)
+            inputs = self._seconds_of(stage, first=first, last=last) - forward
+        # Each is a difference of two measurements. Noise must not make one of them negative.
+        inputs = min(max(inputs, 0.0), max(whole, 0.0))
+        return forward, inputs, max(whole, 0.0) - inputs
+
+    def _stage(self, layers: range, *, first: bool, last: bool) -> nn.Module:
+        stage = find(self._model.family).stage(self._blueprint, layers, first=first, last=last)
         for param in stage.parameters():
-            nn.init.normal_(param, std=model.initializer_range)
+            nn.init.normal_(param, std=self._model.initializer_range)
+        return stage
 
-        def forward_and_backward() -> None:
-            output: Tensor = stage(None if first else x_sbh, batch)
-            output.backward(None if last else grad_sbh)
-            x_sbh.grad = None
+    def _seconds_of(self, stage: nn.Module, *, first: bool, last: bool, backward: bool = True) -> float:
+        def run() -> None:
+            output: Tensor = stage(None if first else self._x_sbh, self._batch)
+            if backward:
+                output.backward(None if last else self._grad_sbh)
+            self._x_sbh.grad = None
             stage.zero_grad(set_to_none=True)
 
-        return _seconds(forward_and_backward, where)
-
-    end = model.num_hidden_layers
-    kinds = layer_kinds(model)
-    of_kind = {kind: seconds_of(range(kind, kind + 1), first=False, last=False) for kind in sorted(set(kinds))}
-    return (
-        [of_kind[kind] for kind in kinds],
-        seconds_of(range(0), first=True, last=False),
-        seconds_of(range(end, end), first=False, last=True),
-    )
+        return _seconds(run, self._where)
 
 
 def _random_batch(config: Config, where: torch.device) -> MicroBatch:

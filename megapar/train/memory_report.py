@@ -1,0 +1,91 @@
+"""The report of train.memory_report: where the bytes of each rank are, by plan and as measured in a step."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from megapar import comm, device
+from megapar.batch import PipelineStage
+from megapar.files import write_json
+from megapar.train.kept import KeptBytes, Key
+from megapar.train.step import TrainState
+
+OTHER = "all else: kernels, messages, allocator, Python"
+ALL = "all"
+
+
+class MemoryReport:
+    """Measures one step of a run, and shows the bytes of each rank beside those of the plan.
+
+    `planned` are the rows of this rank by plan (`rows`).
+    """
+
+    def __init__(self, planned: Mapping[str, int]):
+        self.planned = dict(planned)
+        self._kept: KeptBytes | None = None
+
+    @contextmanager
+    def measuring(self, state: TrainState) -> Iterator[None]:
+        """A context around the step that is measured. Counting what is kept takes a part of its time."""
+        self._kept = KeptBytes(state.stages, state.pipeline.put_off_nbytes)
+        with self._kept.counting():
+            yield
+
+    def write(self, state: TrainState, run_dir: Path) -> str:
+        """Write run_dir/memory.json, which has all ranks. A collective.
+
+        Returns a table of the rank that has the largest peak on the first rank, and "" on the others.
+        """
+        rows = {"planned": self.planned, "measured": self._measured(state)}
+        ranks = comm.gather_json(rows, state.ctx.world, state.ctx.device)
+        if not state.ctx.world.first:
+            return ""
+        write_json(run_dir / "memory.json", {"bytes_by_rank": ranks})
+        fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["measured"][ALL])
+        return in_words(f"memory of rank {fullest}, which has the largest peak of {len(ranks)}", ranks[fullest])
+
+    def _measured(self, state: TrainState) -> dict[str, int]:
+        assert self._kept is not None
+        weights = state.weights.most_nbytes + frozen_nbytes(state.stages.values())
+        gradients = state.grads.most_nbytes
+        found = rows(weights, gradients, state.optimizer.nbytes, self._kept.at_peak, state.stages)
+        everything = device.peak_memory_bytes(state.ctx.device)
+        return {**found, OTHER: everything - sum(found.values()), ALL: everything}
+
+
+def frozen_nbytes(stages: Iterable[nn.Module]) -> int:
+    """Bytes of the parameters that are not trained. They are in no buffer."""
+    params = {id(p): p for stage in stages for p in stage.parameters() if not p.requires_grad}
+    return sum(param.nbytes for param in params.values())
+
+
+def rows(
+    weights: int, gradients: int, optimizer: int, kept: Mapping[Key, int], stages: Mapping[int, PipelineStage]
+) -> dict[str, int]:
+    """Bytes by what they are. `kept` are activations by stage and kind. `stages` are those of the rank."""
+    found = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    several = len(stages) > 1 and not any(stage.fine_stages for stage in stages.values())
+    for (stage, kind), size in sorted(kept.items()):
+        # Fine stages are as many as layers: their sum is shown.
+        name = f"activations of stage {stage}: {kind}" if several else f"activations: {kind}"
+        found[name] = found.get(name, 0) + size
+    return found
+
+
+def in_words(title: str, found: Mapping[str, Mapping[str, int]]) -> str:
+    """A table of bytes by plan and measured. Either may be missing."""
+    shown = Table("MiB", *found, title=title, title_justify="left")
+    columns = {who: {ALL: sum(sizes.values()), **sizes} for who, sizes in found.items()}
+    names = dict.fromkeys(name for sizes in found.values() for name in sizes)
+    names.pop(ALL, None)
+    for name in (*names, ALL):
+        sizes = [column.get(name) for column in columns.values()]
+        shown.add_row(name, *("" if size is None else f"{size / 2**20:,.2f}" for size in sizes))
+    console = Console(width=110)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get().rstrip()
