@@ -40,7 +40,7 @@ from tests.support.grid import (
     of,
 )
 
-BREADTH = "tests.support.grid:BREADTH_FIRST"
+BREADTH = "breadth"
 SMALL = replace(LLAMA, num_hidden_layers=2)
 TIED = replace(GPT, num_hidden_layers=3)
 UNTIED = replace(TIED, tie_word_embeddings=False)
@@ -71,6 +71,7 @@ SAME_SUMS = [
     Layout(UNTIED, dp=3, micro_batch_size=2, schedule=BREADTH, recompute="selective"),
     Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=6),
     Layout(TIED, dp=2, pp=2, micro_batch_size=6),
+    Layout(SMALL, dp=2, pp=2, micro_batch_size=2, schedule="breadth"),
     Layout(SMALL, dp=2, micro_batch_size=12),  # the second replica has no micro-batch
 ]
 OTHER_SUMS = [
@@ -80,11 +81,14 @@ OTHER_SUMS = [
     Layout(TIED, dp=2, pp=2, schedule="gpipe", micro_batch_size=2),
     Layout(SMALL, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3, recompute="full"),
     Layout(of(MIXTRAL, num_experts=3), dp=4, ep=4),  # a rank has no expert, and experts have no replicas
+    Layout(SMALL, dp=2, pp=2, vpp=2, schedule="zb-v", micro_batch_size=3),
     Layout(SMALL, dp=4, micro_batch_size=2, overlap=False, shard_ranks=2),
     Layout(STRADDLING, tp=2, pp=2, micro_batch_size=4),  # one replica
 ]
 MORE = [
     Layout(LLAMA, dp=2, schedule=BREADTH),
+    Layout(MIXTRAL, dp=2, pp=2, ep=2, schedule="zb-h1", micro_batch_size=2),
+    Layout(LLAMA, dp=2, pp=2, schedule="zb-h1", micro_batch_size=1, recompute="full"),
     Layout(GPT, dp=2, micro_batch_size=3, recompute="selective"),
     Layout(STRADDLING, cp=2, micro_batch_size=6),
     Layout(DENSE_BETWEEN, tp=2, dp=2, ep=2, micro_batch_size=3),
