@@ -16,6 +16,7 @@ from megapar.context import Axis
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.pipeline.sharding_plan import UnitAction
 from megapar.train.dry_run import report_rank
+from megapar.train.kept import KeptBytes
 from megapar.train.step import evaluate, train_step
 from tests.support import layouts
 from tests.support.distributed import run_ranks
@@ -39,7 +40,7 @@ from tests.support.grid import (
     of,
 )
 
-BREADTH = "tests.support.grid:BREADTH_FIRST"
+BREADTH = "breadth"
 SMALL = replace(LLAMA, num_hidden_layers=2)
 TIED = replace(GPT, num_hidden_layers=3)
 UNTIED = replace(TIED, tie_word_embeddings=False)
@@ -70,6 +71,7 @@ SAME_SUMS = [
     Layout(UNTIED, dp=3, micro_batch_size=2, schedule=BREADTH, recompute="selective"),
     Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=6),
     Layout(TIED, dp=2, pp=2, micro_batch_size=6),
+    Layout(SMALL, dp=2, pp=2, micro_batch_size=2, schedule="breadth"),
     Layout(SMALL, dp=2, micro_batch_size=12),  # the second replica has no micro-batch
 ]
 OTHER_SUMS = [
@@ -79,11 +81,14 @@ OTHER_SUMS = [
     Layout(TIED, dp=2, pp=2, schedule="gpipe", micro_batch_size=2),
     Layout(SMALL, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3, recompute="full"),
     Layout(of(MIXTRAL, num_experts=3), dp=4, ep=4),  # a rank has no expert, and experts have no replicas
+    Layout(SMALL, dp=2, pp=2, vpp=2, schedule="zb-v", micro_batch_size=3),
     Layout(SMALL, dp=4, micro_batch_size=2, overlap=False, shard_ranks=2),
     Layout(STRADDLING, tp=2, pp=2, micro_batch_size=4),  # one replica
 ]
 MORE = [
     Layout(LLAMA, dp=2, schedule=BREADTH),
+    Layout(MIXTRAL, dp=2, pp=2, ep=2, schedule="zb-h1", micro_batch_size=2),
+    Layout(LLAMA, dp=2, pp=2, schedule="zb-h1", micro_batch_size=1, recompute="full"),
     Layout(GPT, dp=2, micro_batch_size=3, recompute="selective"),
     Layout(STRADDLING, cp=2, micro_batch_size=6),
     Layout(DENSE_BETWEEN, tp=2, dp=2, ep=2, micro_batch_size=3),
@@ -278,9 +283,11 @@ def measure(config: Config) -> dict[str, Any]:
 
     state.pipeline.units = replace(units, run=run)
     between = live()
-    train_step(state, micro_batches(config, state.ctx, 0))
+    kept = KeptBytes(state.stages)
+    with kept.counting():
+        train_step(state, micro_batches(config, state.ctx, 0))
     assert live() == between
-    return {"between": between, "most": most, "optimizer": state.optimizer.nbytes}
+    return {"between": between, "most": most, "optimizer": state.optimizer.nbytes, "activations": kept.peak}
 
 
 @pytest.mark.parametrize(
@@ -289,8 +296,8 @@ def measure(config: Config) -> dict[str, Any]:
         (Layout(LLAMA, dp=2, zero_stage=3, micro_batch_size=2), "bf16"),
         (Layout(LLAMA, dp=4, zero_stage=2, micro_batch_size=1), "bf16"),
         (Layout(TIED, tp=2, dp=2, zero_stage=3, micro_batch_size=3, schedule=BREADTH), "fp32"),
-        (Layout(GPT, pp=2, dp=2, zero_stage=3, micro_batch_size=2), "fp32"),
-        (Layout(SMALL, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=3), "bf16"),
+        (Layout(GPT, pp=2, dp=2, zero_stage=3, micro_batch_size=2, recompute="selective"), "fp32"),
+        (Layout(SMALL, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=3, recompute="full"), "bf16"),
     ],
     ids=["dp2-zero3-bf16", "dp4-zero2-bf16", "tp2-dp2-zero3", "pp2-dp2-zero3", "dp4-shards2-zero3-bf16"],
 )
@@ -304,6 +311,7 @@ def test_memory_is_that_of_the_plan(layout: Layout, precision: str) -> None:
         plan = report_rank(config, build_stages, rank)
         assert found["most"] == {"weights": plan.weights, "gradients": plan.gradients}
         assert found["optimizer"] == plan.optimizer
+        assert found["activations"] == plan.activations
         elements = found["between"]["gradients"] // 4  # padded P/d
         assert plan.parameters <= elements * shards < plan.parameters * 1.2 + 20000
         size = 2 if precision == "bf16" else 4

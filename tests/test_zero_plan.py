@@ -54,8 +54,9 @@ def units_of(stages: Sequence[int], num_stages: int, *, gathers: bool = True, ov
 class Checker:
     """Runs a plan and fails where a unit is used that is not there."""
 
-    def __init__(self, of_stage: Mapping[int, Sequence[int]], gathers: bool, overlap: bool = True):
+    def __init__(self, of_stage: Mapping[int, Sequence[int]], gathers: bool, overlap: bool = True, stages: int = 2):
         self.of_stage, self.gathers, self.overlap = of_stage, gathers, overlap
+        self.most = 3 * stages  # units in memory; a stage has three at most
         self.arriving: dict[int, int] = {}  # unit to the number of actions that have run since its gather was posted
         self.present: set[int] = set()
         self.collected: set[int] = set()
@@ -75,12 +76,12 @@ class Checker:
         units = set(self.of_stage[action.stage])
         if self.gathers and action.kind != "W":
             assert units <= self.present, action
-            assert len(self.present) + len(self.arriving) <= 6, "more than the units of two stages"
+            assert len(self.present) + len(self.arriving) <= self.most, "more units than planned"
         if action.kind != "F":
             assert units <= self.collected - self.travelling, action
             self.added |= units
             assert self.overlap or not self.travelling, "a sum travels while an action runs"
-            assert len(self.collected) <= 6, "more than the units of two stages"
+            assert len(self.collected) <= self.most, "more units than planned"
         self.arriving = {unit: actions + 1 for unit, actions in self.arriving.items()}
 
     def on_gather(self, unit: int) -> None:
@@ -182,6 +183,24 @@ def test_breadth_first_collectives_do_not_depend_on_the_number_of_micro_batches(
     assert counts[0]["gather:0"] == 2  # of the first fine stage, for the forwards and for the backwards
 
 
+def test_units_of_a_run_stay_until_their_last_use() -> None:
+    """Breadth-first over several ranks: collectives do not depend on the number of micro-batches."""
+    for pp, vpp in ((2, 1), (2, 2), (3, 2)):
+        fine = [2 + number % 3 for number in range(pp * vpp)]
+        runs_of = dict(enumerate(stage for stage, number in enumerate(fine) for _ in range(number)))
+        counts: dict[int, list[Counter[str]]] = {}
+        for m in (1, 2, 7):
+            plans, num_stages = fine_plans("gpipe", pp, vpp, m, breadth=False, halves=False)
+            for rank, plan in enumerate(plans):
+                units = units_of(stages_in(plan), num_stages)
+                full = insert_unit_actions(plan, units, runs_of)
+                Checker(units.of_stage, True, stages=max(fine) + 1).run(full)
+                counted = Counter(str(item) for item in full if isinstance(item, UnitAction))
+                counts.setdefault(rank, []).append(counted)
+        for found in counts.values():
+            assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.parametrize(("name", "vpp"), SCHEDULES)
 def test_a_replica_with_fewer_micro_batches_joins_all_collectives(name: str, vpp: int) -> None:
     """Fault zero-ragged-micro-batches. And what its ranks send is what they receive."""
@@ -209,5 +228,5 @@ def test_the_most_memory_of_a_plan() -> None:
 
 
 def test_only_schedules_that_say_so_are_breadth_first() -> None:
-    assert find("tests.support.grid:BREADTH_FIRST").breadth_first
+    assert find("breadth").breadth_first
     assert not any(find(name).breadth_first for name in ("gpipe", "1f1b", "interleaved"))

@@ -138,9 +138,16 @@ class PipelineRuntime:
     def orders(self, num_microbatches: int) -> list[list[Action]]:
         """The actions of each pipeline rank in order."""
         coarse = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
-        # Between ranks, a stage would wait for all micro-batches of the stage before.
+        # With several ranks, a stage would wait for all micro-batches of the stage before. There `_runs` keeps units.
         breadth_first = self.schedule.breadth_first and self.axis.size == 1
         return refine(coarse, self.fine_stages, breadth_first=breadth_first)
+
+    def _runs(self) -> Mapping[int, int] | None:
+        """The stage of each fine stage, if units stay in memory while a stage runs several micro-batches."""
+        if not self.schedule.breadth_first or self.axis.size == 1:
+            return None
+        stages = [stage for stage, number in enumerate(self.fine_stages) for _ in range(number)]
+        return dict(enumerate(stages))
 
     def plan(self, num_microbatches: int, most: int = 0, *, backward: bool) -> Sequence[Item]:
         """The plan of this rank for so many micro-batches. `most` is as in `step`."""
@@ -154,7 +161,7 @@ class PipelineRuntime:
             kept = [[action for action in order if backward or action.kind == "F"] for order in self.orders(most)]
             plan: Sequence[Item] = lower_one(kept, self.num_stages, self.axis.rank)
             if self.units is not None:
-                plan = first_microbatches(insert_unit_actions(plan, self.units), num_microbatches)
+                plan = first_microbatches(insert_unit_actions(plan, self.units, self._runs()), num_microbatches)
             self._plans[key] = plan
         return self._plans[key]
 

@@ -25,8 +25,10 @@ class Schedule:
     """A pipeline schedule.
 
     `orders(pp, vpp, num_microbatches)` returns the actions of each pipeline rank. `place(pp, vpp)` returns the rank on
-    which each of the pp * vpp stages lives, vpp of them on each rank. `breadth_first` means that on a pipeline of one
-    rank each fine stage runs all micro-batches before the next one (`megapar.pipeline.refine`). `name` is what messages
+    which each of the pp * vpp stages lives, vpp of them on each rank. `breadth_first` means that with ZeRO-2 and 3
+    the traffic does not depend on the number of micro-batches: on a pipeline of one rank each fine stage runs all of
+    them before the next one (`megapar.pipeline.refine`), and on several ranks the weights of a stage stay while it runs
+    them (`megapar.pipeline.sharding_plan`). `name` is what messages
     call it: what parallel.schedule says, which `find` fills in.
     """
 

@@ -66,73 +66,90 @@ class _Insertions:
         return result
 
 
-def insert_unit_actions(plan: Sequence[Item], units: Units) -> list[Item]:
-    """The plan of a rank with the actions of its units. A plan without backwards reduces nothing."""
+def insert_unit_actions(plan: Sequence[Item], units: Units, runs_of: Mapping[int, int] | None = None) -> list[Item]:
+    """The plan of a rank with the actions of its units. A plan without backwards reduces nothing.
+
+    `runs_of` maps each fine stage to its stage. If it is given, units stay from one action to another of the same run:
+    actions of one kind on one stage that follow each other. It takes the memory of a whole stage, and makes the traffic
+    independent of the number of micro-batches.
+    """
     insertions = _Insertions(plan)
     # Releases come before reductions, which may allocate memory.
     if units.gathers:
-        _insert_gathers(plan, units.of_stage, insertions)
-    _insert_reductions(plan, units.of_stage, units.overlap, insertions)
+        _insert_gathers(plan, units, runs_of or {}, insertions)
+    _insert_reductions(plan, units, runs_of or {}, insertions)
     return insertions.applied()
 
 
 class _Use(NamedTuple):
-    """An action that uses units: its place in the plan, its units, and those of the next such action."""
+    """An action that uses units: its place in the plan, its units, those of the next such action, and those to keep.
+
+    Units to keep are those of the next action, and of later ones of the same run.
+    """
 
     place: int
     units: set[int]
     next_units: set[int]
+    kept: set[int]
 
 
-def _uses(plan: Sequence[Item], of_stage: Mapping[int, Sequence[int]], kinds: str) -> list[_Use]:
-    """The use of each action of one of `kinds`."""
-    actions = [
-        (place, item.stage) for place, item in enumerate(plan) if isinstance(item, Action) and item.kind in kinds
-    ]
-    units = [set(of_stage[stage]) for _, stage in actions]
-    next_units = [*units[1:], set()]
-    return [_Use(place, units[n], next_units[n]) for n, (place, _) in enumerate(actions)]
+def _uses(plan: Sequence[Item], units: Units, kinds: str, runs_of: Mapping[int, int]) -> list[_Use]:
+    """The use of each action of one of `kinds`. `runs_of` is as in `insert_unit_actions`."""
+    actions = [(place, item) for place, item in enumerate(plan) if isinstance(item, Action) and item.kind in kinds]
+    uses: list[_Use] = []
+    later: Action | None = None
+    for place, action in reversed(actions):
+        next_units: set[int] = set()
+        kept: set[int] = set()
+        if later is not None:
+            next_units = uses[-1].units
+            kept = next_units
+            if runs_of and action.kind == later.kind and runs_of[action.stage] == runs_of[later.stage]:
+                kept = kept | uses[-1].kept
+        uses.append(_Use(place, set(units.of_stage[action.stage]), next_units, kept))
+        later = action
+    return uses[::-1]
 
 
-def _insert_gathers(plan: Sequence[Item], of_stage: Mapping[int, Sequence[int]], insertions: _Insertions) -> None:
+def _insert_gathers(plan: Sequence[Item], units: Units, runs_of: Mapping[int, int], insertions: _Insertions) -> None:
     # W reads what its I has kept, and no weights.
-    uses = _uses(plan, of_stage, "FBI")
+    uses = _uses(plan, units, "FBI", runs_of)
     live: set[int] = set()
     arriving: set[int] = set()
-    for place, needed, following in uses:
+    for place, needed, following, kept in uses:
         before = insertions.before[place]
         before += [UnitAction("gather", unit) for unit in sorted(needed - live - arriving)]  # the first use of all
         before += [UnitAction("wait", unit) for unit in sorted(needed - live)]
         # One unit ahead: the gather runs while this action computes. Further ahead would take memory for another unit.
-        arriving = following - needed
+        live |= needed
+        arriving = following - live
         before += [UnitAction("gather", unit) for unit in sorted(arriving)]
-        insertions.after[place] += [UnitAction("release", unit) for unit in sorted(needed - following)]
-        live = needed & following
+        insertions.after[place] += [UnitAction("release", unit) for unit in sorted(live - kept)]
+        live &= kept
 
 
-def _insert_reductions(
-    plan: Sequence[Item], of_stage: Mapping[int, Sequence[int]], overlap: bool, insertions: _Insertions
-) -> None:
+def _insert_reductions(plan: Sequence[Item], units: Units, runs_of: Mapping[int, int], insertions: _Insertions) -> None:
     # I adds gradients too: those of norms and biases.
-    uses = _uses(plan, of_stage, "BIW")
+    uses = _uses(plan, units, "BIW", runs_of)
     opened: set[int] = set()
     travelling: list[int] = []
-    for place, needed, following in uses:
+    for place, needed, _, kept in uses:
         before = insertions.before[place]
         after = insertions.after[place]
         # The sum of an earlier action of this unit must leave the memory before another is collected there.
         before += [UnitAction("add", unit) for unit in travelling if unit in needed]
         travelling = [unit for unit in travelling if unit not in needed]
         before += [UnitAction("open", unit) for unit in sorted(needed - opened)]
-        opened = needed & following
-        complete = sorted(needed - following)
+        opened |= needed
+        complete = sorted(opened - kept)
+        opened &= kept
         if not complete:
             continue
         # The sums of one action travel while the next one computes. More of them would take more memory.
         after += [UnitAction("add", unit) for unit in travelling]
         after += [UnitAction("reduce", unit) for unit in complete]
         travelling = complete
-        if not overlap:
+        if not units.overlap:
             after += [UnitAction("add", unit) for unit in travelling]
             travelling = []
     if uses:

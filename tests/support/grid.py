@@ -20,16 +20,12 @@ from megapar.context_parallel import deal
 from megapar.data.order import micro_batch_positions
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.optimizer.clip import clip_coefficient
-from megapar.pipeline.schedules import Schedule, gpipe
 from megapar.random import initialize
 from megapar.train.grid import with_grid
 from megapar.train.step import TrainState, evaluate, train_step
 from megapar.train.trainer import assemble
 from tests.support import layouts
 from tests.support.distributed import rank_device, run_ranks
-
-BREADTH_FIRST = Schedule(gpipe, breadth_first=True)
-"""All micro-batches go through a fine stage before the next one: parallel.schedule tests.support.grid:BREADTH_FIRST."""
 
 SAMPLES, LENGTH = 12, 24
 STEPS = 2
