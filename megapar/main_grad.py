@@ -25,8 +25,8 @@ class MainGrad(Protocol):
     The first addition of a step overwrites: while `is_stale` is True, `tensor` holds values of an earlier step, which
     count as zero. `note_added` makes it False.
 
-    While `queue` is not None, a layer appends the gradient of a matrix to it and adds nothing
-    (`WeightGradient.add_or_put_off`). The gradients of norms and biases cost little and are added all the same.
+    While `queue` is not None, a gradient is appended to it and not added (`WeightGradient.add_or_put_off`). That of a
+    matrix is not even computed. Those of norms and biases, which cost little, are kept for W.
 
     Read the attribute in the forward pass. Under activation checkpointing, backward unpacks another tensor, which has
     no attributes.
@@ -40,7 +40,7 @@ class MainGrad(Protocol):
         """Note that a gradient has been added to `tensor`, or has overwritten it if it was stale."""
 
     def add(self, grad: Tensor) -> None:
-        """Add `grad`, of the parameter's shape and any dtype, to `tensor`, and call `note_added`."""
+        """Add `grad`, of the parameter's shape and any dtype, now or in W."""
 
 
 def main_grad_of(param: Tensor) -> MainGrad | None:
@@ -60,12 +60,13 @@ def _without_communication(x: Tensor) -> tuple[Tensor, Pending]:
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """The gradient of a matrix, which is still to be computed.
+    """The gradient of a parameter, which is still to be computed or added.
 
     `x` is the input of the layer, and `grad_y` the gradient of the product's output. `enter(x)` starts the
     communication before the product, and returns its input, which may be read after Pending.wait().
     `add(total, grad_y, input, overwrite)` computes the gradient and adds it to `total`, fp32 of the parameter's shape.
-    With `overwrite` the values of `total` count as zero.
+    With `overwrite` the values of `total` count as zero. A gradient that autograd has computed is both `grad_y` and
+    `x`.
     """
 
     main_grad: MainGrad

@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from megapar.data_parallel.layout import FlatLayout, Slot
-from megapar.main_grad import WeightGradientQueue, main_grad_of
+from megapar.main_grad import WeightGradient, WeightGradientQueue, main_grad_of
 
 
 class MainGradView:
@@ -23,17 +23,21 @@ class MainGradView:
         self._on_added()
 
     def add(self, grad: Tensor) -> None:
-        if self.is_stale:
-            self.tensor.copy_(grad)
-        else:
-            self.tensor.add_(grad)
-        self.note_added()
+        WeightGradient(self, grad, grad, _add).add_or_put_off()
 
     def zero_if_stale(self) -> None:
         """Set `tensor` to zero if no gradient has been added in this step."""
         if self.is_stale:
             self.tensor.zero_()
             self.is_stale = False
+
+
+def _add(total: Tensor, grad: Tensor, same: Tensor, overwrite: bool) -> None:
+    """Add a gradient that autograd has computed already."""
+    if overwrite:
+        total.copy_(grad)
+    else:
+        total.add_(grad)
 
 
 def make_main_grads(layout: FlatLayout, flat: Tensor, on_added: Callable[[int], None]) -> list[MainGradView]:

@@ -136,8 +136,8 @@ class _Progress:
       backward, which adds to other parameters. So each kind of last backward has numbers of its own.
     - A bucket is complete when each of its parameters has received the expected number since begin().
     - The number is learned rather than taken as 1, because a model may use a parameter several times.
-    - A parameter that expects none has its final gradient at begin(). It belongs to another stage of this rank. If the
-      last backward is a W, it may also be a norm's, to which I has added.
+    - A parameter that expects none has its final gradient at begin(). It belongs to another stage of this rank, or it
+      is a head whose loss is computed in chunks, to which I has added.
     - In the first step with its last backward nothing is known, and no bucket is complete before finish().
     """
 

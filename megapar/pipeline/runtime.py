@@ -99,7 +99,6 @@ class PipelineRuntime:
         # A stage before the last may add a loss of its own (megapar.batch.add_loss). It scales the gradient itself.
         batches = [replace(batch, loss_scale=scale) for batch in batches]
         plan = self.plan(len(batches), most, backward=True)
-        # An I adds gradients too, but its W comes later.
         adding = [(i, item) for i, item in enumerate(plan) if isinstance(item, Action) and item.kind in ("B", "W")]
         run = _Execution(self, plan, batches, scale, trace)
         if not adding:  # no micro-batches; of units it still gathers and reduces what other replicas use

@@ -16,7 +16,7 @@ and with ZeRO-2 and 3
 As the plan says it all, nothing hooks into modules or into autograd, and memory and traffic can be told from the plan.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -42,13 +42,14 @@ class Units:
     """The units of a rank, and what runs their actions.
 
     `of_stage` has the units that each fine stage of this rank uses. `gathers` is True if weights are sharded (ZeRO-3).
-    Without `overlap` each reduction is waited for at once.
+    Without `overlap` each reduction is waited for at once. `add_in_i` are the stages that add gradients in I, too.
     """
 
     of_stage: Mapping[int, Sequence[int]]
     run: Callable[[UnitAction], None]
     gathers: bool
     overlap: bool = True
+    add_in_i: Container[int] = ()
 
 
 class _Insertions:
@@ -93,9 +94,11 @@ class _Use(NamedTuple):
     kept: set[int]
 
 
-def _uses(plan: Sequence[Item], units: Units, kinds: str, runs_of: Mapping[int, int]) -> list[_Use]:
-    """The use of each action of one of `kinds`. `runs_of` is as in `insert_unit_actions`."""
-    actions = [(place, item) for place, item in enumerate(plan) if isinstance(item, Action) and item.kind in kinds]
+def _uses(
+    plan: Sequence[Item], units: Units, counts: Callable[[Action], bool], runs_of: Mapping[int, int]
+) -> list[_Use]:
+    """The use of each action that `counts`. `runs_of` is as in `insert_unit_actions`."""
+    actions = [(place, item) for place, item in enumerate(plan) if isinstance(item, Action) and counts(item)]
     uses: list[_Use] = []
     later: Action | None = None
     for place, action in reversed(actions):
@@ -113,7 +116,7 @@ def _uses(plan: Sequence[Item], units: Units, kinds: str, runs_of: Mapping[int, 
 
 def _insert_gathers(plan: Sequence[Item], units: Units, runs_of: Mapping[int, int], insertions: _Insertions) -> None:
     # W reads what its I has kept, and no weights.
-    uses = _uses(plan, units, "FBI", runs_of)
+    uses = _uses(plan, units, lambda action: action.kind != "W", runs_of)
     live: set[int] = set()
     arriving: set[int] = set()
     for place, needed, following, kept in uses:
@@ -129,8 +132,11 @@ def _insert_gathers(plan: Sequence[Item], units: Units, runs_of: Mapping[int, in
 
 
 def _insert_reductions(plan: Sequence[Item], units: Units, runs_of: Mapping[int, int], insertions: _Insertions) -> None:
-    # I adds gradients too: those of norms and biases.
-    uses = _uses(plan, units, "BIW", runs_of)
+
+    def adds(action: Action) -> bool:
+        return action.kind in ("B", "W") or (action.kind == "I" and action.stage in units.add_in_i)
+
+    uses = _uses(plan, units, adds, runs_of)
     opened: set[int] = set()
     travelling: list[int] = []
     for place, needed, _, kept in uses:

@@ -99,7 +99,8 @@ def make_units(
         actions[action.kind](action.unit)
 
     of_stage = {number: grads.layout.buckets_of(stage) for number, stage in stages.items()}
-    return Units(of_stage, run, gathers, overlap)
+    add_in_i = {number for number, stage in stages.items() if stage.adds_gradients_in_i}
+    return Units(of_stage, run, gathers, overlap, add_in_i)
 
 
 def bucket_elements(bucket_mb: float) -> int:

@@ -143,6 +143,8 @@ class Stage(PipelineStage):
             if model.tie_word_embeddings and self.embedding is not None:
                 tied = self.embedding.weight
             self.head = tied if tied is not None else self._make_head()
+            # A loss in chunks adds the gradient of the head while it has the gradients of logits.
+            self.adds_gradients_in_i = blueprint.loss_chunk > 0
 
     def embedding_weight(self) -> nn.Parameter:
         assert self.embedding is not None
