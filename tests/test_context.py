@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -230,3 +231,20 @@ def test_a_model_without_experts_has_no_expert_groups(fake_world: None) -> None:
     assert [axis.size for axis in (ctx.etp, ctx.ep, ctx.expert_grad)] == [1, 1, 1]
     with pytest.raises(ValueError, match="has other ranks"):
         context.create(tp=2, dp=4, ep=3)
+
+
+def test_groups_of_shards_are_neighbors_and_copies_have_one_position() -> None:
+    """Gradient ranks of tp 2, dp 6: 0 2 4 6 8 10 and 1 3 5 7 9 11."""
+    groups = rank_groups({"tp": 2, "cp": 1, "dp": 6, "pp": 1}, ["dp", "cp"])
+    inner, outer = context._split(groups, 2)
+    assert inner == [(0, 2), (4, 6), (8, 10), (1, 3), (5, 7), (9, 11)]
+    assert outer == [(0, 4, 8), (2, 6, 10), (1, 5, 9), (3, 7, 11)]
+    for rank in range(12):
+        grad = context.planned(rank, tp=2, dp=6, shard_ranks=2, device=torch.device("meta")).grad
+        (mine,) = (group for group in inner if rank in group)
+        (copies,) = (group for group in outer if rank in group)
+        assert (grad.shards.size, grad.shards.rank) == (2, mine.index(rank))
+        assert (grad.copies.size, grad.copies.rank) == (3, copies.index(rank))
+    whole = context.planned(3, tp=2, dp=6, device=torch.device("meta")).grad
+    assert whole.shards is whole
+    assert whole.copies.size == 1
