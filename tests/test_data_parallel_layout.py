@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapar.data_parallel.layout import ALIGNMENT, Bucket, BucketGroup, intersect, lay_out, merge
+from megapar.data_parallel.buckets import ALIGNMENT, Bucket, BucketGroup, intersect, lay_out, merge
 
 SIZES = [300, 1000, 64, 100, 10]
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megapar import comm
 from megapar.context import Axis
-from megapar.data_parallel.layout import FlatLayout, Range, intersect, merge
+from megapar.data_parallel.buckets import Range, intersect, merge
+from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.placement import Placement
 from megapar.params import Piece, flat_ranges
 

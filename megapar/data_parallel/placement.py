@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from megapar.data_parallel.layout import FlatLayout, Range, intersect, merge
+from megapar.data_parallel.buckets import Range, intersect, merge
+from megapar.data_parallel.layout import FlatLayout
 
 
 class Placement:

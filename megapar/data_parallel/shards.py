@@ -12,7 +12,8 @@ from megapar_kernels.adamw import FlatRanges
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 
-from megapar.data_parallel.layout import FlatLayout, Range, intersect
+from megapar.data_parallel.buckets import Range, intersect
+from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.partial_sums import partial_sums
 from megapar.data_parallel.placement import Placement
 

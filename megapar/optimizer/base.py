@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megapar import device
 from megapar.config import OptimizerConfig
-from megapar.data_parallel.layout import FlatLayout, Range, intersect
+from megapar.data_parallel.buckets import Range, intersect
+from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.params import MAIN, StateSlice
 

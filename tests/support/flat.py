@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from megapar.config import OptimizerConfig
 from megapar.context import ParallelContext
-from megapar.data_parallel.layout import FlatLayout, Range, Slot
+from megapar.data_parallel.buckets import Range
+from megapar.data_parallel.layout import FlatLayout, Slot
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.weights import FlatWeights
 from megapar.optimizer.adamw import AdamW
