@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,9 @@ def assert_part_of_the_suite(command: str) -> None:
         assert not test or test in names, command
 
 
-def run_commands(document: Path, folder: Path) -> int:
-    """Run the document's commands in order in `folder`, where the programs are; returns how many there are.
+def run_commands(document: Path, folder: Path, without: Collection[str] = ()) -> int:
+    """Run the document's commands, but those in `without`, in order in `folder`, where the programs are; returns how
+    many there are.
 
     What installs is only parsed, parts of the suite are only looked up. `python pretrain.py` runs in a fork: the
     launchers of the documents, laptop.sh and torchrun, start it in interpreters of their own.
@@ -74,7 +76,7 @@ def run_commands(document: Path, folder: Path) -> int:
         (folder / name).symlink_to(ROOT / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    commands = fenced_commands(document)
+    commands = [command for command in fenced_commands(document) if command not in without]
     for command in commands:
         if command.startswith("python -m pytest "):
             assert_part_of_the_suite(command)
@@ -105,21 +107,12 @@ def test_readme_commands(tmp_path: Path) -> None:
         assert losses == pytest.approx([float(loss) for _, loss in promised], abs=1e-3)
 
 
-# The dry run of strategies.md is the README's.
-OTHERS_WITH_COMMANDS = [
-    path for path in DOCUMENTS if path.name not in ("README.md", "strategies.md") and fenced_commands(path)
-]
+OTHERS_WITH_COMMANDS = [path for path in DOCUMENTS if path.name != "README.md" and fenced_commands(path)]
 
 
 @pytest.mark.parametrize("document", OTHERS_WITH_COMMANDS, ids=lambda path: path.stem)
 def test_commands_of_the_other_documents(document: Path, tmp_path: Path) -> None:
-    run_commands(document, tmp_path)
-
-
-def test_the_dry_run_is_shown_as_the_readme_runs_it() -> None:
-    strategies = fenced_commands(ROOT / "docs/strategies.md")
-    assert strategies
-    assert set(strategies) <= set(fenced_commands(ROOT / "README.md"))
+    run_commands(document, tmp_path, without=fenced_commands(ROOT / "README.md"))
 
 
 def test_extras_that_documents_name_exist() -> None:
