@@ -26,7 +26,6 @@ from megapar.train.choose_schedule import check_schedule, with_chosen_schedule
 from megapar.train.data import identity, open_loaders
 from megapar.train.launch import join, leave, rank_process, refuse_too_many_threads
 from megapar.train.local import start_local_ranks
-from megapar.train.memory_report import MemoryReport
 from megapar.train.report import write_run_header
 from megapar.train.trainer import Run, start, train
 
@@ -50,17 +49,15 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
         resolved, config, balance = with_measured_partition(resolved, config, ctx)
         train_data, validation_sets = open_loaders(config, ctx)
         run_dir = Path(config.run_dir)
+        memory = dry_run.memory_limit(config, build_stages)
         with lock_run_dir(run_dir, ctx):
             process.claim_run_dir(run_dir)
-            memory = dry_run.memory_limit(config, build_stages)
             state, notes = start(config, ctx, build_stages(config, ctx), identity(train_data, validation_sets), memory)
             train_data.consumed_samples = state.consumed_samples
             write_run_header(config, ctx, describe_size(config.model), [*balance, *notes], to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
-            report = None
-            if config.train.memory_report:
-                report = MemoryReport(dry_run.planned_rows(config, build_stages, env.rank))
+            report = dry_run.memory_report_of(config, build_stages, env.rank)
             stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop, report))
         leave(ctx)
         if stopped:
@@ -82,8 +79,8 @@ def main() -> int:
         if resolved.config.dry_run:
             plan(resolved)
             return 0
-        launch = resolved.config.launch
         env = device.environment()
+        launch = resolved.config.launch
         if not launch.nproc:
             device.refuse_slurm_shell()
         world = env.world_size if env.launched else max(launch.nproc, 1)
@@ -91,8 +88,7 @@ def main() -> int:
         config = check(resolved, world)
         if world > 1 and not env.launched:
             device.choose(launch.device, 0, world)  # an error is raised here once, and not in every rank
-            # Forked ranks share what is imported before the fork.
-            recompute.preload(config.train.recompute)
+            recompute.preload(config.train.recompute)  # forked ranks share what is imported before the fork
             runtime.preload(config.parallel.pp)
             return start_local_ranks(partial(run, resolved, config), world, config.run_dir)
         run(resolved, config, env)

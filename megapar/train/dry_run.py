@@ -26,6 +26,7 @@ from megapar.pipeline.zero_bubble import Memory
 from megapar.train import memory_report
 from megapar.train.grid import with_grid
 from megapar.train.kept import PUT_OFF, KeptBytes, Key
+from megapar.train.memory_report import MemoryReport
 from megapar.train.step import TrainState
 from megapar.train.trainable import freeze, refuse
 from megapar.train.trainer import assemble
@@ -348,6 +349,11 @@ def explaining_out_of_memory(config: Config, build: Build, rank: int) -> Iterato
             _show_planned(config, build, rank)
         text = f"{_needs(config, build, rank)} ({reason}); {_what_would_help(config)}"
         raise OutOfMemoryError(text) from error
+
+
+def memory_report_of(config: Config, build: Build, rank: int) -> MemoryReport | None:
+    """The report of `rank` that train.memory_report asks for, or None."""
+    return MemoryReport(planned_rows(config, build, rank)) if config.train.memory_report else None
 
 
 def planned_rows(config: Config, build: Build, rank: int) -> dict[str, int]:

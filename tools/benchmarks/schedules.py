@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.layouts import run_ranks
+from benchmarks.layouts import run_ranks, synchronize
 from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.context import ParallelContext
@@ -118,7 +117,7 @@ def measure(arguments: Arguments, schedule: str, where: torch.device) -> dict[st
         found[str(count)] = []
         for step in range(1 + arguments.steps):
             gradients.zero()
-            dist.barrier()
+            synchronize(arguments.pp, where)
             start = time.perf_counter()
             runtime.step(batches)
             if step:
