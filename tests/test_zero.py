@@ -14,6 +14,7 @@ from megapar import comm
 from megapar.config import Config
 from megapar.context import Axis
 from megapar.data_parallel.units import UnitGradients, UnitWeights
+from megapar.data_parallel.weights import FlatWeights
 from megapar.pipeline.sharding_plan import UnitAction
 from megapar.train.dry_run import report_rank
 from megapar.train.kept import KeptBytes
@@ -149,6 +150,27 @@ def train_twenty_steps(layout: Layout) -> dict[int, list[tuple[float, float]]]:
         results = [train_step(state, micro_batches(state.config, state.ctx, step)) for step in range(20)]
         found[stage] = [(result.loss, result.grad_norm) for result in results]
     return found
+
+
+def gather_under_the_forward(layout: Layout) -> list[tuple[list[tuple[float, float]], int]]:
+    """Losses and norms without and with optimizer.overlap_param_gather, and the gathers in flight after the steps."""
+    found = []
+    for overlap in (False, True):
+        config = layout.config()
+        state = make_state(replace(config, optimizer=replace(config.optimizer, overlap_param_gather=overlap)))
+        assert isinstance(state.weights, FlatWeights)
+        results = [train_step(state, micro_batches(config, state.ctx, step)) for step in range(3)]
+        found.append(([(result.loss, result.grad_norm) for result in results], len(state.weights._arriving)))
+        state.weights.wait()
+    return found
+
+
+def test_gathers_of_stage_2_may_run_under_the_forward() -> None:
+    for (expected, none), (found, some) in run_ranks(
+        2, gather_under_the_forward, Layout(TIED, dp=2, zero_stage=2, micro_batch_size=3)
+    ):
+        assert found == expected
+        assert (none, some) == (0, 6)  # a unit of each fine stage, and the tied embedding
 
 
 # Memory that is freed or still travelling

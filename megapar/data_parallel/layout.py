@@ -54,7 +54,7 @@ class FlatLayout:
         declared = _collect(modules)
         self.sharded = sharded
         self.dtype = _common_dtype(declared)
-        groups = _in_groups(declared)
+        groups = _in_groups(declared, single_axes=not units)
         if units:
             groups = [unit for group in groups for unit in _by_users(group, modules)]
         bucket_groups = []
@@ -156,16 +156,19 @@ def _common_dtype(params: Sequence[Declared]) -> torch.dtype:
     return first.dtype
 
 
-def _in_groups(params: Sequence[Declared]) -> list[list[Declared]]:
+def _in_groups(params: Sequence[Declared], *, single_axes: bool) -> list[list[Declared]]:
     """Group parameters that may share buckets: summed over the same axis, and replicated over the same other axes.
 
     The rounding of a sum over three or more ranks depends on an element's position in its bucket. Copies of a parameter
     must not drift apart. So the buckets of the copies must be laid out alike on all ranks that hold a copy, however
-    other parameters are cut.
+    other parameters are cut. On an axis of one rank there are no copies. Without `single_axes` such axes do not count,
+    so that a layer has fewer units.
     """
     groups: dict[tuple[tuple[str, ...], str, bool], list[Declared]] = {}
     for param, spec in params:
-        key = (spec.replicated_over(), spec.replicas.name, spec.whole)
+        sizes = {axis.name: axis.size for piece in spec.pieces for axis in piece.replicated}
+        replicated = tuple(name for name in spec.replicated_over() if single_axes or sizes[name] > 1)
+        key = (replicated, spec.replicas.name, spec.whole)
         groups.setdefault(key, []).append((param, spec))
     # Sorted by name, because the stage at the other end may have registered its copies in another order.
     for (replicated, _, _), group in groups.items():
