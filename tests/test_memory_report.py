@@ -1,13 +1,17 @@
 """Where the bytes of a rank are: what is counted lives as long as a backward pass needs it."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megapar.train.dry_run import kept_for_backward
-from megapar.train.kept import BETWEEN, ENDS, KeptBytes
+from megapar.train.kept import BETWEEN, ENDS, PUT_OFF, KeptBytes
+from megapar.train.memory_report import ALL, OTHER
+from tests.support import program
 from tests.support.grid import GPT, LLAMA, SHARED, Layout, make_state, micro_batches
 
 
@@ -36,3 +40,37 @@ def test_bytes_are_counted_once_and_until_the_backward_pass(model: Any, recomput
     other.backward()
     assert kept.live.total() == 0
     assert sum(kept.at_peak.values()) == kept.peak == 2 * expected
+
+
+# The report of a run
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--parallel.dp", "2", "--optimizer.zero_stage", "3"),
+        ("--parallel.pp", "2", "--parallel.schedule", "zb-h1"),
+        ("--parallel.pp", "2", "--parallel.schedule", "interleaved", "--parallel.vpp", "2"),
+    ],
+    ids=["zero3", "zb-h1", "interleaved"],
+)
+def test_a_run_measures_what_its_plan_says(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """To the byte: weights, gradients, optimizer, and activations of every stage and kind."""
+    steps = ("--train.steps", "2", "--train.memory_report", "--checkpoint.no_save_last")
+    ended = program.run(*program.TINY, "--launch.nproc", "2", *steps, *flags, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    ranks = json.loads((tmp_path / "run/memory.json").read_text())["bytes_by_rank"]
+    assert len(ranks) == 2
+    for rank in ranks:
+        measured = rank["measured"]
+        everything = measured.pop(ALL)
+        other = measured.pop(OTHER)
+        assert measured == rank["planned"]
+        assert other + sum(measured.values()) == everything
+        assert other > 0
+    names = set(ranks[0]["planned"])
+    assert {"weights", "gradients", "optimizer"} < names
+    assert any(name.startswith("activations of stage 2: ") for name in names) == ("interleaved" in flags)
+    assert any(name.endswith(PUT_OFF) for name in names) == ("zb-h1" in flags)
+    assert "memory of rank " in ended.out
+    assert "planned" in ended.out

@@ -72,7 +72,8 @@ def rows(
     for (stage, kind), size in sorted(kept.items()):
         # Fine stages are as many as layers: their sum is shown.
         name = f"activations of stage {stage}: {kind}" if several else f"activations: {kind}"
-        found[name] = found.get(name, 0) + size
+        if size:
+            found[name] = found.get(name, 0) + size
     return found
 
 
