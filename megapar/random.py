@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megapar.params import Init, Piece, spec_of
 
-__all__ = ["initial_values", "initialize", "keep_mask", "row_keys"]
+__all__ = ["fill", "initial_values", "initialize", "keep_mask", "row_keys"]
 
 _MASK = 0xFFFFFFFF
 
@@ -40,15 +40,20 @@ def initial_values(piece: Piece, init: Init, seed: int) -> Tensor:
     return torch.from_numpy(local).mul_(init.std)
 
 
-@torch.no_grad()
 def initialize(modules: Iterable[nn.Module], seed: int) -> None:
     """Fill every parameter as its spec says. Padding rows become zero."""
     # By id: a tied parameter is reached through several modules, and filled once.
     for param in {id(p): p for module in modules for p in module.parameters()}.values():
-        spec = spec_of(param)
-        param.zero_()  # the pieces below leave the padding rows out
-        for piece, first, last in spec.segments():
-            param.view(-1)[first:last].copy_(initial_values(piece, spec.init, seed).view(-1))
+        fill(param, seed)
+
+
+@torch.no_grad()
+def fill(param: nn.Parameter, seed: int) -> None:
+    """Fill one parameter as its spec says. Padding rows become zero."""
+    spec = spec_of(param)
+    param.zero_()  # the pieces below leave the padding rows out
+    for piece, first, last in spec.segments():
+        param.view(-1)[first:last].copy_(initial_values(piece, spec.init, seed).view(-1))
 
 
 def row_keys(seed: int, use: int, first: Tensor, *others: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ class Sharding:
     `expert_replicas` (see ParallelContext).
 
     With `overlap_chunks` above 1, a linear layer communicates its input or output in so many chunks under its product.
+    Without `allocate`, parameters get their memory later: with ZeRO-3 a rank never holds all of them.
     """
 
     tp: Axis
@@ -34,6 +35,7 @@ class Sharding:
     ep: Axis = field(default_factory=partial(Axis, "ep"))
     etp: Axis = field(default_factory=partial(Axis, "etp"))
     expert_replicas: Axis = field(default_factory=partial(Axis, "expert_grad"))
+    allocate: bool = True
 
     @classmethod
     def of(
@@ -44,6 +46,7 @@ class Sharding:
         *,
         sequence_parallel: bool = False,
         overlap_chunks: int = 1,
+        allocate: bool = True,
     ) -> "Sharding":
         """That of a rank: its axes and its device."""
         return cls(
@@ -58,6 +61,7 @@ class Sharding:
             ep=ctx.ep,
             etp=ctx.etp,
             expert_replicas=ctx.expert_grad,
+            allocate=allocate,
         )
 
     @property
@@ -66,5 +70,11 @@ class Sharding:
 
     def parameter(self, pieces: tuple[Piece, ...], shape: Sequence[int], init: Init, *, decay: bool) -> nn.Parameter:
         """Make an uninitialized parameter of the local `shape`: `pieces`, one after the other, then padding rows."""
-        spec = ParamSpec(pieces, init, decay=decay, replicas=self.replicas)
-        return parameter(spec, shape, dtype=self.dtype, device=self.device)
+        return self.parameter_of(ParamSpec(pieces, init, decay=decay, replicas=self.replicas), shape)
+
+    def parameter_of(self, spec: ParamSpec, shape: Sequence[int]) -> nn.Parameter:
+        """Make an uninitialized parameter of the local `shape`. Without `allocate` its storage is empty."""
+        param = parameter(spec, shape, dtype=self.dtype, device=self.device)
+        if not self.allocate:
+            param.untyped_storage().resize_(0)
+        return param

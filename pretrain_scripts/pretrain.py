@@ -12,22 +12,21 @@ from megapar_models.build import build_stages, describe_size, flops_per_token
 from megapar_models.registry import validate
 from rich.console import Console
 
-from megapar import device, recompute
+from megapar import device
 from megapar.config import Config
 from megapar.config_io import Resolved, load, to_toml
 from megapar.data.tokenizer import load_tokenizer
 from megapar.derive import smallest_world, with_vocabulary
 from megapar.errors import Preempted, open_streams, reported
 from megapar.flight import Board
-from megapar.pipeline import runtime
 from megapar.train import dry_run
 from megapar.train.checkpoints import lock_run_dir
 from megapar.train.choose_schedule import check_schedule, with_chosen_schedule
 from megapar.train.data import identity, open_loaders
 from megapar.train.launch import join, leave, rank_process, refuse_too_many_threads
-from megapar.train.local import start_local_ranks
+from megapar.train.local import preload, start_local_ranks
 from megapar.train.report import write_run_header
-from megapar.train.trainer import Run, start, train
+from megapar.train.trainer import Run, initializes_by_unit, start, train
 
 
 def check(resolved: Resolved, world_size: int) -> Config:
@@ -52,7 +51,8 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
         memory = dry_run.memory_limit(config, build_stages)
         with lock_run_dir(run_dir, ctx):
             process.claim_run_dir(run_dir)
-            state, notes = start(config, ctx, build_stages(config, ctx), identity(train_data, validation_sets), memory)
+            stages = build_stages(config, ctx, allocate=not initializes_by_unit(config))
+            state, notes = start(config, ctx, stages, identity(train_data, validation_sets), memory)
             train_data.consumed_samples = state.consumed_samples
             write_run_header(config, ctx, describe_size(config.model), [*balance, *notes], to_toml(resolved, config))
             flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
@@ -88,8 +88,7 @@ def main() -> int:
         config = check(resolved, world)
         if world > 1 and not env.launched:
             device.choose(launch.device, 0, world)  # an error is raised here once, and not in every rank
-            recompute.preload(config.train.recompute)  # forked ranks share what is imported before the fork
-            runtime.preload(config.parallel.pp)
+            preload(config)
             return start_local_ranks(partial(run, resolved, config), world, config.run_dir)
         run(resolved, config, env)
     return 0

@@ -52,6 +52,7 @@ GRID = [
     Layout(SHARED, dp=4, tp=2, ep=2, etp=2, micro_batch_size=1, zero_stage=0),
     Layout(SIGMOID, dp=2, tp=2, pp=2, ep=2, etp=2, micro_batch_size=3),
     Layout(ONE, dp=4, pp=2, ep=4, micro_batch_size=3, order="pp-dp-cp-tp"),
+    Layout(SIGMOID, pp=2, dp=2, ep=2, vpp=2, schedule="zb-v", micro_batch_size=3, partition=(0, 1, 1, 0)),
     Layout(SHARED, cp=2, ep=2, micro_batch_size=6),
     Layout(MIXTRAL, cp=4, ep=4, cp_attention="ring", micro_batch_size=6, recompute="full"),
     Layout(SIGMOID, cp=2, ep=2, cp_attention="ulysses", micro_batch_size=6),

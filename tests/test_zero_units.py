@@ -5,14 +5,18 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from megapar_models.build import build_stages
 from torch import Tensor, nn
 
-from megapar import context
+from megapar import context, random
 from megapar.context import Axis, ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.units import UnitGradients, UnitWeights
-from megapar.params import ONES, ParamSpec, parameter, replicated
+from megapar.params import ONES, Init, ParamSpec, Piece, parameter, replicated
+from megapar.random import initial_values
+from megapar.train.trainer import initializes_by_unit, start
 from tests.support.distributed import run_ranks
+from tests.support.grid import ONE_KV_HEAD, Layout
 
 TINY = [(1,), (2, 1), (3,), (5,), (7,), (1, 1)]
 
@@ -131,3 +135,31 @@ def test_a_gradient_that_the_plan_does_not_collect_is_refused() -> None:
     gradients.reduce(slot.bucket_index)
     with pytest.raises(RuntimeError, match="while the plan does not collect it"):
         slot.param.main_grad.note_added()  # type: ignore[attr-defined]
+
+
+def test_a_rank_never_holds_more_than_one_unit_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its weights are those of a rank that is initialized as a whole."""
+    config = Layout(ONE_KV_HEAD, zero_stage=3, micro_batch_size=6).config()
+    assert initializes_by_unit(config)
+    ctx = context.single(torch.device("cpu"))
+    expected, _ = start(config, ctx, build_stages(config, ctx))
+    stages = build_stages(config, ctx, allocate=False)
+    params = {id(param): param for stage in stages.values() for param in stage.parameters()}.values()
+
+    def live() -> int:
+        return sum({(x := p.untyped_storage())._cdata: x.nbytes() for p in params}.values())
+
+    assert live() == 0
+    most = []
+
+    def noted(piece: Piece, init: Init, seed: int) -> Tensor:
+        most.append(live())
+        return initial_values(piece, init, seed)
+
+    monkeypatch.setattr(random, "initial_values", noted)
+    state, _ = start(config, ctx, stages)
+    assert isinstance(state.weights, UnitWeights)
+    units = [state.weights.nbytes_of(unit) for unit in range(len(state.weights.layout.buckets))]
+    assert max(most) == max(units) < sum(units) / 2
+    assert torch.equal(state.weights.flat, expected.weights.flat)
+    assert live() == 0

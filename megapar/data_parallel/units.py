@@ -15,6 +15,7 @@ from megapar import comm
 from megapar.data_parallel.accumulate import MainGradView, attach, view_of_slot
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients, Weights
+from megapar.random import fill
 
 
 class UnitWeights(Weights):
@@ -23,9 +24,12 @@ class UnitWeights(Weights):
     Parameters are views of memory that is allocated when their unit is gathered, and freed when it is released. Each
     unit keeps one storage object, whose size goes from zero to the whole and back. So tensors that autograd has saved
     for backward see the weights again when the unit is gathered again.
+
+    With a `seed`, weights are initialized from it here, a unit at a time: parameters need no memory before, and a rank
+    never holds more than one unit whole. Without it they keep their values.
     """
 
-    def __init__(self, layout: FlatLayout, device: torch.device):
+    def __init__(self, layout: FlatLayout, device: torch.device, seed: int | None = None):
         super().__init__(layout, device, shards_only=True)
         self._shards = [self.part(*layout.shard(bucket)) for bucket in layout.buckets]
         self._whole: list[Tensor] = []
@@ -36,9 +40,12 @@ class UnitWeights(Weights):
             self._whole.append(whole)
             for slot in layout.slots[bucket.first_param : bucket.end_param]:
                 view = view_of_slot(whole, slot, bucket.start)
-                view.copy_(slot.param.data)
+                if seed is None:
+                    view.copy_(slot.param.data)
                 # `.data`, so that modules and optimizer keep the same Parameter object.
                 slot.param.data = view
+                if seed is not None:
+                    fill(slot.param, seed)
             self._shards[unit].copy_(self._own_slice(unit))
             whole.untyped_storage().resize_(0)
 

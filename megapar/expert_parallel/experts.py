@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megapar.expert_parallel.dispatch import experts_of
 from megapar.linear import MatrixProducts
 from megapar.main_grad import WeightGradient, main_grad_of
-from megapar.params import Init, ParamSpec, Piece, cut, make_piece, parameter
+from megapar.params import Init, ParamSpec, Piece, cut, make_piece
 from megapar.sharding import Sharding
 
 
@@ -89,7 +89,7 @@ class Experts(nn.Module):
                 f"{name}.{number}.{matrix}.weight" for number in range(self.num_experts) for matrix in matrices
             ),
         )
-        return parameter(spec, (rows, pieces[0].local_shape[1]), dtype=sharding.dtype, device=sharding.device)
+        return sharding.parameter_of(spec, (rows, pieces[0].local_shape[1]))
 
     def forward(self, rows: Tensor, rows_of_expert: Sequence[int]) -> Tensor:
         """The experts' results [rows, h] for `rows` [rows, h], sorted by expert.

@@ -24,9 +24,11 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from megapar import device
+from megapar import device, recompute
+from megapar.config import Config
 from megapar.errors import CommunicationError, Interrupted, error_facts, interrupted_at, report_error, tell
 from megapar.flight import Board, Flight, has_flag, read
+from megapar.pipeline import runtime
 from megapar.rendezvous import Member
 from megapar.train.diagnosis import as_table, diagnose, mismatch, name, place, rows
 from megapar.train.monitor import local_logs
@@ -39,6 +41,12 @@ _ENDING_SECONDS = 1.0  # after a signal that ends the run, ranks have this long 
 _LEAVING_SECONDS = 30.0  # after the first rank has ended well, the others have this long to end
 _LOST = CommunicationError.exit_code
 _PREEMPTED = 75
+
+
+def preload(config: Config) -> None:
+    """Import what ranks will need. Ranks that are forked later share it."""
+    recompute.preload(config.train.recompute)
+    runtime.preload(config.parallel.pp)
 
 
 def start_local_ranks(main: Main, nproc: int, run_dir: str) -> int:

@@ -40,13 +40,26 @@ from megapar.train.step import QueuedStep, StepResult, TrainState, evaluate, que
 from megapar.train.trainable import freeze_others
 
 
+def initializes_by_unit(config: Config) -> bool:
+    """Whether `start` takes stages whose parameters have no memory. A rank of ZeRO-3 then never holds all of them.
+
+    Parameters that are frozen are in no unit. With some of them all have memory from the beginning.
+    """
+    return config.optimizer.zero_stage == 3 and not config.train.trainable
+
+
 def assemble(
-    config: Config, ctx: ParallelContext, stages: Mapping[int, PipelineStage], memory: Memory | None = None
+    config: Config,
+    ctx: ParallelContext,
+    stages: Mapping[int, PipelineStage],
+    memory: Memory | None = None,
+    seed: int | None = None,
 ) -> TrainState:
     """Build the training state at step 0: pipeline runtime, flat weights and gradients, and optimizer.
 
     `stages` are this rank's stages by global stage number. Initialize their weights before this call: the optimizer's
-    main weights are copied from them. `memory` is what the schedule may keep (`dry_run.memory_limit`).
+    main weights are copied from them. With a `seed` and ZeRO-3 they are initialized here (`initializes_by_unit`).
+    `memory` is what the schedule may keep (`dry_run.memory_limit`).
     """
     options = config.optimizer
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
@@ -58,7 +71,7 @@ def assemble(
         layout = FlatLayout(modules, bucket_elements(options.bucket_mb), sharded=stage == 1)
     weights: Weights
     if stage == 3:
-        weights = UnitWeights(layout, ctx.device)
+        weights = UnitWeights(layout, ctx.device, seed)
     else:
         weights = FlatWeights(layout, ctx.device)
         if options.overlap_param_gather:
@@ -137,13 +150,17 @@ def start(
 ) -> tuple[TrainState, list[str]]:
     """Build the state at step 0 or at the checkpoint that `checkpoint.resume` names; returns it and lines for the user.
 
-    `data` is the `identity` of the data that the run reads. That of the checkpoint must be equal. `memory` is what the
-    schedule may keep (`dry_run.memory_limit`).
+    `stages` have memory for their parameters unless `initializes_by_unit`. `data` is the `identity` of the data that
+    the run reads. That of the checkpoint must be equal. `memory` is what the schedule may keep
+    (`dry_run.memory_limit`).
     """
     # In this order: the optimizer copies the initialized weights, and makes state for trained parameters alone.
-    initialize(stages.values(), config.train.seed)
+    seed = config.train.seed
+    by_unit = initializes_by_unit(config)
+    if not by_unit:
+        initialize(stages.values(), seed)
     notes = freeze_others(stages.values(), config.train.trainable, ctx)
-    state = assemble(config, ctx, stages, memory)
+    state = assemble(config, ctx, stages, memory, seed if by_unit else None)
     state.data_identity = data or {}
     notes += checkpoints.resume(state, Path(config.run_dir))
     ctx.flight.step = state.step

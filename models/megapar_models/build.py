@@ -19,16 +19,17 @@ from megapar_models.registry import find
 from megapar_models.stage import Blueprint, Stage
 
 
-def build_stages(config: Config, ctx: ParallelContext) -> dict[int, Stage]:
+def build_stages(config: Config, ctx: ParallelContext, *, allocate: bool = True) -> dict[int, Stage]:
     """Build this rank's stages on the context's device, uninitialized; returns them by global stage number.
 
     The schedule decides which rank has which stage. `config` must be validated. With a context on the meta device the
-    stages have shapes and no memory. With optimizer.zero_stage 2 and 3 the stages are fine stages: the embedding, each
+    stages have shapes and no memory. Without `allocate` parameters have no memory yet (`megapar.train.trainer.start`).
+    With optimizer.zero_stage 2 and 3 the stages are fine stages: the embedding, each
     layer, and norm with head are one each.
     """
     model = config.model
     first_rank, last_rank = embedding_ranks(config.parallel)
-    blueprint = make_blueprint(config, ctx)
+    blueprint = make_blueprint(config, ctx, allocate=allocate)
     layers = stage_layers(config)
     ranks = placement(config.parallel.schedule, ctx.pp.size, config.parallel.vpp)
     fine_stages: tuple[int, ...] = ()
@@ -63,8 +64,8 @@ def _fine_layers(stage: int, layers: Sequence[range]) -> list[range]:
     return fine
 
 
-def make_blueprint(config: Config, ctx: ParallelContext) -> Blueprint:
-    """What all stages of this rank have in common."""
+def make_blueprint(config: Config, ctx: ParallelContext, *, allocate: bool = True) -> Blueprint:
+    """What all stages of this rank have in common. `allocate` is as in `build_stages`."""
     first_rank, last_rank = embedding_ranks(config.parallel)
     kernels = choose_kernels(config.kernels.backend, ctx.device)
     sharding = Sharding.of(
@@ -73,6 +74,7 @@ def make_blueprint(config: Config, ctx: ParallelContext) -> Blueprint:
         MatrixProducts(kernels.weight_gradient),
         sequence_parallel=config.parallel.sequence_parallel,
         overlap_chunks=config.parallel.tp_overlap_chunks,
+        allocate=allocate,
     )
     return Blueprint(
         config.model,
