@@ -146,7 +146,7 @@ def test_the_first_word_chooses_the_benchmark():
     [
         ({"hidden": (384,)}, "--hidden 384 must be a multiple of 256"),
         ({"num_key_value_heads": 1}, "--num_key_value_heads 1 must be even"),
-        ({"peers": ("DDP",), "layouts": ("pp2",)}, "--peers 'DDP': --layouts pp2 have megapar, pipelining 1F1B"),
+        ({"peers": ("DDP",), "layouts": ("pp2",)}, "--peers 'DDP': --layouts pp2 have megapar, megapar, zb-h1"),
         ({"peers": ("shared memory TP",), "device": "cuda"}, "--peers 'shared memory TP' runs on a CPU only"),
         ({"num_experts": 7, "layouts": ("moe",)}, "--num_experts 7 must be even"),
         ({"num_hidden_layers": 2}, "--num_hidden_layers 2: a pipeline in V needs at least 4"),
