@@ -253,7 +253,7 @@ def opened(prefixes: list[Path], data: DataConfig) -> tuple[str, int]:
     )
     ctx = context.create(dp=dist.get_world_size())
     try:
-        delivery, _ = open_loaders(replace(config, parallel=ParallelConfig(dp=ctx.dp.size)), ctx)
+        delivery, _ = open_loaders(replace(config, parallel=ParallelConfig(dp=ctx.dp.size, vpp=1)), ctx)
     except DataError as error:
         return str(error), error.exit_code
     rows = [row for batch in delivery.next_step() for row in batch.sample_ids_b.tolist()]
@@ -300,7 +300,7 @@ def test_sample_ids_of_many_samples_need_neither_time_nor_memory():
 def counted() -> tuple[float, bool]:
     """The step's targets as this rank counts them, and whether it was given tokens."""
     train = TrainConfig(seq_length=S, global_batch_size=6, micro_batch_size=2)
-    config = Config(model=ModelConfig(vocab_size=250), parallel=ParallelConfig(pp=3, dp=1), train=train)
+    config = Config(model=ModelConfig(vocab_size=250), parallel=ParallelConfig(pp=3, dp=1, vpp=1), train=train)
     ctx = context.create(pp=3)
     delivery, _ = open_loaders(config, ctx)
     batches = delivery.next_step()

@@ -266,7 +266,7 @@ def kept_bytes(job: Job) -> dict[str, int]:
     hidden = job.model.hidden_size
     layer = 2 * tokens * hidden if job.recompute == "full" else kept_layer_bytes(job)
     tables = 2 * 4 * job.seq_length * job.head_dim  # cos and sin, fp32
-    looked_up = tokens * (8 + 1)  # ids and whether each is outside
+    looked_up = tokens * 8  # ids
     last_norm = tokens * (2 * 2 * hidden + 4)  # its input, its result, its statistics
     padded = -(-model.vocab_size // 128) * 128
     logits = 0 if job.chunked else 2 * tokens * padded
