@@ -50,7 +50,7 @@ class Arguments:
     """Values of parallel.schedule. Those with any number of stages run two on each rank."""
     microbatches: tuple[int, ...] = ()
     """Micro-batches of a step; empty: pp, 2 pp and 4 pp."""
-    milliseconds: float = 20.0
+    milliseconds: float = 100.0
     """Time of a forward through all stages of a rank; its gradients of inputs and of weights take as long each."""
     steps: int = 5
     """Timed steps of each case, after one that warms up."""
