@@ -14,6 +14,7 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, fields
 from difflib import SequenceMatcher
 from io import StringIO
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import tyro
@@ -63,6 +64,17 @@ def load(argv: Sequence[str]) -> Resolved:
     config = _parse(flags, unflatten(values))
     sources |= {flag.option: "flag" for flag in flags if flag.option in values}
     return Resolved(config, sources)
+
+
+def load_earlier(run_dir: str) -> Config | None:
+    """The options that an earlier start in this run folder was given. None if there are none."""
+    file = Path(run_dir) / "config.toml"
+    if not file.exists():
+        return None
+    try:
+        return load(["--config", str(file)]).config
+    except ConfigError:  # of another version, or damaged: then it says nothing about this run
+        return None
 
 
 def to_toml(resolved: Resolved, derived: Config | None = None) -> str:

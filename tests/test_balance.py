@@ -84,7 +84,7 @@ def test_a_run_keeps_the_stages_that_it_has_measured(tmp_path: Path) -> None:
     ended = program.run(*flags, "--train.steps", "2", cwd=tmp_path, plant=costs(1.0, 2.0, 0.0))
     assert ended.code == 0, ended.err
     assert partition_of(tmp_path) == [3, 1]
-    assert "stages of 3, 1 layers, as measured when" in ended.out
+    assert "stages of 3, 1 layers, as measured at the first start" in ended.out
 
     # Another layout has other stages, and what the user says comes first.
     other = [*flags, "--parallel.schedule", "interleaved", "--parallel.vpp", "2"]

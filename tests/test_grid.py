@@ -161,8 +161,8 @@ GRID = [
     Layout(LLAMA, dp=4, micro_batch_size=3),
     Layout(LLAMA, dp=4, micro_batch_size=6),  # two replicas have none
     Layout(GPT, dp=2, pp=2, micro_batch_size=4, zero_stage=0),  # 2 and 1 micro-batches
-    Layout(LLAMA, dp=2, pp=2, vpp=2, schedule="tests.test_width:BACK_AND_FORTH", micro_batch_size=2),
-    Layout(GPT, tp=2, pp=2, vpp=2, schedule="tests.test_width:BACK_AND_FORTH", micro_batch_size=3),
+    Layout(LLAMA, dp=2, pp=2, vpp=2, schedule="tests.support.schedules:BACK_AND_FORTH", micro_batch_size=2),
+    Layout(GPT, tp=2, pp=2, vpp=2, schedule="tests.support.schedules:BACK_AND_FORTH", micro_batch_size=3),
     Layout(GPT, dp=2, tp=2, sequence_parallel=True, micro_batch_size=3, packed=True),
     Layout(LLAMA, dp=2, tp=2, pp=2, sequence_parallel=True, recompute="selective", micro_batch_size=3),
     Layout(GPT, dp=2, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2),

@@ -57,7 +57,8 @@ def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
 
         trainer.queue_step = full
 
-    flags = ("--launch.nproc", "2", "--parallel.pp", "2", "--train.recompute", "selective", "--kernels.loss_chunk", "8")
+    layout = ("--launch.nproc", "2", "--parallel.pp", "2", "--train.memory_report")
+    flags = (*layout, "--train.recompute", "selective", "--kernels.loss_chunk", "8")
     ended = program.run(*flags, cwd=tmp_path, plant=fill)
     assert ended.code == 8
     (line,) = (line for line in ended.err.splitlines() if line.startswith("OutOfMemoryError"))
@@ -65,6 +66,10 @@ def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
     needs = report_rank(config, build_stages, 1)
     assert f"rank 1: out of memory: this rank needs {needs.total / 2**30:,.3f} GiB by plan" in line
     assert f"activations {needs.activations / 2**30:,.3f})" in line
+    # train.memory_report has asked for the parts.
+    table = ended.err.partition("memory of rank 1")[2]
+    for name, size in needs.rows.items():
+        assert re.search(rf"{name} +│ {size / 2**20:,.2f} ", table), name
     assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity" in line
     assert line.endswith(
         "try train.recompute full (now selective), larger parallel.tp (now 1) or larger parallel.pp (now 2)"

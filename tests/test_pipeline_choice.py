@@ -118,7 +118,7 @@ def test_a_run_keeps_the_schedule_that_it_has_chosen(tmp_path: Path) -> None:
     ended = program.run(*flags, "--train.steps", "2", cwd=tmp_path, plant=plant((1.0, 3.0, 0.0)))
     assert ended.code == 0, ended.err
     assert parallel_of(tmp_path) == first
-    assert "schedule 1f1b with 1 stage on a rank, as chosen when" in ended.out
+    assert "schedule 1f1b with 1 stage on a rank, as chosen at the first start" in ended.out
 
 
 def test_a_chosen_v_trains_as_the_named_one(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ from tests.support.grid import (
     name,
     train_two_steps,
 )
+from tests.support.schedules import BACK_AND_FORTH, all_forwards_first, back_and_forth
 
 # Schedules. Those in halves have the order of those in one piece, with I in place of B.
 
@@ -79,22 +80,6 @@ def in_halves(delay: Callable[[int], float], make: MakeOrders, pp: int, vpp: int
     return orders
 
 
-def v_place(pp: int, vpp: int) -> list[int]:
-    """Stages go back and forth over the ranks: with an even vpp the first and the last one are on rank 0."""
-    return [rank for chunk in range(vpp) for rank in (range(pp) if chunk % 2 == 0 else reversed(range(pp)))]
-
-
-def v_orders(pp: int, vpp: int, num_microbatches: int) -> Orders:
-    place = v_place(pp, vpp)
-    orders = []
-    for rank in range(pp):
-        stages = [stage for stage, home in enumerate(place) if home == rank]
-        forwards = [Action("F", stage, m) for stage in stages for m in range(num_microbatches)]
-        backwards = [Action("B", stage, m) for stage in reversed(stages) for m in range(num_microbatches)]
-        orders.append(forwards + backwards)
-    return orders
-
-
 def every_other_in_halves(pp: int, vpp: int, num_microbatches: int) -> Orders:
     """1F1B in which micro-batches with odd numbers have halves. Their number decides which kind of action is last."""
     orders = []
@@ -110,8 +95,8 @@ def every_other_in_halves(pp: int, vpp: int, num_microbatches: int) -> Orders:
 ZB_H1 = Schedule(partial(in_halves, lambda rank: rank, one_f_one_b))
 LATE = Schedule(partial(in_halves, lambda rank: math.inf, one_f_one_b))
 INTERLEAVED = Schedule(partial(in_halves, lambda rank: 2, interleaved))
-V = Schedule(partial(in_halves, lambda rank: 1, v_orders), v_place)
-V_WHOLE = Schedule(v_orders, v_place)
+V = Schedule(partial(in_halves, lambda rank: 1, all_forwards_first), back_and_forth)
+V_WHOLE = BACK_AND_FORTH
 EVERY_OTHER = Schedule(every_other_in_halves)
 WITHOUT_W = Schedule(lambda *sizes: [order[:-1] for order in LATE.orders(*sizes)])
 WHOLE = {"ZB_H1": "1f1b", "LATE": "1f1b", "INTERLEAVED": "interleaved", "V": f"{NAME}V_WHOLE", "EVERY_OTHER": "1f1b"}

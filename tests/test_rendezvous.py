@@ -125,7 +125,7 @@ def test_ranks_share_the_code_of_a_family_and_a_schedule_outside_the_tree(
     (tmp_path / "lab/layers.py").write_text("width = 1\n")
     (tmp_path / "lab/unused.py").write_text("")
     (tmp_path / "lab/family.py").write_text("import lab.layers\nfrom tests.toy_family import FAMILY\n")
-    (tmp_path / "orders.py").write_text("from tests.test_width import BACK_AND_FORTH\n")
+    (tmp_path / "orders.py").write_text("from tests.support.schedules import BACK_AND_FORTH\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = Config(ModelConfig(family="lab.family:FAMILY"), ParallelConfig(schedule="orders:BACK_AND_FORTH"))
     find(config.model.family)

@@ -1,6 +1,7 @@
-"""What a newcomer adds without editing megapar: a way to cut parameters, an optimizer, a schedule.
+"""What a newcomer adds without editing megapar: a way to cut parameters, and an optimizer.
 
-Each trains as one process does, saves, and loads in another layout. A model family is added in test_family.
+Each trains as one process does, saves, and loads in another layout. A model family is added in test_family. A schedule
+is added in tests/support/schedules.py.
 """
 
 import math
@@ -24,33 +25,10 @@ from megapar.data_parallel.weights import FlatWeights
 from megapar.optimizer.base import Optimizer, Shard, StateTensor
 from megapar.optimizer.clip import grad_norm
 from megapar.params import ONES, ZEROS, ParamSpec, cut, make_piece, parameter
-from megapar.pipeline.schedules import Action, Schedule
 from tests.support.distributed import run_ranks
 
 SAMPLES, STEPS, LR = 8, 3, 0.1
 FACTS: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
-
-
-# A schedule with another placement: stages go back and forth over the ranks, so that the first and the last stage share
-# one. It trains in the grid (tests/test_grid.py).
-
-
-def back_and_forth(pp: int, vpp: int) -> list[int]:
-    return [rank for chunk in range(vpp) for rank in (range(pp) if chunk % 2 == 0 else reversed(range(pp)))]
-
-
-def all_forwards_first(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
-    place = back_and_forth(pp, vpp)
-    orders = []
-    for rank in range(pp):
-        stages = [stage for stage, home in enumerate(place) if home == rank]
-        forwards = [Action("F", stage, m) for stage in stages for m in range(num_microbatches)]
-        backwards = [Action("B", stage, m) for stage in reversed(stages) for m in range(num_microbatches)]
-        orders.append(forwards + backwards)
-    return orders
-
-
-BACK_AND_FORTH = Schedule(all_forwards_first, back_and_forth)
 
 
 # A parameter that is cut on two dimensions over two axes, its gradient summed over a third

@@ -91,6 +91,11 @@ class FlatLayout:
         axis = self.axis(bucket)
         return bucket.shard(axis.rank, axis.size)
 
+    @property
+    def everything(self) -> list[Range]:
+        """All elements."""
+        return [(0, self.numel)]
+
     def shards(self) -> list[Range]:
         """The elements that this rank's optimizer updates, in as few ranges as possible."""
         return merge(self.shard(bucket) for bucket in self.buckets)

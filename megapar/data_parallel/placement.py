@@ -14,7 +14,7 @@ class Placement:
     """
 
     def __init__(self, layout: FlatLayout, *, shards_only: bool):
-        self._held = layout.shards() if shards_only else [(0, layout.numel)]
+        self._held = layout.shards() if shards_only else layout.everything
         self.numel = sum(stop - start for start, stop in self._held)
 
     def place(self, ranges: Sequence[Range]) -> list[Range]:

@@ -5,7 +5,7 @@ and 1). `UnitGradients` keeps the gradients of this rank's shards alone (2 and 3
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 from megapar_kernels.adamw import FlatRanges
@@ -67,12 +67,7 @@ class Weights(ABC):
 
     def not_finite(self) -> list[str]:
         """Names of the parameters that hold an infinite or NaN element in `flat`, in the model's order."""
-        names = []
-        for slot in reversed(self.layout.slots):
-            parts = self.placement.place([(slot.start, slot.stop)])
-            if not all(self.flat[start:stop].isfinite().all() for start, stop in parts):
-                names.append(slot.name)
-        return names
+        return slots_not_finite(self.flat, self.placement, self.layout, self.layout.everything)[::-1]
 
 
 class ReducedGradients(ABC):
@@ -120,19 +115,28 @@ class ReducedGradients(ABC):
     def finish(self) -> None:
         """Complete all reductions, then add up gradients that several ranks computed in part."""
 
-    def not_finite(self) -> list[str]:
-        """Names of the parameters whose gradient in this rank's shards is not finite.
+    def not_finite(self, *, reduced: bool = True) -> list[str]:
+        """Names of the parameters whose gradient is not finite, in the order of the layout.
 
-        They are in the order of the layout, which is about that of the backward pass.
+        That is about the order of the backward pass. After the reduction only this rank's shards count. Without
+        `reduced` all elements that `flat` holds do.
         """
-        shards = self.layout.shards()
-        return [slot.name for slot in self.layout.slots if self._has_not_finite(slot.start, slot.stop, shards)]
-
-    def _has_not_finite(self, start: int, stop: int, shards: list[Range]) -> bool:
-        held = self.placement.place(intersect([(start, stop)], shards))
-        return any(not self.flat[a:b].isfinite().all() for a, b in held)
+        ranges = self.layout.everything
+        if reduced:
+            ranges = self.layout.shards()
+        return slots_not_finite(self.flat, self.placement, self.layout, ranges)
 
     def _add_partial_sums(self) -> None:
         """Call it after the reductions, which change the same elements."""
         for partial_sum in self._partial_sums:
             partial_sum.sum(self.flat)
+
+
+def slots_not_finite(flat: Tensor, placement: Placement, layout: FlatLayout, ranges: Sequence[Range]) -> list[str]:
+    """Names of the parameters of which `flat` holds an infinite or NaN element within `ranges` of the layout."""
+    names = []
+    for slot in layout.slots:
+        held = placement.place(intersect([(slot.start, slot.stop)], ranges))
+        if not all(flat[start:stop].isfinite().all() for start, stop in held):
+            names.append(slot.name)
+    return names

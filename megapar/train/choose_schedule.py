@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from megapar.agreement import from_first
 from megapar.config import Config, ParallelConfig
-from megapar.config_io import Resolved, load
+from megapar.config_io import Resolved, load_earlier
 from megapar.context import ParallelContext
 from megapar.derive import num_microbatches
 from megapar.errors import ConfigError, say
@@ -123,12 +122,8 @@ def _earlier_choice(config: Config) -> tuple[Sequence[object], str] | None:
 
     `config` has its options as they were given, as that file has. A schedule without schedule_costs was not chosen.
     """
-    file = Path(config.run_dir) / "config.toml"
-    if not file.exists():
-        return None
-    try:
-        earlier = load(["--config", str(file)]).config
-    except ConfigError:  # of another version, or damaged: then it says nothing about this run
+    earlier = load_earlier(config.run_dir)
+    if earlier is None:
         return None
     chosen = earlier.parallel
     # Replicas do not change what a stage costs. A partition may have been measured after the choice.
@@ -143,7 +138,5 @@ def _earlier_choice(config: Config) -> tuple[Sequence[object], str] | None:
     )
     if not chosen.schedule_costs or earlier.model != config.model or as_given != given:
         return None
-    line = (
-        f"schedule {chosen.schedule} with {counted(chosen.vpp, 'stage')} on a rank, as chosen when {file} was written"
-    )
+    line = f"schedule {chosen.schedule} with {counted(chosen.vpp, 'stage')} on a rank, as chosen at the first start"
     return (chosen.schedule, chosen.vpp, chosen.schedule_costs), line

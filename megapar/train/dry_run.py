@@ -40,8 +40,8 @@ class RankReport:
     """The memory that one rank needs, in bytes.
 
     `parameters` is a number of elements. `kept` is the most that the rank's forwards keep for their backwards at one
-    time, in the order of its schedule, by stage and kind (`megapar.train.kept`). Workspaces of kernels and what the
-    caching allocator holds come on top.
+    time, in the order of its schedule, by name (`memory_report.by_name`). Workspaces of kernels and what the caching
+    allocator holds come on top.
     """
 
     pp: int
@@ -50,11 +50,12 @@ class RankReport:
     weights: int
     gradients: int
     optimizer: int
-    kept: tuple[tuple[Key, int], ...]
+    kept: tuple[tuple[str, int], ...]
 
-    def rows(self, stages: Mapping[int, PipelineStage]) -> dict[str, int]:
-        """The bytes as the report of train.memory_report shows them. `stages` are those of the rank."""
-        return memory_report.rows(self.weights, self.gradients, self.optimizer, dict(self.kept), stages)
+    @property
+    def rows(self) -> dict[str, int]:
+        """The bytes as the report of train.memory_report shows them."""
+        return memory_report.rows(self.weights, self.gradients, self.optimizer, dict(self.kept))
 
     @property
     def activations(self) -> int:
@@ -141,7 +142,7 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
         state.weights.flat.nbytes + gathered + memory_report.frozen_nbytes(stages.values()),
         state.grads.flat.nbytes + collected,
         state.optimizer.nbytes,
-        tuple(sorted(_at_peak(plan, kept, left).items())),
+        tuple(memory_report.by_name(_at_peak(plan, kept, left), stages).items()),
     )
 
 
@@ -345,34 +346,24 @@ def explaining_out_of_memory(config: Config, build: Build, rank: int) -> Iterato
         reason = device.out_of_memory(error)
         if not reason:
             raise
-        if config.train.memory_report:
-            _show_planned(config, build, rank)
-        text = f"{_needs(config, build, rank)} ({reason}); {_what_would_help(config)}"
-        raise OutOfMemoryError(text) from error
+        needs = None
+        with suppress(MemoryError, RuntimeError):  # too large to be counted, or no memory is left to count with
+            needs = report_rank(config, build, rank)
+        if needs and config.train.memory_report:
+            tell(memory_report.in_words(f"memory of rank {rank}", {"planned": needs.rows}))
+        raise OutOfMemoryError(f"{_in_words(needs)} ({reason}); {_what_would_help(config)}") from error
 
 
 def memory_report_of(config: Config, build: Build, rank: int) -> MemoryReport | None:
     """The report of `rank` that train.memory_report asks for, or None."""
-    return MemoryReport(planned_rows(config, build, rank)) if config.train.memory_report else None
+    if not config.train.memory_report:
+        return None
+    return MemoryReport(report_rank(config, build, rank).rows)
 
 
-def planned_rows(config: Config, build: Build, rank: int) -> dict[str, int]:
-    """The rows of `rank` by plan in the report of train.memory_report."""
-    return report_rank(config, build, rank).rows(build(config, _context(config, rank)))
-
-
-def _show_planned(config: Config, build: Build, rank: int) -> None:
-    """Print where the bytes of the rank are by plan, if there is memory left to count with."""
-    with suppress(MemoryError, RuntimeError):
-        rows = planned_rows(config, build, rank)
-        tell(memory_report.in_words(f"memory of rank {rank}", {"planned": rows}))
-
-
-def _needs(config: Config, build: Build, rank: int) -> str:
-    """The memory that the rank needs by plan, in words."""
-    try:
-        needs = report_rank(config, build, rank)
-    except (MemoryError, RuntimeError):  # too large to be counted, or no memory is left to count with
+def _in_words(needs: RankReport | None) -> str:
+    """The memory that a rank needs by plan, in words. None if it could not be counted."""
+    if needs is None:
         return "out of memory"
     parts = {
         "weights": needs.weights,

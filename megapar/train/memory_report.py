@@ -52,7 +52,8 @@ class MemoryReport:
         assert self._kept is not None
         weights = state.weights.most_nbytes + frozen_nbytes(state.stages.values())
         gradients = state.grads.most_nbytes
-        found = rows(weights, gradients, state.optimizer.nbytes, self._kept.at_peak, state.stages)
+        activations = by_name(self._kept.at_peak, state.stages)
+        found = rows(weights, gradients, state.optimizer.nbytes, activations)
         everything = device.peak_memory_bytes(state.ctx.device)
         return {**found, OTHER: everything - sum(found.values()), ALL: everything}
 
@@ -63,18 +64,23 @@ def frozen_nbytes(stages: Iterable[nn.Module]) -> int:
     return sum(param.nbytes for param in params.values())
 
 
-def rows(
-    weights: int, gradients: int, optimizer: int, kept: Mapping[Key, int], stages: Mapping[int, PipelineStage]
-) -> dict[str, int]:
-    """Bytes by what they are. `kept` are activations by stage and kind. `stages` are those of the rank."""
-    found = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+def by_name(kept: Mapping[Key, int], stages: Mapping[int, PipelineStage]) -> dict[str, int]:
+    """Bytes of activations by the name that the report gives them. `stages` are those of the rank."""
+    # Fine stages are as many as layers, so their sum is shown.
     several = len(stages) > 1 and not any(stage.fine_stages for stage in stages.values())
+    found: dict[str, int] = {}
     for (stage, kind), size in sorted(kept.items()):
-        # Fine stages are as many as layers: their sum is shown.
-        name = f"activations of stage {stage}: {kind}" if several else f"activations: {kind}"
+        name = f"activations: {kind}"
+        if several:
+            name = f"activations of stage {stage}: {kind}"
         if size:
             found[name] = found.get(name, 0) + size
     return found
+
+
+def rows(weights: int, gradients: int, optimizer: int, activations: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by what they are, in the order of the report. `activations` are from `by_name`."""
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, **activations}
 
 
 def in_words(title: str, found: Mapping[str, Mapping[str, int]]) -> str:

@@ -54,9 +54,12 @@ def explain(state: TrainState, batches: Sequence[MicroBatch], result: StepResult
     """
     rank = state.ctx.world.rank
     state.weights.wait()  # a GPU has gathered shards after the step as well, although none of them had changed
-    weights = [f"{name} on rank {rank}" for name in not_finite_weights(state)]
+    weights = [f"{name} on rank {rank}" for name in state.weights.not_finite()]
     findings = second_pass(state, batches, result.loss_scale.scale)
-    gradients = [f"the gradient of {name} on rank {rank}" for name in _not_finite_gradients(state)]
+    # Nothing has been reduced: these are the sums over this rank's micro-batches. With ZeRO-2 and 3 they are sums over
+    # all ranks, of which each rank looks at its shards.
+    not_finite = state.grads.not_finite(reduced=False)
+    gradients = [f"the gradient of {name} on rank {rank}" for name in not_finite]
     # A few names of each rank are enough: with thousands of ranks, all weights of all of them may be bad.
     here = [weights[:_MOST], len(weights), min(findings, default=None), gradients[:1]]
     everywhere = comm.gather_json(here, state.ctx.world, state.ctx.device)
@@ -79,14 +82,6 @@ def explain(state: TrainState, batches: Sequence[MicroBatch], result: StepResult
     return f"first not finite: {first}; all weights were finite before the step"
 
 
-def not_finite_weights(state: TrainState) -> list[str]:
-    """Names of this rank's parameters that hold an infinite or NaN element, in the model's order.
-
-    With ZeRO-3 a rank looks at its own shards.
-    """
-    return state.weights.not_finite()
-
-
 def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: float) -> list[Finding]:
     """Run forward and backward of the micro-batches again.
 
@@ -103,21 +98,6 @@ def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: fl
         for handle in handles:
             handle.remove()
     return [*watch.forward.values(), *watch.backward.values()]
-
-
-def _not_finite_gradients(state: TrainState) -> list[str]:
-    """Names of parameters whose gradient is not finite, in the order of the backward pass.
-
-    The gradients are sums over this rank's micro-batches, before any reduction over ranks. With ZeRO-2 and 3 they are
-    sums over all ranks, of which each rank looks at its shards.
-    """
-    grads = state.grads
-    names = []
-    for slot in grads.layout.slots:
-        parts = grads.placement.place([(slot.start, slot.stop)])
-        if not all(_finite(grads.flat[start:stop]) for start, stop in parts):
-            names.append(slot.name)
-    return names
 
 
 class _Watch:

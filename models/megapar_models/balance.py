@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 from megapar import comm, device
 from megapar.batch import MicroBatch
 from megapar.config import Config
-from megapar.config_io import Resolved, load
+from megapar.config_io import Resolved, load_earlier
 from megapar.context import ParallelContext, single
-from megapar.errors import ConfigError
 from megapar_models.build import balanced, layer_kinds, make_blueprint, stage_layers
 from megapar_models.registry import find
 
@@ -48,19 +46,15 @@ def _earlier_partition(config: Config) -> tuple[list[int], str] | None:
 
     `config` has its options as they were given, as that file has.
     """
-    file = Path(config.run_dir) / "config.toml"
-    if not file.exists():
-        return None
-    try:
-        earlier = load(["--config", str(file)]).config
-    except ConfigError:  # of another version, or damaged: then it says nothing about this run
+    earlier = load_earlier(config.run_dir)
+    if earlier is None:
         return None
     sizes = earlier.parallel.partition
     # Replicas do not change what a stage costs.
     same_layout = replace(earlier.parallel, partition=(), dp=config.parallel.dp) == config.parallel
     if not sizes or earlier.model != config.model or not same_layout:
         return None
-    return list(sizes), f"stages of {_in_words(sizes)} layers, as measured when {file} was written"
+    return list(sizes), f"stages of {_in_words(sizes)} layers, as measured at the first start"
 
 
 def _measured_partition(config: Config, where: torch.device) -> tuple[list[int], str]:
