@@ -36,6 +36,7 @@ from megapar.shared_memory import Operation, Steps
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _PIECE = 4 << 20  # bytes of one value in the store; TCPStore closes the connection above 8 MiB
 _SMALL = 1 << 20  # bytes that a rank may receive in an all-reduce by direct exchange
+_FIRST_RUN = 1 << 14  # elements, see `_round_in_place`
 # torch 2.13 renames the two and warns on the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -451,6 +452,48 @@ def reduce_scatter_shard_async(flat: Tensor, axis: Axis) -> Pending:
         return _exchange_and_fold(slices, axis).logged(axis, position, position)
     work = _reduce_scatter_single(shard, flat, group=axis.group, async_op=True)
     return Pending([work], [flat]).logged(axis, position, position)
+
+
+def reduce_scatter_shard_in_bf16_async(flat: Tensor, axis: Axis) -> Pending:
+    """Do as `reduce_scatter_shard_async` with an fp32 buffer, but let ranks send each other bf16: half the bytes.
+
+    Each rank rounds its whole part to bf16. The parts are summed in fp32, in rank order. So the sum does not depend on
+    which rank computes it. What is sent lies in the first half of the memory of `flat`, what arrives in the second.
+    """
+    if axis.size == 1:
+        return Pending()
+    position = _begin(axis, "reduce_scatter", flat, _bytes(flat) // 2 * (axis.size - 1) // axis.size)
+    outgoing, arriving = _round_in_place(flat)
+    sent, received = outgoing.chunk(axis.size), arriving.chunk(axis.size)
+
+    def add_up() -> None:
+        total = received[0].float()
+        for part in received[1:]:
+            total += part
+        flat.chunk(axis.size)[axis.rank].copy_(total)
+
+    if axis.local is None and not _is_gloo(axis):
+        # Not NCCL's reduce-scatter, which would round every partial sum to bf16.
+        work = dist.all_to_all_single(arriving, outgoing, group=axis.group, async_op=True)
+        pending = Pending([work], [flat])
+    else:
+        received[axis.rank].copy_(sent[axis.rank])
+        peers = _peers(axis)
+        pending = _transfer([(sent[peer], peer) for peer in peers], [(received[peer], peer) for peer in peers], axis)
+    return pending.followed_by(add_up).logged(axis, position, position)
+
+
+def _round_in_place(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Round the 1-D fp32 buffer `flat` to bf16 in the first half of its memory. Returns both halves as bf16."""
+    first, second = flat.view(torch.bfloat16).chunk(2)
+    # The first elements are written over themselves, so they are copied. Then each run of elements is written over
+    # runs before it, which have been rounded already.
+    start, stop = 0, min(_FIRST_RUN, flat.numel())
+    first[:stop] = flat[:stop].clone()
+    while stop < flat.numel():
+        start, stop = stop, min(2 * stop, flat.numel())
+        first[start:stop] = flat[start:stop]
+    return first, second
 
 
 def all_gather_shard_async(flat: Tensor, axis: Axis) -> Pending:

@@ -255,6 +255,9 @@ class OptimizerConfig:
     bucket_mb: float = 0.0
     """MiB of gradients that are reduced at once, while the backward pass runs; 0: 4 for each replica, at least 64. With
     zero_stage 2 and 3 it is always the gradients of a layer."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What ranks send when gradients are reduced over dp and cp. bf16: half the bytes, each rank's part rounded once.
+    Gradients are collected and summed in fp32 in either case. It needs zero_stage 1 or more."""
     overlap_param_gather: bool = False
     """Gather updated weights (ZeRO 1 and 2) under the next forward pass, layer by layer; changes no bit."""
     overlap_grad_reduce: bool = True

@@ -12,7 +12,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def model_dtype(precision: Precision) -> torch.dtype:
-    """The dtype of weights, activations and pipeline transfers."""
+    """The dtype of weights, activations and pipeline transfers, and of optimizer.grad_reduce_dtype."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 

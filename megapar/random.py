@@ -32,11 +32,16 @@ def initial_values(piece: Piece, init: Init, seed: int) -> Tensor:
     rows, *others = piece.held.slices
     row_shape = piece.shape[1:]
     width = math.prod(row_shape)
-    # One row at a time: a rank needs no memory for the whole tensor.
+    # One row at a time: a rank needs no memory for the whole tensor. A row has a stream that begins at its counter.
+    # One generator is set to it, because a new one for each row would take longer than short rows do.
+    bits = np.random.Philox(key=[seed, key])
+    normal = np.random.Generator(bits).standard_normal
+    begin = bits.state
     local = np.empty(piece.local_shape, np.float32)
     for i, row in enumerate(range(rows.start, rows.stop)):
-        stream = np.random.Generator(np.random.Philox(key=[seed, key], counter=[0, 0, row, 0]))
-        local[i] = stream.standard_normal(width, np.float32).reshape(row_shape)[tuple(others)]
+        begin["state"]["counter"][2] = row
+        bits.state = begin
+        local[i] = normal(width, np.float32).reshape(row_shape)[tuple(others)]
     return torch.from_numpy(local).mul_(init.std)
 
 

@@ -402,6 +402,9 @@ def _optimizer(config: Config) -> Iterator[str]:
         text = "stage 3 gathers the weights of each layer while the layer before runs; use zero_stage 1 or 2, or "
         yield problem(config, "optimizer.overlap_param_gather optimizer.zero_stage", f"{text}leave it out")
     yield from _shard_ranks(config)
+    if config.optimizer.grad_reduce_dtype == "bf16" and config.optimizer.zero_stage == 0:
+        text = "without ZeRO every rank needs the whole sum, which is not rounded; use zero_stage 1, 2 or 3, or fp32"
+        yield problem(config, "optimizer.grad_reduce_dtype optimizer.zero_stage", text)
     if config.optimizer.bucket_mb and config.optimizer.zero_stage >= 2:
         text = "stages 2 and 3 reduce the gradients of one layer at a time; leave bucket_mb at 0, or use zero_stage 1"
         yield problem(config, "optimizer.bucket_mb optimizer.zero_stage", text)

@@ -93,6 +93,19 @@ def check_shards(axis: Axis, dtype: torch.dtype) -> None:
     assert torch.equal(flat, torch.cat([f.chunk(axis.size)[i] for i, f in enumerate(flats)]))
 
 
+def check_shards_in_bf16(axis: Axis) -> None:
+    """A sum of rounded parts in fp32: exact, because the parts have few different exponents."""
+    for elements in (64, 5 * 64, 3 * 64 * 128):  # the longest slices need several runs of rounding in place
+        generator = torch.Generator().manual_seed(elements)
+        flats = [torch.rand(elements * axis.size, generator=generator) + 1 for _ in range(axis.size)]
+        flats = [flat.to(rank_device(dist.get_rank())) for flat in flats]
+        flat = flats[axis.rank].clone()
+        comm.reduce_scatter_shard_in_bf16_async(flat, axis).wait()
+        expected = sum(part.bfloat16().double() for part in flats).chunk(axis.size)[axis.rank]
+        assert torch.equal(flat.chunk(axis.size)[axis.rank].double(), expected)
+        assert not torch.equal(expected, sum(part.double() for part in flats).chunk(axis.size)[axis.rank])
+
+
 def check_exchange(axis: Axis) -> None:
     """Both ways around the ring at once, two tensors a link, of different dtypes and sizes."""
     before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
@@ -146,6 +159,7 @@ def every_function(sizes: dict[str, int], use_shared_memory: bool) -> None:
                     check_gathers_and_scatters(axis, all_x, variant)
             check_shards(axis, dtype)
             check_all_to_all(axis, dtype)
+        check_shards_in_bf16(axis)
         check_exchange(axis)
         values = [{"rank": r, "text": "ä" * 40 * r, "list": [None, True, 1.5, 2**40] * r} for r in range(axis.size)]
         assert comm.gather_json(values[axis.rank], axis, ctx.device) == values
@@ -197,6 +211,7 @@ def test_one_rank_communicates_nothing() -> None:
         comm.all_gather_async(x, axis)[1],
         comm.reduce_scatter_async(x, axis)[1],
         comm.reduce_scatter_shard_async(x, axis),
+        comm.reduce_scatter_shard_in_bf16_async(x, axis),
         comm.all_gather_shard_async(x, axis),
         comm.exchange([], [], axis),
     ):
@@ -230,6 +245,8 @@ def counted_bytes() -> None:
         for operation, sent, run in calls:
             run()
             expected.record(operation, sent)
+    comm.reduce_scatter_shard_in_bf16_async(torch.ones(36, device=ctx.device), axis).wait()
+    expected.record("reduce_scatter", 2 * 36 * (n - 1) // n)
     x = numbers(0, (3, 7), torch.bfloat16)
     if axis.rank < 2:
         comm.exchange(

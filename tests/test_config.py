@@ -504,6 +504,10 @@ def test_gpt_takes_dropout_and_odd_heads():
             "optimizer.overlap_param_gather=true, optimizer.zero_stage=0: without ZeRO every rank updates all weights",
         ),
         (
+            Config(optimizer=OptimizerConfig(grad_reduce_dtype="bf16", zero_stage=0)),
+            "optimizer.grad_reduce_dtype=bf16, optimizer.zero_stage=0: without ZeRO every rank needs the whole sum",
+        ),
+        (
             Config(optimizer=OptimizerConfig(overlap_param_gather=True, zero_stage=3)),
             "optimizer.overlap_param_gather=true, optimizer.zero_stage=3: stage 3 gathers the weights of each layer",
         ),
@@ -659,7 +663,7 @@ parallel: tp pp dp cp cp_attention ep etp vpp schedule schedule_memory_gb schedu
 train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
     eval_every eval_samples z_loss trainable memory_report deterministic
 optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage shard_ranks bucket_mb
-    overlap_grad_reduce overlap_param_gather
+    grad_reduce_dtype overlap_grad_reduce overlap_param_gather
 data: train stages split validation documents fim_rate fim_tokens workers tokenizer accept_changed
 checkpoint: every save_last resume init_from strict async_save keep_last keep_every
 log: every tensorboard timeline peak_tflops

@@ -24,9 +24,10 @@ from tests.support.faults import LAYOUTS, RANKS, Scene
 from tests.support.program import Ended
 
 STEPS = 6
-FLAGS = ("--train.steps", str(STEPS), "--train.global_batch_size", "8", "--train.micro_batch_size", "2")
-FLAGS += ("--train.eval_every", "2", "--train.eval_samples", "8", "--data.validation", "synthetic")
-FLAGS += ("--checkpoint.every", "2", "--log.no-tensorboard", "--launch.timeout_seconds", "30")
+ANY_MICRO_BATCH = ("--train.steps", str(STEPS), "--train.global_batch_size", "8")
+ANY_MICRO_BATCH += ("--train.eval_every", "2", "--train.eval_samples", "8", "--data.validation", "synthetic")
+ANY_MICRO_BATCH += ("--checkpoint.every", "2", "--log.no-tensorboard", "--launch.timeout_seconds", "30")
+FLAGS = (*ANY_MICRO_BATCH, "--train.micro_batch_size", "2")
 KILL, SEGV, TERM = signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM
 INT, HUP, USR1 = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
@@ -220,7 +221,37 @@ FEW = [
     Case(KILL, "all", "one", "sealed", "async"),
     Case(KILL, "launcher", "pp2", "published"),
     Case(HUP, "rank0", "one", "evaluating"),
+    Case(KILL, "rank1", "zero3", "operation_7"),
 ]
+
+
+def flags_of(micro_batch: int, *options: str) -> tuple[str, ...]:
+    shape = ("--train.micro_batch_size", str(micro_batch), "--model.no_tie_word_embeddings")
+    return (*ANY_MICRO_BATCH, *faults.TWO, *shape, *options)
+
+
+# One option has other values in each part of a run: the parts have the same bits.
+WAYS = {
+    "zero_stage": [flags_of(4, "--optimizer.zero_stage", stage) for stage in "321"],
+    "schedule": [flags_of(2, "--parallel.pp", "2", "--parallel.schedule", name) for name in ("zb-v", "zb-h1", "1f1b")],
+}
+
+
+@pytest.mark.parametrize("option", WAYS)
+def test_a_killed_run_goes_on_in_another_way(option: str, tmp_path: Path) -> None:
+    """Fault killed-at-any-moment: the weights are those of a run that was never killed and never changed."""
+    first, second, last = WAYS[option]
+    (tmp_path / "changed").mkdir()
+    changed, undisturbed = Scene(tmp_path / "changed"), Scene(tmp_path)
+    for flags, step in ((first, 3), (second, 5)):
+        ended = changed.run(*flags, plant=faults.on_rank(1, step - 1, lambda _: os.kill(os.getpid(), KILL)))
+        assert ended.code == 6, ended.err
+        assert changed.check_checkpoints(ended.out)[0] == step - 1
+    for scene in (changed, undisturbed):
+        assert scene.run(*last).code == 0
+    assert faults.weights(changed.work, STEPS) == faults.weights(undisturbed.work, STEPS)
+    found, expected = ([line.get("loss") for line in faults.metrics(s.work)] for s in (changed, undisturbed))
+    assert found == expected
 
 
 def many() -> list[Case]:
@@ -231,7 +262,7 @@ def many() -> list[Case]:
     signals = [KILL, TERM, SEGV, INT, KILL, HUP, USR1]
     cases = []
     for at, moment in enumerate(moments):
-        for turn, layout in enumerate(("pp2", "dp2", "tp2", "tp2pp2", "one")):
+        for turn, layout in enumerate(("pp2", "dp2", "tp2", "tp2pp2", "one", "zero3")):
             if layout == "one" and moment.startswith("operation"):
                 continue  # no other rank to talk to
             ranks = [f"rank{rank}" for rank in range(RANKS[layout])]
@@ -263,7 +294,7 @@ def test_sweep_of_kills(case: Case, tmp_path: Path, undisturbed: dict[str, Scene
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp2", "dp2", "tp2", "tp2pp2"])
+@pytest.mark.parametrize("layout", ["pp2", "dp2", "tp2", "tp2pp2", "zero3"])
 def test_a_rank_that_is_killed_when_all_is_done_costs_nothing(
     layout: str, tmp_path: Path, undisturbed: dict[str, Scene]
 ) -> None:
@@ -280,7 +311,7 @@ def codes(number: signal.Signals, victim: str, layout: str) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp2", "dp2", "tp2", "tp2pp2", "one"])
+@pytest.mark.parametrize("layout", ["pp2", "dp2", "tp2", "tp2pp2", "one", "zero3"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_kills_in_a_row(seed: int, layout: str, tmp_path: Path, undisturbed: dict[str, Scene]) -> None:
     """Fault killed-at-any-moment: three kills at places that the seed draws, each of the run that goes on after the one

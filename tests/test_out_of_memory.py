@@ -57,7 +57,7 @@ def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
 
         trainer.queue_step = full
 
-    layout = ("--launch.nproc", "2", "--parallel.pp", "2", "--train.memory_report")
+    layout = ("--launch.nproc", "2", "--parallel.pp", "2", "--train.micro_batch_size", "1", "--train.memory_report")
     flags = (*layout, "--train.recompute", "selective", "--kernels.loss_chunk", "8")
     ended = program.run(*flags, cwd=tmp_path, plant=fill)
     assert ended.code == 8

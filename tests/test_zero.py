@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -191,7 +192,7 @@ class Late(comm.Pending):
 
 def late_transport(patch: pytest.MonkeyPatch) -> None:
     """Weights are NaN until their gather is waited for, and a gradient must not change until its sum is."""
-    gather, reduce = comm.all_gather_shard_async, comm.reduce_scatter_shard_async
+    gather = comm.all_gather_shard_async
 
     def late_gather(flat: Tensor, axis: Axis) -> comm.Pending:
         mine = flat.chunk(axis.size)[axis.rank]
@@ -204,7 +205,7 @@ def late_transport(patch: pytest.MonkeyPatch) -> None:
 
         return Late(start)
 
-    def late_reduce(flat: Tensor, axis: Axis) -> comm.Pending:
+    def late(reduce: Callable[[Tensor, Axis], comm.Pending], flat: Tensor, axis: Axis) -> comm.Pending:
         kept = flat.clone()
 
         def start() -> None:
@@ -214,13 +215,14 @@ def late_transport(patch: pytest.MonkeyPatch) -> None:
         return Late(start)
 
     patch.setattr(comm, "all_gather_shard_async", late_gather)
-    patch.setattr(comm, "reduce_scatter_shard_async", late_reduce)
+    for function in ("reduce_scatter_shard_async", "reduce_scatter_shard_in_bf16_async"):
+        patch.setattr(comm, function, partial(late, getattr(comm, function)))
 
 
 def poison(patch: pytest.MonkeyPatch) -> None:
     """Weights that are released become NaN and stay readable; new memory for gradients is NaN, and so is what lies
     beside the shard when a sum has arrived."""
-    opened, reduce = UnitGradients.open, comm.reduce_scatter_shard_async
+    opened = UnitGradients.open
 
     def release(weights: UnitWeights, unit: int) -> None:
         weights._whole[unit].fill_(math.nan)
@@ -230,7 +232,7 @@ def poison(patch: pytest.MonkeyPatch) -> None:
             inner.setattr(torch, "empty", lambda size, **options: torch.full((size,), math.nan, **options))
             opened(gradients, unit)
 
-    def reduce_and_poison(flat: Tensor, axis: Axis) -> comm.Pending:
+    def reduce_and_poison(reduce: Callable[[Tensor, Axis], comm.Pending], flat: Tensor, axis: Axis) -> comm.Pending:
         def spoil() -> None:
             for rank, part in enumerate(flat.chunk(axis.size)):
                 if rank != axis.rank:
@@ -241,7 +243,8 @@ def poison(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(UnitWeights, "release", release)
     patch.setattr(UnitGradients, "open", open_poisoned)
-    patch.setattr(comm, "reduce_scatter_shard_async", reduce_and_poison)
+    for function in ("reduce_scatter_shard_async", "reduce_scatter_shard_in_bf16_async"):
+        patch.setattr(comm, function, partial(reduce_and_poison, getattr(comm, function)))
 
 
 def train_with(layout: Layout, spoil: Callable[[pytest.MonkeyPatch], None]) -> tuple[Any, Any]:
@@ -262,7 +265,7 @@ def train_with(layout: Layout, spoil: Callable[[pytest.MonkeyPatch], None]) -> t
 MEMORY = [
     Layout(TIED, dp=2, zero_stage=3, micro_batch_size=2, recompute="selective"),
     Layout(TIED, dp=2, pp=2, zero_stage=3, micro_batch_size=3, vpp=2, schedule="interleaved", recompute="full"),
-    Layout(MIXTRAL, dp=2, ep=2, zero_stage=3, micro_batch_size=3, schedule=BREADTH),
+    Layout(MIXTRAL, dp=2, ep=2, zero_stage=3, micro_batch_size=3, schedule=BREADTH, grad_reduce_dtype="bf16"),
 ]
 
 
@@ -320,8 +323,16 @@ def measure(config: Config) -> dict[str, Any]:
         (Layout(TIED, tp=2, dp=2, zero_stage=3, micro_batch_size=3, schedule=BREADTH), "fp32"),
         (Layout(GPT, pp=2, dp=2, zero_stage=3, micro_batch_size=2, recompute="selective"), "fp32"),
         (Layout(SMALL, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=3, recompute="full"), "bf16"),
+        (Layout(SMALL, dp=3, zero_stage=2, grad_reduce_dtype="bf16", micro_batch_size=2), "fp32"),
     ],
-    ids=["dp2-zero3-bf16", "dp4-zero2-bf16", "tp2-dp2-zero3", "pp2-dp2-zero3", "dp4-shards2-zero3-bf16"],
+    ids=[
+        "dp2-zero3-bf16",
+        "dp4-zero2-bf16",
+        "tp2-dp2-zero3",
+        "pp2-dp2-zero3",
+        "dp4-shards2-zero3-bf16",
+        "dp3-zero2-reduced-in-bf16",
+    ],
 )
 def test_memory_is_that_of_the_plan(layout: Layout, precision: str) -> None:
     """And between steps a rank holds its share alone: 2P or 2P/d of bf16 weights, 4P/d of gradients, 12P/d of state."""

@@ -58,6 +58,11 @@ def view_of_slot(flat: Tensor, slot: Slot, offset: int) -> Tensor:
     return flat[slot.start - offset : slot.stop - offset].view(slot.param.shape)
 
 
+def zero_padding(flat: Tensor, slot: Slot, offset: int) -> None:
+    """Set the padding behind a slot to zero, because it counts in norms. `offset` is as in `view_of_slot`."""
+    flat[slot.stop - offset : slot.end - offset].zero_()
+
+
 def attach(main_grad: MainGradView, param: nn.Parameter) -> None:
     """Make `main_grad` that of `param`. A gradient that autograd leaves in `.grad` is added to it too."""
     param.main_grad = main_grad  # type: ignore[attr-defined]

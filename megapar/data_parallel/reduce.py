@@ -20,7 +20,7 @@ import torch
 from megapar_kernels.dispatch import Implementation
 
 from megapar import comm
-from megapar.data_parallel.accumulate import make_main_grads
+from megapar.data_parallel.accumulate import make_main_grads, zero_padding
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients
 
@@ -39,9 +39,15 @@ class Gradients(ReducedGradients):
     """
 
     def __init__(
-        self, layout: FlatLayout, device: torch.device, *, overlap: bool = True, impl: Implementation = "torch"
+        self,
+        layout: FlatLayout,
+        device: torch.device,
+        *,
+        overlap: bool = True,
+        reduce_dtype: torch.dtype = torch.float32,
+        impl: Implementation = "torch",
     ):
-        super().__init__(layout, device, shards_only=False, impl=impl)
+        super().__init__(layout, device, shards_only=False, reduce_dtype=reduce_dtype, impl=impl)
         self._main_grads = make_main_grads(layout, self.flat, self._note_addition)
         self._overlap = overlap
         self._phase = _Phase.ADDING
@@ -123,8 +129,14 @@ class Gradients(ReducedGradients):
         bucket = self.layout.buckets[len(self._started)]
         for main_grad in self._main_grads[bucket.first_param : bucket.end_param]:
             main_grad.zero_if_stale()  # a parameter that no micro-batch has used
-        reduce = comm.reduce_scatter_shard_async if self.layout.sharded else comm.all_reduce_async
-        self._started.append(reduce(self.flat[bucket.start : bucket.stop], self.layout.axis(bucket)))
+        whole = self.flat[bucket.start : bucket.stop]
+        if self.layout.sharded:
+            # The reduction of the step before has left anything outside this rank's shard.
+            for slot in self.layout.slots[bucket.first_param : bucket.end_param]:
+                zero_padding(self.flat, slot, 0)
+            self._started.append(self._start_reduce_scatter(whole, bucket))
+        else:
+            self._started.append(comm.all_reduce_async(whole, self.layout.axis(bucket)))
 
 
 class _Progress:

@@ -12,7 +12,8 @@ from megapar_kernels.adamw import FlatRanges
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 
-from megapar.data_parallel.buckets import Range, intersect
+from megapar import comm
+from megapar.data_parallel.buckets import Bucket, Range, intersect
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.partial_sums import partial_sums
 from megapar.data_parallel.placement import Placement
@@ -80,10 +81,21 @@ class ReducedGradients(ABC):
         zero()      at the start of a step              gradients count as zero
         begin()     right before the last backward      may start reductions
         finish()    after the last backward             `flat` holds the gradient of the global batch in the shards
+
+    With the `reduce_dtype` bf16, ranks send each other gradients that are rounded to it.
     """
 
-    def __init__(self, layout: FlatLayout, device: torch.device, *, shards_only: bool, impl: Implementation = "torch"):
+    def __init__(
+        self,
+        layout: FlatLayout,
+        device: torch.device,
+        *,
+        shards_only: bool,
+        reduce_dtype: torch.dtype = torch.float32,
+        impl: Implementation = "torch",
+    ):
         self.layout = layout
+        self.reduce_dtype = reduce_dtype
         self.whole = Peak()
         self.placement = Placement(layout, shards_only=shards_only)
         self.flat = torch.zeros(self.placement.numel, dtype=torch.float32, device=device)
@@ -125,6 +137,16 @@ class ReducedGradients(ABC):
         if reduced:
             ranges = self.layout.shards()
         return slots_not_finite(self.flat, self.placement, self.layout, ranges)
+
+    def _start_reduce_scatter(self, whole: Tensor, bucket: Bucket) -> comm.Pending:
+        """Start to sum `whole`, the gradients of a bucket with their padding, in place over the bucket's axis.
+
+        After `wait`, the shard of this rank holds its sum. The rest of `whole` is undefined.
+        """
+        axis = self.layout.axis(bucket)
+        if self.reduce_dtype == torch.bfloat16:
+            return comm.reduce_scatter_shard_in_bf16_async(whole, axis)
+        return comm.reduce_scatter_shard_async(whole, axis)
 
     def _add_partial_sums(self) -> None:
         """Call it after the reductions, which change the same elements."""

@@ -12,7 +12,7 @@ from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 
 from megapar import comm
-from megapar.data_parallel.accumulate import MainGradView, attach, view_of_slot
+from megapar.data_parallel.accumulate import MainGradView, attach, view_of_slot, zero_padding
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.random import fill
@@ -96,8 +96,15 @@ class UnitGradients(ReducedGradients):
     `add` adds the sum to this rank's shard. The first sum of a step overwrites the shard.
     """
 
-    def __init__(self, layout: FlatLayout, device: torch.device, *, impl: Implementation = "torch"):
-        super().__init__(layout, device, shards_only=True, impl=impl)
+    def __init__(
+        self,
+        layout: FlatLayout,
+        device: torch.device,
+        *,
+        reduce_dtype: torch.dtype = torch.float32,
+        impl: Implementation = "torch",
+    ):
+        super().__init__(layout, device, shards_only=True, reduce_dtype=reduce_dtype, impl=impl)
         self._device = device
         self._shards = [self.part(*layout.shard(bucket)) for bucket in layout.buckets]
         self._main_grads: list[MainGradView] = []
@@ -138,7 +145,7 @@ class UnitGradients(ReducedGradients):
             main_grad = self._main_grads[index]
             main_grad.tensor = view_of_slot(whole, slot, bucket.start)
             main_grad.is_stale = True  # the first gradient overwrites what the memory held before
-            whole[slot.stop - bucket.start : slot.end - bucket.start].zero_()  # padding counts in sums and norms
+            zero_padding(whole, slot, bucket.start)
 
     def reduce(self, unit: int) -> None:
         """Start to sum the gradient of a unit over all ranks."""
@@ -147,7 +154,7 @@ class UnitGradients(ReducedGradients):
             main_grad.zero_if_stale()  # no gradient, such as that of experts without tokens
             # No later gradient may be added: the memory is read until the sum has arrived, and then freed.
             main_grad.tensor = main_grad.tensor.new_empty(0)
-        self._travelling[unit] = comm.reduce_scatter_shard_async(self._collected[unit], self.layout.axis(bucket))
+        self._travelling[unit] = self._start_reduce_scatter(self._collected[unit], bucket)
 
     def add(self, unit: int) -> None:
         """Wait for the sum of a unit's gradient, add it to this rank's shard, and free the memory."""

@@ -30,7 +30,7 @@ from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event, of
 from megapar.pipeline.sharding_plan import UnitAction, Units
 from megapar.pipeline.zero_bubble import Memory
-from megapar.precision import LossScale
+from megapar.precision import LossScale, model_dtype
 from megapar.random import initialize
 from megapar.train import checkpoints, not_finite
 from megapar.train.data import TEST
@@ -77,10 +77,12 @@ def assemble(
         if options.overlap_param_gather:
             weights.wait_under_forward(stages.values())
     grads: ReducedGradients
+    reduce_dtype = model_dtype(options.grad_reduce_dtype)
     if stage >= 2:
-        grads = UnitGradients(layout, ctx.device, impl=kernels.adamw)
+        grads = UnitGradients(layout, ctx.device, reduce_dtype=reduce_dtype, impl=kernels.adamw)
     else:
-        grads = Gradients(layout, ctx.device, overlap=options.overlap_grad_reduce, impl=kernels.adamw)
+        overlap = options.overlap_grad_reduce
+        grads = Gradients(layout, ctx.device, overlap=overlap, reduce_dtype=reduce_dtype, impl=kernels.adamw)
     fine_stages = next((stage.fine_stages for stage in stages.values()), ())
     parallel = config.parallel
     units = make_units(stages, weights, grads, overlap=options.overlap_grad_reduce)

@@ -1,7 +1,8 @@
 """Builds this rank's pipeline stages from a configuration, and counts a model's parameters and FLOPs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 import torch
 
@@ -94,23 +95,24 @@ def stage_layers(config: Config) -> list[range]:
 
     The cost is in FLOPs per token. Head and loss count on the last stage. The embedding's lookup is nearly free.
     """
-    model = config.model
     parallel = config.parallel
     num_stages = parallel.pp * parallel.vpp
     if parallel.partition:
-        return explicit(parallel.partition, model.num_hidden_layers, num_stages)
-    scores = config.train.seq_length * model.num_attention_heads * model.head_dim
+        return explicit(parallel.partition, config.model.num_hidden_layers, num_stages)
+    return list(_balanced_by_flops(config.model, config.train.seq_length, num_stages))
+
+
+# A dry run asks for each rank.
+@lru_cache(maxsize=16)
+def _balanced_by_flops(model: ModelConfig, seq_length: int, num_stages: int) -> Sequence[range]:
+    """The layers of each stage, balanced by the FLOPs per token."""
+    scores = seq_length * model.num_attention_heads * model.head_dim
     layers = [float(scores)] * model.num_hidden_layers
     for name, (piece, spec) in declarations(model).items():
         layer = _depth(name, model.num_hidden_layers)
         if 0 <= layer < model.num_hidden_layers:
             layers[layer] += float(torch.Size(piece.shape).numel() * spec.token_share)
-    return balanced(config, layers, float(model.hidden_size), float(model.vocab_size * model.hidden_size))
-
-
-def balanced(config: Config, layers: Sequence[float], first: float, last: float) -> list[range]:
-    """The layers of each stage, balanced by the costs of each layer, of the embedding, and of norm, head and loss."""
-    return partition(layers, first, last, config.parallel.pp * config.parallel.vpp)
+    return partition(layers, float(model.hidden_size), float(model.vocab_size * model.hidden_size), num_stages)
 
 
 def _whole_model(model: ModelConfig) -> Stage:
@@ -120,7 +122,9 @@ def _whole_model(model: ModelConfig) -> Stage:
     return find(model.family).stage(blueprint, range(model.num_hidden_layers), first=True, last=True)
 
 
-def declarations(model: ModelConfig) -> dict[str, tuple[Piece, ParamSpec]]:
+# Every count of a model asks for it, and a model of many layers takes a while to build.
+@lru_cache(maxsize=16)
+def declarations(model: ModelConfig) -> Mapping[str, tuple[Piece, ParamSpec]]:
     """Every logical tensor of the model by name, and the declaration of its parameter. A tied embedding is listed once.
 
     A fused parameter declares several tensors.

@@ -22,8 +22,9 @@ LAYOUTS = {
     "tp2": (*TWO, "--parallel.tp", "2"),
     "pp2": (*TWO, "--parallel.pp", "2"),
     "tp2pp2": FOUR,
+    "zero3": (*TWO, "--optimizer.zero_stage", "3"),
 }
-RANKS = {"one": 1, "dp2": 2, "tp2": 2, "pp2": 2, "tp2pp2": 4}
+RANKS = {"one": 1, "dp2": 2, "tp2": 2, "pp2": 2, "tp2pp2": 4, "zero3": 2}
 LONG = ("--train.steps", "100000")
 SPEED = ("step_seconds", "data_seconds", "tokens_per_second", "tflops_per_device", "mfu", "peak_memory_bytes")
 

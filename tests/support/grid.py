@@ -132,6 +132,7 @@ class Layout:
     every: int = 1
     zero_stage: int = 1
     shard_ranks: int = 0
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     micro_batch_size: int = 1
     partition: tuple[int, ...] = ()
     order: str = "tp-cp-dp-pp"
@@ -177,6 +178,7 @@ class Layout:
             eps=1e-2,
             zero_stage=self.zero_stage,
             shard_ranks=self.shard_ranks,
+            grad_reduce_dtype=self.grad_reduce_dtype,
             clip_grad=0.5,
             bucket_mb=0.0 if self.zero_stage >= 2 else 1 / 64,
             overlap_grad_reduce=self.overlap,

@@ -101,6 +101,7 @@ class Variant:
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     parallel: ParallelConfig | None = None
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ LAYOUTS: dict[str, Layout] = {
         (
             ("megapar", Variant()),
             ("megapar, zero_stage 0", WITHOUT_ZERO),
+            ("megapar, zero_stage 1, gradients sent in bf16", Variant(grad_reduce_dtype="bf16")),
             ("megapar, zero_stage 2", Variant(zero_stage=2)),
             ("megapar, zero_stage 3", Variant(zero_stage=3)),
             ("megapar, zero_stage 3, breadth", Variant(3, ParallelConfig(dp=2, schedule="breadth"))),

@@ -157,6 +157,7 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
     # At 1e-3 from the first step on, routers send nearly all tokens to the same experts after three steps. Then the
     # layouts of mixtures would measure nothing but that.
     lr = 1e-4 if layout.experts else 1e-3
+    optimizer = OptimizerConfig(lr=lr, schedule="constant", zero_stage=variant.zero_stage)
     config = Config(
         model=ModelConfig(
             family="mixtral" if layout.experts else "llama",
@@ -174,7 +175,7 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
             micro_batch_size=options.micro_batch_size,
             seq_length=options.seq_length,
         ),
-        optimizer=OptimizerConfig(lr=lr, schedule="constant", zero_stage=variant.zero_stage),
+        optimizer=replace(optimizer, grad_reduce_dtype=variant.grad_reduce_dtype),
     )
     stages = tuple(len(layers) for layers in stage_layers(validate(config, layout.world)))
     return validate(replace(config, parallel=replace(config.parallel, partition=stages)), layout.world)

@@ -175,6 +175,7 @@ def data_parallel(config: Config, pp_rank: int) -> int:
 def gradients_and_weights(config: Config, pp_rank: int) -> int:
     """Gradients are all-reduced (zero_stage 0), or reduce-scattered and the new weights gathered, in fp32.
 
+    With grad_reduce_dtype bf16 gradients are reduced in half the bytes.
     With zero_stage 2 and 3 gradients are reduce-scattered in every backward, and with 3 weights are gathered for every
     forward and backward, and not after the update. A unit that the next action uses too stays: the head between a
     forward and its backward, the embedding between a backward and the next forward. With schedule breadth all
@@ -183,16 +184,17 @@ def gradients_and_weights(config: Config, pp_rank: int) -> int:
     dp = config.parallel.dp * config.parallel.cp
     weights = 4 * local_parameters(config, pp_rank)
     half = _all_reduce(weights, dp) // 2  # a gather or a reduce-scatter of all of them
+    reduction = half // 2 if config.optimizer.grad_reduce_dtype == "bf16" else half
     stage = config.optimizer.zero_stage
     if stage < 2:
-        return 2 * half
+        return half + reduction
     rounds = 1 if config.parallel.schedule == "breadth" else micro_batches(config)
     if stage == 2:
-        return rounds * half + half
+        return rounds * reduction + half
     embedding = 4 * config.model.vocab_size * config.model.hidden_size
     head = embedding + 4 * config.model.hidden_size  # with its norm
     kept = rounds * _all_reduce(head, dp) // 2 + (rounds - 1) * _all_reduce(embedding, dp) // 2
-    return rounds * half + 2 * rounds * half - kept
+    return rounds * reduction + 2 * rounds * half - kept
 
 
 def experts_of_rank(config: Config, rank: int) -> range:
