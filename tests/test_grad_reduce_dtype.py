@@ -46,7 +46,9 @@ def train(layout: Layout, reduce: Reduce | None) -> dict[str, Any]:
         steps = []
         for step in range(STEPS):
             result = train_step(state, micro_batches(state.config, state.ctx, step))
+            left = state.grads.flat.clone()
             steps.append((result.grad_norm, held_gradients(state), held_weights(state)))
+            state.grads.flat.copy_(left)  # the next step must cope with what the reduction has left beside the shard
     return {"steps": steps, "sent": state.ctx.grad.shards.traffic.sent.get("reduce_scatter", 0)}
 
 
