@@ -154,9 +154,9 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
     if layout.experts and options.num_experts % 2:
         raise ConfigError(f"--num_experts {options.num_experts} must be even: two ranks hold as many experts each")
     mlp = hidden * 11 // 4
-    # At 1e-3 from the first step on, routers send nearly all tokens to the same experts after three steps. Then the
-    # layouts of mixtures would measure nothing but that.
-    lr = 1e-4 if layout.experts else 1e-3
+    # Nothing balances the experts here (`make_mixture`). At higher rates routers learn within a few steps to send most
+    # tokens to the same experts, which a loss prevents in practice. Then the layouts would measure little but that.
+    lr = 1e-5 if layout.experts else 1e-3
     optimizer = OptimizerConfig(lr=lr, schedule="constant", zero_stage=variant.zero_stage)
     config = Config(
         model=ModelConfig(
