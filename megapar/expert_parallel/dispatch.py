@@ -166,7 +166,7 @@ def combine(rows: Tensor, weights_tk: Tensor, plan: Dispatch) -> Tensor:
     rows = _reorder(rows, plan.place, plan.order)
     rows = _sum_rows(rows, plan.brought_rows, plan.etp)
     rows = exchange_rows(rows, plan.received_rows, plan.sent_rows, plan.ep)
-    return _WeightedSum.apply(rows, weights_tk, plan.row_of_choice)
+    return _WeightedSum.apply(rows, weights_tk, plan.token_of_row, plan.row_of_choice)
 
 
 def _gather_rows(rows: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor:
@@ -200,8 +200,9 @@ class _CopyRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (row_of_choice,) = ctx.saved_tensors
         # Not index_add, which sums in any order on a GPU: a token's gradients are summed in the order of its choices.
-        total = grad.new_zeros(row_of_choice.shape[0], grad.shape[1], dtype=_sum_dtype(grad))
-        for rows in row_of_choice.unbind(1):
+        first, *others = row_of_choice.unbind(1)
+        total = grad.index_select(0, first).to(_sum_dtype(grad))
+        for rows in others:
             total += grad.index_select(0, rows)
         return total.to(grad.dtype), None, None
 
@@ -210,24 +211,31 @@ class _WeightedSum(torch.autograd.Function):
     """The sum of each token's rows, multiplied by the weights of its choices: [t, h] from [t k, h] sorted by expert."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights_tk: Tensor, row_of_choice: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights_tk, row_of_choice)
-        total = rows.new_zeros(weights_tk.shape[0], rows.shape[1], dtype=_sum_dtype(rows))
-        for choice, weight in zip(row_of_choice.unbind(1), weights_tk.unbind(1), strict=True):
-            total += rows.index_select(0, choice) * weight[:, None]
+    def forward(ctx: Any, rows: Tensor, weights_tk: Tensor, token_of_row: Tensor, row_of_choice: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights_tk, token_of_row, row_of_choice)
+        columns = weights_tk.to(_sum_dtype(rows)).split(1, dim=1)
+        first, *others = zip(row_of_choice.unbind(1), columns, strict=True)
+        choice, weight = first
+        total = rows.index_select(0, choice) * weight
+        for choice, weight in others:
+            total.addcmul_(rows.index_select(0, choice), weight)
         return total.to(rows.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows, weights_tk, row_of_choice = ctx.saved_tensors
-        grad_rows = torch.empty_like(rows)  # each row is the choice of one token, so all of it is written
-        grad_weights = torch.empty_like(weights_tk)
-        grad = grad.to(_sum_dtype(grad))
-        for number, choice in enumerate(row_of_choice.unbind(1)):
-            grad_weights[:, number] = (rows.index_select(0, choice) * grad).sum(-1)
-            grad_rows.index_copy_(0, choice, (grad * weights_tk[:, number, None]).to(rows.dtype))
-        return grad_rows, grad_weights, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows, weights_tk, token_of_row, row_of_choice = ctx.saved_tensors
+        grad_rows = torch.empty_like(rows)
+        weight_of_row = weights_tk.new_empty(rows.shape[0], 1)
+        weight_of_row.index_copy_(0, row_of_choice.view(-1), weights_tk.reshape(-1, 1))
+        grad_of_weight = torch.empty_like(weight_of_row)
+        # As many rows at a time as there are tokens: all of them would take k times the memory, in fp32.
+        parts = (x.split(len(grad)) for x in (token_of_row, rows, weight_of_row, grad_rows, grad_of_weight))
+        for tokens, part, weight, grad_part, grad_weight in zip(*parts, strict=True):
+            grad_sum = grad.index_select(0, tokens).to(_sum_dtype(grad))
+            grad_weight.copy_((part * grad_sum).sum(-1, keepdim=True))
+            grad_part.copy_(grad_sum * weight)
+        return grad_rows, grad_of_weight[row_of_choice, 0], None, None
 
 
 class _Reorder(torch.autograd.Function):
