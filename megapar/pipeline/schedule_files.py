@@ -1,4 +1,4 @@
-"""Schedules in files: our own text, as `show` prints it, and the CSV files of torch.distributed.pipelining."""
+"""Reads schedules from files: text as `actions.show` prints it, and the CSV files of torch.distributed.pipelining."""
 
 import csv
 import re
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 from megapar.errors import ConfigError
 from megapar.messages import counted, first_few, listed
@@ -15,14 +15,17 @@ from megapar.pipeline.lowering import refuse_circles
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _FUSED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-# What torch's schedules hold beside computation, and why it can be left out: transfers are inserted by lowering, and
-# weights are gathered, released and reduced by ZeRO, whatever the schedule.
+# Actions of torch's schedules that compute nothing. They are left out, because `lowering` inserts the transfers, and
+# `sharding_plan` inserts the gathers of weights and the reductions of gradients.
 _LEFT_OUT = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F\d+|RECV_F\d+|SEND_B\d+|RECV_B\d+)")
 
 
 @dataclass(frozen=True)
 class ScheduleFile:
-    """The schedule that a file holds, for `num_microbatches` micro-batches and, by leaving out, for fewer."""
+    """The schedule that a file holds, for up to `num_microbatches` micro-batches.
+
+    `orders` are the actions of each rank, and `place` is the rank of each stage.
+    """
 
     path: str
     orders: Orders
@@ -31,9 +34,9 @@ class ScheduleFile:
 
     def place_for(self, pp: int, vpp: int) -> list[int]:
         """The rank of each stage. Raises ConfigError if the file is not for pp ranks with vpp stages each."""
-        if len(self.orders) != pp or len(self.place) != pp * vpp:
-            ranks = len(self.orders)
-            stages = len(self.place)
+        ranks = len(self.orders)
+        stages = len(self.place)
+        if ranks != pp or stages != pp * vpp:
             raise ConfigError(
                 f"parallel.schedule={self.path}: is for {counted(ranks, 'rank')} and {counted(stages, 'stage')}, not "
                 f"for parallel.pp={pp} and parallel.vpp={vpp}; use parallel.pp {ranks} and parallel.vpp "
@@ -42,8 +45,11 @@ class ScheduleFile:
         return self.place
 
     def orders_for(self, pp: int, vpp: int, num_microbatches: int) -> Orders:
-        """The actions of the first `num_microbatches` micro-batches. Raises ConfigError if the file has fewer."""
-        self.place_for(pp, vpp)
+        """The actions of each rank, for the first `num_microbatches` micro-batches.
+
+        Raises ConfigError if the file has fewer, or if it is not for pp ranks with vpp stages each.
+        """
+        self.place_for(pp, vpp)  # raises if the file is for other sizes
         if num_microbatches > self.num_microbatches:
             raise ConfigError(
                 f"parallel.schedule={self.path}: holds {counted(self.num_microbatches, 'micro-batch', 'micro-batches')}"
@@ -55,12 +61,15 @@ class ScheduleFile:
 
 
 def is_file(name: str) -> bool:
-    """Whether parallel.schedule names a file. Decided by the name alone, so that all machines decide alike."""
+    """Whether `name`, the value of parallel.schedule, names a file.
+
+    Only the name decides, not whether the file exists, so that all machines decide alike.
+    """
     return "/" in name or name.endswith((".txt", ".csv"))
 
 
 def read(path: str) -> ScheduleFile:
-    """Read a schedule and check that it can run. Raises ConfigError that says in one line what is wrong, and where."""
+    """Read a schedule and check that it can run. Raises ConfigError if it cannot be read or cannot run."""
     where = f"parallel.schedule={path}"
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -81,17 +90,23 @@ def read(path: str) -> ScheduleFile:
 
 
 def parse(text: str) -> Orders:
-    """The orders in a text: lines such as `rank 0: 0F0 0F1 0B0`, or a CSV row of such words for each rank.
+    """The orders in a text: a line such as `rank 0: 0F0 0F1 0B0` for each rank, or a CSV row of actions for each rank.
 
-    Lines that are empty or begin with # are comments. The two actions in a pair such as `(0F1;3B0)OVERLAP_F_B` run one
-    after the other. Words of torch's for transfers and for sharded weights are left out. Raises ValueError for others.
+    Lines that are empty or begin with # are left out, and so are torch's actions for transfers and for sharded weights.
+    The two actions of a pair such as `(0F1;3B0)OVERLAP_F_B` become one action after the other. Raises ValueError if the
+    text holds anything else.
     """
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    lines = []
+    for line in text.splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            lines.append(line)
     if not lines:
         raise ValueError("holds no schedule: a line for each rank is needed, such as rank 0: 0F0 0B0")
-    if not lines[0].lstrip().startswith("rank"):
-        return [list(_actions(row, f"row {rank}")) for rank, row in enumerate(csv.reader(lines))]
     orders = []
+    if not lines[0].lstrip().startswith("rank"):
+        for rank, row in enumerate(csv.reader(lines)):
+            orders.append(list(_actions(row, f"row {rank}")))
+        return orders
     for rank, line in enumerate(lines):
         label, colon, words = line.partition(":")
         if not colon or label.split() != ["rank", str(rank)]:
@@ -101,36 +116,45 @@ def parse(text: str) -> Orders:
 
 
 def _actions(words: Sequence[str], where: str) -> Iterator[Action]:
-    for word in map(str.strip, words):
-        fused = _FUSED.fullmatch(word)
+    """Yield the actions of one rank. `where` names its line or row in the error."""
+    for word in words:
+        fused = _FUSED.fullmatch(word.strip())
         parts = fused[1].split(";") if fused else [word]
-        for part in map(str.strip, parts):
-            found = _ACTION.fullmatch(part)
+        for part in parts:
+            text = part.strip()
+            found = _ACTION.fullmatch(text)
             if found:
-                yield Action(cast(Kind, found[2]), int(found[1]), int(found[3]))
-            elif part and not _LEFT_OUT.fullmatch(part):
+                stage, kind, microbatch = found.groups()
+                yield Action(cast(Kind, kind), int(stage), int(microbatch))
+            elif text and not _LEFT_OUT.fullmatch(text):  # a CSV file may have empty cells
                 raise ValueError(
-                    f"{where}: {part!r} is no action; actions are a stage, one of F, B, I and W, and a micro-batch, "
+                    f"{where}: {text!r} is no action; actions are a stage, one of F, B, I and W, and a micro-batch, "
                     "such as 3F7"
                 )
 
 
 def _place(orders: Orders) -> list[int]:
-    """The rank of each stage. Raises ValueError for a stage on two ranks, and if ranks differ in numbers of stages."""
-    ranks: dict[int, set[int]] = {}
+    """The rank of each stage.
+
+    Raises ValueError if a stage is on no rank or on several, and if ranks have different numbers of stages.
+    """
+    ranks_of: dict[int, set[int]] = {}
     for rank, order in enumerate(orders):
         for action in order:
-            ranks.setdefault(action.stage, set()).add(rank)
-    for stage, homes in sorted(ranks.items()):
-        if len(homes) > 1:
-            raise ValueError(f"stage {stage} is on ranks {listed(sorted(homes)).replace(' or ', ' and ')}")
-    missing = sorted(set(range(max(ranks, default=0) + 1)) - ranks.keys())
-    if missing:
-        raise ValueError(f"no rank has stage {missing[0]}")
-    place = [min(ranks[stage]) for stage in range(len(ranks))]
-    counts = [place.count(rank) for rank in range(len(orders))]
-    if len(set(counts)) > 1:
-        raise ValueError(f"each rank needs as many stages as the others, but they have {', '.join(map(str, counts))}")
+            ranks_of.setdefault(action.stage, set()).add(rank)
+    for stage, ranks in sorted(ranks_of.items()):
+        if len(ranks) > 1:
+            # `listed` writes "0, 1 or 2". The stage is on all of these ranks.
+            raise ValueError(f"stage {stage} is on ranks {listed(sorted(ranks)).replace(' or ', ' and ')}")
+    last_stage = max(ranks_of, default=0)
+    for stage in range(last_stage + 1):
+        if stage not in ranks_of:
+            raise ValueError(f"no rank has stage {stage}")
+    place = [min(ranks_of[stage]) for stage in range(last_stage + 1)]
+    stages_on_rank = [place.count(rank) for rank in range(len(orders))]
+    if len(set(stages_on_rank)) > 1:
+        numbers = ", ".join(map(str, stages_on_rank))
+        raise ValueError(f"each rank needs as many stages as the others, but they have {numbers}")
     return place
 
 
@@ -140,16 +164,24 @@ def _check_complete(orders: Orders, place: Sequence[int], num_microbatches: int)
     problems = [f"{action} stands {count} times" for action, count in counts.items() if count > 1]
     for stage in range(len(place)):
         for microbatch in range(num_microbatches):
-            f, b, i, w = (Action(kind, stage, microbatch) in counts for kind in ("F", "B", "I", "W"))
-            if not f:
-                problems.append(f"{stage}F{microbatch} is missing")
-            if b and (i or w):
-                problems.append(f"{stage}B{microbatch} stands beside {stage}{'I' if i else 'W'}{microbatch}")
-            elif w and not i:
-                problems.append(f"{stage}W{microbatch} has no {stage}I{microbatch}")
-            elif i and not w:
-                problems.append(f"{stage}I{microbatch} has no {stage}W{microbatch}")
-            elif not (b or i):
-                problems.append(f"{stage}B{microbatch} is missing")
+            kinds = [kind for kind in get_args(Kind) if Action(kind, stage, microbatch) in counts]
+            problems += _problems(stage, microbatch, kinds)
     if problems:
         raise ValueError(first_few(problems, 3))
+
+
+def _problems(stage: int, microbatch: int, kinds: Sequence[Kind]) -> Iterator[str]:
+    """Yield what is wrong with the actions of one micro-batch in one stage, given the kinds that exist."""
+    if "F" not in kinds:
+        yield f"{stage}F{microbatch} is missing"
+    halves = [kind for kind in ("I", "W") if kind in kinds]
+    if "B" in kinds:
+        # A backward is either one B, or an I and a W.
+        if halves:
+            yield f"{stage}B{microbatch} stands beside {stage}{halves[0]}{microbatch}"
+    elif halves == ["W"]:
+        yield f"{stage}W{microbatch} has no {stage}I{microbatch}"
+    elif halves == ["I"]:
+        yield f"{stage}I{microbatch} has no {stage}W{microbatch}"
+    elif not halves:
+        yield f"{stage}B{microbatch} is missing"

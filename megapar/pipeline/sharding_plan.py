@@ -1,33 +1,37 @@
-"""Inserts into a rank's plan when weights are gathered and released, and when gradients are reduced (ZeRO-2 and 3).
+"""Inserts the gathers of weights and the reductions of gradients into a rank's plan (ZeRO-2 and 3, arXiv 1910.02054).
 
 A unit is a set of parameters whose weights are gathered, and whose gradients are reduced, in one collective. A stage
-here is a fine stage (see `megapar.pipeline.refine`). With ZeRO-3 (arXiv 1910.02054) a plan holds, for each unit,
+here is a fine stage (see `megapar.pipeline.refine`).
 
-    gather   start to gather its weights from all ranks, while the action before the unit's use runs
-    wait     wait for them, right before the use
-    release  free their memory, right after the use, unless the next action uses the unit again
+With ZeRO-3 these actions are inserted for each unit:
 
-and with ZeRO-2 and 3
+    gather   starts to gather its weights from all ranks, while the action before the unit's use runs
+    wait     waits for the weights, right before the use
+    release  frees the memory of the weights, right after the use, unless the next action uses the unit again
 
-    open     allocate memory for its gradient, right before the first action that adds to it
-    reduce   start to sum its gradient over all ranks, unless the next action that adds gradients adds to it again
-    add      wait for the sum, add it to this rank's shard, and free the memory
+With ZeRO-2 and 3 these actions are inserted for each unit:
 
-As the plan says it all, nothing hooks into modules or into autograd, and memory and traffic can be told from the plan.
+    open     allocates memory for its gradient, right before the first action that adds to it
+    reduce   starts to sum its gradient over all ranks, unless the next action that adds gradients adds to it again
+    add      waits for the sum, adds it to this rank's shard, and frees the memory
+
+So nothing hooks into modules or into autograd, and memory and traffic can be computed from the plan.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from megapar.pipeline.actions import Action
 from megapar.pipeline.lowering import MessageBatch
-from megapar.pipeline.schedules import Action
+
+UnitKind = Literal["gather", "wait", "release", "open", "reduce", "add"]
 
 
 class UnitAction(NamedTuple):
-    """What is done with a unit: see the module."""
+    """An action of a unit. The docstring of the module says what each kind does."""
 
-    kind: Literal["gather", "wait", "release", "open", "reduce", "add"]
+    kind: UnitKind
     unit: int
 
     def __str__(self) -> str:
@@ -39,10 +43,11 @@ Item = Action | MessageBatch | UnitAction
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a rank, and what runs their actions.
+    """The units of a rank, and the function `run` that executes their actions.
 
-    `of_stage` has the units that each fine stage of this rank uses. `gathers` is True if weights are sharded (ZeRO-3).
-    Without `overlap` each reduction is waited for at once. `add_in_i` are the stages that add gradients in I, too.
+    `of_stage[stage]` are the units that a fine stage of this rank uses. `gathers` is True if weights are sharded
+    (ZeRO-3). Without `overlap` a rank waits for each reduction right after its start. `add_in_i` are the fine stages
+    whose I adds gradients too. Elsewhere only B and W do.
     """
 
     of_stage: Mapping[int, Sequence[int]]
@@ -53,120 +58,141 @@ class Units:
 
 
 class _Insertions:
-    """Items to be inserted right before or after the items of a plan, by their index."""
+    """Unit actions to insert into a plan: `before[i]` and `after[i]` go right before and right after the item `i`."""
 
     def __init__(self, plan: Sequence[Item]):
         self._plan = plan
         self.before: list[list[UnitAction]] = [[] for _ in plan]
         self.after: list[list[UnitAction]] = [[] for _ in plan]
 
-    def applied(self) -> list[Item]:
+    def apply(self) -> list[Item]:
+        """The plan with the insertions."""
         result: list[Item] = []
         for item, before, after in zip(self._plan, self.before, self.after, strict=True):
             result += [*before, item, *after]
         return result
 
 
-def insert_unit_actions(plan: Sequence[Item], units: Units, runs_of: Mapping[int, int] | None = None) -> list[Item]:
-    """The plan of a rank with the actions of its units. A plan without backwards reduces nothing.
+def insert_unit_actions(plan: Sequence[Item], units: Units, stage_of: Mapping[int, int] | None = None) -> list[Item]:
+    """The plan of a rank with the actions of its units. A plan without backwards gets no reductions.
 
-    `runs_of` maps each fine stage to its stage. If it is given, units stay from one action to another of the same run:
-    actions of one kind on one stage that follow each other. It takes the memory of a whole stage, and makes the traffic
-    independent of the number of micro-batches.
+    `stage_of` maps each fine stage to its stage. If it is given, a unit stays in memory during a run: consecutive
+    actions of one kind on one stage. This takes the memory of a whole stage, and makes the traffic independent of the
+    number of micro-batches.
     """
     insertions = _Insertions(plan)
-    # Releases come before reductions, which may allocate memory.
+    # Gathers are inserted first, so that after an action releases come before reductions, which may allocate memory.
     if units.gathers:
-        _insert_gathers(plan, units, runs_of or {}, insertions)
-    _insert_reductions(plan, units, runs_of or {}, insertions)
-    return insertions.applied()
+        _insert_gathers(plan, units, stage_of, insertions)
+    _insert_reductions(plan, units, stage_of, insertions)
+    return insertions.apply()
 
 
 class _Use(NamedTuple):
-    """An action that uses units: its place in the plan, its units, those of the next such action, and those to keep.
+    """An action that uses units.
 
-    Units to keep are those of the next action, and of later ones of the same run.
+    `position` is its index in the plan, and `units` are its units. `next_units` are those of the next such action.
+    `kept` are the units that stay in memory after it: `next_units`, and those of all later actions of the same run.
     """
 
-    place: int
+    position: int
     units: set[int]
     next_units: set[int]
     kept: set[int]
 
 
 def _uses(
-    plan: Sequence[Item], units: Units, counts: Callable[[Action], bool], runs_of: Mapping[int, int]
+    plan: Sequence[Item], units: Units, uses_units: Callable[[Action], bool], stage_of: Mapping[int, int] | None
 ) -> list[_Use]:
-    """The use of each action that `counts`. `runs_of` is as in `insert_unit_actions`."""
-    actions = [(place, item) for place, item in enumerate(plan) if isinstance(item, Action) and counts(item)]
+    """The uses of the plan, in order: its actions for which `uses_units` is true."""
     uses: list[_Use] = []
-    later: Action | None = None
-    for place, action in reversed(actions):
+    next_action: Action | None = None
+    # From the end, because each use needs to know what is used after it.
+    for index, action in reversed(list(enumerate(plan))):
+        if not isinstance(action, Action) or not uses_units(action):
+            continue
         next_units: set[int] = set()
         kept: set[int] = set()
-        if later is not None:
+        if next_action is not None:
             next_units = uses[-1].units
             kept = next_units
-            if runs_of and action.kind == later.kind and runs_of[action.stage] == runs_of[later.stage]:
+            if stage_of and _are_one_run(action, next_action, stage_of):
                 kept = kept | uses[-1].kept
-        uses.append(_Use(place, set(units.of_stage[action.stage]), next_units, kept))
-        later = action
-    return uses[::-1]
+        uses.append(_Use(index, set(units.of_stage[action.stage]), next_units, kept))
+        next_action = action
+    uses.reverse()
+    return uses
 
 
-def _insert_gathers(plan: Sequence[Item], units: Units, runs_of: Mapping[int, int], insertions: _Insertions) -> None:
-    # W reads what its I has kept, and no weights.
-    uses = _uses(plan, units, lambda action: action.kind != "W", runs_of)
-    live: set[int] = set()
-    arriving: set[int] = set()
-    for place, needed, following, kept in uses:
-        before = insertions.before[place]
-        before += [UnitAction("gather", unit) for unit in sorted(needed - live - arriving)]  # the first use of all
-        before += [UnitAction("wait", unit) for unit in sorted(needed - live)]
-        # One unit ahead: the gather runs while this action computes. Further ahead would take memory for another unit.
-        live |= needed
-        arriving = following - live
-        before += [UnitAction("gather", unit) for unit in sorted(arriving)]
-        insertions.after[place] += [UnitAction("release", unit) for unit in sorted(live - kept)]
-        live &= kept
+def _are_one_run(action: Action, next_action: Action, stage_of: Mapping[int, int]) -> bool:
+    """Whether two consecutive actions belong to the same run (see `insert_unit_actions`)."""
+    return action.kind == next_action.kind and stage_of[action.stage] == stage_of[next_action.stage]
 
 
-def _insert_reductions(plan: Sequence[Item], units: Units, runs_of: Mapping[int, int], insertions: _Insertions) -> None:
+def _actions(kind: UnitKind, units: Iterable[int]) -> list[UnitAction]:
+    return [UnitAction(kind, unit) for unit in units]
 
-    def adds(action: Action) -> bool:
+
+def _insert_gathers(
+    plan: Sequence[Item], units: Units, stage_of: Mapping[int, int] | None, insertions: _Insertions
+) -> None:
+    # W needs no weights: it reads the inputs and output gradients that its I has kept.
+    uses = _uses(plan, units, lambda action: action.kind != "W", stage_of)
+    present: set[int] = set()  # units whose weights have arrived
+    arriving: set[int] = set()  # units whose gather has started
+    for use in uses:
+        before = insertions.before[use.position]
+        missing = use.units - present
+        # Only the first use of a plan has units whose gather has not been started by the use before it.
+        before += _actions("gather", sorted(missing - arriving))
+        before += _actions("wait", sorted(missing))
+        present |= use.units
+        # The units of the next use are gathered while this action computes. Those of later uses are not gathered yet,
+        # because that would take more memory.
+        arriving = use.next_units - present
+        before += _actions("gather", sorted(arriving))
+        insertions.after[use.position] += _actions("release", sorted(present - use.kept))
+        present &= use.kept
+
+
+def _insert_reductions(
+    plan: Sequence[Item], units: Units, stage_of: Mapping[int, int] | None, insertions: _Insertions
+) -> None:
+    def adds_gradients(action: Action) -> bool:
         return action.kind in ("B", "W") or (action.kind == "I" and action.stage in units.add_in_i)
 
-    uses = _uses(plan, units, adds, runs_of)
-    opened: set[int] = set()
-    travelling: list[int] = []
-    for place, needed, _, kept in uses:
-        before = insertions.before[place]
-        after = insertions.after[place]
-        # The sum of an earlier action of this unit must leave the memory before another is collected there.
-        before += [UnitAction("add", unit) for unit in travelling if unit in needed]
-        travelling = [unit for unit in travelling if unit not in needed]
-        before += [UnitAction("open", unit) for unit in sorted(needed - opened)]
-        opened |= needed
-        complete = sorted(opened - kept)
-        opened &= kept
+    uses = _uses(plan, units, adds_gradients, stage_of)
+    opened: set[int] = set()  # units whose gradient is being collected
+    travelling: list[int] = []  # units whose sum has started and has not been added to the shard
+    for use in uses:
+        before = insertions.before[use.position]
+        after = insertions.after[use.position]
+        # A unit has memory for one gradient. An earlier sum must leave it before the next gradient is collected there.
+        before += _actions("add", [unit for unit in travelling if unit in use.units])
+        travelling = [unit for unit in travelling if unit not in use.units]
+        before += _actions("open", sorted(use.units - opened))
+        opened |= use.units
+        complete = sorted(opened - use.kept)
+        opened &= use.kept
         if not complete:
             continue
-        # The sums of one action travel while the next one computes. More of them would take more memory.
-        after += [UnitAction("add", unit) for unit in travelling]
-        after += [UnitAction("reduce", unit) for unit in complete]
+        # The sums of one action travel while the next one computes. More sums at a time would take more memory.
+        after += _actions("add", travelling)
+        after += _actions("reduce", complete)
         travelling = complete
         if not units.overlap:
-            after += [UnitAction("add", unit) for unit in travelling]
+            after += _actions("add", travelling)
             travelling = []
     if uses:
-        insertions.after[uses[-1].place] += [UnitAction("add", unit) for unit in travelling]
+        insertions.after[uses[-1].position] += _actions("add", travelling)
 
 
 def first_microbatches(plan: Sequence[Item], number: int) -> list[Item]:
-    """The plan of a replica that has only the first `number` micro-batches of the plan.
+    """The plan of a replica that has only the first `number` micro-batches of `plan`.
 
-    It takes part in all collectives of the plan, because the other replicas wait for it there. A valid order stays
-    valid without all actions of a micro-batch. All ranks of a replica leave out the same.
+    It keeps all unit actions, because the other replicas wait for this one in their collectives. Actions and messages
+    of the other micro-batches are left out. All ranks of a replica leave out the same, so no rank waits for a message
+    that is not sent. A valid order stays valid without all actions of a micro-batch.
     """
     kept: list[Item] = []
     for item in plan:
@@ -180,8 +206,11 @@ def first_microbatches(plan: Sequence[Item], number: int) -> list[Item]:
     return kept
 
 
-def most_live(plan: Sequence[Item], size: Callable[[int], int], allocates: str, frees: str) -> int:
-    """The most that units take at one time, if `allocates` takes the size of a unit and `frees` gives it back."""
+def most_live(plan: Sequence[Item], size: Callable[[int], int], allocates: UnitKind, frees: UnitKind) -> int:
+    """The most that units take at one time during a plan.
+
+    `allocates` is the kind of action that takes `size(unit)`, and `frees` the kind that gives it back.
+    """
     live = 0
     most = 0
     for item in plan:

@@ -1,4 +1,4 @@
-"""Simulates the plans that the runtime executes, without a process, to find out how long they take."""
+"""Simulates how long the plans take that the runtime executes. It needs no process group and no device."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,14 +15,18 @@ class Timeline(NamedTuple):
     events: list[Event]
     makespan: float
     bubble: float
-    """Share of the time of all ranks in which they compute nothing, from 0 to 1."""
+    """The share of the time of all ranks in which they compute nothing, from 0 to 1."""
     peak_live: list[int]
-    """For each rank, the largest number of forwards, over all its stages, that wait for their B or W at one time."""
+    """For each rank, the most forwards, over all its stages, that wait for their B or W at one time."""
 
 
 @dataclass
 class _Batch:
-    """A batch of messages that a rank has posted. `start` is None until the batch may run."""
+    """A batch of messages that a rank has posted at the time `posted`.
+
+    `start` is the time from which the rank's end of the messages is ready. It is None while earlier batches of the rank
+    are not finished.
+    """
 
     messages: MessageBatch
     posted: float
@@ -31,25 +35,29 @@ class _Batch:
 
 @dataclass
 class _Rank:
-    """The state of one rank.
-
-    `at` is its position in the plan. `clock` is its time so far. `batches` are posted and not known to have
-    ended, the oldest first. `free` is when the last batch ended, `sent` when the last batch with sends did. `arrivals`
-    are the times at which inputs of actions arrived.
-    """
+    """The state of one rank."""
 
     plan: Plan
-    at: int = 0
+    next_item: int = 0
+    """The index in the plan of the item that runs next."""
     clock: float = 0.0
+    """The time at which the rank has run all items before that."""
     batches: deque[_Batch] = field(default_factory=deque)
-    free: float = 0.0
-    sent: float = 0.0
+    """The batches that are posted and not finished, the oldest first."""
+    last_batch_end: float = 0.0
+    last_send_end: float = 0.0
+    """When the last batch ended, and when the last batch with sends did, of those that are finished."""
     arrivals: dict[Action, float] = field(default_factory=dict)
+    """By action, the time at which its input arrived."""
 
-    def awaits(self, action: Action) -> bool:
-        return any(t.consumer == action for batch in self.batches for t in batch.messages.receives)
+    @property
+    def finished(self) -> bool:
+        return self.next_item == len(self.plan)
 
-    def sending(self) -> bool:
+    def awaits_input_of(self, action: Action) -> bool:
+        return any(message.consumer == action for batch in self.batches for message in batch.messages.receives)
+
+    def is_sending(self) -> bool:
         return any(batch.messages.sends for batch in self.batches)
 
 
@@ -63,15 +71,27 @@ def simulate(
     """Simulate the plans of all ranks. `transfer` is the cost of a message.
 
     `backward` is the cost of a B. `weights` is the part of it that a W costs, and an I costs the rest. None means half:
-    each matrix product has one product of the same size for the gradient of its input, and one for that of its weight.
+    for each matrix product of a forward, I and W have one product of the same size each.
 
     As in the runtime, a message moves after both ends have posted it, the batches of a rank run one after the other,
-    and a rank with sends in flight waits for them before it posts more. Raises ValueError if the plans deadlock.
+    and a rank with sends in flight waits for them before it posts more sends. Raises ValueError if the plans deadlock.
     """
-    ranks = [_Rank(plan) for plan in plans]
     orders = [[item for item in plan if isinstance(item, Action)] for plan in plans]
     num_stages = 1 + max(action.stage for order in orders for action in order)
     costs = _costs(num_stages, forward, backward, weights)
+    events = _run(plans, costs, transfer)
+    makespan = max(event.end for event in events)
+    busy = sum(event.end - event.start for event in events)
+    bubble = 1 - busy / (makespan * len(plans))
+    # Every forward counts as one, from F to B or W.
+    ones = [1] * num_stages
+    peak_live = [int(peak(order, ones, ones)) for order in orders]
+    return Timeline(events, makespan, bubble, peak_live)
+
+
+def _run(plans: Sequence[Plan], costs: dict[str, list[float]], transfer: float) -> list[Event]:
+    """Run all plans to their end. Raises ValueError if they deadlock."""
+    ranks = [_Rank(plan) for plan in plans]
     starts: dict[Action, list[float]] = {}
     events: list[Event] = []
     # Each round runs every rank as far as it can go. A round in which no rank moves is the end, or a deadlock.
@@ -79,70 +99,69 @@ def simulate(
     while moved:
         moved = False
         for number, rank in enumerate(ranks):
-            while rank.at < len(rank.plan) and _advance(rank, number, costs, events):
+            while not rank.finished and _run_next_item(rank, number, costs, events):
                 moved = True
-            while rank.batches and _settle(rank, starts, transfer):
+            while rank.batches and _start_or_finish_batch(rank, starts, transfer):
                 moved = True
-    stuck = [f"rank {number} at {rank.plan[rank.at]}" for number, rank in enumerate(ranks) if rank.at < len(rank.plan)]
+    stuck = [f"rank {number} at {r.plan[r.next_item]}" for number, r in enumerate(ranks) if not r.finished]
     if stuck:
         raise ValueError(f"plans lock each other up: {'; '.join(stuck)}")
-    makespan = max(event.end for event in events)
-    busy = sum(event.end - event.start for event in events)
-    bubble = 1 - busy / (makespan * len(ranks))
-    ones = [1] * num_stages
-    return Timeline(events, makespan, bubble, [int(peak(order, ones, ones)) for order in orders])
+    return events
 
 
 def _costs(num_stages: int, forward: Cost, backward: Cost, weights: Cost | None) -> dict[str, list[float]]:
-    """The cost of each kind of action, by stage."""
+    """The cost of an action, by its kind and then by its stage."""
 
     def by_stage(cost: Cost) -> list[float]:
         return list(cost) if isinstance(cost, Sequence) else [cost] * num_stages
 
-    whole = by_stage(backward)
-    of_weights = [cost / 2 for cost in whole] if weights is None else by_stage(weights)
-    of_inputs = [cost - part for cost, part in zip(whole, of_weights, strict=True)]
-    return {"F": by_stage(forward), "B": whole, "I": of_inputs, "W": of_weights}
+    of_b = by_stage(backward)
+    of_w = [cost / 2 for cost in of_b] if weights is None else by_stage(weights)
+    of_i = [whole - part for whole, part in zip(of_b, of_w, strict=True)]
+    return {"F": by_stage(forward), "B": of_b, "I": of_i, "W": of_w}
 
 
-def _advance(rank: _Rank, number: int, costs: dict[str, list[float]], events: list[Event]) -> bool:
-    """Run the next item of the rank's plan. Returns False if it cannot run yet."""
-    item = rank.plan[rank.at]
+def _run_next_item(rank: _Rank, number: int, costs: dict[str, list[float]], events: list[Event]) -> bool:
+    """Run the next item of the plan of `rank`, whose number is `number`. Returns False if it cannot run yet."""
+    item = rank.plan[rank.next_item]
     if isinstance(item, MessageBatch):
         if item.sends:
-            if rank.sending():
+            if rank.is_sending():
                 return False
-            # The runtime waits for the sends in flight before it posts more, so this rank's time goes on to their end.
-            rank.clock = max(rank.clock, rank.sent)
+            # The runtime waits for the sends in flight before it posts more, so the rank's time goes on to their end.
+            rank.clock = max(rank.clock, rank.last_send_end)
         rank.batches.append(_Batch(item, rank.clock))
     else:
-        if rank.awaits(item):
+        if rank.awaits_input_of(item):
             return False
         start = max(rank.clock, rank.arrivals.get(item, 0.0))
         rank.clock = start + costs[item.kind][item.stage]
         events.append(Event(number, item, start, rank.clock))
-    rank.at += 1
+    rank.next_item += 1
     return True
 
 
-def _settle(rank: _Rank, starts: dict[Action, list[float]], transfer: float) -> bool:
-    """Start the rank's oldest batch, or end it if the other ends of its messages have started too.
+def _start_or_finish_batch(rank: _Rank, starts: dict[Action, list[float]], transfer: float) -> bool:
+    """Start the oldest batch of `rank`. If it has started, finish it once the other ends of its messages have started.
 
-    Returns False if it can do neither.
+    `starts` has, by the consumer of a message, the starts of its ends. Returns False if the batch must wait.
     """
     batch = rank.batches[0]
-    messages = [t.consumer for t in (*batch.messages.sends, *batch.messages.receives)]
+    consumers = [message.consumer for message in (*batch.messages.sends, *batch.messages.receives)]
     if batch.start is None:
-        batch.start = max(batch.posted, rank.free)
-        for message in messages:
-            starts.setdefault(message, []).append(batch.start)
+        batch.start = max(batch.posted, rank.last_batch_end)
+        for consumer in consumers:
+            starts.setdefault(consumer, []).append(batch.start)
         return True
-    # A message has two ends, so it has two starts when both have posted it.
-    if any(len(starts[message]) < 2 for message in messages):
+    # A message has two ends, so it has two starts once the batches of both ends have started.
+    if any(len(starts[consumer]) < 2 for consumer in consumers):
         return False
-    rank.free = transfer + max(max(starts[message]) for message in messages)
+    last_start = max(max(starts[consumer]) for consumer in consumers)
+    end = last_start + transfer
+    rank.last_batch_end = end
     if batch.messages.sends:
-        rank.sent = rank.free
-    rank.arrivals.update({t.consumer: rank.free for t in batch.messages.receives})
+        rank.last_send_end = end
+    for message in batch.messages.receives:
+        rank.arrivals[message.consumer] = end
     rank.batches.popleft()
     return True

@@ -1,19 +1,25 @@
-"""Zero-bubble schedules (Qi et al., arXiv 2401.10241 and 2405.15362): gradients of weights fill what would be idle.
+"""Zero-bubble schedules (Qi et al., arXiv 2401.10241 and 2405.15362): a rank computes weight gradients while it waits.
 
-A rank that waits for the stage after it, or before it, has nothing to do in 1F1B. The backward of a micro-batch is
-therefore cut in two: I, the gradient of the stage's input, which the stage before waits for, and W, the gradients of
-weights, which nobody waits for. `fill` decides where the W's go. All of these schedules come from it. They differ in
-where stages live and in how much memory they may use:
+In 1F1B a rank is idle while it waits for another stage. These schedules cut the backward of a micro-batch in two:
+
+I   the gradient of the stage's input, which the stage before waits for
+W   the gradients of the stage's weights, which no stage waits for
+
+A rank then runs a W where it would be idle. `fill` makes the following schedules. They differ in the placement of
+stages on ranks, and in the memory that a rank may use:
 
 zb-h1           one stage on each rank, the memory of 1F1B
 zb-2p           one stage on each rank, twice that memory
-zb-interleaved  several stages on each rank, as in interleaved 1F1B, the memory of 1F1B
-zb-v            two stages on each rank in the form of a V, the memory of 1F1B, which all ranks use alike
-v-half, v-min   the same with about 1/2 and 1/3 of the memory
+zb-interleaved  several stages on each rank, placed as in interleaved 1F1B, the memory of 1F1B
+zb-v            two stages on each rank, placed in the form of a V, the memory of 1F1B, the same on all ranks
+v-half          as zb-v, with about 1/2 of its memory
+v-min           as zb-v, with about 1/3 of its memory
 
-If F, I and W take equally long, transfers take no time and memory is no limit, ranks idle (p - 1) / (3 v m + p - 1) of
-a step (p ranks, v stages on each, m micro-batches). No schedule idles less: the last rank waits for the first
-micro-batch, and the optimizer's step waits for all ranks.
+`dualpipe_v` makes dualpipe-v, whose order is fixed.
+
+The bound: with p ranks, v stages on each and m micro-batches, ranks idle (p - 1) / (3 v m + p - 1) of a step, if F, I
+and W take equally long, transfers take no time and memory is no limit. No schedule idles less, because the last rank
+waits for the first micro-batch, and the optimizer's step waits for all ranks.
 """
 
 import math
@@ -37,11 +43,10 @@ class Durations(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank may keep for the backward passes of its stages.
+    """What a rank may keep for the backward passes of its stages, and what each stage keeps for a micro-batch.
 
-    `limit` is the most at one time. `forward` is, for each stage, what a forward keeps until its I. `inputs` is what
-    is then kept until W: the inputs and the output gradients of matrix products. All are in bytes, or all in any other
-    unit.
+    `limit` is the most that a rank may keep at one time. `forward[stage]` is kept from F to I. `inputs[stage]` is kept
+    from I to W: the inputs and the output gradients of matrix products. All three have the same unit, such as bytes.
     """
 
     limit: float
@@ -49,30 +54,38 @@ class Memory:
     inputs: Sequence[float]
 
     def least(self, stages: Sequence[int]) -> float:
-        """The smallest limit with which a rank with `stages` can run: one micro-batch in each stage, and one I."""
+        """The smallest limit with which a rank that holds `stages` can run.
+
+        It allows one micro-batch in each stage, and then one I.
+        """
         return sum(self.forward[stage] for stage in stages) + self.growth(stages)
 
     def growth(self, stages: Sequence[int]) -> float:
-        """By how much an I may raise what is kept. With recomputation a forward keeps less than a W needs."""
+        """The most by which an I of one of these stages raises what the rank keeps.
+
+        It is above 0 with recomputation, where a forward keeps less than a W needs.
+        """
         return max(0.0, *(self.inputs[stage] - self.forward[stage] for stage in stages))
 
 
 def counted_by_stage(microbatches: float, place: Sequence[int]) -> Memory:
-    """A memory of so many micro-batches on each rank, where every stage keeps the same for a micro-batch until its W.
+    """A limit of `microbatches` micro-batches on each rank. The unit is one micro-batch in one stage.
 
-    A limit below one micro-batch in each stage is raised to that.
+    Every stage counts as keeping the same for a micro-batch, from F to W. `place` is the rank of each stage. A limit
+    below one micro-batch in each stage of a rank is raised to that.
     """
     vpp = place.count(0)
+    limit = max(vpp, int(microbatches * vpp))
     ones = [1.0] * len(place)
-    return Memory(max(vpp, int(microbatches * vpp)), ones, ones)
+    return Memory(limit, ones, ones)
 
 
 def fill(place: Sequence[int], num_microbatches: int, memory: Memory, durations: Durations) -> Orders:
-    """The shortest of the schedules that a few rules for forwards give, where actions take `durations`.
+    """Make a schedule with each of a few rules (`_rules`), and return the shortest, where actions take `durations`.
 
-    `place` is the rank of each stage. Micro-batches go through each stage in ascending order, in F, in I and in W, so
-    the gradients of weights are the same sums in the same order as those of B. Raises ConfigError if `memory` does not
-    hold one micro-batch in each stage of a rank. O(stages * micro-batches * ranks).
+    `place` is the rank of each stage. In each stage F, I and W each take the micro-batches in ascending order. So the
+    gradients of weights are the same sums, in the same order, as those of backwards in one piece. Raises ConfigError if
+    `memory` does not hold one micro-batch in each stage of a rank. Takes O(stages * micro-batches * ranks).
     """
     for rank in range(max(place) + 1):
         stages = [stage for stage, home in enumerate(place) if home == rank]
@@ -82,23 +95,27 @@ def fill(place: Sequence[int], num_microbatches: int, memory: Memory, durations:
                 f"pipeline rank {rank}, which needs {memory.least(stages) / 2**30:.3g}; allow that much, or use a "
                 "smaller train.micro_batch_size"
             )
-    # An order that is made for equal times has more regular rounds. With other times it is shorter now and then.
-    made_for = dict.fromkeys((durations, Durations()))
-    made = [
-        _Filling(place, num_microbatches, memory, times, rule).run()
-        for times in made_for
-        for rule in _rules(place, memory)
-    ]
+    assumed_durations = [durations]
+    # Orders that are made for equal durations are more regular, and sometimes shorter also with unequal ones.
+    if durations != Durations():
+        assumed_durations.append(Durations())
+    candidates = []
+    for assumed in assumed_durations:
+        for rule in _rules(place, memory):
+            candidates.append(_Filling(place, num_microbatches, memory, assumed, rule).run())
     cost = durations._asdict()
-    # Messages that take a little time tell orders that wait for many of them from orders that wait for few.
-    message = durations.F / 64
-    return min(made, key=lambda orders: length(orders, len(place), cost, message))
+    # A message takes a little time, so that of orders that are equally long otherwise, the one that waits for fewer
+    # messages is chosen.
+    message_cost = durations.F / 64
+    return min(candidates, key=lambda orders: length(orders, len(place), cost, message_cost))
 
 
 class _Rule(NamedTuple):
-    """When a stage prefers forwards, as numbers of its micro-batches in flight: those whose I has not run.
+    """When a stage prefers forwards, by how many of its micro-batches are in flight: F has run, and I has not.
 
-    With fewer than `wanted[stage]` a forward comes before anything else. With `most[stage]` no forward runs.
+    A rank runs the action that can start first. If several can start at the same time, then with fewer than
+    `wanted[stage]` in flight a forward runs first, and with more it runs after an I and before a W. With `most[stage]`
+    or more in flight no forward runs.
     """
 
     wanted: Sequence[float]
@@ -106,47 +123,69 @@ class _Rule(NamedTuple):
 
 
 def _rules(place: Sequence[int], memory: Memory) -> list[_Rule]:
-    """The rules that are tried. None of them is best for all durations and limits."""
+    """The rules that `fill` tries. None of them is best for all durations and limits."""
     num_stages = len(place)
     vpp = place.count(0)
-    to_the_end = [num_stages - stage for stage in range(num_stages)]
-    as_1f1b = [-(-steps // vpp) for steps in to_the_end]
+    # How many stages a micro-batch passes from here to the end of its forward, this one included.
+    stages_to_end = [num_stages - stage for stage in range(num_stages)]
+    # With one stage on a rank, this is the number of micro-batches in flight of 1F1B.
+    as_in_1f1b = [math.ceil(stages / vpp) for stages in stages_to_end]
     backwards_first = [0] * num_stages
-    # A micro-batch is in flight the longer, the farther its stage is from the end. If the stages of a rank share its
-    # memory accordingly, the first of them cannot take what the later ones need.
-    shares = []
-    for stage, home in enumerate(place):
-        steps_of_rank = sum(to_the_end[other] for other, rank in enumerate(place) if rank == home)
-        share = memory.limit * to_the_end[stage] / steps_of_rank
-        # Recomputation of everything keeps nothing for a first stage without layers, which gets no limit.
-        shares.append(max(1, math.ceil(share / memory.forward[stage])) if memory.forward[stage] else math.inf)
     unlimited = [math.inf] * num_stages
-    return [_Rule(wanted, most) for wanted in (as_1f1b, to_the_end, backwards_first) for most in (unlimited, shares)]
+    shares = _shares(place, memory, stages_to_end)
+    rules = []
+    for wanted in (as_in_1f1b, stages_to_end, backwards_first):
+        for most in (unlimited, shares):
+            rules.append(_Rule(wanted, most))
+    return rules
+
+
+def _shares(place: Sequence[int], memory: Memory, stages_to_end: Sequence[int]) -> list[float]:
+    """For each stage, how many micro-batches may be in flight if the stages of a rank share its memory.
+
+    The share of a stage is proportional to `stages_to_end`, because a micro-batch is in flight for a time that grows
+    with it. Without shares the first stage of a rank can take the memory that the later ones need.
+    """
+    sum_on_rank = [0] * (max(place) + 1)
+    for stage, rank in enumerate(place):
+        sum_on_rank[rank] += stages_to_end[stage]
+    shares = []
+    for stage, rank in enumerate(place):
+        if memory.forward[stage] == 0:
+            # With full recomputation, a first stage without layers keeps nothing, so it needs no limit.
+            shares.append(math.inf)
+            continue
+        share = memory.limit * stages_to_end[stage] / sum_on_rank[rank]
+        shares.append(max(1, math.ceil(share / memory.forward[stage])))
+    return shares
 
 
 class _Choice(NamedTuple):
-    """Something that a rank could do next. The least one is done: the earliest, then by `preference`."""
+    """An action that a rank could run next. The smallest choice runs: its fields are compared in this order."""
 
     start: float
-    preference: int
-    minus_stage: int  # of equals, the later stage: it is nearer to the end of a micro-batch
+    preference: int  # 0: a forward that is wanted, 1: an I, 2: another forward, 3: a W
+    minus_stage: int  # of equals the later stage runs, because it is nearer to the end of a micro-batch
     action: Action
 
 
 @dataclass
 class _Rank:
-    """The state of one rank: its stages, the time, what it keeps, and the W's that it has put off, oldest first."""
+    """The state of one rank: its stages, the time, and what it keeps for backward passes."""
 
     stages: list[int]
     clock: float = 0.0
     kept: float = 0.0
-    waiting: deque[Action] = field(default_factory=deque)
+    put_off: deque[Action] = field(default_factory=deque)
+    """Each W whose I has run, the oldest first."""
     order: list[Action] = field(default_factory=list)
 
 
 class _Filling:
-    """One schedule in the making. Always the rank that can start something first does so, and no rank ever waits while
-    it has something to do."""
+    """Makes one schedule, one action at a time (list scheduling).
+
+    The next action is always the one that can start first on any rank. No rank waits while it has an action to run.
+    """
 
     def __init__(self, place: Sequence[int], num_microbatches: int, memory: Memory, durations: Durations, rule: _Rule):
         self._place = place
@@ -155,78 +194,95 @@ class _Filling:
         self._durations = durations
         self._rule = rule
         self._last_stage = len(place) - 1
-        ranks = range(max(place) + 1)
-        self._ranks = [_Rank([stage for stage, home in enumerate(place) if home == rank]) for rank in ranks]
-        # When the forwards and the I's of each stage ended, in the order of micro-batches.
+        self._ranks = [_Rank([]) for _ in range(max(place) + 1)]
+        for stage, rank in enumerate(place):
+            self._ranks[rank].stages.append(stage)
+        # By stage, the times at which its F's and its I's ended, in the order of micro-batches.
         self._forward_ends: list[list[float]] = [[] for _ in place]
         self._backward_ends: list[list[float]] = [[] for _ in place]
-        self._room = self._room_for_later_stages()
+        self._reserved = self._reserved_for_later_stages()
 
     def run(self) -> Orders:
         choices = [self._choose(rank) for rank in self._ranks]
-        while any(choices):
-            number = min((choice[:2], n) for n, choice in enumerate(choices) if choice)[1]
+        while True:
+            startable = [(c.start, c.preference, number) for number, c in enumerate(choices) if c is not None]
+            if not startable:
+                return [rank.order for rank in self._ranks]
+            number = min(startable)[2]
             choice = choices[number]
             assert choice is not None
             self._do(self._ranks[number], choice)
-            # A new result is new to this rank and to the one that takes it. All other ranks can do what they could.
-            stage = choice.action.stage
-            for other in {number, *(self._place[s] for s in (stage - 1, stage + 1) if 0 <= s <= self._last_stage)}:
-                choices[other] = self._choose(self._ranks[other])
-        return [rank.order for rank in self._ranks]
+            for changed in self._ranks_with_new_choices(number, choice.action.stage):
+                choices[changed] = self._choose(self._ranks[changed])
 
-    def _room_for_later_stages(self) -> list[float]:
-        """For each stage, what must stay free after a forward, so that its micro-batch can go on to the end.
+    def _ranks_with_new_choices(self, number: int, stage: int) -> set[int]:
+        """The ranks whose choice may change after rank `number` has run an action of `stage`.
+
+        They are this rank, and those of the two neighboring stages, one of which takes the result.
+        """
+        changed = {number}
+        if stage > 0:
+            changed.add(self._place[stage - 1])
+        if stage < self._last_stage:
+            changed.add(self._place[stage + 1])
+        return changed
+
+    def _reserved_for_later_stages(self) -> list[float]:
+        """For each stage, the memory that must stay free after a forward, so that its micro-batch can go on to the end.
 
         That is one forward in each later stage of the same rank, and the growth of one I. So the micro-batch that has
-        come furthest always finds room, and no circle of ranks can wait for room on each other.
+        come furthest always finds room, and ranks cannot deadlock by waiting for each other's memory.
         """
-        room = []
-        for stage, home in enumerate(self._place):
-            stages = self._ranks[home].stages
-            later = sum(self._memory.forward[other] for other in stages if other > stage)
-            room.append(later + self._memory.growth(stages))
-        return room
+        reserved = []
+        for stage, rank in enumerate(self._place):
+            stages = self._ranks[rank].stages
+            later_forwards = sum(self._memory.forward[other] for other in stages if other > stage)
+            reserved.append(later_forwards + self._memory.growth(stages))
+        return reserved
 
     def _choose(self, rank: _Rank) -> _Choice | None:
-        """The best of what the rank can do next. None if every next action waits for one that is not yet made."""
+        """The action that the rank runs next. None if it has none whose input is known and for which it has memory."""
         choices = []
         for stage in rank.stages:
-            choices += self._backward(rank, stage)
-            choices += self._forward(rank, stage)
-        if rank.waiting:
-            choices.append(_Choice(rank.clock, 3, 0, rank.waiting[0]))
-        return min(choices, default=None)
+            choices += [self._next_backward(rank, stage), self._next_forward(rank, stage)]
+        if rank.put_off:
+            choices.append(_Choice(rank.clock, 3, 0, rank.put_off[0]))
+        return min((choice for choice in choices if choice is not None), default=None)
 
-    def _backward(self, rank: _Rank, stage: int) -> list[_Choice]:
+    def _next_backward(self, rank: _Rank, stage: int) -> _Choice | None:
+        """The next I of the stage. None if it cannot run yet."""
         microbatch = len(self._backward_ends[stage])
-        source = self._forward_ends[stage] if stage == self._last_stage else self._backward_ends[stage + 1]
-        if len(source) <= microbatch:
-            return []
+        # The last stage computes the loss in its forward, so its I follows its own F.
+        input_ends = self._forward_ends[stage] if stage == self._last_stage else self._backward_ends[stage + 1]
+        if len(input_ends) <= microbatch:
+            return None
         kept = rank.kept - self._memory.forward[stage] + self._memory.inputs[stage]
         if kept > self._memory.limit:
-            return []  # a W comes first: there is one, because a forward leaves room for the growth of an I
-        return [_Choice(max(source[microbatch], rank.clock), 1, -stage, Action("I", stage, microbatch))]
+            return None  # a W must run first; there is one, because each forward has left room for the growth of an I
+        start = max(input_ends[microbatch], rank.clock)
+        return _Choice(start, 1, -stage, Action("I", stage, microbatch))
 
-    def _forward(self, rank: _Rank, stage: int) -> list[_Choice]:
+    def _next_forward(self, rank: _Rank, stage: int) -> _Choice | None:
+        """The next F of the stage. None if it cannot run yet, or if the rule does not let it run."""
         microbatch = len(self._forward_ends[stage])
         if microbatch == self._num_microbatches:
-            return []
-        arrival = 0.0
+            return None
+        start = rank.clock
         if stage > 0:
-            source = self._forward_ends[stage - 1]
-            if len(source) <= microbatch:
-                return []
-            arrival = source[microbatch]
-        if rank.kept + self._memory.forward[stage] + self._room[stage] > self._memory.limit:
-            return []
+            input_ends = self._forward_ends[stage - 1]
+            if len(input_ends) <= microbatch:
+                return None
+            start = max(input_ends[microbatch], rank.clock)
+        if rank.kept + self._memory.forward[stage] + self._reserved[stage] > self._memory.limit:
+            return None
         in_flight = microbatch - len(self._backward_ends[stage])
         if in_flight >= self._rule.most[stage]:
-            return []
+            return None
         preference = 0 if in_flight < self._rule.wanted[stage] else 2
-        return [_Choice(max(arrival, rank.clock), preference, -stage, Action("F", stage, microbatch))]
+        return _Choice(start, preference, -stage, Action("F", stage, microbatch))
 
     def _do(self, rank: _Rank, choice: _Choice) -> None:
+        """Append the action to the rank's order, and update the rank's time and memory."""
         action = choice.action
         rank.clock = choice.start + getattr(self._durations, action.kind)
         rank.order.append(action)
@@ -236,77 +292,92 @@ class _Filling:
         elif action.kind == "I":
             self._backward_ends[action.stage].append(rank.clock)
             rank.kept += self._memory.inputs[action.stage] - self._memory.forward[action.stage]
-            rank.waiting.append(Action("W", action.stage, action.microbatch))
+            rank.put_off.append(Action("W", action.stage, action.microbatch))
         else:
-            rank.waiting.popleft()
+            rank.put_off.popleft()
             rank.kept -= self._memory.inputs[action.stage]
 
 
 def dualpipe_v(pp: int, vpp: int, num_microbatches: int) -> Orders:
-    """DeepSeek's DualPipe-V (github.com/deepseek-ai/DualPipe): a V whose middle alternates F and B of its two halves.
+    """DualPipe-V of DeepSeek (github.com/deepseek-ai/DualPipe): a V whose middle alternates F and B of its two halves.
 
-    It is made for 2 * pp micro-batches or more. For fewer, the actions of micro-batches that do not exist are left out.
-    A valid order stays valid without all actions of a micro-batch. `vpp` is 2. Rank r keeps up to pp + 1/2
-    micro-batches. DualPipe-V overlaps a forward with the backward after it. Here they run one after the other.
+    It is made for at least 2 * pp micro-batches. For fewer, it is made for 2 * pp, and the actions of the micro-batches
+    that do not exist are left out. A valid order stays valid without all actions of a micro-batch. `vpp` is 2. A rank
+    keeps up to pp + 1/2 micro-batches. DeepSeek runs a forward and the backward after it at the same time. Here they
+    run one after the other.
     """
     orders = []
     for rank in range(pp):
-        order = _DualPipeRank(rank, 2 * pp - 1 - rank).order(pp, max(num_microbatches, 2 * pp))
+        one_rank = _DualPipeRank(first_stage=rank, second_stage=2 * pp - 1 - rank)
+        order = one_rank.order(pp, max(num_microbatches, 2 * pp))
         orders.append([action for action in order if action.microbatch < num_microbatches])
     return orders
 
 
 class _DualPipeRank:
-    """The order of one rank. `down` is its stage in the first half of the V, `up` the one in the second half."""
+    """Makes the order of one rank, which has `first_stage` in the first half of the V, `second_stage` in the second."""
 
-    def __init__(self, down: int, up: int):
-        self._down = down
-        self._up = up
+    def __init__(self, first_stage: int, second_stage: int):
+        self._first_stage = first_stage
+        self._second_stage = second_stage
         self._order: list[Action] = []
-        self._next: dict[tuple[str, int], int] = {}
-        self._waiting: deque[Action] = deque()
+        # By stage: the micro-batch of its next F, and that of its next B or I.
+        self._next_forward = {first_stage: 0, second_stage: 0}
+        self._next_backward = {first_stage: 0, second_stage: 0}
+        self._put_off: deque[Action] = deque()  # each W whose I has been added, the oldest first
 
     def order(self, pp: int, num_microbatches: int) -> list[Action]:
-        """The eight phases of DualPipe-V."""
-        rank = self._down
-        later = pp - rank - 1  # ranks between this one and the turn of the V
-        for _ in range(2 * later):
-            self._add("F", self._down)
+        """The actions of the rank, in the eight phases of DeepSeek's code."""
+        first = self._first_stage
+        second = self._second_stage
+        rank = first
+        later_ranks = pp - rank - 1
+        # 1. Forwards of the first half, until the first micro-batch comes back from the turn of the V.
+        for _ in range(2 * later_ranks):
+            self._add("F", first)
+        # 2. Forwards of both halves.
         for _ in range(rank + 1):
-            self._add("F", self._down)
-            self._add("F", self._up)
-        for _ in range(later):
-            self._add("I", self._up)
-            self._run_weights()
-            self._add("F", self._up)
+            self._add("F", first)
+            self._add("F", second)
+        # 3. The first backwards of the second half. The W's fill what would be idle.
+        for _ in range(later_ranks):
+            self._add("I", second)
+            self._add_weights()
+            self._add("F", second)
+        # 4. The main phase.
         for _ in range(num_microbatches - 2 * pp + rank + 1):
-            self._add("F", self._down)
-            self._add("B", self._up)
-            self._add("F", self._up)
-            self._add("B", self._down)
-        for _ in range(later):
-            self._add("B", self._up)
-            self._add("F", self._up)
-            self._add("B", self._down)
-        # In the second half of this phase, weights are put off to fill what would be idle in the next one.
-        for i in range(2 * (rank + 1)):
-            kind: Kind = "B" if i < rank + 1 else "I"
-            self._add(kind, self._up if i % 2 == 0 else self._down)
-        for _ in range(later):
-            self._run_weights()
-            self._add("I", self._down)
+            self._add("F", first)
+            self._add("B", second)
+            self._add("F", second)
+            self._add("B", first)
+        # 5. The first half has no forwards left.
+        for _ in range(later_ranks):
+            self._add("B", second)
+            self._add("F", second)
+            self._add("B", first)
+        # 6. Backwards alone. In the second half of this phase the W's are put off, to fill what would be idle in 7.
+        for number in range(2 * (rank + 1)):
+            kind: Kind = "B" if number < rank + 1 else "I"
+            self._add(kind, second if number % 2 == 0 else first)
+        # 7. The last backwards of the first half, and W's that were put off.
+        for _ in range(later_ranks):
+            self._add_weights()
+            self._add("I", first)
+        # 8. The remaining W's.
         for _ in range(rank + 1):
-            self._run_weights()
+            self._add_weights()
         return self._order
 
     def _add(self, kind: Kind, stage: int) -> None:
-        # I and B are one sequence: each micro-batch goes back through a stage once.
-        sequence = ("forward" if kind == "F" else "backward", stage)
-        microbatch = self._next.get(sequence, 0)
-        self._next[sequence] = microbatch + 1
+        """Add the F, B or I of the next micro-batch through `stage`."""
+        # B and I count as one sequence, because a micro-batch has either a B or an I in a stage.
+        next_microbatch = self._next_forward if kind == "F" else self._next_backward
+        microbatch = next_microbatch[stage]
+        next_microbatch[stage] += 1
         self._order.append(Action(kind, stage, microbatch))
         if kind == "I":
-            self._waiting.append(Action("W", stage, microbatch))
+            self._put_off.append(Action("W", stage, microbatch))
 
-    def _run_weights(self) -> None:
-        self._order.append(self._waiting.popleft())
+    def _add_weights(self) -> None:
+        """Add the oldest W that was put off."""
+        self._order.append(self._put_off.popleft())
