@@ -1,7 +1,7 @@
-"""Where the gradient of a parameter is added: to an fp32 sum over micro-batches, now or later.
+"""Main gradients: the fp32 sums of parameters' gradients over micro-batches, and queues of gradients for later.
 
-A pipeline schedule may run a backward pass in two halves, I and W (`megapar.pipeline.schedules.Action`). In I, layers
-put off the gradients of matrices to a `WeightGradientQueue`. W runs this queue.
+A pipeline schedule may run a backward pass in two halves, I and W (`megapar.pipeline.actions.Action`). In I, layers
+append their weight gradients to a `WeightGradientQueue`. In W, the queue adds them to the main gradients.
 """
 
 from collections import deque
@@ -22,14 +22,14 @@ class MainGrad(Protocol):
     addition it calls `note_added`. A parameter that is used several times gets several additions. The layer returns
     None to autograd, so that the gradient is not added a second time.
 
-    The first addition of a step overwrites: while `is_stale` is True, `tensor` holds values of an earlier step, which
-    count as zero. `note_added` makes it False.
+    While `is_stale` is True, `tensor` holds values of an earlier step, which count as zero. So the first addition of a
+    step overwrites them. `note_added` sets `is_stale` to False.
 
-    While `queue` is not None, a gradient is appended to it and not added (`WeightGradient.add_or_put_off`). That of a
-    matrix is not even computed. Those of norms and biases, which cost little, are kept for W.
+    While `queue` is not None, a gradient is appended to it instead (`WeightGradient.add_or_put_off`). The gradient of a
+    matrix is then computed in W. Gradients of norms and biases cost little: they are computed in I, and added in W.
 
-    Read the attribute in the forward pass. Under activation checkpointing, backward unpacks another tensor, which has
-    no attributes.
+    Read the attribute `main_grad` in the forward pass. Under activation checkpointing, backward unpacks another tensor,
+    which has no attributes.
     """
 
     tensor: Tensor
@@ -37,19 +37,19 @@ class MainGrad(Protocol):
     queue: "WeightGradientQueue | None"
 
     def note_added(self) -> None:
-        """Note that a gradient has been added to `tensor`, or has overwritten it if it was stale."""
+        """Say that a gradient has been added to `tensor`, or has overwritten it if it was stale."""
 
     def add(self, grad: Tensor) -> None:
         """Add `grad`, of the parameter's shape and any dtype, now or in W."""
 
 
 def main_grad_of(param: Tensor) -> MainGrad | None:
-    """The `main_grad` of `param`. None if it has none. Its gradient then goes to autograd's .grad."""
+    """The `main_grad` of `param`. None if it has none: autograd then adds its gradient to `.grad`."""
     return getattr(param, "main_grad", None)
 
 
 def main_grads(module: nn.Module) -> list[MainGrad]:
-    """The main gradients of a module's parameters. A parameter without one has no place in the list."""
+    """The main gradients of a module's parameters, in their order. Parameters without one are left out."""
     found = [main_grad_of(param) for param in module.parameters()]
     return [main_grad for main_grad in found if main_grad is not None]
 
@@ -60,13 +60,14 @@ def _without_communication(x: Tensor) -> tuple[Tensor, Pending]:
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """The gradient of a parameter, which is still to be computed or added.
+    """A gradient of a parameter that is still to be added to its main gradient, and for a matrix still to be computed.
 
-    `x` is the input of the layer, and `grad_y` the gradient of the product's output. `enter(x)` starts the
-    communication before the product, and returns its input, which may be read after Pending.wait().
-    `add(total, grad_y, input, overwrite)` computes the gradient and adds it to `total`, fp32 of the parameter's shape.
-    With `overwrite` the values of `total` count as zero. A gradient that autograd has computed is both `grad_y` and
-    `x`.
+    `x` is the input of the layer, and `grad_y` the gradient of the matrix product's output. `enter(x)` starts the
+    communication before the product, such as a gather over tensor-parallel ranks. It returns the input of the product,
+    which may be read after Pending.wait(). `add(total, grad_y, input, overwrite)` computes the gradient and adds it to
+    `total`, fp32 of the parameter's shape. With `overwrite` the values of `total` count as zero.
+
+    For a gradient that autograd has computed, `grad_y` and `x` are both that gradient.
     """
 
     main_grad: MainGrad
@@ -76,26 +77,26 @@ class WeightGradient:
     enter: Callable[[Tensor], tuple[Tensor, Pending]] = _without_communication
 
     def add_or_put_off(self) -> None:
-        """Add it to the main gradient now, or append it to the queue that is open on the main gradient."""
-        if self.main_grad.queue is None:
-            entered, entering = self.enter(self.x)
-            entering.wait()
-            self.add_now(entered)
-        else:
+        """Append this gradient to the queue that is open on the main gradient. If there is none, add it now."""
+        if self.main_grad.queue is not None:
             self.main_grad.queue.append(self)
+            return
+        product_input, entering = self.enter(self.x)
+        entering.wait()
+        self.add_now(product_input)
 
-    def add_now(self, entered: Tensor) -> None:
-        """Add it to the main gradient, given the input of the product."""
+    def add_now(self, product_input: Tensor) -> None:
+        """Add this gradient to the main gradient. `product_input` is what `enter` returned."""
         # `is_stale` is read here and not in I: between I and W another micro-batch may have added the first gradient.
-        self.add(self.main_grad.tensor, self.grad_y, entered, self.main_grad.is_stale)
+        self.add(self.main_grad.tensor, self.grad_y, product_input, self.main_grad.is_stale)
         self.main_grad.note_added()
 
 
 class WeightGradientQueue:
     """The weight gradients that the I of one micro-batch on one stage leaves to its W.
 
-    `run` adds them in the order in which a backward pass in one piece would. So if the W of all micro-batches run in
-    the order of their I, the sums have the same bits.
+    `run` adds them in the order in which a B would. So if all W run in the order of their I, the sums have the same
+    bits as with B.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class WeightGradientQueue:
 
     @contextmanager
     def open(self, main_grads: Sequence[MainGrad]) -> Iterator[None]:
-        """Within this context, layers put off the gradients of the parameters of these main gradients to this queue."""
+        """A context in which layers append the gradients of the parameters with these main gradients to this queue."""
         for main_grad in main_grads:
             main_grad.queue = self
         try:
@@ -113,37 +114,41 @@ class WeightGradientQueue:
                 main_grad.queue = None
 
     def append(self, entry: WeightGradient) -> None:
-        # Detached: the tensor that backward unpacks still knows the graph behind it, which would stay in memory.
+        # The tensor that backward unpacks refers to its graph. Detached, it does not keep the graph in memory.
         self._entries.append(replace(entry, x=entry.x.detach()))
 
     @property
     def nbytes(self) -> int:
         """Bytes that are kept for `run`. A storage that several tensors share is counted once."""
-        storages = [x.untyped_storage() for entry in self._entries for x in (entry.grad_y, entry.x)]
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        nbytes_of_storage: dict[int, int] = {}
+        for entry in self._entries:
+            for x in (entry.grad_y, entry.x):
+                storage = x.untyped_storage()
+                nbytes_of_storage[storage._cdata] = storage.nbytes()
+        return sum(nbytes_of_storage.values())
 
     def run(self) -> None:
-        """Compute and add the gradients. What each of them needs is freed when it has been added."""
+        """Compute and add the gradients. The tensors of each are freed when it has been added."""
         begun = self._begin_next()
         while begun is not None:
-            entry, entered, entering = begun
-            # The next input is gathered during this product.
+            entry, product_input, entering = begun
+            # The communication of the next gradient runs during the product of this one.
             begun = self._begin_next()
             entering.wait()
-            entry.add_now(entered)
+            entry.add_now(product_input)
 
     def _begin_next(self) -> tuple[WeightGradient, Tensor, Pending] | None:
-        """Let the input of the next product enter. Returns (weight gradient, input of its product, what to wait for).
+        """Start the communication of the next weight gradient.
 
-        Returns None if there is none left.
+        Returns (weight gradient, input of its product, what to wait for before that is read). None if none is left.
         """
         if not self._entries:
             return None
         entry = self._entries.popleft()
-        entered, entering = entry.enter(entry.x)
-        return entry, entered, entering
+        product_input, entering = entry.enter(entry.x)
+        return entry, product_input, entering
 
 
 def is_put_off(main_grad: MainGrad | None) -> bool:
-    """Whether the backward pass that runs puts off the weight gradients of this parameter."""
+    """Whether the current backward pass puts off the weight gradient of the parameter with this main gradient."""
     return main_grad is not None and main_grad.queue is not None

@@ -1,5 +1,6 @@
-"""Plans the memory of a layout without training: builds every kind of rank on the meta device, without processes."""
+"""Plans the memory of a layout without training: builds every kind of rank on the meta device, in one process."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,15 +34,16 @@ from megapar.train.trainer import assemble
 
 META = torch.device("meta")
 Build = Callable[[Config, ParallelContext], Mapping[int, PipelineStage]]
+"""Builds the stages of one rank, by their global numbers."""
 
 
 @dataclass(frozen=True)
 class RankReport:
     """The memory that one rank needs, in bytes.
 
-    `parameters` is a number of elements. `kept` is the most that the rank's forwards keep for their backwards at one
-    time, in the order of its schedule, by name (`memory_report.by_name`). Workspaces of kernels and what the caching
-    allocator holds come on top.
+    `pp` is the rank's position on axis pp, and `stages` says in words what it holds. `parameters` is a number of
+    elements. `kept` is the most that the rank keeps for backward passes at one time of its schedule, by name
+    (`memory_report.by_name`). Not counted are workspaces of kernels, and memory that the caching allocator holds free.
     """
 
     pp: int
@@ -54,7 +56,7 @@ class RankReport:
 
     @property
     def rows(self) -> dict[str, int]:
-        """The bytes as the report of train.memory_report shows them."""
+        """The bytes by the names that the report of train.memory_report uses."""
         return memory_report.rows(self.weights, self.gradients, self.optimizer, dict(self.kept))
 
     @property
@@ -67,50 +69,55 @@ class RankReport:
 
 
 def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
-    """Group the ranks by the memory that they need. Ranks that certainly need the same as a listed one are left out.
+    """The reports of the ranks, each with the ranks that it is for.
 
-    Data-parallel replicas need the same memory, and so do context-parallel ranks, so only the first is built. If they
-    hold different numbers of experts, the first of those that hold the same experts is built. Tensor ranks whose
-    parameters have the same shapes need the same memory too, so it is counted for the first of them.
+    Data-parallel replicas need the same memory, and so do context-parallel ranks. So only the first of them is listed.
+    If they hold different numbers of experts, the first of those that hold the same experts is listed. Tensor ranks
+    whose parameters have the same shapes need the same memory too. All of them are listed. To save time, only the first
+    of them is planned.
+
+    Raises ConfigError if train.trainable does not fit the model's parameters.
     """
     patterns = config.train.trainable
     if patterns:
-        # In the whole model, a pattern that no parameter of any stage matches shows.
+        # A rank has only a part of the parameters. To find patterns that match none at all, the whole model is built.
         alone = replace(config, parallel=ParallelConfig(dp=1, vpp=1))
         refuse(patterns, [freeze(build(alone, _context(alone, 0)).values(), patterns)])
     parallel = config.parallel
-    ranks_by_report: dict[RankReport, list[int]] = {}
-    by_shapes: dict[tuple[object, ...], RankReport] = {}
+    report_of_shapes: dict[tuple[object, ...], RankReport] = {}
+    ranks_of_report: dict[RankReport, list[int]] = {}
     for rank in range(parallel.tp * parallel.cp * parallel.pp * parallel.dp):
         ctx = _context(config, rank)
         experts_differ = config.model.moe.num_experts % ctx.ep.size > 0
-        if not ctx.grad.first and not (experts_differ and ctx.expert_grad.first):
+        first_with_its_experts = experts_differ and ctx.expert_grad.first
+        if not ctx.grad.first and not first_with_its_experts:
             continue
         shapes = _local_shapes(build(config, ctx))
-        if shapes not in by_shapes:
-            by_shapes[shapes] = report_rank(config, build, rank)
-        ranks_by_report.setdefault(by_shapes[shapes], []).append(rank)
-    return ranks_by_report
+        if shapes not in report_of_shapes:
+            report_of_shapes[shapes] = report_rank(config, build, rank)
+        ranks_of_report.setdefault(report_of_shapes[shapes], []).append(rank)
+    return ranks_of_report
 
 
 def _local_shapes(stages: Mapping[int, PipelineStage]) -> tuple[object, ...]:
-    """For each parameter of each stage: its shape with padding, and the shapes of its parts of logical tensors."""
-    return tuple(
-        (number, param.shape, tuple(piece.local_shape for piece in spec_of(param).pieces))
-        for number, stage in stages.items()
-        for param in stage.parameters()
-    )
+    """For each parameter: its stage, its shape with padding, and the shapes of its parts of logical tensors."""
+    found = []
+    for number, stage in stages.items():
+        for param in stage.parameters():
+            pieces = tuple(piece.local_shape for piece in spec_of(param).pieces)
+            found.append((number, param.shape, pieces))
+    return tuple(found)
 
 
 def planned_device(config: Config) -> str:
-    """The device that `launch.device` names, "cuda" or "cpu"; for auto, the one that this machine would choose."""
+    """The device that `launch.device` names, "cuda" or "cpu". For auto, the one that this machine would choose."""
     if config.launch.device != "auto":
         return config.launch.device
     return "cuda" if device.cuda_devices() else "cpu"
 
 
 def _with_kernels_of_the_planned_device(config: Config) -> Config:
-    """Set `kernels.backend` to what auto means on the planned device: on the meta device auto always means torch."""
+    """Set `kernels.backend` to what auto means on the planned device. On the meta device auto would mean torch."""
     if config.kernels.backend != "auto" or planned_device(config) == "cpu":
         return config
     return replace(config, kernels=replace(config.kernels, backend="triton"))
@@ -122,44 +129,57 @@ def _context(config: Config, rank: int) -> ParallelContext:
 
 
 def report_rank(config: Config, build: Build, rank: int) -> RankReport:
-    """The memory of `rank`, with the activations that the planned device's kernels keep. Needs no process group."""
+    """The memory that `rank` needs. Activations are those that the planned device's kernels keep."""
     config = _with_kernels_of_the_planned_device(config)
     ctx = _context(config, rank)
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
     state = assemble(config, ctx, stages, memory_limit(config, build))
-    kept = {number: _kept_bytes(number, stage, config) for number, stage in stages.items()}
     plan = state.pipeline.plan(num_microbatches(config), backward=True)
     gathered, collected = _most_of_units(state, plan)
+    kept = {number: _kept_bytes(number, stage, config) for number, stage in stages.items()}
     in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
-    left = {number: _left_bytes(stages[number], config) for number in in_halves}
-    # By id: a tied embedding is a parameter of two stages, but stands in memory once.
-    params = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
+    put_off = {number: _put_off_bytes(stages[number], config) for number in in_halves}
+    at_peak = _at_peak(plan, kept, put_off)
     return RankReport(
-        ctx.pp.rank,
-        _titles(stages),
-        sum(torch.Size(piece.local_shape).numel() for p in params for piece in spec_of(p).pieces),
-        state.weights.flat.nbytes + gathered + memory_report.frozen_nbytes(stages.values()),
-        state.grads.flat.nbytes + collected,
-        state.optimizer.nbytes,
-        tuple(memory_report.by_name(_at_peak(plan, kept, left), stages).items()),
+        pp=ctx.pp.rank,
+        stages=_titles(stages),
+        parameters=_num_parameters(stages),
+        weights=state.weights.flat.nbytes + gathered + memory_report.frozen_nbytes(stages.values()),
+        gradients=state.grads.flat.nbytes + collected,
+        optimizer=state.optimizer.nbytes,
+        kept=tuple(memory_report.by_name(at_peak, stages).items()),
     )
 
 
+def _num_parameters(stages: Mapping[int, PipelineStage]) -> int:
+    """The number of elements of this rank's parameters, without padding."""
+    # By id, because a tied embedding is a parameter of two stages, but stands in memory once.
+    params = {id(param): param for stage in stages.values() for param in stage.parameters()}
+    return sum(math.prod(piece.local_shape) for param in params.values() for piece in spec_of(param).pieces)
+
+
 def _titles(stages: Mapping[int, PipelineStage]) -> str:
-    """What the stages hold, in words. Of fine stages that follow each other, the first and the last."""
+    """What the stages hold, in words. Of consecutive fine stages, only the first and the last are named."""
     runs: list[list[int]] = []
     for number, stage in stages.items():
         if runs and stage.fine_stages and runs[-1][-1] == number - 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    ends = [list(dict.fromkeys((stages[run[0]].title(), stages[run[-1]].title()))) for run in runs]
-    return "; ".join(" to ".join(titles) for titles in ends)
+    names = []
+    for run in runs:
+        first = stages[run[0]].title()
+        last = stages[run[-1]].title()
+        names.append(first if first == last else f"{first} to {last}")
+    return "; ".join(names)
 
 
 def _most_of_units(state: TrainState, plan: Sequence[Item]) -> tuple[int, int]:
-    """The most bytes that gathered weights, and gradients that are being collected, take at one time."""
+    """The most bytes that gathered weights take at one time, and the most that collected gradients take.
+
+    Both are 0 without ZeRO-2 and 3.
+    """
     gathered = 0
     if isinstance(state.weights, UnitWeights):
         gathered = most_live(plan, state.weights.nbytes_of, "gather", "release")
@@ -170,16 +190,19 @@ def _most_of_units(state: TrainState, plan: Sequence[Item]) -> tuple[int, int]:
 
 
 def _kept_bytes(number: int, stage: PipelineStage, config: Config) -> dict[Key, int]:
-    """Bytes that autograd keeps for the backward of one micro-batch through `stage`, by kind, without parameters."""
+    """Bytes that autograd keeps for the backward of one micro-batch through `stage`, by stage and kind."""
     kept = KeptBytes({number: stage})
     with kept.counting():
         _forward(stage, config)
-    # What a forward has kept lives as long as its result. So it is most at the end, before the result is dropped.
+    # The most is kept at the end of the forward. By now its result is freed, and with it all that was kept.
     return dict(kept.at_peak)
 
 
-def _left_bytes(stage: PipelineStage, config: Config) -> int:
-    """Bytes that the I of one micro-batch through `stage` leaves to its W. The stage has its main gradients."""
+def _put_off_bytes(stage: PipelineStage, config: Config) -> int:
+    """Bytes that the I of one micro-batch through `stage` keeps for its W.
+
+    The parameters must have their main gradients (`assemble`).
+    """
     output = _forward(stage, config)
     queue = WeightGradientQueue()
     with queue.open(main_grads(stage)):
@@ -189,16 +212,18 @@ def _left_bytes(stage: PipelineStage, config: Config) -> int:
 
 
 def _forward(stage: PipelineStage, config: Config) -> Tensor:
-    """The output of a stage for one micro-batch."""
-    shape = config.train.micro_batch_size, config.train.seq_length
-    tokens = torch.zeros(shape, dtype=torch.int64, device=META)
-    samples = MicroBatch.of_samples(tokens, tokens, torch.zeros(shape, device=META), tokens[:, 0])
-    batch = samples.columns(torch.empty(shape[1] // config.parallel.cp, dtype=torch.int64, device=META))
-    specs = stage.boundary(batch)
-    inputs = [torch.empty(s.shape, dtype=s.dtype, device=META, requires_grad=True) for s in specs]
+    """The output of a stage for one micro-batch, on the meta device."""
+    samples = config.train.micro_batch_size
+    length = config.train.seq_length
+    tokens_bs = torch.zeros((samples, length), dtype=torch.int64, device=META)
+    weights_bs = torch.zeros((samples, length), device=META)
+    whole = MicroBatch.of_samples(tokens_bs, tokens_bs, weights_bs, sample_ids_b=tokens_bs[:, 0])
+    positions_s = torch.empty(length // config.parallel.cp, dtype=torch.int64, device=META)
+    batch = whole.columns(positions_s)
     x_sbh = None  # the first stage receives nothing
-    if inputs:
-        x_sbh = inputs[0]
+    specs = stage.boundary(batch)
+    if specs:
+        x_sbh = torch.empty(specs[0].shape, dtype=specs[0].dtype, device=META, requires_grad=True)
     output: Tensor = stage(x_sbh, batch)
     return output
 
@@ -222,44 +247,39 @@ def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) 
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]], left: Mapping[int, int]) -> Counter[Key]:
-    """What is kept for backwards when it is most.
+def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]], put_off: Mapping[int, int]) -> Counter[Key]:
+    """The bytes that are kept for backward passes, by stage and kind, when their sum is largest during the plan.
 
-    By stage, a forward keeps the bytes `kept` for its B or I, and an I leaves the bytes `left` to its W. With
-    recomputation `left` may be more.
+    For one micro-batch of a stage, `kept` has the bytes that are kept from F to its B or I, and `put_off` those that
+    are kept from I to W. With recomputation `put_off` may be more.
     """
-    sizes = {stage: sum(by_kind.values()) for stage, by_kind in kept.items()}
-    forwards: Counter[int] = Counter()  # micro-batches of each stage that wait for their B or I
-    halves: Counter[int] = Counter()  # micro-batches of each stage that wait for their W
-    at_peak = forwards, halves
-    total = most = 0
+    live: Counter[Key] = Counter()
+    most = 0
+    at_peak: Counter[Key] = Counter()
     for action in plan:
         if not isinstance(action, Action):
             continue
-        stage = action.stage
-        if action.kind == "W":
-            halves[stage] -= 1
-            total -= left[stage]
-            continue
-        sign = 1 if action.kind == "F" else -1
-        forwards[stage] += sign
-        total += sign * sizes[stage]
-        if action.kind == "I":
-            halves[stage] += 1
-            total += left[stage]
+        match action.kind:
+            case "F":
+                live.update(kept[action.stage])
+            case "B":
+                live.subtract(kept[action.stage])
+            case "I":
+                live.subtract(kept[action.stage])
+                live[action.stage, PUT_OFF] += put_off[action.stage]
+            case "W":
+                live[action.stage, PUT_OFF] -= put_off[action.stage]
+        total = live.total()
         if total > most:
             most = total
-            at_peak = forwards.copy(), halves.copy()
-    forwards, halves = at_peak
-    found = Counter({key: forwards[stage] * size for stage in kept for key, size in kept[stage].items()})
-    found.update({(stage, PUT_OFF): halves[stage] * size for stage, size in left.items()})
-    return found
+            at_peak = live.copy()
+    return at_peak
 
 
 def memory_limit(config: Config, build: Build) -> Memory | None:
     """What parallel.schedule_memory_gb allows, and what each stage of the pipeline keeps. None if it is not given.
 
-    The stages are those of the first replica and tensor rank, built on the meta device one pipeline rank after another.
+    The stages are built on the meta device, one pipeline rank after the other, as on the first replica and tensor rank.
     """
     parallel = config.parallel
     if not parallel.schedule_memory_gb:
@@ -274,16 +294,17 @@ def memory_limit(config: Config, build: Build) -> Memory | None:
         stages = build(config, ctx)
         freeze(stages.values(), config.train.trainable)
         runtime = assemble(config, ctx, stages).pipeline
-        # A schedule orders whole stages, also where the runtime splits them into fine ones.
-        whole = [stage for stage, parts in enumerate(runtime.fine_stages) for _ in range(parts)]
+        # A schedule orders the stages of the pipeline, but with ZeRO-2 and 3 `stages` are fine stages, so their bytes
+        # are added up.
+        stage_of = [stage for stage, parts in enumerate(runtime.fine_stages) for _ in range(parts)]
         for number, stage in stages.items():
-            forward[whole[number]] += sum(_kept_bytes(number, stage, config).values())
-            inputs[whole[number]] += _left_bytes(stage, config)
+            forward[stage_of[number]] += sum(_kept_bytes(number, stage, config).values())
+            inputs[stage_of[number]] += _put_off_bytes(stage, config)
     return Memory(parallel.schedule_memory_gb * 2**30, forward, inputs)
 
 
 def show(config: Config, build: Build, parameters: str, flops_per_token: int, console: Console) -> None:
-    """Print the arithmetic of the batch, and the memory of every kind of rank.
+    """Print the sizes of the layout and of the batch, and the memory of each kind of rank.
 
     `parameters` is the number of parameters, in words.
     """
@@ -311,7 +332,8 @@ def show(config: Config, build: Build, parameters: str, flops_per_token: int, co
     # Replicas and context-parallel ranks need the same memory, so `report` lists the first of them.
     ranks_listed = "ranks of replica 0" if parallel.cp == 1 else "ranks of replica 0, cp 0"
     if config.model.moe.num_experts % parallel.ep:
-        ranks_listed = "ranks"  # those of other replicas too, which hold other numbers of experts
+        # Ranks of other replicas are listed too, because they hold other numbers of experts.
+        ranks_listed = "ranks"
     table = Table(ranks_listed, "pp", "stages", title="GiB on each rank")
     for name in ("parameters", "weights", "gradients", "optimizer", "activations", "total"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -347,7 +369,9 @@ def explaining_out_of_memory(config: Config, build: Build, rank: int) -> Iterato
         if not reason:
             raise
         needs = None
-        with suppress(MemoryError, RuntimeError):  # too large to be counted, or no memory is left to count with
+        # The plan fails too if the sizes are too large for torch, or if no memory is left to plan with. The error is
+        # then raised without the bytes.
+        with suppress(MemoryError, RuntimeError):
             needs = report_rank(config, build, rank)
         if needs and config.train.memory_report:
             tell(memory_report.in_words(f"memory of rank {rank}", {"planned": needs.rows}))
@@ -362,38 +386,37 @@ def memory_report_of(config: Config, build: Build, rank: int) -> MemoryReport | 
 
 
 def _in_words(needs: RankReport | None) -> str:
-    """The memory that a rank needs by plan, in words. None if it could not be counted."""
+    """The memory that a rank needs by plan, in words. `needs` is None if it could not be planned."""
     if needs is None:
         return "out of memory"
-    parts = {
+    sizes = {
         "weights": needs.weights,
         "gradients": needs.gradients,
         "optimizer": needs.optimizer,
         "activations": needs.activations,
     }
-    listed = ", ".join(f"{name} {size / 2**30:,.3f}" for name, size in parts.items())
+    listed = ", ".join(f"{name} {size / 2**30:,.3f}" for name, size in sizes.items())
     return f"out of memory: this rank needs {needs.total / 2**30:,.3f} GiB by plan ({listed}) and workspace"
 
 
 def _what_would_help(config: Config) -> str:
-    """Name the first three options that would save memory here. The cheap ones come first."""
+    """Name the first three options that would save memory here. Those that cost least come first."""
     parallel = config.parallel
     train = config.train
+    zero_stage = config.optimizer.zero_stage
+    several_replicas = parallel.dp * parallel.cp > 1  # ZeRO shards over them
+    # What to try, the value now, and whether it applies.
     options = [
         ("smaller train.micro_batch_size", train.micro_batch_size, train.micro_batch_size > 1),
         ("train.recompute selective or full", train.recompute, train.recompute == "none"),
         ("train.recompute full", train.recompute, train.recompute == "selective"),
-        ("optimizer.zero_stage 1", 0, config.optimizer.zero_stage == 0 and parallel.dp * parallel.cp > 1),
-        (
-            "optimizer.zero_stage 2 or 3",
-            config.optimizer.zero_stage,
-            config.optimizer.zero_stage == 1 and parallel.dp * parallel.cp > 1,
-        ),
+        ("optimizer.zero_stage 1", zero_stage, zero_stage == 0 and several_replicas),
+        ("optimizer.zero_stage 2 or 3", zero_stage, zero_stage == 1 and several_replicas),
         ("kernels.loss_chunk 1024", config.kernels.loss_chunk, config.kernels.loss_chunk == 0),
         ("larger parallel.tp", parallel.tp, True),
         ("larger parallel.pp", parallel.pp, True),
         ("larger parallel.cp", parallel.cp, True),
         ("shorter train.seq_length", train.seq_length, True),
     ]
-    apply = [f"{text} (now {now})" for text, now, applies in options if applies]
-    return f"try {', '.join(apply[:2])} or {apply[2]}"
+    first, second, third, *_ = [f"{text} (now {now})" for text, now, applies in options if applies]
+    return f"try {first}, {second} or {third}"

@@ -1,6 +1,6 @@
-"""Counts the bytes that forward passes keep for their backward passes, by pipeline stage and kind, while they live.
+"""Counts the bytes that forward passes keep for their backward passes, by pipeline stage and kind.
 
-It serves plans, with models on the meta device, and the report of a real step (train.memory_report) alike.
+Plans use it with models on the meta device, and the report of a real step (train.memory_report) uses it too.
 """
 
 import weakref
@@ -14,25 +14,27 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 Key = tuple[int, str]
-"""A stage's global number, and the kind of what is kept."""
+"""The global number of a stage, and the kind of what is kept: the name of a layer's part, or one of the following."""
 
 BETWEEN = "norms, layer inputs"
-"""What a stage keeps for its layers outside their parts. With full recomputation that is the input of each layer."""
+"""What layers keep outside attention and MLP. With full recomputation that is the input of each layer."""
 ENDS = "logits, loss"
 """What a stage keeps after its layers."""
 
 PUT_OFF = "weight gradients put off"
-"""What an I leaves to its W: inputs and output gradients of matrix products (`megapar.main_grad`)."""
+"""What an I keeps for its W: inputs and output gradients of matrix products (`megapar.main_grad`)."""
 
 
 class KeptBytes:
-    """The bytes that autograd keeps for backward passes of `stages`, while they live.
+    """The bytes that autograd keeps for backward passes of `stages`, from when they are kept until they are freed.
 
-    The kind is the name of the layer's part that kept them ("attention", "mlp"), BETWEEN, or ENDS.
-    Parameters and buffers are not counted. A storage that several tensors share is counted once, for the first that
-    was kept. `live` has the bytes now, `peak` the largest sum of them so far, and `at_peak` what it consisted of.
-    `put_off_nbytes()` tells, by stage, what weight gradients that are put off keep. It counts in the peak as PUT_OFF,
-    and is looked at when a forward keeps something.
+    `live` has the bytes now, `peak` is the largest sum so far, and `at_peak` has the bytes at that time. Bytes are
+    counted by stage and kind. The kind is the name of the part of the layer that kept them ("attention", "mlp"),
+    BETWEEN, or ENDS. Parameters and buffers are not counted. A storage that several tensors share is counted once,
+    under the key of the first tensor that was kept.
+
+    `put_off_nbytes()` returns, by stage, what weight gradients that are put off keep. It counts in the peak as PUT_OFF.
+    It is called only when a forward keeps something, so a peak at another time is not seen.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], put_off_nbytes: Callable[[], Mapping[int, int]] = dict):
@@ -41,18 +43,22 @@ class KeptBytes:
         self.peak = 0
         self._stages = stages
         self._put_off_nbytes = put_off_nbytes
-        self._known = {
-            x.untyped_storage()._cdata for stage in stages.values() for x in (*stage.parameters(), *stage.buffers())
-        }
-        self._uses: Counter[int] = Counter()  # how many kept tensors share a storage, by the storage
-        self._keys: dict[int, Key] = {}  # the key under which a storage is counted
-        self._current: list[Key] = []  # the innermost part whose forward pass is running comes last
-        self._hooks: dict[int, ExitStack] = {}  # of each stage whose forward pass is running
+        # Storages are identified by the address of torch's object (`_cdata`).
+        self._not_counted: set[int] = set()
+        for stage in stages.values():
+            for x in (*stage.parameters(), *stage.buffers()):
+                self._not_counted.add(x.untyped_storage()._cdata)
+        self._uses: Counter[int] = Counter()  # by storage: how many kept tensors share it
+        self._keys: dict[int, Key] = {}  # by storage: the key under which it is counted
+        self._current: list[Key] = []  # the keys of the modules whose forward passes are running, the innermost last
+        self._hooks: dict[int, ExitStack] = {}  # the saved-tensor hooks of each stage whose forward pass is running
 
     @contextmanager
     def counting(self) -> Iterator["KeptBytes"]:
-        """A context in which the forward passes of the stages are counted. What they keep is counted until it is freed,
-        also after the context."""
+        """A context that counts what the forward passes of the stages keep in it.
+
+        What is still kept at the end of the context is counted until it is freed.
+        """
         with ExitStack() as handles:
             for number, stage in self._stages.items():
                 for handle in self._watch(number, stage):
@@ -60,6 +66,7 @@ class KeptBytes:
             yield self
 
     def _watch(self, number: int, stage: nn.Module) -> Iterator[RemovableHandle]:
+        """Register the hooks of one stage. Yields their handles."""
         yield stage.register_forward_pre_hook(partial(self._enter_stage, number), with_kwargs=True)
         yield stage.register_forward_hook(partial(self._leave_stage, number), always_call=True)
         for name, module in stage.named_modules():
@@ -75,8 +82,9 @@ class KeptBytes:
         hooks = ExitStack()
         hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.x))
         self._hooks[number] = hooks
-        # Before the first layer there is nothing but the embedding, which keeps next to nothing.
-        self._current.append((number, BETWEEN if getattr(stage, "layers", {}) else ENDS))
+        # Only the embedding runs before the first layer. It keeps next to nothing, so it has no kind of its own.
+        has_layers = bool(getattr(stage, "layers", {}))
+        self._current.append((number, BETWEEN if has_layers else ENDS))
 
     def _leave_stage(self, number: int, *_: object) -> None:
         self._current.pop()
@@ -89,45 +97,58 @@ class KeptBytes:
         self._current.pop()
 
     def _leave_layers(self, number: int, *_: object) -> None:
-        if self._current:  # it is empty when a backward pass recomputes the layer
+        # `_current` is empty when a backward pass recomputes the layer: the forward pass of the stage is not running.
+        if self._current:
             self._current[-1] = number, ENDS
 
     def _keep(self, x: Tensor) -> "_Kept":
-        storage = x.untyped_storage()
-        number = storage._cdata
+        """Count a tensor that autograd saves. Returns what autograd holds in its place."""
         kept = _Kept(x)
-        if number in self._known:
+        storage = x.untyped_storage()
+        identity = storage._cdata
+        if identity in self._not_counted:
             return kept
-        if self._uses[number] == 0:
-            self._keys[number] = self._current[-1]
-            self.live[self._current[-1]] += storage.nbytes()
-            put_off = {(stage, PUT_OFF): nbytes for stage, nbytes in self._put_off_nbytes().items()}
-            total = self.live.total() + sum(put_off.values())
-            if total > self.peak:
-                self.peak = total
-                self.at_peak = self.live + Counter(put_off)
-        self._uses[number] += 1
-        weakref.finalize(kept, self._free, number, storage.nbytes())
+        if self._uses[identity] == 0:
+            key = self._current[-1]
+            self._keys[identity] = key
+            self.live[key] += storage.nbytes()
+            self._update_peak()
+        self._uses[identity] += 1
+        weakref.finalize(kept, self._free, identity, storage.nbytes())
         return kept
 
-    def _free(self, number: int, nbytes: int) -> None:
-        self._uses[number] -= 1
-        if self._uses[number] == 0:
-            self.live[self._keys.pop(number)] -= nbytes
+    def _update_peak(self) -> None:
+        put_off = Counter({(stage, PUT_OFF): nbytes for stage, nbytes in self._put_off_nbytes().items()})
+        total = self.live.total() + put_off.total()
+        if total > self.peak:
+            self.peak = total
+            self.at_peak = self.live + put_off
+
+    def _free(self, identity: int, nbytes: int) -> None:
+        """Count a tensor of a storage as freed."""
+        self._uses[identity] -= 1
+        if self._uses[identity] == 0:
+            key = self._keys.pop(identity)
+            self.live[key] -= nbytes
 
 
 class _Kept:
-    """What autograd holds in place of a tensor. autograd drops it when the backward pass no longer needs the tensor."""
+    """What autograd holds in place of a saved tensor. It is freed when the backward pass no longer needs the tensor."""
 
     def __init__(self, x: Tensor):
         self.x = x
 
 
 def kind_of(name: str) -> str | None:
-    """The kind of what a stage's module called `name` keeps; None if it is that of the module around it."""
+    """The kind of what the module `name` of a stage keeps. None if it has the kind of the module around it.
+
+    Layers, such as "layers.3", and their direct children, such as "layers.3.mlp", have kinds.
+    """
     parts = name.split(".")
-    if parts[0] != "layers" or len(parts) > 3 or len(parts) == 1:
+    is_layer = len(parts) == 2
+    is_part_of_layer = len(parts) == 3
+    if parts[0] != "layers" or not (is_layer or is_part_of_layer):
         return None
-    if len(parts) == 2:
+    if is_layer or parts[2].endswith("norm"):
         return BETWEEN
-    return BETWEEN if parts[2].endswith("norm") else parts[2]
+    return parts[2]
