@@ -1,4 +1,4 @@
-"""Causal attention of a layer, for every number of context-parallel ranks."""
+"""Causal attention of a layer, with any number of context-parallel ranks."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -20,7 +20,8 @@ from megapar.context_parallel.whole import are_equal_runs, whole_attention
 class CoreAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v of one layer, where each rank of `cp` holds a part of the positions of each sample.
 
-    `kv_heads` has the local key/value head of each local query head. `form` is the option parallel.cp_attention.
+    `form` is the option parallel.cp_attention. `kv_heads[i]` is the local key/value head that the local query head i
+    reads.
     """
 
     kv_index: Tensor | None
@@ -42,7 +43,7 @@ class CoreAttention(nn.Module):
         if cp.size > 1 and form == "ulysses":
             self.ulysses = Ulysses(cp, kv_heads, device)
         elif not are_equal_runs(kv_heads):
-            # Made here: in the forward pass each copy to the GPU would wait for all queued work.
+            # Copied to the device here, because in the forward pass each copy would wait for all queued work.
             kv_index = torch.tensor(kv_heads, device=device)
         self.register_buffer("kv_index", kv_index, persistent=False)
 
@@ -51,7 +52,7 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Map q [s, b, n, d], and k and v with as many heads or fewer, to [s, b, n * d].
 
-        The s positions are the columns of `batch`.
+        The s positions are the columns of `batch`, which are those of this rank.
         """
         if self.ulysses is not None:
             y: Tensor = self.ulysses(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels)
@@ -63,7 +64,7 @@ class CoreAttention(nn.Module):
             return whole_attention(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels)
         attention = ring_attention if self.form == "ring" else gather_attention
         q = rearrange(q_sbnd, "s b n d -> b n s d").contiguous()
-        # Keys and values are one message.
+        # Keys and values are one tensor, so that one message carries both.
         kv = rearrange([k_sbnd, v_sbnd], "two s b n d -> two b n s d").contiguous()
         y = attention(q, kv, self.cp, batch.starts_on_host, dropout)
         return rearrange(y, "b n s d -> s b (n d)")

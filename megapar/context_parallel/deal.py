@@ -1,8 +1,8 @@
-"""Which positions of a sample each context-parallel rank holds, and which of them attend to which. Pure arithmetic.
+"""Which positions of a sample each context-parallel rank holds, and which positions attend to which. Without tensors.
 
-A sample is cut into 2 cp chunks of equal length, and rank r holds the chunks r and 2 cp - 1 - r ("zigzag"). Under a
-causal mask every rank then has the same number of pairs of a query and a key. With one chunk a rank, the last rank
-would have nearly all of them twice (Llama 3, arXiv 2407.21783, section 3.3.2).
+A sample is cut into 2 cp chunks of equal length. Rank r holds the chunks r and 2 cp - 1 - r ("zigzag"; Llama 3, arXiv
+2407.21783, section 3.3.2). Under a causal mask every rank then has the same number of pairs of a query and a key. If
+each rank held one run of positions, the last rank would have nearly twice the mean, and all others would wait for it.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,38 +12,41 @@ from itertools import pairwise
 from typing import NamedTuple
 
 Ranges = Sequence[tuple[int, int]]
-"""Ascending, disjoint ranges (start, stop) of positions. A rank holds their positions in this order."""
+"""Ascending, disjoint ranges (start, stop) of positions. The local rows of a rank are these positions in order."""
 
 
 def chunks(length: int, cp: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The two ranges of positions of `rank`. Raises ValueError unless the length divides by 2 cp."""
+    """The two ranges of positions of `rank`, ascending. Raises ValueError unless 2 * cp divides the length."""
     if length % (2 * cp):
         raise ValueError(f"length {length} does not divide by 2 * cp {cp}")
     size = length // (2 * cp)
-    late = 2 * cp - 1 - rank
-    return (rank * size, (rank + 1) * size), (late * size, (late + 1) * size)
+    second = 2 * cp - 1 - rank
+    return (rank * size, (rank + 1) * size), (second * size, (second + 1) * size)
 
 
 def positions(length: int, cp: int, rank: int) -> list[int]:
-    """The positions of `rank`, ascending. A single rank holds all, whatever their number."""
+    """The positions of `rank`, ascending. A single rank holds all of them, also if the length is odd."""
     if cp == 1:
         return list(range(length))
-    return [position for start, stop in chunks(length, cp, rank) for position in range(start, stop)]
+    first, second = chunks(length, cp, rank)
+    return [*range(*first), *range(*second)]
 
 
 def holders(cp: int) -> list[tuple[int, int]]:
-    """For each chunk of a sample: the rank that holds it, and whether it is the rank's first chunk (0) or second (1).
+    """For each chunk of a sample in order: the rank that holds it, and 0 or 1 for the rank's first or second chunk.
 
-    It gives the order of positions both ways: from the ranks' parts to the sample, and back.
+    `order.whole_of` and `order.parts_of` use it to put the ranks' chunks into the order of positions, and back.
     """
-    return [(chunk, 0) for chunk in range(cp)] + [(chunk, 1) for chunk in reversed(range(cp))]
+    first_chunks = [(rank, 0) for rank in range(cp)]
+    second_chunks = [(rank, 1) for rank in reversed(range(cp))]
+    return first_chunks + second_chunks
 
 
 class Block(NamedTuple):
-    """Queries of some samples that attend a run of keys, as slices of the local rows.
+    """Queries that attend the same run of keys, in some samples. `queries` and `keys` are slices of local rows.
 
-    They attend all of the keys. If `causal`, only the last query does, the one before it attends all but the last key,
-    and so on.
+    If `causal`, only the last query attends all of the keys. The query before it attends all but the last key, and so
+    on. Otherwise each query attends all of the keys.
     """
 
     samples: slice
@@ -56,8 +59,9 @@ def blocks(queries: Ranges, keys: Ranges, length: int, starts: Sequence[int] | N
     """The blocks in which queries at the positions `queries` attend keys at the positions `keys`.
 
     A query attends the positions of its document up to its own. `starts` are the starts of documents as in
-    `MicroBatch.starts`, of samples of `length` positions. None means that each sample is one document. A query's own
-    position is among `keys` for all queries or for none.
+    `MicroBatch.starts`, for samples of `length` positions. None means that each sample is one document.
+
+    `keys` must hold the positions of all queries, or of none of them.
     """
     if starts is None:
         return _blocks_of_samples(slice(None), queries, keys, (0, length))
@@ -68,75 +72,89 @@ def blocks(queries: Ranges, keys: Ranges, length: int, starts: Sequence[int] | N
 
 
 def documents(length: int, starts: Sequence[int]) -> Iterator[list[int]]:
-    """For each sample, the positions within it at which documents start, and `length` at the end."""
+    """Yield the bounds of the documents of each sample: the positions at which they start, and then `length`."""
+    # `starts` counts positions through all samples, and ends with their number.
     for first in range(0, starts[-1], length):
-        inner = starts[bisect_left(starts, first) : bisect_left(starts, first + length)]
-        yield [start - first for start in inner] + [length]
+        starts_in_sample = starts[bisect_left(starts, first) : bisect_left(starts, first + length)]
+        yield [start - first for start in starts_in_sample] + [length]
 
 
 def _blocks_of_samples(samples: slice, queries: Ranges, keys: Ranges, bounds: Sequence[int]) -> list[Block]:
-    """The blocks of samples whose documents lie between neighboring `bounds`."""
+    """The blocks of `samples`, each of whose documents goes from one of the `bounds` to the next."""
     found: list[Block] = []
     for start, stop in queries:
-        for document, end in pairwise(bounds):
-            first = max(start, document)
-            last = min(stop, end)
-            if first >= last:
+        for document_start, document_stop in pairwise(bounds):
+            # The queries of this range that are in this document.
+            first = max(start, document_start)
+            end = min(stop, document_stop)
+            if first >= end:
                 continue
-            rows = slice(_held_before(queries, first), _held_before(queries, last))
-            # A document is a run of positions, so those of its keys that are held are a run of rows too.
-            columns = slice(_held_before(keys, document), _held_before(keys, last))
-            if columns.start == columns.stop:
+            query_rows = slice(_held_before(queries, first), _held_before(queries, end))
+            # The keys of the document up to the last query. They are a run of positions, so their rows are a run too.
+            key_rows = slice(_held_before(keys, document_start), _held_before(keys, end))
+            if key_rows.start == key_rows.stop:
                 continue
-            causal = _held_before(keys, first) < columns.stop
-            _append(found, Block(samples, rows, columns, causal))
+            # The queries' own positions are among the keys. Otherwise all keys are earlier than all queries.
+            causal = _held_before(keys, first) < key_rows.stop
+            _append(found, Block(samples, query_rows, key_rows, causal))
     return found
 
 
 def _held_before(ranges: Ranges, position: int) -> int:
-    """How many positions before `position` the ranges hold."""
+    """The number of positions in `ranges` that are below `position`. It is also the local row of `position`."""
     return sum(min(max(position - start, 0), stop - start) for start, stop in ranges)
 
 
 def _append(found: list[Block], block: Block) -> None:
-    """Append `block`, or make the last one longer if that means the same."""
-    if found:
-        last = found[-1]
-        more_keys = block.queries.stop - block.queries.start if block.causal else 0
-        continues = (
-            last.causal == block.causal
-            and last.queries.stop == block.queries.start
-            and last.keys.start == block.keys.start
-            and last.keys.stop + more_keys == block.keys.stop
-        )
-        if continues:
-            found[-1] = block._replace(queries=slice(last.queries.start, block.queries.stop))
-            return
-    found.append(block)
+    """Append `block`. If it continues the last block, make that one longer instead: fewer kernels run then."""
+    if found and _continues(found[-1], block):
+        found[-1] = block._replace(queries=slice(found[-1].queries.start, block.queries.stop))
+    else:
+        found.append(block)
+
+
+def _continues(last: Block, block: Block) -> bool:
+    """Whether one block with the queries of both and the keys of `block` means the same as both."""
+    # In a causal block each query attends one key more than the one before it.
+    more_keys = block.queries.stop - block.queries.start if block.causal else 0
+    return (
+        last.causal == block.causal
+        and last.queries.stop == block.queries.start
+        and last.keys.start == block.keys.start
+        and last.keys.stop + more_keys == block.keys.stop
+    )
 
 
 def square(found: Sequence[Block]) -> list[Block]:
-    """The same attention, where causal blocks have as many keys as queries. A full block of earlier keys follows."""
+    """The same attention with causal blocks that have as many keys as queries.
+
+    A causal block with more keys is cut in two: its last keys, and then a block that is not causal of its earlier keys.
+    """
     parts = []
     for block in found:
-        number = block.queries.stop - block.queries.start
-        earlier = slice(block.keys.start, block.keys.stop - number)
-        if block.causal and earlier.start < earlier.stop:
-            parts.append(block._replace(keys=slice(earlier.stop, block.keys.stop)))
-            parts.append(block._replace(keys=earlier, causal=False))
+        num_queries = block.queries.stop - block.queries.start
+        earlier_keys = slice(block.keys.start, block.keys.stop - num_queries)
+        if block.causal and earlier_keys.start < earlier_keys.stop:
+            parts.append(block._replace(keys=slice(earlier_keys.stop, block.keys.stop)))
+            parts.append(block._replace(keys=earlier_keys, causal=False))
         else:
             parts.append(block)
     return parts
 
 
 def attended_pairs(length: int, cp: int, rank: int, starts: Sequence[int] | None = None) -> int:
-    """The pairs of a query of `rank` and a key that it attends, in one sample, or in all samples of `starts`."""
+    """The number of pairs of a query of `rank` and a key that it attends.
+
+    It is for all samples of `starts`. If `starts` is None, it is for one sample.
+    """
     pairs = 0
     for block in blocks(chunks(length, cp, rank), [(0, length)], length, starts):
-        number = block.queries.stop - block.queries.start
-        pairs += number * (block.keys.stop - block.keys.start)
+        num_queries = block.queries.stop - block.queries.start
+        num_keys = block.keys.stop - block.keys.start
+        pairs += num_queries * num_keys
         if block.causal:
-            pairs -= number * (number - 1) // 2
+            # The last query attends all keys, the one before it one less, and so on.
+            pairs -= num_queries * (num_queries - 1) // 2
     return pairs
 
 
@@ -144,9 +162,9 @@ def attended_pairs(length: int, cp: int, rank: int, starts: Sequence[int] | None
 class Ring:
     """How far the keys and values of each rank travel in a ring, in which each rank sends to the next one.
 
-    `attended_at[source]` are the distances from the rank `source`, ascending and above 0, of the ranks with queries
-    that attend its keys. Keys travel to the farthest of them. Their gradients begin to travel at the nearest one, and
-    go on until they are home again, after cp hops.
+    A rank that is n hops after `source` has the distance n from it. `attended_at[source]` are the distances of the
+    other ranks with queries that attend the keys of `source`, ascending. The keys travel to the farthest of these
+    ranks. Their gradients start at the nearest of them, and travel on around the ring until they are back at `source`.
     """
 
     attended_at: tuple[tuple[int, ...], ...]
@@ -156,32 +174,42 @@ class Ring:
         return any(other >= distance for other in self.attended_at[source])
 
     def gradients_leave(self, source: int, distance: int) -> bool:
-        """Whether the gradients of the keys of `source` are sent on by the rank at `distance` from it."""
+        """Whether the rank at `distance` from `source` sends on gradients of the keys of `source`."""
         return any(other <= distance for other in self.attended_at[source])
 
 
 def ring(length: int, cp: int, starts: Sequence[int] | None = None) -> Ring:
     """The ring of cp ranks for samples of `length` positions. `starts` are as for `blocks`."""
     size = length // (2 * cp)
-    # For each chunk: the end of the document of its last position, in the sample where it reaches farthest.
-    ends = [length] * (2 * cp)
-    if starts is not None:
-        ends = [0] * (2 * cp)
-        for bounds in documents(length, starts):
-            for chunk in range(2 * cp):
-                last = (chunk + 1) * size - 1
-                ends[chunk] = max(ends[chunk], bounds[bisect_right(bounds, last)])
+    reach = _reach_of_chunks(length, size, starts)
 
     def attends(rank: int, source: int) -> bool:
-        return any(
-            query[0] >= key[1] and query[0] < ends[key[0] // size]
-            for query in chunks(length, cp, rank)
-            for key in chunks(length, cp, source)
-        )
+        """Whether a query of `rank` attends a key of `source`, another rank."""
+        for query_start, _ in chunks(length, cp, rank):
+            for key_start, key_stop in chunks(length, cp, source):
+                # A chunk of queries attends a chunk of keys before it if the document of the last key goes on there.
+                if key_stop <= query_start < reach[key_start // size]:
+                    return True
+        return False
 
-    return Ring(
-        tuple(
-            tuple(distance for distance in range(1, cp) if attends((source + distance) % cp, source))
-            for source in range(cp)
-        )
-    )
+    attended_at = []
+    for source in range(cp):
+        distances = [distance for distance in range(1, cp) if attends((source + distance) % cp, source)]
+        attended_at.append(tuple(distances))
+    return Ring(tuple(attended_at))
+
+
+def _reach_of_chunks(length: int, size: int, starts: Sequence[int] | None) -> list[int]:
+    """For each chunk of `size` positions, the end of the document that holds its last position.
+
+    Of several samples, it is the end in the sample where it is farthest.
+    """
+    num_chunks = length // size
+    if starts is None:
+        return [length] * num_chunks
+    reach = [0] * num_chunks
+    for bounds in documents(length, starts):
+        for chunk in range(num_chunks):
+            last_position = (chunk + 1) * size - 1
+            reach[chunk] = max(reach[chunk], bounds[bisect_right(bounds, last_position)])
+    return reach

@@ -12,21 +12,28 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """The masks of one layer's attention, keyed by sample, global head, and position of the query and of the key.
+    """The dropout masks of one layer's attention.
 
-    `heads` are the global numbers of the query heads. `positions_s` are the positions of the queries.
+    Whether a probability is dropped depends on its sample, its global head, and the positions of its query and key. So
+    it does not depend on the layout. `heads` are the global numbers of the query heads. `positions_s` are the positions
+    of the queries.
     """
 
     p: float
     seed: int
-    use: int  # the number of the layer's attention among the places of the model that use dropout
+    use: int  # the number of this attention among all places in the model that use dropout
     heads: range
     sample_ids_b: Tensor
     positions_s: Tensor
 
     def keep(self, keys_k: Tensor, samples: slice = ALL, queries: slice = ALL) -> Tensor:
-        """The mask, bool [b, n, q, k], of queries and samples in these rows, and of keys at the positions `keys_k`."""
-        head = torch.arange(self.heads.start, self.heads.stop, device=keys_k.device)[None, :, None]
-        position = self.positions_s[None, None, queries]
-        keys = row_keys(self.seed, self.use, self.sample_ids_b[samples, None, None], head, position)
-        return keep_mask(keys, keys_k, self.p)
+        """The mask, bool [b, n, q, k], which is True where a probability is kept.
+
+        `samples` and `queries` are slices of local rows. `keys_k` are the positions of the keys.
+        """
+        sample_b11 = self.sample_ids_b[samples, None, None]
+        head_1n1 = torch.arange(self.heads.start, self.heads.stop, device=keys_k.device)[None, :, None]
+        position_11q = self.positions_s[None, None, queries]
+        # Here a key is one of random numbers, and not one of attention.
+        random_keys_bnq = row_keys(self.seed, self.use, sample_b11, head_1n1, position_11q)
+        return keep_mask(random_keys_bnq, keys_k, self.p)

@@ -44,7 +44,7 @@ class _GatherAttention(torch.autograd.Function):
         grad_whole = torch.zeros_like(whole, dtype=wide(kv.dtype))
         gradient = Gradient(grad_out, q, out, lse)
         gradient.add(whole, ctx.blocks, ctx.dropped, grad_whole)
-        # Summed in the wide dtype: the rounding of 16-bit sums would grow with the number of ranks.
+        # Summed over ranks in the wide dtype, because the rounding of 16-bit sums would grow with the number of ranks.
         grad_kv = comm.reduce_scatter(parts_of(grad_whole, ctx.cp.size).flatten(0, 1), ctx.cp)
         return gradient.q.to(q.dtype), grad_kv.to(kv.dtype), None, None, None
 
@@ -59,7 +59,7 @@ def gather_attention(
 ) -> Tensor:
     """Causal attention [b, n, s, d] of this rank's queries `q` [b, n, s, d] to the keys and values of all cp ranks.
 
-    `kv` [2, b, h, s, d] are this rank's keys and values. The s positions are those that `deal.chunks` gives the rank.
-    `starts` are the starts of documents, on the host (`MicroBatch.starts_on_host`).
+    `kv` [2, b, h, s, d] are this rank's keys and values. The s positions are those of `deal.chunks` for this rank.
+    `starts` are the starts of documents, on the host (`MicroBatch.starts_on_host`). A collective over `cp`.
     """
     return _GatherAttention.apply(q, kv, cp, starts, dropout)

@@ -1,6 +1,6 @@
-"""Between the parts of samples that context-parallel ranks hold and whole samples, in the order of positions.
+"""Puts the chunks that context-parallel ranks hold into the order of positions, and back.
 
-Shapes: r ranks, s positions of a rank, and r * s positions of a sample.
+Shapes: r ranks, s positions of a rank, r * s positions of a sample, d width.
 """
 
 from typing import Any
@@ -12,19 +12,19 @@ from megapar.context_parallel.deal import holders
 
 
 def whole_of(parts: Tensor) -> Tensor:
-    """[r, ..., s, d], the ranks' parts, as [..., r * s, d] in the order of positions."""
-    size = parts.shape[-2] // 2
-    halves = parts.split(size, dim=-2)
-    return torch.cat([halves[second][rank] for rank, second in holders(parts.shape[0])], dim=-2)
+    """The ranks' parts [r, ..., s, d] as whole samples [..., r * s, d], in the order of positions."""
+    chunk_size = parts.shape[-2] // 2  # a rank holds two chunks of each sample
+    first_and_second = parts.split(chunk_size, dim=-2)
+    return torch.cat([first_and_second[half][rank] for rank, half in holders(parts.shape[0])], dim=-2)
 
 
 def parts_of(whole: Tensor, cp: int) -> Tensor:
-    """The inverse of `whole_of`: [..., r * s, d] as [r, ..., s, d]."""
+    """The inverse of `whole_of`: whole samples [..., r * s, d] as the ranks' parts [r, ..., s, d]."""
     parts = whole.new_empty(cp, *whole.shape[:-2], whole.shape[-2] // cp, whole.shape[-1])
-    size = parts.shape[-2] // 2
-    halves = parts.split(size, dim=-2)
-    for (rank, second), chunk in zip(holders(cp), whole.split(size, dim=-2), strict=True):
-        halves[second][rank].copy_(chunk)
+    chunk_size = parts.shape[-2] // 2
+    first_and_second = parts.split(chunk_size, dim=-2)
+    for (rank, half), chunk in zip(holders(cp), whole.split(chunk_size, dim=-2), strict=True):
+        first_and_second[half][rank].copy_(chunk)
     return parts
 
 

@@ -1,4 +1,6 @@
-"""Attention in blocks: results of blocks are merged, and gradients of blocks are added, in fp32 (fp64 for fp64).
+"""Attention in blocks (`deal.Block`): merges the results of blocks, and adds their gradients.
+
+Merged results and sums are in fp32, or in fp64 for fp64.
 
 Shapes: b samples, n query heads, h key/value heads, s local queries, k keys, d width of a head.
 """
@@ -20,7 +22,7 @@ from megapar.context_parallel.dropout import AttentionDropout
 
 
 class Dropped:
-    """The dropout mask of each block of queries and keys. Without dropout there are none."""
+    """The dropout masks of blocks. `keys` are the positions of the keys. Without dropout there are no masks."""
 
     def __init__(self, dropout: AttentionDropout | None, keys: Ranges):
         self._dropout = dropout
@@ -31,15 +33,16 @@ class Dropped:
             self._keys = torch.cat([torch.arange(start, stop, device=device) for start, stop in keys])
 
     def keep(self, block: Block) -> Tensor | None:
+        """The mask of a block, bool [b, n, q, k], which is True where a probability is kept. None without dropout."""
         if self._dropout is None:
             return None
         return self._dropout.keep(self._keys[block.keys], block.samples, block.queries)
 
 
 class Result:
-    """The result of the blocks so far: `out` [b, n, s, d] and `lse` [b, n, s].
+    """The merged result of the blocks so far: `out` [b, n, s, d], and the logsumexp of the scores, `lse` [b, n, s].
 
-    In memory `out` is [s, b, n, d], as the layer after attention reads it.
+    In memory `out` is [s, b, n, d], because the layer after attention reads it in this order.
     """
 
     def __init__(self, q: Tensor):
@@ -49,10 +52,11 @@ class Result:
         self.lse = torch.empty(b, n, s, dtype=dtype, device=q.device)
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], dropped: Dropped) -> None:
-        """Add what the queries attend in `blocks` of the keys `k` [b, h, k, d].
+        """Merge the attention of `blocks` into the result. k and v are [b, h, k, d].
 
-        The blocks with a query's own position must come first.
+        For each query, the block with its own position must come first: `out` and `lse` are not initialized.
         """
+        # torch's operation for CPUs takes no causal block with more keys than queries.
         if not takes_earlier_keys(q):
             blocks = square(blocks)
         for block in blocks:
@@ -67,7 +71,7 @@ class Result:
             )
             out_rows = self.out[samples, :, queries]
             lse_rows = self.lse[samples, :, queries]
-            # A query attends its own position in one block alone, which is causal and comes first.
+            # A query has exactly one causal block, the one with its own position. It comes first.
             if causal:
                 out_rows.copy_(part)
                 lse_rows.copy_(lse)
@@ -76,7 +80,7 @@ class Result:
 
 
 class Gradient:
-    """The gradient of `q`, and what the blocks need of the forward pass: the merged `out` and its `lse`."""
+    """The gradient of the queries so far, `q`, and what all blocks need: the merged `out` and `lse` of the forward."""
 
     def __init__(self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor):
         self._grad_out = grad_out
@@ -86,7 +90,7 @@ class Gradient:
         self.q = torch.zeros_like(q, dtype=wide(q.dtype))
 
     def add(self, kv: Tensor, blocks: Sequence[Block], dropped: Dropped, grad_kv: Tensor) -> None:
-        """Add the gradients of `blocks` of the keys and values `kv` [2, b, h, k, d] to `q` and `grad_kv`."""
+        """Add the gradients of `blocks` to `self.q` and to `grad_kv`. `kv` and `grad_kv` are [2, b, h, k, d]."""
         if not takes_earlier_keys(self._q):
             blocks = square(blocks)
         for block in blocks:

@@ -1,11 +1,11 @@
 """Context parallelism in a ring: keys and values go from rank to rank (Ring Attention, arXiv 2310.01889).
 
-In step i a rank holds the keys and values of the rank i before it. It sends them to the next rank while it computes
-with them. A rank never holds the keys and values of more than two ranks. In the backward pass they go round again, and
-their gradients travel behind them until they are home.
+In step i a rank holds the keys and values of the i-th rank before it. It sends them to the next rank while it computes
+with them. So a rank holds the keys and values of two ranks at most. In the backward pass they travel again. Their
+gradients travel behind them, until they are back at the rank of the keys.
 
-If no query of the remaining ranks attends some keys, because documents end before, they are not sent on. Both ends of a
-link know that from the starts of the documents.
+Keys are not sent on if no query of the remaining ranks attends them, because their documents end before. Both ranks of
+a link compute this from the starts of the documents, so it takes no message.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,10 @@ from megapar.context_parallel.partial import Dropped, Gradient, Result
 
 
 class _Round:
-    """One rank's way through the ring: what it attends in each step, and what it sends and receives after it."""
+    """One round of the ring, as one rank sees it: what it attends in each step, and what it sends and receives.
+
+    `blocks[step]` and `dropped[step]` are the blocks and the dropout masks of the keys that it holds in `step`.
+    """
 
     def __init__(self, length: int, cp: Axis, starts: Sequence[int] | None, dropout: AttentionDropout | None):
         self.cp = cp
@@ -43,31 +46,45 @@ class _Round:
         return (self.cp.rank - step) % self.cp.size
 
     def pass_keys(self, kv: Tensor | None, like: Tensor, step: int) -> tuple[Tensor | None, Pending]:
-        """Start sending `kv`, held in `step`, and receiving what is held in the next step, a tensor like `like`."""
-        sends = step + 1 < self.cp.size and self._ring.keys_arrive(self.source(step), step + 1)
-        receives = step + 1 < self.cp.size and self._ring.keys_arrive(self.source(step + 1), step + 1)
+        """Start to send `kv`, the keys and values held in `step`, and to receive those of the next step.
+
+        `kv` is None if no keys have arrived. `like` has the shape and dtype of what arrives. Returns (what arrives, or
+        None if nothing does; what to wait for before it is read).
+        """
+        next_step = step + 1
+        if next_step == self.cp.size:
+            return None, Pending()  # the keys have been on all ranks
+        # `source(step)` is `step` hops before this rank, and so `next_step` hops before the next rank.
+        sends = self._ring.keys_arrive(self.source(step), next_step)
+        receives = self._ring.keys_arrive(self.source(next_step), next_step)
         assert kv is not None or not sends, "keys travel only over ranks that they have reached"
-        return self._pass(kv if sends else None, like if receives else None)
+        return self._exchange(kv if sends else None, like if receives else None)
 
     def pass_gradients(self, grad_kv: Tensor | None, like: Tensor, step: int) -> tuple[Tensor | None, Pending]:
-        """Start sending on the gradients of the keys held in `step`, and receiving those of the next step.
+        """Start to send `grad_kv`, the gradients of the keys held in `step`, and to receive those of the next step.
 
-        After the last step this rank's own gradients arrive.
+        The gradients that arrive after the last step are those of this rank's own keys. Otherwise as `pass_keys`.
         """
         sends = self._ring.gradients_leave(self.source(step), step)
-        # What arrives in the next step has left the rank before this one, which is as far from home as this step.
+        # What arrives is sent by the rank before this one. It is `step` hops after `source(step + 1)`.
         receives = self._ring.gradients_leave(self.source(step + 1), step)
         assert grad_kv is not None or not sends, "gradients begin to travel where keys were attended"
-        return self._pass(grad_kv if sends else None, like if receives else None)
+        return self._exchange(grad_kv if sends else None, like if receives else None)
 
-    def _pass(self, sent: Tensor | None, like: Tensor | None) -> tuple[Tensor | None, Pending]:
+    def _exchange(self, sent: Tensor | None, like: Tensor | None) -> tuple[Tensor | None, Pending]:
+        """Start to send `sent` to the next rank, and to receive a tensor like `like` from the one before it.
+
+        None means that nothing is sent, or received. Returns (the tensor that is received, or None; what to wait for).
+        """
         cp = self.cp
-        sends = [] if sent is None else [(sent, (cp.rank + 1) % cp.size)]
-        arriving = None
+        sends = []
+        if sent is not None:
+            sends.append((sent, (cp.rank + 1) % cp.size))
         receives = []
+        arriving = None
         if like is not None:
             arriving = torch.empty_like(like)
-            receives = [(arriving, (cp.rank - 1) % cp.size)]
+            receives.append((arriving, (cp.rank - 1) % cp.size))
         return arriving, comm.exchange(sends, receives, cp)
 
 
@@ -76,14 +93,14 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, kv: Tensor, cp: Axis, starts: Sequence[int] | None, dropout: AttentionDropout | None
     ) -> Tensor:
-        way = _Round(q.shape[2] * cp.size, cp, starts, dropout)
-        ctx.way = way
+        ring_round = _Round(q.shape[2] * cp.size, cp, starts, dropout)
+        ctx.ring_round = ring_round
         result = Result(q)
         held: Tensor | None = kv
         for step in range(cp.size):
-            arriving, pending = way.pass_keys(held, kv, step)
+            arriving, pending = ring_round.pass_keys(held, kv, step)
             if held is not None:
-                result.add(q, held[0], held[1], way.blocks[step], way.dropped[step])
+                result.add(q, held[0], held[1], ring_round.blocks[step], ring_round.dropped[step])
             pending.wait()
             held = arriving
         out = result.out.to(q.dtype)
@@ -94,33 +111,38 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         q, kv, out, lse = ctx.saved_tensors
-        way: _Round = ctx.way
+        ring_round: _Round = ctx.ring_round
         gradient = Gradient(grad_out, q, out, lse)
-        # The gradients of this rank's own keys from its own queries. They stay at home.
-        home = torch.zeros_like(kv, dtype=wide(kv.dtype))
+        # The gradients of this rank's own keys from its own queries (step 0). They do not travel.
+        own_grad_kv = torch.zeros_like(kv, dtype=wide(kv.dtype))
         held: Tensor | None = kv
-        travelling: Tensor | None = None
-        travel = Pending()
-        for step in range(way.cp.size):
-            arriving, pending = way.pass_keys(held, kv, step)
-            part = home if step == 0 else None
-            if step > 0 and way.blocks[step]:
-                part = torch.zeros_like(home)
-            if held is not None and part is not None:
-                gradient.add(held, way.blocks[step], way.dropped[step], part)
-            travel.wait()
+        # The gradients of the keys held in this step, from the ranks where these keys were before.
+        arrived_grad: Tensor | None = None
+        grad_pending = Pending()
+        for step in range(ring_round.cp.size):
+            arriving, pending = ring_round.pass_keys(held, kv, step)
+            grad_kv = None
+            if step == 0:
+                grad_kv = own_grad_kv
+            elif ring_round.blocks[step]:
+                grad_kv = torch.zeros_like(own_grad_kv)
+            if held is not None and grad_kv is not None:
+                gradient.add(held, ring_round.blocks[step], ring_round.dropped[step], grad_kv)
+            grad_pending.wait()
             if step > 0:
-                travelling = _sum(travelling, part)
-                travelling, travel = way.pass_gradients(travelling, home, step)
+                leaving = _sum(arrived_grad, grad_kv)
+                arrived_grad, grad_pending = ring_round.pass_gradients(leaving, own_grad_kv, step)
+                del leaving  # the exchange keeps it until it is sent
             pending.wait()
             held = arriving
-        travel.wait()
-        if travelling is not None:
-            home += travelling
-        return gradient.q.to(q.dtype), home.to(kv.dtype), None, None, None
+        grad_pending.wait()
+        if arrived_grad is not None:
+            own_grad_kv += arrived_grad
+        return gradient.q.to(q.dtype), own_grad_kv.to(kv.dtype), None, None, None
 
 
 def _sum(arrived: Tensor | None, own: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, where None counts as zero. It may overwrite `arrived`."""
     if arrived is None:
         return own
     if own is None:
@@ -131,5 +153,5 @@ def _sum(arrived: Tensor | None, own: Tensor | None) -> Tensor | None:
 def ring_attention(
     q: Tensor, kv: Tensor, cp: Axis, starts: Sequence[int] | None = None, dropout: AttentionDropout | None = None
 ) -> Tensor:
-    """`gather.gather_attention`, by a ring. The results differ by rounding alone."""
+    """The same attention as `gather.gather_attention`, computed in a ring. The results differ by rounding alone."""
     return _RingAttention.apply(q, kv, cp, starts, dropout)

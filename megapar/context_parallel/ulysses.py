@@ -1,6 +1,7 @@
 """Context parallelism by exchanging positions for heads (DeepSpeed Ulysses, arXiv 2309.14509).
 
-Between the exchanges a rank has whole samples of a part of the heads, and the attention of one rank runs unchanged.
+Before attention, an all-to-all gives each rank all positions of a part of the heads. So the attention of a single rank
+runs unchanged. After attention, another all-to-all gives each rank its own positions of all heads again.
 """
 
 from collections.abc import Sequence
@@ -20,11 +21,11 @@ from megapar.exchange import exchange_rows
 
 
 class Ulysses(nn.Module):
-    """The exchanges of one layer.
+    """The attention of one layer with the exchanges before and after it.
 
-    `kv_heads` has the local key/value head of each local query head, ascending. The number of query heads must divide
-    by cp. Each rank gets the key/value heads that its query heads read. A head that several ranks read is sent to each,
-    and the backward pass sums their gradients of it.
+    `kv_heads[i]` is the local key/value head that the local query head i reads, ascending. cp must divide the number of
+    query heads. Each rank gets a run of query heads, and the key/value heads that they read. A key/value head that
+    several ranks read is sent to each of them, and the backward pass sums their gradients of it.
     """
 
     send_order: Tensor
@@ -34,26 +35,30 @@ class Ulysses(nn.Module):
         super().__init__()
         self.cp = cp
         self.heads = len(kv_heads) // cp.size  # query heads of a rank between the exchanges
-        self._read: list[range] = []  # the key/value heads that each rank reads
+        self._kv_heads_of_rank: list[range] = []  # the key/value heads that each rank gets
         for rank in range(cp.size):
             read = kv_heads[rank * self.heads : (rank + 1) * self.heads]
-            self._read.append(range(read[0], read[-1] + 1))
-        # The rows of q, k and v, whose heads follow one another, in the order in which they are sent.
+            self._kv_heads_of_rank.append(range(read[0], read[-1] + 1))
+        # The heads of q, k and v, numbered through one after the other, in the order in which they are sent.
+        num_kv_heads = kv_heads[-1] + 1
         first_k = len(kv_heads)
-        first_v = first_k + kv_heads[-1] + 1
-        rows: list[int] = []
-        for rank, read in enumerate(self._read):
-            rows += range(rank * self.heads, (rank + 1) * self.heads)
-            rows += [first_k + head for head in read]
-            rows += [first_v + head for head in read]
-        self._sent = [self.heads + 2 * len(read) for read in self._read]
-        # Made here: in the forward pass each copy to the GPU would wait for all queued work.
-        self.register_buffer("send_order", torch.tensor(rows, device=device), persistent=False)
-        own = self._read[cp.rank]
-        kv_of_queries = [head - own.start for head in kv_heads[cp.rank * self.heads : (cp.rank + 1) * self.heads]]
+        first_v = first_k + num_kv_heads
+        send_order: list[int] = []
+        for rank, heads in enumerate(self._kv_heads_of_rank):
+            send_order += range(rank * self.heads, (rank + 1) * self.heads)
+            send_order += [first_k + head for head in heads]
+            send_order += [first_v + head for head in heads]
+        # How many heads of q, k and v each rank gets from this one.
+        self._sent_heads = [self.heads + 2 * len(heads) for heads in self._kv_heads_of_rank]
+        # Copied to the device here, because in the forward pass each copy would wait for all queued work.
+        self.register_buffer("send_order", torch.tensor(send_order, device=device), persistent=False)
+        # For each query head of this rank between the exchanges, its key/value head among those that arrive.
+        first_kv_head = self._kv_heads_of_rank[cp.rank].start
+        own_kv_heads = kv_heads[cp.rank * self.heads : (cp.rank + 1) * self.heads]
+        arrived_kv_heads = [head - first_kv_head for head in own_kv_heads]
         kv_index = None
-        if not are_equal_runs(kv_of_queries):
-            kv_index = torch.tensor(kv_of_queries, device=device)
+        if not are_equal_runs(arrived_kv_heads):
+            kv_index = torch.tensor(arrived_kv_heads, device=device)
         self.register_buffer("kv_index", kv_index, persistent=False)
 
     def forward(
@@ -67,23 +72,30 @@ class Ulysses(nn.Module):
     ) -> Tensor:
         """Causal attention, [s, b, n * d], of this rank's positions s to those of all cp ranks."""
         q, k, v = self._to_heads(q_sbnd, k_sbnd, v_sbnd)
-        # Each rank has all positions now.
-        everywhere = torch.arange(batch.sample_length, device=q.device)
+        # This rank now has all positions of its part of the heads.
+        all_positions_s = torch.arange(batch.sample_length, device=q.device)
         if dropout is not None:
-            first = dropout.heads.start + self.cp.rank * self.heads
-            dropout = replace(dropout, heads=range(first, first + self.heads), positions_s=everywhere)
-        y = whole_attention(q, k, v, replace(batch, positions_s=everywhere), dropout, kernels)
-        return self._to_positions(y)
+            first_head = dropout.heads.start + self.cp.rank * self.heads
+            heads = range(first_head, first_head + self.heads)
+            dropout = replace(dropout, heads=heads, positions_s=all_positions_s)
+        y_sbc = whole_attention(q, k, v, replace(batch, positions_s=all_positions_s), dropout, kernels)
+        return self._to_positions(y_sbc)
 
     def _to_heads(self, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [cp * s, b, n, d] of this rank's part of the heads."""
         cp = self.cp
-        heads = rearrange(torch.cat((q_sbnd, k_sbnd, v_sbnd), dim=2), "s b n d -> n b s d")
-        own = self._sent[cp.rank]
-        arrived = exchange_rows(heads.index_select(0, self.send_order), self._sent, [own] * cp.size, cp)
-        kv = len(self._read[cp.rank])
-        parts = arrived.unflatten(0, (cp.size, own)).split([self.heads, kv, kv], dim=1)
-        # Each has memory of its own: attention may keep one of them in another order, and the others as they are.
+        # A head is a row of the exchange.
+        heads_nbsd = rearrange(torch.cat((q_sbnd, k_sbnd, v_sbnd), dim=2), "s b n d -> n b s d")
+        received_heads = self._sent_heads[cp.rank]  # every rank sends the same heads to this one
+        arrived = exchange_rows(
+            heads_nbsd.index_select(0, self.send_order), self._sent_heads, [received_heads] * cp.size, cp
+        )
+        num_kv_heads = len(self._kv_heads_of_rank[cp.rank])
+        # [cp, heads, b, s, d]: the positions of each rank.
+        by_rank = arrived.unflatten(0, (cp.size, received_heads))
+        parts = by_rank.split([self.heads, num_kv_heads, num_kv_heads], dim=1)
+        # `to_whole` gives each its own memory. So if attention keeps one of them for backward in another order, the
+        # memory of the others does not stay with it.
         q, k, v = (rearrange(to_whole(part), "n b s d -> s b n d") for part in parts)
         if self.kv_index is not None:
             k = k.index_select(2, self.kv_index)
@@ -93,7 +105,9 @@ class Ulysses(nn.Module):
     def _to_positions(self, y_sbc: Tensor) -> Tensor:
         """[s, b, n * d] of all heads, from the attention [cp * s, b, n / cp * d] of this rank's heads."""
         cp = self.cp
-        parts = to_parts(rearrange(y_sbc, "s b (n d) -> n b s d", n=self.heads), cp.size)
+        y_nbsd = rearrange(y_sbc, "s b (n d) -> n b s d", n=self.heads)
+        parts = to_parts(y_nbsd, cp.size)  # [cp, n, b, s, d]: the positions of each rank
         rows = [self.heads] * cp.size
-        # The heads of the ranks arrive in the order of their numbers.
-        return rearrange(exchange_rows(parts.flatten(0, 1), rows, rows, cp), "n b s d -> s b (n d)")
+        # Rank by rank, so all heads arrive in ascending order.
+        arrived = exchange_rows(parts.flatten(0, 1), rows, rows, cp)
+        return rearrange(arrived, "n b s d -> s b (n d)")

@@ -18,15 +18,16 @@ def whole_attention(
     dropout: AttentionDropout | None,
     kernels: Kernels,
 ) -> Tensor:
-    """Causal attention, [s, b, n * d], within the documents of `batch`. Its columns are all positions of its samples.
+    """Causal attention, [s, b, n * d], within the documents of `batch`, whose columns are all positions of its samples.
 
-    q may have a multiple of the heads of k and v. Then each head of k and v serves a run of consecutive heads of q.
+    q [s, b, n, d] may have a multiple of the heads of k and v. Then a run of consecutive heads of q reads each head of
+    k and v.
     """
     if dropout is None:
         if batch.starts is None:
             return causal_attention(q_sbnd, k_sbnd, v_sbnd, kernels.attention)
         return packed_causal_attention(q_sbnd, k_sbnd, v_sbnd, batch.starts)
-    # The explicit scores of attention with dropout need a key/value head for each query head.
+    # Attention with dropout holds all scores in memory. It needs a key/value head for each query head.
     queries_per_kv_head = q_sbnd.shape[2] // k_sbnd.shape[2]
     k_sbnd = k_sbnd.repeat_interleave(queries_per_kv_head, 2)
     v_sbnd = v_sbnd.repeat_interleave(queries_per_kv_head, 2)
@@ -38,10 +39,12 @@ def whole_attention(
 
 
 def are_equal_runs(kv_heads: Sequence[int]) -> bool:
-    """Whether each of the key/value heads 0, 1 ... serves the same number of consecutive query heads.
+    """Whether runs of equal length of consecutive query heads read the key/value heads 0, 1, and so on.
 
-    `kv_heads` has the key/value head of each query head. torch's attention takes such runs only.
+    `kv_heads[i]` is the key/value head that query head i reads. torch's attention takes only such runs.
     """
-    number = kv_heads[-1] + 1
-    run = len(kv_heads) // number
-    return len(kv_heads) % number == 0 and all(kv == query // run for query, kv in enumerate(kv_heads))
+    num_kv_heads = kv_heads[-1] + 1
+    if len(kv_heads) % num_kv_heads:
+        return False
+    run = len(kv_heads) // num_kv_heads
+    return all(kv == query // run for query, kv in enumerate(kv_heads))

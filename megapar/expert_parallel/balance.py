@@ -1,19 +1,24 @@
-"""The router of a layer, and what keeps its experts evenly loaded: losses and a selection bias.
+"""The router of a layer, and what keeps its experts evenly loaded: auxiliary losses and a selection bias.
 
-No layout changes any of it. Each loss is a sum over this rank's tokens that is linear in what the token's router
-computed, with factors that ranks agree on without a gradient. Losses weigh target tokens as the language loss does, so
-that the step divides all of them by one number (`megapar.batch.add_loss`). Numbers of tokens are exact.
+    sequence    the loss E sum_e f_e P_e of each sample: f_e is the share of the sample's choices that are expert e, and
+                P_e is the mean probability of expert e (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20)
+    global      the same loss over all tokens of a step (arXiv 2501.11873), with the shares f_e of the step before. In
+                the first step all shares are equal
+    z           the loss logsumexp(logits)^2 of each token (ST-MoE, arXiv 2202.08906, equation 5)
+    bias        no loss: the selection bias of experts with fewer tokens than the mean is raised (arXiv 2408.15664)
 
-    sequence    E sum_e f_e P_e of each sample: f_e is the share of its choices that are expert e, and P_e its mean
-                probability (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20)
-    global      the same over all tokens of a step, with the shares of the step before (arXiv 2501.11873 for the sum
-                over the global batch). At the first step all shares are equal
-    z           the square of the logits' logsumexp (ST-MoE, arXiv 2202.08906, equation 5)
-    bias        no loss: experts with fewer tokens than the mean get a higher selection bias (arXiv 2408.15664)
+None of these depends on the layout:
 
-The loss of a micro-batch (Switch, arXiv 2101.03961) is not here: it depends on the size of a micro-batch.
+- A rank computes its part of a loss as a sum over its own tokens. Each term is a factor times what the router computed
+  for the token. The factors have no gradient, and are the same on all ranks that hold parts of a sample.
+- Tokens have the weights that they have in the language loss. So the step divides all losses by one number
+  (`megapar.batch.add_loss`).
+- Numbers of tokens are whole numbers, whose sums over ranks are exact.
 
-Shapes: s positions and b samples of this rank, t = s b tokens, k experts of a token, e experts, h hidden.
+The loss over a micro-batch (Switch, arXiv 2101.03961) is left out, because it depends on the size of the micro-batch.
+
+Shapes: s positions and b samples of this rank, t = s b tokens, k experts of a token, e experts, h hidden. E is the
+number of experts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,10 +40,10 @@ from megapar.sharding import Sharding
 
 @dataclass(frozen=True)
 class BalanceRule:
-    """What evens out the load of a layer's experts.
+    """How the load of a layer's experts is balanced. The docstring of the module explains the kinds.
 
-    `coef` is the factor of the loss of kind "sequence" or "global". `bias_rate` is how far "bias" moves an expert's
-    bias in a step. `z_coef` is the factor of the z-loss, which goes with any kind.
+    `coef` is the factor of the loss of kind "sequence" or "global". `bias_rate` is how far kind "bias" moves an
+    expert's bias in a step. `z_coef` is the factor of the z-loss, which can be combined with every kind.
     """
 
     kind: Literal["none", "sequence", "global", "bias"] = "none"
@@ -58,7 +63,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Float32Products(MatrixProducts):
-    """Products in fp32 of inputs of any dtype. What is kept for backward is the input itself.
+    """Products in fp32 of inputs of any dtype. Backward keeps the inputs in their own dtype, not the fp32 copies.
 
     y is fp32. Gradients have the dtypes of x and of the weight.
     """
@@ -77,14 +82,14 @@ class Float32Products(MatrixProducts):
 
 
 class Router(nn.Module):
-    """The matrix that maps a token to the logits of its experts, in fp32, and the state of its balance.
+    """The matrix that maps a token to the logits of the experts, in fp32, and the state of the balance.
 
     The weight `name`.weight [e, h] is on every tp rank. Each tp rank routes tokens of its own, so its gradient is a
-    part of the sum. Buffers are equal on all ranks after `end_step`:
+    part of the sum. The buffers are equal on all ranks after `end_step`:
 
     - `bias`, fp32 [e], is added to scores for the selection.
-    - `last_counts`, int64 [e], are the choices of each expert in the step before. They are 0 before the first step.
-    - `step_counts`, int64 [e], are the choices of this rank in the current step.
+    - `last_counts`, int64 [e]: how often all ranks chose each expert in the step before. 0 in the first step.
+    - `step_counts`, int64 [e]: how often this rank has chosen each expert in the current step.
     """
 
     bias: Tensor
@@ -112,17 +117,17 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32, device=device))
         self.register_buffer("last_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
         self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
-        # A checkpoint holds the buffers that have a spec: those that the next step reads.
+        # Checkpoints hold the buffers that have a spec. Those are the ones that the next step reads.
         if balance.kind == "bias":
-            _declare(self.bias, f"{name}.bias", sharding, training_state=False)
+            _add_to_checkpoints(self.bias, f"{name}.bias", sharding, training_state=False)
         if balance.kind == "global":
-            _declare(self.last_counts, f"{name}.last_counts", sharding, training_state=True)
+            _add_to_checkpoints(self.last_counts, f"{name}.last_counts", sharding, training_state=True)
 
     def forward(self, x_sbh: Tensor, indices: Tensor | None = None) -> Routing:
-        """Route this rank's tokens.
+        """Choose the experts of this rank's tokens, and compute their weights.
 
-        A forward pass that is recomputed is given the `indices` that the first one chose. In training, tokens are
-        counted when their experts are chosen, and so once.
+        A recomputed forward pass gives the `indices` that the first forward pass chose. In training, choices are
+        counted when they are made, so a recomputed forward pass does not count them again.
         """
         logits = linear(x_sbh.flatten(0, -2), self.weight, None, LOCAL, Float32Products())
         if indices is None:
@@ -133,11 +138,10 @@ class Router(nn.Module):
         return Routing(logits, indices, route.weights(logits, indices, self.rule))
 
     def loss(self, routing: Routing, weights_sb: Tensor, axes: Sequence[Axis]) -> Tensor:
-        """The sum of this layer's losses over this rank's tokens, 0-d fp32. It is 0 if all are turned off.
+        """The sum of this layer's losses over this rank's tokens, 0-d fp32. It is 0 if all losses are turned off.
 
-        `weights_sb` are the weights of this rank's tokens as targets. The tokens of a sample are on all ranks of
-        `axes`: those over which tokens, and not samples, are dealt. A collective over them if the kind of balance is
-        "sequence".
+        `weights_sb` are the weights of this rank's tokens in the language loss. The tokens of a sample are spread over
+        the ranks of `axes`, tp and cp. A collective over them if the kind of balance is "sequence".
         """
         balance = self.balance
         shape = weights_sb.shape
@@ -155,10 +159,11 @@ class Router(nn.Module):
         return loss
 
     def end_step(self, counts_e: Tensor, found_inf: Tensor) -> None:
-        """Take the choices of each expert by all ranks in this step, and update the state of the balance.
+        """Update the state of the balance. `counts_e` is how often all ranks chose each expert in this step.
 
-        `found_inf` is 0-d on the device. Unless it is zero, the step does not count.
+        `found_inf` is 0-d on the device. If it is not zero, the step is skipped, and the state stays as it is.
         """
+        # `torch.where`, because an `if` would wait for the device to compute `found_inf`.
         self.step_counts.zero_()
         skipped = found_inf != 0
         torch.where(skipped, self.last_counts, counts_e, out=self.last_counts)
@@ -167,8 +172,8 @@ class Router(nn.Module):
             torch.where(skipped, self.bias, moved_e, out=self.bias)
 
 
-def _declare(buffer_e: Tensor, name: str, sharding: Sharding, *, training_state: bool) -> None:
-    """Make a buffer part of checkpoints. All ranks hold the same values."""
+def _add_to_checkpoints(buffer_e: Tensor, name: str, sharding: Sharding, *, training_state: bool) -> None:
+    """Give a buffer a spec, so that checkpoints hold it. All ranks hold the same values."""
     piece = replicated(name, buffer_e.shape, sharding.tp)
     spec = ParamSpec((piece,), ZEROS, decay=False, replicas=sharding.replicas, training_state=training_state)
     buffer_e.spec = spec  # type: ignore[attr-defined]
@@ -178,8 +183,9 @@ def _declare(buffer_e: Tensor, name: str, sharding: Sharding, *, training_state:
 def end_step(routers: Iterable[Router], axes: Sequence[Axis], found_inf: Tensor) -> Tensor | None:
     """Sum the counts of a step over all ranks that routed tokens of these layers, and update each router.
 
-    `axes` are those whose ranks hold the same layers: tp and grad. A collective over them. `found_inf` is 0-d. Unless
-    it is zero, the step does not count. Returns the sums, int64 [routers, e], or None on a rank without routers.
+    A collective over `axes`: tp and grad, whose ranks hold the same layers. `found_inf` is 0-d. If it is not zero, the
+    step is skipped: the counts of the step are dropped. Returns the sums, int64 [routers, e], or None on a rank without
+    routers.
     """
     routers = list(routers)
     if not routers:
@@ -195,7 +201,8 @@ def end_step(routers: Iterable[Router], axes: Sequence[Axis], found_inf: Tensor)
 def sequence_loss(probabilities_sbe: Tensor, indices_sbk: Tensor, weights_sb: Tensor, axes: Sequence[Axis]) -> Tensor:
     """This rank's part of the sum over samples of W E sum_e f_e P_e, where W is the sum of the sample's weights.
 
-    f and P are of the whole sample, all positions alike. Its tokens are on all ranks of `axes`.
+    f and P are means over all positions of the whole sample, whatever the weights of its tokens. Its tokens are spread
+    over the ranks of `axes`.
     """
     factors_be = _sequence_factors(probabilities_sbe, indices_sbk, weights_sb, axes)
     return (probabilities_sbe * factors_be).sum()
@@ -208,38 +215,43 @@ def _sequence_factors(
     """The factor of each probability in `sequence_loss`, [b, e]: W E f_e / S for a sample of S positions."""
     _, samples, experts = probabilities_sbe.shape
     top_k = indices_sbk.shape[2]
-    first_of_sample = experts * torch.arange(samples, device=indices_sbk.device)
-    counts_be = route.counts(indices_sbk + first_of_sample[:, None], samples * experts).view(samples, experts)
-    # Counts and weights travel in one message. fp64 holds the counts exactly.
+    # All samples are counted at once: expert e of sample i has the number i * experts + e.
+    first_of_sample_b = experts * torch.arange(samples, device=indices_sbk.device)
+    counts_be = route.counts(indices_sbk + first_of_sample_b[:, None], samples * experts).view(samples, experts)
+    # Counts and weights are reduced in one message. fp64 holds the counts exactly.
     totals = torch.cat([counts_be.double(), weights_sb.double().sum(0)[:, None]], dim=1)
     for axis in axes:
         comm.all_reduce(totals, axis)
-    counts_be = totals[:, :experts]
+    counts_be, weight_b1 = totals.split([experts, 1], dim=1)
     choices_b1 = counts_be.sum(1, keepdim=True)  # k S
-    share_be = counts_be / choices_b1
-    factors_be = totals[:, experts:] * experts * share_be * top_k / choices_b1
+    share_be = counts_be / choices_b1  # f
+    factors_be = weight_b1 * experts * share_be * top_k / choices_b1  # k / choices is 1 / S
     return factors_be.to(probabilities_sbe.dtype)
 
 
 def lagged_loss(probabilities_sbe: Tensor, weights_sb: Tensor, last_counts_e: Tensor) -> Tensor:
-    """This rank's part of the sum over tokens of w E sum_e f_e p_e, with f from the counts of the step before."""
+    """This rank's part of the sum over tokens of w E sum_e f_e p_e.
+
+    w is the weight of a token, p its probabilities, and f the shares of the experts in the step before.
+    """
     experts = probabilities_sbe.shape[2]
-    # Before the first step there are no counts. One for each expert makes all shares equal.
+    # In the first step all counts are 0. Then 1 is added to each, which makes all shares equal.
     counts_e = last_counts_e + (last_counts_e.sum() == 0)
     share_e = counts_e.to(probabilities_sbe.dtype) / counts_e.sum()
     return experts * (weights_sb * (probabilities_sbe @ share_e)).sum()
 
 
 def z_loss(logits_sbe: Tensor, weights_sb: Tensor) -> Tensor:
-    """This rank's part of the sum over tokens of w logsumexp(logits)^2."""
+    """This rank's part of the sum over tokens of w logsumexp(logits)^2, where w is the weight of a token."""
     return (weights_sb * logits_sbe.logsumexp(-1).square()).sum()
 
 
 def updated_bias(bias_e: Tensor, counts_e: Tensor, rate: float) -> Tensor:
-    """`bias_e`, moved by `rate` up for experts that were chosen less often than the mean, and down for the others.
+    """`bias_e`, moved by `rate`: up for experts that were chosen less often than the mean, down for more often.
 
-    Its mean is then taken away: selection does not depend on it, and it would drift.
+    Then the mean of the bias is subtracted. Selection does not depend on the mean, which would drift otherwise.
     """
-    surplus_e = counts_e * counts_e.numel() - counts_e.sum()  # times the number of experts, in whole numbers
+    # The count minus the mean, times the number of experts: a whole number. Only its sign is used.
+    surplus_e = counts_e * counts_e.numel() - counts_e.sum()
     moved_e = bias_e - rate * surplus_e.sign()
     return moved_e - moved_e.mean()

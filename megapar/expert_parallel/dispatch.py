@@ -1,20 +1,25 @@
-"""Dispatch: the rows of tokens travel to the ranks that hold their experts, and the results travel back.
+"""Dispatch: the hidden states of tokens travel to the ranks that hold their experts, and the results travel back.
 
-    function    what it does to rows                                                          over
-    send        copies each token's row once for each of its experts, sorts copies by expert
+A row is the hidden state of one token for one of its experts.
+
+    function    what it does                                                                  axis
+    send        copies each token's hidden state once for each of its experts
+                sorts these rows by expert
                 all-to-all: each row goes to the position that holds its expert               ep
-    receive     each rank gets the rows of all ranks that hold other parts of its experts     etp
-                sorts rows by expert
-    (experts)   `megapar.expert_parallel.experts` computes one row for each row
-    combine     undoes the sort
-                sums the parts of each row, where the row came from                           etp
-                all-to-all: each row goes back to its token's rank                            ep
-                sums the rows of each token, multiplied by the weights of its experts
+    receive     gathers the rows of all ranks that hold other parts of the same experts       etp
+                sorts the rows by expert
+    (experts)   `megapar.expert_parallel.experts` computes one result row for each row
+    combine     undoes the sort of receive
+                sums the parts of each result row on the rank that brought the row            etp
+                all-to-all: each result row goes back to the rank of its token                ep
+                sums the result rows of each token, multiplied by the weights of its experts
 
-No row is dropped: buffers have as many rows as tokens chose experts. Every rank takes part in every exchange, also if
-it has no token, or holds no expert. Weights never travel, because rows are multiplied by them after their return.
+No row is dropped: there is one row for each expert that each token chose. Every rank takes part in every exchange, even
+if it has no token, or holds no expert. The weights of experts never travel: the token's rank multiplies by them when
+the results are back.
 
-Shapes: t tokens of this rank, k experts of a token, E experts, h hidden.
+Shapes: t tokens of this rank, k experts of a token, h hidden; E experts of the layer, or e experts of this rank;
+p positions of ep, q positions of etp.
 """
 
 from collections.abc import Sequence
@@ -34,9 +39,10 @@ from megapar.params import cut
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Where each row goes, for both directions. `plan_dispatch` makes it from the experts that tokens chose.
+    """Where each row goes, there and back. `plan_dispatch` makes it from the experts that tokens chose.
 
-    A recomputed forward pass can use the Dispatch of the first one, and so needs neither counts nor a copy to the host.
+    A recomputed forward pass uses the Dispatch of the first forward pass again. So it communicates no counts, and
+    copies nothing to the host.
     """
 
     ep: Axis
@@ -44,9 +50,9 @@ class Dispatch:
     indices_tk: Tensor
     """int64 [t, k]: the experts of each token."""
     token_of_row: Tensor
-    """int64 [t k]: the token of each row, where rows are sorted by expert, and rows of an expert by token."""
+    """int64 [t k]: the token of each row. Rows are sorted by expert, and the rows of one expert by token."""
     row_of_choice: Tensor
-    """int64 [t, k]: where each choice of each token is among these rows."""
+    """int64 [t, k]: for each choice of each token, its index among these rows."""
     sent_rows: tuple[int, ...]
     """The number of rows that this rank sends to each position of ep."""
     received_rows: tuple[int, ...]
@@ -55,10 +61,10 @@ class Dispatch:
     """The number of rows that each position of etp has received over ep."""
     rows_of_expert: tuple[int, ...]
     """The number of rows of each expert of this rank."""
-    order: Tensor | None
-    """int64 [rows]: which arrived row is at each place after the sort by expert. None: rows arrive sorted."""
-    place: Tensor | None
-    """int64 [rows]: the inverse of `order`."""
+    expert_order: Tensor | None
+    """int64 [rows]: the indices of the arrived rows in the order of experts. None if rows arrive in this order."""
+    arrival_order: Tensor | None
+    """int64 [rows]: the inverse permutation. It brings rows back into the order in which they arrived."""
 
     @property
     def rows(self) -> int:
@@ -75,78 +81,83 @@ def experts_of(num_experts: int, ep: Axis) -> range:
 def plan_dispatch(indices_tk: Tensor, num_experts: int, ep: Axis, etp: Axis) -> Dispatch:
     """Plan where the rows of this rank's tokens go. `indices_tk` are their experts. A collective over ep and over etp.
 
-    Only numbers of rows are communicated: int64 [E] over ep, and [ep, experts of the rank] over etp. They are copied to
-    the host once, because the sizes of messages must be known there.
+    Only numbers of rows are communicated: int64 [E] over ep, and int64 [p, e] over etp. They are copied to the host
+    once, because the sizes of messages must be known there.
     """
-    chosen = indices_tk.reshape(-1)
     top_k = indices_tk.shape[1]
-    by_expert = torch.argsort(chosen, stable=True)
-    mine_e, table_qpe = _count_tables(chosen, num_experts, ep, etp)
-    sent_e, rows_qpe = _on_host(mine_e, table_qpe)
-    borders = [experts_of(num_experts, replace(ep, rank=position)) for position in range(ep.size)]
-    brought = rows_qpe.sum((1, 2)).tolist()
-    order = _order_by_expert(table_qpe, sum(brought), indices_tk.device)
+    chosen = indices_tk.reshape(-1)
+    choice_of_row = torch.argsort(chosen, stable=True)
+    sent_e, arriving_qpe = _count_rows(chosen, num_experts, ep, etp)
+    host_sent_e, host_arriving_qpe = _on_host(sent_e, arriving_qpe)
+    sent_rows = []
+    for position in range(ep.size):
+        experts = experts_of(num_experts, replace(ep, rank=position))
+        sent_rows.append(int(host_sent_e[experts.start : experts.stop].sum()))
+    brought_rows = host_arriving_qpe.sum((1, 2)).tolist()
+    expert_order = _order_by_expert(arriving_qpe, sum(brought_rows), indices_tk.device)
     return Dispatch(
         ep,
         etp,
         indices_tk=indices_tk,
-        token_of_row=by_expert // top_k,
-        row_of_choice=_inverse(by_expert).view(indices_tk.shape),
-        sent_rows=tuple(int(sent_e[experts.start : experts.stop].sum()) for experts in borders),
-        received_rows=tuple(rows_qpe[etp.rank].sum(1).tolist()),
-        brought_rows=tuple(brought),
-        rows_of_expert=tuple(rows_qpe.sum((0, 1)).tolist()),
-        order=order,
-        place=None if order is None else _inverse(order),
+        token_of_row=choice_of_row // top_k,
+        row_of_choice=_inverse(choice_of_row).view(indices_tk.shape),
+        sent_rows=tuple(sent_rows),
+        received_rows=tuple(host_arriving_qpe[etp.rank].sum(1).tolist()),
+        brought_rows=tuple(brought_rows),
+        rows_of_expert=tuple(host_arriving_qpe.sum((0, 1)).tolist()),
+        expert_order=expert_order,
+        arrival_order=None if expert_order is None else _inverse(expert_order),
     )
 
 
-def _count_tables(chosen: Tensor, num_experts: int, ep: Axis, etp: Axis) -> tuple[Tensor, Tensor]:
-    """The rows of this rank by expert, [E]. The rows that arrive, by position of etp, of ep, and by expert of the rank.
+def _count_rows(chosen: Tensor, num_experts: int, ep: Axis, etp: Axis) -> tuple[Tensor, Tensor]:
+    """Count the rows that this rank sends, int64 [E] by expert, and the rows that arrive, int64 [q, p, e].
 
-    Position q of etp receives table[q, p, e] rows of this rank's e-th expert from its position p of ep.
+    The element [q, p, e] of the second is the number of rows for this rank's e-th expert that position q of etp
+    receives from position p of ep.
     """
     experts = experts_of(num_experts, ep)
     if chosen.is_meta:
-        # A dry run computes shapes alone. It counts with tokens that spread evenly over the experts.
+        # A dry run knows shapes alone. It counts as if the choices were spread evenly over the experts.
         borders = torch.arange(num_experts + 1) * chosen.numel() // num_experts
-        mine = borders.diff()
-        return mine, mine[experts.start : experts.stop].expand(etp.size, ep.size, len(experts))
-    mine = counts(chosen, num_experts)
-    over_ep = comm.all_gather(mine, ep).view(ep.size, num_experts)[:, experts.start : experts.stop]
-    # Ranks of etp hold parts of the same experts, so all of them leave out an empty message.
+        sent_e = borders.diff()
+        return sent_e, sent_e[experts.start : experts.stop].expand(etp.size, ep.size, len(experts))
+    sent_e = counts(chosen, num_experts)
+    received_pe = comm.all_gather(sent_e, ep).view(ep.size, num_experts)[:, experts.start : experts.stop]
     if not len(experts):
-        return mine, over_ep.expand(etp.size, ep.size, 0)
-    return mine, comm.all_gather(over_ep.contiguous(), etp).view(etp.size, ep.size, len(experts))
+        # There is nothing to gather over etp. Its ranks hold parts of the same experts, so all of them leave it out.
+        return sent_e, received_pe.expand(etp.size, ep.size, 0)
+    return sent_e, comm.all_gather(received_pe.contiguous(), etp).view(etp.size, ep.size, len(experts))
 
 
-def _on_host(mine_e: Tensor, table_qpe: Tensor) -> tuple[Tensor, Tensor]:
-    """Both tensors in host memory, by one copy."""
-    both = torch.cat([mine_e, table_qpe.reshape(-1)]).cpu()
-    return both[: mine_e.numel()], both[mine_e.numel() :].view(table_qpe.shape)
+def _on_host(sent_e: Tensor, arriving_qpe: Tensor) -> tuple[Tensor, Tensor]:
+    """Both tensors in host memory. One copy brings both, because each copy waits for the GPU."""
+    both = torch.cat([sent_e, arriving_qpe.reshape(-1)]).cpu()
+    host_sent_e, host_arriving = both.split([sent_e.numel(), arriving_qpe.numel()])
+    return host_sent_e, host_arriving.view(arriving_qpe.shape)
 
 
-def _order_by_expert(table_qpe: Tensor, rows: int, device: torch.device) -> Tensor | None:
-    """The order that sorts arrived rows by expert, on `device`. None if they arrive sorted.
+def _order_by_expert(arriving_qpe: Tensor, rows: int, device: torch.device) -> Tensor | None:
+    """The permutation that sorts arrived rows by expert, on `device`. None if they arrive sorted.
 
-    Rows of one expert stay in the order in which they arrive.
+    `rows` is the sum of `arriving_qpe`. Rows of one expert stay in the order in which they arrive.
     """
-    etp_size, ep_size, experts = table_qpe.shape
+    etp_size, ep_size, experts = arriving_qpe.shape
     if etp_size * ep_size == 1 or experts <= 1:
         return None
-    expert_qpe = torch.arange(experts, device=table_qpe.device).expand(table_qpe.shape)
-    # The sum is given, because repeat_interleave would otherwise wait for a GPU to read it.
-    expert_of_row = torch.repeat_interleave(expert_qpe.reshape(-1), table_qpe.reshape(-1), output_size=rows)
-    return torch.argsort(expert_of_row, stable=True).to(device)  # a dry run counts on the CPU
+    expert_qpe = torch.arange(experts, device=arriving_qpe.device).expand(arriving_qpe.shape)
+    # The sum is given, because repeat_interleave would otherwise wait for the GPU to read it.
+    expert_of_row = torch.repeat_interleave(expert_qpe.reshape(-1), arriving_qpe.reshape(-1), output_size=rows)
+    return torch.argsort(expert_of_row, stable=True).to(device)  # in a dry run the counts are on the CPU
 
 
 def _inverse(permutation: Tensor) -> Tensor:
-    places = torch.arange(permutation.numel(), device=permutation.device)
-    return torch.empty_like(permutation).scatter_(0, permutation, places)
+    indices = torch.arange(permutation.numel(), device=permutation.device)
+    return torch.empty_like(permutation).scatter_(0, permutation, indices)
 
 
 def send(x_th: Tensor, plan: Dispatch) -> ArrivingRows:
-    """Send each token's row to the ranks of its experts. What runs before `receive` runs while the rows travel."""
+    """Start to send each token's rows to the ranks of its experts. What runs before `receive` overlaps the transfer."""
     rows = _CopyRows.apply(x_th, plan.token_of_row, plan.row_of_choice)
     return start_exchange(rows, plan.sent_rows, plan.received_rows, plan.ep)
 
@@ -154,16 +165,16 @@ def send(x_th: Tensor, plan: Dispatch) -> ArrivingRows:
 def receive(arriving: ArrivingRows, plan: Dispatch) -> Tensor:
     """The rows for this rank's experts, [rows, h], sorted by expert."""
     rows = _gather_rows(arriving.wait(), plan.brought_rows, plan.etp)
-    return _reorder(rows, plan.order, plan.place)
+    return _reorder(rows, plan.expert_order, inverse=plan.arrival_order)
 
 
 def combine(rows: Tensor, weights_tk: Tensor, plan: Dispatch) -> Tensor:
-    """Send the experts' results [rows, h] back, and sum them by token with `weights_tk`: [t, h].
+    """Send the experts' results [rows, h] back, and sum them by token, multiplied by `weights_tk`: [t, h].
 
-    With etp above 1 `rows` are this rank's parts of the results, whose sum is the result. Sums are at least fp32, and
-    the result has the dtype of `rows`.
+    With etp above 1, each rank of etp has a part of each result, and their sum is the result. Sums over the experts of
+    a token are in fp32, or in fp64 for fp64. The returned tensor has the dtype of `rows`.
     """
-    rows = _reorder(rows, plan.place, plan.order)
+    rows = _reorder(rows, plan.arrival_order, inverse=plan.expert_order)
     rows = _sum_rows(rows, plan.brought_rows, plan.etp)
     rows = exchange_rows(rows, plan.received_rows, plan.sent_rows, plan.ep)
     return _WeightedSum.apply(rows, weights_tk, plan.token_of_row, plan.row_of_choice)
@@ -173,13 +184,13 @@ def _gather_rows(rows: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor
     """The rows of all ranks of etp, one after the other. Backward sums the ranks' gradients of each row."""
     if etp.size == 1:
         return rows
-    # Numbers of rows differ, so that an all-gather does not do. Each rank sends a copy to each rank, itself included.
+    # An all-gather needs equal numbers of rows, which ranks do not have. So each rank sends a copy to each rank.
     copies = rows.expand(etp.size, *rows.shape).reshape(-1, rows.shape[1])
     return exchange_rows(copies, [len(rows)] * etp.size, brought_rows, etp)
 
 
 def _sum_rows(parts: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor:
-    """The inverse: the sum of all ranks' parts of the rows that this rank brought, in the order of ranks."""
+    """The sum, in the order of ranks, of all etp ranks' parts of the rows that this rank received over ep."""
     if etp.size == 1:
         return parts
     mine = brought_rows[etp.rank]
@@ -188,7 +199,7 @@ def _sum_rows(parts: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor:
 
 
 class _CopyRows(torch.autograd.Function):
-    """The row of each choice's token, sorted by expert: [t k, h] from [t, h]."""
+    """Copies the hidden states of tokens, [t, h], into the rows of their choices, [t k, h], sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor) -> Tensor:
@@ -199,26 +210,26 @@ class _CopyRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (row_of_choice,) = ctx.saved_tensors
-        # Not index_add, which sums in any order on a GPU: a token's gradients are summed in the order of its choices.
-        first, *others = row_of_choice.unbind(1)
-        total = grad.index_select(0, first).to(_sum_dtype(grad))
-        for rows in others:
+        # Not index_add, which sums in any order on a GPU. Here a token's gradients are summed in the order of its
+        # choices, so that the result is always the same.
+        first_rows, *other_rows = row_of_choice.unbind(1)
+        total = grad.index_select(0, first_rows).to(_sum_dtype(grad))
+        for rows in other_rows:
             total += grad.index_select(0, rows)
         return total.to(grad.dtype), None, None
 
 
 class _WeightedSum(torch.autograd.Function):
-    """The sum of each token's rows, multiplied by the weights of its choices: [t, h] from [t k, h] sorted by expert."""
+    """Sums each token's rows, multiplied by the weights of its choices: [t, h] from [t k, h], sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights_tk: Tensor, token_of_row: Tensor, row_of_choice: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights_tk, token_of_row, row_of_choice)
-        columns = weights_tk.to(_sum_dtype(rows)).split(1, dim=1)
-        first, *others = zip(row_of_choice.unbind(1), columns, strict=True)
-        choice, weight = first
-        total = rows.index_select(0, choice) * weight
-        for choice, weight in others:
-            total.addcmul_(rows.index_select(0, choice), weight)
+        first_rows, *other_rows = row_of_choice.unbind(1)
+        first_weight, *other_weights = weights_tk.to(_sum_dtype(rows)).split(1, dim=1)
+        total = rows.index_select(0, first_rows) * first_weight
+        for indices, weight in zip(other_rows, other_weights, strict=True):
+            total.addcmul_(rows.index_select(0, indices), weight)
         return total.to(rows.dtype)
 
     @staticmethod
@@ -226,37 +237,46 @@ class _WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weights_tk, token_of_row, row_of_choice = ctx.saved_tensors
         grad_rows = torch.empty_like(rows)
-        weight_of_row = weights_tk.new_empty(rows.shape[0], 1)
-        weight_of_row.index_copy_(0, row_of_choice.view(-1), weights_tk.reshape(-1, 1))
-        grad_of_weight = torch.empty_like(weight_of_row)
-        # As many rows at a time as there are tokens: all of them would take k times the memory, in fp32.
-        parts = (x.split(len(grad)) for x in (token_of_row, rows, weight_of_row, grad_rows, grad_of_weight))
-        for tokens, part, weight, grad_part, grad_weight in zip(*parts, strict=True):
+        # The weight of each row, and its gradient, in the order of rows: [t k, 1].
+        weights = weights_tk.new_empty(rows.shape[0], 1)
+        weights.index_copy_(0, row_of_choice.view(-1), weights_tk.reshape(-1, 1))
+        grad_weights = torch.empty_like(weights)
+        # t rows at a time. All t k rows at once would take k times the memory for the products in fp32.
+        chunks = zip(
+            token_of_row.split(len(grad)),
+            rows.split(len(grad)),
+            weights.split(len(grad)),
+            grad_rows.split(len(grad)),
+            grad_weights.split(len(grad)),
+            strict=True,
+        )
+        for tokens, row_chunk, weight_chunk, grad_row_chunk, grad_weight_chunk in chunks:
             grad_sum = grad.index_select(0, tokens).to(_sum_dtype(grad))
-            grad_weight.copy_((part * grad_sum).sum(-1, keepdim=True))
-            grad_part.copy_(grad_sum * weight)
-        return grad_rows, grad_of_weight[row_of_choice, 0], None, None
+            grad_weight_chunk.copy_((row_chunk * grad_sum).sum(-1, keepdim=True))
+            grad_row_chunk.copy_(grad_sum * weight_chunk)
+        return grad_rows, grad_weights[row_of_choice, 0], None, None
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows in another order. `place` is the inverse of `order`."""
+    """Permutes rows. Backward selects by `inverse`. The backward of torch's index_select would add with atomics."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
         return rows.index_select(0, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return grad.index_select(0, place), None, None
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
 
 
-def _reorder(rows: Tensor, order: Tensor | None, place: Tensor | None) -> Tensor:
+def _reorder(rows: Tensor, order: Tensor | None, inverse: Tensor | None) -> Tensor:
+    """The rows at the indices `order`, whose inverse permutation is `inverse`. None leaves the order as it is."""
     if order is None:
         return rows
-    return _Reorder.apply(rows, order, place)
+    return _Reorder.apply(rows, order, inverse)
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
