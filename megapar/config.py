@@ -14,27 +14,31 @@ class RopeScaling:
     """Hugging Face's `rope_scaling`; the default scales nothing."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
-    """default: none; linear: divides positions by factor; llama3, yarn: stretch long wavelengths, keep short ones."""
+    """default: no scaling. linear: positions are divided by factor. llama3, yarn: wavelengths are stretched by factor
+    if they are long, and kept if they are short."""
     factor: float = 1.0
-    """How many times longer than original_max_position_embeddings contexts may be."""
+    """How many times longer than original_max_position_embeddings contexts may be. Not used with rope_type default."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original_max_position_embeddings / low_freq_factor are stretched."""
     high_freq_factor: float = 4.0
     """llama3: wavelengths below original_max_position_embeddings / high_freq_factor are kept."""
     original_max_position_embeddings: int = 8192
-    """llama3, yarn: context length before scaling."""
+    """llama3, yarn: length of the contexts that the model was first trained on."""
     beta_fast: float = 32.0
-    """yarn: wavelengths that turn more often than this within the original context are kept (arXiv 2309.00071)."""
+    """yarn: pairs of dimensions that turn more often than this within the original context are kept (arXiv
+    2309.00071)."""
     beta_slow: float = 1.0
-    """yarn: wavelengths that turn less often than this within the original context are stretched by factor."""
+    """yarn: pairs of dimensions that turn less often than this within the original context are stretched by factor."""
     attention_factor: float = 0.0
     """yarn: cos and sin are multiplied by it; 0 means 0.1 ln(factor) + 1, or what mscale and mscale_all_dim give."""
     mscale: float = 0.0
     """yarn: sets attention_factor to (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1); 0: not set."""
     mscale_all_dim: float = 0.0
-    """yarn: the other number of that quotient; DeepSeek sets both."""
+    """yarn: the number in the divisor of attention_factor, see mscale. Set both, as DeepSeek does, or leave both at
+    0."""
     truncate: bool = True
-    """yarn: round the first and the last pair of dimensions that are neither kept nor stretched outwards."""
+    """yarn: between the pairs of dimensions that are kept and those that are stretched lies a range that is blended.
+    True: round its two ends outwards to whole pairs."""
 
 
 @dataclass(frozen=True)
@@ -42,36 +46,40 @@ class MoEConfig:
     """Mixture of experts (arXiv 2401.04088, 2412.19437), in Hugging Face's names where it has them."""
 
     num_experts: int = 0
-    """Experts of a layer; 0: a model without experts. parallel.ep need not divide them."""
+    """Experts of a layer; 0: a model without experts. Need not be a multiple of parallel.ep."""
     num_experts_per_tok: int = 2
     """Experts that each token is sent to."""
     moe_intermediate_size: int = 0
-    """Width of an expert; 0 means intermediate_size. Must divide by parallel.etp."""
+    """Width of an expert; 0 means model.intermediate_size. Must be a multiple of parallel.etp."""
     mlp_only_layers: tuple[int, ...] = ()
-    """Layers with a plain MLP of width intermediate_size in place of experts, such as 0 1 2."""
+    """Numbers of the layers, from 0, that have a plain MLP of width model.intermediate_size in place of experts, such
+    as 0 1 2."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """Turns the router's logits into scores: softmax over all experts, or the sigmoid of each by itself."""
     norm_topk_prob: bool = True
-    """Divide the scores of a token's experts by their sum."""
+    """Divide the scores of a token's experts by their sum, so that its weights add up to 1."""
     routed_scaling_factor: float = 1.0
-    """Factor of the weights of a token's experts."""
+    """The weights of a token's experts are multiplied by it."""
     n_group: int = 1
-    """Groups of consecutive experts; a token's experts are chosen from its topk_group best groups."""
+    """Experts are divided into so many groups of consecutive experts. A token's experts come from its topk_group best
+    groups; 1: all experts are one group."""
     topk_group: int = 1
-    """Groups whose experts a token may choose; the others are left out."""
+    """Number of groups that a token's experts may come from."""
     shared_expert_intermediate_size: int = 0
-    """Width of an expert that every token passes through beside its own; 0: there is none."""
+    """Width of the shared expert, which every token passes through beside its chosen ones; 0: there is none."""
     shared_expert_gate: bool = False
-    """Multiply the shared expert's output by a sigmoid of the token."""
+    """Multiply the shared expert's output by the sigmoid of a learned projection of the token."""
     balance: Literal["none", "sequence", "global", "bias", "micro_batch"] = "global"
-    """What evens out the load. sequence: a loss by the load of each sample; global: a loss by the load of the step
-    before; bias: no loss, a bias of the choice. micro_batch is refused: its loss would depend on the layout."""
+    """What evens out the load of experts. sequence: a loss by the load of each sample. global: a loss by the load of
+    all tokens of the step before. bias: no loss; a bias is added to scores when experts are chosen. none: nothing.
+    micro_batch is refused, because its loss would depend on the layout."""
     router_aux_loss_coef: float = 0.001
-    """Weight of the loss of balance sequence or global."""
+    """Weight of the loss of model.moe.balance sequence or global."""
     router_bias_update_rate: float = 0.001
-    """balance bias: how far the bias of an expert moves in a step (arXiv 2408.15664)."""
+    """With model.moe.balance bias: how far the bias of an expert moves in a step (arXiv 2408.15664)."""
     router_z_loss_coef: float = 0.0
-    """Weight of log(sum exp router logits)^2 in the loss (ST-MoE, arXiv 2202.08906, uses 1e-3)."""
+    """Weight of log(sum exp(router logits))^2 in the loss. It keeps the router's logits small (ST-MoE, arXiv
+    2202.08906, uses 1e-3)."""
 
 
 @dataclass(frozen=True)
@@ -80,21 +88,24 @@ class ModelConfig:
 
     family: str = "llama"
     """llama (also Mistral, Qwen): RMSNorm, RoPE, SwiGLU. mixtral, qwen3_moe: the same with experts. gpt (GPT-2):
-    LayerNorm, learned positions, GELU, biases. MODULE:NAME is one of your own, a megapar_models.family.Family."""
+    LayerNorm, learned positions, GELU, biases. MODULE:NAME is a family of your own: NAME in the Python module MODULE, a
+    megapar_models.family.Family."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 4
     """Number of transformer layers over all pipeline stages."""
     num_attention_heads: int = 4
-    """Query heads; must divide by parallel.tp."""
+    """Query heads; a multiple of parallel.tp."""
     num_key_value_heads: int = 0
-    """Key and value heads, each shared by a group of query heads; 0 means num_attention_heads. May be fewer than tp."""
+    """Key and value heads, each shared by a group of query heads; 0 means num_attention_heads. May be fewer than
+    parallel.tp."""
     head_dim: int = 0
     """Width of a head; 0 means hidden_size / num_attention_heads."""
     intermediate_size: int = 0
-    """Width of the MLP; 0 means 4 * hidden_size. Must divide by parallel.tp."""
+    """Width of the MLP; 0 means 4 * hidden_size. Must be a multiple of parallel.tp."""
     vocab_size: int = 0
-    """Token ids; 0 means the tokenizer's. Padded to a multiple of 128 inside, which changes no number."""
+    """Number of token ids; 0 means the tokenizer's. In memory it is padded to a multiple of 128, which changes no
+    result."""
     max_position_embeddings: int = 2048
     """Longest sequence; for gpt also the rows of the position table."""
     rope_theta: float = 10000.0
@@ -102,7 +113,7 @@ class ModelConfig:
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """Stretching of rotary wavelengths for long contexts (llama)."""
     hidden_act: Literal["auto", "silu", "gelu_pytorch_tanh", "relu2"] = "auto"
-    """Activation of the MLP, which gates in llama; auto: silu for llama, gelu_pytorch_tanh for gpt."""
+    """Activation of the MLP. In llama it is that of the gate. auto: silu for llama, gelu_pytorch_tanh for gpt."""
     rms_norm_eps: float = 1e-5
     """Added to the mean square (llama) or the variance (gpt, Hugging Face's layer_norm_epsilon) in norms."""
     attention_bias: bool = False
@@ -126,41 +137,52 @@ class ParallelConfig:
     """How ranks and layers are laid out."""
 
     tp: int = 1
-    """Tensor-parallel ranks: each holds a slice of every matrix. Keep inside a node."""
+    """Tensor-parallel ranks: each holds a slice of every matrix. Keep them inside a node."""
     pp: int = 1
-    """Pipeline-parallel ranks: each holds a run of layers, or vpp of them."""
+    """Pipeline-parallel ranks: each holds vpp stages. A stage is a run of consecutive layers."""
     dp: int = 0
     """Data-parallel replicas; 0 means the world size divided by tp * cp * pp."""
     cp: int = 1
-    """Context-parallel ranks: each holds a part of every sample's positions. train.seq_length must divide by 2 * cp."""
+    """Context-parallel ranks: each holds a part of every sample's positions. train.seq_length must be a multiple of
+    2 * cp."""
     cp_attention: Literal["gather", "ring", "ulysses"] = "gather"
-    """How attention sees the positions of other cp ranks: gather all keys and values of a layer, pass them round in a
-    ring, or exchange positions for heads (ulysses; the heads of a tp rank must divide by cp)."""
+    """How attention sees the positions of other cp ranks. gather: all keys and values of a layer are gathered. ring:
+    they are passed from rank to rank. ulysses: ranks exchange positions for heads; the query heads of a tp rank must be
+    a multiple of cp."""
     ep: int = 1
-    """Expert-parallel ranks: each holds a part of the experts. Taken from the same ranks as tp and dp."""
+    """Expert-parallel ranks: each holds some of the experts. They are the ranks of tp, cp and dp, not further ones."""
     etp: int = 0
-    """Ranks that share an expert, each with a slice of it; 0 means tp. ep * etp must divide tp * cp * dp."""
+    """Expert-tensor-parallel ranks: they share an expert, and each holds a slice of it; 0 means tp. tp * cp * dp must
+    be a multiple of ep * etp."""
     vpp: int = 0
-    """Pipeline stages on each rank; 0 means 2 for zb-interleaved and for schedules in the form of a V, else 1."""
+    """Pipeline stages on each rank; 0 means 2 for zb-interleaved, zb-v, v-half, v-min and dualpipe-v, else 1. Give
+    interleaved at least 2: with 1 it is 1f1b."""
     schedule: str = "1f1b"
     """Order of forwards and backwards: 1f1b, interleaved, gpipe, breadth, zb-h1, zb-2p, zb-interleaved, zb-v, v-half,
-    v-min, dualpipe-v (docs/strategies.md compares them); auto measures, and takes the one that idles least. FILE.txt
-    and FILE.csv hold a schedule; MODULE:NAME is one of your own, a megapar.pipeline.schedules.Schedule."""
+    v-min, dualpipe-v (docs/strategies.md compares them). auto measures layers, and takes the schedule with the shortest
+    step. FILE.txt and FILE.csv hold a schedule. MODULE:NAME is one of your own, a
+    megapar.pipeline.schedules.Schedule."""
     schedule_memory_gb: float = 0.0
-    """GiB that a rank may keep for its backward passes; 0: what the schedule is known for, for most that of 1f1b."""
+    """GiB that a rank may keep for its backward passes; 0: as many micro-batches as docs/strategies.md says of the
+    schedule, for most as many as 1f1b."""
     schedule_costs: tuple[float, ...] = ()
-    """Times of forward, gradient of inputs and gradient of weights that zero-bubble schedules are made for, such as 1
-    1.3 0.7; empty: equal times. With schedule auto they are measured, and kept in config.toml."""
+    """Times of the forward, of the gradient of inputs and of the gradients of weights, in any unit, that zero-bubble
+    schedules are made for, such as 1 1.3 0.7; empty: equal times. With schedule auto they are measured, and kept in the
+    run folder's config.toml."""
     sequence_parallel: bool = False
-    """Split activations between matrices over tp along the sequence; train.seq_length must divide by tp."""
+    """Split the activations between matrices, such as those of norms, over tp along the sequence. train.seq_length must
+    be a multiple of tp, and with cp of cp * tp."""
     tp_overlap_chunks: int = 1
-    """Cut a linear layer's tokens in so many chunks, and exchange one over tp while others are computed; 1: no cut."""
+    """Cut the tokens of a linear layer into so many chunks, and exchange one over tp while another is computed; 1: do
+    not cut."""
     partition: tuple[int, ...] = ()
-    """Layers of each of the pp * vpp stages, such as 3 4 4 2; empty balances by cost, embedding and head counted."""
+    """Number of layers of each of the pp * vpp stages, such as 3 4 4 2; empty: stages get equal costs, as far as
+    possible. The embedding and the head count too."""
     balance: Literal["flops", "measured"] = "flops"
-    """The cost that an empty partition balances: computed, or measured at the first start and kept in config.toml."""
+    """What an empty partition takes as the cost of a layer. flops: computed operations. measured: seconds, measured at
+    the first start and kept in the run folder's config.toml."""
     order: str = "tp-cp-dp-pp"
-    """Rank order, fastest axis first, such as dp-tp-cp-pp."""
+    """Order of the axes in the numbers of ranks, the one of neighboring ranks first, such as dp-tp-cp-pp."""
 
 
 @dataclass(frozen=True)
@@ -170,19 +192,23 @@ class TrainConfig:
     steps: int = 100
     """Optimizer steps."""
     global_batch_size: int = 8
-    """Samples a step over all ranks; a multiple of micro_batch_size. Replicas may hold different numbers of them."""
+    """Samples of a step over all ranks; a multiple of micro_batch_size. The replicas of dp may have different numbers
+    of them."""
     batch_ramp: tuple[int, ...] = ()
-    """START INCREMENT SAMPLES: the global batch grows from START in equal stretches of the run's first SAMPLES."""
+    """START INCREMENT SAMPLES: the global batch begins at START, and grows by INCREMENT up to global_batch_size during
+    the first SAMPLES samples, at equal distances. As Megatron-LM's --rampup-batch-size."""
     micro_batch_size: int = 1
     """Samples that one forward pass holds on one data-parallel rank."""
     seq_length: int = 128
-    """Tokens of a sample."""
+    """Tokens of a sample: the length of a sequence."""
     seed: int = 1234
     """Decides initial weights, dropout and sample order; no layout changes them."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16, fp16: weights and activations; gradients, main weights and moments stay fp32. fp16 scales the loss."""
+    """Dtype of weights and activations. Gradients, main weights and moments are fp32 in any case. fp16 has a dynamic
+    loss scale."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing: selective recomputes attention scores, full recomputes layers, in the backward pass."""
+    """Activation checkpointing. selective: the backward pass recomputes the core of attention, from queries, keys and
+    values to its output. full: it recomputes whole layers."""
     recompute_every: int = 1
     """With recompute full: every n-th layer is recomputed, the others keep their activations."""
     eval_every: int = 0
@@ -190,11 +216,13 @@ class TrainConfig:
     eval_samples: int = 64
     """Validation samples of one evaluation, rounded up to whole global batches."""
     z_loss: float = 0.0
-    """Weight of log(sum exp logits)^2 in the loss. It keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
+    """Weight of log(sum exp(logits))^2 in the loss. It keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
     trainable: tuple[str, ...] = ()
-    """Patterns of names of parameters that are trained, such as layers.1?.mlp.*; others are frozen. None: all train."""
+    """Patterns of the names of parameters that are trained, such as layers.1?.mlp.*; the others are frozen. Empty: all
+    are trained."""
     memory_report: bool = False
-    """Count the bytes of the second step by what they are, print them beside the plan, and write memory.json."""
+    """Count the bytes that the second step holds, by kind, print them beside those of the plan, and write
+    memory.json."""
     deterministic: bool = False
     """Ask torch for deterministic kernels on GPUs (slower); on a CPU runs repeat bitwise anyhow."""
 
@@ -241,54 +269,64 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and second moments."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices and embeddings; norms and biases are never decayed."""
+    """Decoupled weight decay of matrices and embeddings. Weights of norms and biases never decay."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; larger gradients are scaled down to it. 0 never clips."""
+    """Largest norm of the whole gradient. A larger gradient is scaled down to it. 0 never clips."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What each data-parallel rank holds only a shard of (arXiv 1910.02054). 0: nothing; 1: optimizer state (ZeRO-1);
-    2: gradients too, reduced layer by layer in every micro-batch; 3: weights too, gathered layer by layer for use."""
+    """What is sharded over the ranks of dp x cp (ZeRO, arXiv 1910.02054). 0: nothing. 1: optimizer state (ZeRO-1). 2:
+    gradients too, which are reduced layer by layer in every micro-batch. 3: weights too, which are gathered layer by
+    layer for their use."""
     shard_ranks: int = 0
-    """Shard over groups of so many neighboring ranks of dp x cp, and keep copies across groups; 0: over all of them.
-    Within a node, gathers then never leave it. Experts with fewer replicas are sharded over all of these."""
+    """Shard over groups of so many neighboring ranks of dp x cp, and keep a copy in each group; 0: shard over all of
+    dp x cp. If a group is a node, weights are gathered inside nodes only. An expert that fewer ranks hold is sharded
+    over all of them."""
     bucket_mb: float = 0.0
-    """MiB of gradients that are reduced at once, while the backward pass runs; 0: 4 for each replica, at least 64. With
-    zero_stage 2 and 3 it is always the gradients of a layer."""
+    """MiB of gradients that are reduced together, in one bucket; 0: 4 for each rank of dp x cp, and at least 64. With
+    zero_stage 2 and 3 it must be 0: a bucket is then the gradients of a layer."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What ranks send when gradients are reduced over dp and cp. bf16: half the bytes, each rank's part rounded once.
-    Gradients are collected and summed in fp32 in either case. It needs zero_stage 1 or more."""
+    """Dtype in which ranks send gradients that are summed over dp x cp. bf16 sends half the bytes, and rounds each
+    rank's part once. Gradients of micro-batches are added, and parts of ranks are summed, in fp32 in any case. bf16
+    needs zero_stage 1 or more."""
     overlap_param_gather: bool = False
-    """Gather updated weights (ZeRO 1 and 2) under the next forward pass, layer by layer; changes no bit."""
+    """With zero_stage 1 and 2: gather updated weights layer by layer, while the next forward pass runs. Changes no
+    bit."""
     overlap_grad_reduce: bool = True
-    """Reduce complete buckets during the last backward pass instead of after it; changes no bit. With zero_stage 2 and
-    3: reduce the gradients of a layer while the next layer's are computed."""
+    """Reduce complete buckets during the last backward pass of a step, not after it. With zero_stage 2 and 3: reduce
+    the gradients of a layer while those of the next layer are computed. Changes no bit."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The source of tokens. A source is a .bin/.idx prefix, hf:KIND:FILES for Hugging Face datasets, or synthetic."""
+    """Where tokens come from. A source is the prefix of a .bin/.idx pair, hf:KIND:FILES for a Hugging Face dataset, or
+    synthetic."""
 
     train: tuple[str, ...] = ("synthetic",)
-    """A source, or a blend such as 0.7:A 0.3:B, or 2e9tokens:A B: tokens of the run, B the rest."""
+    """A source; or a blend by weights, such as 0.7:A 0.3:B; or a blend by tokens, such as 2e9tokens:A B, where the run
+    takes 2e9 tokens from A and the rest from B."""
     stages: tuple[str, ...] = ()
-    """Weights that the blend has from a sample of the run on, in the order of data.train: 1000000:0.2,0.8."""
+    """Later weights of the blend, in the order of data.train. 1000000:0.2,0.8 are the weights from sample 1,000,000 of
+    the run on."""
     split: tuple[float, ...] = ()
     """Shares of data.train's documents for training, validation and test, such as 969 30 1; empty trains on all."""
     validation: tuple[str, ...] = ()
-    """Sources, each a validation set; NAME=SOURCE names it. A set `test` is evaluated after the last step only."""
+    """Sources, each a validation set. NAME=SOURCE names it. The set named test is evaluated after the last step
+    only."""
     documents: Literal["joined", "apart"] = "joined"
-    """apart: the documents of a sample do not attend to each other, positions start anew, boundaries weigh nothing."""
+    """apart: the documents of a sample do not attend to each other, positions begin anew in each document, and the
+    first token of a document is no target. joined: a sample is read as one document."""
     fim_rate: float = 0.0
     """Share of training documents whose middle is moved to the end, for fill-in-the-middle (arXiv 2207.14255)."""
     fim_tokens: tuple[int, ...] = ()
-    """Ids of the three tokens that mark prefix, suffix and middle; needed with fim_rate."""
+    """Ids of the three tokens that mark prefix, suffix and middle. Needed with fim_rate."""
     workers: int = 0
-    """Processes of each rank that read ahead, for hf: sources, which compute; 0: a thread, enough for token files."""
+    """Processes of each rank that read ahead. Of use for hf: sources, which tokenize while they are read; 0: one
+    thread, which is enough for token files."""
     tokenizer: str = "bytes"
-    """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
+    """bytes (a token is a byte), spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
     accept_changed: bool = False
-    """Resume although files that the checkpoint was trained on have other contents now. By default this is refused."""
+    """Resume although the data files of the checkpoint's run have changed since. By default this is refused."""
 
 
 @dataclass(frozen=True)
@@ -300,17 +338,21 @@ class CheckpointConfig:
     save_last: bool = True
     """Save after the last step."""
     resume: str = "auto"
-    """auto: the newest complete checkpoint of the run folder, if any; none: start anew; or a checkpoint's folder."""
+    """auto: resume the newest complete checkpoint of the run folder, if there is one. none: start anew. Or the folder
+    of the checkpoint to resume."""
     init_from: str = "none"
-    """Folder of a checkpoint of any run. If nothing is resumed, start from its weights, at step 0 with moments of 0."""
+    """Folder of a checkpoint of any run. If nothing is resumed, the run starts from its weights, at step 0 and with a
+    new optimizer state."""
     strict: bool = True
-    """init_from must hold this model's tensors and no others. Off: those that fit are loaded, the others are listed."""
+    """The checkpoint of init_from must hold this model's tensors and no others. With no_strict, tensors that fit are
+    loaded, and the others are listed."""
     async_save: bool = False
-    """Train on while a copy of the state is written; up to two copies in host memory, 12 bytes a parameter each."""
+    """Train on while a copy of the state is written. Host memory holds up to two copies, of 12 bytes a parameter
+    each."""
     keep_last: int = 0
-    """Complete checkpoints that stay, the newest ones; 0 means all."""
+    """Number of complete checkpoints that are kept, the newest ones; 0 means all."""
     keep_every: int = 0
-    """With keep_last: checkpoints of every n-th step stay as well, for ever; 0 means none."""
+    """With keep_last: checkpoints of every n-th step are kept too, for ever; 0 means none."""
 
 
 @dataclass(frozen=True)
@@ -318,41 +360,47 @@ class LogConfig:
     """What a run logs. metrics.jsonl is always written."""
 
     every: int = 1
-    """Steps between log lines."""
+    """Steps between lines on the console."""
     tensorboard: bool = True
-    """Write run_dir/tensorboard as well."""
+    """Write the numbers of metrics.jsonl to run_dir/tensorboard too."""
     timeline: bool = False
     """Time the last step's forwards and backwards into run_dir/timeline.json, which tools/plot.py draws."""
     peak_tflops: float = 0.0
-    """Peak TFLOP/s of one device at train.precision, for MFU; 0 leaves MFU out unless the GPU is known."""
+    """Peak TFLOP/s of one device at train.precision, for MFU; 0: that of the GPU's data sheet. Where that is not known,
+    MFU is left out."""
 
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Implementations of fused ops: norms, activations, rotation, dropout, cross entropy, AdamW."""
+    """Implementations of fused ops: norms, activations, rotary embedding, dropout, cross entropy, AdamW."""
 
     backend: Literal["auto", "triton", "torch", "apex"] = "auto"
-    """auto: our Triton kernels on GPUs, torch's ops elsewhere. apex: NVIDIA's norms, AdamW and weight gradients."""
+    """triton: megapar's Triton kernels. torch: torch's ops. apex: NVIDIA's norms, AdamW and weight gradients. auto:
+    triton on GPUs, torch elsewhere."""
     loss_chunk: int = 0
-    """Tokens whose logits are held at a time, computed twice; 0 holds those of a micro-batch, computed once."""
+    """Compute the loss for so many tokens at a time, which saves the memory of the other logits and computes logits
+    twice; 0: all tokens of a micro-batch at once, and logits once."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How ranks start. Under torchrun or Slurm leave nproc at 0: ranks then read their variables."""
+    """How ranks start. Under torchrun or Slurm leave nproc at 0: ranks are then those that torchrun or Slurm
+    started."""
 
     nproc: int = 0
-    """Start this many local ranks; 0 starts none."""
+    """Start this many ranks on this machine; 0 starts none: the program is the only rank, or one of torchrun or
+    Slurm."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where torch sees GPUs (fewer than local ranks are refused), else cpu."""
+    """auto: cuda where torch sees GPUs, else cpu. Fewer GPUs than ranks on a node are refused."""
     timeout_seconds: float = 300.0
     """A collective that takes longer ends the run, and names the rank that did not arrive."""
     time_limit: float = 0.0
     """Minutes until the run saves at the end of a step and exits with 75, as after SIGTERM or SIGUSR1; 0: no limit."""
     threads: int = 0
-    """CPU threads of each rank; 0: OMP_NUM_THREADS, or if that is not set an equal share of the node's usable cores."""
+    """CPU threads of each rank; 0: OMP_NUM_THREADS. If that is not set, each rank gets an equal share of the usable
+    cores of its node."""
     cpu_exchange: Literal["shared_memory", "gloo"] = "shared_memory"
-    """How ranks on the CPUs of one host exchange tensors. Between hosts it is always gloo, between GPUs NCCL."""
+    """How ranks on the CPUs of one host exchange tensors. CPUs of several hosts always use gloo, GPUs always NCCL."""
 
 
 @dataclass(frozen=True)
@@ -371,7 +419,8 @@ class Config:
     run_dir: str = "runs/default"
     """Folder of everything that the run writes: config.toml, metrics.jsonl, checkpoints/, tensorboard/."""
     dry_run: bool = False
-    """Print parameters, memory and batch arithmetic of every rank and stop, without training."""
+    """Print the parameters and the memory that each rank would have, and the numbers of a step. Then stop, without
+    training."""
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

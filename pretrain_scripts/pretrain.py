@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megapar_models.balance import times_of_stages, with_measured_partition
-from megapar_models.build import build_stages, describe_size, flops_per_token
+from megapar_models.build import StageBuilder, build_stages, describe_size, flops_per_token
 from megapar_models.registry import validate
 from rich.console import Console
 
@@ -68,7 +68,7 @@ def plan(resolved: Resolved) -> None:
     """Print what each rank of the layout would hold. It does not matter how this process was started."""
     config = check(resolved, resolved.config.launch.nproc or smallest_world(resolved.config.parallel))
     flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
-    dry_run.show(config, build_stages, describe_size(config.model), flops, Console(width=140))
+    dry_run.show(config, StageBuilder(), describe_size(config.model), flops, Console(width=140))
 
 
 def main() -> int:

@@ -46,7 +46,8 @@ def measured(layout: str, **options: Any) -> dict[str, dict[str, Any]]:
 
 
 def assert_equal_to_pytorch(contender: dict[str, Any]) -> None:
-    assert contender["errors"]["loss"] < 1e-5
+    # Gradients that are rounded to bf16 change the first update, and so the second loss.
+    assert contender["errors"]["loss"] < (1e-4 if "in bf16" in contender["name"] else 1e-5)
     assert contender["errors"]["grad_norm"] < 1e-3
 
 

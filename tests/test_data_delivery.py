@@ -198,7 +198,8 @@ def test_workers_of_a_run_that_handles_signals_end_with_it():
 
 def test_a_ramp_that_begins_with_fewer_samples_than_replicas_trains_as_one_process(tmp_path: Path):
     """Steps of 1, 2 and 3 samples on 4 replicas: at first three replicas have none, and the last one never has."""
-    flags = ("--train.global_batch_size", "3", "--train.batch_ramp", "1", "1", "4", "--checkpoint.no_save_last")
+    flags = ("--train.global_batch_size", "3", "--train.micro_batch_size", "1", "--train.batch_ramp", "1", "1", "4")
+    flags = (*flags, "--checkpoint.no_save_last")
     losses = []
     for ranks in ("1", "4"):
         folder = tmp_path / ranks

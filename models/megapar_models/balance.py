@@ -13,8 +13,7 @@ from megapar.batch import MicroBatch
 from megapar.config import Config
 from megapar.config_io import Resolved, load_earlier
 from megapar.context import ParallelContext, single
-from megapar.pipeline.partition import partition
-from megapar_models.build import layer_kinds, make_blueprint, stage_layers
+from megapar_models.build import balanced, layer_kinds, make_blueprint, stage_layers
 from megapar_models.registry import find
 
 _REPETITIONS = 5
@@ -60,8 +59,7 @@ def _earlier_partition(config: Config) -> tuple[list[int], str] | None:
 
 def _measured_partition(config: Config, where: torch.device) -> tuple[list[int], str]:
     layers, first, last = measure(config, where)
-    num_stages = config.parallel.pp * config.parallel.vpp
-    sizes = [len(stage) for stage in partition(layers, first, last, num_stages)]
+    sizes = [len(stage) for stage in balanced(config, layers, first, last)]
     each = " or ".join(f"{1e3 * seconds:.3g}" for seconds in sorted(set(layers)))
     line = (
         f"stages of {_in_words(sizes)} layers: a layer takes {each} ms, the embedding {1e3 * first:.3g} ms, "
@@ -101,8 +99,7 @@ def times_of_stages(config: Config, where: torch.device) -> Callable[[Config], l
     def of_stages(candidate: Config) -> list[Times]:
         stages = stage_layers(candidate)
         if candidate.parallel.balance == "measured" and not candidate.parallel.partition:
-            num_stages = candidate.parallel.pp * candidate.parallel.vpp
-            stages = partition([sum(times) for times in layers], sum(first), sum(last), num_stages)
+            stages = balanced(candidate, [sum(times) for times in layers], sum(first), sum(last))
         lists = [[layers[layer] for layer in stage] for stage in stages]
         lists[0].append(first)
         lists[-1].append(last)

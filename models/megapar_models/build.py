@@ -1,12 +1,11 @@
 """Builds this rank's pipeline stages from a configuration, and counts a model's parameters and FLOPs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
 
 import torch
 
-from megapar.config import Config, ModelConfig
+from megapar.config import Config, ModelConfig, ParallelConfig
 from megapar.context import ParallelContext, single
 from megapar.device import choose_kernels
 from megapar.linear import MatrixProducts
@@ -20,18 +19,21 @@ from megapar_models.registry import find
 from megapar_models.stage import Blueprint, Stage
 
 
-def build_stages(config: Config, ctx: ParallelContext, *, allocate: bool = True) -> dict[int, Stage]:
+def build_stages(
+    config: Config, ctx: ParallelContext, *, layers: Sequence[range] | None = None, allocate: bool = True
+) -> dict[int, Stage]:
     """Build this rank's stages on the context's device, uninitialized; returns them by global stage number.
 
     The schedule decides which rank has which stage. `config` must be validated. With a context on the meta device the
     stages have shapes and no memory. Without `allocate` parameters have no memory yet (`megapar.train.trainer.start`).
-    With optimizer.zero_stage 2 and 3 the stages are fine stages: the embedding, each
-    layer, and norm with head are one each.
+    With optimizer.zero_stage 2 and 3 the stages are fine stages: the embedding, each layer, and norm with head are one
+    each. `layers` are those of `stage_layers(config)`, if they are known.
     """
     model = config.model
     first_rank, last_rank = embedding_ranks(config.parallel)
     blueprint = make_blueprint(config, ctx, allocate=allocate)
-    layers = stage_layers(config)
+    if layers is None:
+        layers = stage_layers(config)
     ranks = placement(config.parallel.schedule, ctx.pp.size, config.parallel.vpp)
     fine_stages: tuple[int, ...] = ()
     if config.optimizer.zero_stage >= 2:
@@ -95,24 +97,38 @@ def stage_layers(config: Config) -> list[range]:
 
     The cost is in FLOPs per token. Head and loss count on the last stage. The embedding's lookup is nearly free.
     """
+    model = config.model
     parallel = config.parallel
-    num_stages = parallel.pp * parallel.vpp
     if parallel.partition:
-        return explicit(parallel.partition, config.model.num_hidden_layers, num_stages)
-    return list(_balanced_by_flops(config.model, config.train.seq_length, num_stages))
-
-
-# A dry run asks for each rank.
-@lru_cache(maxsize=16)
-def _balanced_by_flops(model: ModelConfig, seq_length: int, num_stages: int) -> Sequence[range]:
-    """The layers of each stage, balanced by the FLOPs per token."""
-    scores = seq_length * model.num_attention_heads * model.head_dim
+        return explicit(parallel.partition, model.num_hidden_layers, parallel.pp * parallel.vpp)
+    scores = config.train.seq_length * model.num_attention_heads * model.head_dim
     layers = [float(scores)] * model.num_hidden_layers
     for name, (piece, spec) in declarations(model).items():
         layer = _depth(name, model.num_hidden_layers)
         if 0 <= layer < model.num_hidden_layers:
             layers[layer] += float(torch.Size(piece.shape).numel() * spec.token_share)
-    return partition(layers, float(model.hidden_size), float(model.vocab_size * model.hidden_size), num_stages)
+    return balanced(config, layers, float(model.hidden_size), float(model.vocab_size * model.hidden_size))
+
+
+def balanced(config: Config, layers: Sequence[float], first: float, last: float) -> list[range]:
+    """The layers of each stage, balanced by the costs of each layer, of the embedding, and of norm, head and loss."""
+    return partition(layers, first, last, config.parallel.pp * config.parallel.vpp)
+
+
+class StageBuilder:
+    """`build_stages` for one rank after another. It balances the stages of a configuration once.
+
+    To balance many layers over many stages takes longer than to build the stages of a rank.
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[tuple[ModelConfig, ParallelConfig, int], list[range]] = {}
+
+    def __call__(self, config: Config, ctx: ParallelContext) -> dict[int, Stage]:
+        decides = (config.model, config.parallel, config.train.seq_length)
+        if decides not in self._layers:
+            self._layers[decides] = stage_layers(config)
+        return build_stages(config, ctx, layers=self._layers[decides])
 
 
 def _whole_model(model: ModelConfig) -> Stage:
@@ -122,9 +138,7 @@ def _whole_model(model: ModelConfig) -> Stage:
     return find(model.family).stage(blueprint, range(model.num_hidden_layers), first=True, last=True)
 
 
-# Every count of a model asks for it, and a model of many layers takes a while to build.
-@lru_cache(maxsize=16)
-def declarations(model: ModelConfig) -> Mapping[str, tuple[Piece, ParamSpec]]:
+def declarations(model: ModelConfig) -> dict[str, tuple[Piece, ParamSpec]]:
     """Every logical tensor of the model by name, and the declaration of its parameter. A tied embedding is listed once.
 
     A fused parameter declares several tensors.
