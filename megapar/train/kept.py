@@ -17,7 +17,7 @@ Key = tuple[int, str]
 """The global number of a stage, and the kind of what is kept: the name of a layer's part, or one of the following."""
 
 BETWEEN = "norms, layer inputs"
-"""What layers keep outside attention and MLP. With full recomputation that is the input of each layer."""
+"""What the norms of layers keep, and layers outside their parts: with full recomputation the input of each layer."""
 ENDS = "logits, loss"
 """What a stage keeps after its layers."""
 
