@@ -155,8 +155,8 @@ class ParallelConfig:
     """Expert-tensor-parallel ranks: they share an expert, and each holds a slice of it; 0 means tp. tp * cp * dp must
     be a multiple of ep * etp."""
     vpp: int = 0
-    """Pipeline stages on each rank; 0 means 2 for zb-interleaved, zb-v, v-half, v-min and dualpipe-v, else 1. Give
-    interleaved at least 2: with 1 it is 1f1b."""
+    """Pipeline stages on each rank; 0 means 2 for interleaved, zb-interleaved, zb-v, v-half, v-min and dualpipe-v, else
+    1."""
     schedule: str = "1f1b"
     """Order of forwards and backwards: 1f1b, interleaved, gpipe, breadth, zb-h1, zb-2p, zb-interleaved, zb-v, v-half,
     v-min, dualpipe-v (docs/strategies.md compares them). auto measures layers, and takes the schedule with the shortest

@@ -53,8 +53,8 @@ def smallest_world(parallel: ParallelConfig) -> int:
 
 def _stages_on_a_rank(parallel: ParallelConfig) -> int:
     """The vpp that a schedule means where none is given."""
-    if parallel.schedule == "zb-interleaved":
-        return 2  # with one stage on a rank it would be zb-h1
+    if parallel.schedule in ("interleaved", "zb-interleaved"):
+        return 2  # with one stage on a rank they would be 1f1b and zb-h1
     return STAGES_ON_A_RANK.get(parallel.schedule, 1)
 
 

@@ -28,6 +28,7 @@ def run(what: str, file: Path, *flags: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_preprocessing_is_measured_for_each_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of a corpus this small, 3 percent for validation may be no document at all.
     monkeypatch.setattr(benchmark_data, "CorpusArguments", partial(build_corpus.Arguments, validation_percent=50.0))
@@ -55,6 +56,7 @@ def test_tokenizers_that_are_measured_restore_the_text(tmp_path: Path) -> None:
     assert len(tokenizers[1].encode(texts[7])) == len(tokenizers[2].encode(texts[7])) < len(texts[7])
 
 
+@pytest.mark.slow
 def test_delivery_is_measured_for_each_size_and_sums_up_what_steps_waited(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     steps = [(5.0, 9.0), (0.25, 2.0), (0.0, 3.0)]  # the first is the start's

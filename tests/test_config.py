@@ -137,7 +137,8 @@ def test_vpp_needs_a_schedule_that_holds_several_stages_on_a_rank():
 
 def test_a_schedule_decides_how_many_stages_a_rank_has():
     """Given or derived. Fault more-stages-than-layers."""
-    stages = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-2p": 1, "zb-interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
+    stages = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-2p": 1, "zb-v": 2, "dualpipe-v": 2}
+    stages |= {"interleaved": 2, "zb-interleaved": 2}
     for schedule, vpp in stages.items():
         for number in (0, vpp):
             derived = validate(Config(parallel=ParallelConfig(pp=2, vpp=number, schedule=schedule)), 2)

@@ -130,7 +130,7 @@ GRID = [
     Layout(LLAMA, dp=2, zero_stage=0, micro_batch_size=2),
     Layout(LLAMA, dp=2, zero_stage=1, micro_batch_size=3, overlap=False),
     Layout(LLAMA, dp=2, micro_batch_size=4),  # 2 and 1 micro-batches
-    Layout(LLAMA, pp=2, partition=(1, 4)),
+    Layout(LLAMA, pp=2, partition=(1, 3)),
     Layout(LLAMA, pp=2, vpp=2, schedule="interleaved", micro_batch_size=4),
     Layout(LLAMA, pp=2, micro_batch_size=SAMPLES),
     Layout(LLAMA, pp=3, schedule="zb-h1", micro_batch_size=2),

@@ -80,6 +80,7 @@ def kill_myself(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_dry_run_has_every_op_in_every_direction_and_no_figure(tmp_path: Path) -> None:
     """The kernels are interpreted where triton is installed: each is compared with torch in fp32."""
     if HAS_TRITON and triton.__version__ < "3.7":
@@ -614,6 +615,7 @@ def test_without_a_gpu_only_dry_runs_are_possible(program: ModuleType, tune: Mod
             module.main(module.Options())
 
 
+@pytest.mark.slow
 def test_dry_training_on_one_gpu_computes_the_same_everywhere(tmp_path: Path) -> None:
     """megapar in bf16 and plain PyTorch with fp32 main weights, eager and compiled, have the same losses and norms:
     with tied embeddings, and with full recompute and a chunked loss."""

@@ -30,8 +30,9 @@ from tests.support.grid import LLAMA, SAMPLES, Layout
 from tests.support.runs import behind_the_host
 
 Plant = Callable[[pytest.MonkeyPatch, TrainState], None]
+FIVE_LAYERS = replace(LLAMA, num_hidden_layers=5)
 # Rank 0: first replica, layers 0-2. 1: second replica, layers 0-2. 2 and 3: the same replicas, layers 3-4 and the head.
-LAYOUT = Layout(LLAMA, pp=2, dp=2, micro_batch_size=3, recompute="full", partition=(3, 2))
+LAYOUT = Layout(FIVE_LAYERS, pp=2, dp=2, micro_batch_size=3, recompute="full", partition=(3, 2))
 
 
 def in_a_weight(_: pytest.MonkeyPatch, state: TrainState) -> None:

@@ -448,7 +448,7 @@ def poisoned(folder: Path) -> dict[str, Any]:
     state = started(config)
     train_step(state, micro_batches(config, state.ctx, 0))
     if state.ctx.pp.last:
-        (slot,) = (slot for slot in state.grads.layout.slots if slot.name == "layers.4.mlp_norm.weight")
+        (slot,) = (slot for slot in state.grads.layout.slots if slot.name == "layers.3.mlp_norm.weight")
         slot.param.data[0] = math.nan
     before, said = bits(state), io.StringIO()
     with redirect_stdout(said), pytest.raises(NumericError) as caught:
@@ -466,7 +466,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update(tmp_path: 
     ranks = run_ranks(2, poisoned, tmp_path)
     for rank in ranks:
         assert rank["message"].startswith("step 2: loss nan, gradient norm nan; first not finite: the ")
-        assert "finite before the step: layers.4.mlp_norm.weight on rank 1. No weight was changed" in rank["message"]
+        assert "finite before the step: layers.3.mlp_norm.weight on rank 1. No weight was changed" in rank["message"]
         assert (rank["code"], rank["position"]) == (5, (1, SAMPLES, 1))
     assert f"step 2/{LAST} | loss nan" in ranks[0]["log"]
     assert ranks[1]["log"] == ""
