@@ -17,7 +17,8 @@ from megapar_models.registry import presets, validate
 from megapar.batch import MicroBatch
 from megapar.config import Config, KernelsConfig, LaunchConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapar.config_io import load
-from megapar.train.dry_run import kept_for_backward, report
+from megapar.train.dry_run import report
+from tests.support.kept_bytes import kept_for_backward
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 ROOT = Path(__file__).parents[1]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megapar.train.dry_run import kept_for_backward
 from megapar.train.kept import BETWEEN, ENDS, PUT_OFF, KeptBytes
 from megapar.train.memory_report import ALL, OTHER
 from tests.support import program
 from tests.support.grid import GPT, LLAMA, SHARED, Layout, make_state, micro_batches
+from tests.support.kept_bytes import kept_for_backward
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT, SHARED], ids=lambda model: model.family)

@@ -100,6 +100,7 @@ GOOD = "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1"
         ("rank 0: 0F0 0F0 0B0", "0F0 stands 2 times"),
         ("rank 0: 0F0 0F1 0B0", "0B1 is missing"),
         ("rank 0: 0F1 0B1", "0F0 is missing, 0B0 is missing"),
+        ("rank 0: 0F0 0B1000000000", "names micro-batch 1000000000, and has 2 actions: too few for all micro-batches"),
         ("rank 0: 0F0 0W0", "0W0 has no 0I0"),
         ("rank 0: 0F0 0I0", "0I0 has no 0W0"),
         ("rank 0: 0F0 0B0 0I0 0W0", "0B0 stands beside 0I0"),

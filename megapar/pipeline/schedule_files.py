@@ -161,6 +161,12 @@ def _place(orders: Orders) -> list[int]:
 def _check_complete(orders: Orders, place: Sequence[int], num_microbatches: int) -> None:
     """Raise ValueError unless each micro-batch goes through each stage once forward, and once backward."""
     counts = Counter(action for order in orders for action in order)
+    # A mistyped number could be huge. Each micro-batch has two actions at least.
+    if num_microbatches > len(counts):
+        raise ValueError(
+            f"names micro-batch {num_microbatches - 1}, and has {counted(len(counts), 'action')}: too few for all "
+            "micro-batches from 0 on"
+        )
     problems = [f"{action} stands {count} times" for action, count in counts.items() if count > 1]
     for stage in range(len(place)):
         for microbatch in range(num_microbatches):

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -226,25 +226,6 @@ def _forward(stage: PipelineStage, config: Config) -> Tensor:
         x_sbh = torch.empty(specs[0].shape, dtype=specs[0].dtype, device=META, requires_grad=True)
     output: Tensor = stage(x_sbh, batch)
     return output
-
-
-def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) -> int:
-    """Run `forward()`; returns the bytes of the storages that autograd keeps for its backward pass.
-
-    The storages of the tensors `without` are not counted. A storage that several tensors share is counted once.
-    """
-    known = {x.untyped_storage()._cdata for x in without}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage._cdata not in known:
-            kept[storage._cdata] = storage
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        forward()
-    return sum(storage.nbytes() for storage in kept.values())
 
 
 def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]], put_off: Mapping[int, int]) -> Counter[Key]:
