@@ -172,6 +172,7 @@ def test_layers_of_a_pipeline_in_v_balance_the_head():
     assert v_partition(shape, 2) == [2, 3, 2, 1]
 
 
+@pytest.mark.slow
 def test_a_profile_counts_operations_by_kind(capsys):
     kinds = {
         "aten::addmm_": "matrix products",

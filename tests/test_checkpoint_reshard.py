@@ -249,7 +249,7 @@ def random_layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random_layouts(), random_layouts(), st.sampled_from([LLAMA, ONE_KV_HEAD, GPT]))
 def test_random_layouts_load_each_other(source: Layout, target: Layout, model: ModelConfig) -> None:
     """Fault any-layout-loads."""
