@@ -466,11 +466,14 @@ def reduce_scatter_shard_in_bf16_async(flat: Tensor, axis: Axis) -> Pending:
     outgoing, arriving = _round_in_place(flat)
     sent, received = outgoing.chunk(axis.size), arriving.chunk(axis.size)
 
+    slices = flat.chunk(axis.size)
+
     def add_up() -> None:
-        total = received[0].float()
+        total = slices[0]  # in the half that has been sent, so that it overwrites nothing that has arrived
+        total.copy_(received[0])
         for part in received[1:]:
             total += part
-        flat.chunk(axis.size)[axis.rank].copy_(total)
+        slices[axis.rank].copy_(total)
 
     if axis.local is None and not _is_gloo(axis):
         # Not NCCL's reduce-scatter, which would round every partial sum to bf16.
