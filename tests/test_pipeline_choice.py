@@ -121,6 +121,22 @@ def test_a_run_keeps_the_schedule_that_it_has_chosen(tmp_path: Path) -> None:
     assert "schedule 1f1b with 1 stage on a rank, as chosen at the first start" in ended.out
 
 
+@pytest.mark.parametrize("before", ["given", "damaged"])
+def test_what_was_not_chosen_at_an_earlier_start_is_not_kept(before: str, tmp_path: Path) -> None:
+    """A schedule that was given then says nothing about the best one, and a config.toml that cannot be read neither."""
+    flags = ["--launch.nproc", "2", "--parallel.pp", "2", "--parallel.vpp", "1", "--optimizer.warmup_steps", "0"]
+    if before == "given":
+        ended = program.run(*flags, "--parallel.schedule", "gpipe", "--train.steps", "1", cwd=tmp_path)
+        assert ended.code == 0, ended.err
+    else:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/config.toml").write_text("[parallel]\nschedule_of_another_version = 1\n")
+    auto = ("--parallel.schedule", "auto", "--train.steps", "2")
+    ended = program.run(*flags, *auto, cwd=tmp_path, plant=plant((1.0, 2.0, 0.0)))
+    assert ended.code == 0, ended.err
+    assert "schedule 1f1b with 1 stage on a rank is the shortest" in ended.out
+
+
 def test_a_chosen_v_trains_as_the_named_one(tmp_path: Path) -> None:
     """Its embedding and head are one matrix on the first rank, although ranks met before the choice was made."""
     flags = ["--launch.nproc", "2", "--parallel.pp", "2", "--parallel.vpp", "2", "--model.tie_word_embeddings"]
