@@ -224,7 +224,7 @@ def test_every_shipped_configuration_dry_runs(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert pretrain.main() == 0
     shown = capsys.readouterr().out
-    config = load(["--config", str(path)]).config
+    config = load(["--config", str(path)], presets()).config
     parallel = config.parallel
     world = parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
     assert f"{describe_size(validate(config, world).model)}; {counted(world, 'rank')} = " in shown

@@ -95,6 +95,7 @@ GOOD = "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1"
         ("", "holds no schedule: a line for each rank is needed, such as rank 0: 0F0 0B0"),
         ("hello", "row 0: 'hello' is no action; actions are a stage, one of F, B, I and W, and a micro-batch"),
         ("0F0,0X0", "row 0: '0X0' is no action"),
+        ("0F0," + "9" * 131_073, "field larger than field limit "),
         ("0F0,(0B0;0UNKNOWN)OVERLAP_F_B", "row 0: '0UNKNOWN' is no action"),
         ("rank 1: 0F0 0B0", "line 'rank 1: 0F0 0B0' must begin with `rank 0:`"),
         ("rank 0: 0F0 0F0 0B0", "0F0 stands 2 times"),

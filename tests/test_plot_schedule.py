@@ -12,8 +12,9 @@ import pytest
 from megapar.pipeline import timeline
 from megapar.pipeline.actions import Event, show
 from megapar.pipeline.lowering import lower
-from megapar.pipeline.schedules import make
+from megapar.pipeline.schedules import ZERO_BUBBLE, make
 from megapar.pipeline.simulation import simulate
+from megapar.pipeline.zero_bubble import Durations
 from tools import plot_schedule
 
 
@@ -39,11 +40,30 @@ def test_it_prints_the_orders_and_what_they_cost(
     assert "keeps: 1 1 1" in capsys.readouterr().out
 
 
+def test_an_order_is_made_for_other_times_than_are_simulated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = ZERO_BUBBLE["zb-v"].schedule(durations=Durations(1, 1.3, 0.7))
+    shown = []
+    for flags, schedule in (((), "zb-v"), (("--made_for", "1,1.3,0.7"), known)):
+        orders = make(schedule, 3, 2, 3)
+        bubble = simulate(lower(orders, 6), 0.5, (1 + 2.5) / 2, weights=2.5 / 2).bubble
+        assert run(monkeypatch, "zb-v", "--pp", 3, "--microbatches", 3, "--weights", 2.5, *flags) == 0
+        out = capsys.readouterr().out
+        assert show(orders) in out
+        assert f"{bubble:.1%} idle" in out
+        shown.append(show(orders))
+    assert shown[0] != shown[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("zb-v", "--vpp", 3), "--vpp 3: zb-v needs 2, which 0 means"),
         (("1f1b", "--memory", 2), "--memory 2: only zb-h1,"),
+        (("1f1b", "--made_for", "1,1,1"), "--made_for 1,1,1: only zb-h1,"),
+        (("zb-v", "--made_for", "1,1"), "--made_for 1,1: must be three times, of F, I and W, such as 1,1.3,0.7"),
+        (("zb-v", "--made_for", "0,1,1"), "--made_for 0,1,1: must be three times"),
         (("1f1b", "--out", "a.bmp"), "--out a.bmp: the name must end in .png, .svg, .json"),
         (("zigzag",), "parallel.schedule=zigzag: unknown"),
     ],

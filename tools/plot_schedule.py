@@ -1,5 +1,6 @@
 """Prints a pipeline schedule, simulates it, and draws it. With --run, beside the timeline that a run has measured."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ class Arguments:
     """Time of its gradient of inputs."""
     weights: float = 1.0
     """Time of its gradient of weights. A backward in one piece takes both times."""
+    made_for: str = ""
+    """Times of F, I and W that a zero-bubble schedule is made for, such as 1,1.3,0.7, as parallel.schedule_costs; empty
+    means that they are not known. What is simulated are --forward, --inputs and --weights."""
     transfer: float = 0.0
     """Time of a message."""
     memory: float = 0.0
@@ -57,13 +61,27 @@ def orders_of(args: Arguments) -> tuple[Orders, int]:
         memory = None
         if args.memory:
             memory = counted_by_stage(args.memory, schedule.place(args.pp, vpp))
-        durations = Durations(args.forward, args.inputs, args.weights)
-        schedule = ZERO_BUBBLE[name].schedule(memory, durations)
+        schedule = ZERO_BUBBLE[name].schedule(memory, durations_of(args.made_for))
     elif args.memory:
         raise ConfigError(f"--memory {args.memory:g}: only {', '.join(ZERO_BUBBLE)} obey it; leave it out for {name}")
+    elif args.made_for:
+        raise ConfigError(f"--made_for {args.made_for}: only {', '.join(ZERO_BUBBLE)} obey it; leave it out for {name}")
     if name in STAGES_ON_A_RANK and vpp != STAGES_ON_A_RANK[name]:
         raise ConfigError(f"--vpp {vpp}: {name} needs {STAGES_ON_A_RANK[name]}, which 0 means")
     return make(schedule, args.pp, vpp, args.microbatches), args.pp * vpp
+
+
+def durations_of(made_for: str) -> Durations | None:
+    """The times that a schedule is made for. None if they are not known."""
+    if not made_for:
+        return None
+    try:
+        forward, inputs, weights = [float(word) for word in made_for.split(",")]
+    except ValueError:
+        forward = inputs = weights = math.nan
+    if not (0 < forward < math.inf and 0 <= inputs < math.inf and 0 <= weights < math.inf):
+        raise ConfigError(f"--made_for {made_for}: must be three times, of F, I and W, such as 1,1.3,0.7")
+    return Durations(forward, inputs, weights)
 
 
 def simulated(args: Arguments, orders: Orders, num_stages: int) -> Timeline:
@@ -112,8 +130,8 @@ def idle_in_words(events: Sequence[Event]) -> str:
 
 
 def main() -> None:
-    args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
     with reported():
+        args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
         for path in args.out:
             if path.suffix not in FORMATS:
                 raise ConfigError(f"--out {path}: the name must end in {', '.join(FORMATS)}")

@@ -92,16 +92,6 @@ def lower_one(orders: Sequence[Sequence[Action]], num_stages: int, rank: int) ->
     return _lower(orders, num_stages, [rank])[0]
 
 
-def length(orders: Sequence[Sequence[Action]], num_stages: int, cost: Mapping[str, float], message: float) -> float:
-    """How long the orders take, if an action takes `cost` by its kind, and a message between ranks takes `message`.
-
-    Messages do not wait for each other here. `megapar.pipeline.simulation` simulates how they do.
-    """
-    rank_of = {action: rank for rank, order in enumerate(orders) for action in order}
-    sources = {action: producer(action, num_stages, rank_of) for action in rank_of}
-    return max(_end_times(orders, rank_of, sources, cost, message).values())
-
-
 def refuse_circles(orders: Sequence[Sequence[Action]], num_stages: int) -> None:
     """Raise the ValueError of `lower` without making plans."""
     rank_of = {action: rank for rank, order in enumerate(orders) for action in order}
@@ -134,10 +124,8 @@ def _end_times(
     orders: Sequence[Sequence[Action]],
     rank_of: Mapping[Action, int],
     sources: Mapping[Action, Action | None],
-    cost: Mapping[str, float] = COST,
-    message: float = MESSAGE_COST,
 ) -> dict[Action, float]:
-    """The time at which each action ends, nominal by default.
+    """The nominal time at which each action ends.
 
     An action starts when the action before it in its rank's order has ended and its input has arrived. Raises
     ValueError for an action that occurs twice and for orders that cannot run to their end.
@@ -159,9 +147,9 @@ def _end_times(
                 action = order[position[rank]]
                 source = sources[action]
                 if source is not None:
-                    delay = message if rank_of[source] != rank else 0
+                    delay = MESSAGE_COST if rank_of[source] != rank else 0
                     clock[rank] = max(clock[rank], ends[source] + delay)
-                clock[rank] += cost[action.kind]
+                clock[rank] += COST[action.kind]
                 ends[action] = clock[rank]
                 position[rank] += 1
                 moved = True

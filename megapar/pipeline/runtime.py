@@ -252,10 +252,12 @@ class _Execution:
         self._sending.wait()
         if self._queues:
             missing = " ".join(str(Action("W", *where)) for where in sorted(self._queues))
-            raise ConfigError(
+            error = ConfigError(
                 f"parallel.schedule={self._runtime.schedule}: pipeline rank {self._runtime.axis.rank} never runs "
                 f"{missing}, which adds the gradients of weights; each I needs a W after it"
             )
+            error.everywhere = False  # the orders of other ranks may be whole
+            raise error
         return [self._losses[m] for m in sorted(self._losses)]
 
     def _post(self, messages: MessageBatch) -> None:

@@ -5,13 +5,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast, get_args
 
 from megapar.errors import ConfigError
 from megapar.messages import counted, first_few, listed
 from megapar.pipeline.actions import Action, Kind, Orders
 from megapar.pipeline.lowering import refuse_circles
+from megapar.regular_files import read_regular
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _FUSED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -72,7 +72,7 @@ def read(path: str) -> ScheduleFile:
     """Read a schedule and check that it can run. Raises ConfigError if it cannot be read or cannot run."""
     where = f"parallel.schedule={path}"
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not text"
         raise ConfigError(
@@ -84,7 +84,7 @@ def read(path: str) -> ScheduleFile:
         num_microbatches = 1 + max(action.microbatch for order in orders for action in order)
         _check_complete(orders, place, num_microbatches)
         refuse_circles(orders, len(place))
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
         raise ConfigError(f"{where}: {error}") from None
     return ScheduleFile(path, orders, place, num_microbatches)
 
@@ -128,8 +128,8 @@ def _actions(words: Sequence[str], where: str) -> Iterator[Action]:
                 yield Action(cast(Kind, kind), int(stage), int(microbatch))
             elif text and not _LEFT_OUT.fullmatch(text):  # a CSV file may have empty cells
                 raise ValueError(
-                    f"{where}: {text!r} is no action; actions are a stage, one of F, B, I and W, and a micro-batch, "
-                    "such as 3F7"
+                    f"{where}: {text[:40]!r} is no action; actions are a stage, one of F, B, I and W, and a "
+                    "micro-batch, such as 3F7"
                 )
 
 

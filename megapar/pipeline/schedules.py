@@ -14,7 +14,8 @@ from megapar.messages import counted
 from megapar.pipeline.actions import Action, Event, Kind, Orders, looped, peak, show, v_shaped
 from megapar.pipeline.orders import gpipe, interleaved, one_f_one_b
 from megapar.pipeline.schedule_files import is_file, read
-from megapar.pipeline.zero_bubble import Durations, Memory, counted_by_stage, dualpipe_v, fill
+from megapar.pipeline.zero_bubble import Durations, Memory, counted_by_stage, shortest
+from megapar.pipeline.zero_bubble_orders import dualpipe_v
 from megapar.plugins import named
 
 __all__ = ["SCHEDULES", "Action", "Event", "Kind", "Orders", "Schedule", "find", "looped", "make", "placement", "show"]
@@ -65,7 +66,7 @@ def of(parallel: ParallelConfig, memory: Memory | None = None) -> Schedule:
     `memory` is what `parallel.schedule_memory_gb` means for the run's stages. None: the schedule's own limit. Schedules
     that have no freedom are checked against it: `make` then raises ConfigError.
     """
-    durations = Durations(*parallel.schedule_costs)
+    durations = Durations(*parallel.schedule_costs) if parallel.schedule_costs else None
     if parallel.schedule in ZERO_BUBBLE:
         return replace(ZERO_BUBBLE[parallel.schedule].schedule(memory, durations), name=parallel.schedule)
     schedule = find(parallel.schedule)
@@ -141,7 +142,7 @@ def _checked(name: str, orders: Callable[[int, int, int], Orders], memory: Memor
 
 @dataclass(frozen=True)
 class ZeroBubble:
-    """A member of the family that `zero_bubble.fill` makes.
+    """A member of the family that `zero_bubble.shortest` makes.
 
     `microbatches(pp)` is how many whole micro-batches a rank may keep if no limit in bytes is given.
     """
@@ -150,12 +151,12 @@ class ZeroBubble:
     microbatches: Callable[[int], float]
 
     def schedule(self, memory: Memory | None = None, durations: Durations | None = None) -> Schedule:
-        """The schedule that keeps to `memory`, and fits `durations` best."""
+        """The schedule that keeps to `memory`, and fits `durations` best. None: they are not known."""
 
         def orders(pp: int, vpp: int, num_microbatches: int) -> Orders:
             place = self.place(pp, vpp)
             limit = memory or counted_by_stage(self.microbatches(pp), place)
-            return fill(place, num_microbatches, limit, durations or Durations())
+            return shortest(place, num_microbatches, limit, durations)
 
         return Schedule(orders, self.place)
 
@@ -165,10 +166,10 @@ ZERO_BUBBLE = {
     "zb-2p": ZeroBubble(looped, lambda pp: 2 * pp),
     "zb-interleaved": ZeroBubble(looped, lambda pp: pp),
     "zb-v": ZeroBubble(v_shaped, lambda pp: pp),
-    # The one micro-batch more is what the turn of the V needs to keep going: with pp / 2 alone it idles half as much
-    # again. It is why the share of 1F1B's memory comes near 1/2 and 1/3 only where ranks are many.
+    # What the papers' building blocks keep. The one micro-batch more is what the turn of the V needs to keep going. It
+    # is why the share of 1F1B's memory comes near 1/2 and 1/3 only where ranks are many.
     "v-half": ZeroBubble(v_shaped, lambda pp: pp / 2 + 1),
-    "v-min": ZeroBubble(v_shaped, lambda pp: pp / 3 + 1),
+    "v-min": ZeroBubble(v_shaped, lambda pp: (pp + 1) // 3 + 1),
 }
 
 SCHEDULES = {

@@ -5,7 +5,7 @@ In 1F1B a rank is idle while it waits for another stage. These schedules cut the
 I   the gradient of the stage's input, which the stage before waits for
 W   the gradients of the stage's weights, which no stage waits for
 
-A rank then runs a W where it would be idle. `fill` makes the following schedules. They differ in the placement of
+A rank then runs a W where it would be idle. `shortest` makes the following schedules. They differ in the placement of
 stages on ranks, and in the memory that a rank may use:
 
 zb-h1           one stage on each rank, the memory of 1F1B
@@ -15,7 +15,10 @@ zb-v            two stages on each rank, placed in the form of a V, the memory o
 v-half          as zb-v, with about 1/2 of its memory
 v-min           as zb-v, with about 1/3 of its memory
 
-`dualpipe_v` makes dualpipe-v, whose order is fixed.
+It takes the shortest of two kinds of orders. Those of the papers repeat a building block, and idle little whatever the
+times are (`megapar.pipeline.blocks` and `megapar.pipeline.zero_bubble_orders`, which has dualpipe-v too). Those of
+`_Filling` are made one action at a time. They fit any placement, limit and times, and are better if micro-batches are
+few.
 
 The bound: with p ranks, v stages on each and m micro-batches, ranks idle (p - 1) / (3 v m + p - 1) of a step, if F, I
 and W take equally long, transfers take no time and memory is no limit. No schedule idles less, because the last rank
@@ -29,8 +32,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megapar.errors import ConfigError
-from megapar.pipeline.actions import Action, Kind, Orders
-from megapar.pipeline.lowering import length
+from megapar.pipeline.actions import Action, Orders, looped, peak, v_shaped
+from megapar.pipeline.blocks import v_half, v_min
+from megapar.pipeline.lengths import Times, lengths
+from megapar.pipeline.zero_bubble_orders import zb_1p, zb_v
 
 
 class Durations(NamedTuple):
@@ -80,13 +85,49 @@ def counted_by_stage(microbatches: float, place: Sequence[int]) -> Memory:
     return Memory(limit, ones, ones)
 
 
-def fill(place: Sequence[int], num_microbatches: int, memory: Memory, durations: Durations) -> Orders:
-    """Make a schedule with each of a few rules (`_rules`), and return the shortest, where actions take `durations`.
+# What a message takes, in forwards of a stage, where it is not known.
+_MESSAGE = 0.1
 
-    `place` is the rank of each stage. In each stage F, I and W each take the micro-batches in ascending order. So the
-    gradients of weights are the same sums, in the same order, as those of backwards in one piece. Raises ConfigError if
-    `memory` does not hold one micro-batch in each stage of a rank. Takes O(stages * micro-batches * ranks).
+# Where no times are given, orders are judged by all of these. Attention has an I of more than F and no W, recomputation
+# adds an F to I, and frozen weights take from W. Orders that are best for equal times and messages of no time alone may
+# idle several times as long with the others.
+_LIKELY_TIMES = (
+    Times(1, 1, 1, 0),
+    Times(1, 1, 1, _MESSAGE),
+    Times(1, 1.3, 0.7, _MESSAGE),
+    Times(1, 1.5, 1, _MESSAGE),
+    Times(1, 2, 1, _MESSAGE),
+    Times(1, 1, 0.5, _MESSAGE),
+)
+
+
+def shortest(place: Sequence[int], num_microbatches: int, memory: Memory, durations: Durations | None = None) -> Orders:
+    """The shortest of the orders that keep to `memory`: those of `_Filling`, and those of the papers.
+
+    `place` is the rank of each stage, `durations` are how long actions take. None means that this is not known: then an
+    order is taken that is never longer than the papers', whichever of `_LIKELY_TIMES` come true. In each stage F, I and
+    W each take the micro-batches in ascending order. So the gradients of weights are the same sums, in the same order,
+    as those of backwards in one piece. Raises ConfigError if `memory` does not hold one micro-batch in each stage of a
+    rank.
     """
+    _check_least(place, memory)
+    if durations is None:
+        times = list(_LIKELY_TIMES)
+    else:
+        times = [Times(*durations, message=0), Times(*durations, message=_MESSAGE * durations.F)]
+    assumed_durations = [Durations()]
+    # Orders that are made for equal durations are more regular, and sometimes shorter also with unequal ones.
+    if durations is not None and durations != Durations():
+        assumed_durations.append(durations)
+    filled = []
+    for assumed in assumed_durations:
+        for rule in _rules(place, memory):
+            filled.append(_Filling(place, num_microbatches, memory, assumed, rule).run())
+    return _least(_published(place, num_microbatches, memory), filled, place, times)
+
+
+def _check_least(place: Sequence[int], memory: Memory) -> None:
+    """Raise ConfigError if `memory` does not hold one micro-batch in each stage of a rank."""
     for rank in range(max(place) + 1):
         stages = [stage for stage, home in enumerate(place) if home == rank]
         if memory.limit < memory.least(stages):
@@ -95,19 +136,44 @@ def fill(place: Sequence[int], num_microbatches: int, memory: Memory, durations:
                 f"pipeline rank {rank}, which needs {memory.least(stages) / 2**30:.3g}; allow that much, or use a "
                 "smaller train.micro_batch_size"
             )
-    assumed_durations = [durations]
-    # Orders that are made for equal durations are more regular, and sometimes shorter also with unequal ones.
-    if durations != Durations():
-        assumed_durations.append(Durations())
-    candidates = []
-    for assumed in assumed_durations:
-        for rule in _rules(place, memory):
-            candidates.append(_Filling(place, num_microbatches, memory, assumed, rule).run())
-    cost = durations._asdict()
-    # A message takes a little time, so that of orders that are equally long otherwise, the one that waits for fewer
-    # messages is chosen.
-    message_cost = durations.F / 64
-    return min(candidates, key=lambda orders: length(orders, len(place), cost, message_cost))
+
+
+def _published(place: Sequence[int], num_microbatches: int, memory: Memory) -> list[Orders]:
+    """The papers' orders for this placement that keep to `memory`. In a V those that keep most of it idle least."""
+
+    def fits(orders: Orders) -> bool:
+        return all(peak(order, memory.forward, memory.inputs) <= memory.limit for order in orders)
+
+    pp = max(place) + 1
+    vpp = len(place) // pp
+    if list(place) == looped(pp, vpp):
+        return list(filter(fits, [zb_1p(pp, vpp, num_microbatches)]))
+    if list(place) != v_shaped(pp, 2):
+        return []
+    return (
+        list(filter(fits, [zb_v(pp, vpp, num_microbatches)]))
+        or list(filter(fits, v_half(pp, num_microbatches, fits)))
+        or list(filter(fits, v_min(pp, num_microbatches, fits)))
+    )
+
+
+def _least(
+    published: Sequence[Orders], filled: Sequence[Orders], place: Sequence[int], times: Sequence[Times]
+) -> Orders:
+    """The orders with the shortest mean length, of those that are with no times longer than the best published ones.
+
+    The best published ones are those that are shortest with the first times, for which they were made, and then on
+    average. If there are none, the best of `filled` take their place.
+    """
+    timed = []
+    for orders in (*published, *filled):
+        found = lengths(orders, place, times)
+        if found is not None:
+            timed.append((found.round(9).tolist(), orders))
+    num_published = len(published)
+    best, _ = min(timed[:num_published] or timed, key=lambda pair: (pair[0][0], sum(pair[0])))
+    candidates = [pair for pair in timed if all(a <= b for a, b in zip(pair[0], best, strict=True))]
+    return min(candidates, key=lambda pair: sum(pair[0]))[1]
 
 
 class _Rule(NamedTuple):
@@ -123,7 +189,7 @@ class _Rule(NamedTuple):
 
 
 def _rules(place: Sequence[int], memory: Memory) -> list[_Rule]:
-    """The rules that `fill` tries. None of them is best for all durations and limits."""
+    """The rules that `shortest` tries. None of them is best for all durations and limits."""
     num_stages = len(place)
     vpp = place.count(0)
     # How many stages a micro-batch passes from here to the end of its forward, this one included.
@@ -296,88 +362,3 @@ class _Filling:
         else:
             rank.put_off.popleft()
             rank.kept -= self._memory.inputs[action.stage]
-
-
-def dualpipe_v(pp: int, vpp: int, num_microbatches: int) -> Orders:
-    """DualPipe-V of DeepSeek (github.com/deepseek-ai/DualPipe): a V whose middle alternates F and B of its two halves.
-
-    It is made for at least 2 * pp micro-batches. For fewer, it is made for 2 * pp, and the actions of the micro-batches
-    that do not exist are left out. A valid order stays valid without all actions of a micro-batch. `vpp` is 2. A rank
-    keeps up to pp + 1/2 micro-batches. DeepSeek runs a forward and the backward after it at the same time. Here they
-    run one after the other.
-    """
-    orders = []
-    for rank in range(pp):
-        one_rank = _DualPipeRank(first_stage=rank, second_stage=2 * pp - 1 - rank)
-        order = one_rank.order(pp, max(num_microbatches, 2 * pp))
-        orders.append([action for action in order if action.microbatch < num_microbatches])
-    return orders
-
-
-class _DualPipeRank:
-    """Makes the order of one rank, which has `first_stage` in the first half of the V, `second_stage` in the second."""
-
-    def __init__(self, first_stage: int, second_stage: int):
-        self._first_stage = first_stage
-        self._second_stage = second_stage
-        self._order: list[Action] = []
-        # By stage: the micro-batch of its next F, and that of its next B or I.
-        self._next_forward = {first_stage: 0, second_stage: 0}
-        self._next_backward = {first_stage: 0, second_stage: 0}
-        self._put_off: deque[Action] = deque()  # each W whose I has been added, the oldest first
-
-    def order(self, pp: int, num_microbatches: int) -> list[Action]:
-        """The actions of the rank, in the eight phases of DeepSeek's code."""
-        first = self._first_stage
-        second = self._second_stage
-        rank = first
-        later_ranks = pp - rank - 1
-        # 1. Forwards of the first half, until the first micro-batch comes back from the turn of the V.
-        for _ in range(2 * later_ranks):
-            self._add("F", first)
-        # 2. Forwards of both halves.
-        for _ in range(rank + 1):
-            self._add("F", first)
-            self._add("F", second)
-        # 3. The first backwards of the second half. The W's fill what would be idle.
-        for _ in range(later_ranks):
-            self._add("I", second)
-            self._add_weights()
-            self._add("F", second)
-        # 4. The main phase.
-        for _ in range(num_microbatches - 2 * pp + rank + 1):
-            self._add("F", first)
-            self._add("B", second)
-            self._add("F", second)
-            self._add("B", first)
-        # 5. The first half has no forwards left.
-        for _ in range(later_ranks):
-            self._add("B", second)
-            self._add("F", second)
-            self._add("B", first)
-        # 6. Backwards alone. In the second half of this phase the W's are put off, to fill what would be idle in 7.
-        for number in range(2 * (rank + 1)):
-            kind: Kind = "B" if number < rank + 1 else "I"
-            self._add(kind, second if number % 2 == 0 else first)
-        # 7. The last backwards of the first half, and W's that were put off.
-        for _ in range(later_ranks):
-            self._add_weights()
-            self._add("I", first)
-        # 8. The remaining W's.
-        for _ in range(rank + 1):
-            self._add_weights()
-        return self._order
-
-    def _add(self, kind: Kind, stage: int) -> None:
-        """Add the F, B or I of the next micro-batch through `stage`."""
-        # B and I count as one sequence, because a micro-batch has either a B or an I in a stage.
-        next_microbatch = self._next_forward if kind == "F" else self._next_backward
-        microbatch = next_microbatch[stage]
-        next_microbatch[stage] += 1
-        self._order.append(Action(kind, stage, microbatch))
-        if kind == "I":
-            self._put_off.append(Action("W", stage, microbatch))
-
-    def _add_weights(self) -> None:
-        """Add the oldest W that was put off."""
-        self._order.append(self._put_off.popleft())

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megapar import context, device
+from megapar import context, device, limits
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.config import Config, ParallelConfig
 from megapar.context import ParallelContext
@@ -284,11 +284,20 @@ def memory_limit(config: Config, build: Build) -> Memory | None:
     return Memory(parallel.schedule_memory_gb * 2**30, forward, inputs)
 
 
-def show(config: Config, build: Build, parameters: str, flops_per_token: int, console: Console) -> None:
+def show(config: Config, build: Build, parameters: str, flops_per_token: int) -> None:
     """Print the sizes of the layout and of the batch, and the memory of each kind of rank.
 
     `parameters` is the number of parameters, in words.
     """
+    console = Console(width=140)
+    # As text, because rich ends the process with 1 if the reader has gone.
+    with console.capture() as text:
+        _write(config, build, parameters, flops_per_token, console)
+    print(text.get(), end="")
+
+
+def _write(config: Config, build: Build, parameters: str, flops_per_token: int, console: Console) -> None:
+    """Write what `show` prints."""
     parallel = config.parallel
     train = config.train
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
@@ -339,20 +348,23 @@ def _planned_in_words(config: Config) -> str:
 
 @contextmanager
 def explaining_out_of_memory(config: Config, build: Build, rank: int) -> Iterator[None]:
-    """A context around a run on `rank`. If memory runs out within it, raises OutOfMemoryError.
+    """A context around a run on `rank`. If memory or files run out within it, raises OutOfMemoryError.
 
-    The error says in one line what the rank needs and which options would help.
+    The error says in one line what the rank needs and which options would help, or which limit was reached.
     """
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
+        limit = limits.reached(error)
+        if limit:
+            raise OutOfMemoryError(limit) from error
         reason = device.out_of_memory(error)
         if not reason:
             raise
         needs = None
         # The plan fails too if the sizes are too large for torch, or if no memory is left to plan with. The error is
         # then raised without the bytes.
-        with suppress(MemoryError, RuntimeError):
+        with suppress(MemoryError, RuntimeError, OSError):
             needs = report_rank(config, build, rank)
         if needs and config.train.memory_report:
             tell(memory_report.in_words(f"memory of rank {rank}", {"planned": needs.rows}))

@@ -1,0 +1,341 @@
+"""V-Half and V-Min (Qi et al., arXiv 2405.15362): schedules that repeat a building block.
+
+A building block says in which slot each action of one micro-batch runs. A slot is the time of one action. The block of
+the next micro-batch is the same, 6 slots later, because each rank has 6 actions for a micro-batch: F, I and W in each
+of its two stages. No two actions may meet in a slot of a rank. V-Min on four ranks, where small letters are the second
+stage of a rank, in which a micro-batch comes back through the V:
+
+    slot    0                   1
+            0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 6
+    rank 0  F . . . . . . f i w . . . . . I W
+    rank 1  . F . . . . f . . i w . . . I W .
+    rank 2  . . F . . f . . . . i w . I W . .
+    rank 3  . . . F f . . . . . . i I w W . .
+
+From F to W is the time for which a rank keeps the micro-batch. So the block decides how much all ranks keep. V-Half has
+the same form. Its F's and i's take two slots for each rank, so it keeps more, and waits for each other less.
+
+The orders are made as in the paper:
+
+1. The block is repeated. W's take the free slots.
+2. Between the first I of the first stage and its last F nothing changes. Before that actions move to earlier free
+   slots where this does not raise what the rank keeps. After that F's and I's move, and take the slots of W's too.
+
+What was idle before the first block and after the last one is filled in this way. The papers do not say which way is
+best, so several are tried: `v_half` and `v_min` return a few orders, and the shortest one is taken.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megapar.pipeline.actions import Action, Kind, Orders, v_shaped
+
+PERIOD = 6
+"""Slots from one micro-batch to the next: the actions of two stages, F, I and W each."""
+
+# How many slots after the first I of the first stage actions stop moving to earlier slots. None is best for all sizes.
+_LATER_STARTS = (0, 1, 2, 4, 12)
+
+
+class Block(NamedTuple):
+    """The slots of one micro-batch: of its F and its I, by stage. W's take slots that are free."""
+
+    forward: Sequence[int]
+    inputs: Sequence[int]
+
+
+def v_half(pp: int, num_microbatches: int, fits: Callable[[Orders], bool]) -> Iterator[Orders]:
+    """Yield orders that keep about half as much as 1F1B: pp + 1 stages of micro-batches if pp is odd, else pp + 2.
+
+    Blocks whose orders do not fit, before their actions move, are left out. An order that is yielded may keep more.
+    """
+    blocks = []
+    for wait in (0, 3):
+        forward = [2 * rank for rank in range(pp)] + [2 * pp - 1 + back for back in range(pp)]
+        turn = 3 * pp + wait - 1
+        inputs = [turn + 3 * pp - 1 - rank for rank in range(pp)] + [turn + 2 * (pp - 1 - back) for back in range(pp)]
+        blocks.append(Block(forward, inputs))
+    yield from _orders(blocks, pp, num_microbatches, fits)
+
+
+def v_min(pp: int, num_microbatches: int, fits: Callable[[Orders], bool]) -> Iterator[Orders]:
+    """Yield orders that keep about a third as much as 1F1B: 2 * ((pp + 1) // 3) + 2 stages of micro-batches.
+
+    Some keep 2 more. `fits` is as with `v_half`.
+    """
+    blocks = []
+    for wait in (0, 2, 4):
+        forward = list(range(2 * pp))
+        turn = 2 * pp + wait
+        inputs = [turn + 2 * pp - 1 - stage for stage in range(2 * pp)]
+        blocks.append(Block(forward, inputs))
+    yield from _orders(blocks, pp, num_microbatches, fits)
+
+
+def _orders(
+    blocks: Sequence[Block], pp: int, num_microbatches: int, fits: Callable[[Orders], bool]
+) -> Iterator[Orders]:
+    """Yield the orders of the blocks that fit, and whose actions do not meet."""
+    place = v_shaped(pp, 2)
+    for block in blocks:
+        if _meets_itself(block, place):
+            continue
+        grid = _Grid(block, place, num_microbatches)
+        if not fits(grid.orders()):
+            continue
+        grid.squeeze()
+        yield grid.orders()
+        for later_start, more in _variants(pp, num_microbatches):
+            orders = _reordered(block, place, num_microbatches + more, later_start)
+            yield [[action for action in order if action.microbatch < num_microbatches] for order in orders]
+
+
+def _meets_itself(block: Block, place: Sequence[int]) -> bool:
+    """Whether two actions of a rank run in the same slot, once the block is repeated."""
+    taken = set()
+    for slots in block:
+        taken |= {(rank, slot % PERIOD) for rank, slot in zip(place, slots, strict=True)}
+    return len(taken) < 2 * len(place)
+
+
+def _variants(pp: int, num_microbatches: int) -> list[tuple[int, int]]:
+    """How much later the steady part starts, and for how many micro-batches more an order is made.
+
+    The actions of those micro-batches are left out again. With few micro-batches the blocks never get going, and then
+    an order for more of them may be shorter.
+    """
+    variants = [(later_start, 0) for later_start in _LATER_STARTS]
+    if num_microbatches < 2 * pp:
+        variants.append((-PERIOD, 0))
+        for more in sorted({1, pp // 2, 2 * pp - num_microbatches} - {0}):
+            variants += [(0, more), (2, more)]
+    return variants
+
+
+def _reordered(block: Block, place: Sequence[int], num_microbatches: int, later_start: int) -> Orders:
+    """The repeated block, whose actions before and after the steady part have moved to earlier slots."""
+    # So many have a steady part, of which more are copies.
+    few = min(num_microbatches, 2 * max(place) + 10)
+    grid = _Grid(block, place, few)
+    grid.reorder(later_start)
+    end = grid.end_of_steady_part()
+    if few < num_microbatches and end is None:
+        grid = _Grid(block, place, num_microbatches)
+        grid.reorder(later_start)
+    elif few < num_microbatches and end is not None:
+        grid.repeat_period_before(end, num_microbatches - few)
+    return grid.orders()
+
+
+class _Grid:
+    """The blocks of all micro-batches on a grid of ranks and slots."""
+
+    def __init__(self, block: Block, place: Sequence[int], num_microbatches: int):
+        self._place = place
+        self._num_ranks = max(place) + 1
+        self._num_microbatches = num_microbatches
+        self._slot = _slots_of_forwards_and_inputs(block, num_microbatches)
+        self._num_slots = 2 * max(self._slot.values()) + PERIOD  # W's may run after the last block
+        self._put_weights()
+        self._limit = max(int(self._kept(rank).max()) for rank in range(self._num_ranks))
+
+    def reorder(self, later_start: int) -> None:
+        """Move actions before and after the steady part to earlier slots. No rank keeps more than one does now."""
+        first = self._slot[Action("I", 0, 0)] + later_start
+        last = self._slot[Action("F", 0, self._num_microbatches - 1)]
+        self._move_to_free_slots(first, last)
+        self._move_to_slots_of_weights(max(first, last))
+        self._put_weights()
+
+    def squeeze(self) -> None:
+        """Run all actions anew: in each slot a rank runs, of those that can start, the one with the earliest old slot.
+
+        F's keep their order on a rank, so that no early one takes the memory of a later stage. After the last F of the
+        first stage W's run only where ranks would be idle.
+        """
+        last = self._slot[Action("F", 0, self._num_microbatches - 1)]
+        priority = {}
+        queues: list[dict[tuple[Kind, int], deque[Action]]] = [{} for _ in range(self._num_ranks)]
+        for action in self._in_order_of_slots():
+            slot = self._slot[action]
+            priority[action] = slot + (self._num_slots if action.kind == "W" and slot > last else 0)
+            queue = (action.kind, action.stage if action.kind == "I" else 0)
+            queues[self._place[action.stage]].setdefault(queue, deque()).append(action)
+        self._slot = {}
+        kept = [0] * self._num_ranks
+        slot = 0
+        while len(self._slot) < len(priority):
+            for rank, queues_of_rank in enumerate(queues):
+                heads = [(priority[queue[0]], key) for key, queue in queues_of_rank.items() if queue]
+                for _, key in sorted(heads):
+                    action = queues_of_rank[key][0]
+                    if action.kind == "F" and kept[rank] >= self._limit:
+                        continue
+                    if self._can_start(action, slot):
+                        queues_of_rank[key].popleft()
+                        self._slot[action] = slot
+                        kept[rank] += {"F": 1, "I": 0, "W": -1}[action.kind]
+                        break
+            slot += 1
+            assert slot < 2 * self._num_slots  # no action ends later than before by more than the W's that it passes
+
+    def end_of_steady_part(self) -> int | None:
+        """The last slot before which each rank repeats a period exactly. None if there is none."""
+        by_slot: dict[int, set[Action]] = {}
+        for action, slot in self._slot.items():
+            by_slot.setdefault(slot, set()).add(action)
+        repeats = 0
+        for slot in range(max(by_slot), PERIOD, -1):
+            before = {_later(action, 1) for action in by_slot.get(slot - PERIOD, ())}
+            repeats = repeats + 1 if before and before == by_slot.get(slot) else 0
+            # Two periods: what is put off in the first one of them is then as much as in the other.
+            if repeats == 2 * PERIOD:
+                return slot + 2 * PERIOD
+        return None
+
+    def repeat_period_before(self, end: int, times: int) -> None:
+        """Insert the period before slot `end` again, each time for the next micro-batch."""
+        slots = {}
+        for action, slot in self._slot.items():
+            if slot < end:
+                slots[action] = slot
+            else:
+                slots[_later(action, times)] = slot + PERIOD * times
+            if end - PERIOD <= slot < end:
+                for number in range(1, times + 1):
+                    slots[_later(action, number)] = slot + PERIOD * number
+        self._slot = slots
+
+    def orders(self) -> Orders:
+        """The actions of each rank, in the order of their slots."""
+        orders: Orders = [[] for _ in range(self._num_ranks)]
+        for action in sorted(self._slot, key=self._slot.__getitem__):
+            orders[self._place[action.stage]].append(action)
+        return orders
+
+    def _put_weights(self) -> None:
+        """Put all W's into slots that F's and I's leave free, each as early as possible, in the order of their I's."""
+        for rank in range(self._num_ranks):
+            by_slot = {}
+            for action, slot in self._slot.items():
+                if self._place[action.stage] == rank and action.kind != "W":
+                    by_slot[slot] = action
+            self._slot.update(_free_slots_for_weights(by_slot))
+
+    def _kept(self, rank: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        """What the rank keeps after each slot, in stages of micro-batches."""
+        change = np.zeros(self._num_slots, np.int64)
+        for action, slot in self._slot.items():
+            if self._place[action.stage] == rank:
+                change[slot] += {"F": 1, "I": 0, "W": -1}[action.kind]
+        return change.cumsum()
+
+    def _can_start(self, action: Action, slot: int) -> bool:
+        """Whether everything that the action must follow has a slot before this one."""
+        return all(self._slot.get(other, slot) < slot for other in self._inputs_of(action))
+
+    def _after_its_inputs(self, action: Action) -> int:
+        """The first slot after everything that the action must follow."""
+        return 1 + max((self._slot[other] for other in self._inputs_of(action)), default=-1)
+
+    def _inputs_of(self, action: Action) -> list[Action]:
+        """What the action must follow: the action that makes its input, and its own kind for the micro-batch before."""
+        kind, stage, microbatch = action
+        last_stage = len(self._place) - 1
+        before = [Action(kind, stage, microbatch - 1)] if microbatch else []
+        if kind == "F" and stage > 0:
+            before.append(Action("F", stage - 1, microbatch))
+        elif kind == "I":
+            before.append(Action("I", stage + 1, microbatch) if stage < last_stage else Action("F", stage, microbatch))
+        elif kind == "W":
+            before.append(Action("I", stage, microbatch))
+        return before
+
+    def _in_order_of_slots(self) -> list[Action]:
+        return sorted(self._slot, key=lambda action: (self._slot[action], self._place[action.stage]))
+
+    def _move_to_free_slots(self, first: int, last: int) -> None:
+        """Move each action before slot `first` or after slot `last` to the earliest free slot, but no F that adds to
+        what its rank keeps at its most."""
+        kept = [self._kept(rank) for rank in range(self._num_ranks)]
+        free = np.ones((self._num_ranks, self._num_slots), bool)
+        for action in self._in_order_of_slots():
+            slot = self._slot[action]
+            rank = self._place[action.stage]
+            if not first <= slot < last:
+                begin = self._after_its_inputs(action)
+                if action.kind == "F":
+                    full = np.flatnonzero(kept[rank][begin:slot] >= self._limit)
+                    begin += int(full[-1]) + 1 if len(full) else 0
+                slot = begin + int(free[rank, begin:slot].argmax()) if free[rank, begin:slot].any() else slot
+                self._move(action, slot, kept[rank])
+            free[rank, slot] = False
+
+    def _move(self, action: Action, slot: int, kept: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
+        """Move the action to an earlier slot, and count what its rank keeps from there on."""
+        kept[slot : self._slot[action]] += {"F": 1, "I": 0, "W": -1}[action.kind]
+        self._slot[action] = slot
+
+    def _move_to_slots_of_weights(self, last: int) -> None:
+        """Move each F and I after slot `last` to the earliest slot without another F or I. W's are left out then."""
+        for action in [action for action in self._slot if action.kind == "W"]:
+            del self._slot[action]
+        taken: list[dict[int, Action]] = [{} for _ in range(self._num_ranks)]
+        for action, slot in self._slot.items():
+            taken[self._place[action.stage]][slot] = action
+        for action in self._in_order_of_slots():
+            slot = self._slot[action]
+            if slot < last:
+                continue
+            row = taken[self._place[action.stage]]
+            del row[slot]
+            for earlier in range(self._after_its_inputs(action), slot):
+                if earlier not in row and self._most_kept({**row, earlier: action}) <= self._limit:
+                    slot = earlier
+                    break
+            row[slot] = action
+            self._slot[action] = slot
+
+    def _most_kept(self, row: dict[int, Action]) -> int:
+        """The most that a rank keeps with these F's and I's by slot, if each W runs as early as possible."""
+        forwards = np.zeros(self._num_slots, np.int64)
+        inputs = np.zeros(self._num_slots, np.int64)
+        for slot, action in row.items():
+            (forwards if action.kind == "F" else inputs)[slot] = 1
+        free = (1 - forwards - inputs).cumsum()
+        # The number of W's grows with each free slot, except that it cannot pass that of I's.
+        weights = free + np.minimum(0, np.minimum.accumulate(inputs.cumsum() - free))
+        return int((forwards.cumsum() - weights).max())
+
+
+def _slots_of_forwards_and_inputs(block: Block, num_microbatches: int) -> dict[Action, int]:
+    slots = {}
+    kinds: tuple[Kind, Kind] = ("F", "I")
+    for kind, by_stage in zip(kinds, block, strict=True):
+        for stage, slot in enumerate(by_stage):
+            for microbatch in range(num_microbatches):
+                slots[Action(kind, stage, microbatch)] = slot + PERIOD * microbatch
+    return slots
+
+
+def _free_slots_for_weights(by_slot: dict[int, Action]) -> dict[Action, int]:
+    """The slots of the W's of a rank, whose F's and I's are `by_slot`."""
+    slots = {}
+    put_off: deque[Action] = deque()
+    slot = 0
+    last = max(by_slot)
+    while slot <= last or put_off:
+        action = by_slot.get(slot)
+        if action is None and put_off:
+            slots[put_off.popleft()] = slot
+        elif action is not None and action.kind == "I":
+            put_off.append(Action("W", action.stage, action.microbatch))
+        slot += 1
+    return slots
+
+
+def _later(action: Action, microbatches: int) -> Action:
+    return Action(action.kind, action.stage, action.microbatch + microbatches)
