@@ -51,7 +51,7 @@ class _Task(Generic[T]):
     def __init__(self, action: Callable[[], T], target_device: torch.device):
         self._action = action
         self._device = target_device
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.done = Event()
 
     def run(self) -> None:
@@ -59,7 +59,8 @@ class _Task(Generic[T]):
             # A new thread starts on GPU 0, whatever GPU this rank uses.
             device.set_current(self._device)
             self.value = self._action()
-        except Exception as error:  # of any class: the other ranks would wait for ever if they were not told
+        # Of any class, a panic of Rust and sys.exit too: the other ranks would wait for ever if they were not told.
+        except BaseException as error:
             self.error = error
         finally:
             self.done.set()
@@ -92,12 +93,12 @@ def from_first(value: Any, ctx: ParallelContext) -> Any:
     return json.loads(received.cpu().numpy().tobytes())
 
 
-def relayed(error: Exception) -> Problem:
+def relayed(error: BaseException) -> Problem:
     """The part of an error that is sent to the other ranks: its class and its message."""
     return [type(error).__name__, in_one_line(error)]
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """The message of an error on one line. Its class comes first, unless it is a MegaparError."""
     text = str(error)
     if not isinstance(error, MegaparError):

@@ -15,23 +15,22 @@ uses gloo's all-reduce.
 """
 
 import json
-import socket
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar import local_collectives
+from megapar import limits, local_collectives
 from megapar.context import Axis
 from megapar.errors import CommunicationError
 from megapar.flight import AxisLog
 from megapar.shared_memory import Operation, Steps
+from megapar.store import StoreUser, part_of
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _PIECE = 4 << 20  # bytes of one value in the store; TCPStore closes the connection above 8 MiB
@@ -46,14 +45,14 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 def _as_communication_errors(log: AxisLog | None = None) -> Iterator[None]:
     """Raise CommunicationError in place of RuntimeError, by which backends report a peer that is gone or too late.
 
-    `log` is the flight log of the operation's axis.
+    `log` is the flight log of the operation's axis. Raises OutOfMemoryError if no more sockets can be opened.
     """
     try:
-        yield
+        with limits.named():
+            yield
     except RuntimeError as error:
-        reason = (
-            f"another rank ended, or a transfer took longer than launch.timeout_seconds ({str(error).splitlines()[0]})"
-        )
+        words = str(error).splitlines()[0]
+        reason = f"another rank ended, or a transfer took longer than launch.timeout_seconds ({words})"
         # The log may know the rank that is missing.
         message = reason if log is None else log.fail(reason)
         raise CommunicationError(message) from error
@@ -188,57 +187,6 @@ def _exchange_and_keep(slices: Sequence[Tensor], axis: Axis) -> Pending:
     return _transfer([(own, peer) for peer in _peers(axis)], [(slices[peer], peer) for peer in _peers(axis)], axis)
 
 
-def connect(
-    meeting: str, rank: int, world_size: int, *, serves_store: bool, attempt: int, timeout_seconds: float
-) -> dist.Store:
-    """Connect to the store through which the ranks of a job find each other.
-
-    `meeting` is "tcp://host:port" or "file://path". `serves_store` means that this process opens the TCP store.
-    `attempt` is part of each key, so that a restart by torchrun does not see the keys of the run before. Raises
-    CommunicationError that names address and rank.
-    """
-    address = urlsplit(meeting)
-    timeout = timedelta(seconds=timeout_seconds)
-    store: dist.Store
-    try:
-        if address.scheme == "file":
-            store = dist.FileStore(address.path, world_size)
-        else:
-            assert address.hostname is not None
-            assert address.port is not None
-            # TCPStore would retry an unknown name until the timeout; this look-up fails at once.
-            socket.getaddrinfo(address.hostname, address.port)
-            store = dist.TCPStore(
-                address.hostname,
-                address.port,
-                world_size,
-                is_master=serves_store,
-                timeout=timeout,
-                wait_for_workers=False,  # `rendezvous.meet` waits, and names missing ranks
-            )
-    except (RuntimeError, ValueError, OSError) as error:
-        raise CommunicationError(_no_store(meeting, rank, serves_store, timeout_seconds, error)) from error
-    store.set_timeout(timeout)
-    return dist.PrefixStore(f"megapar/attempt_{attempt}", store)
-
-
-def _no_store(meeting: str, rank: int, serves_store: bool, timeout_seconds: float, error: Exception) -> str:
-    """The message of a rank that cannot open or reach the store."""
-    text = str(error).strip()
-    reason = text.splitlines()[0] if text else type(error).__name__
-    if serves_store and "EADDRINUSE" in str(error):
-        return (
-            f"rank {rank} cannot open {meeting}: the port is in use, by another job or a second rank 0; "
-            "choose another MASTER_PORT"
-        )
-    if serves_store:
-        return f"rank {rank} cannot open {meeting} ({reason}): MASTER_ADDR must be this node's own name or address"
-    return (
-        f"rank {rank} did not reach rank 0 at {meeting} within {timeout_seconds:g} s ({reason}): check MASTER_ADDR and "
-        "MASTER_PORT, that rank 0 was started, and that no firewall stands between"
-    )
-
-
 def initialize(
     backend: str,
     rank: int,
@@ -257,7 +205,7 @@ def initialize(
     with _as_communication_errors():
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("world", store),
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_seconds),
@@ -557,6 +505,10 @@ def barrier(axis: Axis) -> None:
     Pending([work]).logged(axis, position, position).wait()
 
 
+def _posted() -> dist.Store:
+    return part_of(dist.distributed_c10d._get_default_store(), StoreUser.POSTED)
+
+
 def post(key: str, value: Any) -> None:
     """Store `value` (JSON types) under `key` in the world's store, where another rank finds it by `collect`.
 
@@ -566,7 +518,7 @@ def post(key: str, value: Any) -> None:
     packed = zlib.compress(json.dumps(value).encode(), 1)
     pieces = [packed[first : first + _PIECE] for first in range(0, len(packed), _PIECE)]
     with _as_communication_errors():
-        store = dist.distributed_c10d._get_default_store()
+        store = _posted()
         for number, piece in enumerate(pieces):
             store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # bytes are as good
         # Set last: a rank that finds this key finds all pieces.
@@ -576,7 +528,7 @@ def post(key: str, value: Any) -> None:
 def collect(key: str) -> Any | None:
     """Remove and return the value posted under `key`, None if there is none yet. Any thread may call it."""
     with _as_communication_errors():
-        store = dist.distributed_c10d._get_default_store()
+        store = _posted()
         if not store.check([key]):
             return None
         keys = [f"{key}/{number}" for number in range(int(store.get(key)))]

@@ -12,10 +12,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megapar import shared_memory
+from megapar import host_meeting
 from megapar.flight import AxisLog, Flight
 from megapar.local_collectives import LocalAxis
 from megapar.shared_memory import Host
+from megapar.store import StoreUser, part_of
 
 DEFAULT_ORDER = "tp-cp-dp-pp"
 EXPERT_ORDER = "etp-ep-edp"
@@ -306,8 +307,8 @@ def create(
     rank = dist.get_rank()
     host = None
     if use_shared_memory and dist.get_backend() == "gloo":
-        store = dist.distributed_c10d._get_default_store()
-        host = shared_memory.meet(rank, store, dist.barrier, timeout_seconds)
+        store = part_of(dist.distributed_c10d._get_default_store(), StoreUser.EXCHANGE)
+        host = host_meeting.meet(rank, store, dist.barrier, timeout_seconds)
     axis = _AxisMaker(rank, world_size, timedelta(seconds=timeout_seconds), flight, host).make
     groups = _groups(sizes, ep, etp, order, ends)
     # Every rank makes the axes in the same order.

@@ -4,9 +4,11 @@ No other file reads os.environ, and no other module of megapar uses torch.cuda.
 """
 
 import errno
+import ipaddress
 import os
 import re
 import resource
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,9 +51,9 @@ class Environment:
     """The position of this process among the ranks of the job, and how the ranks find each other.
 
     `meeting` is the address of the store through which ranks find each other: "tcp://host:port" or "file://path", ""
-    for one process. `serves_store` means that this process must open the TCP store: rank 0, unless torchrun's agent has
-    opened it already. `attempt` counts torchrun's restarts. `launcher` is what started this process. `cores` is the
-    number of CPU cores that this rank may use.
+    for one process. `agent_serves_store` means that torchrun's agent has opened the TCP store, and keeps it when it
+    starts the ranks again. `serves_store` means that this process must open it: rank 0, unless the agent has.
+    `launcher` is what started this process. `cores` is the number of CPU cores that this rank may use.
     """
 
     rank: int = 0
@@ -60,7 +62,7 @@ class Environment:
     local_world_size: int = 1
     meeting: str = ""
     serves_store: bool = False
-    attempt: int = 0
+    agent_serves_store: bool = False
     launcher: Literal["none", "local", "torchrun", "slurm"] = "none"
     cores: int = 1
 
@@ -72,7 +74,10 @@ class Environment:
 
 # Variables that differ between processes. An error in one of them is an error of that process alone. The other
 # variables are the same on all ranks.
+_OTHER_THREADS = 8  # threads of a run beside OpenMP's: autograd, exchange, monitor, data, metrics, TensorBoard, saves
 _OWN_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+# A number of a launcher beyond this is a mistake: no machine has so many ranks, and lists of ranks would fill memory.
+_MOST = 1_000_000
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -93,15 +98,16 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
 def first_to_speak() -> bool:
     """Whether this process prints errors that arise before the ranks know each other.
 
-    That is rank 0, or a process whose own variables are wrong, because no other process knows about that error.
+    That is the first rank of each host, since files and devices of hosts may differ. A process whose own variables are
+    wrong speaks as well, because no other process knows about that error.
     """
     try:
-        return environment().rank == 0
+        return environment().local_rank == 0
     except ConfigError as error:
         if not error.everywhere:
             return True
         # All ranks have this error. The rank is compared as text, because it may be what is wrong.
-        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
         return rank == "0"
 
 
@@ -112,7 +118,8 @@ def in_slurm_step(env: Mapping[str, str]) -> bool:
     number, or one of the numbers from 0xfffffffa on, which Slurm reserves (interactive, batch, external).
     """
     step = env.get("SLURM_STEP_ID", "")
-    return "SLURM_PROCID" in env and step.isdigit() and int(step) < 0xFFFFFFFA
+    # Up to ten digits: Python refuses to read thousands of them.
+    return "SLURM_PROCID" in env and re.fullmatch("[0-9]{1,10}", step) is not None and int(step) < 0xFFFFFFFA
 
 
 def refuse_slurm_shell(variables: Mapping[str, str] | None = None) -> None:
@@ -125,16 +132,29 @@ def refuse_slurm_shell(variables: Mapping[str, str] | None = None) -> None:
         )
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """The whole number in variable `name`, or `default`. Raises ConfigError for other text or without a value."""
+def _number(env: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0) -> int:
+    """The whole number in variable `name`, or `default`.
+
+    Raises ConfigError for other text, without a value, or for a number that is less than `least` or no launcher's.
+    """
     fallback = "" if default is None else str(default)
     text = env.get(name, fallback)
-    if not re.fullmatch(r"\d+", text):
-        shown = f"{name}={text!r}" if name in env else f"{name} is not set"
-        error = ConfigError(f"{shown}: a launcher sets it to a whole number; use torchrun, srun or --launch.nproc")
-        error.everywhere = name not in _OWN_VARIABLES
-        raise error
-    return int(text)
+    if not re.fullmatch("[0-9]+", text):
+        shown = f"{name}={_cut(text)!r}" if name in env else f"{name} is not set"
+        problem = f"{shown}: a launcher sets it to a whole number; use torchrun, srun or --launch.nproc"
+    # The length comes first: Python refuses to read thousands of digits.
+    elif len(text) > len(str(_MOST)) or not least <= int(text) <= _MOST:
+        problem = f"{name}={_cut(text)}: a launcher sets it to a number from {least} to {_MOST:,}"
+    else:
+        return int(text)
+    error = ConfigError(problem)
+    error.everywhere = name not in _OWN_VARIABLES
+    raise error
+
+
+def _cut(text: str) -> str:
+    """`text`, or its beginning if it is too long for a line."""
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _of_this_process(text: str) -> ConfigError:
@@ -146,11 +166,17 @@ def _of_this_process(text: str) -> ConfigError:
 
 def _torchrun_environment(env: Mapping[str, str]) -> Environment:
     rank = _number(env, "RANK")
-    world_size = _number(env, "WORLD_SIZE")
+    world_size = _number(env, "WORLD_SIZE", least=1)
     local_rank = _number(env, "LOCAL_RANK", 0)
-    local_world_size = _number(env, "LOCAL_WORLD_SIZE", 1)
+    local_world_size = _number(env, "LOCAL_WORLD_SIZE", 1, least=1)
     if rank >= world_size:
         raise _of_this_process(f"RANK={rank}, WORLD_SIZE={world_size}: ranks count from 0 to {world_size - 1}")
+    if local_rank >= world_size:
+        raise _of_this_process(f"LOCAL_RANK={local_rank}, WORLD_SIZE={world_size}: a host has no more ranks than a job")
+    if local_world_size > world_size:
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={local_world_size}, WORLD_SIZE={world_size}: a host has no more ranks than a job"
+        )
     if local_rank >= local_world_size:
         # Somebody has set LOCAL_RANK without LOCAL_WORLD_SIZE: there are at least this many.
         local_world_size = local_rank + 1
@@ -165,7 +191,7 @@ def _torchrun_environment(env: Mapping[str, str]) -> Environment:
         local_world_size=local_world_size,
         meeting=meeting,
         serves_store=rank == 0 and not agent_serves,
-        attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        agent_serves_store=agent_serves,
         launcher="torchrun",
         cores=max(1, usable_cores() // local_world_size),
     )
@@ -175,13 +201,13 @@ def _slurm_environment(env: Mapping[str, str]) -> Environment:
     rank = _number(env, "SLURM_PROCID")
     # A step may have fewer tasks than the allocation, so the step's number comes first.
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    world_size = _number(env, size_name)
+    world_size = _number(env, size_name, least=1)
     local_world_size = _tasks_on_this_node(env)
     if rank >= world_size:
         text = f"SLURM_PROCID={rank} of {world_size} tasks: this process inherited another step's variables"
         raise _of_this_process(text)
     # With --cpus-per-task srun binds each task to its own cores. They must not be divided by the tasks a second time.
-    cores = _number(env, "SLURM_CPUS_PER_TASK", max(1, usable_cores() // local_world_size))
+    cores = _number(env, "SLURM_CPUS_PER_TASK", max(1, usable_cores() // local_world_size), least=1)
     example = "export the first node's name and a free port, as pretrain_scripts/llama_70b_slurm.sh does"
     local_rank = _number(env, "SLURM_LOCALID")
     meeting = _tcp_meeting(env, example) if world_size > 1 else ""
@@ -205,7 +231,27 @@ def _tcp_meeting(env: Mapping[str, str], example: str) -> str:
     port = _number(env, "MASTER_PORT")
     if not 0 < port < 65536:
         raise ConfigError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
-    return f"tcp://{env['MASTER_ADDR']}:{port}"
+    return f"tcp://{_host_in_url(env['MASTER_ADDR'])}:{port}"
+
+
+def _host_in_url(text: str) -> str:
+    """MASTER_ADDR as it stands in a URL: an IPv6 address is in brackets.
+
+    Raises ConfigError if it is neither a name nor an address.
+    """
+    bare = text.removeprefix("[").removesuffix("]")
+    try:
+        is_version_6 = ipaddress.ip_address(bare).version == 6
+    except ValueError:
+        is_version_6 = False
+    if is_version_6:
+        return f"[{bare}]"
+    # Letters of any language: the resolver knows such names.
+    if not re.fullmatch(r"[\w-]+(\.[\w-]+)*\.?", text):
+        raise ConfigError(
+            f"MASTER_ADDR={_cut(text)!r}: give the name or the address of rank 0's host, such as node-1 or ::1"
+        )
+    return text
 
 
 def _tasks_on_this_node(env: Mapping[str, str]) -> int:
@@ -215,19 +261,21 @@ def _tasks_on_this_node(env: Mapping[str, str]) -> int:
     the index of this node.
     """
     # The step's list comes first, as a step may use fewer tasks than the allocation.
-    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
-    if text is None:
-        return _number(env, "SLURM_NTASKS_PER_NODE", 1)
-    tasks: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ConfigError(f"SLURM_TASKS_PER_NODE={text!r}: expected something like 8(x2),3")
-        tasks += [int(match[1])] * int(match[2] or 1)
+    name = next((name for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if env.get(name)), "")
+    if not name:
+        return _number(env, "SLURM_NTASKS_PER_NODE", 1, least=1)
     node = _number(env, "SLURM_NODEID", 0)
-    if node >= len(tasks):
-        raise _of_this_process(f"SLURM_NODEID={node}, SLURM_TASKS_PER_NODE={text!r}: this node is not in the list")
-    return tasks[node]
+    nodes = 0
+    for part in env[name].split(","):
+        # At most seven digits, as many as _MOST has.
+        match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part.strip())
+        if match is None or not 0 < int(match[1]) <= _MOST:
+            raise ConfigError(f"{name}={_cut(env[name])!r}: expected something like 8(x2),3")
+        # The list is not written out: a wrong number of nodes would fill memory.
+        nodes += int(match[2] or 1)
+        if node < nodes:
+            return int(match[1])
+    raise _of_this_process(f"SLURM_NODEID={node}, {name}={_cut(env[name])!r}: this node is not in the list")
 
 
 def usable_cores() -> int:
@@ -335,9 +383,26 @@ def prepare(device: torch.device, *, threads: int, cores: int = 1, deterministic
             torch.cuda.set_device(device)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
-            raise ConfigError(
+            raise _of_this_process(
                 f"launch.device: {device} does not start ({reason}); --launch.device cpu runs over gloo"
             ) from error
+
+
+def require_threads() -> None:
+    """Raise RuntimeError unless this process may start the threads that a run needs.
+
+    libgomp and torch's C++ code end the process with a word or a hundred lines of their own where they are refused one.
+    """
+    ended = threading.Event()
+    threads = [threading.Thread(target=ended.wait) for _ in range(torch.get_num_threads() + _OTHER_THREADS)]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        ended.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
 
 
 def gpu_id(device: torch.device) -> str:

@@ -3,6 +3,7 @@
 Each class has its exit code. Each message is one line that says what happened, where, why, and what would work.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.flight import Flight
+from megapar.regular_files import open_regular
 
 
 class MegaparError(Exception):
@@ -79,7 +81,7 @@ class StorageError(MegaparError):
 
 
 class OutOfMemoryError(MegaparError):
-    """A device or a process without enough memory, or that may not start another thread."""
+    """A device or a process without enough memory, or that may start no other thread or process, or open no file."""
 
     exit_code = 8
 
@@ -90,7 +92,27 @@ def storing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+        raise StorageError(f"cannot write {path}: {reason_of(error)}") from error
+
+
+@contextmanager
+def starting(what: str, remedy: str) -> Iterator[None]:
+    """Raise OutOfMemoryError if the system refuses to start the process `what` in the block.
+
+    `remedy` says what would need fewer processes.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.ENOMEM):
+            raise
+        limits = "the limit of processes (ulimit -u, or the container's) or of memory (ulimit -v) is reached"
+        raise OutOfMemoryError(f"{what} cannot be started ({reason_of(error)}): {limits}; {remedy}") from error
+
+
+def reason_of(error: BaseException | None) -> str:
+    """Why the system refused something, in its words, such as "No space left on device"."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 class Preempted(MegaparError):  # noqa: N818 (no error)
@@ -98,6 +120,10 @@ class Preempted(MegaparError):  # noqa: N818 (no error)
 
     exit_code = 75  # EX_TEMPFAIL: start it again
     everywhere = True
+
+
+class Ended(SystemExit):
+    """How `reported` ends the process, so that `exits_refused` can tell it from a sys.exit elsewhere."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -154,6 +180,53 @@ def open_streams() -> None:
 
 
 @contextmanager
+def _written_out() -> Iterator[None]:
+    """A context that ends when standard output has all that was printed in it.
+
+    Else Python writes the rest when the process ends, and a failure then changes the exit code to 120. Raises
+    StorageError if the text cannot be written. Ends the process if the reader of the text has gone.
+    """
+    try:
+        yield
+        _flush_stdout()
+    except SystemExit as end:
+        # rich ends the process with 1 where its reader has gone. No program of ours ends with 1.
+        if end.code == 1:
+            raise Ended(128 + signal.SIGPIPE) from end
+        # tyro has printed the text of --help before it ends the process.
+        _flush_stdout()
+        raise
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.ENOSPC) and error.filename is None:
+            _end_if_stdout_fails()
+        raise
+
+
+def _flush_stdout() -> None:
+    """Write what standard output holds. `_written_out` says what this raises."""
+    if sys.stdout is None or sys.stdout.closed:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _end_if_stdout_fails()
+        raise
+
+
+def _end_if_stdout_fails() -> None:
+    """After a failed write: end the program as `_written_out` says if standard output is what fails."""
+    try:
+        # The same error comes from full disks of other files, and from connections between ranks. So try it again.
+        os.write(1, b"\n")
+    except BrokenPipeError as error:
+        _replace_by_nothing(1)
+        raise Ended(128 + signal.SIGPIPE) from error
+    except OSError as error:
+        _replace_by_nothing(1)
+        raise StorageError(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+@contextmanager
 def reported(
     rank: int = 0, run_dir: str | None = None, flight: Flight | None = None, *, launcher_tells: bool = False
 ) -> Iterator[None]:
@@ -162,12 +235,18 @@ def reported(
     A MegaparError becomes one line on stderr, error.json in `run_dir`, and its exit code. Rank 0 alone reports an error
     that all ranks raise. If ranks on one host raise the same words, one of them reports it. `launcher_tells`: this rank
     only leaves its error in `flight`, and the launcher, which sees the errors of all ranks, reports one. An
-    interruption becomes one line and exit code 128 plus the signal's number. Any other exception is a bug: its
-    traceback is printed, and the exit code is 70.
+    interruption becomes one line and exit code 128 plus the signal's number. If the reader of standard output has gone,
+    as `head` goes, the program ends in silence, with the exit code of a program that SIGPIPE has ended. Any other
+    exception is a bug: its traceback is printed, and the exit code is 70.
     """
     flight = flight or Flight()
     try:
-        yield
+        try:
+            with _written_out():
+                yield
+        except MemoryError as error:
+            text = str(error) or "the host refused more memory (ulimit -v, or the container's limit)"
+            raise OutOfMemoryError(f"out of memory: {text}") from error
     except MegaparError as error:
         facts = {"everywhere": error.everywhere, "told": error.told} | error_facts(error, rank, flight)
         flight.post_error(facts)
@@ -177,15 +256,17 @@ def reported(
                 time.sleep(error.patience_seconds)
             if rank == 0 or not error.everywhere:
                 report_error(facts, run_dir, ours=flight.has_flag("owns"))
-        sys.exit(error.exit_code)
+        raise Ended(error.exit_code) from error
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, Interrupted) else signal.SIGINT
         text = interrupted_at(flight.step, flight.last_checkpoint, number)
         flight.post_error(_facts("Interrupted", text, 128 + number, rank, flight))
         if not launcher_tells and rank == 0:
             tell(text)
-        sys.exit(128 + number)
-    except Exception as error:
+        raise Ended(128 + number) from error
+    except SystemExit:
+        raise
+    except BaseException as error:  # Rust's panics, as in safetensors and tokenizers, are no subclass of Exception
         # A closed or broken stderr must not keep error.json from being written.
         with suppress(OSError, ValueError):
             traceback.print_exc()
@@ -193,7 +274,22 @@ def reported(
         flight.post_error(facts | {"told": True})
         if not launcher_tells:
             record_error(facts, run_dir, ours=flight.has_flag("owns"))
-        sys.exit(MegaparError.exit_code)
+        raise Ended(MegaparError.exit_code) from error
+
+
+@contextmanager
+def exits_refused() -> Iterator[None]:
+    """Raise MegaparError if code in the block calls sys.exit. The process would end as if its work was done."""
+    try:
+        yield
+    except Ended:
+        raise
+    except SystemExit as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise MegaparError(
+            f"{last.filename}:{last.lineno} called sys.exit({error.code}) before the run was complete; what a run "
+            "calls must not end its process"
+        ) from error
 
 
 def interrupted_at(step: int, checkpoint: int, number: int) -> str:
@@ -206,7 +302,7 @@ def interrupted_at(step: int, checkpoint: int, number: int) -> str:
     return f"interrupted {progress}, {saved} ({signal.Signals(number).name})"
 
 
-def error_facts(error: Exception, rank: int, flight: Flight) -> dict[str, Any]:
+def error_facts(error: BaseException, rank: int, flight: Flight) -> dict[str, Any]:
     """The contents of error.json as JSON types: the error, and the step and phase of this rank."""
     code = error.exit_code if isinstance(error, MegaparError) else MegaparError.exit_code
     facts = _facts(type(error).__name__, str(error), code, rank, flight)
@@ -260,7 +356,8 @@ def record_error(facts: Mapping[str, Any], run_dir: str | None, *, ours: bool) -
     # Not files.replace_file: megapar.files imports this module.
     draft = path.with_name(".error.json.tmp")
     try:
-        draft.write_text(json.dumps(shown))
+        with open(open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+            file.write(json.dumps(shown))
         draft.replace(path)
     except OSError as error:
         tell(f"{path} not written: {error.strerror or error}")
@@ -271,7 +368,7 @@ def record_error(facts: Mapping[str, Any], run_dir: str | None, *, ours: bool) -
 def _is_free(run_dir: str) -> bool:
     """Whether no running job holds the lock of the run folder (see megapar.checkpoint.folder)."""
     try:
-        with open(os.path.join(run_dir, ".lock")) as file:
+        with open(open_regular(os.path.join(run_dir, ".lock"))) as file:
             # A shared lock: several ranks may ask at once, and must not take each other for a running job.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -3,21 +3,18 @@
 A rank writes its step, its phase and its newest operations on each axis into a memory map. That takes no lock, no
 system call and no wait for the device. Other processes that share the map can read it at any time, also after the rank
 was stopped, killed or aborted. These are the local launcher, which made the maps before it started its ranks, and other
-ranks on the same host, which open a file in /dev/shm.
+ranks on the same host, which open a file (megapar.flight_file).
 
 Collectives of an axis have the same number on all its ranks. Messages are numbered for each link and direction: the
 k-th message sent to a peer is the k-th that the peer receives from here. So a comparison of two logs shows which rank
 has not arrived, and where two ranks do different things.
 """
 
-import contextlib
-import fcntl
 import json
 import mmap
 import os
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,9 +55,6 @@ _AT_COUNTS = 48  # after _AXIS
 _AXIS_BYTES = 64 + RING * _RECORD.size  # 64: _AXIS and _COUNTS
 # Address space of one log, in whole pages. Pages that are never written take no memory.
 BYTES = -(-(_AT_AXES + AXES * _AXIS_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-_PREFIX = "megapar-flight-"
-
 
 Memory = mmap.mmap | memoryview
 
@@ -302,59 +296,3 @@ class Board:
 
     def __getitem__(self, rank: int) -> memoryview:
         return self._memory[rank * BYTES : (rank + 1) * BYTES]
-
-
-class FlightFile:
-    """A rank's flight log as a file. Other processes on this host find it by its number, even after its end.
-
-    The rank holds a lock on the file. The kernel releases the lock when the process ends. So a rank that starts later
-    can tell which files belong to dead processes, and removes them.
-    """
-
-    def __init__(self, folder: Path | None = None):
-        self._folder = folder or _shared_folder()
-        self._path = self._folder / f"{_PREFIX}{os.getpid()}"
-        self.sweep()
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        os.ftruncate(self._descriptor, BYTES)
-        self.memory = mmap.mmap(self._descriptor, BYTES)
-
-    def sweep(self) -> None:
-        """Remove the files of processes that have ended."""
-        for path in self._folder.glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError):  # in use, another user's, or just removed by another rank
-                with path.open("rb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-
-    def peer(self, pid: int) -> mmap.mmap | None:
-        """The log of process `pid` on this host, None if there is none."""
-        try:
-            with (self._folder / f"{_PREFIX}{pid}").open("rb") as file:
-                return mmap.mmap(file.fileno(), BYTES, access=mmap.ACCESS_READ)
-        except (OSError, ValueError):  # a process of another container, or its log is still being made
-            return None
-
-    def claim(self, pid: int, what: str = "") -> bool:
-        """Whether this call is the first one on this host for `what` in a job.
-
-        `what` is a short text. `pid` is the process of the job's lowest rank on this host. Ranks of one
-        host use this to decide which of them reports an error.
-        """
-        # O_EXCL lets exactly one process create the file.
-        try:
-            os.close(os.open(self._folder / f"{_PREFIX}{pid}{what}.told", os.O_CREAT | os.O_EXCL, 0o600))
-        except FileExistsError:
-            return False
-        return True
-
-    def remove(self) -> None:
-        """Remove the file of this process. The log of a rank that has succeeded is not needed."""
-        self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
-
-
-def _shared_folder() -> Path:
-    # /dev/shm is memory. A temporary folder may be on a disk, but it works.
-    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())

@@ -1,6 +1,7 @@
 """Parts of error messages: options with their values, and the numbers that would work."""
 
 from collections.abc import Iterable
+from math import isqrt
 from typing import Any
 
 from megapar.config import Config, ParallelConfig, flatten
@@ -49,7 +50,9 @@ def layout_in_words(parallel: ParallelConfig) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    """All divisors of `n` in ascending order, found up to its square root: `n` may be what somebody has mistyped."""
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def listed(numbers: list[int]) -> str:

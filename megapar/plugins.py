@@ -31,7 +31,9 @@ def named(option: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
         )
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module may raise anything while it is imported
+    except KeyboardInterrupt:  # Ctrl-C, while it is imported
+        raise
+    except BaseException as error:  # a module may raise anything: a script without a __main__ guard calls sys.exit
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
             f"{option}={name}: cannot be imported ({reason}); the module must lie where Python looks (PYTHONPATH)"

@@ -1,7 +1,8 @@
 """Before they connect, ranks compare what they must share: options, code, versions, the kind of device.
 
-Each rank stores a message in the job's store. Rank 0 reads all messages and stores a verdict, which every rank reads.
-So a job of n ranks needs n messages, and every rank ends with the same words.
+Each rank stores a message in the job's store, and counts itself. The last one to come says so. Rank 0 then reads all
+messages and stores a verdict, which every rank reads. So a job of n ranks needs a few requests a rank, and every rank
+ends with the same words.
 """
 
 import json
@@ -9,18 +10,22 @@ import os
 import socket
 import sys
 import time
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megapar.errors import CommunicationError, ConfigError
 
 OUR_PACKAGES = ("megapar", "megapar_models", "megapar_kernels")
 MOST_DIFFERENCES = 5  # lines of differences in a verdict
 READING_SECONDS = 5.0  # time that rank 0 gives the other ranks to read a verdict that ends the job
+_BEGUN = "begun"  # the key of the number of meetings that rank 0 has begun
+_ANY_BEGUN = "any begun"  # the key that says that there is one
+_SUPERSEDED = {"error": "superseded"}  # in place of a verdict: rank 0 has begun another meeting
 ERRORS = {"ConfigError": ConfigError, "CommunicationError": CommunicationError}
 
 
@@ -64,16 +69,43 @@ def hashes_of_files(also: Collection[str] = ()) -> dict[str, str]:
     return hashes
 
 
+class Meeting(NamedTuple):
+    """A meeting of all ranks: its number in the job's store, counted from 1, and the members, by rank."""
+
+    number: int
+    members: list[Member]
+
+
 def meet(
-    store: Store, member: Member, world_size: int, shared: Mapping[str, Any], timeout_seconds: float
-) -> list[Member]:
-    """Wait for all ranks of the job, and compare `shared` (JSON types) and GPUs. Returns all members, by rank.
+    store: Store,
+    member: Member,
+    world_size: int,
+    shared: Mapping[str, Any],
+    timeout_seconds: float,
+    *,
+    outlives_ranks: bool = False,
+) -> Meeting:
+    """Wait for all ranks of the job, and compare `shared` (JSON types) and GPUs.
+
+    `outlives_ranks` means that the store keeps what earlier ranks of the job have left: torchrun's agent serves it, and
+    has started the ranks again.
 
     Raises CommunicationError that names the ranks that did not come. Raises ConfigError that names each difference with
-    values, ranks and hosts. Both are raised on every rank, with the same words.
+    values, ranks and hosts. Both are raised on every rank, with the same words. Raises ConfigError on a second process
+    of one rank alone.
     """
+    # Rank 0 may come just before the timeout, and then wait for other ranks until its own timeout. The 10 seconds more
+    # let its verdict arrive.
+    deadline = time.monotonic() + 2 * timeout_seconds + 10
     try:
-        verdict = _verdict(store, member, world_size, shared, timeout_seconds)
+        if member.rank == 0:
+            number = _begin(store) if outlives_ranks else 1
+            _come(store, number, member, world_size, shared)
+            verdict = _judge(store, number, world_size, timeout_seconds)
+            _tell(store, number, verdict, world_size)
+        else:
+            number = _newest(store, member, deadline) if outlives_ranks else 1
+            number, verdict = _follow(store, number, member, world_size, shared, deadline, outlives_ranks)
     except RuntimeError as error:  # the store has ended with its process, rank 0 or torchrun's agent
         reason = str(error).splitlines()[0]
         raise CommunicationError(
@@ -82,71 +114,143 @@ def meet(
         ) from error
     if verdict["error"] is not None:
         raise ERRORS[verdict["error"]](verdict["text"])
-    return [Member(**fields) for fields in verdict["members"]]
+    return Meeting(number, [Member(**fields) for fields in verdict["members"]])
 
 
-def _verdict(
-    store: Store, member: Member, world_size: int, shared: Mapping[str, Any], timeout_seconds: float
-) -> dict[str, Any]:
-    """The verdict of rank 0, as JSON types.
+def _begin(store: Store) -> int:
+    """Begin a meeting in a store that may have seen others; returns its number. Rank 0 calls this.
 
-    Rank 0 returns a verdict with an error only after every rank has read it, or has had time to.
+    The restarts that a launcher counts would be no such number: under torchrun each node counts its own.
     """
-    # `add` counts atomically, so the second process with this rank finds out.
-    number = store.add(f"arrivals/{member.rank}", 1)
+    number = store.add(_BEGUN, 1)
+    store.set(_ANY_BEGUN, "")
     if number > 1:
-        raise ConfigError(
-            f"two processes are rank {member.rank} of this job, one of them on {member.host}: check RANK, NODE_RANK or "
-            "the number of tasks"
-        )
-    store.set(f"member/{member.rank}", json.dumps([asdict(member), dict(shared)], sort_keys=True))
-    if member.rank == 0:
-        store.set("verdict", json.dumps(_judge(store, world_size, timeout_seconds)))
-    else:
-        _wait_for_verdict(store, member, timeout_seconds)
-    verdict: dict[str, Any] = json.loads(store.get("verdict"))
-    readers = store.add("readers", 1)
-    if member.rank == 0 and verdict["error"] is not None:
-        # Rank 0 ends after this, and the store may be in its process.
-        end = time.monotonic() + READING_SECONDS
-        while readers < world_size and time.monotonic() < end:
-            time.sleep(0.02)
-            readers = store.add("readers", 0)
-    return verdict
+        # All who came to the meeting before have ended. A rank that has just been started may have come there too.
+        _publish(store, number - 1, _SUPERSEDED)
+    return number
 
 
-def _judge(store: Store, world_size: int, timeout_seconds: float) -> dict[str, Any]:
-    """Compare the messages of all ranks. Rank 0 calls this. Returns the verdict, as JSON types."""
-    keys = [f"member/{rank}" for rank in range(world_size)]
+def _come(store: Store, number: int, member: Member, world_size: int, shared: Mapping[str, Any]) -> bool:
+    """Leave this rank's message in the store. Returns whether this is the first process with this rank."""
+    # `add` counts atomically, so the second process with this rank finds out.
+    if store.add(f"{number}/processes/{member.rank}", 1) > 1:
+        return False
+    # Nearly always all ranks share the same values, so each set of values is sent once.
+    values = json.dumps(dict(shared), sort_keys=True)
+    digest = blake2b(values.encode(), digest_size=16).hexdigest()
+    if not store.check([f"{number}/shared/{digest}"]):
+        store.set(f"{number}/shared/{digest}", values)
+    store.set(f"{number}/member/{member.rank}", json.dumps([asdict(member), digest]))
+    place = store.add(f"{number}/came", 1)
+    store.set(f"{number}/arrival/{place}", str(member.rank))
+    if place == world_size:
+        store.set(f"{number}/all", "")
+    return True
+
+
+def _judge(store: Store, number: int, world_size: int, timeout_seconds: float) -> dict[str, Any]:
+    """Wait for all ranks and compare their messages. Rank 0 calls this. Returns the verdict, as JSON types."""
+    came = list(range(world_size))
     try:
-        store.wait(keys, timedelta(seconds=timeout_seconds))
+        store.wait([f"{number}/all"], timedelta(seconds=timeout_seconds))
     except RuntimeError:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        # Only those that came are looked up: a wrong WORLD_SIZE may be much larger.
+        arrivals = [f"{number}/arrival/{place}" for place in range(1, store.add(f"{number}/came", 0) + 1)]
+        came = sorted(int(store.get(key)) for key in arrivals if store.check([key]))
+    messages = [json.loads(store.get(f"{number}/member/{rank}")) for rank in came]
+    members = [Member(**fields) for fields, _ in messages]
+    verdict = {"error": None, "text": "", "members": [asdict(member) for member in members]}
+    if len(came) < world_size:
+        missing = sorted(set(range(world_size)).difference(came))
         text = (
             f"{in_runs(missing)} of {world_size} did not come within {timeout_seconds:g} s "
             "(launch.timeout_seconds): see whether their processes started, and their own messages"
         )
-        return {"error": "CommunicationError", "text": text}
-    messages = [json.loads(store.get(key)) for key in keys]
-    members = [Member(**fields) for fields, _ in messages]
-    text = "\n".join([*_shared_gpus(members), *differences(members, [shared for _, shared in messages])])
-    if text:
-        return {"error": "ConfigError", "text": text}
-    return {"error": None, "members": [asdict(member) for member in members]}
+        return verdict | {"error": "CommunicationError", "text": text}
+    digests = [digest for _, digest in messages]
+    values = {digest: json.loads(store.get(f"{number}/shared/{digest}")) for digest in set(digests)}
+    text = "\n".join([*_shared_gpus(members), *differences(members, [values[digest] for digest in digests])])
+    return verdict | {"error": "ConfigError" if text else None, "text": text}
 
 
-def _wait_for_verdict(store: Store, member: Member, timeout_seconds: float) -> None:
-    # Rank 0 may come just before the timeout, and then wait for other ranks until its own timeout. The 10 seconds more
-    # let its verdict arrive.
+def _tell(store: Store, number: int, verdict: Mapping[str, Any], world_size: int) -> None:
+    """Store the verdict. If it ends the job, wait until every rank has read it, or has had time to."""
+    _publish(store, number, verdict)
+    if verdict["error"] is None:
+        return
+    # Rank 0 ends after this, and the store may be in its process.
+    end = time.monotonic() + READING_SECONDS
+    while store.add(f"{number}/readers", 0) < world_size - 1 and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _follow(
+    store: Store,
+    number: int,
+    member: Member,
+    world_size: int,
+    shared: Mapping[str, Any],
+    deadline: float,
+    outlives_ranks: bool,
+) -> tuple[int, dict[str, Any]]:
+    """Come to the meeting and wait for rank 0's verdict. Returns the meeting's number and the verdict.
+
+    In a store that outlives ranks the meeting may turn out to be one of earlier ranks. Then the next one is waited for.
+    """
+    is_first = _come(store, number, member, world_size, shared)
+    while is_first or outlives_ranks:
+        verdict = _verdict(store, number, member, deadline)
+        if verdict == _SUPERSEDED:
+            number += 1
+            is_first = _come(store, number, member, world_size, shared)
+        elif not outlives_ranks or asdict(member) in verdict["members"]:
+            store.add(f"{number}/readers", 1)
+            return number, verdict
+        elif time.monotonic() > deadline:
+            break
+        else:
+            time.sleep(0.2)  # rank 0 will begin another meeting, and say so here
+    error = ConfigError(
+        f"two processes are rank {member.rank} of this job, one of them on {member.host} (process {member.pid}): check "
+        "RANK, NODE_RANK or the number of tasks"
+    )
+    error.everywhere = False  # the first of the two, and all other ranks, do not know
+    raise error
+
+
+def _newest(store: Store, member: Member, deadline: float) -> int:
+    """The number of the newest meeting that a rank 0 has begun, which may have ended."""
+    # Nobody comes to a meeting before that: who came and ended would be taken for a rank that is there.
+    _wait_for_first(store, _ANY_BEGUN, "", member, deadline)
+    return store.add(_BEGUN, 0)
+
+
+def _verdict(store: Store, number: int, member: Member, deadline: float) -> dict[str, Any]:
+    """Wait for the verdict of a meeting."""
+    key = f"{number}/verdict"
+    _wait_for_first(store, key, f"{number}/member/0", member, deadline)
+    verdict: dict[str, Any] = json.loads(zlib.decompress(store.get(key)))
+    return verdict
+
+
+def _wait_for_first(store: Store, key: str, its_message: str, member: Member, deadline: float) -> None:
+    """Wait for a key that rank 0 sets. `its_message` is the key of rank 0's message, "" if it has none yet."""
+    began = time.monotonic()
     try:
-        store.wait(["verdict"], timedelta(seconds=2 * timeout_seconds + 10))
+        store.wait([key], timedelta(seconds=max(0.1, deadline - began)))
     except RuntimeError as error:
         came = "did not come"
-        if store.check(["member/0"]):
+        if its_message and store.check([its_message]):
             came = "came, but ended before it had compared the ranks"
         raise CommunicationError(
-            f"rank 0 {came}; rank {member.rank} on {member.host} waited {2 * timeout_seconds + 10:g} s"
+            f"rank 0 {came}; rank {member.rank} on {member.host} waited {time.monotonic() - began:.0f} s"
         ) from error
+
+
+def _publish(store: Store, number: int, verdict: Mapping[str, Any]) -> None:
+    # Compressed: a verdict names all ranks, and all ranks read it.
+    packed = zlib.compress(json.dumps(verdict).encode(), 1)
+    store.set(f"{number}/verdict", packed)  # type: ignore[arg-type]  # bytes are as good
 
 
 def _shared_gpus(members: Sequence[Member]) -> list[str]:

@@ -9,26 +9,32 @@ Sends and receives on a socket are ordered by the operating system, so a receive
 socket sees all that the sender had written before. No rank ever polls memory that another rank writes.
 
 A rank that waits sleeps in the kernel. When a process ends, however it ends, the kernel closes its sockets, and the
-ranks that wait for it find out at once. Blocks and sockets have no name in the file system (Linux's memfd and its
-abstract addresses), so nothing is left behind, and the size of /dev/shm does not matter.
+ranks that wait for it find out at once. The memory has no name in the file system (Linux's memfd), so nothing is left
+behind, and the size of /dev/shm does not matter.
+
+All descriptors are opened when the ranks meet (megapar.host_meeting): for each other rank its socket and its memory,
+and this rank's own memory and epoll. That is twice the number of ranks on the host, however many blocks there are.
 """
 
+import ctypes
+import errno
 import mmap
 import os
 import select
 import socket
 import struct
-import sys
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from megapar import limits
 from megapar.device import usable_cores
-from megapar.rendezvous import Store
 
 SMALL = 4096  # bytes: a message up to this size travels in the packet itself and needs no block
 _ROUND = 1 << 16  # sizes of blocks are multiples of this, so that messages of similar sizes share them
@@ -38,44 +44,85 @@ _MOST_READ = 2  # messages of a link that have been read without the sender know
 _HEADER = struct.Struct(f"=BBHIQ{_MOST_READ}I")
 _LARGEST_PACKET = _HEADER.size + SMALL
 _SPIN_SECONDS = 1e-4  # a rank with a core of its own looks for messages this long before it sleeps
-_HELLO = struct.Struct("=Q16s")  # rank, nonce of the listener
+_OFFSET = struct.Struct("=Q")
+_MAP_FIXED = 0x10  # of Linux's mman.h, on every architecture that torch supports
 
 
 class _Kind(IntEnum):
     """What a packet says."""
 
-    MAP = 0  # a new block, of so many bytes; the next packet carries its file descriptor
+    MAP = 0  # a new block, of so many bytes; its offset in the sender's memory follows in this packet
     DATA = 1  # a message that lies in a block
     SMALL = 2  # a message that follows in this packet
     FREE = 3  # no message: only numbers of blocks that have been read
-    DROP = 4  # this block will not be used again
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The connection to another rank: a socket, and a descriptor of the memory in which that rank makes its blocks."""
+
+    socket: socket.socket
+    memory: int
+
+    def close(self) -> None:
+        self.socket.close()
+        os.close(self.memory)
 
 
 class _Block:
-    """Memory of this rank that others have mapped. It is free when `readers` is 0 and its writer has let it go."""
+    """A range of this rank's memory that others have mapped too.
 
-    def __init__(self, number: int, size: int):
+    It is free when `readers` is 0 and its writer has let it go. `memory` is the descriptor of the rank's memory.
+    """
+
+    def __init__(self, number: int, memory: int, offset: int, size: int):
         self.number = number
+        self.offset = offset
         self.size = size
-        try:
-            self.descriptor = os.memfd_create("megapar-exchange")
-            # Reserved now: memory that runs out is an error here, and would be a SIGBUS at the first write.
-            os.posix_fallocate(self.descriptor, 0, size)
-            self.memory = _map(self.descriptor, size)
-        except OSError as error:
-            raise MemoryError(f"no {size:,} bytes of memory to share with other ranks: {error.strerror}") from error
+        self._memory = memory
+        self.reserve()
+        self._range = _map(memory, offset, size)
         self.readers = 0
         self.held = False  # by the work that fills it
         self.known_to: set[int] = set()  # ranks that have mapped it
 
+    def reserve(self) -> None:
+        """Get the pages of this block from the system. Raises MemoryError if there are not so many."""
+        # Reserved before they are written: memory that runs out is an error here, and would be a SIGBUS at the first
+        # write.
+        with limits.named():
+            try:
+                os.posix_fallocate(self._memory, self.offset, self.size)
+            except OSError as error:
+                if error.errno not in (errno.ENOMEM, errno.ENOSPC):
+                    raise
+                text = f"no {self.size:,} bytes of memory to share with other ranks: {error.strerror}"
+                raise MemoryError(text) from error
+
+    def give_back(self) -> None:
+        """Give the pages of this block back to the system. It keeps its range, where all ranks have mapped it."""
+        self._range.madvise(mmap.MADV_REMOVE)
+
     def tensor(self) -> Tensor:
         """The whole block: uint8 [size]."""
-        return torch.frombuffer(self.memory, dtype=torch.uint8)
+        return torch.frombuffer(self._range, dtype=torch.uint8)
 
 
-def _map(descriptor: int, size: int) -> mmap.mmap:
+def _map(memory: int, offset: int, size: int) -> mmap.mmap:
+    """Map a range of the memory with the descriptor `memory`. Raises OSError if there is no room."""
+    # Python's mmap keeps a copy of the descriptor, and a rank maps hundreds of blocks. So Python maps nothing in
+    # particular, the system puts the memory into the same place, and Python unmaps it in the end.
+    place = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(place))
     # Populated: a page that is touched for the first time would cost a fault.
-    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    if library.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, memory, offset) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, f"no {size:,} bytes of memory to share with other ranks: {os.strerror(number)}")
+    return place
 
 
 class Message:
@@ -135,16 +182,16 @@ class Message:
 class _Link:
     """The connection to one other rank of this host."""
 
-    def __init__(self, rank: int, connection: socket.socket, poll: select.epoll):
+    def __init__(self, rank: int, connection: Connection, poll: select.epoll):
         self.rank = rank
         self.closed = False
-        self._socket = connection
+        self._socket = connection.socket
+        self._memory = connection.memory
         self._socket.setblocking(False)
         self._poll = poll
         self._poll.register(self._socket, select.EPOLLIN)
-        self._unsent: deque[tuple[bytes, int]] = deque()  # packets that the socket has not taken, and descriptors
+        self._unsent: deque[bytes] = deque()  # packets that the socket has not taken
         self._blocks: dict[int, mmap.mmap] = {}  # the other rank's blocks
-        self._incoming_block = (-1, 0)  # number and size of the block whose descriptor comes next
         # By channel: messages that have arrived and that nobody expects yet, and those that are expected.
         self._early: dict[int, deque[Message]] = {}
         self._expected: dict[int, deque[Message]] = {}
@@ -159,7 +206,12 @@ class _Link:
         number = len(self._read)
         read = self._read + [0] * (_MOST_READ - number)
         self._read = []
-        self._send(_HEADER.pack(kind, number, channel, block, size, *read) + payload, -1)
+        self._unsent.append(_HEADER.pack(kind, number, channel, block, size, *read) + payload)
+        if self.closed:
+            self._unsent.clear()
+            return
+        if len(self._unsent) == 1 and not self.flush():
+            self._poll.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
 
     def has_read(self, block: int) -> None:
         """Note that a message in `block` of the other rank has been read."""
@@ -171,43 +223,21 @@ class _Link:
 
     def send_block(self, block: _Block) -> None:
         """Make the other rank map `block`."""
-        self.send(_Kind.MAP, block=block.number, size=block.size)
-        # A copy of the descriptor, because the block may be dropped before the packet has left the queue.
-        self._send(b"\0", os.dup(block.descriptor))
-
-    def _send(self, packet: bytes, descriptor: int) -> None:
-        self._unsent.append((packet, descriptor))
-        if self.closed:
-            self._drop_unsent()
-            return
-        if len(self._unsent) == 1 and not self.flush():
-            self._poll.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
+        self.send(_Kind.MAP, block=block.number, size=block.size, payload=_OFFSET.pack(block.offset))
 
     def flush(self) -> bool:
         """Send queued packets. Returns whether all have left."""
         while self._unsent and not self.closed:
-            packet, descriptor = self._unsent[0]
             try:
-                if descriptor < 0:
-                    self._socket.send(packet)
-                else:
-                    socket.send_fds(self._socket, [packet], [descriptor])
+                self._socket.send(self._unsent[0])
             except BlockingIOError:
                 return False
             except (BrokenPipeError, ConnectionResetError):
                 # The other rank has ended. What it sent before can still be read, so the link is not closed yet.
-                self._drop_unsent()
+                self._unsent.clear()
                 return True
             self._unsent.popleft()
-            if descriptor >= 0:
-                os.close(descriptor)
         return True
-
-    def _drop_unsent(self) -> None:
-        for _, descriptor in self._unsent:
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._unsent.clear()
 
     def expect(self, channel: int) -> Message:
         """The next message of `channel`, which may not have arrived yet."""
@@ -233,9 +263,6 @@ class _Link:
     def receive(self) -> None:
         """Receive one packet. If the other rank has ended, and all that it sent has been received, close the link."""
         try:
-            if self._incoming_block[0] >= 0:
-                self._receive_block()
-                return
             packet = self._socket.recv(_LARGEST_PACKET)
         except BlockingIOError:
             return
@@ -252,20 +279,8 @@ class _Link:
         elif kind == _Kind.SMALL:
             self._arrive(channel).fill(bytearray(packet), -1, _HEADER.size, size)
         elif kind == _Kind.MAP:
-            self._incoming_block = (block, size)
-        elif kind == _Kind.DROP:
-            del self._blocks[block]
-
-    def _receive_block(self) -> None:
-        """Receive the descriptor of the block that the packet before has named, and map it."""
-        _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
-        if not descriptors:
-            self._close()
-            return
-        number, size = self._incoming_block
-        self._incoming_block = (-1, 0)
-        self._blocks[number] = _map(descriptors[0], size)
-        os.close(descriptors[0])
+            (offset,) = _OFFSET.unpack_from(packet, _HEADER.size)
+            self._blocks[block] = _map(self._memory, offset, size)
 
     def _arrive(self, channel: int) -> Message:
         """The message object that the next packet of `channel` fills."""
@@ -280,7 +295,7 @@ class _Link:
         if not self.closed:
             self.closed = True
             self._poll.unregister(self._socket)
-            self._drop_unsent()
+            self._unsent.clear()
 
 
 Steps = Generator[Sequence[Message], None, None]
@@ -313,11 +328,13 @@ class Operation:
 class Host:
     """The ranks of this host, as one of them sees them: sends messages to the others and waits for theirs.
 
-    Only one thread may call its methods.
+    `memory` is a descriptor of the memory in which this rank makes its blocks. Only one thread may call the methods.
     """
 
-    def __init__(self, rank: int, connections: dict[int, socket.socket], timeout_seconds: float):
+    def __init__(self, rank: int, connections: Mapping[int, Connection], memory: int, timeout_seconds: float):
         self.rank = rank
+        self._memory = memory
+        self._memory_bytes = 0  # the ranges of all blocks
         self._timeout_seconds = timeout_seconds
         self._poll = select.epoll()
         self._links = {peer: _Link(peer, connection, self._poll) for peer, connection in connections.items()}
@@ -325,11 +342,13 @@ class Host:
         for link in self._links.values():
             link.on_free = self._on_free
         self._blocks: dict[int, _Block] = {}
-        self._free: list[_Block] = []
-        self._made = 0
+        self._free: list[_Block] = []  # those that were used last come last
+        self._given_back: list[_Block] = []  # free blocks without pages
         self._operations: list[Operation] = []  # operations that have not ended, oldest first
         # Waking up takes longer than a small message. With fewer cores than ranks, the core is the other rank's.
         self._spin_seconds = _SPIN_SECONDS if len(self._links) + 1 <= usable_cores() else 0.0
+        for descriptor in (memory, *(connection.memory for connection in connections.values())):
+            weakref.finalize(self, os.close, descriptor)
 
     @property
     def peers(self) -> frozenset[int]:
@@ -338,14 +357,15 @@ class Host:
 
     def block(self, size: int) -> _Block:
         """A block of at least `size` bytes. The caller calls `let_go` when it needs it no longer."""
-        # The smallest that fits, and none that is more than twice as large: a large message may come next.
-        fitting = [block for block in self._free if size <= block.size <= max(2 * size, _ROUND)]
-        if fitting:
-            block = min(fitting, key=lambda block: block.size)
-            self._free.remove(block)
-        else:
-            self._made += 1
-            block = _Block(self._made, -(-size // _ROUND) * _ROUND)
+        block = _smallest_fitting(self._free, size)
+        if block is None:
+            block = _smallest_fitting(self._given_back, size)
+            if block is not None:
+                block.reserve()
+        if block is None:
+            whole = -(-size // _ROUND) * _ROUND
+            block = _Block(len(self._blocks), self._memory, self._memory_bytes, whole)
+            self._memory_bytes += whole
             self._blocks[block.number] = block
         block.held = True
         return block
@@ -438,102 +458,17 @@ class Host:
             return
         self._free.append(block)
         while sum(free.size for free in self._free) > _IDLE_BYTES:
-            self._drop(self._free.pop(0))
-
-    def _drop(self, block: _Block) -> None:
-        for peer in block.known_to:
-            if not self._links[peer].closed:
-                self._links[peer].send(_Kind.DROP, block=block.number)
-        os.close(block.descriptor)
-        del self._blocks[block.number]
+            oldest = self._free.pop(0)
+            oldest.give_back()
+            self._given_back.append(oldest)
 
 
-def meet(rank: int, store: Store, barrier: Callable[[], None], timeout_seconds: float) -> Host | None:
-    """Connect to the ranks on this host. A collective over all ranks of the job, whatever their hosts.
-
-    `barrier` waits until all ranks have called it. Returns None if there is no other rank here, or if this host's ranks
-    cannot all reach each other: containers with one host name may be apart, and a system may refuse the memory. All
-    ranks of a host return None together.
-    """
-    # All ranks meet equally often, so the number of the meeting is the same on all.
-    meeting = f"host/{store.add(f'host/meetings/{rank}', 1)}/{socket.gethostname()}"
-    nonce = os.urandom(16)
-    listener = _listen(nonce)
-    place = store.add(meeting, 1)
-    store.set(f"{meeting}/{place}", f"{rank} {nonce.hex()}")
-    barrier()
-    ranks = [store.get(f"{meeting}/{index}").decode().split() for index in range(1, store.add(meeting, 0) + 1)]
-    nonces = {int(number): bytes.fromhex(text) for number, text in ranks}
-    connections = {}
-    if listener is not None:
-        for peer in nonces:
-            # One rank of each pair connects, the other one accepts.
-            if peer < rank:
-                connection = _connect(nonces[peer], rank)
-                if connection is not None:
-                    connections[peer] = connection
-    # After this barrier all connections to the listener have been made, so `accept` does not wait for any.
-    barrier()
-    if listener is not None:
-        connections |= _accept(listener, nonce)
-        listener.close()
-    if len(connections) < len(nonces) - 1:
-        store.set(f"{meeting}/apart", str(rank))
-    barrier()
-    if len(nonces) == 1 or store.check([f"{meeting}/apart"]):
-        for connection in connections.values():
-            connection.close()
+def _smallest_fitting(blocks: list[_Block], size: int) -> _Block | None:
+    """Take the smallest block of at least `size` bytes from `blocks`. None if there is none."""
+    # None that is more than twice as large: a large message may come next.
+    fitting = [block for block in blocks if size <= block.size <= max(2 * size, _ROUND)]
+    if not fitting:
         return None
-    return Host(rank, connections, timeout_seconds)
-
-
-def _listen(nonce: bytes) -> socket.socket | None:
-    """Listen for the other ranks; None where the system has not what it takes."""
-    if sys.platform != "linux":
-        return None
-    try:
-        os.close(os.memfd_create("megapar-exchange"))
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(_address(nonce))
-    except OSError:  # a container's filter of system calls may refuse them
-        return None
-    listener.listen(socket.SOMAXCONN)
-    listener.setblocking(False)
-    return listener
-
-
-def _address(nonce: bytes) -> bytes:
-    # A leading zero makes the address abstract: it is no file, and ends with the listener.
-    return b"\0megapar-" + nonce.hex().encode()
-
-
-def _connect(nonce: bytes, rank: int) -> socket.socket | None:
-    """Connect to the rank that listens with `nonce`; None if it is not on this host."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.connect(_address(nonce))
-    except ConnectionRefusedError:
-        connection.close()
-        return None
-    # The nonce was told to the ranks of this job alone, so the listener knows that this is one.
-    connection.send(_HELLO.pack(rank, nonce))
-    return connection
-
-
-def _accept(listener: socket.socket, nonce: bytes) -> dict[int, socket.socket]:
-    """Accept the connections that have been made, by rank."""
-    connections: dict[int, socket.socket] = {}
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except BlockingIOError:
-            return connections
-        connection.setblocking(False)
-        try:
-            hello = connection.recv(_HELLO.size)
-        except BlockingIOError:
-            hello = b""
-        if len(hello) == _HELLO.size and _HELLO.unpack(hello)[1] == nonce:
-            connections[_HELLO.unpack(hello)[0]] = connection
-        else:  # not a rank of this job
-            connection.close()
+    block = min(fitting, key=lambda block: block.size)
+    blocks.remove(block)
+    return block

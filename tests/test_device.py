@@ -18,7 +18,6 @@ TORCHRUN = {
     "MASTER_ADDR": "node-a",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_RESTART_COUNT": "2",
 }
 SLURM = {
     "SLURM_STEP_ID": "0",
@@ -50,11 +49,26 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
 def test_torchrun_ranks() -> None:
     env = device.environment(TORCHRUN)
     assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (5, 8, 1, 4)
-    assert (env.meeting, env.attempt, env.launcher) == ("tcp://node-a:29500", 2, "torchrun")
+    assert (env.meeting, env.launcher) == ("tcp://node-a:29500", "torchrun")
     assert env.launched
+    assert env.agent_serves_store
     first = {**TORCHRUN, "RANK": "0"}
     assert not device.environment(first).serves_store, "the agent serves the store"
     assert device.environment(without(first, "TORCHELASTIC_USE_AGENT_STORE")).serves_store
+
+
+@pytest.mark.parametrize(
+    ("address", "meeting"),
+    [
+        ("::1", "tcp://[::1]:29500"),
+        ("[::1]", "tcp://[::1]:29500"),
+        ("fe80::1%eth0", "tcp://[fe80::1%eth0]:29500"),
+        ("10.0.0.7", "tcp://10.0.0.7:29500"),
+        ("node_a.example.org", "tcp://node_a.example.org:29500"),
+    ],
+)
+def test_an_address_of_version_6_is_put_in_brackets(address: str, meeting: str) -> None:
+    assert device.environment({**TORCHRUN, "MASTER_ADDR": address}).meeting == meeting
 
 
 def test_slurm_ranks() -> None:
@@ -62,7 +76,7 @@ def test_slurm_ranks() -> None:
     assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (17, 19, 1, 3)
     assert (env.meeting, env.launcher, env.serves_store) == ("tcp://node-a:29500", "slurm", False)
     assert device.environment({**SLURM, "SLURM_PROCID": "0"}).serves_store
-    for text, tasks in (("8(x3)", 8), ("2,1,4", 4), ("1(x2),6(x5)", 6)):
+    for text, tasks in (("8(x3)", 8), ("2,1,4", 4), ("1(x2),6(x5)", 6), ("7(x9999999)", 7)):
         assert device.environment({**SLURM, "SLURM_STEP_TASKS_PER_NODE": text}).local_world_size == tasks
     assert device.environment({**SLURM, "SLURM_CPUS_PER_TASK": "1"}).cores == 1
 
@@ -92,6 +106,13 @@ def test_the_shell_of_an_allocation_is_no_rank(step: str | None) -> None:
         ({"MASTER_ADDR": None}, "MASTER_ADDR not set"),
         ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc'"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+        ({"WORLD_SIZE": "1000001"}, "WORLD_SIZE=1000001: a launcher sets it to a number from 1 to 1,000,000"),
+        ({"RANK": "9" * 5000}, "RANK=999"),  # Python reads no number of so many digits
+        ({"RANK": "\u0663"}, "RANK='\u0663'"),  # a digit of another script
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9, WORLD_SIZE=8"),
+        ({"LOCAL_RANK": "8"}, "LOCAL_RANK=8, WORLD_SIZE=8"),
+        ({"MASTER_ADDR": "a@b/c"}, "MASTER_ADDR='a@b/c'"),
+        ({"MASTER_ADDR": "[node]"}, "MASTER_ADDR='[node]'"),
     ],
 )
 def test_torchrun_variables_that_are_wrong_are_named(change: dict[str, str | None], said: str) -> None:
@@ -108,6 +129,11 @@ def test_torchrun_variables_that_are_wrong_are_named(change: dict[str, str | Non
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "'2(x'"),
         ({"SLURM_STEP_TASKS_PER_NODE": "8"}, "SLURM_NODEID=2"),
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT not set"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"}, "SLURM_STEP_TASKS_PER_NODE='2(x99999999999)'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "0(x3)"}, "SLURM_STEP_TASKS_PER_NODE='0(x3)'"),
+        ({"SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS=0"),
+        ({"SLURM_CPUS_PER_TASK": "0"}, "SLURM_CPUS_PER_TASK=0"),
+        ({"SLURM_NODEID": "9" * 5000}, "SLURM_NODEID=999"),
     ],
 )
 def test_slurm_variables_that_are_wrong_are_named(change: dict[str, str | None], said: str) -> None:

@@ -63,7 +63,49 @@ def test_a_stopped_rank_is_named(tmp_path: Path, ranks: int) -> None:
     assert facts["phase"] in ended.err
     assert facts["message"] in ended.err
     assert [row["state"] == "stopped" for row in facts["ranks"]] == [False] * last + [True]
-    assert not (set(os.listdir("/dev/shm")) & {f"megapar-flight-{row['pid']}" for row in facts["ranks"]})
+    left = [name for name in os.listdir("/dev/shm") if any(f"-{row['pid']}-" in name for row in facts["ranks"])]
+    assert not left
+
+
+EXPERTS = ("--model.family", "mixtral", "--model.moe.num_experts", "4", "--model.moe.moe_intermediate_size", "32")
+
+
+@pytest.mark.parametrize(
+    ("number", "sizes", "words"),
+    [
+        pytest.param(signal.SIGSTOP, ("--parallel.ep", "4"), "its process is stopped", id="stopped, ep"),
+        pytest.param(signal.SIGSTOP, ("--parallel.ep", "2", "--parallel.etp", "2"), "stopped", id="stopped, ep x etp"),
+        pytest.param(signal.SIGKILL, ("--parallel.ep", "4"), "ended by SIGKILL", id="killed", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_of_a_mixture_is_named(
+    tmp_path: Path, number: signal.Signals, sizes: tuple[str, ...], words: str
+) -> None:
+    """Fault uneven-exchanges: ranks send each other other numbers of rows, which is no sign of disagreement."""
+    running = program.start(*HANGS, "--launch.nproc", "4", *EXPERTS, *sizes, cwd=tmp_path)
+    pids = children(running, 4)
+    running.until(IN_STEPS)
+    os.kill(pids[3], number)
+    ended = running.wait(60)
+    assert ended.code == 6
+    assert ended.err.startswith(f"CommunicationError: rank 3 (process {pids[3]} on ")
+    assert words in ended.err
+    assert ended.err.count("\n") == 1
+    assert error(tmp_path)["rank"] == 3
+    assert gone(pids)
+
+
+def test_rows_that_nobody_expects_are_told(tmp_path: Path) -> None:
+    """Fault mismatched-operations: rank 1 sends two rows, and rank 0 expects one."""
+
+    def plant() -> None:
+        for rank, sent_rows in enumerate(([1, 2], [2, 1])):
+            on_rank(rank, 2, lambda ctx, rows=sent_rows: comm.all_to_all(torch.zeros(3, 2), rows, [1, 1], ctx.grad))()
+
+    ended = program.run(*HANGS, *TWO, cwd=tmp_path, plant=plant)
+    assert ended.code == 6
+    assert "sent 16 bytes where this rank expects 8: the ranks run different operations" in ended.err
+    assert ended.err.count("\n") == 1
 
 
 def test_a_rank_that_sleeps_in_its_data_is_named_with_the_phase(tmp_path: Path) -> None:
@@ -194,13 +236,18 @@ def test_a_bug_on_one_rank_is_told_by_its_traceback_alone(tmp_path: Path) -> Non
 
 
 def test_the_ranks_of_a_killed_launcher_end(tmp_path: Path) -> None:
-    """Fault orphaned-ranks: a stopped one as well, and the folder is free at once."""
+    """Fault orphaned-ranks: a stopped one as well, and a stopped worker of one; the folder is free at once."""
+    workers: list[int] = []
 
     def kill(running: Program, pids: list[int]) -> None:
-        os.kill(pids[1], signal.SIGSTOP)
+        workers.extend(int(word) for word in Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split())
+        for pid in (pids[1], *workers):
+            os.kill(pid, signal.SIGSTOP)
         running.send(signal.SIGKILL)
 
-    assert act_on(tmp_path, kill).code == -signal.SIGKILL
+    assert act_on(tmp_path, kill, "--data.workers", "1").code == -signal.SIGKILL
+    assert len(workers) == 1
+    assert gone(workers)
     assert program.run(*TWO, "--train.steps", "2", cwd=tmp_path).code == 0
 
 
@@ -488,6 +535,9 @@ def test_a_full_disk_costs_lines_and_ends_with_7_when_a_checkpoint_is_due(tmp_pa
     with open(reader) as file:
         told = [line for line in file.read().splitlines() if "step 1/2" not in line and "step 2/2" not in line][3:]
     assert ended.code == 7
-    assert told[0] == "run/metrics.jsonl: step 1 not written (File too large); the run goes on"
-    assert told[1].startswith("StorageError: checkpoint of step 2 not saved: ")
-    assert told[2:] == ["run/error.json not written: File too large"]
+    # A thread each writes the metrics and TensorBoard's files.
+    tensorboard, metrics, checkpoint, record = [*sorted(told[:2], reverse=True), *told[2:]]
+    assert metrics == "run/metrics.jsonl: step 1 not written (File too large); the run goes on"
+    assert tensorboard.startswith("run/tensorboard: nothing more is written (File too large); ")
+    assert checkpoint.startswith("StorageError: checkpoint of step 2 not saved: ")
+    assert record == "run/error.json not written: File too large"

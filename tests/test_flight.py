@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megapar import flight
-from megapar.flight import RING, AxisLog, Board, Flight, FlightFile, read
+from megapar.flight import RING, AxisLog, Board, Flight, read
+from megapar.flight_file import FlightFile
 from megapar.rendezvous import Member
 from megapar.train.diagnosis import as_table, diagnose
 
@@ -78,16 +79,19 @@ def test_files_of_dead_processes_are_swept_and_those_of_living_ones_not(tmp_path
         Flight(file.memory).raise_flag("failed")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    mine = FlightFile(Path(os.fspath(tmp_path / "elsewhere").replace("elsewhere", ".")))
+    mine = FlightFile(tmp_path)
     assert mine.peer(child) is None, "the dead one's file was removed"
     Flight(mine.memory).step = 1
     other = mine.peer(os.getpid())
     assert other is not None
     assert read(other, 1)["pid"] == os.getpid()
-    assert mine.claim(7)
-    assert not mine.claim(7)
-    mine.sweep()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"megapar-flight-{os.getpid()}"]
+    assert mine.claim(os.getpid())
+    assert not mine.claim(os.getpid())
+    assert mine.claim(os.getpid(), "-other")
+    assert mine.claim(child), "nobody else tells what this rank knows"
+    another = FlightFile(tmp_path)  # which sweeps
+    assert len(list(tmp_path.iterdir())) == 2
+    another.remove()
     mine.remove()
     assert not list(tmp_path.iterdir())
 
@@ -161,6 +165,8 @@ MISMATCHES = [
     (("all_reduce", 8, torch.float32), ("all_reduce", 8, torch.int64)),
     (("all_reduce", 8, torch.float32), ("all_gather", 8, torch.float32)),
     (("send", 8, torch.float32, 1), ("receive", 12, torch.float32, 0)),
+    (("all_to_all", 8, torch.float32), ("all_to_all", 8, torch.int64)),
+    (("all_to_all", 8, torch.float32), ("all_gather", 8, torch.float32)),
 ]
 
 
@@ -178,6 +184,18 @@ def test_operations_that_differ_are_named(one: tuple[Any, ...], other: tuple[Any
     assert found[0].startswith(f"ranks did different things: {one[0]} ")
     assert "on rank 2 (process " in found[0]
     assert f"but {other[0]} " in found[0]
+
+
+def test_an_all_to_all_of_other_sizes_is_no_difference() -> None:
+    """Fault uneven-exchanges: each rank sends as many rows as its tokens chose experts elsewhere."""
+    job = Job()
+    for axis, count in ((job.tp[2], 8), (job.tp[3], 16), (job.tp[3], 0)):
+        axis.begin("all_to_all", count, torch.float32)
+    wait(job.tp[2], "all_to_all", 24)
+    wait(job.tp[2], "all_to_all", 4)
+    found = diagnose(job.logs(), MEMBERS)
+    assert found is not None
+    assert found[0].startswith("rank 3 (process ")
 
 
 def test_a_rank_that_nobody_can_read_is_named() -> None:

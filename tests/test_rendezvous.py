@@ -2,12 +2,15 @@
 by name, on every rank."""
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from megapar.context import single
 from megapar.errors import CommunicationError, ConfigError
 from megapar.pipeline import schedules
 from megapar.rendezvous import Member, differences, hashes_of_files, in_runs, meet
+from megapar.store import StoreUser, connect, part_of
 from megapar.train.launch import leave, what_ranks_share
 from tests.support import program
 from tests.support.distributed import run_ranks
@@ -36,7 +40,7 @@ def meet_all(members: Sequence[Member], shared: Sequence[dict[str, Any]], timeou
     def one(place: int) -> None:
         try:
             found = meet(store, members[place], world_size, shared[place], timeout_seconds)
-            assert found == list(members)
+            assert found.members == list(members)
         except (ConfigError, CommunicationError) as error:
             said[place] = f"{type(error).__name__}: {error}"
 
@@ -84,9 +88,10 @@ def test_ranks_that_share_a_gpu_are_named() -> None:
 
 def test_two_processes_of_one_rank_are_told() -> None:
     store = dist.HashStore()
-    store.add("arrivals/0", 1)
-    with pytest.raises(ConfigError, match="two processes are rank 0 of this job, one of them on node-b"):
-        meet(store, Member(0, "node-b", "cpu"), 2, {}, 1)
+    store.add("1/processes/1", 1)
+    with pytest.raises(ConfigError, match="two processes are rank 1 of this job, one of them on node-b") as caught:
+        meet(store, Member(1, "node-b", "cpu"), 2, {}, 1)
+    assert not caught.value.everywhere, "nobody else knows, so this process tells it"
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +102,82 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     # A rank that comes later reads the same verdict.
     with pytest.raises(CommunicationError, match=r"ranks 1-2 of 3 did not come within 0.2 s"):
         meet(store, Member(1, "a", "cpu"), 3, {}, 0.2)
+
+
+class Restarted:
+    """A job of two ranks in a store that outlives them."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.numbers: list[dict[int, int]] = []  # of the meeting that each rank took part in, start by start
+        self._started = 0
+
+    def start(self, *ranks: int) -> list[threading.Thread]:
+        """Start new processes of `ranks`, one after the other."""
+        self.numbers.append({})
+        threads = [threading.Thread(target=self._come, args=(rank, self.numbers[-1])) for rank in ranks]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.3)
+        return threads
+
+    def _come(self, rank: int, numbers: dict[int, int]) -> None:
+        self._started += 1
+        member = Member(rank, "a", "cpu", pid=self._started)
+        with suppress(CommunicationError):  # the other one never comes
+            numbers[rank] = meet(self.store, member, 2, {}, 10, outlives_ranks=True).number
+
+
+def join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(60)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_ranks_that_are_started_again_meet(order: tuple[int, int]) -> None:
+    """Fault ranks-started-again: the verdict and the members of the start before lie in the store."""
+    job = Restarted()
+    join(job.start(0, 1))
+    join(job.start(*order))
+    assert job.numbers == [{0: 1, 1: 1}, {0: 2, 1: 2}]
+
+
+def test_a_start_that_was_cut_short_does_not_count() -> None:
+    """Fault ranks-started-again: rank 0 of the first start came, then both ended. Then rank 1 comes first."""
+    job = Restarted()
+    rendezvous._come(job.store, rendezvous._begin(job.store), Member(0, "a", "cpu", pid=100), 2, {})
+    join(job.start(1, 0))
+    assert job.numbers == [{0: 2, 1: 2}]
+
+
+def test_a_rank_that_ended_before_rank_0_came_does_not_count() -> None:
+    """Fault ranks-started-again."""
+    job = Restarted()
+    with pytest.raises(CommunicationError, match="rank 0 did not come; rank 1 on a waited 0 s"):
+        rendezvous._newest(job.store, Member(1, "a", "cpu"), 0)
+    join(job.start(1, 0))
+    assert job.numbers == [{0: 1, 1: 1}]
+
+
+def test_a_meeting_takes_a_few_requests_a_rank() -> None:
+    """However many ranks: rank 0 asks for two answers of each, and waits for one key."""
+    requests = []
+
+    class Counting:
+        def __init__(self) -> None:
+            self.store = dist.HashStore()
+
+        def __getattr__(self, name: str) -> Any:
+            requests.append(name)
+            return getattr(self.store, name)
+
+    store: Any = Counting()
+    members = cpus(*["a"] * 32)
+    threads = [threading.Thread(target=meet, args=(store, member, 32, {"seed": 1}, 20)) for member in members]
+    for thread in threads:
+        thread.start()
+    join(threads)
+    assert len(requests) <= 32 * 12
 
 
 EVERY_OTHER = "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 10 more"
@@ -146,15 +227,15 @@ def test_ranks_share_the_code_of_a_family_and_a_schedule_outside_the_tree(
 # The store
 
 
-def connect(meeting: str, rank: int, *, serves_store: bool) -> dist.Store:
-    return comm.connect(meeting, rank, 2, serves_store=serves_store, attempt=0, timeout_seconds=1)
+def reach(meeting: str, rank: int, *, serves_store: bool) -> dist.Store:
+    return connect(meeting, rank, 2, serves_store=serves_store, timeout_seconds=1)
 
 
 def test_a_port_in_use_is_told() -> None:
     port = free_port()
-    first = connect(f"tcp://127.0.0.1:{port}", 0, serves_store=True)
+    first = reach(f"tcp://127.0.0.1:{port}", 0, serves_store=True)
     with pytest.raises(CommunicationError, match=f"rank 0 cannot open tcp://127.0.0.1:{port}: the port is in use"):
-        connect(f"tcp://127.0.0.1:{port}", 0, serves_store=True)
+        reach(f"tcp://127.0.0.1:{port}", 0, serves_store=True)
     del first
 
 
@@ -165,20 +246,76 @@ def test_a_port_in_use_is_told() -> None:
         ("tcp://no-such-host.invalid:{port}", "rank 1 did not reach rank 0 at tcp://no-such-host.invalid:{port}"),
     ],
 )
-def test_nobody_at_the_address_is_told(meeting: str, said: str) -> None:
+def test_nobody_at_the_address_is_told(meeting: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Fault noise-of-the-meeting."""
     port = free_port()
     with pytest.raises(CommunicationError) as caught:
-        connect(meeting.format(port=port), 1, serves_store=False)
+        reach(meeting.format(port=port), 1, serves_store=False)
     assert said.format(port=port) in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == "", "torch's lines"
 
 
-def test_a_restarted_attempt_does_not_read_the_first_ones_keys(tmp_path: Path) -> None:
-    """torchrun's agent keeps its store over restarts: addresses of dead ranks lie in it."""
-    meeting = f"file://{tmp_path}/store"
-    stores = [comm.connect(meeting, 0, 1, serves_store=False, attempt=attempt, timeout_seconds=1) for attempt in (0, 1)]
-    stores[0].set("key", "old")
-    assert not stores[1].check(["key"])
+def test_an_address_of_version_6_is_reached() -> None:
+    meeting = f"tcp://[::1]:{free_port()}"
+    server = reach(meeting, 0, serves_store=True)
+    server.set("key", "value")
+    assert reach(meeting, 1, serves_store=False).get("key") == b"value"
+
+
+STRANGERS: dict[str, Callable[[socket.socket], None]] = {
+    "silent": lambda connection: None,
+    "http": lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    "zeros": lambda connection: connection.sendall(bytes(4096)),
+    "random": lambda connection: connection.sendall(random.Random(1).randbytes(4096)),
+    "half an answer": lambda connection: connection.sendall(connection.recv(100)[:2]),
+    "closes": lambda connection: connection.close(),
+}
+
+
+@contextmanager
+def stranger(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Another program on a port, which gives `answer` to who connects. Yields the port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connections = []
+
+        def serve() -> None:
+            with suppress(OSError):  # the test is over
+                while True:
+                    connections.append(server.accept()[0])
+                    answer(connections[-1])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in connections:
+                connection.close()
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_another_program_at_the_port_is_told(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Fault stranger-at-the-port: within the time-out and in one line, whatever it answers."""
+    began = time.monotonic()
+    with stranger(STRANGERS[name]) as port, pytest.raises(CommunicationError) as caught:
+        reach(f"tcp://127.0.0.1:{port}", 1, serves_store=False)
+    assert time.monotonic() - began < 30, "more than the time-out on a busy machine"
+    assert f"rank 1 found no store at tcp://127.0.0.1:{port} within 1 s (" in str(caught.value)
+    assert "another program listens there" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == "", "torch's lines"
+
+
+def test_users_of_the_store_do_not_meet_in_a_key(tmp_path: Path) -> None:
+    """Nor do ranks that torchrun has started again: addresses of dead ranks lie in its agent's store."""
+    job = connect(f"file://{tmp_path}/store", 0, 1, serves_store=False, timeout_seconds=1)
+    parts = [part_of(job, user, number) for user in StoreUser for number in (None, 1, 2)]
+    for number, part in enumerate(parts):
+        part.set("verdict", str(number))
+    assert [part.get("verdict") for part in parts] == [str(number).encode() for number in range(len(parts))]
 
 
 def test_leaving_frees_the_process_groups() -> None:

@@ -19,19 +19,23 @@ import torch
 from megapar import comm, context, device, plugins, rendezvous
 from megapar.config import Config, flatten
 from megapar.context import ParallelContext
-from megapar.errors import CommunicationError, ConfigError, MegaparError, reported
+from megapar.errors import CommunicationError, ConfigError, MegaparError, exits_refused, reported, storing
 from megapar.files import write_json
-from megapar.flight import Board, Flight, FlightFile
+from megapar.flight import Board, Flight
+from megapar.flight_file import FlightFile
 from megapar.pipeline import schedule_files
 from megapar.pipeline.actions import show
 from megapar.rendezvous import Member
+from megapar.store import JobStore, StoreUser, answered, connect, part_of, quiet_log
 from megapar.train.grid import with_grid
 from megapar.train.monitor import Monitor
 from megapar.train.signals import Signals
 
 _WATCHDOG_MARGIN_SECONDS = 2.0  # the monitor speaks this long before NCCL's watchdog ends the process
+_MEETING_MARGIN_SECONDS = 30.0  # what a meeting may take beyond its own time-outs before the store is given up
 _TELLING_SECONDS = 0.5  # a rank waits this long at its end while another one tells the error of both
 _MOST_THREADS_PER_CORE = 4
+_MOST_RANKS_PER_CORE = 64  # for trying out a layout on a laptop
 STARTED = time.monotonic()  # when this program started; forked ranks inherit it
 
 
@@ -65,7 +69,8 @@ class RankProcess:
         # Without this flag an error must not be written to the folder: it may belong to another job.
         self.flight.raise_flag("owns")
         if self.rank == 0:
-            (run_dir / "error.json").unlink(missing_ok=True)
+            with storing(run_dir / "error.json"):
+                (run_dir / "error.json").unlink(missing_ok=True)
             write_json(run_dir / "ranks.json", {"ranks": [asdict(member) for member in self.members]})
 
 
@@ -92,7 +97,7 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
     process = RankProcess(env.rank, flight, signals, monitor, file, deadline)
     ended_alike = False
     try:
-        with reported(env.rank, config.run_dir, flight, launcher_tells=board is not None):
+        with reported(env.rank, config.run_dir, flight, launcher_tells=board is not None), exits_refused():
             try:
                 yield process
             except CommunicationError as error:
@@ -116,14 +121,24 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
             file.remove()
 
 
-def refuse_too_many_threads(threads: int) -> None:
-    """Raise ConfigError if `threads` is more than this machine's cores can use."""
-    # OpenMP crashes at some thousands of threads.
-    most = _MOST_THREADS_PER_CORE * device.usable_cores()
-    if threads > most:
-        raise ConfigError(
-            f"launch.threads={threads}: {device.usable_cores()} cores can be used here; use at most {most}, or 0"
-        )
+def refuse_start(config: Config) -> None:
+    """Raise ConfigError if this machine should not start what the options ask for."""
+    if not config.launch.nproc:
+        device.refuse_slurm_shell()
+    cores = device.usable_cores()
+    # OpenMP crashes at some thousands of threads. Thousands of processes take the whole machine's memory.
+    most = {
+        "launch.threads": _MOST_THREADS_PER_CORE * cores,
+        "data.workers": _MOST_THREADS_PER_CORE * cores,
+        "launch.nproc": _MOST_RANKS_PER_CORE * cores,
+    }
+    values = flatten(config)
+    problems = []
+    for option, limit in most.items():
+        if values[option] > limit:
+            problems.append(f"{option}={values[option]}: {cores} cores can be used here; use at most {limit}, or 0")
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def join(config: Config, env: device.Environment, process: RankProcess) -> ParallelContext:
@@ -132,9 +147,11 @@ def join(config: Config, env: device.Environment, process: RankProcess) -> Paral
     Raises ConfigError on every rank, before any collective, if ranks disagree on options, code, torch's version or the
     type of device, or if two ranks share a GPU. Raises CommunicationError if some ranks do not come.
     """
-    chosen = device.choose(config.launch.device, env.local_rank, env.local_world_size, own_gpus=env.launched)
-    device.choose_kernels(config.kernels.backend, chosen)  # called here to raise before the first collective
+    with _told_by_each_host(env):
+        chosen = device.choose(config.launch.device, env.local_rank, env.local_world_size, own_gpus=env.launched)
+        device.choose_kernels(config.kernels.backend, chosen)  # called here to raise before the first collective
     device.prepare(chosen, threads=config.launch.threads, cores=env.cores, deterministic=config.train.deterministic)
+    device.require_threads()
     timeout = config.launch.timeout_seconds
     member = rendezvous.this_member(env.rank, str(chosen), device.gpu_id(chosen))
     process.members = [member]
@@ -145,35 +162,63 @@ def join(config: Config, env: device.Environment, process: RankProcess) -> Paral
     return create(device=chosen, timeout_seconds=timeout, flight=process.flight, use_shared_memory=use_shared_memory)
 
 
+@contextmanager
+def _told_by_each_host(env: device.Environment) -> Iterator[None]:
+    """Let the first rank of each host report a ConfigError of the block. Ranks have not met: others may not have it."""
+    try:
+        yield
+    except ConfigError as error:
+        error.everywhere = False
+        error.told = env.launched and env.local_rank > 0  # the local launcher sees all errors, and reports one
+        raise
+
+
 def _meet(
     config: Config, env: device.Environment, member: Member, chosen: torch.device, process: RankProcess
 ) -> list[Member]:
     """Meet the other ranks, compare what must be equal, and make the world's process group; returns all members."""
     timeout = config.launch.timeout_seconds
-    store = _connect(env, timeout, serves_store=env.serves_store)
-    members = rendezvous.meet(store, member, env.world_size, what_ranks_share(config, chosen.type), timeout)
     backend = device.backend(chosen)
-    comm.initialize(backend, env.rank, env.world_size, store=store, timeout_seconds=timeout, device=chosen)
+    job = _connect(env, timeout, serves_store=env.serves_store)
+    number, members = _compare(job, config, env, member, chosen)
+    store = part_of(job, StoreUser.GROUPS, number)
+    with quiet_log():
+        comm.initialize(backend, env.rank, env.world_size, store=store, timeout_seconds=timeout, device=chosen)
     if process.file is None:
         process.monitor.watch(members)
         return members
     # The monitor gets its own connection: while the main thread waits on the first one, it answers no other thread.
-    process.monitor.watch(members, _connect(env, timeout, serves_store=False), process.file)
+    own = part_of(_connect(env, timeout, serves_store=False), StoreUser.MONITOR, number)
+    process.monitor.watch(members, own, process.file)
     if backend == "nccl":
         process.monitor.warn_after = max(1.0, timeout - _WATCHDOG_MARGIN_SECONDS)
     return members
 
 
-def _connect(env: device.Environment, timeout_seconds: float, *, serves_store: bool) -> Any:
+def _compare(
+    job: JobStore, config: Config, env: device.Environment, member: Member, chosen: torch.device
+) -> rendezvous.Meeting:
+    """Meet the other ranks in the job's store, and compare what must be equal."""
+    timeout = config.launch.timeout_seconds
+    store = part_of(job, StoreUser.MEETING)
+    shared = what_ranks_share(config, chosen.type)
+
+    def meet() -> rendezvous.Meeting:
+        return rendezvous.meet(store, member, env.world_size, shared, timeout, outlives_ranks=env.agent_serves_store)
+
+    most = 2 * timeout + _MEETING_MARGIN_SECONDS
+    try:
+        return answered(meet, most)
+    except TimeoutError:
+        raise CommunicationError(
+            f"the job's store at {env.meeting} did not answer rank {env.rank} for {most:g} s while ranks met: the "
+            "process that keeps it, rank 0 or torchrun's agent, is stopped or its host is lost"
+        ) from None
+
+
+def _connect(env: device.Environment, timeout_seconds: float, *, serves_store: bool) -> JobStore:
     """A connection to the job's store; `serves_store`: this process runs the server too."""
-    return comm.connect(
-        env.meeting,
-        env.rank,
-        env.world_size,
-        serves_store=serves_store,
-        attempt=env.attempt,
-        timeout_seconds=timeout_seconds,
-    )
+    return connect(env.meeting, env.rank, env.world_size, serves_store=serves_store, timeout_seconds=timeout_seconds)
 
 
 def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:

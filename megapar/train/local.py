@@ -7,28 +7,37 @@ is used and while this process has one thread. So the ranks meet at a file: torc
 fork while the store's threads run.
 
 When this process ends, the kernel kills its ranks. The ranks share the store's file and the flight logs. Both are
-memory without a name, so nothing is left behind.
+memory without a name, so nothing is left behind. Where the system has no such memory, the store is a temporary file. A
+launcher that is killed there leaves it behind.
 """
 
-import ctypes
 import multiprocessing
 import os
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from megapar import device, recompute
+from megapar import device, limits, recompute
 from megapar.config import Config
-from megapar.errors import CommunicationError, Interrupted, error_facts, interrupted_at, report_error, tell
+from megapar.errors import (
+    CommunicationError,
+    Interrupted,
+    error_facts,
+    interrupted_at,
+    report_error,
+    reported,
+    starting,
+    tell,
+)
 from megapar.flight import Board, Flight, has_flag, read
 from megapar.pipeline import runtime
+from megapar.processes import end_with_parent
 from megapar.rendezvous import Member
 from megapar.train.diagnosis import as_table, diagnose, mismatch, name, place, rows
 from megapar.train.monitor import local_logs
@@ -39,6 +48,12 @@ Main = Callable[[device.Environment, Board], None]
 _ECHO_SECONDS = 1.0
 _ENDING_SECONDS = 1.0  # after a signal that ends the run, ranks have this long to end by themselves
 _LEAVING_SECONDS = 30.0  # after the first rank has ended well, the others have this long to end
+# The descriptors that a rank needs: two pipes, one socket of gloo, a socket and a memory of the exchange for each rank.
+_FILES_A_RANK = 5
+_FILES = 24  # standard streams, store, signals, files of the run
+# Ranks write their options and addresses into the store, about 12 KiB each. If the store's file reaches its limit, a
+# record is cut off, and torch's FileStore waits for the rest for ever.
+_STORE_BYTES_A_RANK = 1 << 16
 _LOST = CommunicationError.exit_code
 _PREEMPTED = 75
 
@@ -54,9 +69,14 @@ def start_local_ranks(main: Main, nproc: int, run_dir: str) -> int:
 
     The code is 0 if every rank has finished, 75 if the run was asked to stop and has saved, 128 plus a signal's number
     if it was interrupted, and 6 if a rank was lost. Otherwise it is the code of the first rank that failed. Only the
-    cause is printed and written to error.json.
+    cause is printed and written to error.json. Raises OutOfMemoryError if a limit of this process (`ulimit`) is too low
+    for the ranks to start.
     """
-    board = Board(nproc)
+    limits.require_open_files(_FILES_A_RANK * nproc + _FILES)
+    limits.require_file_size(_STORE_BYTES_A_RANK * nproc)
+    fewer = "start fewer with --launch.nproc"
+    with starting("a rank", fewer):
+        board = Board(nproc)
     with _store_file() as meeting:
         # Ranks inherit this process's handlers, which write to a pipe that they share with it. So signals stay blocked
         # in a rank until it has installed its own handlers.
@@ -67,37 +87,53 @@ def start_local_ranks(main: Main, nproc: int, run_dir: str) -> int:
             fork.Process(target=_rank_main, args=(rank, nproc, meeting, os.getpid(), board, main), name=f"rank {rank}")
             for rank in range(nproc)
         ]
-        for process in ranks:
-            process.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
-        launcher = _Launcher(ranks, board, signals)
         try:
-            code, error = launcher.watch()
+            with starting("a rank", fewer):
+                for process in ranks:
+                    process.start()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+            code, error = _Launcher(ranks, board, signals).watch()
         finally:
-            launcher.kill()
+            _kill(ranks)
     if error is not None:
         report_error(error, run_dir, ours=False)
     return code
 
 
+def _kill(ranks: Sequence[BaseProcess]) -> None:
+    """Kill all ranks that have been started with SIGKILL, which ends stopped processes too."""
+    started = [process for process in ranks if process.pid is not None]
+    for process in started:
+        if process.is_alive():
+            process.kill()
+    for process in started:
+        process.join()
+
+
 @contextmanager
 def _store_file() -> Iterator[str]:
     """Yield the URL of a file at which forked processes meet, for torch's FileStore."""
-    # On Linux the file is memory without a name: nothing is left behind, however this process ends.
+    # On Linux the file is memory without a name: nothing is left behind, however this process ends. Other systems have
+    # no such memory, and a container's filter of system calls may refuse it.
+    descriptor = -1
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("megapar-store")
-        try:
-            yield f"file:///proc/self/fd/{descriptor}"
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):
+            descriptor = os.memfd_create("megapar-store")
+    if descriptor < 0:
+        # Its mode is 0700, so other users cannot reach the file.
+        with tempfile.TemporaryDirectory(prefix="megapar-store-") as folder:
+            yield f"file://{folder}/store"
         return
-    with tempfile.NamedTemporaryFile(prefix="megapar-store-") as file:
-        yield f"file://{file.name}"
+    try:
+        yield f"file:///proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def _rank_main(rank: int, nproc: int, meeting: str, launcher: int, board: Board, main: Main) -> None:
     """The program of a forked rank. `launcher` is the launcher's process number."""
-    _die_with(launcher)
+    if not end_with_parent(launcher):
+        os._exit(_LOST)
     signal.set_wakeup_fd(-1)  # a signal of this rank must not arrive in the launcher's pipe
     flight = Flight(board[rank])
     env = device.Environment(
@@ -109,19 +145,12 @@ def _rank_main(rank: int, nproc: int, meeting: str, launcher: int, board: Board,
         launcher="local",
         cores=max(1, device.usable_cores() // nproc),
     )
-    main(env, board)
+    # `main` reports its errors itself. This is for those of its first moments, such as threads that cannot be started.
+    with reported(rank, flight=flight, launcher_tells=True):
+        main(env, board)
     # An exit code of 0 without this flag means that something else ended the rank early (fault rank-that-ends-early of
     # docs/faults.md).
     flight.raise_flag("done")
-
-
-def _die_with(launcher: int) -> None:
-    """Make the kernel kill this process when the launcher ends, however the launcher ends. Linux only."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of sys/prctl.h
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before prctl, and no signal will come
-        os._exit(_LOST)
 
 
 class _Launcher:
@@ -156,14 +185,6 @@ class _Launcher:
             verdict = self._primary() or self._echo() or self._over()
             if verdict is not None:
                 return verdict
-
-    def kill(self) -> None:
-        """Kill all ranks with SIGKILL, which ends stopped processes too."""
-        for process in self._ranks:
-            if process.is_alive():
-                process.kill()
-        for process in self._ranks:
-            process.join()
 
     def _note_ends(self) -> None:
         """Add the exit codes of ranks that have ended since the last call."""

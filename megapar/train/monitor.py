@@ -22,12 +22,14 @@ from hashlib import blake2b
 from typing import Any
 
 from megapar.errors import interrupted_at, tell
-from megapar.flight import Board, Flight, FlightFile, read
+from megapar.flight import Board, Flight, read
+from megapar.flight_file import FlightFile
 from megapar.rendezvous import Member, Store
 from megapar.train.diagnosis import SILENT_SECONDS, Log, as_table, diagnose, process_state, rows
 from megapar.train.signals import Signals
 
 RECORDS = 64  # the number of newest operations of each axis that are compared
+_DIAGNOSIS = "diagnosis"  # the key of what the first asker has found
 _POSTED = 16  # the number of those that are posted for other hosts each second
 _ANSWER_SECONDS = 1.5  # how long a failed operation waits for the store's first answer
 _SILENCE_SECONDS = SILENT_SECONDS + 1.0  # after this time a process of another host that has ended is known as silent
@@ -47,6 +49,11 @@ def _with_state(log: Log) -> Log:
     return log | {"state": state}
 
 
+def _will_post_again(log: Log) -> bool:
+    """Whether a log is that of a rank of another host, and not its last one."""
+    return "posted" in log and log["state"] != "failed" and log["error"] is None
+
+
 class Monitor:
     """The monitor thread of one rank. It starts at once. `board` is the local launcher's, if that started this rank."""
 
@@ -58,7 +65,8 @@ class Monitor:
         self._rank = rank
         self._signals = signals
         self._board = board
-        self._store: Store | None = None
+        self._store: Store | None = None  # None if all ranks are on this host
+        self._lost_store = False
         self._file: FlightFile | None = None
         self._interval = 1.0  # seconds between two posts
         self._asked = threading.Event()  # the main thread wants to know who is missing
@@ -84,29 +92,43 @@ class Monitor:
 
     def close(self) -> None:
         """Post this rank's last log, which holds the error that ends it."""
-        if self._store is not None:
-            self._closing = True
-            self._signals.wake()
-            self._closed.wait(_LAST_POST_SECONDS)
+        if self._store is None:
+            return
+        if self._rank == 0 and self._answer is not None:
+            # The store may be in this process. The other ranks look for the answer when they post their logs.
+            time.sleep(2 * self._interval)
+        self._closing = True
+        self._signals.wake()
+        self._closed.wait(_LAST_POST_SECONDS)
 
     def explain(self, reason: str) -> str:
         """The message of a failed operation: which rank did not arrive, or the backend's `reason` if nobody knows."""
         self._flight.raise_flag("failed")
         if self._board is not None or self._file is None:
             return reason  # the local launcher finds the cause and reports it, once for all ranks
+        if self._answer is None:
+            self._ask(reason)
+        return reason if self._answer is None else self._answer[0]
+
+    def _ask(self, reason: str) -> None:
+        """Wait until this thread's monitor, or that of another rank, has compared the logs."""
         if self._store is not None:
             self._asked.set()
             self._signals.wake()
-            patience = _SILENCE_SECONDS + 2 * self._interval
+            patience = _SILENCE_SECONDS + 4 * self._interval
             if not self._heard.wait(_ANSWER_SECONDS) or not self._answered.wait(patience):
-                self._store = None
-            if self._answer is None and self._store is None:
-                host = self.members[0].host
-                self._answer = f"the job's store on {host} does not answer: rank 0 or its host is lost ({reason})", 0
-        elif self._answer is None:
+                self._lose_store()
+        elif not self._lost_store:  # all ranks are on this host
             time.sleep(_SETTLE_SECONDS)
             self._conclude(self.logs())
-        return reason if self._answer is None else self._answer[0]
+        if self._answer is None and self._lost_store:
+            host = self.members[0].host
+            self._answer = f"the job's store on {host} does not answer: rank 0 or its host is lost ({reason})", 0
+
+    def _lose_store(self) -> None:
+        """Note that the store has ended, and with it rank 0 or torchrun's agent."""
+        self._store = None
+        self._lost_store = True
 
     def culprit(self) -> dict[str, Any]:
         """Rank, host, process number, step and phase of the rank that `explain` named; empty if it named none."""
@@ -161,6 +183,29 @@ class Monitor:
         silent = time.time() - posted["posted"] > SILENT_SECONDS + self._interval
         return posted | {"state": "silent" if silent else "running"}
 
+    def _fresh_logs(self) -> dict[int, Log]:
+        """Do as `logs`, but wait until the ranks of other hosts have posted again. A rank that does not is silent.
+
+        What a rank has posted may be older than the failure. Then it would look as if others waited for that rank.
+        """
+        logs = self.logs()
+        if any("posted" not in log and log["state"] in ("stopped", "ended") for log in logs.values()):
+            return logs  # the cause is on this host
+        older = {rank: log["posted"] for rank, log in logs.items() if _will_post_again(log)}
+        end = time.monotonic() + _SILENCE_SECONDS + self._interval
+        while older and time.monotonic() < end:
+            time.sleep(self._interval / 4)
+            for rank, posted in list(older.items()):
+                log = self._log_of(self.members[rank])
+                if log is not None and log["posted"] != posted:
+                    logs[rank] = log
+                    del older[rank]
+        # Clocks of hosts differ, so what tells is whether a rank has posted, and not when.
+        for rank, log in logs.items():
+            if _will_post_again(log):
+                log["state"] = "silent" if rank in older else "running"
+        return logs
+
     def _conclude(self, logs: dict[int, Log]) -> None:
         """Keep the table of all ranks, and the diagnosis if there is one."""
         self.table = rows(logs, self.members)
@@ -206,13 +251,14 @@ class Monitor:
             os._exit(128 + self._signals.ending)
 
     def _post(self) -> None:
-        """Write this rank's log to the store."""
+        """Write this rank's log to the store. Read the diagnosis if another rank has left one."""
         assert self._store is not None
         log = read(self._flight.memory, _POSTED) | {"posted": time.time()}
         try:
             self._store.set(f"log/{self._rank}", json.dumps(log))
-        except RuntimeError:  # the store has ended, and so the job is ending: nobody reads the log
-            self._store = None
+            self._read_diagnosis(self._store)
+        except RuntimeError:  # the job is ending: nobody reads the log
+            self._lose_store()
 
     def _find_out(self) -> None:
         """Find the missing rank. The first rank that asks compares the logs; the others wait for its result."""
@@ -223,22 +269,23 @@ class Monitor:
             self._heard.set()
             if first and store is not None:
                 time.sleep(_SETTLE_SECONDS)
-                self._conclude(self.logs())
-                if self._answer is None:
-                    # A process of another host may have ended without an error. It shows when its posts stop.
-                    time.sleep(_SILENCE_SECONDS + self._interval)
-                    self._conclude(self.logs())
-                store.set("verdict", json.dumps([self._answer, self.table]))
+                self._conclude(self._fresh_logs())
+                store.set(_DIAGNOSIS, json.dumps([self._answer, self.table]))
             elif store is not None:
-                end = time.monotonic() + _SILENCE_SECONDS + 2 * self._interval
-                while not store.check(["verdict"]) and time.monotonic() < end:
+                end = time.monotonic() + _SILENCE_SECONDS + 3 * self._interval
+                while not self._read_diagnosis(store) and time.monotonic() < end:
                     time.sleep(0.05)
-                if store.check(["verdict"]):
-                    self._answer, self.table = json.loads(store.get("verdict"))
-        except RuntimeError:  # the store has ended, and with it rank 0 or the agent
-            self._store = None
+        except RuntimeError:
+            self._lose_store()
         self._heard.set()
         self._answered.set()
+
+    def _read_diagnosis(self, store: Store) -> bool:
+        """Keep the diagnosis that a rank has left in the store. Returns whether there is one."""
+        if not store.check([_DIAGNOSIS]):
+            return False
+        self._answer, self.table = json.loads(store.get(_DIAGNOSIS))
+        return True
 
     def _warn(self) -> None:
         """Print once which rank is missing if the main thread has made no progress for `warn_after` seconds."""

@@ -1,0 +1,80 @@
+"""Folders that one user's processes share in a place where any user may write, such as /dev/shm.
+
+There anybody may put a FIFO, a link, a device or a folder under any name. So a process makes a folder under a random
+name, with mode 0700: other users see its name, and nothing else. The process holds a lock on the folder as long as it
+lives. Whoever looks for such a folder takes only a folder that belongs to the same user and is closed to others. What
+lies inside can then be opened by its name.
+"""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+# O_DIRECTORY refuses a FIFO or a device without opening it, so this never waits. O_NOFOLLOW refuses a link.
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def shared_places() -> tuple[Path, ...]:
+    """Where processes of one host can put folders for each other, the best first."""
+    # /dev/shm is memory, but it may be missing, full or closed. A temporary folder may be on a disk, but it works.
+    places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    return tuple(place for place in places if os.access(place, os.W_OK))
+
+
+class OwnFolder:
+    """A new folder in `place`, whose name is `prefix` and random letters. Raises OSError if it cannot be made."""
+
+    def __init__(self, place: Path, prefix: str):
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))  # mode 0700, and it never takes what is there
+            with suppress(FileNotFoundError):
+                self.descriptor = os.open(self.path, _OPEN_FOLDER)
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX)
+                if os.fstat(self.descriptor).st_nlink:
+                    return
+                os.close(self.descriptor)
+            # Another process has swept the folder away before it was locked: make another one.
+
+    def remove(self) -> None:
+        """Remove the folder and all files in it."""
+        _empty(self.descriptor)
+        with suppress(FileNotFoundError):
+            self.path.rmdir()
+        os.close(self.descriptor)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int | None]:
+    """Yield a descriptor of the folder at `path`, None if it is not a folder of this user that is closed to others."""
+    try:
+        descriptor = os.open(path, _OPEN_FOLDER)
+    except OSError:  # it has gone, is no folder, or belongs to another user
+        yield None
+        return
+    try:
+        status = os.fstat(descriptor)
+        is_own = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        yield descriptor if is_own else None
+    finally:
+        os.close(descriptor)
+
+
+def sweep(place: Path, prefix: str) -> None:
+    """Remove the folders of this user in `place` whose processes have ended."""
+    for path in place.glob(f"{prefix}*"):
+        with opened(path) as descriptor:
+            if descriptor is None:
+                continue
+            with suppress(OSError):  # its process lives, or another one sweeps it too
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _empty(descriptor)
+                path.rmdir()
+
+
+def _empty(descriptor: int) -> None:
+    for name in os.listdir(descriptor):
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=descriptor)

@@ -1,0 +1,59 @@
+"""Opens and reads files that anybody may have put there: regular files and links to them, and nothing else.
+
+`open` waits for ever at a FIFO that nobody writes, and /dev/zero is read until memory ends. This module imports nothing
+of ours, so that every other one can use it.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+SMALL = 1 << 26  # bytes; descriptions, options and the like are much smaller
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, folder: int | None = None) -> int:
+    """Open a regular file, or a link to one, and return its descriptor. Waits for nobody.
+
+    `flags` are those of os.open. With os.O_NOFOLLOW, links are refused. `folder` is the descriptor of the folder that a
+    relative `path` counts from. Raises OSError, whose strerror says what else `path` is.
+    """
+    # Looked at before it is opened, because opening a device may do something, such as rewind a tape.
+    try:
+        kind = os.stat(path, dir_fd=folder, follow_symlinks=not flags & os.O_NOFOLLOW).st_mode
+    except FileNotFoundError:
+        kind = stat.S_IFREG  # os.open makes it or raises
+    if not stat.S_ISLNK(kind):  # os.open refuses a link by itself
+        _refuse_others(path, kind)
+    # O_NONBLOCK: a FIFO may have taken the file's place meanwhile.
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
+    try:
+        _refuse_others(path, os.fstat(descriptor).st_mode)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_regular(path: str | Path, most: int | None = SMALL, flags: int = os.O_RDONLY) -> bytes:
+    """Return the bytes of a regular file. Raises OSError, also for a file of more than `most` bytes; None: any size."""
+    with open(open_regular(path, flags), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise OSError(errno.EFBIG, f"has {size:,} bytes, and such a file has {most:,} at most", str(path))
+        return file.read()
+
+
+def _refuse_others(path: str | Path, mode: int) -> None:
+    """Raise OSError unless `mode` is that of a regular file."""
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(errno.EINVAL, f"is {kind}, not a regular file", str(path))

@@ -1,0 +1,77 @@
+"""Memory, processes and threads that run out while a run starts: exit code 8, one line, and no process is left."""
+
+import errno
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from megapar_models import balance, build  # noqa: F401  imported before the limit holds, as the program does
+
+from megapar.train import dry_run, local, trainer  # noqa: F401
+from tests.support.faults import FOUR, TWO, Scene
+
+REFUSED = "(Resource temporarily unavailable): the limit of processes (ulimit -u, or the container's) or of memory"
+
+
+def with_memory(more: int) -> Callable[[], None]:
+    """Plants a limit of the address space, `more` bytes above what is used."""
+
+    def plant() -> None:
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + more, resource.RLIM_INFINITY))
+
+    return plant
+
+
+def with_forks(count: int) -> Callable[[], None]:
+    """Plants that the system refuses every process after `count` of them."""
+
+    def plant() -> None:
+        real = os.fork
+        forks = iter(range(count))
+
+        def fork() -> int:
+            if next(forks, None) is None:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return real()
+
+        os.fork = fork
+
+    return plant
+
+
+LAYOUTS = {"one": (), "two": TWO, "threads": (*TWO, "--launch.threads", "8")}
+MEMORY = [(layout, mib) for layout in LAYOUTS for mib in (4, 8, 12, 24, 32, 40, 60)]
+FEW_MEMORY = (("two", 8), ("threads", 60))
+
+
+@pytest.mark.parametrize(
+    ("layout", "mib"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in FEW_MEMORY)) for case in MEMORY]
+)
+def test_memory_that_ends_while_ranks_start(layout: str, mib: int, tmp_path: Path) -> None:
+    """Fault out-of-memory: threads of OpenMP that are refused too, of which libgomp would speak by itself."""
+    ended = Scene(tmp_path).run(*LAYOUTS[layout], plant=with_memory(mib << 20))
+    assert ended.code == 8, ended.err
+    assert ended.err.startswith("OutOfMemoryError: ")
+    assert ended.err.count("\n") == 1, ended.err
+
+
+@pytest.mark.parametrize("count", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+def test_ranks_that_cannot_be_forked(count: int, tmp_path: Path) -> None:
+    """Fault refused-process: those that were forked before are ended."""
+    ended = Scene(tmp_path).run(*FOUR, plant=with_forks(count))
+    assert ended.code == 8
+    assert ended.err.startswith(f"OutOfMemoryError: a rank cannot be started {REFUSED}")
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("count", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_data_workers_that_cannot_be_forked(count: int, tmp_path: Path) -> None:
+    """Fault refused-process."""
+    ended = Scene(tmp_path).run("--data.workers", "2", plant=with_forks(count))
+    assert ended.code == 8
+    assert ended.err.startswith(f"OutOfMemoryError: data worker {count} cannot be started {REFUSED}")
+    assert ended.err.endswith("; use fewer data.workers\n")
+    assert ended.err.count("\n") == 1

@@ -1,0 +1,155 @@
+"""FIFOs, devices, folders and giants in place of files of a run: none is waited for, each is named."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from megapar_models.convert.huggingface import INDEX, Weights
+
+from megapar.checkpoint.format import read_manifest
+from megapar.checkpoint.lineage import PLAN, complete_plan
+from megapar.config_io import load
+from megapar.data.prepared import read_sidecar
+from megapar.data.tokenizer import load_tokenizer
+from megapar.errors import record_error
+from megapar.pipeline import schedule_files
+from megapar.regular_files import SMALL, open_regular, read_regular
+from tests.support.faults import Scene
+
+FLAGS = ("--log.no-tensorboard", "--checkpoint.every", "2", "--train.steps")
+
+
+@pytest.fixture(autouse=True)
+def impatient() -> Iterator[None]:
+    """A call that waits for a FIFO raises after a minute."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with the checkpoints of steps 2 and 4."""
+    scene = Scene(tmp_path_factory.mktemp("trained"))
+    assert scene.run(*FLAGS, "4").code == 0
+    return scene.work
+
+
+NEWEST = "checkpoints/step_00000004"
+IN_PLACE: dict[str, tuple[str, int, str]] = {
+    "manifest": (f"{NEWEST}/manifest.json", 0, f"checkpoint skipped: run/{NEWEST}/manifest.json: not readable (is a "),
+    "shard": (f"{NEWEST}/rank_00000.safetensors", 0, "not a regular file"),
+    "metrics": ("metrics.jsonl", 7, "cannot write run/metrics.jsonl: is a FIFO, not a regular file"),
+    "lock": (".lock", 7, "run folder run not usable: OSError: [Errno 22] is a FIFO, not a regular file: 'run/.lock'"),
+    "plan": ("checkpoints/.abandoning", 7, "is a FIFO, not a regular file: 'run/checkpoints/.abandoning'"),
+    "options": ("config.toml", 0, ""),
+    "error": ("error.json", 0, ""),
+}
+FEW_IN_PLACE = ("manifest", "metrics", "lock")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW_IN_PLACE)) for name in IN_PLACE]
+)
+def test_a_fifo_in_the_run_folder_is_not_waited_for(name: str, trained: Path, tmp_path: Path) -> None:
+    """Fault fifo-for-a-file."""
+    scene = Scene(tmp_path)
+    shutil.copytree(trained, scene.work, dirs_exist_ok=True)
+    file, code, words = IN_PLACE[name]
+    path = scene.work / "run" / file
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    ended = scene.run(*FLAGS, "6")
+    assert ended.code == code, ended.err
+    assert words in ended.err
+    assert ended.err.count("\n") == bool(words), ended.err
+
+
+def test_an_error_file_that_cannot_be_removed_is_named(trained: Path, tmp_path: Path) -> None:
+    """Fault unwritable-folder."""
+    scene = Scene(tmp_path)
+    shutil.copytree(trained, scene.work, dirs_exist_ok=True)
+    (scene.work / "run/error.json").mkdir()
+    ended = scene.run(*FLAGS, "6")
+    assert ended.code == 7
+    first, second = ended.err.splitlines()
+    assert first.startswith("StorageError: cannot write run/error.json: ")
+    assert second.startswith("run/error.json not written: ")
+
+
+def sidecar(folder: Path) -> None:
+    os.mkfifo(folder / "text.json")
+    read_sidecar(folder / "text")
+
+
+def tokenizer(folder: Path) -> None:
+    os.mkfifo(folder / "tokenizer.json")
+    load_tokenizer(f"hf:{folder}/tokenizer.json")
+
+
+def schedule(folder: Path) -> None:
+    os.mkfifo(folder / "orders.txt")
+    schedule_files.read(str(folder / "orders.txt"))
+
+
+def options(folder: Path) -> None:
+    (folder / "options.toml").symlink_to("/dev/zero")
+    load(["--config", str(folder / "options.toml")])
+
+
+def manifest(folder: Path) -> None:
+    os.mkfifo(folder / "manifest.json")
+    read_manifest(folder)
+
+
+def plan(folder: Path) -> None:
+    os.mkfifo(folder / PLAN)
+    complete_plan(folder)
+
+
+def index(folder: Path) -> None:
+    os.mkfifo(folder / INDEX)
+    Weights(folder)
+
+
+READERS = (sidecar, tokenizer, schedule, options, manifest, plan, index)
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_readers_of_files_wait_for_nobody(read: Callable[[Path], None], tmp_path: Path) -> None:
+    """Fault fifo-for-a-file."""
+    with pytest.raises(Exception, match=r"is a FIFO|is a device|is not a file"):
+        read(tmp_path)
+
+
+def test_the_record_of_an_error_waits_for_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fault fifo-for-a-file: neither for the lock, nor for the draft."""
+    os.mkfifo(tmp_path / ".lock")
+    record_error({"message": "x"}, str(tmp_path), ours=False)
+    assert (tmp_path / "error.json").exists()
+    os.mkfifo(tmp_path / ".error.json.tmp")
+    record_error({"message": "x"}, str(tmp_path), ours=True)
+    assert capsys.readouterr().err == f"{tmp_path}/error.json not written: is a FIFO, not a regular file\n"
+
+
+def test_links_to_regular_files_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"text")
+    (tmp_path / "link").symlink_to("file")
+    assert read_regular(tmp_path / "link") == b"text"
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        open_regular(tmp_path / "link", os.O_RDONLY | os.O_NOFOLLOW)
+    with pytest.raises(IsADirectoryError):
+        read_regular(tmp_path)
+
+
+def test_a_giant_is_not_read(tmp_path: Path) -> None:
+    """Fault fifo-for-a-file: a sparse file of any size costs nothing to make."""
+    path = tmp_path / "options.toml"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    with pytest.raises(OSError, match=f"has 1,099,511,627,776 bytes, and such a file has {SMALL:,} at most"):
+        read_regular(path)
