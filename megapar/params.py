@@ -119,6 +119,11 @@ class ParamSpec:
     """
     training_state: bool = False
     """Of a buffer: whether training alone needs it. A checkpoint of weights alone does not have it."""
+    added_by: str = ""
+    """Of a buffer: the option, without `model.`, that adds it to a model.
+
+    A run may start from weights whose model was made without this option. The buffer then keeps its initial value.
+    """
 
     def names_to_select(self) -> list[str]:
         """The logical tensors of which train.trainable must select all or none, sorted, each once."""

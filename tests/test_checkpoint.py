@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.build import build_stages
-from megapar_models.registry import validate
+from megapar_models.convert.saved import load_model
+from megapar_models.registry import validate, weight_options
 from torch import Tensor
 
 from megapar import context
 from megapar.checkpoint.format import find_complete, logical_boxes, read_manifest
 from megapar.checkpoint.load import Reader, choose, load, load_weights
 from megapar.checkpoint.save import save
-from megapar.config import CheckpointConfig, Config
+from megapar.config import CheckpointConfig, Config, flatten
 from megapar.errors import CheckpointError, StorageError
 from megapar.params import make_piece
 from megapar.train.checkpoints import Saver
@@ -28,6 +29,7 @@ from tests.support.checkpoints import (
     STATE,
     cut_slices,
     edit_manifest,
+    exported,
     files_limited_to,
     kill_saves,
     load_toy,
@@ -39,7 +41,8 @@ from tests.support.checkpoints import (
     whole_spec,
 )
 from tests.support.distributed import run_ranks
-from tests.support.small_training import MODEL_CONFIG, make_config, make_state, step
+from tests.support.small_training import make_config, make_state, step
+from tools.convert_checkpoint import Upcycle, upcycle_dense
 
 
 def save_state(state: TrainState, root: Path) -> Path:
@@ -51,15 +54,15 @@ def save_state(state: TrainState, root: Path) -> Path:
         step=state.step,
         consumed_samples=state.consumed_samples,
         layout={"tp": state.ctx.tp.size, "pp": state.ctx.pp.size, "dp": state.ctx.dp.size},
-        model_config=MODEL_CONFIG,
-        trainer={"adam_step": state.optimizer.step_count},
+        model_config=weight_options(state.config),
+        trainer={"adam_step": state.optimizer.step_count, "config": flatten(state.config)},
         data={},
     )
 
 
 def load_state(state: TrainState, path: Path) -> None:
     """Resume as a trainer does."""
-    manifest = load(path, slices=state.optimizer.slices(), ctx=state.ctx, model_config=MODEL_CONFIG)
+    manifest = load(path, slices=state.optimizer.slices(), ctx=state.ctx, model_config=weight_options(state.config))
     state.optimizer.refresh_params_from_main()
     state.optimizer.step_count = manifest.trainer["adam_step"]
     state.step, state.consumed_samples = manifest.step, manifest.consumed_samples
@@ -128,16 +131,34 @@ def save_load_save(root: str, configs: list[Config]) -> None:
 
 def test_a_checkpoint_wanders_through_layouts_unchanged(tmp_path: Path) -> None:
     """Faults any-layout-loads and zero-checkpoint-elsewhere, over real ranks: what each layout loaded and saved again
-    is what the first one saved."""
+    is what the first one saved. Tools read all of them alike: exports, mixtures made of them and loaded models are
+    equal (fault any-layout-exports)."""
     run_ranks(4, save_load_save, str(tmp_path), CONFIGS)
     paths = [tmp_path / str(number) / "step_00000001" for number in range(len(CONFIGS))]
+    exports = [exported(path) for path in paths]
+    assert exports.count(exports[0]) == len(paths)
+    mixtures = [upcycled_weights(path) for path in paths]
+    assert mixtures.count(mixtures[0]) == len(paths)
+    _, expected = load_model(paths[0], precision="fp32")
+    for path in paths[1:]:
+        _, stage = load_model(path, precision="fp32")
+        for param, first_one in zip(stage.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(param, first_one)
     with Reader(paths[0], read_manifest(paths[0])) as first:
         for path in paths[1:]:
             with Reader(path, read_manifest(path)) as later:
                 assert later.manifest.tensors.keys() == first.manifest.tensors.keys()
-                assert later.manifest.trainer == first.manifest.trainer
+                assert later.manifest.trainer["adam_step"] == first.manifest.trainer["adam_step"]
                 for name in first.manifest.tensors:
                     assert torch.equal(first.tensor(name), later.tensor(name)), name
+
+
+def upcycled_weights(path: Path) -> bytes:
+    """The weights of a mixture that is made of the checkpoint."""
+    target = path.with_name("mixture")
+    upcycle_dense(Upcycle(path, target, experts=2, experts_per_token=1, verify=False))
+    (file,) = target.glob("*.safetensors")
+    return file.read_bytes()
 
 
 def fail_in_turn(root: str) -> list[tuple[str, int, str]]:
@@ -238,7 +259,7 @@ def test_weights_alone_are_where_training_goes_on_from(tmp_path: Path, precision
     step(source)
     path = save_state(source, tmp_path)
     state = make_state(config, seed=2)
-    load_weights(path, slices=state.optimizer.slices(), ctx=state.ctx, model_config=MODEL_CONFIG)
+    load_weights(path, slices=state.optimizer.slices(), ctx=state.ctx, model_config=weight_options(config))
     state.optimizer.refresh_params_from_main()
     loaded = state.weights.flat.clone()
     assert torch.equal(loaded, source.weights.flat)
@@ -341,6 +362,25 @@ def test_a_run_starts_from_another_runs_weights(tmp_path: Path) -> None:
                     cut = tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
                     assert torch.equal(values, reader.tensor(name)[cut].flatten()), name
     assert kept > 10
+
+
+def test_a_run_that_is_made_longer_says_how_its_learning_rate_changes(tmp_path: Path) -> None:
+    """Fault resumed-learning-rate: 2 steps of cosine have come to their end, and 4 have not."""
+    config = make_config(dp=1)
+    config = replace(config, train=replace(config.train, steps=2), run_dir=str(tmp_path))
+    source = make_state(config)
+    step(source)
+    step(source)
+    Saver(source, tmp_path).save(source)
+
+    def notes(**optimizer: Any) -> list[str]:
+        changed = replace(config.optimizer, **optimizer)
+        longer = replace(config, train=replace(config.train, steps=4), optimizer=changed)
+        return start(longer, context.single(), build_stages(longer, context.single()))[1]
+
+    said = "the learning rate goes on at 0.00146: step 2 had 0, and 0 would have come next"
+    assert f"{said}; --optimizer.decay_steps 2 keeps the schedule of 2 steps" in notes()
+    assert not any("learning rate" in line for line in notes(decay_steps=2))
 
 
 def test_weights_alone_cannot_be_resumed_and_the_message_says_what_can(tmp_path: Path) -> None:

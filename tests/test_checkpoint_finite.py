@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megapar.checkpoint.load import load, load_weights, weight_slices
 from megapar.config import CheckpointConfig
 from megapar.errors import CheckpointError, NumericError
 from megapar.optimizer.adamw import AdamW
+from megapar.precision import model_dtype
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.support import program
 from tests.support.checkpoints import MODEL, STATE, edit_tensor, load_toy, outcome, save_toy, toy_slices
@@ -118,6 +120,58 @@ def spoil_after_update() -> None:
             next(self.slices()).main[5] = math.inf
 
     AdamW.step = step  # type: ignore[method-assign]
+
+
+def enlarge(value: float) -> Callable[[], None]:
+    """Plants that the update of the third step leaves a weight of this size."""
+
+    def plant() -> None:
+        original = AdamW.step
+
+        def step(self: AdamW, *args: Any) -> None:
+            original(self, *args)
+            if self.step_count == 3:
+                next(self.slices()).main[5] = value
+
+        AdamW.step = step  # type: ignore[method-assign]
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("precision", "fits", "too_large"),
+    [("fp16", 65_519.0, 65_520.0), pytest.param("bf16", 3.3953e38, 3.397e38, marks=pytest.mark.slow)],
+)
+def test_weights_beyond_the_precision_are_not_saved(
+    precision: str, fits: float, too_large: float, tmp_path: Path
+) -> None:
+    """Fault weights-beyond-precision: finite in fp32, infinite where the model computes. Nothing is removed."""
+    flags = ("--checkpoint.every", "1", "--checkpoint.keep_last", "1", "--log.no-tensorboard")
+    flags = (*flags, "--train.precision", precision, "--train.steps", "3")
+    folder = tmp_path / "run" / FOLDER
+    ended = program.run(*flags, cwd=tmp_path, plant=enlarge(-too_large))
+    assert ended.code == 5, ended.err
+    assert ended.err.startswith("NumericError: checkpoint of step 3 not saved: rank 0: main.")
+    assert f" of train.precision holds {torch.finfo(model_dtype(precision)).max:.6g} at most; " in ended.err
+    assert ended.err.count("\n") == 1
+    assert [path.name for path in checkpoint_folders(folder)] == ["step_00000002"]
+    ended = program.run(*flags, cwd=tmp_path, plant=enlarge(fits))
+    assert ended.code == 0, ended.err
+    assert [path.name for path in checkpoint_folders(folder)] == ["step_00000003"]
+
+
+@pytest.mark.parametrize("start", ["resume", pytest.param("init_from", marks=pytest.mark.slow)])
+def test_weights_beyond_the_precision_are_not_loaded(start: str, tmp_path: Path) -> None:
+    """Fault weights-beyond-precision: a run in fp32 may have them, and its checkpoint is not for fp16."""
+    flags = ("--log.no-tensorboard", "--train.steps")
+    assert program.run(*flags, "3", cwd=tmp_path, plant=enlarge(70_000.0)).code == 0
+    path = f"run/{FOLDER}/step_00000003"
+    other = () if start == "resume" else ("--run_dir", "other")
+    ended = program.run(*flags, "4", "--train.precision", "fp16", f"--checkpoint.{start}", path, *other, cwd=tmp_path)
+    assert ended.code == 4, ended.err
+    assert ended.err.startswith(f"CheckpointError: {path} does not fit this run: ")
+    assert " holds 70000, and float16 of train.precision holds 65504 at most; go on in " in ended.err
+    assert ended.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", STATE)

@@ -99,6 +99,24 @@ def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_run_goes_on_with_the_function_that_it_trained(four_steps: Path, tmp_path: Path) -> None:
+    """Fault options-fixed-on-resumption: refused on a resumption, told of weights that another run starts from."""
+    shutil.copytree(four_steps / "run", tmp_path / "run")
+    other = ("--model.rms_norm_eps", "0.001", "--model.rope_theta", "500")
+    refused = program.run(*ONE, "6", *other, cwd=tmp_path)
+    assert refused.code == 4, refused.err
+    assert refused.err.startswith(
+        "CheckpointError: run/checkpoints/step_00000004 does not fit this run (checkpoint | run): "
+        "model.rope_theta (10000.0 | 500.0), model.rms_norm_eps (1e-05 | 0.001): the model would compute "
+        "something else; resume with the values of the checkpoint"
+    )
+    assert refused.err.count("\n") == 1
+    weights = ("--checkpoint.init_from", "run/checkpoints/step_00000004", "--run_dir", "other")
+    told = program.run(*ONE, "2", *other, *weights, cwd=tmp_path)
+    assert told.code == 0, told.err
+    assert "computes something else than the checkpoint's model: model.rope_theta (10000.0 | 500.0)\n" in told.out
+
+
 def link_shard(path: Path) -> None:
     (path / "rank_00000.safetensors").rename(path.parents[2] / "elsewhere")
     (path / "rank_00000.safetensors").symlink_to(path.parents[2] / "elsewhere")
@@ -165,6 +183,8 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda path: edit_manifest(path, lambda b: b["trainer"].pop("config")), "trainer.config is None"),
     "updates in words": (trainer(updates="x"), "trainer.updates is 'x'"),
     "negative updates": (trainer(updates=-5), "trainer.updates is -5"),
+    "updates beyond 64 bits": (trainer(updates=10**400), "trainer.updates is 1000"),
+    "samples beyond 64 bits": (section("consumed_samples", 10**30), "must be integers of at least 0, below 2^60"),
     "a config that is a list": (trainer(config=[]), "trainer.config is []"),
     "a loss scale in words": (trainer(loss_scale="x"), "trainer.loss_scale is 'x'"),
     "a loss scale with other fields": (trainer(loss_scale={"scale": 1.0}), "trainer.loss_scale is {"),
@@ -172,6 +192,7 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a lineage in words": (trainer(lineage="x"), "trainer.lineage is 'x'"),
     "a trainer that is a list": (section("trainer", []), "trainer must be an object"),
     "data that is text": (section("data", "x"), "data must be an object"),
+    "times of data that are a list": (section("data", {"modified": [1]}), "data.modified is no object"),
     "nested deeply": (nest, "not readable as JSON"),
 }
 

@@ -13,18 +13,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megapar_models.build import build_stages, logical_tensors
-from megapar_models.registry import validate
+from megapar_models.registry import validate, weight_options
 from torch import Tensor
 
 from megapar import context
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import differences, fill, load_weights, weight_slices
-from megapar.checkpoint.save import publish, share, write_part
+from megapar.checkpoint.save import first_copies, publish, share, write_part
 from megapar.config import Config, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config import flatten as flatten_options
 from megapar.context import ParallelContext, single
 from megapar.errors import CheckpointError
 from megapar.params import ParamSpec, StateSlice
-from tests.support.checkpoints import STATE
+from tests.support.checkpoints import STATE, exported
 from tests.support.flat import flatten
 
 LLAMA = ModelConfig(
@@ -59,7 +60,7 @@ MIXTURE = replace(
     attention_bias=False,
     moe=MoEConfig(5, 2, moe_intermediate_size=8, mlp_only_layers=(1,), shared_expert_intermediate_size=12),
 )
-FACTS = {"step": 3, "consumed_samples": 24, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
+FACTS = {"step": 3, "consumed_samples": 24, "layout": {}, "data": {}}
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Layout:
     etp: int = 0
     vpp: int = 1
     zero_stage: int = 1
+    shard_ranks: int = 0
     bucket_mb: float = 1.0
     precision: str = "fp32"
 
@@ -84,13 +86,17 @@ class Layout:
         axes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
         parallel = ParallelConfig(**axes, vpp=self.vpp, schedule=schedule)
         train = TrainConfig(global_batch_size=120, seq_length=8, precision=self.precision)  # type: ignore[arg-type]
-        optimizer = OptimizerConfig(zero_stage=self.zero_stage, bucket_mb=self.bucket_mb)  # type: ignore[arg-type]
+        optimizer = OptimizerConfig(
+            zero_stage=self.zero_stage,  # type: ignore[arg-type]
+            shard_ranks=self.shard_ranks,
+            bucket_mb=self.bucket_mb,
+        )
         return validate(Config(model=model, parallel=parallel, train=train, optimizer=optimizer), self.world)
 
     def context(self, rank: int) -> ParallelContext:
         """Where `rank` stands, without process groups: enough to build its part of the model."""
         axes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp, "ep": self.ep, "etp": self.etp or self.tp}
-        return context.planned(rank, **axes, device=torch.device("cpu"))
+        return context.planned(rank, **axes, shard_ranks=self.shard_ranks, device=torch.device("cpu"))
 
 
 @cache
@@ -143,9 +149,11 @@ def save_simulated(model: ModelConfig, layout: Layout, root: Path) -> Path:
         slices = rank_slices(model, layout, rank)
         for _, view, values in expected(model, slices):
             view.copy_(values)
-        mine = share(slices) if layout.zero_stage == 0 else slices
+        mine = share(slices) if layout.zero_stage == 0 else first_copies(slices)
         parts.append(write_part(temporary, rank, mine))
-    publish(temporary, root, FACTS, parts)
+    config = layout.config(model)
+    facts = FACTS | {"model_config": weight_options(config), "trainer": {"config": flatten_options(config)}}
+    publish(temporary, root, facts, parts)
     return root / "step_00000003"
 
 
@@ -175,7 +183,7 @@ LAYOUTS = [
     Layout(tp=2, cp=2),
     Layout(tp=4, pp=2, vpp=2),
     Layout(tp=4, dp=2, bucket_mb=1 / 512, precision="bf16"),
-    Layout(tp=2, pp=3, dp=2),
+    Layout(tp=2, pp=3, dp=2, shard_ranks=1),
     Layout(pp=4, dp=2, zero_stage=0, precision="bf16"),
 ]
 
@@ -197,16 +205,21 @@ def test_tied_embeddings_and_one_kv_head_in_every_layout(tmp_path: Path) -> None
 
 
 def test_all_layouts_store_the_same_tensors(tmp_path: Path) -> None:
-    """Every tensor once, in its true shape, however often ranks hold it; 12 bytes an element in all."""
+    """Every tensor once, in its true shape, however often ranks hold it; 12 bytes an element in all. So every layout
+    exports the same weights (fault any-layout-exports)."""
     names = {f"{state}.{name}": piece.shape for name, piece in logical_tensors(GPT).items() for state in STATE}
     kinds = {name: ("float32", shape) for name, shape in names.items()}
+    exports = []
     for number, layout in enumerate(LAYOUTS):
-        manifest = read_manifest(save_simulated(GPT, layout, tmp_path / str(number)))
+        path = save_simulated(GPT, layout, tmp_path / str(number))
+        exports.append(exported(path))
+        manifest = read_manifest(path)
         assert {name: entry.shape for name, entry in manifest.tensors.items()} == names
         assert {entry.dtype for entry in manifest.tensors.values()} == {"float32"}
-        assert not differences(manifest, kinds, {})
+        assert not differences(manifest, kinds, weight_options(layout.config(GPT)))
         elements = sum(torch.Size(chunk.size).numel() for e in manifest.tensors.values() for chunk in e.chunks)
         assert elements == sum(torch.Size(shape).numel() for shape in names.values())
+    assert exports.count(exports[0]) == len(LAYOUTS)
 
 
 EXPERT_LAYOUTS = [
@@ -232,6 +245,16 @@ def test_experts_load_into_any_split_of_ranks(tmp_path: Path) -> None:
         path = save_simulated(MIXTURE, source, tmp_path / str(number))
         for other in (0, number - 1, number - 4):
             check_load(MIXTURE, path, EXPERT_LAYOUTS[other])
+
+
+def test_experts_of_every_layout_export_the_same_weights(tmp_path: Path) -> None:
+    """Fault any-layout-exports."""
+    # transformers' class has no shared expert.
+    model = replace(MIXTURE, moe=replace(MIXTURE.moe, shared_expert_intermediate_size=0))
+    exports = []
+    for number, layout in enumerate(EXPERT_LAYOUTS):
+        exports.append(exported(save_simulated(model, layout, tmp_path / str(number))))
+    assert exports.count(exports[0]) == len(EXPERT_LAYOUTS)
 
 
 @st.composite
@@ -264,7 +287,9 @@ def test_weights_alone_fill_a_model_without_an_optimizer(tmp_path: Path) -> None
         layout = Layout(precision=precision)
         stages = build_stages(layout.config(LLAMA), single())
         params = [param for stage in stages.values() for param in stage.parameters()]
-        load_weights(path, slices=weight_slices(params), ctx=single(), model_config={})
+        load_weights(
+            path, slices=weight_slices(params), ctx=single(), model_config=weight_options(layout.config(LLAMA))
+        )
         for slice_ in weight_slices(params):
             values = held(whole(LLAMA), slice_.spec, slice_.stop, "main")
             assert slice_.main.dtype == dtype

@@ -57,7 +57,7 @@ FORMS = ("gather", "ring", "ulysses")
             Layout(LLAMA, cp=2, tp=4, cp_attention="ulysses"),
             (
                 "parallel.cp_attention=ulysses, parallel.cp=2, parallel.tp=4, model.num_attention_heads=4: ulysses",
-                "the 1 query head of a tp rank to cp ranks; cp may be 1, or use parallel.cp_attention gather or ring",
+                "the 1 query head of a tp rank to cp ranks, and cp 2 does not divide them; use gather or ring",
             ),
         ),
         (
@@ -79,7 +79,7 @@ def test_a_world_that_does_not_fit_is_refused() -> None:
     config = Layout(LLAMA, tp=2, cp=2).config()
     with pytest.raises(ConfigError, match=r"tp\(2\)\*cp\(2\)\*pp\(1\)=4 does not divide world size 6"):
         validate(replace(config, parallel=replace(config.parallel, dp=0)), 6)
-    with pytest.raises(ConfigError, match=r"tp\(2\)\*cp\(2\)\*pp\(1\)\*dp\(3\)=12 is not world size 8; dp 2 fits"):
+    with pytest.raises(ConfigError, match=r"tp\(2\)\*cp\(2\)\*pp\(1\)\*dp\(3\)=12 is not world size 8; use 2"):
         validate(replace(config, parallel=replace(config.parallel, dp=3)), 8)
 
 

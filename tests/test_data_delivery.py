@@ -231,7 +231,7 @@ def sizes(train: TrainConfig) -> list[int]:
         ((4,), "three numbers"),
         ((4, 5, 100), "START plus a number of INCREMENTs must be the global batch"),
         ((16, 4, 100), "START plus"),
-        ((3, 13, 100), "multiples of train.micro_batch_size 2"),
+        ((3, 13, 100), "a multiple of train.micro_batch_size 2; use 2 2 100"),
         ((0, 4, 100), "must be at least 1"),
     ],
 )

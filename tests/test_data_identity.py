@@ -1,5 +1,6 @@
 """What a resumed run reads must be what it read before: the same files with other contents are refused."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,10 @@ import numpy as np
 import pytest
 
 from megapar import comm, context
+from megapar.data import contents
+from megapar.data.contents import content_hash
 from megapar.data.indexed import IndexedDataset, IndexedWriter
+from megapar.data.prepared import write_sidecar
 from megapar.data.sources import stream_fingerprints
 from megapar.errors import DataError
 from megapar.train import data
@@ -16,6 +20,7 @@ from megapar.train.data import ORDER, compare
 from tests.support import program
 from tests.support.checkpoints import edit_manifest
 from tests.support.distributed import run_ranks
+from tests.support.faults import on_rank
 
 FLAGS = ("--model.vocab_size", "257", "--checkpoint.every", "2", "--log.no-tensorboard", "--train.steps")
 
@@ -25,6 +30,26 @@ def tokens(prefix: Path, seed: int, count: int = 9000) -> str:
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:
         writer.add_documents(np.random.default_rng(seed).integers(0, 131, count), [100] * (count // 100))
     return str(prefix)
+
+
+def test_data_of_another_program_needs_no_tokenizer_and_its_ids_are_compared(tmp_path: Path) -> None:
+    """Fault token-ids-beyond-vocabulary: 131 ids are fewer than those of the default, `bytes`; a vocabulary that is too
+    small ends the run before its first step."""
+    tokens(tmp_path / "foreign", 0)
+    flags = ("--data.train", "foreign", "--log.no-tensorboard", "--train.steps", "2", "--checkpoint.no-save_last")
+    fits = program.run(*flags, "--model.vocab_size", "131", cwd=tmp_path)
+    assert fits.code == 0, fits.err
+    small = program.run(*flags, "--model.vocab_size", "120", cwd=tmp_path)
+    assert small.code == 3, small.err
+    assert "is outside the vocabulary of 120: set data.tokenizer" in small.err
+    assert "step 1/2" not in small.out
+    # Who names the tokenizer by a description of the data is told that the vocabulary lacks its ids.
+    made_by = {"spec": "bytes", "vocab_size": 257, "sha256": "bytes"}
+    counts = {"documents": 90, "tokens": 9000, "append_eod": False, "sources": []}
+    write_sidecar(tmp_path / "foreign", {**counts, "tokenizer": made_by})
+    named = program.run(*flags, "--model.vocab_size", "131", cwd=tmp_path)
+    assert named.code == 2, named.err
+    assert named.err.startswith("ConfigError: model.vocab_size=131, data.tokenizer=bytes: the tokenizer has 257 ids")
 
 
 def test_the_same_path_with_other_bytes_is_refused(tmp_path: Path) -> None:
@@ -76,7 +101,7 @@ def test_other_paths_and_weights_are_told_and_old_checkpoints_go_on(tmp_path: Pa
     assert "content hash" not in moved.out
 
     def forget(body: dict[str, Any]) -> None:
-        del body["data"]["files"], body["data"]["blend"], body["trainer"]["lineage"]
+        del body["data"]["hashes"], body["data"]["blend"], body["trainer"]["lineage"]
 
     edit_manifest(tmp_path / "old/checkpoints/step_00000002", forget)
     tokens(tmp_path / "two", 99)
@@ -114,14 +139,14 @@ def test_the_local_files_of_a_stream_are_hashed(tmp_path: Path) -> None:
 
 def test_an_order_of_another_version_is_refused() -> None:
     """Fault other-training-data: samples would come twice, or never."""
-    saved = {**ORDER, "order": "older-v0", "files": {"a.bin": "1", "gone.bin": "2"}}
-    now = {"files": {"a.bin": "1", "b.bin": "3"}}
+    saved = {**ORDER, "order": "older-v0", "hashes": {"a.bin": "1", "gone.bin": "2"}}
+    now = {"hashes": {"a.bin": "1", "b.bin": "3"}}
     with pytest.raises(DataError, match=f"order: older-v0 -> {ORDER['order']}"):
         compare(saved, now, Path("p"), accept=False)
     assert compare(saved, now, Path("p"), accept=True) == [f"data changed since: order: older-v0 -> {ORDER['order']}"]
     assert compare({**saved, **ORDER}, now, Path("p"), accept=False) == []
     assert compare({}, {}, Path("p"), accept=False) == []
-    assert compare({"files": {}}, now, Path("p"), accept=False) == []
+    assert compare({"hashes": {}}, now, Path("p"), accept=False) == []
 
 
 class Files:
@@ -163,3 +188,54 @@ def test_ranks_compare_digests_and_send_lists_only_to_name_a_difference() -> Non
     for said, sizes in run_ranks(2, agree, True):
         assert said.startswith("corpus/part-7.bin is not the same everywhere: content hash 7 on node ")
         assert len(sizes) == 2
+
+
+def test_a_token_in_the_middle_is_found_in_files_that_are_read_whole(tmp_path: Path) -> None:
+    """Fault other-training-data: of equal size, between the places that were sampled before."""
+    tokens(tmp_path / "one", 0, 1_000_000)
+    assert program.run("--data.train", "one", *FLAGS, "2", cwd=tmp_path).code == 0
+    path = tmp_path / "one.bin"
+    assert path.stat().st_size <= contents.WHOLE
+    content = bytearray(path.read_bytes())
+    content[1_000_500] ^= 1
+    path.write_bytes(content)
+    ended = program.run("--data.train", "one", *FLAGS, "4", cwd=tmp_path)
+    assert ended.code == 3
+    assert "data changed since run/checkpoints/step_00000002 was saved: one.bin: content hash " in ended.err
+
+
+def test_a_large_file_that_was_written_since_is_told(tmp_path: Path) -> None:
+    """Fault other-training-data: what was not compared is said. A pair that was made anew has another description."""
+    tokens(tmp_path / "one", 0, 3_000_000)
+    tokenizer = {"spec": "bytes", "sha256": "bytes", "vocab_size": 257, "eod": 256}
+    facts = {"documents": 30_000, "tokens": 3_000_000, "tokenizer": tokenizer, "append_eod": False, "sources": []}
+    write_sidecar(tmp_path / "one", facts)
+    assert program.run("--data.train", "one", *FLAGS, "2", cwd=tmp_path).code == 0
+    path = tmp_path / "one.bin"
+    assert path.stat().st_size > contents.WHOLE
+    before = content_hash(path)
+    with path.open("r+b") as file:
+        file.seek(3_000_000 // 2)
+        file.write(b"\1")
+    assert content_hash(path) == before, "between two pieces"
+    told = program.run("--data.train", "one", *FLAGS, "4", cwd=tmp_path)
+    assert told.code == 0, told.err
+    assert "data written since: one.bin: size and samples are equal, other bytes were not compared; " in told.out
+    write_sidecar(tmp_path / "one", facts)
+    refused = program.run("--data.train", "one", *FLAGS, "6", cwd=tmp_path)
+    assert refused.code == 3
+    assert "data changed since run/checkpoints/step_00000004 was saved: one.json: content hash " in refused.err
+    assert "one.bin" not in refused.err
+
+
+@pytest.mark.parametrize("suffix", ["bin", pytest.param("idx", marks=pytest.mark.slow)])
+def test_a_file_that_is_cut_short_while_it_is_read(suffix: str, tmp_path: Path) -> None:
+    """Fault data-cut-while-read: a line in place of SIGBUS."""
+    tokens(tmp_path / "one", 0)
+    cut = on_rank(1, 2, lambda _: os.truncate(f"one.{suffix}", 5000))
+    ended = program.run("--data.train", "one", *FLAGS, "50", "--launch.nproc", "2", cwd=tmp_path, plant=cut)
+    assert ended.code == 3, ended.err
+    assert ended.err.startswith("DataError: ")
+    size = (tmp_path / f"one.{suffix}").stat().st_size
+    assert f"one.{suffix} has {size:,} bytes, and had " in ended.err
+    assert ended.err.count("\n") == 1

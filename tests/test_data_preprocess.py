@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from megapar.data.preprocess import Counts, Recipe, Shard, encode, preprocess, r
 from megapar.data.tokenizer import ByteTokenizer, train_sentencepiece
 from megapar.data.workers import run, worker_pool
 from megapar.errors import ConfigError, DataError
+from tests.support.faults import gone
 
 ROOT = Path(__file__).parent.parent
 BYTES = Recipe(tokenizer="bytes", append_eod=True)
@@ -337,28 +339,46 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path, small_shards: Non
 
 
 KILLED_RUN = """
-import os, signal, sys
+import multiprocessing, os, signal
 from pathlib import Path
 from megapar.data import preprocess as preprocessing
 from megapar.data.preprocess import Recipe, preprocess
 
 def stop(counts):
     if len(list(Path("out.parts").glob("*.json"))) >= 5:
+        (worker,) = multiprocessing.active_children()  # the one that made the parts, so it is not just starting
+        Path("worker").write_text(str(worker.pid))
+        os.kill(worker.pid, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
     preprocessing._SHARD_BYTES = 5000
-    preprocess([Path("a.jsonl")], Path("out"), Recipe(tokenizer="bytes", append_eod=True), workers=2, on_progress=stop)
+    preprocess([Path("a.jsonl")], Path("out"), Recipe(tokenizer="bytes", append_eod=True), workers=1, on_progress=stop)
 """
 
 
+def test_a_stopped_worker_holds_up_nobody():
+    """Fault orphaned-ranks: the pool ends it."""
+    with worker_pool(1, slow_and_quick) as pool:
+        ((_, process),) = pool.items()
+        os.kill(process.pid, signal.SIGSTOP)
+        late = threading.Timer(20, os.kill, (process.pid, signal.SIGKILL))  # so that a failure does not wait forever
+        late.start()
+    assert late.is_alive(), "the pool waited for the worker"
+    late.cancel()
+
+
 def test_a_killed_run_goes_on_where_it_stood(tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch):
-    """The result is that of a run that nobody killed, and finished parts are not made again."""
+    """The result is that of a run that nobody killed, and finished parts are not made again.
+
+    Fault orphaned-ranks: no worker is left, a stopped one neither.
+    """
     monkeypatch.chdir(tmp_path)
     jsonl(Path("a.jsonl"), TEXTS)
     Path("killed.py").write_text(KILLED_RUN)
     killed = subprocess.run([sys.executable, "killed.py"], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert gone([int(Path("worker").read_text())])
     left = {path.name: path.stat().st_ino for path in Path("out.parts").glob("*.json") if "draft" not in path.name}
     assert len(left) >= 5
     assert not Path("out.bin").exists()

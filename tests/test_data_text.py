@@ -1,6 +1,5 @@
 """Text to tokens: tokenizers, corpus tools, entropies. Preprocessing: test_data_preprocess.py."""
 
-import base64
 import hashlib
 import json
 import math
@@ -20,7 +19,7 @@ from megapar.data.preprocess import Recipe, preprocess
 from megapar.data.tokenizer import load_tokenizer, made_by, train_sentencepiece
 from megapar.errors import ConfigError, DataError
 from megapar.train import data as train_data
-from tests.support.tokenizers import hugging_face
+from tests.support.tokenizers import byte_pairs, hugging_face
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [
@@ -72,12 +71,6 @@ def test_training_twice_gives_the_same_file(tmp_path: Path):
     for name in ("a", "b"):
         train_sentencepiece(["one two three two one\n" * 300], 280, tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
-def byte_pairs(path: Path, *merges: bytes) -> Path:
-    tokens = [*(bytes([byte]) for byte in range(256)), *merges]
-    path.write_text("".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens)))
-    return path
 
 
 def test_hugging_face_files_truncate_and_add_nothing(tmp_path: Path):
@@ -179,6 +172,9 @@ def test_an_end_token_that_is_no_text_is_refused_in_one_line(tmp_path: Path, end
         ({"special_tokens": ["<end>"], "eod": "<end>"}, "special_tokens in .*json must be an object"),
         ({"special_tokens": {"<end>": "300"}, "eod": "<end>"}, "special_tokens in .*json must be an object"),
         ({"special_tokens": {"<end>": 300}, "eod": ["<end>"]}, "is none of the special tokens <end>"),
+        ({"special_tokens": {"<end>": -1}, "eod": "<end>"}, "special_tokens in .*json must be an object"),
+        ({"special_tokens": {"<end>": 2**31}, "eod": "<end>"}, "special_tokens in .*json must be an object"),
+        ({"special_tokens": {"<end>": 7}, "eod": "<end>"}, "<end> has the id 7, which is the rank of a token"),
         ({"pattern": 7}, "tiktoken refuses it"),
         ({"pattern": "("}, "tiktoken refuses it"),
     ],
@@ -219,7 +215,13 @@ def test_bad_tokenizers_are_refused_in_one_line(tmp_path: Path):
     (tmp_path / "foreign.model").write_text("no model")
     cut = byte_pairs(tmp_path / "cut.tiktoken")
     cut.write_bytes(cut.read_bytes()[:1000])
+    twice = byte_pairs(tmp_path / "twice.tiktoken")
+    twice.write_bytes(twice.read_bytes() + b"YWJj 7\n")
+    beyond = byte_pairs(tmp_path / "beyond.tiktoken")
+    beyond.write_bytes(beyond.read_bytes() + b"YWJj 1000000000000\n")
     cases = [
+        (f"tiktoken:{twice}", DataError, "lines 8 and 257 have the same rank, 7$"),
+        (f"tiktoken:{beyond}", DataError, "line 257: rank 1000000000000 is not from 0 to 2147483647$"),
         ("byte", ConfigError, "unknown tokenizer 'byte'; use bytes, spm:FILE"),
         ("spm:", ConfigError, "unknown tokenizer"),
         (f"spm:{tmp_path}/none.model", DataError, "none.model is not a file"),
@@ -290,6 +292,23 @@ def test_programs_print_one_line_and_an_exit_code(tmp_path: Path):
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr
         assert sum("Error: " in line for line in done.stderr.splitlines()) == 1
+
+
+def test_a_tokenizer_is_trained_on_the_key_that_is_named_and_a_bad_line_is_an_error_of_the_data(tmp_path: Path):
+    """The line, the key and the way out, as in preprocess_data; nothing about the size of the vocabulary."""
+    rows = [{"content": f"line {number} of some text"} for number in range(400)]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "m", "--vocab_size", "300")
+    done = run_tool("train_tokenizer.py", *options)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("DataError: ")
+    assert "a.jsonl: line 1" in done.stderr
+    assert "--text_field names the key of the text; this line has content" in done.stderr
+    assert "vocab_size" not in done.stderr
+    assert not (tmp_path / "m").exists()
+    done = run_tool("train_tokenizer.py", *options, "--text_field", "content")
+    assert done.returncode == 0, done.stderr
+    assert load_tokenizer(f"spm:{tmp_path / 'm'}").vocab_size == 300
 
 
 # entropies

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib import pyplot as plt
 from torch import Tensor
 
 from megapar import validate as checks
@@ -44,7 +45,7 @@ def test_replicas_that_share_experts_need_equal_numbers_of_micro_batches() -> No
             parallel = ParallelConfig(tp=tp, cp=cp, dp=dp, pp=2, ep=ep, etp=etp, order=order)
             for batch in (dp, dp + 1):
                 config = Config(mixture, parallel, TrainConfig(global_batch_size=batch))
-                problems = list(checks._expert_batch(config))
+                problems = list(checks._batch(config))
                 assert bool(problems) == (shared and batch % dp > 0), (sizes, expert_sizes, order, batch)
                 refused += len(problems)
     assert refused > 100
@@ -54,9 +55,9 @@ def test_a_ramp_that_replicas_cannot_share_is_refused_with_one_that_they_can() -
     parallel = ParallelConfig(dp=4, ep=4, etp=1)
     config = Config(ModelConfig(family="mixtral", moe=MoEConfig(num_experts=8)), parallel)
     ramp = replace(config, train=TrainConfig(global_batch_size=12, batch_ramp=(2, 2, 30)))
-    (problem,) = checks._expert_batch(ramp)
+    (problem,) = checks._batch(ramp)
     assert problem.endswith("a multiple of 4; use 4 4 30")
-    assert not list(checks._expert_batch(replace(ramp, train=replace(ramp.train, batch_ramp=(4, 4, 30)))))
+    assert not list(checks._batch(replace(ramp, train=replace(ramp.train, batch_ramp=(4, 4, 30)))))
 
 
 def router_state(state: TrainState) -> list[Tensor]:
@@ -163,5 +164,31 @@ def test_the_load_of_a_layer_is_that_of_its_fullest_expert() -> None:
     assert load["expert_load"] == {"0": 2.0, "2": 1.0}  # layer 1 has no experts
     assert load["expert_load_max"] == 2.0
     assert load["expert_counts"] == {"0": [1, 2, 3, 6], "2": [4, 4, 4, 4]}
-    assert plot.over_the_mean(load["expert_counts"]) == {"0": [1 / 3, 2 / 3, 1.0, 2.0], "2": [1.0] * 4}
+    assert plot.multiples_of_the_mean(load["expert_counts"]) == {"0": [1 / 3, 2 / 3, 1.0, 2.0], "2": [1.0] * 4}
     assert plot.draw_load(Path("no_folder"), [{"step": 1, "loss": 2.0}]) is None
+
+
+def colors_and_names_of_the_load(layers: int, fullest: int) -> tuple[set[tuple[float, ...]], list[str]]:
+    """The picture of 10 experts, of which one has `fullest` times the mean: the colors of its loads of 2, 2.2 and
+    `fullest`, and the labels of all its axes and of its legends."""
+    counts = [fullest * 100, 220, 200] + [0] * 7
+    counts[-1] = 1000 - sum(counts)
+    line = {"step": 1, **expert_load(torch.tensor([counts] * layers))}
+    figure = plot.load_figure("run", [line])
+    assert figure is not None
+    image = figure.axes[0].images[0]
+    names = [axes.get_ylabel() for axes in figure.axes]
+    names += [text.get_text() for axes in figure.axes if axes.get_legend() for text in axes.get_legend().get_texts()]
+    plt.close(figure)
+    return {tuple(image.to_rgba(load)) for load in (2, 2.2, fullest)}, names
+
+
+def test_the_picture_of_the_load_tells_full_experts_apart_and_names_every_layer() -> None:
+    few, names = colors_and_names_of_the_load(layers=4, fullest=3)
+    assert len(few) == 3, "loads above twice the mean have one color"
+    assert {"layer 0", "layer 3", "even"} <= {*names}
+    assert not any("over" in name for name in names), "tokens over the mean reads as a difference"
+    many, names = colors_and_names_of_the_load(layers=26, fullest=5)
+    assert len(many) == 3
+    assert names.count("layer") == 2, "the rows of the left half, and a color bar for the lines of the right one"
+    assert names[-1] == "even"

@@ -91,9 +91,9 @@ TOGETHER = [
     Wrong("gpt-with-rope", "--model.family gpt --model.rope_theta 5", "model.rope_theta"),
     Wrong("llama-with-dropout", "--model.hidden_dropout 0.1", "model.hidden_dropout"),
     Wrong("positions", "--train.seq_length 65", "model.max_position_embeddings=64"),
-    Wrong("vocabulary", "--model.vocab_size 10 --data.tokenizer bytes --data.train a", "model.vocab_size=10"),
+    Wrong("vocabulary", "--model.vocab_size 10 --data.tokenizer bytes --data.train hf:json:a", "model.vocab_size=10"),
     Wrong("warmup", "--optimizer.warmup_steps 6", "optimizer.warmup_steps=6"),
-    Wrong("decay-without-wsd", "--optimizer.decay_steps 2", "optimizer.decay_steps=2"),
+    Wrong("decay-of-constant", "--optimizer.decay_steps 2 --optimizer.schedule constant", "optimizer.decay_steps=2"),
     Wrong("min-above-peak", "--optimizer.min_lr 1", "optimizer.min_lr=1.0"),
     Wrong("recompute-every", "--train.recompute_every 2", "train.recompute_every=2"),
     Wrong("eval-of-nothing", "--train.eval_every 2", "train.eval_every=2"),
@@ -114,9 +114,15 @@ TOGETHER = [
     Wrong("cuda-without-gpu", "--launch.device cuda", "launch.device=cuda"),
     Wrong("timeout-of-a-century", "--launch.timeout_seconds 1e300", "launch.timeout_seconds"),
     Wrong("threads-of-thousands", "--launch.threads 4000", "launch.threads=4000"),
+    Wrong("stage-beyond-64-bits", "--data.train 1:a 1:b --data.stages 99999999999999999999:1,1", "and below 2^60"),
+    Wrong("size-beyond-32-bits", "--model.head_dim 4611686018427387904", "must be at most 2,147,483,647"),
+    Wrong("bucket-of-nothing", "--optimizer.bucket_mb 1e-320", "must be from 1e-05 to 1e+09, or 0"),
+    Wrong("bucket-of-everything", "--optimizer.bucket_mb 1e308", "must be from 1e-05 to 1e+09, or 0"),
+    Wrong("workers-of-hundreds", "--data.workers 4000", "data.workers=4000"),
+    Wrong("ranks-of-thousands", "--launch.nproc 200000", "launch.nproc=200000"),
     Wrong("apex-without-gpu", "--kernels.backend apex", "apex"),
 ]
-FEW_TOGETHER = ("batch-of-7", "no-such-flag")
+FEW_TOGETHER = ("batch-of-7", "no-such-flag", "workers-of-hundreds")
 
 
 @pytest.mark.parametrize("case", [case for case in TOGETHER if case.name in FEW_TOGETHER], ids=str)
@@ -188,7 +194,8 @@ VARIABLES: dict[str, tuple[Mapping[str, str], dict[str, str], str]] = {
     "rank-empty": (TORCHRUN, {"RANK": ""}, "RANK=''"),
     "rank-negative": (TORCHRUN, {"RANK": "-1"}, "RANK='-1'"),
     "rank-beyond": (TORCHRUN, {"RANK": "2"}, "RANK=2, WORLD_SIZE=2"),
-    "rank-far-beyond": (TORCHRUN, {"RANK": "9" * 30}, "ranks count from 0 to 1"),
+    "rank-far-beyond": (TORCHRUN, {"RANK": "9" * 30}, "RANK=999"),
+    "world-of-a-billion": (TORCHRUN, {"WORLD_SIZE": "1000000000"}, "WORLD_SIZE=1000000000"),
     "world-zero": (TORCHRUN, {"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
     "world-in-words": (TORCHRUN, {"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
     "local-rank-in-words": (TORCHRUN, {"RANK": "1", "LOCAL_RANK": "q"}, "LOCAL_RANK='q'"),
@@ -198,7 +205,7 @@ VARIABLES: dict[str, tuple[Mapping[str, str], dict[str, str], str]] = {
     "port-in-words": (TORCHRUN, {"MASTER_PORT": "abc"}, "MASTER_PORT='abc'"),
     "port-zero": (TORCHRUN, {"MASTER_PORT": "0"}, "MASTER_PORT=0"),
     "port-beyond": (TORCHRUN, {"MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
-    "attempt-in-words": (TORCHRUN, {"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x'"),
+    "address-of-no-host": (TORCHRUN, {"MASTER_ADDR": "a@b/c"}, "MASTER_ADDR='a@b/c'"),
     "slurm-rank-in-words": (SLURM, {"SLURM_PROCID": "x"}, "SLURM_PROCID='x'"),
     "slurm-rank-beyond": (SLURM, {"SLURM_PROCID": "2"}, "SLURM_PROCID=2 of 2 tasks"),
     "slurm-tasks-in-words": (SLURM, {"SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS='two'"),
@@ -206,6 +213,7 @@ VARIABLES: dict[str, tuple[Mapping[str, str], dict[str, str], str]] = {
     "slurm-localid-missing": (SLURM, {"SLURM_LOCALID": GONE}, "SLURM_LOCALID is not set"),
     "slurm-localid-of-rank-1": (SLURM, {"SLURM_PROCID": "1", "SLURM_LOCALID": "q"}, "SLURM_LOCALID='q'"),
     "slurm-per-node-odd": (SLURM, {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "expected something like 8(x2),3"),
+    "slurm-per-node-huge": (SLURM, {"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"}, "2(x99999999999)"),
     "slurm-node-beyond": (SLURM, {"SLURM_STEP_TASKS_PER_NODE": "1,1", "SLURM_NODEID": "5"}, "SLURM_NODEID=5"),
     "slurm-address-missing": (SLURM, {"MASTER_ADDR": GONE}, "MASTER_ADDR not set"),
     "slurm-cpus-in-words": (SLURM, {"SLURM_CPUS_PER_TASK": "x"}, "SLURM_CPUS_PER_TASK='x'"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapar.config import OptimizerConfig
-from megapar.optimizer.schedule import learning_rate
+from megapar.optimizer.schedule import change_of_rate, learning_rate
 
 BASE = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
 QUARTER = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2  # a cosine a quarter of its way
@@ -54,6 +54,33 @@ def test_without_warm_up_inverse_sqrt_starts_at_the_peak() -> None:
     assert learning_rate(3, config, 10) == 0.5
 
 
+def test_the_length_of_the_decay_may_be_another_than_that_of_the_run() -> None:
+    """A run of any length then has the rates of the planned one, and stays at min_lr after it."""
+    for schedule in ("cosine", "linear"):
+        config = replace(BASE, schedule=schedule)  # type: ignore[arg-type]
+        planned = [learning_rate(step, config, 20) for step in range(30)]
+        fixed = replace(config, decay_steps=16)
+        for total in (6, 20, 30):
+            assert [learning_rate(step, fixed, total) for step in range(30)] == planned
+        assert planned[19:] == pytest.approx([0.1] * 11)
+
+
+def test_a_longer_run_is_told_the_rate_that_it_had_and_the_one_that_it_goes_on_with() -> None:
+    line = change_of_rate(12, BASE, BASE, 12, 16)
+    assert line.startswith("the learning rate goes on at 0.232: step 12 had 0.1, and 0.1 would have come next; ")
+    assert line.endswith("--optimizer.decay_steps 8 keeps the schedule of 12 steps")
+    advised = replace(BASE, decay_steps=8)
+    assert change_of_rate(12, BASE, advised, 12, 16) == ""
+    lower = change_of_rate(6, BASE, replace(BASE, lr=0.5), 12, 12)
+    assert lower == "the learning rate goes on at 0.377: step 6 had 0.868, and 0.722 would have come next"
+
+
+@pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt"])
+def test_schedules_that_do_not_know_the_end_go_on_without_a_word(schedule: str) -> None:
+    config = replace(BASE, schedule=schedule)  # type: ignore[arg-type]
+    assert change_of_rate(12, config, config, 12, 16) == ""
+
+
 def test_a_run_may_be_all_warm_up() -> None:
     for schedule in ("cosine", "linear", "constant", "inverse_sqrt", "wsd"):
         config = replace(BASE, schedule=schedule)  # type: ignore[arg-type]
@@ -77,7 +104,7 @@ def test_rates_rise_in_the_warm_up_and_never_after_it(
         min_lr=2.0 * low,
         schedule=schedule,  # type: ignore[arg-type]
         warmup_steps=warmup,
-        decay_steps=min(decay, length) if schedule == "wsd" else 0,
+        decay_steps=min(decay, length),
     )
     rates = [learning_rate(step, config, total) for step in range(total + 5)]
     rising, falling = rates[:warmup], rates[max(0, warmup - 1) :]
@@ -87,5 +114,5 @@ def test_rates_rise_in_the_warm_up_and_never_after_it(
     assert all(config.min_lr * (1 - 1e-12) <= rate <= 2.0 * (1 + 1e-12) for rate in falling)
     if warmup:
         assert rates[warmup - 1] == 2.0
-    if schedule in ("cosine", "linear", "wsd"):
+    if schedule == "wsd" or (schedule in ("cosine", "linear") and not config.decay_steps):
         assert rates[total - 1] == pytest.approx(config.min_lr, abs=1e-12)

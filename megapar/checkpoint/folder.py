@@ -21,6 +21,7 @@ from megapar.checkpoint.format import checkpoint_folders, is_complete, step_of
 from megapar.checkpoint.lineage import complete_plan
 from megapar.context import ParallelContext
 from megapar.errors import StorageError
+from megapar.regular_files import open_regular
 
 LOCK = ".lock"
 _LEFT_BEHIND = re.compile(r"\.(tmp|trash|latest|probe)-.*|\.abandoning\..*\.tmp")
@@ -42,7 +43,7 @@ def exclusive(run_dir: Path, root: Path, ctx: ParallelContext) -> Iterator[None]
                 return
             run_dir.mkdir(parents=True, exist_ok=True)
             path = run_dir / LOCK
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
             held.callback(os.close, descriptor)
             _lock(path, descriptor)
             sweep(root)

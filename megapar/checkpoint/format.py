@@ -33,6 +33,7 @@ from torch import Tensor
 from megapar.checkpoint.manifest import Span, encode, index, seal
 from megapar.errors import CheckpointError
 from megapar.params import ParamSpec, Piece, Sizes
+from megapar.regular_files import open_regular, read_regular
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -41,10 +42,12 @@ MANIFEST = "manifest.json"
 BUFFER = "buffer"  # a tensor that is state but no parameter
 TRAINING_STATE = "training"  # such a tensor that the model itself does not need
 SECOND_MOMENT = "exp_avg_sq"
+MOST = 1 << 60  # counts are below it: a step further, they still fit into 64 bits
 _FOLDER = re.compile(r"step_(\d{8,})")
 _BLOCK = 1 << 16  # elements; 256 KiB of fp32, which stay in the cache between the CRC and the check of values
 _INF = 0x7F800000  # the bits of an fp32 infinity
 _PARSED = 32  # parsed entries that stay in memory
+_LARGEST_MANIFEST = 1 << 32  # bytes; that of 70 billion parameters on 4,096 ranks has 83 MB
 
 
 class FlatBox(NamedTuple):
@@ -123,7 +126,7 @@ class Entries(Mapping[str, Entry]):
         self.path = path
         self.spans = spans
         self._parsed: dict[str, Entry] = {}
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        self._descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
         weakref.finalize(self, os.close, self._descriptor)
 
     def __getitem__(self, name: str) -> Entry:
@@ -193,8 +196,8 @@ class Manifest:
                 raise TypeError(f"{name} must be an object")
         # `type`, because True is an instance of int.
         counts = (facts["step"], facts["consumed_samples"], *facts["files"].values())
-        if any(type(count) is not int or count < 0 for count in counts):
-            raise TypeError("step, consumed_samples and file sizes must be integers of at least 0")
+        if any(type(count) is not int or not 0 <= count < MOST for count in counts):
+            raise TypeError("step, consumed_samples and file sizes must be integers of at least 0, below 2^60")
         return cls(**fields, tensors=tensors)
 
     def facts(self) -> dict[str, Any]:
@@ -321,6 +324,18 @@ def _problem_of(name: str, values: Tensor) -> str:
     return ""
 
 
+def rounding_problem(name: str, weights: Tensor, dtype: torch.dtype) -> str:
+    """Return why a model of `dtype` cannot take these weights, or "" if it can: rounded to it they must be finite."""
+    if not weights.numel():
+        return ""
+    least, largest = torch.aminmax(weights)
+    if torch.stack([least, largest]).to(dtype).isfinite().all():
+        return ""
+    size = max(abs(float(least)), abs(float(largest)))
+    limit = torch.finfo(dtype).max
+    return f"{name} holds {size:.6g}, and {dtype_name(dtype)} of train.precision holds {limit:.6g} at most"
+
+
 def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
@@ -402,9 +417,7 @@ def _read_text(folder: Path) -> bytes:
     """Return the bytes of the manifest. Raises CheckpointError if it cannot be read."""
     path = folder / MANIFEST
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with open(descriptor, "rb") as file:
-            return file.read()
+        return read_regular(path, _LARGEST_MANIFEST, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: incomplete or no checkpoint: it has no {MANIFEST}") from None
     except OSError as error:

@@ -15,6 +15,7 @@ from typing import Any
 from megapar.checkpoint.format import checkpoint_folders, open_manifest, step_of, sync_folder, write_latest
 from megapar.errors import CheckpointError
 from megapar.files import replace_file
+from megapar.regular_files import read_regular
 
 Lineage = list[tuple[str, int]]
 
@@ -71,7 +72,7 @@ def complete_plan(root: Path) -> None:
     plan = root / PLAN
     if not plan.exists():
         return
-    lineage: Lineage = [(str(start), int(step)) for start, step in json.loads(plan.read_text())["lineage"]]
+    lineage: Lineage = [(str(start), int(step)) for start, step in json.loads(read_regular(plan))["lineage"]]
     folder = _folder(root, lineage)
     for path in _abandoned(root, lineage):
         folder.mkdir(exist_ok=True)

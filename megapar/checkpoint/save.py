@@ -33,13 +33,14 @@ from megapar.checkpoint.format import (
     examine,
     folder_name,
     logical_boxes,
+    rounding_problem,
     sync_folder,
     write_latest,
     write_manifest,
 )
 from megapar.context import ParallelContext
 from megapar.errors import NumericError, StorageError
-from megapar.params import Piece, StateSlice
+from megapar.params import MAIN, Piece, StateSlice
 
 _REMEDY = "a lower optimizer.lr or a longer optimizer.warmup_steps often helps from the newest checkpoint on"
 _PAUSE_SECONDS = 0.01  # between two checks of what other ranks have finished
@@ -163,7 +164,8 @@ class Save:
             if self._after:
                 self._after.join()
             self._write(slices)
-        except Exception as error:  # `finish` raises it on every rank, whatever it is
+        # `finish` raises it on every rank, whatever it is. Without it, every rank would wait for ever.
+        except BaseException as error:
             self._problem = self._problem or relayed(error)
         finally:
             self._after = None  # otherwise each save would keep all saves before it in memory
@@ -178,7 +180,7 @@ class Save:
         part: dict[str, Any] | None = None
         try:
             part = write_part(self._temporary, world.rank, slices)
-        except Exception as error:  # rank 0 must learn of it, or it would wait for this part
+        except BaseException as error:  # rank 0 must learn of it, or it would wait for this part
             self._problem = relayed(error)
         if not world.first:
             comm.post(self._key(world.rank), {"part": part, "failed": self._problem is not None})
@@ -327,6 +329,9 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
                 flat = tensor[begin : begin + math.prod(box.size)]
                 values = flat.detach().view(box.size).cpu()
                 crc32, problem = examine(name, values)
+                # Weights that are finite in fp32 may be infinite in a 16-bit model. Every start from them would fail.
+                if not problem and state == MAIN and item.param.dtype != values.dtype:
+                    problem = rounding_problem(name, values, item.param.dtype)
                 if problem:
                     raise NumericError(f"rank {rank}: {problem}; {_REMEDY}")
                 chunk = Chunk(file, f"{name}#{len(chunks[name])}", box.offset, box.size, crc32)
@@ -352,7 +357,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         path.chmod(path.parent.stat().st_mode & 0o666)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    except Exception as error:
+    except BaseException as error:  # safetensors is written in Rust, whose panics are no subclass of Exception
         needed = sum(values.nbytes for values in tensors.values())
         free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
         # Rank 0 has made the folder. A rank that does not see it is on another disk.

@@ -6,6 +6,7 @@ samples were consumed before, and it answers with the step that follows.
 """
 
 import multiprocessing
+import os
 import signal
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,8 @@ import torch
 from megapar.batch import MicroBatch
 from megapar.data.loader import Loader
 from megapar.data.workers import alive
-from megapar.errors import MegaparError
+from megapar.errors import MegaparError, starting
+from megapar.processes import end_with_parent
 
 Read = Callable[[int], list[MicroBatch]]
 
@@ -116,12 +118,19 @@ class _Processes:
         # Forked, so that all processes share the mapped files. It is safe because they touch no device.
         fork = multiprocessing.get_context("fork")
         self._workers: list[tuple[Connection, BaseProcess]] = []
-        for number in range(count):
-            ours, theirs = fork.Pipe()
-            process = fork.Process(target=_work, args=(read, ours, theirs), name=f"data worker {number}", daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append((ours, process))
+        parent = os.getpid()
+        try:
+            for number in range(count):
+                ours, theirs = fork.Pipe()
+                name = f"data worker {number}"
+                process = fork.Process(target=_work, args=(read, ours, theirs, parent), name=name, daemon=True)
+                with starting(name, "use fewer data.workers"):
+                    process.start()
+                theirs.close()
+                self._workers.append((ours, process))
+        except BaseException:
+            self.close()  # Python would wait for the others at its end
+            raise
         self._asked = 0
         self._taken = 0
 
@@ -147,11 +156,14 @@ class _Processes:
             connection.close()
 
 
-def _work(read: Read, parents: Connection, connection: Connection) -> None:
-    """Run a worker process until the parent closes the connection.
+def _work(read: Read, parents: Connection, connection: Connection, parent: int) -> None:
+    """Run a worker process until the parent closes the connection. `parent` is the parent's process number.
 
     It receives a number of consumed samples, and sends the step that follows or the error that reading it raised.
     """
+    # A stopped worker would not see that the connection is closed.
+    if not end_with_parent(parent):
+        return
     # A terminal or a scheduler signals all processes of the group. The parent answers, and ends its workers. The fork
     # copied the parent's handlers, which would take a signal of this process for a request to the parent.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

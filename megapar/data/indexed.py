@@ -6,7 +6,6 @@ lengths[S] in tokens, int64 pointers[S] in bytes, and int64 document_indices[D] 
 is 0 and the last is S. A document is one or more sequences.
 """
 
-import hashlib
 import mmap
 import os
 import struct
@@ -18,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megapar.data.contents import content_hash
 from megapar.errors import DataError, storing
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -40,20 +40,13 @@ def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.i
     return np.cumsum(sizes) - sizes
 
 
-def _spread(length: int, count: int, width: int) -> NDArray[np.int64]:
-    """Return where `count` pieces of `width` values begin, evenly spaced from the first to the last of `length`."""
-    return np.linspace(0, max(length - width, 0), min(count, length)).astype(np.int64)
-
-
-def _hash(path: Path, *parts: NDArray[np.integer]) -> str:
-    digest = hashlib.blake2b(str(path.stat().st_size).encode(), digest_size=8)
-    for part in parts:
-        digest.update(part.tobytes())
-    return digest.hexdigest()
-
-
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _close(file: BinaryIO) -> None:
@@ -87,7 +80,8 @@ class IndexedDataset:
                     hint = "name the part of a .bin/.idx pair before the dot"
                 raise DataError(f"{path} is not a file: {hint}")
         self.dtype, sequences = self._read_header()
-        index = np.memmap(self.idx_path, np.uint8, "r").view(np.ndarray)
+        self._index_map = _mapped(self.idx_path)
+        index = np.frombuffer(self._index_map, np.uint8)
         pointers = _HEADER.size + 4 * sequences
         boundaries = _HEADER.size + 12 * sequences
         self.lengths = index[_HEADER.size : pointers].view("<i4")
@@ -104,8 +98,7 @@ class IndexedDataset:
         self._map: mmap.mmap | None = None
         self.tokens = np.empty(0, self.dtype)
         if size:  # an empty file cannot be mapped
-            with self.bin_path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._map = _mapped(self.bin_path)
             self.tokens = np.frombuffer(self._map, self.dtype)
 
     def __len__(self) -> int:
@@ -117,8 +110,12 @@ class IndexedDataset:
         return self.tokens[self.document_start(i) : self.document_start(i + 1)]
 
     def read_pieces(self, starts: NDArray[np.int64], length: int) -> NDArray[np.integer]:
-        """Return the tokens [len(starts), length] from each position in `starts` on, in the dtype of the file."""
+        """Return the tokens [len(starts), length] from each position in `starts` on, in the dtype of the file.
+
+        Raises DataError if the files have another size than when they were opened.
+        """
         assert self._map is not None, "no token, no piece"
+        self._require_whole()
         # Pieces lie anywhere in the file. Without MADV_RANDOM the system would read ahead of each missing page,
         # megabytes at times, in vain.
         self._map.madvise(mmap.MADV_RANDOM)
@@ -154,17 +151,20 @@ class IndexedDataset:
         return list(dict.fromkeys(starts))  # a document without tokens starts where the next one does
 
     def fingerprints(self) -> dict[str, str]:
-        """Return a hash of each file, by its path.
+        """Return a hash of the contents of each file, by its path (see `content_hash`)."""
+        return {str(path): content_hash(path) for path in (self.idx_path, self.bin_path)}
 
-        A hash is made of the file's size and of evenly spaced samples. Its cost is the same for every size.
+    def _require_whole(self) -> None:
+        """Raise DataError if a mapped file has another size now.
+
+        Bytes behind the end of a file that is cut short under its map end the process with SIGBUS, without a word.
         """
-        # A pointer is the sum of all lengths before it, so even a few samples of them tell different documents apart.
-        index = (self.lengths, self.pointers, self.document_indices)
-        width = min(256, len(self.tokens))
-        return {
-            str(self.idx_path): _hash(self.idx_path, *(part[_spread(len(part), 1024, 1)] for part in index)),
-            str(self.bin_path): _hash(self.bin_path, self.read_pieces(_spread(len(self.tokens), 64, width), width)),
-        }
+        for path, mapped in ((self.idx_path, self._index_map), (self.bin_path, self._map)):
+            if mapped is not None and mapped.size() != len(mapped):
+                raise DataError(
+                    f"{path} has {mapped.size():,} bytes, and had {len(mapped):,} when it was opened: it was cut short "
+                    "or written anew while it was read; put it back and start again"
+                )
 
     def _read_header(self) -> tuple[np.dtype, int]:
         """Return token dtype and number of sequences. Raises DataError unless the header fits the size of the file."""

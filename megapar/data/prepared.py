@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from megapar.data.indexed import IndexedDataset, IndexedWriter, merge
 from megapar.data.order import permute
-from megapar.errors import ConfigError, DataError
+from megapar.errors import ConfigError, DataError, reason_of
 from megapar.files import write_json
 from megapar.messages import counted
+from megapar.regular_files import read_regular
 
 _BLOCK = 1 << 20  # bytes hashed, tokens checked, or documents checked at a time; it bounds the memory
 _GATHERED = 1 << 10  # documents fetched at a time
@@ -119,12 +120,12 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
     Raises DataError if the file was not written by `write_sidecar`.
     """
     path = sidecar_path(prefix)
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        sidecar = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not the description of a .bin/.idx pair: {error}") from error
+        sidecar = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not the description of a .bin/.idx pair: {reason_of(error)}") from error
     if not isinstance(sidecar, dict):
         raise DataError(f"{path}: not the description of a .bin/.idx pair: no JSON object")
     missing = {"documents", "tokens", "tokenizer", "append_eod", "sources", "sha256"} - set(sidecar)

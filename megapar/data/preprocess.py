@@ -31,6 +31,7 @@ from megapar.data.prepared import join, sha256, sidecar_path, write_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.data.workers import run, worker_pool
 from megapar.errors import ConfigError, DataError, storing
+from megapar.regular_files import read_regular
 
 _PARTS_VERSION = 1  # raise it when the same input would give other parts
 _BATCH_CHARACTERS = 1 << 20  # of text in a batch, about
@@ -203,9 +204,9 @@ def _read_part(name: Path) -> Part:
     """Return the description of a finished part. Raises DataError if the file is not one."""
     path = Path(f"{name}.json")
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_regular(path))
         return Part(**fields | {"counts": Counts(**fields["counts"])})
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: not what an earlier run has left; remove {path.parent}") from error
 
 

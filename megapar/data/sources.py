@@ -1,6 +1,7 @@
 """Sources of samples: .bin/.idx pairs, Hugging Face datasets, and a synthetic language."""
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from glob import glob
@@ -11,13 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megapar.data.contents import content_hash
 from megapar.data.indexed import IndexedDataset
 from megapar.data.order import mix64, permute
+from megapar.data.prepared import read_sidecar, sidecar_path
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import ConfigError, DataError
-
-_SAMPLES = 64  # pieces of a file that its hash is made of
-_SAMPLE_BYTES = 4096  # the size of such a piece
 
 
 class Dataset(Protocol):
@@ -95,7 +95,13 @@ class ChunkDataset:
         return starts_of_samples
 
     def fingerprints(self) -> Mapping[str, str]:
-        return self.file.fingerprints()
+        found = self.file.fingerprints()
+        sidecar = read_sidecar(self.name)
+        if sidecar:
+            # It states the SHA-256 of both files. So a pair that was made anew is found, wherever it differs.
+            stated = json.dumps(sidecar["sha256"], sort_keys=True).encode()
+            found[str(sidecar_path(self.name))] = hashlib.blake2b(stated, digest_size=8).hexdigest()
+        return found
 
 
 class SyntheticDataset:
@@ -207,18 +213,7 @@ def stream_fingerprints(spec: str) -> dict[str, str]:
     _, _, files = spec.removeprefix("hf:").partition(":")
     if not files:
         return {}
-    return {path: _file_hash(path) for path in sorted(glob(files, recursive=True)) if os.path.isfile(path)}
-
-
-def _file_hash(path: str) -> str:
-    """Return a hash of a file's size and of evenly spaced pieces of it. Its cost is the same for every size."""
-    size = os.path.getsize(path)
-    digest = hashlib.blake2b(str(size).encode(), digest_size=8)
-    with open(path, "rb") as file:
-        for number in range(_SAMPLES):
-            file.seek(max(size - _SAMPLE_BYTES, 0) * number // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    return {path: content_hash(path) for path in sorted(glob(files, recursive=True)) if os.path.isfile(path)}
 
 
 def hugging_face_rows(spec: str) -> Iterable[dict[str, Any]]:

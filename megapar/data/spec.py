@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from megapar.config import Config
 from megapar.messages import counted, problem
 
+_MOST_SAMPLES = 1 << 60  # positions of samples are computed in 64 bits
 _UNSPLIT = ("synthetic", "hf")  # sources without documents to split
 
 
@@ -74,7 +75,7 @@ def data_problems(config: Config) -> Iterator[str]:
     elif data.split and (len(data.split) not in (2, 3) or not data.split[0] > 0):
         yield problem(config, "data.split", "give two or three shares, the first above 0, such as 969 30 1")
     if bool(data.fim_rate) != bool(data.fim_tokens) or len(data.fim_tokens) not in (0, 3) or data.fim_rate > 1:
-        text = "a share of at most 1, and three token ids that mark prefix, suffix and middle; or neither"
+        text = "a share of at most 1, and three token ids that mark prefix, suffix and middle; or leave both out"
         yield problem(config, "data.fim_rate data.fim_tokens", text)
     elif config.model.vocab_size and any(token >= config.model.vocab_size for token in data.fim_tokens):
         yield problem(config, "data.fim_tokens model.vocab_size", "ids must lie within the vocabulary")
@@ -164,8 +165,8 @@ def _stages(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
     weighted = {entry.source for entry in entries if entry.amount != 0}
     for text in config.data.stages:
         first, weights = _parse_stage(text)
-        if first <= last:
-            yield f"data.stages={text}: must be SAMPLE:W,W,... with a sample above {last}"
+        if not last < first < _MOST_SAMPLES:
+            yield f"data.stages={text}: must be SAMPLE:W,W,... with a sample above {last} and below 2^60"
         elif len(weights) != len(entries):
             count = counted(len(weights), "weight")
             yield f"data.stages={text}: {count} for the {counted(len(entries), 'source')} of data.train"

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,12 +12,15 @@ import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
 
-from megapar.errors import ConfigError, DataError, storing
+from megapar.errors import ConfigError, DataError, reason_of, storing
+from megapar.regular_files import read_regular
 
 SPECS = "bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
 
 # The usual names of the end-of-document token. They are tried when no tokenizer_config.json names it.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
+
+_MOST_IDS = 1 << 31  # ids are stored in 32 bits, with a sign
 
 # The pattern of cl100k_base (tiktoken, MIT license). It cuts text into words before bytes are merged.
 _WORDS = (
@@ -114,7 +117,9 @@ class HuggingFaceTokenizer:
         older = _fingerprint(spec, path, beside)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the library raises nothing narrower, and panics as Rust does
             raise DataError(f"tokenizer {spec}: not a tokenizer.json ({' '.join(str(error).split())})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -156,6 +161,9 @@ class TiktokenTokenizer:
     both: {"pattern": REGEX, "special_tokens": {TEXT: ID}, "eod": TEXT}. Each field is optional. By default words are
     cut as in cl100k_base, and the first free id, <|endoftext|>, ends a document.
     Special tokens that occur in a text are read as text.
+    `ranks` are the ids of the tokens by their bytes, and `special_tokens` the ids of the others by their text.
+    `end` is the special token that ends a document.
+    `pattern` matches words, in the syntax of fancy-regex. Text that it does not match is left out.
     Raises ConfigError if the library is not installed and DataError if the file is not such a list.
     """
 
@@ -173,16 +181,25 @@ class TiktokenTokenizer:
         settings = _read_object(spec, beside) if beside.is_file() else {}
         special = settings.get("special_tokens", {"<|endoftext|>": max(ranks.values()) + 1})
         end = settings.get("eod", "<|endoftext|>")
-        if not isinstance(special, dict) or not all(type(token_id) is int for token_id in special.values()):
+        if not isinstance(special, dict) or not all(_is_id(token_id) for token_id in special.values()):
             raise DataError(f'tokenizer {spec}: special_tokens in {beside} must be an object {{"TEXT": ID, ...}}')
         if not isinstance(end, str) or end not in special:
             raise DataError(f"tokenizer {spec}: {end} is none of the special tokens {', '.join(special) or '(none)'}")
+        if special[end] in ranks.values():  # a text could then end its document in the middle
+            raise DataError(f"tokenizer {spec}: {end} has the id {special[end]}, which is the rank of a token")
+        pattern = settings.get("pattern", _WORDS)
         try:
             self._encoding = tiktoken.Encoding(
-                Path(path).stem, pat_str=settings.get("pattern", _WORDS), mergeable_ranks=ranks, special_tokens=special
+                Path(path).stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
             )
-        except (ValueError, TypeError, AssertionError) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic of Rust is no subclass of Exception
             raise DataError(f"tokenizer {spec}: tiktoken refuses it: {' '.join(str(error).split())}") from error
+        self.pattern: str = pattern
+        self.ranks = ranks
+        self.special_tokens: dict[str, int] = special
+        self.end = end
         self.vocab_size: int = self._encoding.max_token_value + 1
         self.eod: int = special[end]
 
@@ -191,6 +208,10 @@ class TiktokenTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self._encoding.decode([i for i in ids if i != self.eod])
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST_IDS
 
 
 def _array(ids: list[int]) -> NDArray[np.int64]:
@@ -219,14 +240,22 @@ def _end_tokens(spec: str, config_path: Path, vocabulary: dict[str, int]) -> lis
 def _read_ranks(spec: str, path: Path) -> dict[bytes, int]:
     """Return the rank of each token by its bytes. Raises DataError for a bad line or a byte without a rank."""
     ranks: dict[bytes, int] = {}
+    line_of: dict[int, int] = {}  # by rank
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            token, word = line.split()
+            rank = int(word)
+            ranks[base64.b64decode(token, validate=True)] = rank
         except ValueError as error:
             raise DataError(f"tokenizer {spec}: line {number}: expected BASE64 RANK, got {line[:40]!r}") from error
+        # The library would panic at both.
+        if not 0 <= rank < _MOST_IDS:
+            raise DataError(f"tokenizer {spec}: line {number}: rank {rank} is not from 0 to {_MOST_IDS - 1}")
+        if rank in line_of:
+            raise DataError(f"tokenizer {spec}: lines {line_of[rank]} and {number} have the same rank, {rank}")
+        line_of[rank] = number
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:  # the library would panic at the first text that needs it
         raise DataError(f"tokenizer {spec}: no rank for byte {missing[0]}: not a list of byte pair ranks, or cut short")
@@ -236,9 +265,9 @@ def _read_ranks(spec: str, path: Path) -> dict[bytes, int]:
 def _read_object(spec: str, path: Path) -> dict[str, Any]:
     """Return the JSON object in the file `path`. Raises DataError if the file holds anything else."""
     try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"tokenizer {spec}: {path} is not JSON: {error}") from error
+        value = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"tokenizer {spec}: {path} is not JSON: {reason_of(error)}") from error
     if not isinstance(value, dict):
         raise DataError(f"tokenizer {spec}: {path} holds no JSON object")
     return value
@@ -299,13 +328,23 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Pat
     Characters that are too rare for a piece of their own are encoded as bytes. Each digit is a piece of its own. Runs
     of spaces may be pieces. A newline has an id of its own. Text is not normalized.
     Ids: 0 unknown, 1 start, 2 end, 3 newline, then 256 bytes, then the learned pieces.
-    Raises ConfigError if `vocab_size` does not suit the texts, StorageError if the file cannot be written.
+    Raises ConfigError if `vocab_size` does not suit the texts, StorageError if the file cannot be written, and whatever
+    `texts` raises.
     """
+    failures: list[Exception] = []
+
+    def read() -> Iterator[str]:
+        try:
+            yield from texts
+        except Exception as error:
+            failures.append(error)
+            raise
+
     # The model goes to memory first: a training that fails must leave no file.
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
+            sentence_iterator=read(),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -322,6 +361,9 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Pat
             minloglevel=2,
         )
     except RuntimeError as error:
+        # sentencepiece makes a RuntimeError of every error that it meets while it reads.
+        if failures:
+            raise failures[0] from None
         reason = " ".join(str(error).split())
         raise ConfigError(f"vocab_size {vocab_size}: sentencepiece refuses it for these texts: {reason}") from error
     with storing(Path(output)):

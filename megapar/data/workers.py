@@ -2,6 +2,7 @@
 
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
-from megapar.errors import DataError, MegaparError
+from megapar.errors import DataError, MegaparError, starting
+from megapar.processes import end_with_parent
 
 Pool = dict[Connection, BaseProcess]
 Report = Callable[[Any], None]
@@ -23,11 +25,14 @@ class _Done:
     """The message that a worker sends when a task is done."""
 
 
-def _work(connection: Connection, prepare: Prepare) -> None:
-    """Run a worker process until the parent closes the connection.
+def _work(connection: Connection, prepare: Prepare, parent: int) -> None:
+    """Run a worker process until the parent closes the connection. `parent` is the parent's process number.
 
     It receives tasks. For each task it sends its reports, and then _Done or the error that the task raised.
     """
+    # A stopped worker would not see that the connection is closed.
+    if not end_with_parent(parent):
+        return
     # A terminal sends Ctrl-C to all processes of the group. The parent answers it and ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError, ConnectionError):  # the parent has closed the connection, or has died
@@ -51,9 +56,10 @@ def worker_pool(count: int, prepare: Prepare) -> Iterator[Pool]:
         for number in range(count):
             ours, theirs = spawn.Pipe()
             process: BaseProcess = spawn.Process(
-                target=_work, args=(theirs, prepare), name=f"worker {number}", daemon=True
+                target=_work, args=(theirs, prepare, os.getpid()), name=f"worker {number}", daemon=True
             )
-            process.start()
+            with starting(process.name, "use fewer --workers"):
+                process.start()
             # Only the worker may hold its end. Otherwise its death would not close the pipe, and `recv` would hang.
             theirs.close()
             pool[ours] = process
@@ -61,7 +67,7 @@ def worker_pool(count: int, prepare: Prepare) -> Iterator[Pool]:
     finally:
         for connection, process in pool.items():
             connection.close()
-            process.terminate()
+            process.kill()  # SIGTERM would not end a stopped worker
             process.join()
 
 

@@ -34,6 +34,7 @@ from megapar.context import Axis
 from megapar.expert_parallel import route
 from megapar.expert_parallel.route import RouterRule
 from megapar.linear import LOCAL, MatrixProducts, linear
+from megapar.model_rules import SELECTION_BIAS
 from megapar.params import ZEROS, Init, ParamSpec, replicated
 from megapar.sharding import Sharding
 
@@ -119,7 +120,7 @@ class Router(nn.Module):
         self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
         # Checkpoints hold the buffers that have a spec. Those are the ones that the next step reads.
         if balance.kind == "bias":
-            _add_to_checkpoints(self.bias, f"{name}.bias", sharding, training_state=False)
+            _add_to_checkpoints(self.bias, f"{name}.bias", sharding, added_by=SELECTION_BIAS)
         if balance.kind == "global":
             _add_to_checkpoints(self.last_counts, f"{name}.last_counts", sharding, training_state=True)
 
@@ -172,10 +173,14 @@ class Router(nn.Module):
             torch.where(skipped, self.bias, moved_e, out=self.bias)
 
 
-def _add_to_checkpoints(buffer_e: Tensor, name: str, sharding: Sharding, *, training_state: bool) -> None:
+def _add_to_checkpoints(
+    buffer_e: Tensor, name: str, sharding: Sharding, *, training_state: bool = False, added_by: str = ""
+) -> None:
     """Give a buffer a spec, so that checkpoints hold it. All ranks hold the same values."""
     piece = replicated(name, buffer_e.shape, sharding.tp)
-    spec = ParamSpec((piece,), ZEROS, decay=False, replicas=sharding.replicas, training_state=training_state)
+    spec = ParamSpec(
+        (piece,), ZEROS, decay=False, replicas=sharding.replicas, training_state=training_state, added_by=added_by
+    )
     buffer_e.spec = spec  # type: ignore[attr-defined]
 
 

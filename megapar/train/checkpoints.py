@@ -13,18 +13,20 @@ from torch import Tensor
 
 from megapar import device
 from megapar.agreement import from_first, on_all_ranks
-from megapar.checkpoint.compatible import changes, weight_options
+from megapar.checkpoint.compatible import changes, function_changes, weight_options
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
-from megapar.checkpoint.format import Manifest
+from megapar.checkpoint.format import MOST, Manifest, open_manifest, rounding_problem
 from megapar.checkpoint.lineage import Lineage, lineage_of, new_id, set_aside
-from megapar.checkpoint.load import choose, load, load_fitting, load_weights
+from megapar.checkpoint.load import choose, load, load_fitting, load_weights, verified_manifest
 from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, snapshot, snapshot_bytes
-from megapar.config import Config, flatten
+from megapar.config import Config, flatten, unflatten
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, CommunicationError, StorageError
 from megapar.messages import shown
-from megapar.params import StateSlice
+from megapar.model_rules import SELECTION_BIAS
+from megapar.optimizer.schedule import change_of_rate
+from megapar.params import MAIN, StateSlice
 from megapar.precision import LossScale
 from megapar.train.data import ORDER, compare
 from megapar.train.step import TrainState
@@ -187,10 +189,13 @@ def position(manifest: Manifest) -> Position:
     config = trainer.get("config")
     where = f"checkpoint of step {manifest.step}: trainer"
     # Not isinstance: True is an int to Python, and JSON's true is no number of updates.
-    if type(updates) is not int or updates < 0:
+    if type(updates) is not int or not 0 <= updates < MOST:
         raise CheckpointError(f"{where}.updates is {updates!r}, not a number of updates")
     if type(config) is not dict:
         raise CheckpointError(f"{where}.config is {config!r}, not the run's options")
+    for name in ("hashes", "modified"):
+        if type(manifest.data.get(name, {})) is not dict:
+            raise CheckpointError(f"checkpoint of step {manifest.step}: data.{name} is no object")
     return Position(updates, _loss_scale(trainer.get("loss_scale"), where), config, lineage_of(trainer))
 
 
@@ -229,6 +234,8 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
             why=lambda manifest: _other_training_state(manifest, state.config),
         )
         saved = position(manifest)
+        _require_same_function(saved, path, state)
+        _require_fitting_weights(state, path)
         notes = compare(manifest.data, state.data_identity, path, accept=state.config.data.accept_changed)
         notes = [f"resumed step {manifest.step} from {path}", *_go_on(state, manifest, saved), *notes]
         past = saved.lineage
@@ -267,6 +274,35 @@ def _other_training_state(manifest: Manifest, config: Config) -> str:
     return ""
 
 
+def _require_same_function(saved: Position, path: Path, state: TrainState) -> None:
+    """Raise CheckpointError on every rank if the run's options make another function of the checkpoint's weights."""
+    changed = function_changes(saved.config, state.config)
+    if not changed:
+        return
+    problem = CheckpointError(
+        f"{path} does not fit this run (checkpoint | run): {', '.join(changed)}: the model would compute something "
+        "else; resume with the values of the checkpoint, or start from its weights with --checkpoint.init_from in "
+        "another --run_dir"
+    )
+    problem.everywhere = True
+    raise problem
+
+
+def _require_fitting_weights(state: TrainState, path: Path) -> None:
+    """Raise CheckpointError on every rank if loaded weights are too large for train.precision. A collective."""
+    if state.config.train.precision == "fp32":
+        return
+
+    def look() -> None:
+        for item in _all_slices(state):
+            if MAIN in item.tensors:
+                problem = rounding_problem(item.spec.pieces[0].name, item.tensors[MAIN], item.param.dtype)
+                if problem:
+                    raise CheckpointError(f"{problem}; go on in the precision that it was trained in, or in bf16")
+
+    on_all_ranks(look, state.ctx, CheckpointError, f"{path} does not fit this run")
+
+
 def _all_slices(state: TrainState) -> list[StateSlice]:
     return [*state.optimizer.slices(), *fixed_slices(state.stages.values())]
 
@@ -281,7 +317,21 @@ def _go_on(state: TrainState, manifest: Manifest, saved: Position) -> list[str]:
         state.loss_scale = saved.loss_scale
     state.step = manifest.step
     state.consumed_samples = manifest.consumed_samples
-    return [f"changed since: {line}" for line in changes(saved.config, state.config)]
+    lines = [f"changed since: {line}" for line in changes(saved.config, state.config)]
+    return [*lines, *_change_of_rate(state, saved.config)]
+
+
+def _change_of_rate(state: TrainState, saved: dict[str, Any]) -> list[str]:
+    """A line if the run's next learning rate is not the one that its saved options give."""
+    config = state.config
+    if state.step >= config.train.steps:
+        return []
+    now = flatten(config)
+    # Options that the checkpoint lacks are newer than it. A manifest may hold anything under their names.
+    kept = {path: saved[path] for path in now if type(saved.get(path)) is type(now[path])}
+    then = unflatten(now | kept)
+    line = change_of_rate(state.step, then.optimizer, config.optimizer, then.train.steps, config.train.steps)
+    return [line] if line else []
 
 
 def _start_from_weights(state: TrainState) -> list[str]:
@@ -293,13 +343,42 @@ def _start_from_weights(state: TrainState) -> list[str]:
     if options.init_from == "none":
         return []
     path = Path(options.init_from)
-    slices = _all_slices(state)
-    model_config = _weight_options(state)
+    slices, model_config, notes = _without_new_biases(path, state)
     different: list[str] = []
     if options.strict:
         load_weights(path, slices=slices, ctx=state.ctx, model_config=model_config)
     else:
         different = load_fitting(path, slices=slices, ctx=state.ctx, model_config=model_config)
+    _require_fitting_weights(state, path)
     state.optimizer.refresh_params_from_main()
     lines = [f"does not fit (checkpoint | run): {line}" for line in different]
-    return [f"started from the weights of {path}, step 0", *lines]
+    return [f"started from the weights of {path}, step 0", *notes, *lines, *_function_notes(path, state)]
+
+
+def _without_new_biases(path: Path, state: TrainState) -> tuple[list[StateSlice], dict[str, Any], list[str]]:
+    """The slices to load from the checkpoint, the options to compare with its own, and lines for the user.
+
+    A model that was trained without a selection bias, such as Mixtral, has none in its files. The biases of its routers
+    then start at 0, where they prefer no expert, and are not loaded. A collective.
+    """
+    slices = _all_slices(state)
+    model_config = _weight_options(state)
+    # A checkpoint that states the option must hold the biases too.
+    if SELECTION_BIAS not in model_config or SELECTION_BIAS in verified_manifest(path, state.ctx).model_config:
+        return slices, model_config, []
+    loaded = [item for item in slices if item.spec.added_by != SELECTION_BIAS]
+    compared = {name: value for name, value in model_config.items() if name != SELECTION_BIAS}
+    text = "the selection biases of routers start at 0: the weights were made without model.moe.balance=bias"
+    return loaded, compared, [text]
+
+
+def _function_notes(path: Path, state: TrainState) -> list[str]:
+    """A line for each option that makes another function of the weights than where they come from. A collective."""
+
+    def look() -> list[str]:
+        saved = open_manifest(path).trainer.get("config") if state.ctx.world.first else None
+        # Weights that were not trained here may come without options.
+        return function_changes(saved, state.config) if type(saved) is dict else []
+
+    changed = on_all_ranks(look, state.ctx, CheckpointError, f"{path} not read")
+    return [f"computes something else than the checkpoint's model: {line}" for line in changed]

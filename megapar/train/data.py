@@ -2,17 +2,21 @@
 
 import hashlib
 import json
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megapar import comm
 from megapar.agreement import on_all_ranks
-from megapar.config import Config
+from megapar.config import Config, DataConfig
 from megapar.context import ParallelContext
 from megapar.context_parallel.deal import positions
+from megapar.data import contents
 from megapar.data.blend import BLEND_VERSION, Stage
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader, Mixture
@@ -23,9 +27,11 @@ from megapar.data.sources import Dataset, open_dataset
 from megapar.data.spec import Entry, blend_stages, validation_sets
 from megapar.data.tokenizer import load_tokenizer, made_by
 from megapar.errors import DataError
+from megapar.messages import first_few
 from megapar.pipeline.schedules import embedding_ranks
 
 TEST = "test"  # the name of the set that is evaluated only after the last step
+_SAMPLED = 64  # samples of a source whose ids are looked at before the first step
 WHOLE = (0.0, 1.0)  # the part of a source, as fractions of its documents
 ORDER = {"order": ORDER_VERSION, "blend": BLEND_VERSION}  # versions of the algorithms that order samples
 
@@ -94,12 +100,38 @@ def _open(config: Config, sources: Sequence[tuple[str, tuple[float, float]]], se
     for source, part in sources:
         try:
             _check_tokenizer(source, config.data.tokenizer)
-            opened.append(open_dataset(source, **size, seed=seed, tokenizer=config.data.tokenizer, part=part))
+            dataset = open_dataset(source, **size, seed=seed, tokenizer=config.data.tokenizer, part=part)
+            if not tokenizer_is_named(config):
+                # Every id is compared with the vocabulary when it is read. Some are read now: a vocabulary that is too
+                # small ends the run before its first step.
+                dataset.read(np.linspace(0, len(dataset) - 1, _SAMPLED).astype(np.int64))
+            opened.append(dataset)
         except DataError as error:
             problems.append(str(error))
     if problems:
         raise DataError("; ".join(problems))
     return opened
+
+
+def needs_tokenizer(config: Config) -> bool:
+    """Whether the size of the tokenizer decides the vocabulary, or must fit it."""
+    if not config.model.vocab_size:
+        return True
+    # If no text will be read, the tokenizer need not be there.
+    reads_text = not config.dry_run and config.data.train != ("synthetic",)
+    return reads_text and tokenizer_is_named(config)
+
+
+def tokenizer_is_named(config: Config) -> bool:
+    """Whether the options, or the description beside a file of data, name the tokenizer of the run.
+
+    Data that another program prepared has no such description, and needs no tokenizer to be trained on.
+    """
+    if config.data.tokenizer != DataConfig.tokenizer:
+        return True
+    sources = [Entry.parse(text).source for text in config.data.train]
+    sources += [source for _, source in validation_sets(config)]
+    return any(source.startswith("hf:") or read_sidecar(source) is not None for source in sources)
 
 
 def _check_tokenizer(source: str, spec: str) -> None:
@@ -139,8 +171,14 @@ def _fingerprints(loaders: Sequence[Loader]) -> dict[str, str]:
 
 
 def identity(train: Delivery, validation_sets: Mapping[str, Loader]) -> dict[str, Any]:
-    """What the samples of a run depend on besides its options: by path, a hash of the content of each file."""
-    return {"files": _fingerprints([train.loader, *validation_sets.values()])}
+    """What the samples of a run depend on besides its options: by path, a hash of the contents of each file.
+
+    `modified` has the time of the last change, in ns, of each file that is too large to be hashed whole.
+    """
+    hashes = _fingerprints([train.loader, *validation_sets.values()])
+    status = {file: os.stat(file) for file in hashes}
+    modified = {file: found.st_mtime_ns for file, found in status.items() if found.st_size > contents.WHOLE}
+    return {"hashes": hashes, "modified": modified}
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, *, accept: bool) -> list[str]:
@@ -149,17 +187,17 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, *, acc
     `saved` is the `data` section of the manifest of `path`, `now` is that of this run. Paths and weights are options,
     and options are compared elsewhere. This function finds changes that nobody asked for: a file that has other
     contents, or another order of samples. The run would then repeat or skip samples. Raises DataError on every rank if
-    it finds one, unless `accept` is set.
+    it finds one, unless `accept` is set. A large file of equal hash that was written since is told.
     """
     lines = [
         f"{name}: {saved[name]} -> {version}" for name, version in ORDER.items() if saved.get(name, version) != version
     ]
-    before = saved.get("files", {})
-    files = now.get("files", {})
+    before = saved.get("hashes", {})
+    hashes = now.get("hashes", {})
     lines += [
-        f"{file}: content hash {before[file]} -> {files[file]}"
-        for file in files
-        if file in before and before[file] != files[file]
+        f"{file}: content hash {before[file]} -> {hashes[file]}"
+        for file in hashes
+        if file in before and before[file] != hashes[file]
     ]
     if lines and not accept:
         problem = DataError(
@@ -168,6 +206,19 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, *, acc
         )
         problem.everywhere = True
         raise problem
-    if files and "files" not in saved:
-        return [f"data not compared: {path} holds no content hashes of its files"]
-    return [f"data changed since: {line}" for line in lines]
+    if hashes and "hashes" not in saved:
+        return [f"data not compared: {path} holds no content hashes of its files, or those of an older version"]
+    changed = [f"data changed since: {line}" for line in lines]
+    return [*changed, *_written_since(saved.get("modified", {}), now.get("modified", {}))]
+
+
+def _written_since(before: Mapping[str, int], modified: Mapping[str, int]) -> list[str]:
+    """A line that names the large files with another time of their last change, or no line if there is none."""
+    # A copy has another time too, so this is no error. Only the bytes could tell, and there may be terabytes of them.
+    written = [file for file in modified if before.get(file, modified[file]) != modified[file]]
+    if not written:
+        return []
+    return [
+        f"data written since: {first_few(written, 3)}: size and samples are equal, other bytes were not compared; "
+        "tools/preprocess_data.py verify --full compares all of them with the SHA-256 of PREFIX.json"
+    ]

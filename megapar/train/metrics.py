@@ -29,9 +29,10 @@ from megapar.batch import MicroBatch
 from megapar.config import LogConfig
 from megapar.context import ParallelContext
 from megapar.context_parallel.deal import attended_pairs
-from megapar.errors import say, storing, tell
+from megapar.errors import reason_of, say, storing, tell
 from megapar.files import replace_file
 from megapar.messages import counted
+from megapar.regular_files import open_regular, read_regular
 from megapar.train.step import StepResult
 
 _PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines are written
@@ -174,13 +175,18 @@ class Lines:
     def __init__(self, path: Path):
         """Raises OSError if the file cannot be opened."""
         self.path = path
-        self._file = path.open("ab", buffering=0)  # unbuffered: a failed write is not repeated at close
-        self._whole = path.stat().st_size  # bytes of the lines that are complete in the file
+        # The folder is held, not its name, which may come to mean the folder of another run.
+        self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        self._file = self._open()
+        self._whole = os.fstat(self._file).st_size  # bytes of the lines that are complete in the file
         self._lost = False  # whether a line was lost, and the message printed
         self._waiting: SimpleQueue[tuple[int, str] | Event | None] = SimpleQueue()
         # A disk that stalls must not stall training, so a thread writes.
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def _open(self) -> int:
+        return open_regular(self.path.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, folder=self._folder)
 
     def write(self, step: int, text: str) -> None:
         """Queue the line of a step and return at once."""
@@ -205,20 +211,42 @@ class Lines:
                 continue
             step, text = item
             try:
+                if self._is_elsewhere():
+                    self._open_again(step)
                 self._append(text.encode())
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 if not self._lost:
-                    tell(f"{self.path}: step {step} not written ({error.strerror}); the run goes on")
+                    tell(f"{self.path}: step {step} not written ({reason_of(error)}); the run goes on")
                 self._lost = True
-        with suppress(OSError):
-            self._file.close()
+        for descriptor in (self._file, self._folder):
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the file was removed or renamed: what is written to it then is under no name that a reader knows."""
+        held = os.fstat(self._file)
+        try:
+            named = os.stat(self.path.name, dir_fd=self._folder)
+        except FileNotFoundError:
+            return True
+        return (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino)
+
+    def _open_again(self, step: int) -> None:
+        """Go on in a new file, or in the one that has the name by now."""
+        opened = self._open()
+        os.close(self._file)
+        self._file = opened
+        self._whole = os.fstat(opened).st_size
+        tell(f"{self.path}: was removed or replaced; the lines from step {step} on are in the file of that name now")
 
     def _append(self, line: bytes) -> None:
-        # A full disk may have taken a part of an earlier line. That part must go, or this line would continue it.
-        os.ftruncate(self._file.fileno(), self._whole)
+        # A full disk may have taken a part of an earlier line. That part must go, or this line would continue it. If
+        # somebody has shortened the file, its end is where it is now: ftruncate would fill the gap with zeros.
+        self._whole = min(self._whole, os.fstat(self._file).st_size)
+        os.ftruncate(self._file, self._whole)
         left = line
         while left:  # os.write may take only a part
-            left = left[os.write(self._file.fileno(), left) :]
+            left = left[os.write(self._file, left) :]
         self._whole += len(line)
 
 
@@ -238,7 +266,7 @@ class Reporter:
         self._speaks = speaks
         self._first_step = first_step
         self._second = 0.0  # when the second step began, on time.monotonic's clock
-        self._tensorboard = None
+        self._tensorboard: SummaryWriter | None = None
         self._progress: Progress | None = None
         if not speaks:
             return
@@ -248,9 +276,9 @@ class Reporter:
             cut_back(path, first_step, run_dir / f"metrics.abandoned-{start}.jsonl")
             self._lines = Lines(path)
         if options.tensorboard:
+            threading.excepthook = self._thread_failed
             with storing(run_dir / "tensorboard"):
                 self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
-            threading.excepthook = _without_tensorboards_trace
         if self.console.is_terminal:
             columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
             self._progress = Progress(*columns, console=self.console)
@@ -270,7 +298,7 @@ class Reporter:
             return
         self._lines.write(line["step"], json.dumps(line))
         if self._tensorboard:
-            # TensorBoard's thread may have failed on a full disk. `Lines` reports the loss of the same step's line.
+            # TensorBoard's thread may have failed, which `_thread_failed` has told.
             with suppress(OSError):
                 for key, value in line.items():
                     if isinstance(value, int | float) and key != "step":
@@ -318,17 +346,19 @@ class Reporter:
             self._progress.stop()
         self._lines.close(None if error is None else _PATIENCE_SECONDS)
         if self._tensorboard:
-            with suppress(OSError):  # a full disk: `Lines` has reported it
+            with suppress(OSError):  # `_thread_failed` has told it
                 self._tensorboard.close()
 
-
-def _without_tensorboards_trace(failure: threading.ExceptHookArgs) -> None:
-    """A threading.excepthook that prints the traces of all threads but TensorBoard's.
-
-    TensorBoard's next caller gets the same error, and `Reporter` handles it there.
-    """
-    if failure.thread is None or type(failure.thread).__name__ != "_AsyncWriterThread":
-        threading.__excepthook__(failure)
+    def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
+        """A threading.excepthook that tells a failure of TensorBoard's thread in a line, and prints other traces."""
+        if failure.thread is None or type(failure.thread).__name__ != "_AsyncWriterThread":
+            threading.__excepthook__(failure)
+        # While SummaryWriter is made, its constructor raises the same error.
+        elif self._tensorboard is not None:
+            reason = reason_of(failure.exc_value)
+            tell(
+                f"{self._tensorboard.log_dir}: nothing more is written ({reason}); the run goes on, with metrics.jsonl"
+            )
 
 
 def cut_back(path: Path, last_step: int, abandoned: Path) -> None:
@@ -342,7 +372,7 @@ def cut_back(path: Path, last_step: int, abandoned: Path) -> None:
     foreign = 0
     lines: list[bytes] = []
     if path.exists():
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = read_regular(path, most=None).splitlines(keepends=True)
     for line in lines:
         whole = line.endswith(b"\n")
         step = _step(line)

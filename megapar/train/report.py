@@ -12,7 +12,7 @@ from megapar.config import Config
 from megapar.context import ParallelContext
 from megapar.derive import num_microbatches
 from megapar.errors import StorageError, say, storing
-from megapar.files import write_json
+from megapar.files import replace_file, write_json
 from megapar.messages import counted, layout_in_words
 from megapar.pipeline import schedule_files
 from megapar.pipeline.lowering import lower
@@ -106,11 +106,11 @@ def write_run_header(
             return
         with storing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "config.toml").write_text(config_toml)
+            replace_file(run_dir / "config.toml", config_toml.encode())
             if schedule_files.is_file(config.parallel.schedule):
                 # The file that the option names may change or go. A copy does not.
                 orders = schedule_files.read(config.parallel.schedule).orders
-                (run_dir / "schedule.txt").write_text(show(orders) + "\n")
+                replace_file(run_dir / "schedule.txt", f"{show(orders)}\n".encode())
         write_json(run_dir / "environment.json", environment)
 
     on_all_ranks(write_files, ctx, StorageError, "run folder not written")

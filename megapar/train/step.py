@@ -167,15 +167,16 @@ def queue_step(
 ) -> QueuedStep:
     """Queue forward and backward over this rank's micro-batches, then one update if loss and norm are finite.
 
-    The counts of `state` are advanced at once. With a dynamic loss scale, finish the step before the next one is
-    queued. `trace` collects the time of each forward and backward. If `asked_to_stop` is True on any rank, `stop` of
-    the result is True on every rank.
+    `batches` may be on the host. The counts of `state` are advanced at once. With a dynamic loss scale, finish the
+    step before the next one is queued. `trace` collects the time of each forward and backward. If `asked_to_stop` is
+    True on any rank, `stop` of the result is True on every rank.
     """
     ctx = state.ctx
     options = state.config.optimizer
     scale = state.loss_scale.scale
     before = _Position(state.step, state.consumed_samples, state.optimizer.step_count)
     ctx.flight.enter("forward")
+    batches = [batch.to(ctx.device) for batch in batches]
     tokens = count_targets(batches, ctx)
     state.grads.zero()
     # The divisor is known before the first backward, so no gradient needs to be rescaled after it was summed.
@@ -241,8 +242,9 @@ def train_step(
 def evaluate(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, float]:
     """Evaluate one global batch without dropout; returns the loss sum and the number of target tokens over all ranks.
 
-    `batches` are this rank's micro-batches.
+    `batches` are this rank's micro-batches. They may be on the host.
     """
+    batches = [batch.to(state.ctx.device) for batch in batches]
     for stage in state.stages.values():
         stage.eval()
     tokens = count_targets(batches, state.ctx)

@@ -25,6 +25,7 @@ from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
 from megapar.derive import num_microbatches
 from megapar.errors import NumericError, StorageError, storing
+from megapar.files import replace_file
 from megapar.optimizer.adamw import AdamW
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event, of
@@ -217,7 +218,7 @@ class _Steps:
         state.ctx.flight.step = state.step + 1
         state.ctx.flight.enter("data")
         self._meter.start()
-        batches = _on_device(self._meter.waited(self._data.next_step), state.ctx)
+        batches = self._meter.waited(self._data.next_step)
         asked = self._run.asked_to_stop() != ""
         with around:
             step = queue_step(state, batches, trace, asked_to_stop=asked)
@@ -354,7 +355,7 @@ def write_timeline(trace: Sequence[Event], ctx: ParallelContext, run_dir: Path) 
     if ctx.world.first:
         path = run_dir / "timeline.json"
         with storing(path):
-            path.write_text(json.dumps([event for row in rows for event in row]))
+            replace_file(path, json.dumps([event for row in rows for event in row]).encode())
 
 
 def report_validation(state: TrainState, sets: Mapping[str, Loader], reporter: Reporter, last: bool) -> None:
@@ -382,13 +383,9 @@ def mean_validation_loss(state: TrainState, data: Loader) -> float:
     """
     size = data.batch_size(0)
     batches = min(-(-state.config.train.eval_samples // size), len(data.samples) // size)
-    sums = [evaluate(state, _on_device(data.step_after(i * size), state.ctx)) for i in range(batches)]
+    sums = [evaluate(state, data.step_after(i * size)) for i in range(batches)]
     return sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _on_device(batches: list[MicroBatch], ctx: ParallelContext) -> list[MicroBatch]:
-    return [batch.to(ctx.device) for batch in batches]

@@ -27,6 +27,7 @@ from megapar.checkpoint.save import save
 from megapar.context import Axis, ParallelContext
 from megapar.errors import MegaparError
 from megapar.params import ZEROS, ParamSpec, Piece, StateSlice, make_piece
+from tools.convert_checkpoint import NativeToHf, native_to_hf
 
 MODEL = {"hidden_size": 6, "rope": {"factor": 1.0}, "tie_word_embeddings": False}
 FILE = "rank_00000.safetensors"
@@ -77,6 +78,14 @@ def save_toy(root: Path, step: int, trainer: Mapping[str, Any] | None = None) ->
         trainer=trainer or {"lr": 0.1, "loss_scale": 1 / 3},
         data={"seed": 5},
     )
+
+
+def exported(path: Path) -> bytes:
+    """The weights in fp32 that tools/convert_checkpoint.py writes for Hugging Face, and its config.json."""
+    target = path.with_name("hf")
+    options = NativeToHf(path, target, dtype="float32", verify=False, verify_tokenizer=False)
+    native_to_hf(options)
+    return (target / "model.safetensors").read_bytes() + (target / "config.json").read_bytes()
 
 
 def load_toy(path: Path, slices: list[Any], model_config: dict[str, Any] | None = None) -> Any:
