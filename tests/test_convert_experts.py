@@ -21,12 +21,14 @@ from torch import Tensor
 
 from megapar.checkpoint.format import read_manifest, write_manifest
 from megapar.checkpoint.load import Reader
-from megapar.config import Config, ModelConfig, MoEConfig
+from megapar.config import CheckpointConfig, Config, DataConfig, ModelConfig, MoEConfig
 from megapar.config_io import load
 from megapar.context import single
 from megapar.errors import CheckpointError, ConfigError
+from megapar.expert_parallel.balance import Router
 from megapar.params import spec_of
 from megapar.random import initialize
+from megapar.train import trainer
 from tests.support import reference_models, tiny_models
 from tests.support.hugging_face import (
     Case,
@@ -348,6 +350,51 @@ def test_what_is_no_dense_llama_is_not_upcycled(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no dense model that mixtral could be made of: missing layers"):
         upcycle_dense(Upcycle(tmp_path / "other" / "gpt", tmp_path / "again"))
     assert not (tmp_path / "again").exists()
+
+
+# A run from converted weights
+
+
+def start_from(native: Path, run: Path, **moe: Any) -> tuple[list[Tensor], list[str]]:
+    """The selection biases of all routers at the start of a run from these weights, and the lines for the user."""
+    config = load(["--config", str(native / "config.toml"), "--run_dir", str(run)]).config
+    config = replace(config, checkpoint=CheckpointConfig(init_from=str(native)), data=DataConfig())
+    config = validate(replace(config, model=replace(config.model, moe=replace(config.model.moe, **moe))), 1)
+    stages = build_stages(config, single())
+    _, notes = trainer.start(config, single(), stages)
+    return [module.bias for stage in stages.values() for module in stage.modules() if isinstance(module, Router)], notes
+
+
+def test_a_converted_mixture_starts_with_selection_biases_of_zero(tmp_path: Path) -> None:
+    """Models without such biases have none in their files. Nothing else may be missing, and no bias may be lost."""
+    source = save_model(tmp_path / "hf", CASES[2])
+    native = tmp_path / "native"
+    hf_to_native(HfToNative(source, native, verify=False))
+    biases, notes = start_from(native, tmp_path / "run", balance="bias")
+    assert len(biases) == 2
+    assert not any(bias.any() for bias in biases)
+    assert notes == [
+        f"started from the weights of {native}, step 0",
+        "the selection biases of routers start at 0: the weights were made without model.moe.balance=bias",
+    ]
+    assert start_from(native, tmp_path / "run")[1] == notes[:1]
+
+    manifest = read_manifest(native)
+    whole = dict(manifest.tensors)
+    router = whole.pop("main.layers.1.mlp.router.weight")
+    write_manifest(native, replace(manifest, tensors=whole))
+    with pytest.raises(CheckpointError, match=r"main\.layers\.1\.mlp\.router\.weight: missing") as caught:
+        start_from(native, tmp_path / "run", balance="bias")
+    assert "bias" not in str(caught.value)
+
+    # A checkpoint that states the option has lost its biases if they are not there.
+    whole["main.layers.1.mlp.router.weight"] = router
+    stated = {**manifest.model_config, "moe.balance": "bias"}
+    write_manifest(native, replace(manifest, tensors=whole, model_config=stated))
+    with pytest.raises(CheckpointError, match=r"buffer\.layers\.0\.mlp\.router\.bias: missing"):
+        start_from(native, tmp_path / "run", balance="bias")
+    with pytest.raises(CheckpointError, match=r"model\.moe\.balance: bias \| not stated"):
+        start_from(native, tmp_path / "run")
 
 
 # To torch's checkpoints

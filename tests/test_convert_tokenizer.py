@@ -11,29 +11,21 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
-from megapar_models.build import logical_tensors
-from megapar_models.convert.stream import write_weights
 from megapar_models.convert.tokenizer_files import TEXTS, check_texts, differences, sentencepiece_json
-from megapar_models.registry import validate
+from megapar_models.convert.word_pattern import InexpressibleError
 
-from megapar.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
+from megapar.config import CheckpointConfig, DataConfig
 from megapar.data.preprocess import Recipe, preprocess
 from megapar.data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
 from megapar.errors import CheckpointError, DataError
-from tests.support import tiny_models
-from tests.support.tokenizers import hugging_face
+from tests.support.exports import make_checkpoint, make_run, report
+from tests.support.tokenizers import hugging_face, trained_byte_pairs
 from tools import convert_checkpoint
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
 
 ROOT = Path(__file__).parent.parent
 transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
 
-KINDS: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama"},
-    "qwen3": {"family": "llama", "qk_norm": True},
-    "gpt2": {"family": "gpt", "num_key_value_heads": 4},
-    "qwen2": {"family": "llama", "attention_bias": True},
-}
 # How sentencepiece models differ from those that tools/train_tokenizer.py makes.
 AS_LLAMA_2 = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
 SENTENCEPIECE: dict[str, dict[str, Any]] = {
@@ -45,7 +37,7 @@ SENTENCEPIECE: dict[str, dict[str, Any]] = {
         "user_defined_symbols": ["\n", "<|im_start|>", "<|im_end|>"],
     },
 }
-SPECS = ("bytes", "hf", "hf, eos_token alone", "spm, ours", *SENTENCEPIECE)
+SPECS = ("bytes", "tiktoken", "hf", "hf, eos_token alone", "spm, ours", *SENTENCEPIECE)
 
 
 def lines() -> list[str]:
@@ -58,6 +50,8 @@ def make_tokenizer(folder: Path, name: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     if name == "bytes":
         return "bytes"
+    if name == "tiktoken":
+        return f"tiktoken:{trained_byte_pairs(folder / 'x.tiktoken', 60, b'reached by no merge')}"
     if name.startswith("hf"):
         path = hugging_face(folder, post_processor=None, truncation=None, padding=None)
         if name != "hf":
@@ -73,26 +67,6 @@ def make_tokenizer(folder: Path, name: str) -> str:
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines()), model_writer=model, **options)
         path.write_bytes(model.getvalue())
     return f"spm:{path}"
-
-
-def make_run(folder: Path, model: ModelConfig, **sections: Any) -> Path:
-    """A checkpoint of random weights, as a training with these sections of options would save it."""
-    config = validate(Config(model=model, train=TrainConfig(seq_length=16)), 1)
-    tensors = tiny_models.random_tensors(config.model)
-    shapes = {name: piece.shape for name, piece in logical_tensors(config.model).items()}
-    folder.mkdir(parents=True)
-    write_weights(folder, replace(config, **sections), shapes, lambda name: tensors[name], shard_bytes=1 << 30)
-    return folder
-
-
-def make_checkpoint(folder: Path, kind: str = "llama", vocab_size: int = 800, **sections: Any) -> Path:
-    """One of a model that transformers calls `kind`."""
-    model = tiny_models.model(**{"num_hidden_layers": 1, "vocab_size": vocab_size} | KINDS[kind])
-    return make_run(folder, model, **sections)
-
-
-def report(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "parity.json").read_text())["tokenizer"]
 
 
 def refused(options: NativeToHf, *words: str) -> None:
@@ -129,7 +103,7 @@ def test_an_export_encodes_as_training_did(kind: str, spec: str, tmp_path: Path)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == ours.eod
 
 
-@pytest.mark.parametrize("name", ["hf", "bytes", "spm, dummy prefix"])
+@pytest.mark.parametrize("name", ["hf", "bytes", "tiktoken", "spm, dummy prefix"])
 def test_a_tokenizer_that_transformers_would_rebuild_is_read_as_it_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +251,8 @@ def test_a_sentencepiece_model_that_cannot_be_written_is_told(tmp_path: Path) ->
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines()), model_writer=model, **options)
         path = tmp_path / f"{name}.model"
         path.write_bytes(model.getvalue())
-        assert sentencepiece_json(SentencePieceTokenizer(path), path) is None, name
+        with pytest.raises(InexpressibleError):
+            sentencepiece_json(SentencePieceTokenizer(path), path)
 
 
 def test_check_texts_hold_the_symbols() -> None:

@@ -113,7 +113,7 @@ def test_rules_of_a_family_outside_the_tree_are_applied() -> None:
     assert len(lines) == 4
     assert "a head's width must be even" in lines[0]
     assert lines[1].startswith("model.attention_bias=true: family parallel has no such thing")
-    assert lines[2] == "model.hidden_act=relu2: family parallel has silu"
+    assert lines[2] == "model.hidden_act=relu2: family parallel has no such activation; use silu"
     assert lines[3] == "model.num_hidden_layers=9: this family has at most 8"
 
 

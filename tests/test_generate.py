@@ -7,7 +7,7 @@ import pytest
 import torch
 from megapar_models.build import logical_tensors
 from megapar_models.convert import stream
-from megapar_models.convert.saved import load_model, saved_config
+from megapar_models.convert.saved import is_kept, load_model, saved_config
 
 from megapar.checkpoint.format import read_manifest
 from megapar.config import flatten
@@ -46,20 +46,24 @@ def test_a_checkpoint_older_than_an_option_is_read_and_the_option_has_its_defaul
     assert generate(config, older_stage, [7, 8], 256, args) == generate(expected, stage, [7, 8], 256, args)
 
 
-def test_options_are_those_of_one_process_and_data_that_is_gone_does_not_matter(tmp_path: Path) -> None:
+def test_a_tool_reads_no_option_but_those_of_the_model_its_data_and_its_weights(tmp_path: Path) -> None:
+    """Every option that a tool does not need may have any value, so one of a new layout cannot be forgotten; files of
+    data may be gone."""
     manifest = read_manifest(write_checkpoint(tmp_path / "checkpoint"))
-    stated = manifest.trainer["config"] | {
-        "parallel.tp": 2,
-        "optimizer.zero_stage": 3,
-        "launch.nproc": 8,
-        "data.train": ["a"],
-    }
-    stated |= {"parallel.dp": 4, "data.validation": ["b"], "train.eval_every": 5, "train.eval_samples": 8}
-    found = saved_config(replace(manifest, trainer=manifest.trainer | {"config": stated}), precision="bf16")
-    assert (found.parallel.tp, found.parallel.dp, found.launch.nproc) == (1, 1, 0)
-    assert found.optimizer.zero_stage < 2, "with 2 and 3 the model would be built in parts"
-    assert (found.data.train, found.data.validation) == (("a",), ("b",))
-    assert found.train.precision == "bf16"
+    stated = manifest.trainer["config"] | {"data.train": ["a"], "data.validation": ["b"], "train.seq_length": 40}
+    stated["checkpoint.init_from"] = "elsewhere"
+    expected = saved_config(replace(manifest, trainer={"config": stated}), precision="bf16")
+    assert (expected.data.train, expected.data.validation) == (("a",), ("b",))
+    assert (expected.train.precision, expected.train.seq_length) == ("bf16", 40)
+    assert expected.checkpoint.init_from == "elsewhere"
+
+    others = [path for path in stated if not is_kept(path)]
+    assert {"parallel.tp", "optimizer.shard_ranks", "kernels.backend", "launch.nproc"} < set(others)
+    impossible = stated | dict.fromkeys(others, -7)
+    assert saved_config(replace(manifest, trainer={"config": impossible}), precision="bf16") == expected
+    # One process: an axis of 2 ranks, and stages that are built in parts, would not be.
+    assert (expected.parallel.tp, expected.parallel.dp, expected.launch.nproc) == (1, 1, 0)
+    assert expected.optimizer.zero_stage < 2
 
 
 def test_a_checkpoint_without_options_is_refused(tmp_path: Path) -> None:

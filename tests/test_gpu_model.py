@@ -151,7 +151,7 @@ def test_the_documented_plan_is_that_of_today(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(module, "interpreting", lambda: False)
     flags = ["--config", str(ROOT / "pretrain_scripts/configs/llama_7b.toml"), "--launch.device", "cuda"]
     lines = (ROOT / "docs/strategies.md").read_text().splitlines()
-    for kind in report(validate(load(flags).config, 8), build_stages):
+    for kind in report(validate(load(flags, presets()).config, 8), build_stages):
         sizes = (kind.weights, kind.gradients, kind.optimizer, kind.activations, kind.total)
         row = [f"{kind.parameters:,}", *(f"{size / GIB:.3f}" for size in sizes)]
         assert any(line.split()[-len(row) :] == row for line in lines), row

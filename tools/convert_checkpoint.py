@@ -55,6 +55,7 @@ from megapar.errors import CheckpointError, ConfigError, DataError, reported
 from megapar.messages import first_few
 from megapar.params import MAIN
 from megapar.precision import model_dtype
+from megapar.regular_files import read_regular
 
 HF_CONFIG = "config.json"
 CONFIG = "config.toml"
@@ -317,7 +318,7 @@ def upcycle_dense(options: Upcycle) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_regular(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(raw, dict):
@@ -497,11 +498,12 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
     if not why and not readable:
         why = lacks
     if not options.verify_tokenizer:
-        why = "--no-verify_tokenizer"
+        why = "--no-verify_tokenizer" if readable else why
     elif importlib.util.find_spec("transformers") is None:
         why = why or "transformers is not installed"
     if why or training.tokenizer is None:
-        print(f"the tokenizer is not verified: {why}", file=sys.stderr)
+        said = "the tokenizer is not verified" if readable else "the folder has no tokenizer"
+        print(f"{said}: {why}", file=sys.stderr)
         return {"verified": False, "why": why}
     facts, problems = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
     if problems and (folder / TOKENIZERS["hf"]).exists():
@@ -531,12 +533,12 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any], None]]] = {
 
 
 def main() -> None:
-    options = tyro.extras.subcommand_cli_from_dict(
-        {name: options_class for name, (options_class, _) in COMMANDS.items()},
-        description=__doc__,
-        use_underscores=True,
-    )
     with reported():
+        options = tyro.extras.subcommand_cli_from_dict(
+            {name: options_class for name, (options_class, _) in COMMANDS.items()},
+            description=__doc__,
+            use_underscores=True,
+        )
         for options_class, run in COMMANDS.values():
             if isinstance(options, options_class):
                 run(options)

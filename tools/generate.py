@@ -57,8 +57,8 @@ def generate(config: Config, stage: Stage, prompt: list[int], eod: int, args: Ar
 
 
 def main() -> None:
-    args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
     with reported():
+        args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
         config, stage = load_model(args.checkpoint)
         tokenizer = load_tokenizer(config.data.tokenizer)
         # A document begins behind the end of another one, so an empty prompt becomes the end token.

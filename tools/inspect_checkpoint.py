@@ -19,7 +19,7 @@ from rich.table import Table
 
 from megapar.checkpoint.format import Manifest, read_manifest
 from megapar.checkpoint.load import Reader, flatten
-from megapar.errors import CheckpointError, MegaparError
+from megapar.errors import CheckpointError, reported
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,9 @@ def inspect(options: Options) -> int:
 
 
 def main() -> int:
-    try:
+    with reported():
         return inspect(tyro.cli(Options))
-    except MegaparError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    return 0
 
 
 if __name__ == "__main__":

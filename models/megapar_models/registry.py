@@ -31,6 +31,11 @@ def presets() -> dict[str, Path]:
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*/presets/*.toml"))}
 
 
+def named_configs(folder: Path) -> dict[str, Path]:
+    """What `--config` and `base` find by name: the presets, and the configurations of whole runs in `folder`."""
+    return presets() | {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
 def validate(config: Config, world_size: int) -> Config:
     """Call `megapar.validate.validate` with the rules of the config's family."""
     return checks.validate(config, world_size, find(config.model.family))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megapar.config import Config, ModelConfig, RopeScaling, flatten
-from megapar.messages import problem
+from megapar.messages import problem, shown
 from megapar.model_rules import ROPE_SCALING
 from megapar_models.family import Raw, typed, wrong_types
 
@@ -37,11 +37,15 @@ def scaling_problems(config: Config) -> Iterator[str]:
     read = {f"model.rope_scaling.{name}" for name in ("rope_type", *_fields(scaling.rope_type))}
     for path in ROPE_SCALING:
         if path not in read and values[path] != defaults[path]:
-            text = f"rope_type {scaling.rope_type} does not use it; set model.rope_scaling.rope_type, or leave it out"
-            yield problem(config, path, text)
+            text = f"rope_type {scaling.rope_type} does not use it; leave it at {shown(defaults[path])}"
+            yield problem(config, path, f"{text}, or set model.rope_scaling.rope_type")
     if scaling.rope_type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
         options = "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor"
-        yield problem(config, options, "low must be below high; Llama 3.1 uses 1 and 4")
+        yield problem(
+            config,
+            options,
+            f"low must be below high; use {shown(scaling.high_freq_factor / 4)} (Llama 3.1 has 1 and 4)",
+        )
     if scaling.rope_type == "yarn":
         yield from _yarn_problems(config)
 
@@ -50,13 +54,15 @@ def _yarn_problems(config: Config) -> Iterator[str]:
     scaling = config.model.rope_scaling
     if scaling.beta_slow >= scaling.beta_fast:
         options = "model.rope_scaling.beta_slow model.rope_scaling.beta_fast"
-        yield problem(config, options, "slow must be below fast; the paper uses 1 and 32")
+        yield problem(
+            config, options, f"slow must be below fast; use {shown(scaling.beta_fast / 32)} (the paper has 1 and 32)"
+        )
     if bool(scaling.mscale) != bool(scaling.mscale_all_dim):
         options = "model.rope_scaling.mscale model.rope_scaling.mscale_all_dim"
-        yield problem(config, options, "one of them alone has no effect; set both, or leave both at 0")
+        yield problem(config, options, "one of them alone has no effect; set both, or leave both at 0.0")
     elif scaling.mscale and scaling.attention_factor:
         options = "model.rope_scaling.mscale model.rope_scaling.attention_factor"
-        yield problem(config, options, "attention_factor takes the place of mscale; set one of them to 0")
+        yield problem(config, options, "attention_factor takes the place of mscale; leave one of them at 0.0")
 
 
 # Hugging Face

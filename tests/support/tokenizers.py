@@ -1,6 +1,9 @@
 """Tokenizer files for tests."""
 
+import base64
 import json
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +31,34 @@ def hugging_face(folder: Path, **added: Any) -> Path:
     facts = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(facts | added))
     return folder / "tokenizer.json"
+
+
+def byte_pairs(path: Path, *merges: bytes) -> Path:
+    """A file of ranks as tiktoken reads it: those of the bytes, then those of `merges`."""
+    tokens = [*(bytes([byte]) for byte in range(256)), *merges]
+    path.write_text("".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens)))
+    return path
+
+
+def trained_byte_pairs(path: Path, count: int, *more: bytes, **facts: Any) -> Path:
+    """A file of `count` ranks that byte pair encoding learns from TEXT, then those of `more`. `facts` go beside it."""
+    words = [[bytes([byte]) for byte in f" {word}".encode()] for word in TEXT.read_text().split()[:2000]]
+    learned: list[bytes] = []
+    while len(learned) < count:
+        pairs = Counter(pair for word in words for pair in pairwise(word))
+        left, right = max(pairs, key=lambda pair: (pairs[pair], pair))
+        learned.append(left + right)
+        words = [_joined(word, left, right) for word in words]
+    if facts:
+        Path(f"{path}.json").write_text(json.dumps(facts))
+    return byte_pairs(path, *learned, *more)
+
+
+def _joined(word: list[bytes], left: bytes, right: bytes) -> list[bytes]:
+    joined: list[bytes] = []
+    for part in word:
+        if joined and (joined[-1], part) == (left, right):
+            joined[-1] = left + right
+        else:
+            joined.append(part)
+    return joined

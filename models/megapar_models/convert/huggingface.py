@@ -19,6 +19,7 @@ from megapar.checkpoint.load import Reader
 from megapar.errors import CheckpointError
 from megapar.messages import first_few
 from megapar.params import MAIN
+from megapar.regular_files import read_regular
 from megapar_models.convert.stream import CODES, TensorInfo, check_finite, shards, write_file
 
 INDEX = "model.safetensors.index.json"
@@ -156,7 +157,7 @@ class Weights:
         if not path.exists():
             return {}
         try:
-            listed = dict(json.loads(path.read_text())["weight_map"])
+            listed = dict(json.loads(read_regular(path))["weight_map"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}: not an index of safetensors files ({error!r})") from None
         for file in listed.values():

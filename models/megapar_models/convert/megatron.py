@@ -29,6 +29,7 @@ from megapar.checkpoint.load import flatten
 from megapar.config import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
 from megapar.messages import counted, first_few
+from megapar.regular_files import read_regular
 from megapar_models.convert.megatron_args import unsupported
 from megapar_models.convert.stream import CODES, check_finite
 from megapar_models.family import Megatron
@@ -261,7 +262,7 @@ def find(source: Path) -> Path:
     if (source / METADATA).is_file():
         raise CheckpointError(_no_ranks(source))
     try:
-        word = (source / TRACKER).read_text().strip()
+        word = read_regular(source / TRACKER).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{source}: neither mp_rank_* folders nor a readable {TRACKER} ({error})") from None
     # The word becomes a part of a path, so nothing else may stand there.
@@ -277,7 +278,7 @@ def find(source: Path) -> Path:
 def _no_ranks(folder: Path) -> str:
     """Return why a folder without mp_rank_* is not read. In Megatron's distributed formats, metadata.json names it."""
     try:
-        metadata = json.loads((folder / METADATA).read_text())
+        metadata = json.loads(read_regular(folder / METADATA))
         backend = metadata["sharded_backend"]
     except (OSError, ValueError, TypeError, KeyError):
         return f"{folder}: has no mp_rank_* folders; of Megatron's formats `--ckpt-format torch` is read"

@@ -8,47 +8,38 @@ from megapar import context
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import Manifest, read_manifest
 from megapar.checkpoint.load import load_weights, weight_slices, weights_of
-from megapar.config import (
-    Config,
-    DataConfig,
-    LaunchConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-    flatten,
-    unflatten,
-)
+from megapar.config import Config, DataConfig, flatten, unflatten
 from megapar.errors import CheckpointError
 from megapar_models.build import build_stages
 from megapar_models.registry import validate, weight_options
 from megapar_models.stage import Stage
 
+# What the tools read of a run's options. All others say how the run was laid out, trained or logged. They have their
+# defaults here, which are those of one process, so no option of a layout can be forgotten.
+KEPT_SECTIONS = ("model", "data")
+KEPT_OPTIONS = {"train.precision", "train.seq_length", "checkpoint.init_from"}
+
+
+def is_kept(path: str) -> bool:
+    """Whether `saved_config` takes the option of this dotted path from the checkpoint."""
+    return path.partition(".")[0] in KEPT_SECTIONS or path in KEPT_OPTIONS
+
 
 def saved_config(manifest: Manifest, **train: Any) -> Config:
     """Return the options that a checkpoint was made with, for one process. `train` replaces options of that section.
 
-    Options that are newer than the checkpoint have their default. The data section is kept but not validated, because
-    no text will be read. Raises CheckpointError if the manifest does not hold the options.
+    Options that say nothing about the model or its data have their default (`is_kept`), as have options that are newer
+    than the checkpoint. The data section is kept but not validated, because no text will be read. Raises
+    CheckpointError if the manifest does not hold the options.
     """
     stated = manifest.trainer.get("config")
     if not isinstance(stated, dict):
         raise CheckpointError(f"checkpoint of step {manifest.step}: trainer.config is {stated!r}, not a run's options")
     # JSON has no tuples.
     saved = {path: tuple(value) if isinstance(value, list) else value for path, value in stated.items()}
-    config = unflatten(flatten(Config()) | saved)
-    # The config is validated without its data, and an evaluation without data is an error.
-    unused: dict[str, Any] = {"eval_every": TrainConfig.eval_every, "eval_samples": TrainConfig.eval_samples}
-    train_section = replace(config.train, **unused, **train)
-    # One stage is the whole model. With ZeRO-2 and 3 stages are built in parts.
-    optimizer = replace(config.optimizer, zero_stage=OptimizerConfig.zero_stage)
-    alone = replace(
-        config,
-        parallel=ParallelConfig(),
-        launch=LaunchConfig(),
-        optimizer=optimizer,
-        train=train_section,
-        data=DataConfig(),
-    )
+    kept = {path: value for path, value in saved.items() if is_kept(path)}
+    config = unflatten(flatten(Config()) | kept)
+    alone = replace(config, train=replace(config.train, **train), data=DataConfig())
     return replace(validate(alone, 1), data=config.data)
 
 

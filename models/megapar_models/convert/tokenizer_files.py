@@ -5,8 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megapar.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from megapar.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
 from megapar.errors import ConfigError
+from megapar.regular_files import read_regular
+from megapar_models.convert.byte_level import BYTES_END, bytes_json, tiktoken_json, tokenizers_library
+from megapar_models.convert.word_pattern import InexpressibleError
 
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -69,6 +72,20 @@ def check_texts(symbols: Iterable[str]) -> list[str]:
     return texts
 
 
+# Mostly bytes that are no UTF-8. Decoding writes U+FFFD for them, and libraries may write other numbers of it.
+BROKEN = (
+    bytes(range(256)),
+    b"\xff",
+    b"a\xc3",
+    b"\xe2\x82 cut",
+    b"\xf0\x9f\x98\x98\xf0\x9f\x98b",
+    b"\xc0\xaf\xe0\x80\xaf overlong",
+    b"\xed\xa0\x80 half of a pair",
+    b"\xf4\x90\x80\x80 beyond Unicode",
+    b"\x80\xbf\x80 and \xc3\xa9",
+)
+
+
 class Difference(NamedTuple):
     """A text that two tokenizers encode differently, and its ids."""
 
@@ -83,25 +100,41 @@ def differences(expected: Tokenizer, encode: Any, texts: Iterable[str]) -> list[
     return [each for each in compared if each.expected != each.found]
 
 
+def decoding_differences(tokenizer: Tokenizer, decode: Any, texts: Iterable[str]) -> list[list[int]]:
+    """Return the ids that the function `decode` turns into other text than `tokenizer`: those of `texts`, and BROKEN.
+
+    Tokenizers that are not of bytes are not compared. Their decoders strip spaces in ways of their own.
+    """
+    ids_of_bytes = _ids_of_bytes(tokenizer)
+    if not ids_of_bytes:
+        return []
+    compared = [tokenizer.encode(text).tolist() for text in texts]
+    compared += [[ids_of_bytes[byte] for byte in data] for data in BROKEN]
+    return [ids for ids in compared if decode(ids) != tokenizer.decode(ids)]
+
+
+def _ids_of_bytes(tokenizer: Tokenizer) -> list[int]:
+    """Return the id of each byte, or an empty list if the tokenizer is not made of bytes."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return list(range(256))
+    if isinstance(tokenizer, TiktokenTokenizer):
+        return [tokenizer.ranks[bytes([byte])] for byte in range(256)]
+    return []
+
+
 def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, context: int) -> str:
     """Write to `folder` the files of `tokenizer` that Hugging Face needs and the folder lacks.
 
-    They are tokenizer.json, for bytes and for the sentencepiece model in `model_file`, and tokenizer_config.json, or
-    the fields that it lacks. `context` is the model's number of positions. Returns what could not be written, or "".
+    They are tokenizer.json, unless `tokenizer` was read from one, and tokenizer_config.json, or the fields that it
+    lacks. `model_file` is the file of a sentencepiece model. `context` is the model's number of positions. Returns what
+    could not be written, or "".
     """
     names: dict[str, str] = {}
-    made: str | None
     if not (folder / JSON).exists():
-        if isinstance(tokenizer, ByteTokenizer):
-            made = bytes_json()
-            names = {"eos_token": _BYTES_END}
-        elif isinstance(tokenizer, SentencePieceTokenizer) and model_file is not None:
-            made = sentencepiece_json(tokenizer, model_file)
-            names = sentencepiece_names(model_file)
-        else:
-            return f"a tokenizer of its kind has no {JSON}"
-        if made is None:
-            return f"no {JSON} of the `tokenizers` library encodes as the sentencepiece model does"
+        try:
+            made, names = _made(tokenizer, model_file)
+        except InexpressibleError as error:
+            return f"no {JSON} is known to encode as training did: {error}"
         (folder / JSON).write_text(made)
     written = _written_config(folder)
     if "tokenizer_class" not in written:
@@ -111,12 +144,41 @@ def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, c
     return ""
 
 
+def _made(tokenizer: Tokenizer, model_file: Path | None) -> tuple[str, dict[str, str]]:
+    """Return tokenizer.json for `tokenizer`, and its special tokens by the names of tokenizer_config.json.
+
+    Raises InexpressibleError if no tokenizer.json is known to equal it.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return bytes_json(), {"eos_token": BYTES_END}
+    if isinstance(tokenizer, TiktokenTokenizer):
+        made = tiktoken_json(tokenizer)
+        _check_alike(tokenizer, made, tokenizer.special_tokens)
+        return made, {"eos_token": tokenizer.end}
+    if isinstance(tokenizer, SentencePieceTokenizer) and model_file is not None:
+        return sentencepiece_json(tokenizer, model_file), sentencepiece_names(model_file)
+    raise InexpressibleError("its file was not found")
+
+
+def _check_alike(tokenizer: Tokenizer, made: str, symbols: Iterable[str]) -> None:
+    """Raise InexpressibleError if the tokenizer.json `made` encodes a check text with `symbols` otherwise."""
+    read = tokenizers_library().Tokenizer.from_str(made)
+    read.encode_special_tokens = True  # special tokens that stand in a text are text, as in training
+
+    def encode(text: str) -> list[int]:
+        return read.encode(text, add_special_tokens=False).ids
+
+    wrong = differences(tokenizer, encode, check_texts(symbols))
+    if wrong:
+        raise InexpressibleError(f"{wrong[0].text[:60]!r} would be {wrong[0].found[:12]}, not {wrong[0].expected[:12]}")
+
+
 def _written_config(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json in `folder`, or an empty dict if there is none."""
     path = folder / CONFIG
     if not path.exists():
         return {}
-    config: dict[str, Any] = json.loads(path.read_text())
+    config: dict[str, Any] = json.loads(read_regular(path))
     return config
 
 
@@ -170,6 +232,9 @@ def compare_with_transformers(folder: Path, tokenizer: Tokenizer, vocab_size: in
             f"{len(wrong)} of {len(texts)} texts are encoded otherwise by AutoTokenizer ({type(auto).__name__}), such "
             f"as {first.text[:60]!r}: {first.expected[:12]} in training, {first.found[:12]} now"
         )
+    decoded = decoding_differences(tokenizer, auto.decode, texts)
+    if decoded:
+        problems.append(f"AutoTokenizer decodes {len(decoded)} lists of ids otherwise, such as {decoded[0][:12]}")
     if auto.eos_token_id != tokenizer.eod:
         problems.append(f"the end token is {auto.eos_token!r} (id {auto.eos_token_id}), in training id {tokenizer.eod}")
     if tokenizer.eod >= vocab_size:
@@ -178,6 +243,7 @@ def compare_with_transformers(folder: Path, tokenizer: Tokenizer, vocab_size: in
         "reference": f"transformers {transformers.__version__}, {type(auto).__name__}",
         "texts": len(texts),
         "different": len(wrong),
+        "decoded_otherwise": len(decoded),
         "first_difference": wrong[0]._asdict() if wrong else None,
         "end_token_ids": {"training": tokenizer.eod, "AutoTokenizer": auto.eos_token_id},
         "added_to_each_text": auto("")["input_ids"],
@@ -209,41 +275,6 @@ def _name(path: Path, token: int) -> str:
     return name
 
 
-# Bytes
-
-_BYTES_END = "<|endoftext|>"
-
-
-def bytes_json() -> str:
-    """Return a tokenizer.json whose ids are those of `ByteTokenizer`: byte-level BPE without merges."""
-    library = _library()
-    symbols = _byte_symbols()
-    made = library.Tokenizer(library.models.BPE({symbol: byte for byte, symbol in enumerate(symbols)}, []))
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = library.decoders.ByteLevel()
-    made.add_special_tokens([library.AddedToken(_BYTES_END, normalized=False, special=True)])
-    return made.to_str()
-
-
-def _byte_symbols() -> list[str]:
-    """Return the character that stands for each byte in byte-level BPE (GPT-2).
-
-    A printable byte stands for itself. The others get the characters from 256 on, in the order of the bytes.
-    """
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-def _library() -> Any:
-    """Return the `tokenizers` library. Raises ConfigError if it is not installed."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ConfigError(f"{JSON} is written with the package tokenizers: pip install tokenizers") from error
-    return tokenizers
-
-
 # sentencepiece
 
 
@@ -255,26 +286,18 @@ def sentencepiece_names(model_file: Path) -> dict[str, str]:
     return {name: model.pieces[number].piece for name, number in ids.items() if number >= 0}
 
 
-def sentencepiece_json(tokenizer: SentencePieceTokenizer, model_file: Path) -> str | None:
+def sentencepiece_json(tokenizer: SentencePieceTokenizer, model_file: Path) -> str:
     """Return the sentencepiece model in `model_file` as a tokenizer.json.
 
-    Returns None if the model is neither unigram nor BPE, or if the tokenizer.json would encode any of the check texts
-    differently from the sentencepiece library.
+    Raises InexpressibleError if the model is neither unigram nor BPE, or if the tokenizer.json would encode any of the
+    check texts differently from the sentencepiece library.
     """
     model = _proto(model_file)
     types = model.SentencePiece
     symbols = [piece.piece for piece in model.pieces if piece.type not in (types.NORMAL, types.UNUSED, types.BYTE)]
-    made = _converted(_library(), model)
-    if made is None:
-        return None
-    made.encode_special_tokens = True  # special tokens that stand in a text are text, as in training
-
-    def encode(text: str) -> list[int]:
-        return made.encode(text, add_special_tokens=False).ids
-
-    if differences(tokenizer, encode, check_texts(symbols)):
-        return None
-    return made.to_str()
+    made: str = _converted(tokenizers_library(), model).to_str()
+    _check_alike(tokenizer, made, symbols)
+    return made
 
 
 def _proto(model_file: Path) -> Any:
@@ -291,7 +314,7 @@ def _proto(model_file: Path) -> Any:
 def _converted(library: Any, model: Any) -> Any:
     """Return a `tokenizers.Tokenizer` of the pieces, scores and normalizer of a sentencepiece model.
 
-    Returns None unless the model is unigram or BPE.
+    Raises InexpressibleError unless the model is unigram or BPE.
     """
     types = model.SentencePiece
     spec = model.trainer_spec
@@ -314,7 +337,7 @@ def _converted(library: Any, model: Any) -> Any:
         users = [piece.piece for piece in model.pieces if piece.type == types.USER_DEFINED and len(piece.piece) > 1]
         made.add_tokens([library.AddedToken(name, normalized=False, special=False) for name in users])
     else:
-        return None
+        raise InexpressibleError("the sentencepiece model is neither unigram nor BPE")
     made.normalizer = _normalizer(library, model.normalizer_spec)
     made.decoder = _decoder(library, model)
     reserved = [piece.piece for piece in model.pieces if piece.type in (types.CONTROL, types.UNKNOWN)]
