@@ -1,24 +1,52 @@
-"""One distribution, three import packages: megapar (the framework), megapar_models and megapar_kernels."""
+"""One distribution: the import packages megapar (the framework), megapar_models and megapar_kernels, and the programs.
+
+The folders of the programs are no packages in a checkout, where a person runs them by their path. An installation has
+them as megapar_programs, beside each other as here, and the command `megapar` starts them.
+"""
+
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
 setup(
     name="megapar",
     version="0.1.0",
-    description="3D-parallel transformer pretraining that one person can read in an afternoon",
+    description="Pretraining of transformers with data, tensor, pipeline, context and expert parallelism",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    python_requires=">=3.11,<3.15",  # torch has builds for 3.14, with which the tests were not run yet
     package_dir={
         "megapar": "megapar",
         "megapar_models": "models/megapar_models",
         "megapar_kernels": "kernels/megapar_kernels",
+        "megapar_programs.pretrain_scripts": "pretrain_scripts",
+        "megapar_programs.tools": "tools",
     },
     packages=[
         *find_packages(".", include=["megapar", "megapar.*"]),
         *find_packages("models"),
         "megapar_kernels",
+        "megapar_programs.pretrain_scripts",
+        "megapar_programs.tools",  # without tools/benchmarks, which measure a checkout
     ],
-    package_data={"megapar": ["py.typed"], "": ["presets/*.toml"]},
+    package_data={
+        "megapar": ["py.typed"],
+        "megapar_programs.pretrain_scripts": ["configs/*.toml"],
+        "": ["presets/*.toml"],
+    },
+    entry_points={"console_scripts": ["megapar = megapar.__main__:main"]},
     install_requires=[
         "torch>=2.11,<2.14",  # tensors, autograd, SDPA, checkpoint(), the collectives
         "triton>=3.6; sys_platform == 'linux'",  # fused kernels; torch's own ops serve where there is none

@@ -1,3 +1,3 @@
-"""megapar: Megatron-style 3D-parallel pretraining, readable in an afternoon."""
+"""megapar: pretraining of transformers with data, tensor, pipeline, context and expert parallelism."""
 
 __version__ = "0.1.0"

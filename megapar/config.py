@@ -167,7 +167,7 @@ class ParallelConfig:
     schedule, for most as many as 1f1b."""
     schedule_costs: tuple[float, ...] = ()
     """Times of the forward, of the gradient of inputs and of the gradients of weights, in any unit, that zero-bubble
-    schedules are made for, such as 1 1.3 0.7; empty: equal times. With schedule auto they are measured, and kept in the
+    schedules are made for, such as 1 1.3 0.7; empty: not known. With schedule auto they are measured, and kept in the
     run folder's config.toml."""
     sequence_parallel: bool = False
     """Split the activations between matrices, such as those of norms, over tp along the sequence. train.seq_length must
@@ -265,7 +265,8 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Steps of linear warm-up from 0 to lr."""
     decay_steps: int = 0
-    """wsd: length of the final decay; 0 means a tenth of train.steps."""
+    """cosine, linear: length of the decay after warm-up; 0 means to the end of train.steps. A run that stops before, or
+    goes on after it at min_lr, keeps its schedule. wsd: length of the final decay; 0 means a tenth of train.steps."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and second moments."""
     eps: float = 1e-8

@@ -1,8 +1,8 @@
 """Reads options from TOML files and flags, with the source of each value, and writes them as TOML.
 
 A flag (`--section.key value`) wins over a TOML file, and a TOML file (`--config`) wins over the default. The key `base`
-of a TOML file names another file to start from. Input that cannot be understood raises ConfigError, whose message says
-in one line where it stands.
+of a TOML file names another file to start from. Both may also name a preset: a file that the program knows by a name.
+Input that cannot be understood raises ConfigError, whose message says in one line where it stands.
 """
 
 import json
@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, fields
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -21,6 +21,10 @@ import tyro
 
 from megapar.config import Config, flatten, option_types, unflatten
 from megapar.errors import ConfigError
+from megapar.other_frameworks.hints import Given, hint
+from megapar.regular_files import read_regular
+
+ASKS_FOR_COMPLETION = "--tyro-write-completion"  # tyro's own flag, which every tool answers
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,10 @@ class Resolved:
 
 @dataclass(frozen=True)
 class _CommandLine(Config):
-    """Pretrain a transformer with data, tensor and pipeline parallelism."""
+    """Pretrain a transformer with data, tensor, pipeline, context and expert parallelism."""
 
     config: str = ""
-    """TOML file of options; its `base` key may name a file to start from. Flags win over files."""
+    """TOML file of options, or a preset such as llama3-8b; its `base` key may name another. Flags win over files."""
 
 
 class _Flag(NamedTuple):
@@ -47,18 +51,21 @@ class _Flag(NamedTuple):
     words: tuple[str, ...]  # the flag and its values as they were typed
 
 
-def load(argv: Sequence[str]) -> Resolved:
+def load(argv: Sequence[str], presets: Mapping[str, Path] | None = None) -> Resolved:
     """Read options from the flags in `argv` (without the program's name) and from the files that `--config` names.
 
+    `presets` are files that `--config` and `base` find by a name, unless there is a file with that name as its path.
     `--help` prints every option with the value that it would have, then exits. Raises ConfigError for a flag, key, type
     or file that is not understood. Whether the values can run is checked by `validate`.
     """
+    if argv and argv[0] == ASKS_FOR_COMPLETION:
+        tyro.cli(_CommandLine, args=argv, use_underscores=True)  # prints and exits
     flags = _split(argv)
     values = flatten(Config())
     sources = dict.fromkeys(values, "default")
     for flag in flags:
         if flag.option == "config":
-            for file, options in _read_chain(_file_of(flag), ()):
+            for file, options in _read_chain(_found(_file_of(flag), presets or {}), presets or {}, ()):
                 values |= options
                 sources |= dict.fromkeys(options, file)
     config = _parse(flags, unflatten(values))
@@ -131,23 +138,32 @@ def _split(argv: Sequence[str]) -> list[_Flag]:
             section, dot, key = path.rpartition(".")
             options[f"{section}{dot}no_{key}"] = path
     flags: list[_Flag] = []
-    problems = []
+    unknown: list[int] = []  # numbers of the flags that do not exist
+    problems: list[str] = []
     for word in argv:
         if word.startswith("--") or word == "-h":
             name = word[2:].partition("=")[0].replace("-", "_")
             if word == "-h":
                 name = "help"
             if name not in options:
-                problems.append(f"--{name}: no such flag{_suggestion(name, list(types))}")
+                unknown.append(len(flags))
             flags.append(_Flag(options.get(name, name), (word,)))
         elif flags:
             flags[-1] = flags[-1]._replace(words=(*flags[-1].words, word))
         elif not problems:  # one message is enough for all words before the first flag
             problems.append(f"{word!r} follows no flag; options look like --section.key value")
+    problems += [_no_such_flag(flags[number], list(types)) for number in unknown]
     problems += _given_twice(flags)
     if problems:
         raise ConfigError("\n".join(problems))
     return flags
+
+
+def _no_such_flag(flag: _Flag, known: Sequence[str]) -> str:
+    """What is said of a flag that does not exist, in its own spelling."""
+    typed, equals, value = flag.words[0].partition("=")
+    values = (value, *flag.words[1:]) if equals else flag.words[1:]
+    return f"{typed}: no such flag{hint(Given(typed[2:], values, 'flag'), known)}"
 
 
 def _given_twice(flags: Sequence[_Flag]) -> list[str]:
@@ -218,7 +234,24 @@ def _expected_words(flag: _Flag) -> str:
 # TOML
 
 
-def _read_chain(file: str, above: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _found(name: str, presets: Mapping[str, Path]) -> str:
+    """The path of the file that `--config` names: `name` itself, or that of a preset.
+
+    Raises ConfigError with presets of similar names if there is neither.
+    """
+    if os.path.isfile(name):
+        return name
+    # The folder of a run may have the name of a preset, so only a file wins over it.
+    if name in presets:
+        return str(presets[name])
+    if presets and not os.path.lexists(name):
+        near = get_close_matches(name, presets)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`megapar presets` lists those that there are"
+        raise ConfigError(f"{name}: no such file or preset (--config names a TOML file or a preset); {hint}")
+    return name
+
+
+def _read_chain(file: str, presets: Mapping[str, Path], above: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (file, its options by dotted path) for the bases of `file`, the most basic first, then for `file` itself.
 
     `above` are the files whose `base` led here. Raises ConfigError if they form a circle, or a base does not exist.
@@ -237,17 +270,20 @@ def _read_chain(file: str, above: tuple[str, ...]) -> Iterator[tuple[str, dict[s
             raise ConfigError(f"{file}:{_line(text, 'base')}: base = {base!r}: expected the path of a TOML file")
         # Relative to the file that names it, so that configs can be used from any folder.
         target = os.path.join(os.path.dirname(file), base)
+        if base in presets and not os.path.isfile(target):
+            target = str(presets[base])
         if not os.path.exists(target):
-            raise ConfigError(f"{file}:{_line(text, 'base')}: base = {base!r}: no such file {target}")
-        yield from _read_chain(target, (*above, file))
+            near = get_close_matches(base, presets)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ConfigError(f"{file}:{_line(text, 'base')}: base = {base!r}: no such file {target}{hint}")
+        yield from _read_chain(target, presets, (*above, file))
     yield file, _typed(file, text, table)
 
 
 def _read(file: str) -> tuple[str, dict[str, Any]]:
     """Text and parsed table of a TOML file. Raises ConfigError that names file and line."""
     try:
-        with open(file, "rb") as stream:
-            data = stream.read()
+        data = read_regular(file)
         text = data.decode()
         table = tomllib.loads(text)
     except OSError as error:
@@ -287,7 +323,10 @@ def _typed(file: str, text: str, table: Mapping[str, Any]) -> dict[str, Any]:
             problems.append(f"{where}: is a section, not an option: write [{path}]")
             continue
         if path not in types:
-            problems.append(f"{where}: no such option{_suggestion(path, list(types))}")
+            items = raw if isinstance(raw, list) else [raw]
+            # As TOML writes them: true, not True.
+            values = tuple(item if isinstance(item, str) else json.dumps(item, default=str) for item in items)
+            problems.append(f"{where}: no such option{hint(Given(path, values, 'toml'), list(types))}")
             continue
         value = _convert(raw, types[path])
         if value is None:
@@ -384,33 +423,3 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value)
-
-
-# Parts of the names of other frameworks' options for experts that have no counterpart, and what happens here instead.
-_NO_TOKEN_IS_DROPPED = "no token is dropped here, because an expert computes every token that chose it"
-_WITHOUT_COUNTERPART = {
-    "capacity": _NO_TOKEN_IS_DROPPED,
-    "drop_token": _NO_TOKEN_IS_DROPPED,
-    "token_drop": _NO_TOKEN_IS_DROPPED,
-    "jitter": "routers add no noise here",
-}
-
-
-def _suggestion(name: str, known: Sequence[str]) -> str:
-    """Text that suggests the path in `known` that is most like `name`, such as "; did you mean train.steps?".
-
-    Both the whole paths and their last parts are compared. Returns "" if no path is similar. A well-known option that
-    has no counterpart is answered with what happens instead.
-    """
-    for part, instead in _WITHOUT_COUNTERPART.items():
-        if part in name:
-            return f"; {instead}"
-
-    def likeness(path: str) -> float:
-        whole = SequenceMatcher(None, name, path).ratio()
-        last = SequenceMatcher(None, name.rpartition(".")[2], path.rpartition(".")[2]).ratio()
-        # A match of the whole path wins over an equal match of the last part alone.
-        return max(whole, last - 0.05)
-
-    best = max(known, key=likeness)
-    return f"; did you mean {best}?" if likeness(best) > 0.6 else ""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from megapar.config import Config, MoEConfig, RopeScaling, flatten
 
 ROPE_SCALING = tuple(f"model.rope_scaling.{name}" for name in flatten(RopeScaling()))
+SELECTION_BIAS = "moe.balance"
+"""The option, without `model.`, whose value "bias" adds a selection bias to each router."""
 MOE = tuple(f"model.moe.{name}" for name in flatten(MoEConfig()))
 
 

@@ -7,14 +7,16 @@ fit. data/spec.py checks the section `data`.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 
+from megapar import validate_experts
 from megapar.config import Config, MoEConfig, ParallelConfig, flatten
 from megapar.data.spec import data_problems
 from megapar.derive import STAGES_ON_A_RANK, derive
 from megapar.errors import ConfigError
 from megapar.messages import around, counted, divisors, listed, problem, shown
-from megapar.model_rules import MOE, ModelRules
+from megapar.model_rules import ModelRules
 
 _BELOW_ONE = {"model.hidden_dropout", "model.attention_dropout", "optimizer.betas"}
 # An option may be 0 if that is its default, or if it is listed here.
@@ -32,6 +34,9 @@ _MAY_BE_ZERO = {path for path, default in flatten(Config()).items() if default =
     "model.moe.mlp_only_layers",
     "model.moe.router_aux_loss_coef",
 }
+_LARGEST_SIZE = 2**31 - 1  # of a model: the bytes of a matrix with two such sizes fit into 64 bits
+_SMALLEST_BUCKET_MB = 1e-5  # two gradients
+_LARGEST_BUCKET_MB = 1e9  # no device has a thousandth of it
 _WEEK_SECONDS = 7 * 24 * 3600
 
 
@@ -47,12 +52,21 @@ def validate(config: Config, world_size: int, rules: ModelRules) -> Config:
     if not size_problems:
         grid_problems = list(_grid(config, world_size))
         derived = derive(config, world_size, rules)
-        checks = (_layout, _pipeline, _train, _optimizer, data_problems, _checkpoint)
-        problems += [*grid_problems, *_heads(config, rules), *_model(derived, rules), *_experts(derived, rules)]
+        checks = (_layout, _train, _optimizer, data_problems, _checkpoint)
+        problems += [
+            *grid_problems,
+            *_heads(config, rules),
+            *_model(derived, rules),
+            *validate_experts.problems(derived, rules),
+        ]
+        if not rules.has_experts:
+            # Its experts are refused. Nothing follows from their numbers.
+            derived = replace(derived, model=replace(derived.model, moe=MoEConfig()))
+        problems += [*_cut_by_tp(derived, world_size), *_pipeline(derived, world_size)]
         problems += chain.from_iterable(check(derived) for check in checks)
-        # While the grid does not fit, dp is unknown, and nothing can be said about the batch.
+        # While the grid does not fit, dp is unknown, and nothing can be said about what it divides.
         if not grid_problems:
-            problems += [*_batch(derived), *_expert_batch(derived)]
+            problems += [*validate_experts.grid_problems(derived), *_shard_ranks(derived), *_batch(derived)]
     if problems:
         raise ConfigError("\n".join(problems))
     return derived
@@ -70,10 +84,13 @@ def _sizes(config: Config) -> Iterator[str]:
         numbers = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
         if any(number < least for number in numbers):
             yield problem(config, path, f"must be at least {least}")
+        elif path.startswith("model.") and any(number > _LARGEST_SIZE for number in numbers):
+            yield problem(config, path, f"must be at most {_LARGEST_SIZE:,}")
 
 
 def _amounts(config: Config) -> Iterator[str]:
     """Problems of texts and fractional numbers, each option by itself."""
+    defaults = flatten(Config())
     for path, value in flatten(config).items():
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, str) and not (item and item.isprintable()):
@@ -81,7 +98,7 @@ def _amounts(config: Config) -> Iterator[str]:
             elif isinstance(item, float):
                 text = _amount_problem(path, item)
                 if text:
-                    yield problem(config, path, text)
+                    yield problem(config, path, f"{text}, such as {shown(defaults[path])}")
                     break  # the message shows all items, so once is enough
 
 
@@ -115,30 +132,56 @@ def _grid(config: Config, world_size: int) -> Iterator[str]:
         yield problem(config, " ".join(f"parallel.{name}" for name in names), text)
     elif dp not in (0, world_size // replica):
         text = f"{product}*dp({dp})={replica * dp} is not world size {world_size}; "
-        yield problem(config, "parallel.dp", f"{text}dp {world_size // replica} fits, as does 0, which means it")
+        yield problem(config, "parallel.dp", f"{text}use {world_size // replica}, or leave it at 0, which means it")
 
 
 def _heads(config: Config, rules: ModelRules) -> Iterator[str]:
     """Problems of heads. `config` is as given: the messages depend on whether its head_dim is derived."""
     model = config.model
-    tp = config.parallel.tp
     heads = model.num_attention_heads
     kv_heads = model.num_key_value_heads
     hidden = model.hidden_size
+    multiple = 2 if rules.even_head_dim else 1  # of which the width of a head must be
+    width = max(hidden // heads // multiple, 1) * multiple
+    fitting = f"use hidden_size {around(hidden, multiple * heads)}, or set model.head_dim {width}"
     if not model.head_dim and hidden % heads:
-        text = f"the width must divide by the heads; use hidden_size {around(hidden, heads)}, or set model.head_dim"
+        text = f"the width must divide by the heads; {fitting}"
         yield problem(config, "model.hidden_size model.num_attention_heads", text)
-    elif rules.even_head_dim and (model.head_dim or hidden // heads) % 2:
+    elif (model.head_dim or hidden // heads) % multiple:
         # Name the options that decide the width of a head.
         options = "model.head_dim" if model.head_dim else "model.hidden_size model.num_attention_heads"
+        works = f"use {around(model.head_dim, multiple)}" if model.head_dim else fitting
         text = "rotary embeddings turn pairs, so a head's width must be even"
-        yield problem(config, options, f"{text}; {model.head_dim or hidden // heads} is odd")
+        yield problem(config, options, f"{text}; {model.head_dim or hidden // heads} is odd; {works}")
     if kv_heads and heads % kv_heads:
-        text = f"query heads must divide by key/value heads; use {listed(divisors(heads))}"
+        text = f"query heads must divide by key/value heads; num_key_value_heads may be {listed(divisors(heads))}"
         yield problem(config, "model.num_attention_heads model.num_key_value_heads", text)
-    if heads % tp:
-        text = f"heads must divide by tp; tp may be {listed(divisors(heads))}"
+
+
+def _cut_by_tp(config: Config, world_size: int) -> Iterator[str]:
+    """Problems of what tp cuts: heads, the MLP and the shared expert. Each names values of tp that fit all of them."""
+    model = config.model
+    parallel = config.parallel
+    tp = parallel.tp
+    widths = {"model.intermediate_size": model.intermediate_size}
+    if model.moe.num_experts:
+        widths["model.moe.shared_expert_intermediate_size"] = model.moe.shared_expert_intermediate_size
+    fits = [n for n in divisors(model.num_attention_heads) if not any(width % n for width in widths.values())]
+    # Without ranks to spare, the other axes stay as they are.
+    others = parallel.cp * parallel.pp
+    fits = [n for n in fits if world_size % (n * others) == 0] or fits
+    heads_fit = model.num_attention_heads % tp == 0
+    if not heads_fit:
+        text = f"heads must divide by tp; tp may be {listed(fits)}"
         yield problem(config, "model.num_attention_heads parallel.tp", text)
+    for path, width in widths.items():
+        if width % tp:
+            # While tp does not fit the heads, no width for it would help.
+            works = f"tp may be {listed(fits)}"
+            if heads_fit:
+                works = f"use {around(width, tp)}, or set parallel.tp {listed(fits)}"
+            what = "the MLP's width" if path == "model.intermediate_size" else "its width"
+            yield problem(config, f"{path} parallel.tp", f"{what} must divide by tp; {works}")
 
 
 def _model(config: Config, rules: ModelRules) -> Iterator[str]:
@@ -150,196 +193,124 @@ def _model(config: Config, rules: ModelRules) -> Iterator[str]:
             text = f"family {rules.name} has no such thing; leave it at {shown(defaults[path])}"
             yield problem(config, path, text)
     if config.model.hidden_act not in rules.activations:
-        yield problem(config, "model.hidden_act", f"family {rules.name} has {' or '.join(rules.activations)}")
+        text = f"family {rules.name} has no such activation; use {' or '.join(rules.activations)}"
+        yield problem(config, "model.hidden_act", text)
     yield from rules.problems(config)
-
-
-def _experts(config: Config, rules: ModelRules) -> Iterator[str]:
-    """Problems of a mixture of experts, and options of one in a model that has no experts."""
-    moe = config.model.moe
-    defaults = flatten(Config())
-    if moe.num_experts and not rules.has_experts:
-        text = f"family {rules.name} has no experts; choose one that has, or leave it at 0"
-        yield problem(config, "model.moe.num_experts", text)
-    elif rules.has_experts and not moe.num_experts:
-        text = f"family {rules.name} is a mixture of experts; such as 8"
-        yield problem(config, "model.moe.num_experts", text)
-    if not moe.num_experts:
-        for path, value in flatten(config).items():
-            of_experts = path in MOE or path in ("parallel.ep", "parallel.etp")
-            if of_experts and value != defaults[path]:
-                text = "the model has no experts; set model.moe.num_experts, or leave it out"
-                yield problem(config, path, text)
-        return
-    yield from _expert_grid(config)
-    yield from _router(config)
-    yield from _balance(config)
-
-
-def _expert_grid(config: Config) -> Iterator[str]:
-    """Problems of ep and etp, and of the widths that etp and tp cut."""
-    parallel = config.parallel
-    moe = config.model.moe
-    ranks = parallel.tp * parallel.cp * parallel.dp
-    if ranks % (parallel.ep * parallel.etp):
-        text = (
-            f"ep({parallel.ep})*etp({parallel.etp}) must divide the {ranks} ranks of a pipeline rank; their product "
-            f"may be {listed(divisors(ranks))}"
-        )
-        yield problem(config, "parallel.ep parallel.etp", text)
-    if moe.moe_intermediate_size % parallel.etp:
-        text = f"an expert's width must divide by etp; use {around(moe.moe_intermediate_size, parallel.etp)}"
-        yield problem(config, "model.moe.moe_intermediate_size parallel.etp", text)
-    if moe.shared_expert_intermediate_size % parallel.tp:
-        text = f"its width must divide by tp; use {around(moe.shared_expert_intermediate_size, parallel.tp)}"
-        yield problem(config, "model.moe.shared_expert_intermediate_size parallel.tp", text)
-    if moe.shared_expert_gate and not moe.shared_expert_intermediate_size:
-        text = "there is no shared expert to gate; set its width, or leave the gate out"
-        yield problem(config, "model.moe.shared_expert_gate model.moe.shared_expert_intermediate_size", text)
-    layers = config.model.num_hidden_layers
-    beyond = [layer for layer in moe.mlp_only_layers if layer >= layers]
-    if beyond:
-        text = f"layers are numbered from 0 to {layers - 1}"
-        yield problem(config, "model.moe.mlp_only_layers model.num_hidden_layers", text)
-
-
-def _router(config: Config) -> Iterator[str]:
-    """Problems of how the experts of a token are chosen."""
-    moe = config.model.moe
-    groups = "model.moe.n_group model.moe.topk_group"
-    if moe.num_experts % moe.n_group:
-        text = f"groups must have equal numbers of experts; use {listed(divisors(moe.num_experts))}"
-        yield problem(config, "model.moe.n_group model.moe.num_experts", text)
-    elif moe.topk_group > moe.n_group:
-        yield problem(config, groups, f"there are fewer groups; use at most {moe.n_group}")
-    else:
-        eligible = moe.num_experts // moe.n_group * moe.topk_group
-        if moe.num_experts_per_tok > eligible:
-            text = f"a token can choose among {eligible} experts; use at most as many"
-            yield problem(config, f"model.moe.num_experts_per_tok model.moe.num_experts {groups}", text)
-        elif moe.n_group > 1 and moe.num_experts_per_tok % moe.topk_group:
-            text = "a group's score adds its best num_experts_per_tok / topk_group experts, so topk_group must divide"
-            yield problem(config, "model.moe.num_experts_per_tok model.moe.topk_group", text)
-
-
-def _balance(config: Config) -> Iterator[str]:
-    """Problems of what evens out the load of the experts."""
-    moe = config.model.moe
-    defaults = MoEConfig()
-    if moe.balance == "micro_batch":
-        text = (
-            "the load of a micro-batch depends on how ranks share the batch, so this loss would change with the "
-            "layout; use sequence, global or bias"
-        )
-        yield problem(config, "model.moe.balance", text)
-    if moe.balance not in ("sequence", "global") and moe.router_aux_loss_coef != defaults.router_aux_loss_coef:
-        text = "only balance sequence and global have a loss; choose one of them, or leave it out"
-        yield problem(config, "model.moe.router_aux_loss_coef model.moe.balance", text)
-    if moe.balance != "bias" and moe.router_bias_update_rate != defaults.router_bias_update_rate:
-        text = "only balance bias has a bias; choose it, or leave the rate out"
-        yield problem(config, "model.moe.router_bias_update_rate model.moe.balance", text)
 
 
 def _layout(config: Config) -> Iterator[str]:
     """Problems of the rank order, and of what tp cuts."""
     tp = config.parallel.tp
-    width = config.model.intermediate_size
     length = config.train.seq_length
     if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
         yield problem(config, "parallel.order", "must name tp, cp, dp and pp once each, such as tp-cp-dp-pp")
-    if width % tp:
-        text = f"the MLP's width must divide by tp; use {around(width, tp)}"
-        yield problem(config, "model.intermediate_size parallel.tp", text)
     if config.parallel.cp > 1:
         yield from _context_parallel(config)
     elif config.parallel.sequence_parallel and length % tp:
-        text = f"sequence_parallel cuts the sequence over tp; use {around(length, tp)}, or switch it off"
+        text = f"sequence_parallel cuts the sequence over tp; {_lengths(config, tp)}"
+        text += ", or leave sequence_parallel at false"
         yield problem(config, "train.seq_length parallel.tp parallel.sequence_parallel", text)
     if config.parallel.cp == 1 and config.parallel.cp_attention != ParallelConfig().cp_attention:
         default = ParallelConfig().cp_attention
         text = f"with one cp rank there is nothing to exchange; set parallel.cp, or leave it at {default}"
         yield problem(config, "parallel.cp_attention parallel.cp", text)
     if config.parallel.tp_overlap_chunks > 1 and tp == 1:
-        text = (
-            "without tensor parallelism no product waits for other ranks; use a parallel.tp above 1, or leave it at 1"
-        )
+        text = "without tensor parallelism no product waits for other ranks; set parallel.tp, or leave it at 1"
         yield problem(config, "parallel.tp_overlap_chunks parallel.tp", text)
     if length > config.model.max_position_embeddings:
-        text = f"sequences longer than the model's positions; use at most {config.model.max_position_embeddings}"
+        text = f"sequences longer than the model's positions; {_lengths(config, _unit_of_length(config))}"
         yield problem(config, "train.seq_length model.max_position_embeddings", text)
+
+
+def _unit_of_length(config: Config) -> int:
+    """The number that a sample's length must be a multiple of."""
+    parallel = config.parallel
+    tp = parallel.tp if parallel.sequence_parallel else 1
+    # The positions of a cp rank are two chunks, and are cut over tp.
+    return tp if parallel.cp == 1 else parallel.cp * math.lcm(2, tp)
+
+
+def _lengths(config: Config, unit: int) -> str:
+    """What to do about a length that is no multiple of `unit` or more than the model's positions."""
+    length = config.train.seq_length
+    most = config.model.max_position_embeddings // unit * unit
+    if not most:
+        return f"set model.max_position_embeddings {unit}"
+    if length > most:
+        return f"use at most {most}"
+    return f"use {around(length, unit)}"
 
 
 def _context_parallel(config: Config) -> Iterator[str]:
     """Problems of what cp cuts: positions into two chunks for each rank, and with ulysses the heads of a tp rank."""
     parallel = config.parallel
     length = config.train.seq_length
-    unit = 2 * parallel.cp
+    unit = _unit_of_length(config)
     options = "train.seq_length parallel.cp"
     reason = "each cp rank holds two chunks of equal length"
     if parallel.sequence_parallel:
-        # The positions of a cp rank are cut over tp.
-        unit = parallel.cp * math.lcm(2, parallel.tp)
         options += " parallel.tp parallel.sequence_parallel"
         reason += ", and sequence_parallel cuts them over tp"
     if length % unit:
-        yield problem(config, options, f"{reason}, so the length must divide by {unit}; use {around(length, unit)}")
+        text = f"{reason}, so the length must divide by {unit}; {_lengths(config, unit)}"
+        yield problem(config, options, text)
     heads = config.model.num_attention_heads // parallel.tp
     if parallel.cp_attention == "ulysses" and heads % parallel.cp:
         text = (
-            f"ulysses deals the {counted(heads, 'query head')} of a tp rank to cp ranks; cp may be "
-            f"{listed(divisors(heads))}, or use parallel.cp_attention gather or ring"
+            f"ulysses deals the {counted(heads, 'query head')} of a tp rank to cp ranks, and cp {parallel.cp} does not "
+            "divide them; use gather or ring"
         )
         yield problem(config, "parallel.cp_attention parallel.cp parallel.tp model.num_attention_heads", text)
 
 
-def _pipeline(config: Config) -> Iterator[str]:
+def _pipeline(config: Config, world_size: int) -> Iterator[str]:
     """Problems of layers and stages."""
     parallel = config.parallel
     layers = config.model.num_hidden_layers
-    stages = parallel.pp * parallel.vpp
+    pp = parallel.pp
     partition = parallel.partition
     needs = STAGES_ON_A_RANK.get(parallel.schedule, parallel.vpp)
+    # The first and the last stage may hold only the embedding and only the head.
+    fit = [vpp for vpp in (needs, parallel.vpp) if layers >= pp * vpp - 2]
     if parallel.vpp != needs:
         number = {1: "one stage", 2: "two stages"}[needs]
-        text = f"{parallel.schedule} runs {number} on each rank; set parallel.vpp {needs}, or parallel.schedule "
-        others = "interleaved (or zb-interleaved, gpipe)" if parallel.vpp > 1 else "1f1b (or zb-h1)"
-        yield problem(config, "parallel.vpp parallel.schedule", text + others)
+        works = []
+        # With too many stages in both cases the next line says which pp has enough layers.
+        if needs in fit or not fit:
+            works.append(f"set parallel.vpp {needs}")
+        if parallel.vpp in fit:
+            others = "interleaved, zb-interleaved or gpipe" if parallel.vpp > 1 else "1f1b or zb-h1"
+            works.append(f"set parallel.schedule {others}")
+        text = f"{parallel.schedule} runs {number} on each rank; {', or '.join(works)}"
+        yield problem(config, "parallel.vpp parallel.schedule", text)
     if parallel.schedule_costs and len(parallel.schedule_costs) != 3:
         text = "must be three times: forward, gradient of inputs, gradient of weights; such as 1 1.3 0.7"
         yield problem(config, "parallel.schedule_costs", text)
-    # The first and the last stage may hold only the embedding and only the head.
-    if layers < stages - 2:
-        most = (layers + 2) // parallel.pp
-        # With more ranks than layers + 2, no vpp helps.
-        works = f"parallel.vpp may be up to {most}" if most else f"parallel.pp may be up to {layers + 2}"
-        text = f"{stages} stages, of which all but the first and last need a layer; {works}"
-        yield problem(config, "model.num_hidden_layers parallel.pp parallel.vpp", text)
-    elif partition and not _is_partition(partition, layers, stages):
+    stages = pp * needs
+    if not fit:
+        text = f"{stages} stages, of which all but the first and last need a layer; "
+        yield problem(
+            config, "model.num_hidden_layers parallel.pp parallel.vpp", text + _fewer_stages(config, needs, world_size)
+        )
+    elif partition and parallel.vpp == needs and not _is_partition(partition, layers, stages):
         text = (
             f"{len(partition)} numbers of sum {sum(partition)}, for {layers} layers on {stages} stages, of which all "
-            f"but the first and last need one; {shown(_even(layers, stages))} fits, or leave it out"
+            f"but the first and last need one; use {shown(_even(layers, stages))}, or leave it out"
         )
         yield problem(config, "parallel.partition parallel.pp parallel.vpp model.num_hidden_layers", text)
 
 
-def _expert_batch(config: Config) -> Iterator[str]:
-    """Replicas that exchange tokens with each other must run the same number of micro-batches."""
+def _fewer_stages(config: Config, vpp: int, world_size: int) -> str:
+    """Values of vpp or pp with which there are layers enough, if a rank has `vpp` stages."""
     parallel = config.parallel
-    sizes = {"tp": parallel.tp, "cp": parallel.cp}
-    # The ranks of one replica follow each other, as many as the axes have that come before dp in the order.
-    names = parallel.order.split("-")
-    together = math.prod(sizes.get(name, 1) for name in names[: names.index("dp")])
-    if not config.model.moe.num_experts or together % (parallel.ep * parallel.etp) == 0:
-        return
-    train = config.train
-    step = train.micro_batch_size * parallel.dp
-    text = f"replicas that share experts need equal numbers of micro-batches: a multiple of {step}; use "
-    options = "train.micro_batch_size parallel.dp parallel.ep"
-    if train.global_batch_size % step:
-        yield problem(config, f"train.global_batch_size {options}", f"{text}{around(train.global_batch_size, step)}")
-    elif any(size % step for size in train.batch_ramp[:2]):
-        works = f"{step} {step} {train.batch_ramp[2]}" if train.global_batch_size > step else "no ramp"
-        yield problem(config, f"train.batch_ramp {options}", f"{text}{works}")
+    enough = config.model.num_hidden_layers + 2
+    if parallel.schedule not in STAGES_ON_A_RANK:
+        if enough >= parallel.pp:
+            return f"vpp may be at most {enough // parallel.pp}"
+        vpp = min(vpp, enough)
+    fits = [pp for pp in range(1, enough // vpp + 1) if world_size % (parallel.tp * parallel.cp * pp) == 0]
+    works = f"pp may be {listed(fits or [enough // vpp])}"
+    return works if vpp == parallel.vpp else f"{works} and vpp may be {vpp}"
 
 
 def _is_partition(partition: tuple[int, ...], layers: int, stages: int) -> bool:
@@ -362,21 +333,35 @@ def _batch(config: Config) -> Iterator[str]:
     """Problems of the global batch and its ramp."""
     batch = config.train.global_batch_size
     step = config.train.micro_batch_size
+    options = "train.micro_batch_size"
+    reason = f"must be a multiple of train.micro_batch_size {step}"
+    otherwise = ""
+    if validate_experts.shares_experts(config):
+        step *= config.parallel.dp
+        options += " parallel.dp parallel.ep parallel.etp"
+        reason = f"replicas that share experts need equal numbers of micro-batches: a multiple of {step}"
+        otherwise = f", or {validate_experts.not_shared(config)}"
     if batch % step:
-        text = f"must be a multiple of train.micro_batch_size {step}; use {around(batch, step)}"
-        yield problem(config, "train.global_batch_size train.micro_batch_size", text)
+        text = f"{reason}; use {around(batch, step)}"
+        # With another ep the batch must still divide by the micro-batch.
+        if batch % config.train.micro_batch_size == 0:
+            text += otherwise
+        yield problem(config, f"train.global_batch_size {options}", text)
     ramp = config.train.batch_ramp
     if not ramp:
         return
-    options = "train.batch_ramp train.global_batch_size"
+    # A ramp begins below the batch.
+    works = "leave it out"
+    if batch > step and batch % step == 0:
+        works = f"use {step} {step} {ramp[2] if len(ramp) == 3 else 1000}"
     if len(ramp) != 3:
-        yield problem(config, options, "must be three numbers: START INCREMENT SAMPLES")
+        text = f"must be three numbers: START INCREMENT SAMPLES; {works}"
+        yield problem(config, "train.batch_ramp train.global_batch_size", text)
     elif ramp[0] >= batch or (batch - ramp[0]) % ramp[1]:
-        text = "START plus a number of INCREMENTs must be the global batch"
-        yield problem(config, options, f"{text}; such as {step} {step} {ramp[2]}")
+        text = f"START plus a number of INCREMENTs must be the global batch; {works}"
+        yield problem(config, f"train.batch_ramp train.global_batch_size {options}", text)
     elif ramp[0] % step or ramp[1] % step:
-        text = f"START and INCREMENT must be multiples of train.micro_batch_size {step}"
-        yield problem(config, f"{options} train.micro_batch_size", text)
+        yield problem(config, f"train.batch_ramp train.global_batch_size {options}", f"{reason}; {works}")
 
 
 def _train(config: Config) -> Iterator[str]:
@@ -384,7 +369,7 @@ def _train(config: Config) -> Iterator[str]:
     train = config.train
     defaults = Config().train
     if train.recompute_every > 1 and train.recompute != "full":
-        text = "only recompute full has an every; set train.recompute full, or train.recompute_every 1"
+        text = "only recompute full has an every; set train.recompute full, or leave it at 1"
         yield problem(config, "train.recompute_every train.recompute", text)
     if not (config.data.validation or config.data.split):
         for name in ("eval_every", "eval_samples"):
@@ -394,30 +379,59 @@ def _train(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    """Problems of the learning rate's schedule."""
-    if config.optimizer.overlap_param_gather and config.optimizer.zero_stage == 0:
-        text = "without ZeRO every rank updates all weights, and none are gathered; use zero_stage 1, or leave it out"
+    """Problems of ZeRO, and of options that only some of its stages have."""
+    optimizer = config.optimizer
+    stage = optimizer.zero_stage
+    use = f"use zero_stage {listed(_zero_stages(config))}"
+    if optimizer.overlap_param_gather and stage == 0:
+        text = f"without ZeRO every rank updates all weights, and none are gathered; {use}, or leave it at false"
         yield problem(config, "optimizer.overlap_param_gather optimizer.zero_stage", text)
-    if config.optimizer.overlap_param_gather and config.optimizer.zero_stage == 3:
-        text = "stage 3 gathers the weights of each layer while the layer before runs; use zero_stage 1 or 2, or "
-        yield problem(config, "optimizer.overlap_param_gather optimizer.zero_stage", f"{text}leave it out")
-    yield from _shard_ranks(config)
-    if config.optimizer.grad_reduce_dtype == "bf16" and config.optimizer.zero_stage == 0:
-        text = "without ZeRO every rank needs the whole sum, which is not rounded; use zero_stage 1, 2 or 3, or fp32"
+    if optimizer.overlap_param_gather and stage == 3:
+        text = f"stage 3 gathers the weights of each layer while the layer before runs; {use}, or leave it at false"
+        yield problem(config, "optimizer.overlap_param_gather optimizer.zero_stage", text)
+    if optimizer.shard_ranks and stage == 0:
+        text = f"without ZeRO nothing is sharded; {use}, or leave it at 0"
+        yield problem(config, "optimizer.shard_ranks optimizer.zero_stage", text)
+    if optimizer.grad_reduce_dtype == "bf16" and stage == 0:
+        text = f"without ZeRO every rank needs the whole sum, which is not rounded; {use}, or leave it at fp32"
         yield problem(config, "optimizer.grad_reduce_dtype optimizer.zero_stage", text)
-    if config.optimizer.bucket_mb and config.optimizer.zero_stage >= 2:
-        text = "stages 2 and 3 reduce the gradients of one layer at a time; leave bucket_mb at 0, or use zero_stage 1"
+    bucket_mb = optimizer.bucket_mb
+    if bucket_mb > 0 and not _SMALLEST_BUCKET_MB <= bucket_mb <= _LARGEST_BUCKET_MB:
+        text = f"must be from {_SMALLEST_BUCKET_MB:g} to {_LARGEST_BUCKET_MB:g}, or 0"
+        yield problem(config, "optimizer.bucket_mb", text)
+    if optimizer.bucket_mb and stage >= 2:
+        text = f"stages 2 and 3 reduce the gradients of one layer at a time; leave bucket_mb at 0, or {use}"
         yield problem(config, "optimizer.bucket_mb optimizer.zero_stage", text)
+    yield from _rates(config)
+
+
+def _zero_stages(config: Config) -> list[int]:
+    """The stages of ZeRO that fit the other options of `optimizer`. Stage 1 always does."""
+    optimizer = config.optimizer
+    fits = {0, 1, 2, 3}
+    if optimizer.overlap_param_gather:
+        fits &= {1, 2}
+    if optimizer.shard_ranks or optimizer.grad_reduce_dtype == "bf16":
+        fits &= {1, 2, 3}
+    # A derived bucket_mb is not among these options: it follows the stage.
+    if optimizer.bucket_mb and optimizer.zero_stage >= 2:
+        fits &= {0, 1}
+    return sorted(fits)
+
+
+def _rates(config: Config) -> Iterator[str]:
+    """Problems of the learning rate's schedule."""
     optimizer = config.optimizer
     steps = config.train.steps
-    if optimizer.schedule != "wsd" and optimizer.decay_steps:
-        text = "only schedule wsd has a decay of its own; set optimizer.schedule wsd, or leave decay_steps at 0"
+    if optimizer.schedule in ("constant", "inverse_sqrt") and optimizer.decay_steps:
+        text = "has no decay; set optimizer.schedule cosine, linear or wsd, or leave decay_steps at 0"
         yield problem(config, "optimizer.decay_steps optimizer.schedule", text)
     if optimizer.warmup_steps > steps:
         text = f"the warm-up would not end within the run; use at most {steps}"
         yield problem(config, "optimizer.warmup_steps train.steps", text)
     elif optimizer.schedule == "wsd" and optimizer.warmup_steps + optimizer.decay_steps > steps:
-        text = f"warm-up and decay together are longer than the run; decay may be {steps - optimizer.warmup_steps}"
+        most = steps - optimizer.warmup_steps
+        text = f"warm-up and decay together are longer than the run; decay_steps may be at most {most}"
         yield problem(config, "optimizer.warmup_steps optimizer.decay_steps train.steps", text)
     if optimizer.schedule == "constant" and optimizer.min_lr:
         text = "a constant rate has no end; choose cosine, linear, inverse_sqrt or wsd, or leave it at 0"
@@ -430,11 +444,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 def _shard_ranks(config: Config) -> Iterator[str]:
     """Problems of the groups of ranks over which ZeRO shards."""
     number = config.optimizer.shard_ranks
-    if not number:
-        return
-    if config.optimizer.zero_stage == 0:
-        text = "without ZeRO nothing is sharded; use zero_stage 1, 2 or 3, or leave it at 0"
-        yield problem(config, "optimizer.shard_ranks optimizer.zero_stage", text)
+    if not number or config.optimizer.zero_stage == 0:
         return
     parallel = config.parallel
     replicas = parallel.dp * parallel.cp
@@ -459,10 +469,10 @@ def _checkpoint(config: Config) -> Iterator[str]:
         text = "both name a checkpoint to start from; leave resume at auto, or init_from at none"
         yield problem(config, "checkpoint.init_from checkpoint.resume", text)
     if options.init_from == "none" and not options.strict:
-        text = "only the weights of init_from may fit in part; set checkpoint.init_from, or leave strict on"
+        text = "only the weights of init_from may fit in part; set checkpoint.init_from, or leave it at true"
         yield problem(config, "checkpoint.strict checkpoint.init_from", text)
     if options.keep_every and not options.keep_last:
-        text = "all checkpoints are kept; set checkpoint.keep_last, or leave keep_every at 0"
+        text = "all checkpoints are kept; set checkpoint.keep_last 1, or leave keep_every at 0"
         yield problem(config, "checkpoint.keep_every checkpoint.keep_last", text)
 
 
@@ -472,7 +482,7 @@ def _launch(config: Config, world_size: int) -> Iterator[str]:
     The device is not checked here but where a rank starts (device.choose), because it depends on the machine.
     """
     if not 1.0 <= config.launch.timeout_seconds <= _WEEK_SECONDS:
-        text = f"must be from 1 to {_WEEK_SECONDS:,} (a week); 300 suits most jobs"
+        text = f"must be from 1 to {_WEEK_SECONDS:,} (a week); use 300 for most jobs"
         yield problem(config, "launch.timeout_seconds", text)
     if config.launch.nproc not in (0, world_size):
         text = f"{counted(world_size, 'rank is', 'ranks are')} running already; leave it at 0 under torchrun and Slurm"

@@ -9,21 +9,20 @@ from pathlib import Path
 
 from megapar_models.balance import times_of_stages, with_measured_partition
 from megapar_models.build import StageBuilder, build_stages, describe_size, flops_per_token
-from megapar_models.registry import validate
-from rich.console import Console
+from megapar_models.registry import named_configs, validate
 
-from megapar import device
+from megapar import device, limits
 from megapar.config import Config
 from megapar.config_io import Resolved, load, to_toml
 from megapar.data.tokenizer import load_tokenizer
 from megapar.derive import smallest_world, with_vocabulary
-from megapar.errors import Preempted, open_streams, reported
+from megapar.errors import Preempted, exits_refused, open_streams, reported
 from megapar.flight import Board
 from megapar.train import dry_run
 from megapar.train.checkpoints import lock_run_dir
 from megapar.train.choose_schedule import check_schedule, with_chosen_schedule
-from megapar.train.data import identity, open_loaders
-from megapar.train.launch import join, leave, rank_process, refuse_too_many_threads
+from megapar.train.data import identity, needs_tokenizer, open_loaders
+from megapar.train.launch import join, leave, rank_process, refuse_start
 from megapar.train.local import preload, start_local_ranks
 from megapar.train.report import write_run_header
 from megapar.train.trainer import Run, initializes_by_unit, start, train
@@ -32,8 +31,7 @@ from megapar.train.trainer import Run, initializes_by_unit, start, train
 def check(resolved: Resolved, world_size: int) -> Config:
     """Check that `world_size` ranks can run the configuration; returns it with derived values filled in."""
     config = validate(resolved.config, world_size)
-    # If no text will be read, the tokenizer need not be there.
-    if not config.model.vocab_size or not (config.dry_run or config.data.train == ("synthetic",)):
+    if needs_tokenizer(config):
         config = with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
     return check_schedule(resolved.config, config, build_stages)
 
@@ -68,23 +66,25 @@ def plan(resolved: Resolved) -> None:
     """Print what each rank of the layout would hold. It does not matter how this process was started."""
     config = check(resolved, resolved.config.launch.nproc or smallest_world(resolved.config.parallel))
     flops = flops_per_token(config.model, config.train.seq_length, config.train.trainable)
-    dry_run.show(config, StageBuilder(), describe_size(config.model), flops, Console(width=140))
+    dry_run.show(config, StageBuilder(), describe_size(config.model), flops)
 
 
 def main() -> int:
     open_streams()
+    limits.raise_open_files()
     # Ranks have not met yet, so one process prints an error for all of them.
-    with reported(0 if device.first_to_speak() else 1):
-        resolved = load(sys.argv[1:])
+    speaker = 0 if device.first_to_speak() else 1
+    with reported(speaker):
+        # --help ends the process here
+        resolved = load(sys.argv[1:], named_configs(Path(__file__).parent / "configs"))
+    with reported(speaker), exits_refused():
         if resolved.config.dry_run:
             plan(resolved)
             return 0
         env = device.environment()
         launch = resolved.config.launch
-        if not launch.nproc:
-            device.refuse_slurm_shell()
+        refuse_start(resolved.config)
         world = env.world_size if env.launched else max(launch.nproc, 1)
-        refuse_too_many_threads(launch.threads)
         config = check(resolved, world)
         if world > 1 and not env.launched:
             device.choose(launch.device, 0, world)  # an error is raised here once, and not in every rank

@@ -1,18 +1,19 @@
 # Sourced by quickstart.sh and tests/run.sh: a .venv in the repository's root with the pinned packages, made once.
-# Python 3.11, 3.12 or 3.13 makes it: the first of these that is there, or the one that PYTHON names.
+# Python 3.11, 3.12, 3.13 or 3.14 makes it: the first of these that is there, or the one that PYTHON names. Nobody has
+# run the tests with 3.14 yet; all packages of constraints.txt have builds for it.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 wanted=$(cat setup.py constraints.txt | sha256sum)
 if [ ! -f .venv/installed ] || [ "$(cat .venv/installed)" != "$wanted" ]; then
     python=''
-    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2> /dev/null; then
+    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3}; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2> /dev/null; then
             python=$candidate
             break
         fi
     done
     if [ -z "$python" ]; then
-        echo "no Python 3.11, 3.12 or 3.13 among: ${PYTHON:-python3.11 python3.12 python3.13 python3}" >&2
+        echo "no Python 3.11, 3.12, 3.13 or 3.14 among: ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3}" >&2
         exit 2
     fi
     echo "installing into $PWD/.venv with $("$python" --version)"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megapar_models.registry import validate
+from megapar_models.registry import presets, validate
 
 from megapar.config_io import load
 from tests.support import program
@@ -191,30 +191,74 @@ def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
 
 
 STAND_IN = """#!/bin/sh
-printf '%s\\n' "${0##*/}" "MASTER_ADDR=$MASTER_ADDR" "CUDA_DEVICE_MAX_CONNECTIONS=$CUDA_DEVICE_MAX_CONNECTIONS" "$@"
+printf '%s\\n' "${0##*/}" "MASTER_ADDR=$MASTER_ADDR" "MASTER_PORT=$MASTER_PORT" \\
+    "CUDA_DEVICE_MAX_CONNECTIONS=$CUDA_DEVICE_MAX_CONNECTIONS" "$@"
 """
-"""Stands in for python, torchrun and srun: prints its name, two variables and its arguments, a line each."""
+"""Stands in for python, torchrun and srun: prints its name, three variables and its arguments, a line each."""
+SLURM_JOB = {"SLURM_JOB_ID": "7123456", "SLURM_JOB_NODELIST": "node[7-8]"}
+
+
+def with_stand_ins(folder: Path) -> dict[str, str]:
+    """The environment in which programs of launch scripts are stand-ins in `folder`."""
+    for name in ("python", "torchrun", "srun", "scontrol"):
+        (folder / name).write_text(STAND_IN if name != "scontrol" else "#!/bin/sh\necho node7\nsleep 0.1\necho node8\n")
+        (folder / name).chmod(0o755)
+    # As in an active environment: a .venv of this checkout would hide the stand-in for python.
+    return {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(folder)}
 
 
 def started_by(script: Path, folder: Path, *flags: str) -> tuple[str, list[str], list[str]]:
     """The program that a launch script starts, the program's own flags, and those of pretrain.py."""
-    for name in ("python", "torchrun", "srun", "scontrol"):
-        (folder / name).write_text(STAND_IN if name != "scontrol" else "#!/bin/sh\necho node7\nsleep 0.1\necho node8\n")
-        (folder / name).chmod(0o755)
-    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "SLURM_JOB_NODELIST": "node[7-8]"}
+    environment = with_stand_ins(folder) | SLURM_JOB
     if "torchrun" in script.stem:
         environment |= {"MASTER_ADDR": "node7", "NODE_RANK": "3"}
     command = ["bash", str(script), *flags]
     run = subprocess.run(command, cwd=SCRIPTS.parent, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    name, address, connections, *words = run.stdout.splitlines()
+    name, address, port, connections, *words = run.stdout.splitlines()
     if name != "python":
         assert address == "MASTER_ADDR=node7"
+    if name == "srun":
+        assert port == "MASTER_PORT=13456"  # two jobs on one node have ports of their own
     if script.stem.startswith(("llama", "mixtral", "qwen")):
         assert connections == "CUDA_DEVICE_MAX_CONNECTIONS=1"
     at = words.index("pretrain_scripts/pretrain.py")
     return name, words[:at], words[at + 1 :]
+
+
+def run_slurm_script(folder: Path, environment: dict[str, str], *flags: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SCRIPTS / "llama_70b_slurm.sh"), *flags]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_slurm_script_outside_of_a_job_says_so_in_a_line(tmp_path: Path) -> None:
+    environment = {name: value for name, value in with_stand_ins(tmp_path).items() if not name.startswith("SLURM_")}
+    for variables in ({}, {"SLURM_JOB_ID": "7"}):
+        run = run_slurm_script(tmp_path, environment | variables)
+        assert run.returncode == 2
+        assert run.stdout == ""
+        assert run.stderr == (
+            "llama_70b_slurm.sh: this is no Slurm job; submit it with sbatch, or plan the run here with --dry_run\n"
+        )
+
+
+@pytest.mark.parametrize("active", [True, False], ids=["active", "none-active"])
+def test_the_slurm_script_takes_the_environment_of_the_checkout_if_none_is_active(active: bool, tmp_path: Path) -> None:
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text("echo activated\n")
+    environment = with_stand_ins(tmp_path)
+    if not active:
+        del environment["VIRTUAL_ENV"]
+    run = run_slurm_script(tmp_path, environment, "--dry_run")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("python\n" if active else "activated\npython\n")
+
+
+def test_the_slurm_script_asks_for_a_signal_before_the_time_limit() -> None:
+    """And to be queued again, with a log that is then continued."""
+    text = (SCRIPTS / "llama_70b_slurm.sh").read_text()
+    options = re.findall(r"^#SBATCH --(.*)", text, re.MULTILINE)
+    assert {"signal=USR1@120", "requeue", "output=%x-%j.out", "open-mode=append"} <= {*options}
 
 
 LAUNCHERS = {
@@ -241,7 +285,7 @@ def test_every_launch_script_starts_ranks_with_options_that_can_run(script: str,
     more = ("--train.seed", "7")
     for flags in (more, ("--dry_run", *more)):
         name, of_launcher, words = started_by(SCRIPTS / f"{script}.sh", tmp_path, *flags)
-        config = load(words).config
+        config = load(words, presets()).config
         assert config.train.seed == 7
         assert config.dry_run == ("--dry_run" in flags)
         parallel = config.parallel

@@ -1,0 +1,92 @@
+"""The one command of an installation: megapar COMMAND [flags], or python -m megapar COMMAND [flags].
+
+It starts the programs in pretrain_scripts and tools, which an installation has as the package megapar_programs. It
+imports the program that is asked for and nothing else, so that --help takes no time.
+"""
+
+import importlib
+import importlib.util
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+
+from megapar import __version__
+from megapar.errors import ConfigError, open_streams, reported
+
+PROGRAMS = "megapar_programs"  # setup.py maps the folders of the programs into it
+
+
+class Command(NamedTuple):
+    """A program: its module in PROGRAMS, whose `main` reads sys.argv, and what it does."""
+
+    module: str
+    sentence: str
+
+
+# Programs that are for work on this repository are not here: benchmark.py measures the checkout beside other packages,
+# code_figures.py, docs_hooks.py and draw_architecture.py read its sources, compare_flags.py writes a page of its
+# documentation, gpu_facts.py is a part of gpu_check.sh. own_loop.py is an example to copy.
+COMMANDS = {
+    "pretrain": Command("pretrain_scripts.pretrain", "Train a model, on this machine or as a rank of a job."),
+    "presets": Command("tools.presets", "List the models that --config knows by name, or print one."),
+    "build_corpus": Command("tools.build_corpus", "Make a corpus of Python's own sources, without a download."),
+    "train_tokenizer": Command("tools.train_tokenizer", "Train a sentencepiece tokenizer on documents."),
+    "preprocess": Command("tools.preprocess_data", "Turn text into tokens; merge, split and verify the results."),
+    "inspect": Command("tools.inspect_checkpoint", "Show what a checkpoint holds, check it, compare it with another."),
+    "convert": Command("tools.convert_checkpoint", "Convert from and to Hugging Face, from Megatron-LM, to torch."),
+    "generate": Command("tools.generate", "Continue a text with a trained model."),
+    "plot": Command("tools.plot", "Draw the loss, the load of experts and the timeline of a run."),
+    "plot_schedule": Command("tools.plot_schedule", "Print, simulate and draw a pipeline schedule."),
+    "entropy": Command("tools.entropy", "Compute entropies of held-out tokens, which a model should get below."),
+    "completion": Command("tools.completion", "Print a script that completes commands and flags in bash or zsh."),
+}
+
+
+def main() -> int:
+    """Run the command that sys.argv names; returns its exit code."""
+    open_streams()
+    with reported():
+        called = "megapar"
+        if Path(sys.argv[0]).name == "__main__.py":
+            called = "python -m megapar"
+        words = sys.argv[1:]
+        if not words or words[0] in ("-h", "--help"):
+            print(overview(called))
+            return 0 if words else ConfigError.exit_code
+        if words[0] == "--version":
+            print(f"megapar {__version__}")
+            return 0
+        name = words[0].replace("-", "_")
+        module = module_of(name, called)
+        # Programs take their name in usage lines from here.
+        sys.argv = [f"{called} {name}", *words[1:]]
+        program = importlib.import_module(module)
+    # Outside of `reported`, because a program reports its own errors.
+    return program.main() or 0
+
+
+def overview(called: str) -> str:
+    """The text of --help: each command with its sentence."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.sentence}" for name, command in COMMANDS.items()]
+    head = [f"usage: {called} COMMAND [flags]", "", *lines, ""]
+    return "\n".join([*head, f"{called} COMMAND --help explains a command and its flags."])
+
+
+def module_of(name: str, called: str) -> str:
+    """The module of a command. Raises ConfigError if there is no such command, or if its package is not installed."""
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=2)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(f"{name}: no such command; {hint}{called} --help lists them")
+    if importlib.util.find_spec(PROGRAMS) is None:
+        raise ConfigError(
+            f"{called} {name}: this checkout is not installed, or was before it had this command: "
+            "pip install -c constraints.txt -e ."
+        )
+    return f"{PROGRAMS}.{COMMANDS[name].module}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What a row of the table of other frameworks' flags is, and notes that several rows share.
+
+A row names a flag as its framework spells it, our option, and how the value becomes ours. A note is words for a person:
+it stands in hints and in docs/comparison.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class OtherFlag:
+    """A flag or key of another framework.
+
+    `relation` says how its value becomes ours:
+
+    - same: our option takes the same value
+    - sets: the flag, if it is set, is our option with the value `ours`
+    - choice: `choices` has our value for each of theirs
+    - computed: `note` says how the value of our option follows
+    - always: there is nothing to set. If `choices` has values, this holds for these alone; megapar has no others
+    - lacking: megapar has nothing like it; `note` says what there is instead, or what to do
+
+    `option` is ours by dotted path, such as train.steps, and "" with always and lacking.
+    """
+
+    name: str
+    relation: Literal["same", "sets", "choice", "computed", "always", "lacking"]
+    option: str = ""
+    note: str = ""
+    ours: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+
+def same(name: str, option: str, note: str = "") -> OtherFlag:
+    """A row whose value is ours."""
+    return OtherFlag(name, "same", option, note)
+
+
+def sets(name: str, option: str, ours: str, note: str = "") -> OtherFlag:
+    """A row of a switch, which sets our option to the value `ours`."""
+    return OtherFlag(name, "sets", option, note, ours=ours)
+
+
+def choice(name: str, option: str, choices: Mapping[str, str], note: str = "") -> OtherFlag:
+    """A row whose values have other names here."""
+    return OtherFlag(name, "choice", option, note, choices=choices)
+
+
+def computed(name: str, option: str, note: str) -> OtherFlag:
+    """A row whose value a person computes, as `note` says."""
+    return OtherFlag(name, "computed", option, note)
+
+
+def always(name: str, note: str, *values: str) -> OtherFlag:
+    """A row for which megapar has no option, because it always does so; with `values` for these values alone."""
+    return OtherFlag(name, "always", note=note, choices=dict.fromkeys(values, ""))
+
+
+def lacking(name: str, note: str) -> OtherFlag:
+    """A row of what megapar does not have."""
+    return OtherFlag(name, "lacking", note=note)
+
+
+# Notes of several rows
+
+NO_TOKEN_IS_DROPPED = "no token is dropped here, because an expert computes every token that chose it"
+NO_NOISE = "routers add no noise here"
+NO_TRACKER = "the numbers of each step are in metrics.jsonl and TensorBoard, in run_dir"
+NO_FP8 = "train.precision bf16 is the smallest format"
+NO_OFFLOAD = "all stays on the device; optimizer.zero_stage 3 and train.recompute save memory"
+NO_PROFILER = "log.timeline times forwards and backwards; profile the program with torch.profiler or nsys"
+NO_LATENT_ATTENTION = "attention has query, key and value heads"
+NO_COMPILE = "torch.compile is not used; kernels.backend chooses fused kernels"
+NO_CUDA_GRAPHS = "CUDA graphs are not used"
+NO_HUB = "push the folder that tools/convert_checkpoint.py native-to-hf writes"
+LESS_WARMUP = "less optimizer.warmup_steps, as the decay is counted from the end of warm-up; 0: to train.steps"
+COUNTS_STEPS = "samples / train.global_batch_size, as far as train.batch_ramp is not used"
+COUNTS_TOKENS = "tokens / train.seq_length"
+COUNTS_BATCH = "train.micro_batch_size x this number x dp"
+RESUMES = "checkpoint.resume auto goes on with what is in run_dir"
+EPOCHS = "runs are counted in steps: samples x epochs / train.global_batch_size"
+LAYERS_OF_STAGES = "numbers of layers of all stages, such as 3 4 4 2"
+OF_MEMORY = "memory is torch's to manage"
+PYTHON_COLLECTS = "Python collects its garbage when it likes"
+WARMUP_FROM_0 = "warm-up starts at 0"
+SCALES_ITSELF = "the loss scale of train.precision fp16 is dynamic, and has no options"
+GRADIENTS_ARE_SUMS = "gradients are sums, divided once by the number of target tokens"

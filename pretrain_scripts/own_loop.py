@@ -1,0 +1,42 @@
+"""A training loop of your own: python own_loop.py --config C.toml [--section.key value ...], or under torchrun."""
+
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from megapar_models.build import build_stages
+from megapar_models.registry import validate
+
+from megapar import device
+from megapar.config_io import load
+from megapar.errors import NumericError, reported
+from megapar.train.checkpoints import Saver, lock_run_dir
+from megapar.train.data import identity, open_loaders
+from megapar.train.launch import join, leave, rank_process
+from megapar.train.step import train_step
+from megapar.train.trainer import start
+
+with reported():
+    env = device.environment()  # one process, or the rank that torchrun or Slurm started
+    config = validate(load(sys.argv[1:]).config, env.world_size)
+run_dir = Path(config.run_dir)
+with rank_process(config, env) as process:
+    ctx = join(config, env, process)
+    train_data, validation_sets = open_loaders(config, ctx)
+    with lock_run_dir(run_dir, ctx):
+        process.claim_run_dir(run_dir)
+        state, _ = start(config, ctx, build_stages(config, ctx), identity(train_data, validation_sets))
+        train_data.consumed_samples = state.consumed_samples
+        process.arm()
+        with Saver(state, run_dir) as saver, closing(train_data):
+            stop = state.step == config.train.steps
+            while not stop:
+                result = train_step(state, train_data.next_step(), asked_to_stop=process.asked_to_stop() != "")
+                if result.failed:
+                    raise NumericError(f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}")
+                if ctx.world.first:
+                    print(f"step {result.step} | loss {result.loss:.4f}")
+                stop = result.stop or state.step == config.train.steps
+                if saver.due(state.step, last=stop):
+                    saver.save(state)
+    leave(ctx)

@@ -1,0 +1,62 @@
+"""Write the tables of other frameworks' flags into docs/comparison.md, from megapar/other_frameworks."""
+
+import sys
+from pathlib import Path
+
+from megapar.other_frameworks.rows import OtherFlag
+from megapar.other_frameworks.table import SOURCES, TABLE
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/comparison.md"
+BEGIN = "<!-- what follows is written by tools/compare_flags.py -->"
+DASHED = ("Megatron-LM", "torchrun")  # their rows are flags; those of the others are keys and fields
+
+
+def tables() -> str:
+    """The sections of all frameworks, as Markdown."""
+    return "\n".join(section(framework) for framework in TABLE)
+
+
+def section(framework: str) -> str:
+    """A heading, the state of the sources, and a row for each flag."""
+    source = SOURCES[framework]
+    tree = f"{source.address}/tree/{source.state}"
+    named = f"release {source.state}" if source.state.startswith("v") else f"commit {source.state[:7]} of {source.date}"
+    dashes = "--" if framework in DASHED else ""
+    rows = [f"| `{dashes}{row.name}` | {' | '.join(counterpart(row))} |" for row in TABLE[framework]]
+    head = [f"### {framework}", "", f"As of [{named}]({tree}).", "", "| theirs | megapar | value |", "|---|---|---|"]
+    return "\n".join([*head, *rows, ""])
+
+
+def counterpart(row: OtherFlag) -> tuple[str, str]:
+    """The second and third cell of a row."""
+    option = f"`--{row.option}`"
+    note = f"; {row.note}" if row.note else ""
+    if row.relation == "lacking":
+        return "none", row.note
+    if row.relation == "always":
+        values = f" for {' and '.join(f'`{value}`' for value in row.choices)}, the only value" if row.choices else ""
+        return f"nothing to set{values}", row.note
+    if row.relation == "computed":
+        return option, row.note
+    if row.relation == "same":
+        return option, f"the same{note}"
+    if row.relation == "sets":
+        return option, f"`{row.ours}`{note}"
+    pairs = ", ".join(f"`{ours}` for `{theirs}`" for theirs, ours in row.choices.items())
+    return option, f"{pairs}{note}"
+
+
+def page() -> str:
+    """The whole page: what a person wrote, then the tables."""
+    written, found, _ = PAGE.read_text().partition(BEGIN)
+    if not found:
+        raise ValueError(f"{PAGE} lacks the line {BEGIN}")
+    return f"{written}{BEGIN}\n\n{tables()}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(__doc__)
+        sys.exit(0 if sys.argv[1] in ("-h", "--help") else 2)
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")
