@@ -1,20 +1,29 @@
 """Documents that tell the truth: links lead somewhere, commands run, tables agree with the code, the site is built."""
 
 import importlib.util
+import io
+import itertools
 import json
+import operator
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import redirect_stdout
+from itertools import combinations
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 
 from megapar import errors
 from megapar.config import option_types
+from megapar.other_frameworks.table import TABLE
 from tests.support.program import Program
 from tests.support.source_tree import ROOT, TESTS, setup_argument, tree
 from tools import docs_hooks, draw_architecture
@@ -22,6 +31,7 @@ from tools import docs_hooks, draw_architecture
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "docs").glob("*.md")
 )
+SVG = "{http://www.w3.org/2000/svg}"
 INSTALLING = ("bash pretrain_scripts/quickstart.sh", "bash pretrain_scripts/moe_laptop.sh", "bash tests/run.sh")
 
 
@@ -65,18 +75,19 @@ def assert_part_of_the_suite(command: str) -> None:
         assert not test or test in names, command
 
 
-def run_commands(document: Path, folder: Path, without: Collection[str] = ()) -> int:
-    """Run the document's commands, but those in `without`, in order in `folder`, where the programs are; returns how
-    many there are.
+def run_commands(document: Path, folder: Path, without: Collection[str] = ()) -> dict[str, str]:
+    """Run the document's commands, but those in `without`, in order in `folder`, where the programs are; returns what
+    each printed.
 
-    What installs is only parsed, parts of the suite are only looked up. `python pretrain.py` runs in a fork: the
-    launchers of the documents, laptop.sh and torchrun, start it in interpreters of their own.
+    What installs is only parsed, parts of the suite are only looked up. Our own programs run in forks: the launchers
+    of the documents, laptop.sh and torchrun, start them in interpreters of their own.
     """
     for name in ("pretrain_scripts", "tools", "README.md"):
         (folder / name).symlink_to(ROOT / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     commands = [command for command in fenced_commands(document) if command not in without]
+    printed = dict.fromkeys(commands, "")
     for command in commands:
         if command.startswith("python -m pytest "):
             assert_part_of_the_suite(command)
@@ -84,35 +95,80 @@ def run_commands(document: Path, folder: Path, without: Collection[str] = ()) ->
             assert (ROOT / "constraints.txt").is_file()
         elif command in INSTALLING:
             subprocess.run(["bash", "-n", command.split()[1]], cwd=ROOT, check=True)
-        elif command.startswith("python pretrain_scripts/pretrain.py "):
+        elif command.startswith(("python pretrain_scripts/", "python tools/")):
             words = shlex.split(command)
             ended = Program(folder / words[1], words[2:], folder, {}).wait()
             assert ended.code == 0, f"{command}\n{ended.out}{ended.err}"
+            printed[command] = ended.out
         else:
             run = subprocess.run(
                 ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
             )
             assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
-    return len(commands)
+            printed[command] = run.stdout
+    return printed
 
 
 def test_readme_commands(tmp_path: Path) -> None:
     """All run, and the losses that the README shows are those of one process and of eight ranks."""
-    assert run_commands(ROOT / "README.md", tmp_path) > 7
-    promised = re.findall(r"^step (\d)/5 \| loss ([\d.]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert [int(step) for step, _ in promised] == [1, 2, 3, 4, 5]
+    assert len(run_commands(ROOT / "README.md", tmp_path)) > 7
+    promised = losses_in((ROOT / "README.md").read_text())
+    assert len(promised) == 5
     for folder in ("one", "eight"):
         lines = (tmp_path / "runs" / folder / "metrics.jsonl").read_text().splitlines()
         losses = [json.loads(line)["loss"] for line in lines]
-        assert losses == pytest.approx([float(loss) for _, loss in promised], abs=1e-3)
+        assert losses == pytest.approx(promised, abs=1e-3)
 
 
-OTHERS_WITH_COMMANDS = [path for path in DOCUMENTS if path.name != "README.md" and fenced_commands(path)]
+LIBRARY_PAGE, TUTORIAL = ROOT / "docs/library.md", ROOT / "docs/tutorial.md"
+WITH_TESTS_OF_THEIR_OWN = (ROOT / "README.md", LIBRARY_PAGE, TUTORIAL)
+OTHERS_WITH_COMMANDS = [path for path in DOCUMENTS if path not in WITH_TESTS_OF_THEIR_OWN and fenced_commands(path)]
 
 
 @pytest.mark.parametrize("document", OTHERS_WITH_COMMANDS, ids=lambda path: path.stem)
 def test_commands_of_the_other_documents(document: Path, tmp_path: Path) -> None:
     run_commands(document, tmp_path, without=fenced_commands(ROOT / "README.md"))
+
+
+def losses_in(text: str) -> list[float]:
+    """The losses of lines that report a step."""
+    return [float(loss) for loss in re.findall(r"^step +\d+(?:/\d+)? \| loss ([\d.]+)", text, re.MULTILINE)]
+
+
+def test_a_loop_of_your_own_trains_as_the_program_does(tmp_path: Path) -> None:
+    """The page shows the file, which has 40 lines. Its losses in another layout are those of pretrain.py."""
+    loop = (ROOT / "pretrain_scripts/own_loop.py").read_text()
+    assert fenced(LIBRARY_PAGE, "python")[0] == loop
+    assert len([line for line in loop.splitlines() if line]) <= 40
+    two_ranks, resumed = run_commands(LIBRARY_PAGE, tmp_path).values()
+    promised = losses_in((ROOT / "README.md").read_text())
+    assert len(promised) == 5
+    assert losses_in(two_ranks) == pytest.approx(promised, abs=1e-3)
+    assert len(losses_in(resumed)) == 2, "it goes on from step 5"
+
+
+def test_the_tutorial_ends_in_what_transformers_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole walk, in fewer steps: transformers generates what generate.py generates."""
+    pytest.importorskip("transformers")
+    page = tmp_path / "tutorial.md"
+    text = TUTORIAL.read_text()
+    shorter = {"\nsteps = 300": "\nsteps = 6", "--train.steps 350": "--train.steps 8", "--max_mb 6": "--max_mb 3"}
+    shorter |= {"warmup_steps = 20": "warmup_steps = 2"}
+    for long, short in shorter.items():
+        assert text.count(long) == 1, long
+        text = text.replace(long, short)
+    page.write_text(text.replace("00000300", "00000006").replace("00000350", "00000008"))
+    (tmp_path / "mine.toml").write_text(fenced(page, "toml")[0])
+    printed = run_commands(page, tmp_path)
+    generated = next(out for command, out in printed.items() if "generate.py" in command)
+    assert "resumed step 6 from" in "".join(printed.values())
+    assert len(generated) > len("def read(self, ") + 20, "24 tokens"
+    monkeypatch.chdir(tmp_path)
+    (loading,) = fenced(page, "python")
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(compile(loading, str(TUTORIAL), "exec"), {})
+    assert out.getvalue() == generated
 
 
 def test_extras_that_documents_name_exist() -> None:
@@ -129,6 +185,7 @@ def test_options_that_documents_name_exist() -> None:
     options = {*option_types()}
     options |= {path.rpartition(".")[0] for path in options}
     sections = {path.partition(".")[0] for path in options if "." in path}
+    options |= {row.name for rows in TABLE.values() for row in rows}  # torchtitan has a section `checkpoint` too
     wrong = []
     for document in DOCUMENTS:
         for section, key in re.findall(r"[`\s](?:--)?([a-z]+)\.([a-z_]+)\b(?![.(/])", document.read_text()):
@@ -144,7 +201,9 @@ def test_exit_codes_are_those_of_the_classes_and_signals() -> None:
     }
     classes = [errors.MegaparError, *errors.MegaparError.__subclasses__()]
     expected = {0: ""} | {error.exit_code: error.__name__ for error in classes if error.__module__ == "megapar.errors"}
-    expected |= {128 + number: "" for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)}
+    expected |= {
+        128 + number: "" for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGPIPE, signal.SIGTERM)
+    }
     assert listed == expected
 
 
@@ -176,13 +235,69 @@ def test_the_architecture_picture_shows_each_room_above_what_it_imports() -> Non
         "e": ["c"],
         "main": ["d", "e"],
     }
-    boxes = draw_architecture.place(may_import)
-    assert boxes["e"].center == boxes["c"].center
-    assert boxes["main"].width == boxes["b"].width
+
+
+def frame(rect: ElementTree.Element) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom."""
+    x, y, width, height = (float(rect.attrib[name]) for name in ("x", "y", "width", "height"))
+    return x, y, x + width, y + height
+
+
+def boxes_of(picture: str) -> dict[tuple[float, float, float, float], list[ElementTree.Element]]:
+    """The frame of each box of the architecture picture, and the box's texts."""
+    elements = list(ElementTree.fromstring(picture))
+    frames = [i for i, element in enumerate(elements) if element.tag == f"{SVG}rect" and "rx" in element.attrib]
+    return {frame(elements[i]): elements[i + 1].findall(f"{SVG}text") for i in frames}
+
+
+def curve(path: str) -> list[tuple[float, float]]:
+    """Points of a path of the picture: a line straight down, or a Bezier curve."""
+    numbers = [float(number) for number in re.findall(r"[\d.]+", path)]
+    x, y, *rest = numbers
+    if " V" in path:
+        return [(x, y + (rest[0] - y) * i / 50) for i in range(51)]
+    points = []
+    for t in (i / 50 for i in range(51)):
+        weights = ((1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3)
+        points.append(tuple(sum(map(operator.mul, weights, numbers[axis::2])) for axis in (0, 1)))
+    return points
+
+
+def with_rooms_to_come() -> str:
+    """The picture of a larger table than ours: a package more on two floors, and modules with long names."""
+    may_import, modules = draw_architecture.rooms_and_modules()
+    added = {"megapar.plan": {"foundation", "megapar.pipeline"}, "megapar.launching_of_ranks": {"foundation"}}
+    may_import = {**may_import, **added, "main": may_import["main"] | {*added}}
+    names = {room: [f"a_module_with_a_long_name_{i}" for i in range(9)] for room in added}
+    return draw_architecture.draw(may_import, modules | names)
+
+
+@pytest.mark.parametrize("draw", [draw_architecture.picture, with_rooms_to_come], ids=["ours", "more-rooms"])
+def test_nothing_on_the_architecture_picture_covers_anything_else(draw: Callable[[], str]) -> None:
+    """No two boxes meet, each text is inside its box also in a wide font, and no arrow enters a box."""
+    picture = draw()
+    boxes = boxes_of(picture)
+    rooms = {texts[0].text for texts in boxes.values()}
+    assert {"programs", "train", "megapar_models.convert", "foundation"} <= rooms
+    for (left, top, right, bottom), (other_left, other_top, other_right, other_bottom) in combinations(boxes, 2):
+        assert left > other_right or right < other_left or top > other_bottom or bottom < other_top
+    for (left, top, right, bottom), texts in boxes.items():
+        for text in texts:
+            font = FontProperties(family="DejaVu Sans", weight=text.get("font-weight", "normal"))
+            half = TextPath((0, 0), text.text, float(text.attrib["font-size"]), prop=font).get_extents().width / 2
+            x, y = float(text.attrib["x"]), float(text.attrib["y"])
+            assert left < x - half < x + half < right, text.text
+            assert top < y < bottom - 4, text.text
+    arrows = [path.attrib["d"] for path in ElementTree.fromstring(picture).findall(f"{SVG}path")]
+    assert len(arrows) > len(rooms)
+    for x, y in itertools.chain.from_iterable(map(curve, arrows)):
+        assert not any(left <= x <= right and top < y < bottom for left, top, right, bottom in boxes), (x, y)
 
 
 def test_python_of_the_documents_runs(tmp_path: Path) -> None:
-    blocks = [(path, block) for path in DOCUMENTS for block in fenced(path, "python")]
+    loop = (ROOT / "pretrain_scripts/own_loop.py").read_text()  # it has a test of its own, as the tutorial has
+    pages = [path for path in DOCUMENTS if path != TUTORIAL]
+    blocks = [(path, block) for path in pages for block in fenced(path, "python") if block != loop]
     assert blocks
     for document, block in blocks:
         run = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -222,9 +337,17 @@ def build(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_site_is_built_strictly(tmp_path: Path) -> None:
-    """Every page is there, and no page loads anything from elsewhere."""
+    """Every page is there, the search works from a disk, and no page loads anything from elsewhere."""
     built = build(tmp_path / "site")
     assert built.returncode == 0, built.stdout + built.stderr
+    # A page from a disk may neither read files nor start a worker: the index is a script, and a frame is the worker.
+    index = (tmp_path / "site/search/search_index.js").read_text()
+    entries = json.loads(index.removeprefix("var __index = "))["docs"]
+    assert {"strategies.html", "options.html"} <= {entry["location"].partition("#")[0] for entry in entries}
+    page = (tmp_path / "site/api/megapar.data.html").read_text()
+    assert '<script src="../javascripts/iframe-worker.js"></script>' in page
+    assert (tmp_path / "site/javascripts/iframe-worker.js").is_file()
+    assert {"default", "slate"} <= {*re.findall(r'data-md-color-scheme="(\w+)"', page)}
     pages = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*.html")}
     assert {"index.html", "contributing.html", "options.html", "files/megapar/train/step.py.html"} <= pages
     assert {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")} <= pages

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megapar.config import option_types
+from megapar.store import StoreUser
 from tests.support.source_tree import LIBRARY, ROOT, SOURCES, TESTS, dotted, relative, setup_argument, tree
 
 # Who may import whom. A module is in the room of the longest name here that it starts with; each room may import itself
@@ -21,11 +22,12 @@ PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchma
 FOUNDATION = {
     f"megapar.{name}": "foundation"
     for name in (
-        *("config", "config_io", "validate", "device", "context", "comm", "params", "main_grad", "linear"),
-        *("sharding", "shared_memory", "local_collectives", "exchange"),
+        *("config", "config_io", "validate", "validate_experts", "device", "context", "comm", "params"),
+        *("main_grad", "linear", "sharding", "shared_memory", "local_collectives", "exchange", "store", "processes"),
+        *("limits", "own_folder", "host_meeting", "flight_file"),
         *("random", "recompute", "precision", "batch", "errors", "rendezvous", "flight", "agreement"),
-        *("files", "provenance", "messages", "derive", "model_rules", "plugins", "data.spec"),
-        "checkpoint.compatible",
+        *("files", "regular_files", "provenance", "messages", "derive", "model_rules", "plugins", "data.spec"),
+        *("checkpoint.compatible", "__version__", "other_frameworks"),
     )
 }
 ENGINES = {f"megapar.{name}" for name in ("pipeline", "data_parallel", "optimizer", "data", "checkpoint")}
@@ -52,7 +54,7 @@ ALSO = {
     ("megapar_models.build", "megapar.pipeline.schedules"),
 }
 
-ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm.py", "megapar/context.py"}
+ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm.py", "megapar/context.py", "megapar/store.py"}
 # The export to torch's checkpoints is written by torch's own; the benchmark's contenders are its own ways to train.
 DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {
     "models/megapar_models/convert/dcp.py": ("torch.distributed.checkpoint",),
@@ -111,7 +113,7 @@ def within(name: str, *packages: str) -> bool:
 
 def room(module: str) -> str:
     """Raises KeyError for a module of megapar that no room holds: a new room needs a line in MAY_IMPORT."""
-    if module.partition(".")[0] in PROGRAMS:
+    if module.partition(".")[0] in PROGRAMS or within(module, "megapar.__main__"):
         return "main"
     found = [name for name in (*FOUNDATION, *MAY_IMPORT) if within(module, name)]
     if not found:
@@ -160,7 +162,7 @@ def test_options_are_read_and_judged_without_torch() -> None:
     assert "megapar.config" in seen
 
 
-def test_only_comm_and_context_know_torch_distributed() -> None:
+def test_only_comm_context_and_store_know_torch_distributed() -> None:
     wrong = []
     for path in SOURCES:
         allowed = DISTRIBUTED_SUBMODULES.get(relative(path), ())
@@ -168,6 +170,15 @@ def test_only_comm_and_context_know_torch_distributed() -> None:
         if relative(path) not in ONLY_CALLERS_OF_DISTRIBUTED | PYTORCH_CONTENDERS:
             wrong += [f"{relative(path)}: {name}" for name in found if not within(name, *allowed)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_each_user_of_the_store_has_keys_of_its_own() -> None:
+    """A user is named once outside of its definition: where it gets its part. No other part is made."""
+    texts = {relative(path): path.read_text() for path in LIBRARY}
+    for user in StoreUser:
+        named = [name for name, text in texts.items() for _ in range(text.count(f"StoreUser.{user.name}"))]
+        assert len(named) == 1, f"{user.name}: {named}"
+    assert [name for name, text in texts.items() if "PrefixStore(" in text] == ["megapar/store.py"]
 
 
 def test_only_device_knows_the_environment_and_cuda() -> None:

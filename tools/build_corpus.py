@@ -80,8 +80,8 @@ def write(path: Path, lines: list[str]) -> None:
 
 
 def main() -> None:
-    args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
     with reported():
+        args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
         for name, (count, num_bytes) in build(args).items():
             print(f"{args.output / name}.jsonl: {count:,} documents, {num_bytes / 1e6:.1f} MB of text")
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PACKAGE_FOLDERS = ("megapar", "models/megapar_models", "kernels/megapar_kernels")
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?\)")
+BEHIND = "---\nsearch:\n  boost: 0.5\n---\n\n"  # who searches for an option wants its explanation before its field
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".txt": "text", "": "text"}
 
 
@@ -128,7 +129,7 @@ def api_pages() -> dict[str, tuple[str, str]]:
             modules = sorted(path.stem for path in package.glob("*.py") if path.stem != "__init__")
             if modules:
                 blocks = [f"::: {name}.{module}" for module in modules]
-                pages[f"api/{name}.md"] = (name, "\n\n".join([f"# {name}", *blocks]) + "\n")
+                pages[f"api/{name}.md"] = (name, "\n\n".join([f"{BEHIND}# {name}", *blocks]) + "\n")
     return pages
 
 

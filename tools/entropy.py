@@ -44,8 +44,8 @@ def last_held_out_loss(run_dir: Path) -> float:
 
 
 def main() -> None:
-    args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
     with reported():
+        args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
         if args.validation_tokens < 0:
             raise ConfigError(f"--validation_tokens {args.validation_tokens}: give 0 for all, or how many to score")
         vocab_size = load_tokenizer(args.tokenizer).vocab_size

@@ -11,10 +11,16 @@ matplotlib.use("Agg")  # before pyplot is imported: it needs no display
 
 import tyro
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize, TwoSlopeNorm
+from matplotlib.figure import Figure
 
 from megapar.errors import DataError, reported
 from megapar.pipeline.schedules import Action, Event
 from megapar.pipeline.timeline import draw
+
+MOST_NAMES = 8  # of layers beside each other that can be read
 
 
 @dataclass
@@ -57,41 +63,69 @@ def draw_loss(run_dir: Path, lines: list[dict[str, Any]], entropies: Path | None
     return path
 
 
-def over_the_mean(counts: dict[str, list[int]]) -> dict[str, list[float]]:
-    """The tokens of each expert over those of the layer's mean expert, by the number of the layer, ascending."""
+def multiples_of_the_mean(counts: dict[str, list[int]]) -> dict[str, list[float]]:
+    """The tokens of each expert divided by those of the layer's mean expert, by the number of the layer, ascending."""
     ascending = sorted(counts, key=int)
     return {layer: [n * len(counts[layer]) / sum(counts[layer]) for n in counts[layer]] for layer in ascending}
 
 
-def draw_load(run_dir: Path, lines: list[dict[str, Any]]) -> Path | None:
-    """Draw how evenly experts are loaded; returns the file, or None if the run has no experts.
+def load_figure(title: str, lines: list[dict[str, Any]]) -> Figure | None:
+    """How evenly experts are loaded, from the `lines` of metrics.jsonl; None if the run has no experts.
 
-    The left half has, for each layer and expert, its tokens in the last logged step over those of the layer's mean
-    expert. The right half has the fullest expert of each layer over the steps.
+    The left half has, for each layer and expert, its tokens in the last logged step divided by those of the layer's
+    mean expert. The right half has the fullest expert of each layer over the steps.
     """
     counted = [line for line in lines if "expert_counts" in line]
     if not counted:
         return None
     last = counted[-1]
-    shares = over_the_mean(last["expert_counts"])
-    layers = list(shares)
     figure, (heat, curves) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
-    image = heat.imshow(list(shares.values()), aspect="auto", cmap="coolwarm", vmin=0, vmax=2, interpolation="nearest")
-    figure.colorbar(image, ax=heat, label="tokens over the mean")
-    heat.set(xlabel="expert", ylabel="layer", title=f"{run_dir.name}: load at step {last['step']}")
-    heat.set_yticks(range(len(layers)), layers)
-    loads = [line for line in lines if "expert_load" in line]
+    _draw_heat(heat, multiples_of_the_mean(last["expert_counts"]))
+    heat.set_title(f"{title}: load at step {last['step']}")
+    _draw_fullest(curves, [line for line in lines if "expert_load" in line])
+    return figure
+
+
+def _draw_heat(axes: Axes, shares: dict[str, list[float]]) -> None:
+    # An even load is white, wherever the fullest expert ends. No load is beyond the colors.
+    fullest = max(max(row) for row in shares.values())
+    norm = TwoSlopeNorm(vcenter=1, vmin=0, vmax=max(2, fullest))
+    image = axes.imshow(list(shares.values()), aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
+    axes.figure.colorbar(image, ax=axes, label="tokens ÷ mean of the layer's experts")
+    every = -(-len(shares) // MOST_NAMES)
+    axes.set_yticks(range(0, len(shares), every), list(shares)[::every])
+    axes.set(xlabel="expert", ylabel="layer")
+
+
+def _draw_fullest(axes: Axes, lines: list[dict[str, Any]]) -> None:
+    layers = sorted(lines[-1]["expert_load"], key=int)
+    range_of_layers = Normalize(int(layers[0]), int(layers[-1]))
     colors = plt.get_cmap("viridis")
-    for number, layer in enumerate(layers):
-        heights = [line["expert_load"][layer] for line in loads]
-        color = colors(number / max(len(layers) - 1, 1))
-        curves.plot([line["step"] for line in loads], heights, color=color, linewidth=1, label=f"layer {layer}")
-    curves.axhline(1, color="gray", linestyle=":", label="even")
-    curves.set(xlabel="step", ylabel="fullest expert over the mean", title="fullest expert")
-    curves.grid(alpha=0.3)
-    curves.spines[["top", "right"]].set_visible(False)
-    if len(layers) <= 8:
-        curves.legend(frameon=False)
+    steps = [line["step"] for line in lines]
+    named = len(layers) <= MOST_NAMES
+    for layer in layers:
+        heights = [line["expert_load"][layer] for line in lines]
+        axes.plot(
+            steps,
+            heights,
+            color=colors(range_of_layers(int(layer))),
+            linewidth=1,
+            label=f"layer {layer}" if named else None,
+        )
+    axes.axhline(1, color="gray", linestyle=":", label="even")
+    axes.set(xlabel="step", ylabel="tokens ÷ mean of the layer's experts", title="fullest expert of each layer")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    if not named:
+        axes.figure.colorbar(ScalarMappable(range_of_layers, colors), ax=axes, label="layer")
+
+
+def draw_load(run_dir: Path, lines: list[dict[str, Any]]) -> Path | None:
+    """Draw `load_figure` into the run folder; returns the file, or None if the run has no experts."""
+    figure = load_figure(run_dir.name, lines)
+    if figure is None:
+        return None
     path = run_dir / "load.png"
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -112,8 +146,8 @@ def draw_timeline(run_dir: Path) -> Path | None:
 
 
 def main() -> None:
-    args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
     with reported():
+        args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
         lines = read_metrics(args.run_dir)
         pictures = (
             draw_loss(args.run_dir, lines, args.entropies),

@@ -3,9 +3,9 @@
 Input files are .jsonl with a text in each line, plain text (.txt, .md, .py), both also as .gz and .zst, and .parquet.
 A run that was killed continues when it is started again. Further commands, each with its own --help:
 
-  preprocess_data.py merge    one pair out of several
-  preprocess_data.py split    a pair into train, validation and test, by documents
-  preprocess_data.py verify   a pair against its sizes, pointers and sidecar; with --full every token
+  merge    one pair out of several
+  split    a pair into train, validation and test, by documents
+  verify   a pair against its sizes, pointers and sidecar; with --full every token
 """
 
 import sys
@@ -129,8 +129,8 @@ def main() -> None:
     if words and words[0] in COMMANDS:
         command_class = COMMANDS[words.pop(0)]
     description = __doc__ if command_class is Tokenize else None
-    command = tyro.cli(command_class, args=words, description=description, use_underscores=True)
     with reported():
+        command = tyro.cli(command_class, args=words, description=description, use_underscores=True)
         command.run()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import tyro
 
+from megapar.data.corpus import Reading
 from megapar.data.preprocess import read_documents
 from megapar.data.tokenizer import train_sentencepiece
 from megapar.errors import ConfigError, reported
@@ -20,6 +21,7 @@ class Arguments:
     """Files or folders that preprocess_data.py takes."""
     output: Path
     """Model file to write."""
+    reading: tyro.conf.OmitArgPrefixes[tyro.conf.FlagCreatePairsOff[Reading]]
     vocab_size: int = 4096
     """Number of ids, with those of single bytes and of the end of a document."""
     sample_mb: float = 16.0
@@ -37,12 +39,13 @@ def first_megabytes(documents: Iterator[str], megabytes: float) -> Iterator[str]
 
 
 def main() -> None:
-    args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
     with reported():
+        args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
         if args.sample_mb <= 0:
             raise ConfigError(f"--sample_mb {args.sample_mb}: give a positive number of megabytes")
         start = time.perf_counter()
-        train_sentencepiece(first_megabytes(read_documents(args.input), args.sample_mb), args.vocab_size, args.output)
+        texts = first_megabytes(read_documents(args.input, args.reading), args.sample_mb)
+        train_sentencepiece(texts, args.vocab_size, args.output)
         print(f"{args.output}: {args.vocab_size:,} ids in {time.perf_counter() - start:.1f} s")
 
 

@@ -205,6 +205,5 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Options, description=__doc__, use_underscores=True)
     with reported():
-        main(arguments)
+        main(tyro.cli(Options, description=__doc__, use_underscores=True))
