@@ -12,11 +12,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megapar import host_meeting
-from megapar.flight import AxisLog, Flight
-from megapar.local_collectives import LocalAxis
-from megapar.shared_memory import Host
-from megapar.store import StoreUser, part_of
+from megapar.comm import host_meeting
+from megapar.comm.flight import AxisLog, Flight
+from megapar.comm.local_collectives import LocalAxis
+from megapar.comm.shared_memory import Host
+from megapar.comm.store import StoreUser, part_of
 
 DEFAULT_ORDER = "tp-cp-dp-pp"
 EXPERT_ORDER = "etp-ep-edp"

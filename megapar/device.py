@@ -317,7 +317,7 @@ def choose(name: str, local_rank: int, local_world_size: int, *, own_gpus: bool 
     """The device of this rank. `name` is `cpu`, `cuda`, or `auto`: cuda where torch sees a GPU, else cpu.
 
     `own_gpus`: the launcher may show each task its own GPU alone, as Slurm's --gpus-per-task does. A task that sees one
-    GPU then uses it. If tasks share that GPU after all, `megapar.rendezvous` refuses the run.
+    GPU then uses it. If tasks share that GPU after all, `megapar.comm.rendezvous` refuses the run.
 
     Raises ConfigError if there are fewer GPUs than local ranks, or no GPU where `cuda` was asked for. A run that was
     meant for GPUs must not run on CPUs unnoticed.

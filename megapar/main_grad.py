@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from megapar.comm import Pending
+from megapar.comm.collectives import Pending
 
 
 class MainGrad(Protocol):

@@ -8,11 +8,12 @@ from megapar_models.build import build_stages
 from megapar_models.registry import validate
 
 from megapar import device
-from megapar.config_io import load
-from megapar.errors import NumericError, reported
+from megapar.config.files import load
+from megapar.errors import NumericError
+from megapar.launch.rank_process import join, leave, rank_process
+from megapar.launch.reporting import reported
 from megapar.train.checkpoints import Saver, lock_run_dir
 from megapar.train.data import identity, open_loaders
-from megapar.train.launch import join, leave, rank_process
 from megapar.train.step import train_step
 from megapar.train.trainer import start
 

@@ -11,19 +11,21 @@ from megapar_models.balance import times_of_stages, with_measured_partition
 from megapar_models.build import StageBuilder, build_stages, describe_size, flops_per_token
 from megapar_models.registry import named_configs, validate
 
-from megapar import device, limits
-from megapar.config import Config
-from megapar.config_io import Resolved, load, to_toml
+from megapar import device
+from megapar.comm.flight import Board
+from megapar.config.derive import smallest_world, with_vocabulary
+from megapar.config.files import Resolved, load, to_toml
+from megapar.config.options import Config
 from megapar.data.tokenizer import load_tokenizer
-from megapar.derive import smallest_world, with_vocabulary
-from megapar.errors import Preempted, exits_refused, open_streams, reported
-from megapar.flight import Board
-from megapar.train import dry_run
+from megapar.errors import Preempted
+from megapar.launch.local import preload, start_local_ranks
+from megapar.launch.rank_process import join, leave, rank_process, refuse_start
+from megapar.launch.reporting import exits_refused, open_streams, reported
+from megapar.plan import dry_run
+from megapar.plan.choose_schedule import check_schedule, with_chosen_schedule
+from megapar.system import limits
 from megapar.train.checkpoints import lock_run_dir
-from megapar.train.choose_schedule import check_schedule, with_chosen_schedule
 from megapar.train.data import identity, needs_tokenizer, open_loaders
-from megapar.train.launch import join, leave, rank_process, refuse_start
-from megapar.train.local import preload, start_local_ranks
 from megapar.train.report import write_run_header
 from megapar.train.trainer import Run, initializes_by_unit, start, train
 
@@ -75,8 +77,7 @@ def main() -> int:
     # Ranks have not met yet, so one process prints an error for all of them.
     speaker = 0 if device.first_to_speak() else 1
     with reported(speaker):
-        # --help ends the process here
-        resolved = load(sys.argv[1:], named_configs(Path(__file__).parent / "configs"))
+        resolved = load(sys.argv[1:], named_configs(Path(__file__).parent / "configs"))  # --help ends the process here
     with reported(speaker), exits_refused():
         if resolved.config.dry_run:
             plan(resolved)

@@ -11,7 +11,7 @@ from megapar_models.build import flops_per_token, stage_layers
 from megapar_models.registry import validate
 from torch.utils.flop_counter import FlopCounterMode
 
-from megapar.config import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
+from megapar.config.options import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from tests.support import program
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}

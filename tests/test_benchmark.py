@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapar.config import ModelConfig
+from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))

@@ -19,7 +19,7 @@ from megapar import context
 from megapar.checkpoint.format import find_complete, logical_boxes, read_manifest
 from megapar.checkpoint.load import Reader, choose, load, load_weights
 from megapar.checkpoint.save import save
-from megapar.config import CheckpointConfig, Config, flatten
+from megapar.config.options import CheckpointConfig, Config, flatten
 from megapar.errors import CheckpointError, StorageError
 from megapar.params import make_piece
 from megapar.train.checkpoints import Saver

@@ -18,7 +18,7 @@ from megapar.checkpoint import save as saving
 from megapar.checkpoint.format import checkpoint_folders, find_complete, read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.checkpoint.save import Save, snapshot, snapshot_bytes
-from megapar.config import CheckpointConfig, Config
+from megapar.config.options import CheckpointConfig, Config
 from megapar.errors import NumericError, StorageError
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.support.checkpoints import (

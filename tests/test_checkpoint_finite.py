@@ -13,7 +13,7 @@ import torch
 from megapar import context
 from megapar.checkpoint.format import checkpoint_folders, examine
 from megapar.checkpoint.load import load, load_weights, weight_slices
-from megapar.config import CheckpointConfig
+from megapar.config.options import CheckpointConfig
 from megapar.errors import CheckpointError, NumericError
 from megapar.optimizer.adamw import AdamW
 from megapar.precision import model_dtype

@@ -20,8 +20,8 @@ from megapar import context
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import differences, fill, load_weights, weight_slices
 from megapar.checkpoint.save import first_copies, publish, share, write_part
-from megapar.config import Config, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.config import flatten as flatten_options
+from megapar.config.options import Config, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config.options import flatten as flatten_options
 from megapar.context import ParallelContext, single
 from megapar.errors import CheckpointError
 from megapar.params import ParamSpec, StateSlice

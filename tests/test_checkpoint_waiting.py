@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapar import agreement, comm, context
-from megapar.agreement import from_first, on_all_ranks
+from megapar import context
 from megapar.checkpoint import folder as folders
 from megapar.checkpoint import load as loading
 from megapar.checkpoint import save as saving
@@ -21,7 +20,9 @@ from megapar.checkpoint.folder import exclusive
 from megapar.checkpoint.format import checkpoint_folders
 from megapar.checkpoint.load import load
 from megapar.checkpoint.save import save
-from megapar.config import CheckpointConfig
+from megapar.comm import agreement, collectives
+from megapar.comm.agreement import from_first, on_all_ranks
+from megapar.config.options import CheckpointConfig
 from megapar.context import ParallelContext
 from megapar.errors import StorageError
 from megapar.train.checkpoints import FOLDER, Saver
@@ -82,7 +83,7 @@ def prune_slowly(root: str, async_save: bool) -> list[str]:
         trained.set()
         saver.save(state)
         list(saver.completed(wait=True))
-    comm.barrier(state.ctx.world)
+    collectives.barrier(state.ctx.world)
     assert all(waited)
     assert len(waited) == (2 if state.ctx.world.first else 0)
     return sorted(path.name for path in (Path(root) / FOLDER).iterdir())
@@ -153,7 +154,7 @@ def share(large: int) -> list[Any]:
         slow.set()
     threading.Timer(0.2, slow.set).start()
     on_all_ranks(lambda: slow.wait(SECONDS), ctx, StorageError, "waiting")
-    return [*found, comm.gather_json(mine["text"][: ctx.world.rank], ctx.world, torch.device("cpu"))]
+    return [*found, collectives.gather_json(mine["text"][: ctx.world.rank], ctx.world, torch.device("cpu"))]
 
 
 def test_rank_0_tells_all_ranks_the_same(tmp_path: Path) -> None:
@@ -167,20 +168,20 @@ def post_and_collect(size: int) -> int:
     ctx = context.create(tp=1, dp=2, pp=1)
     if not ctx.world.first:
         generator = torch.Generator().manual_seed(0)
-        comm.post("large", torch.randint(10**9, (size,), generator=generator).tolist())
+        collectives.post("large", torch.randint(10**9, (size,), generator=generator).tolist())
         return 0
-    while (found := comm.collect("large")) is None:
+    while (found := collectives.collect("large")) is None:
         pass
-    assert comm.collect("large") is None
+    assert collectives.collect("large") is None
     return len(found)
 
 
 def test_a_part_of_any_size_passes_through_the_store(tmp_path: Path) -> None:
     """Fault thousands-of-ranks: pieces, as TCPStore closes the connection at a value above 8 MiB."""
-    limit = comm._PIECE
+    limit = collectives._PIECE
     assert limit < 8 << 20
-    comm._PIECE = 1000  # inherited by the ranks
+    collectives._PIECE = 1000  # inherited by the ranks
     try:
         assert run_ranks(2, post_and_collect, 5000) == [5000, 0]
     finally:
-        comm._PIECE = limit
+        collectives._PIECE = limit

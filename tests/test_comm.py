@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar import comm, context
-from megapar.comm import Pending
+from megapar import context
+from megapar.comm import collectives
+from megapar.comm.collectives import Pending
+from megapar.comm.exchange import exchange_rows
 from megapar.context import Axis, Traffic
 from megapar.errors import CommunicationError
-from megapar.exchange import exchange_rows
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -42,12 +43,12 @@ def check_all_reduce(axis: Axis, all_x: list[Tensor], variant: str) -> None:
         ("min", torch.stack(all_x).amin(0)),
     ):
         x = all_x[axis.rank].clone() if variant == "contiguous" else strided(all_x[axis.rank])
-        result = comm.all_reduce(x, axis, op)
+        result = collectives.all_reduce(x, axis, op)
         assert result is x, "the argument itself holds the result"
         assert torch.equal(x, expected.to(x.dtype)), op
         if variant == "contiguous":
             x = all_x[axis.rank].clone()
-            comm.all_reduce_async(x, axis, op).wait()
+            collectives.all_reduce_async(x, axis, op).wait()
             assert torch.equal(x, expected.to(x.dtype)), op
 
 
@@ -55,13 +56,13 @@ def check_gathers_and_scatters(axis: Axis, all_x: list[Tensor], variant: str) ->
     x = all_x[axis.rank].clone() if variant == "contiguous" else strided(all_x[axis.rank])
     kept = x.clone()
     whole, total = torch.cat(all_x), torch.stack(all_x).sum(0).to(x.dtype)
-    assert torch.equal(comm.all_gather(x, axis), whole)
-    out, pending = comm.all_gather_async(x, axis)
+    assert torch.equal(collectives.all_gather(x, axis), whole)
+    out, pending = collectives.all_gather_async(x, axis)
     pending.wait()
     assert torch.equal(out, whole)
-    assert torch.equal(comm.reduce_scatter(x, axis), total.chunk(axis.size)[axis.rank])
+    assert torch.equal(collectives.reduce_scatter(x, axis), total.chunk(axis.size)[axis.rank])
     assert torch.equal(x, kept), "inputs are left alone"
-    out, pending = comm.reduce_scatter_async(x, axis)
+    out, pending = collectives.reduce_scatter_async(x, axis)
     pending.wait()
     assert torch.equal(out, total.chunk(axis.size)[axis.rank])
     check_given_memory(axis, x, whole, out)
@@ -70,11 +71,11 @@ def check_gathers_and_scatters(axis: Axis, all_x: list[Tensor], variant: str) ->
 def check_given_memory(axis: Axis, x: Tensor, whole: Tensor, total: Tensor) -> None:
     """Gathers into slices that lie apart, and a sum of slices into memory that is given; what lies beside is left."""
     apart = torch.full((axis.size, x.shape[0] + 2, *x.shape[1:]), -1, dtype=x.dtype, device=x.device)
-    comm.all_gather_slices_async(x, [places[1:-1] for places in apart], axis).wait()
+    collectives.all_gather_slices_async(x, [places[1:-1] for places in apart], axis).wait()
     assert torch.equal(apart[:, 1:-1].flatten(0, 1), whole)
     assert (apart[:, :: x.shape[0] + 1] == -1).all()
     memory = torch.full((total.shape[0] + 2, *total.shape[1:]), -1, dtype=x.dtype, device=x.device)
-    out, pending = comm.reduce_scatter_async(x, axis, out=memory[1:-1])
+    out, pending = collectives.reduce_scatter_async(x, axis, out=memory[1:-1])
     pending.wait()
     assert out.data_ptr() == memory[1:-1].data_ptr()
     assert torch.equal(memory[1:-1], total)
@@ -84,12 +85,12 @@ def check_given_memory(axis: Axis, x: Tensor, whole: Tensor, total: Tensor) -> N
 def check_shards(axis: Axis, dtype: torch.dtype) -> None:
     flats = [numbers(rank, (12 * axis.size,), dtype) for rank in range(axis.size)]
     flat = flats[axis.rank].clone()
-    comm.reduce_scatter_shard_async(flat, axis).wait()
+    collectives.reduce_scatter_shard_async(flat, axis).wait()
     mine = flat.chunk(axis.size)[axis.rank]
     assert torch.equal(mine, torch.stack(flats).sum(0).to(dtype).chunk(axis.size)[axis.rank])
     flat = torch.full_like(flat, -1)
     flat.chunk(axis.size)[axis.rank].copy_(flats[axis.rank].chunk(axis.size)[axis.rank])
-    comm.all_gather_shard_async(flat, axis).wait()
+    collectives.all_gather_shard_async(flat, axis).wait()
     assert torch.equal(flat, torch.cat([f.chunk(axis.size)[i] for i, f in enumerate(flats)]))
 
 
@@ -100,7 +101,7 @@ def check_shards_in_bf16(axis: Axis) -> None:
         flats = [torch.rand(elements * axis.size, generator=generator) + 1 for _ in range(axis.size)]
         flats = [flat.to(rank_device(dist.get_rank())) for flat in flats]
         flat = flats[axis.rank].clone()
-        comm.reduce_scatter_shard_in_bf16_async(flat, axis).wait()
+        collectives.reduce_scatter_shard_in_bf16_async(flat, axis).wait()
         expected = sum(part.bfloat16().double() for part in flats).chunk(axis.size)[axis.rank]
         assert torch.equal(flat.chunk(axis.size)[axis.rank].double(), expected)
         assert not torch.equal(expected, sum(part.double() for part in flats).chunk(axis.size)[axis.rank])
@@ -117,7 +118,7 @@ def check_exchange(axis: Axis) -> None:
     back = [torch.full_like(x, -1) for x in message(after, 2)]
     sends = [(x, after) for x in message(axis.rank, 1)] + [(x, before) for x in message(axis.rank, 2)]
     receives = [(x, before) for x in forth] + [(x, after) for x in back]
-    pending = comm.exchange(sends, receives, axis)
+    pending = collectives.exchange(sends, receives, axis)
     pending.wait()
     for found, expected in zip(forth + back, message(before, 1) + message(after, 2), strict=True):
         assert torch.equal(found, expected)
@@ -133,11 +134,11 @@ def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
     parts = [x.split(row)[axis.rank] for x, row in zip(all_x, counts, strict=True)]
     before = axis.traffic.sent.get("all_to_all", 0)
     for x in (all_x[axis.rank].clone(), strided(all_x[axis.rank])):
-        assert torch.equal(comm.all_to_all(x, sent, received, axis), torch.cat(parts))
+        assert torch.equal(collectives.all_to_all(x, sent, received, axis), torch.cat(parts))
     to_others = (sum(sent) - sent[axis.rank]) * 5 * dtype.itemsize
     assert axis.traffic.sent["all_to_all"] - before == 2 * to_others
     with pytest.raises(ValueError, match="all_to_all of"):
-        comm.all_to_all(all_x[axis.rank], [*sent[1:], sent[0] + 1], received, axis)
+        collectives.all_to_all(all_x[axis.rank], [*sent[1:], sent[0] + 1], received, axis)
     if dtype.is_floating_point:
         x = all_x[axis.rank].clone().requires_grad_()
         y = exchange_rows(x, sent, received, axis)
@@ -162,8 +163,8 @@ def every_function(sizes: dict[str, int], use_shared_memory: bool) -> None:
         check_shards_in_bf16(axis)
         check_exchange(axis)
         values = [{"rank": r, "text": "ä" * 40 * r, "list": [None, True, 1.5, 2**40] * r} for r in range(axis.size)]
-        assert comm.gather_json(values[axis.rank], axis, ctx.device) == values
-        comm.barrier(axis)
+        assert collectives.gather_json(values[axis.rank], axis, ctx.device) == values
+        collectives.barrier(axis)
 
 
 @pytest.mark.gpus
@@ -179,9 +180,9 @@ def sums_of_noise(use_shared_memory: bool) -> list[Tensor]:
     """One number in many places of tensors below and above the size that is exchanged directly; sums of slices."""
     axis = context.create(dp=4, use_shared_memory=use_shared_memory).dp
     noise = float(torch.randn((), generator=torch.Generator().manual_seed(axis.rank)))
-    small = comm.all_reduce(torch.full((1000,), noise), axis)
-    large = comm.all_reduce(torch.full((1 << 19,), noise), axis)
-    slices = comm.all_gather(comm.reduce_scatter(torch.full((4000,), noise), axis), axis)
+    small = collectives.all_reduce(torch.full((1000,), noise), axis)
+    large = collectives.all_reduce(torch.full((1 << 19,), noise), axis)
+    slices = collectives.all_gather(collectives.reduce_scatter(torch.full((4000,), noise), axis), axis)
     return [small.cpu(), large[:4].cpu(), slices.cpu()]
 
 
@@ -203,26 +204,26 @@ def test_sums_are_equal_on_all_ranks_and_do_not_depend_on_the_place() -> None:
 
 def test_one_rank_communicates_nothing() -> None:
     axis, x = Axis("tp"), torch.arange(6.0)
-    assert comm.all_reduce(x, axis) is x
-    assert comm.all_gather(x, axis) is x
-    assert comm.reduce_scatter(x, axis) is x
+    assert collectives.all_reduce(x, axis) is x
+    assert collectives.all_gather(x, axis) is x
+    assert collectives.reduce_scatter(x, axis) is x
     for pending in (
-        comm.all_reduce_async(x, axis),
-        comm.all_gather_async(x, axis)[1],
-        comm.reduce_scatter_async(x, axis)[1],
-        comm.reduce_scatter_shard_async(x, axis),
-        comm.reduce_scatter_shard_in_bf16_async(x, axis),
-        comm.all_gather_shard_async(x, axis),
-        comm.exchange([], [], axis),
+        collectives.all_reduce_async(x, axis),
+        collectives.all_gather_async(x, axis)[1],
+        collectives.reduce_scatter_async(x, axis)[1],
+        collectives.reduce_scatter_shard_async(x, axis),
+        collectives.reduce_scatter_shard_in_bf16_async(x, axis),
+        collectives.all_gather_shard_async(x, axis),
+        collectives.exchange([], [], axis),
     ):
         pending.wait()
-    assert comm.gather_json("x", axis, x.device) == ["x"]
-    comm.barrier(axis)
+    assert collectives.gather_json("x", axis, x.device) == ["x"]
+    collectives.barrier(axis)
     assert torch.equal(x, torch.arange(6.0))
     # Memory that the caller gives is filled by one rank as well.
     given = torch.zeros(2, 6)
-    comm.all_gather_slices_async(x, [given[0]], axis).wait()
-    comm.reduce_scatter_async(x, axis, out=given[1])[1].wait()
+    collectives.all_gather_slices_async(x, [given[0]], axis).wait()
+    collectives.reduce_scatter_async(x, axis, out=given[1])[1].wait()
     assert torch.equal(given, x.expand(2, 6))
     assert axis.traffic == Traffic()
 
@@ -236,20 +237,24 @@ def counted_bytes() -> None:
         x = numbers(0, (elements,), dtype)
         whole = x.numel() * x.element_size()
         calls: list[tuple[str, int, Any]] = [
-            ("all_reduce", 2 * whole * (n - 1) // n, lambda x=x: comm.all_reduce(x.clone(), axis)),
-            ("all_gather", n * whole * (n - 1) // n, lambda x=x: comm.all_gather(x, axis)),
-            ("reduce_scatter", whole * (n - 1) // n, lambda x=x: comm.reduce_scatter(x, axis)),
-            ("reduce_scatter", whole * (n - 1) // n, lambda x=x: comm.reduce_scatter_shard_async(x, axis).wait()),
-            ("all_gather", whole * (n - 1) // n, lambda x=x: comm.all_gather_shard_async(x, axis).wait()),
+            ("all_reduce", 2 * whole * (n - 1) // n, lambda x=x: collectives.all_reduce(x.clone(), axis)),
+            ("all_gather", n * whole * (n - 1) // n, lambda x=x: collectives.all_gather(x, axis)),
+            ("reduce_scatter", whole * (n - 1) // n, lambda x=x: collectives.reduce_scatter(x, axis)),
+            (
+                "reduce_scatter",
+                whole * (n - 1) // n,
+                lambda x=x: collectives.reduce_scatter_shard_async(x, axis).wait(),
+            ),
+            ("all_gather", whole * (n - 1) // n, lambda x=x: collectives.all_gather_shard_async(x, axis).wait()),
         ]
         for operation, sent, run in calls:
             run()
             expected.record(operation, sent)
-    comm.reduce_scatter_shard_in_bf16_async(torch.ones(36, device=ctx.device), axis).wait()
+    collectives.reduce_scatter_shard_in_bf16_async(torch.ones(36, device=ctx.device), axis).wait()
     expected.record("reduce_scatter", 2 * 36 * (n - 1) // n)
     x = numbers(0, (3, 7), torch.bfloat16)
     if axis.rank < 2:
-        comm.exchange(
+        collectives.exchange(
             [(x, 1 - axis.rank), (x, 1 - axis.rank)], [(x.clone(), 1 - axis.rank) for _ in range(2)], axis
         ).wait()
         expected.record("send", 42)
@@ -268,7 +273,7 @@ def a_late_receive() -> None:
     axis = context.create(pp=2, device=rank_device(dist.get_rank())).pp
     count, size = 20, 1 << 14
     if axis.first:
-        sent = [comm.exchange([(numbers(i, (size,), torch.float32), 1)], [], axis) for i in range(count)]
+        sent = [collectives.exchange([(numbers(i, (size,), torch.float32), 1)], [], axis) for i in range(count)]
         gc.collect()
         dirt = [torch.full((size,), -1.0) for _ in range(2 * count)]
         time.sleep(0.5)
@@ -279,7 +284,7 @@ def a_late_receive() -> None:
         time.sleep(0.3)
         for i in range(count):
             x = torch.empty(size, device=rank_device(1))
-            comm.exchange([], [(x, 0)], axis).wait()
+            collectives.exchange([], [(x, 0)], axis).wait()
             assert torch.equal(x, numbers(i, (size,), torch.float32)), f"message {i} is damaged"
 
 
@@ -292,19 +297,19 @@ def refusals() -> None:
     axis = context.create(dp=2, device=rank_device(dist.get_rank())).dp
     x = numbers(0, (4, 3), torch.float32)
     with pytest.raises(ValueError, match="contiguous"):
-        comm.all_reduce_async(x.t(), axis)
+        collectives.all_reduce_async(x.t(), axis)
     with pytest.raises(ValueError, match="contiguous"):
-        comm.exchange([], [(x.t(), 1 - axis.rank)], axis)
+        collectives.exchange([], [(x.t(), 1 - axis.rank)], axis)
     with pytest.raises(ValueError, match=r"dimension 0 of \(5,\) does not divide by dp size 2"):
-        comm.reduce_scatter(numbers(0, (5,), torch.float32), axis)
+        collectives.reduce_scatter(numbers(0, (5,), torch.float32), axis)
     learns = x.clone().requires_grad_()
     functions = (
-        comm.all_reduce,
-        comm.all_reduce_async,
-        comm.all_gather,
-        comm.all_gather_async,
-        comm.reduce_scatter,
-        comm.reduce_scatter_async,
+        collectives.all_reduce,
+        collectives.all_reduce_async,
+        collectives.all_gather,
+        collectives.all_gather_async,
+        collectives.reduce_scatter,
+        collectives.reduce_scatter_async,
     )
     for function in functions:
         with pytest.raises(RuntimeError, match=r"tensor_parallel\.regions"):
@@ -334,8 +339,8 @@ def names_of_one_torch(missing: tuple[str, ...]) -> None:
 
 def private_copy() -> ModuleType:
     """comm, loaded once more, with the names that torch has now."""
-    assert comm.__file__ is not None
-    spec = importlib.util.spec_from_file_location("comm_again", comm.__file__)
+    assert collectives.__file__ is not None
+    spec = importlib.util.spec_from_file_location("comm_again", collectives.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -358,7 +363,7 @@ def one_rank_is_late() -> None:
     if ctx.tp.first:
         start = time.monotonic()
         with pytest.raises(CommunicationError, match=r"launch\.timeout_seconds"):
-            comm.all_reduce(torch.ones(4), ctx.tp)
+            collectives.all_reduce(torch.ones(4), ctx.tp)
         assert time.monotonic() - start < 20
     else:
         time.sleep(3)

@@ -16,7 +16,7 @@ import pytest
 from megapar_models.registry import named_configs
 
 from megapar import __main__ as command
-from megapar.config_io import load
+from megapar.config.files import load
 from megapar.errors import ConfigError, DataError
 from tests.support.source_tree import LIBRARY, ROOT, relative, setup_argument
 from tools import completion, presets

@@ -15,10 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from megapar_models.registry import presets, validate, weight_options
 
-import megapar.config
-from megapar.checkpoint import compatible
-from megapar.checkpoint.compatible import changes
-from megapar.config import (
+import megapar.config.options
+from megapar.config import compatible
+from megapar.config.compatible import changes
+from megapar.config.derive import num_microbatches, with_vocabulary
+from megapar.config.files import Resolved, load, to_toml
+from megapar.config.options import (
     Config,
     DataConfig,
     LaunchConfig,
@@ -32,8 +34,6 @@ from megapar.config import (
     option_types,
     unflatten,
 )
-from megapar.config_io import Resolved, load, to_toml
-from megapar.derive import num_microbatches, with_vocabulary
 from megapar.errors import ConfigError
 from megapar.train.report import length_of_run, warnings
 
@@ -168,10 +168,10 @@ def test_validation_needs_no_torch_and_so_precedes_every_process_group():
     """Fault grid-is-the-world."""
     code = """
 import sys
-from megapar.config_io import load
+from megapar.config.files import load
 from megapar.errors import ConfigError
-from megapar.model_rules import ModelRules
-from megapar.validate import validate
+from megapar.config.model_rules import ModelRules
+from megapar.config.validate import validate
 try:
     validate(load(["--parallel.tp", "2"]).config, 3, ModelRules(name="llama", activations=("silu",)))
 except ConfigError as error:
@@ -696,10 +696,10 @@ def test_the_set_of_options_is_this_and_below_a_hundred():
 
 
 def sentences() -> dict[str, str]:
-    """The string under each field of megapar/config.py; sections of Config are described by their class."""
+    """The string under each field of megapar/config/options.py; sections of Config are described by their class."""
     sections = {f.name for f in fields(Config) if is_dataclass(f.type)}
     found = {}
-    for node in ast.parse(Path(megapar.config.__file__).read_text()).body:
+    for node in ast.parse(Path(megapar.config.options.__file__).read_text()).body:
         if isinstance(node, ast.ClassDef):
             for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(statement, ast.AnnAssign) and statement.target.id not in sections:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapar import comm, context
+from megapar import context
+from megapar.comm import collectives
 from megapar.context import Axis, coordinates, rank_groups
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -86,7 +87,7 @@ def test_groups_partition_any_world(grid: tuple[dict[str, int], str]) -> None:
 @pytest.fixture
 def fake_world() -> Iterator[None]:
     yield
-    comm.shutdown()
+    collectives.shutdown()
 
 
 def check_axes(ctx: context.ParallelContext, rank: int, sizes: dict[str, int], order: str) -> None:
@@ -134,9 +135,9 @@ def test_create_makes_each_group_once_and_as_computed(
             return real(ranks, **options)
 
         monkeypatch.setattr(dist, "new_group", spy)
-        comm.initialize_fake(rank, world)
+        collectives.initialize_fake(rank, world)
         check_axes(context.create(**by_axis, order=order), rank, by_axis, order)
-        comm.shutdown()
+        collectives.shutdown()
         histories.append(made)
     assert all(history == histories[0] for history in histories)
     assert len(set(histories[0])) == len(histories[0])
@@ -153,7 +154,7 @@ def test_one_process_needs_no_groups() -> None:
 
 
 def test_sizes_and_orders_that_do_not_fit_are_refused(fake_world: None) -> None:
-    comm.initialize_fake(0, 8)
+    collectives.initialize_fake(0, 8)
     with pytest.raises(ValueError, match=r"tp\(3\).*= 6, not 8 ranks"):
         context.create(tp=3, dp=2)
     for order in ("tp-dp-pp", "tp-cp-dp-pp-pp", "tp-cp-dp-ep"):
@@ -165,9 +166,9 @@ def test_ends_of_a_line_are_its_first_and_last_stage(fake_world: None) -> None:
     """Ranks between have no partner: tied embeddings are no concern of theirs."""
     found = []
     for dp, pp in product(range(2), range(4)):
-        comm.initialize_fake(2 * pp + dp, 8)
+        collectives.initialize_fake(2 * pp + dp, 8)
         ends = context.create(dp=2, pp=4).ends
-        comm.shutdown()
+        collectives.shutdown()
         found.append((ends.ranks, ends.size))
     assert found == [
         ((0, 6), 2), ((2,), 1), ((4,), 1), ((0, 6), 2),
@@ -216,9 +217,9 @@ def test_a_planned_context_has_the_places_that_create_gives(fake_world: None) ->
     order = "cp-tp-pp-dp"
     grid = {"tp": 2, "cp": 2, "dp": 4, "pp": 2, "ep": 4, "etp": 2}
     for rank in range(0, 32, 5):
-        comm.initialize_fake(rank, 32)
+        collectives.initialize_fake(rank, 32)
         made = context.create(**grid, order=order)
-        comm.shutdown()
+        collectives.shutdown()
         planned = context.planned(rank, **grid, order=order, device=made.device)
         for axis, plan in zip(made.axes, planned.axes, strict=True):
             assert (plan.name, plan.size, plan.rank) == (axis.name, axis.size, axis.rank)
@@ -226,7 +227,7 @@ def test_a_planned_context_has_the_places_that_create_gives(fake_world: None) ->
 
 
 def test_a_model_without_experts_has_no_expert_groups(fake_world: None) -> None:
-    comm.initialize_fake(0, 8)
+    collectives.initialize_fake(0, 8)
     ctx = context.create(tp=2, dp=4)
     assert [axis.size for axis in (ctx.etp, ctx.ep, ctx.expert_grad)] == [1, 1, 1]
     with pytest.raises(ValueError, match="has other ranks"):

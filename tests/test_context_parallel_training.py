@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megapar import context
 from megapar.batch import MicroBatch, add_loss
-from megapar.config import Config
+from megapar.config.options import Config
 from megapar.context_parallel import deal
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.data.loader import Loader, Mixture
@@ -170,7 +170,7 @@ def test_masks_are_those_of_whole_samples() -> None:
 @pytest.mark.parametrize("model", [FOUR_KV_HEADS, GPT_WITHOUT_DROPOUT], ids=["llama", "gpt"])
 def test_activations_are_divided_by_cp(model: Any, form: Any) -> None:
     """Fault cp-option-ignored: by the plan, whose bytes are those of real ranks (tests/test_dry_run.py)."""
-    from megapar.train.dry_run import report
+    from megapar.plan.dry_run import report
 
     kept = {}
     for cp in (1, 2, 4):

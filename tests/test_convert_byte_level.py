@@ -16,7 +16,7 @@ from megapar_models.convert.byte_level import merges, tiktoken_json
 from megapar_models.convert.tokenizer_files import TEXTS, decoding_differences
 from megapar_models.convert.word_pattern import _CATEGORIES, InexpressibleError, oniguruma
 
-from megapar.config import DataConfig
+from megapar.config.options import DataConfig
 from megapar.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
 from tests.support.exports import make_checkpoint, report
 from tests.support.tokenizers import byte_pairs, trained_byte_pairs

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megapar.checkpoint.format import read_manifest, write_manifest
 from megapar.checkpoint.load import Reader
-from megapar.config import CheckpointConfig, Config, DataConfig, ModelConfig, MoEConfig
-from megapar.config_io import load
+from megapar.config.files import load
+from megapar.config.options import CheckpointConfig, Config, DataConfig, ModelConfig, MoEConfig
 from megapar.context import single
 from megapar.errors import CheckpointError, ConfigError
 from megapar.expert_parallel.balance import Router

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar.checkpoint.format import read_manifest
-from megapar.config import CheckpointConfig, Config, ModelConfig, RopeScaling
-from megapar.config_io import load
+from megapar.config.files import load
+from megapar.config.options import CheckpointConfig, Config, ModelConfig, RopeScaling
 from megapar.errors import CheckpointError, ConfigError, StorageError
 from megapar.train import checkpoints
 from megapar.train.step import train_step

@@ -18,7 +18,7 @@ from megapar_models.convert.megatron import FILE, TRACKER, MegatronCheckpoint, r
 from megapar_models.convert.parity import load_fp32, native_logits
 from torch import Tensor
 
-from megapar.config import ModelConfig, RopeScaling
+from megapar.config.options import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
 from tests.support import reference_models, tiny_models
 from tests.support.megatron_folders import (

@@ -14,7 +14,7 @@ import tokenizers
 from megapar_models.convert.tokenizer_files import TEXTS, check_texts, differences, sentencepiece_json
 from megapar_models.convert.word_pattern import InexpressibleError
 
-from megapar.config import CheckpointConfig, DataConfig
+from megapar.config.options import CheckpointConfig, DataConfig
 from megapar.data.preprocess import Recipe, preprocess
 from megapar.data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
 from megapar.errors import CheckpointError, DataError

@@ -18,7 +18,7 @@ from megapar_models.registry import validate
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapar.config.options import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapar.data.blend import Stage
 from megapar.data.delivery import Delivery, _Processes
 from megapar.data.indexed import IndexedWriter

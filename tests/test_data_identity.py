@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapar import comm, context
+from megapar import context
+from megapar.comm import collectives
 from megapar.data import contents
 from megapar.data.contents import content_hash
 from megapar.data.indexed import IndexedDataset, IndexedWriter
@@ -167,13 +168,13 @@ def agree(different: bool) -> tuple[str, list[int]]:
     if different and not ctx.world.first:
         files["corpus/part-7.bin"] = "other"
         files["more.bin"] = "1"
-    sizes, gather = [], comm.gather_json
+    sizes, gather = [], collectives.gather_json
 
     def watched(value: Any, *args: Any) -> Any:
         sizes.append(len(str(value)))
         return gather(value, *args)
 
-    comm.gather_json = watched
+    collectives.gather_json = watched
     try:
         data._agree([Files(files)], ctx)  # type: ignore[list-item]
     except DataError as error:

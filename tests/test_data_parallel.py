@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megapar import context
-from megapar.config import OptimizerConfig
+from megapar.config.options import OptimizerConfig
 from megapar.context import ParallelContext
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.clip import clip_coefficient, grad_norm

@@ -328,7 +328,7 @@ def test_text_within_a_column_of_parquet(tmp_path: Path):
 def test_the_number_of_workers_changes_no_byte(tmp_path: Path, small_shards: None):
     """Many small shards, lines longer than a shard, and text files between two .jsonl files."""
     model = tmp_path / "small.model"
-    train_sentencepiece([(ROOT / "megapar/comm.py").read_text()], 400, model)
+    train_sentencepiece([(ROOT / "megapar/comm/collectives.py").read_text()], 400, model)
     inputs = [jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "m.txt", jsonl(tmp_path / "b.jsonl", TEXTS[::-1])]
     inputs[1].write_text("between " * 4000)
     recipe = Recipe(tokenizer=f"spm:{model}", append_eod=True, shuffle=3)
@@ -413,7 +413,7 @@ def test_parts_of_other_options_or_input_are_not_taken(
     elif change == "eod":
         recipe = Recipe(tokenizer="bytes")
     elif change == "tokenizer":
-        train_sentencepiece([(ROOT / "megapar/comm.py").read_text()], 400, tmp_path / "m")
+        train_sentencepiece([(ROOT / "megapar/comm/collectives.py").read_text()], 400, tmp_path / "m")
         recipe = Recipe(tokenizer=f"spm:{tmp_path / 'm'}", append_eod=True)
     heard: list[int] = []
     preprocess([path], tmp_path / "out", recipe, on_progress=lambda counts: heard.append(counts.documents))
@@ -564,7 +564,7 @@ def test_a_shuffle_is_a_permutation_that_its_number_names(tmp_path: Path, in_pro
 
 def test_the_sidecar_says_what_made_a_pair(tmp_path: Path, in_process: None):
     model = tmp_path / "m"
-    train_sentencepiece([(ROOT / "megapar/comm.py").read_text()], 400, model)
+    train_sentencepiece([(ROOT / "megapar/comm/collectives.py").read_text()], 400, model)
     path = jsonl(tmp_path / "a.jsonl", TEXTS)
     facts = preprocess([path], tmp_path / "out", Recipe(tokenizer=f"spm:{model}", append_eod=True))
     digest = hashlib.sha256(model.read_bytes()).hexdigest()
@@ -619,7 +619,7 @@ def test_documents_of_several_sequences_are_split_whole(tmp_path: Path):
 
 
 def test_pairs_of_different_tokenizers_are_not_merged(pair: Path, tmp_path: Path, in_process: None):
-    train_sentencepiece([(ROOT / "megapar/comm.py").read_text()], 400, tmp_path / "t")
+    train_sentencepiece([(ROOT / "megapar/comm/collectives.py").read_text()], 400, tmp_path / "t")
     preprocess([tmp_path / "a.jsonl"], tmp_path / "b", Recipe(tokenizer=f"spm:{tmp_path / 't'}", append_eod=True))
     with pytest.raises(DataError, match=r"b was made with tokenizer .*: merge files of one tokenizer"):
         merge_prepared([pair, tmp_path / "b"], tmp_path / "m")

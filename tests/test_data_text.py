@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapar.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapar.config.options import Config, DataConfig, ModelConfig, TrainConfig
 from megapar.data.entropy import cross_entropies
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import write_sidecar

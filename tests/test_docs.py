@@ -22,8 +22,8 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
 from megapar import errors
-from megapar.config import option_types
-from megapar.other_frameworks.table import TABLE
+from megapar.config.options import option_types
+from megapar.config.other_frameworks.table import TABLE
 from tests.support.program import Program
 from tests.support.source_tree import ROOT, TESTS, setup_argument, tree
 from tools import docs_hooks, draw_architecture
@@ -318,9 +318,9 @@ def test_options_page_has_every_option_with_its_default_and_sentence() -> None:
 
 def test_links_to_files_of_the_repository_lead_to_pages_of_the_site() -> None:
     rewritten = docs_hooks.rewrite_links(
-        "[a](../megapar/comm.py) [b](data.md#x) [c](../README.md) [d](gone.md)", "docs/x.md"
+        "[a](../megapar/comm/collectives.py) [b](data.md#x) [c](../README.md) [d](gone.md)", "docs/x.md"
     )
-    assert rewritten == "[a](files/megapar/comm.py.md) [b](data.md#x) [c](index.md) [d](gone.md)"
+    assert rewritten == "[a](files/megapar/comm/collectives.py.md) [b](data.md#x) [c](index.md) [d](gone.md)"
     assert docs_hooks.rewrite_links("[a](docs/data.md) ![b](docs/images/architecture.svg)", "README.md") == (
         "[a](data.md) ![b](images/architecture.svg)"
     )

@@ -13,11 +13,11 @@ from megapar_models.build import build_stages, describe_size, logical_tensors, p
 from megapar_models.registry import presets, validate
 from torch import Tensor
 
-from megapar.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from megapar.config_io import load
-from megapar.messages import counted
+from megapar.config.files import load
+from megapar.config.messages import counted
+from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.train.dry_run import RankReport, report, report_rank
+from megapar.plan.dry_run import RankReport, report, report_rank
 from megapar.train.step import TrainState
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, make_state, micro_batches

@@ -15,9 +15,9 @@ from megapar import context, recompute
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import fill
 from megapar.checkpoint.save import publish, share, write_part
-from megapar.config import OptimizerConfig
+from megapar.comm.exchange import ArrivingRows
+from megapar.config.options import OptimizerConfig
 from megapar.context import ParallelContext, single
-from megapar.exchange import ArrivingRows
 from megapar.expert_parallel import dispatch, route
 from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule

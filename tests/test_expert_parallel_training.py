@@ -10,10 +10,10 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
 
-from megapar import validate as checks
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
-from megapar.config import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
+from megapar.config import validate as checks
+from megapar.config.options import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from megapar.context import coordinates, expert_rank_groups
 from megapar.expert_parallel.balance import Router
 from megapar.train.metrics import expert_load

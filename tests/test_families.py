@@ -14,7 +14,7 @@ from megapar_models.registry import FAMILIES, find, validate, weight_options
 
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
-from megapar.config import Config, ModelConfig
+from megapar.config.options import Config, ModelConfig
 from megapar.errors import ConfigError
 from tests.support import program
 

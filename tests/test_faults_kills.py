@@ -16,9 +16,10 @@ import pytest
 
 from megapar.checkpoint import folder as folders
 from megapar.checkpoint import save
+from megapar.comm.flight import AxisLog
 from megapar.data.delivery import Delivery
-from megapar.flight import AxisLog
-from megapar.train import checkpoints, launch, metrics, trainer
+from megapar.launch import rank_process
+from megapar.train import checkpoints, metrics, trainer
 from tests.support import faults
 from tests.support.faults import LAYOUTS, RANKS, Scene
 from tests.support.program import Ended
@@ -26,7 +27,7 @@ from tests.support.program import Ended
 STEPS = 6
 ANY_MICRO_BATCH = ("--train.steps", str(STEPS), "--train.global_batch_size", "8")
 ANY_MICRO_BATCH += ("--train.eval_every", "2", "--train.eval_samples", "8", "--data.validation", "synthetic")
-ANY_MICRO_BATCH += ("--checkpoint.every", "2", "--log.no-tensorboard", "--launch.timeout_seconds", "30")
+ANY_MICRO_BATCH += ("--checkpoint.every", "2", "--log.no-tensorboard", "--rank_process.timeout_seconds", "30")
 FLAGS = (*ANY_MICRO_BATCH, "--train.micro_batch_size", "2")
 KILL, SEGV, TERM = signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM
 INT, HUP, USR1 = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
@@ -109,7 +110,7 @@ def plant(case: Case) -> Callable[[], None]:
         return "step_00000004" in str(folder) and strike(rank)
 
     def install() -> None:
-        before(launch, "join", joined)
+        before(rank_process, "join", joined)
         moments: dict[str, Callable[[], None]] = {
             "joining": lambda: None,
             "starting": lambda: before(trainer, "start", lambda *_: strike()),
@@ -124,7 +125,7 @@ def plant(case: Case) -> Callable[[], None]:
             "published": lambda: after(save, "publish", lambda path, *_: in_save(path, 0)),
             "pruning": lambda: before(folders, "_remove", lambda *_: strike(0)),
             "copying": lambda: before(checkpoints, "snapshot", lambda *_: on_step(2)),
-            "ending": lambda: before(launch, "leave", lambda *_: strike()),
+            "ending": lambda: before(rank_process, "leave", lambda *_: strike()),
             "loading": lambda: before(checkpoints, "load", lambda *_: strike()),
             "aside": lambda: before(checkpoints, "set_aside", lambda *_: strike(0)),
             "lines": lambda: before(metrics, "replace_file", lambda *_: strike(0)),

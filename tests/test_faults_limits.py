@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from megapar_models import balance, build  # noqa: F401  imported before the limit holds, as the program does
 
-from megapar.train import dry_run, local, trainer  # noqa: F401
 from tests.support.faults import FOUR, TWO, Scene
 
 REFUSED = "(Resource temporarily unavailable): the limit of processes (ulimit -u, or the container's) or of memory"

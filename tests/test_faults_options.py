@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import pytest
 
-from megapar.config import option_types
+from megapar.config.options import option_types
 from tests.support.faults import Scene
 from tests.support.processes import free_port, slurm
 

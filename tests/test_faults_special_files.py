@@ -11,12 +11,12 @@ from megapar_models.convert.huggingface import INDEX, Weights
 
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.lineage import PLAN, complete_plan
-from megapar.config_io import load
+from megapar.config.files import load
 from megapar.data.prepared import read_sidecar
 from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import record_error
+from megapar.launch.reporting import record_error
 from megapar.pipeline import schedule_files
-from megapar.regular_files import SMALL, open_regular, read_regular
+from megapar.system.regular_files import SMALL, open_regular, read_regular
 from tests.support.faults import Scene
 
 FLAGS = ("--log.no-tensorboard", "--checkpoint.every", "2", "--train.steps")

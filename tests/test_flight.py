@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megapar import flight
-from megapar.flight import RING, AxisLog, Board, Flight, read
-from megapar.flight_file import FlightFile
-from megapar.rendezvous import Member
-from megapar.train.diagnosis import as_table, diagnose
+from megapar.comm import flight
+from megapar.comm.flight import RING, AxisLog, Board, Flight, read
+from megapar.comm.flight_file import FlightFile
+from megapar.comm.rendezvous import Member
+from megapar.launch.diagnosis import as_table, diagnose
 
 MEMBERS = [Member(rank, f"node-{rank}", "cpu", pid=100 + rank) for rank in range(4)]
 

@@ -10,7 +10,7 @@ from megapar_models.convert import stream
 from megapar_models.convert.saved import is_kept, load_model, saved_config
 
 from megapar.checkpoint.format import read_manifest
-from megapar.config import flatten
+from megapar.config.options import flatten
 from megapar.errors import CheckpointError
 from tests.support import tiny_models
 from tools.generate import Arguments, generate

@@ -15,9 +15,9 @@ from megapar_models.build import build_stages, flops_per_token, parameter_count
 from megapar_models.registry import presets, validate
 
 from megapar.batch import MicroBatch
-from megapar.config import Config, KernelsConfig, LaunchConfig, ModelConfig, ParallelConfig, TrainConfig
-from megapar.config_io import load
-from megapar.train.dry_run import report
+from megapar.config.files import load
+from megapar.config.options import Config, KernelsConfig, LaunchConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapar.plan.dry_run import report
 from tests.support.kept_bytes import kept_for_backward
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar import context, device
 from megapar.batch import MicroBatch
-from megapar.config import Config, LogConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config.options import Config, LogConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.precision import Precision
 from megapar.random import initialize
 from megapar.train import trainer

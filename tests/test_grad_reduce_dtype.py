@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megapar import comm
+from megapar.comm import collectives
 from megapar.context import Axis
 from megapar.train.step import train_step
 from tests.support import layouts
@@ -27,21 +27,21 @@ from tests.support.grid import (
     reference,
 )
 
-Reduce = Callable[[Tensor, Axis], comm.Pending]
+Reduce = Callable[[Tensor, Axis], collectives.Pending]
 
 
-def round_then_sum_in_fp32(flat: Tensor, axis: Axis) -> comm.Pending:
+def round_then_sum_in_fp32(flat: Tensor, axis: Axis) -> collectives.Pending:
     """What a reduction in bf16 must give, by other means: it sends fp32 numbers that have been rounded to bf16."""
     if axis.size > 1:  # one rank sends nothing, and rounds nothing
         flat.copy_(flat.bfloat16())
-    return comm.reduce_scatter_shard_async(flat, axis)
+    return collectives.reduce_scatter_shard_async(flat, axis)
 
 
 def train(layout: Layout, reduce: Reduce | None) -> dict[str, Any]:
     """Gradients, weights and norms of all steps, and the bytes that this rank has sent in reductions."""
     with pytest.MonkeyPatch.context() as patch:
         if reduce is not None:
-            patch.setattr(comm, "reduce_scatter_shard_in_bf16_async", reduce)
+            patch.setattr(collectives, "reduce_scatter_shard_in_bf16_async", reduce)
         state = make_state(layout.config())
         steps = []
         for step in range(STEPS):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megapar.config import Config, ModelConfig
-from megapar.derive import STAGES_ON_A_RANK
+from megapar.config.derive import STAGES_ON_A_RANK
+from megapar.config.options import Config, ModelConfig
 from megapar.pipeline.schedules import SCHEDULES
 from megapar.train.step import train_step
 from tests.support import layouts

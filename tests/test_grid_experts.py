@@ -14,8 +14,8 @@ from torch import Tensor
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.expert_parallel import route
+from megapar.launch.grid import with_grid
 from megapar.params import spec_of
-from megapar.train.grid import with_grid
 from tests.support.grid import (
     DENSE_BETWEEN,
     MIXTRAL,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megapar.config import option_types
-from megapar.store import StoreUser
+from megapar.comm.store import StoreUser
+from megapar.config.options import option_types
 from tests.support.source_tree import LIBRARY, ROOT, SOURCES, TESTS, dotted, relative, setup_argument, tree
 
 # Who may import whom. A module is in the room of the longest name here that it starts with; each room may import itself
@@ -22,12 +22,8 @@ PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchma
 FOUNDATION = {
     f"megapar.{name}": "foundation"
     for name in (
-        *("config", "config_io", "validate", "validate_experts", "device", "context", "comm", "params"),
-        *("main_grad", "linear", "sharding", "shared_memory", "local_collectives", "exchange", "store", "processes"),
-        *("limits", "own_folder", "host_meeting", "flight_file"),
-        *("random", "recompute", "precision", "batch", "errors", "rendezvous", "flight", "agreement"),
-        *("files", "regular_files", "provenance", "messages", "derive", "model_rules", "plugins", "data.spec"),
-        *("checkpoint.compatible", "__version__", "other_frameworks"),
+        *("config", "comm", "system", "context", "device", "params", "main_grad", "linear", "sharding", "random"),
+        *("recompute", "precision", "batch", "errors", "__version__"),
     )
 }
 ENGINES = {f"megapar.{name}" for name in ("pipeline", "data_parallel", "optimizer", "data", "checkpoint")}
@@ -45,8 +41,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megapar.checkpoint": {"foundation"},
     MODELS: {"foundation", *LAYERS, KERNELS},
     CONVERT: {"foundation", "megapar.checkpoint", "megapar.data", MODELS},  # only programs import it
-    "megapar.train": {"foundation", "megapar.context_parallel", *ENGINES},
-    "main": {"foundation", *LAYERS, *ENGINES, "megapar.train", MODELS, CONVERT, KERNELS},
+    "megapar.launch": {"foundation", "megapar.pipeline"},
+    "megapar.train": {"foundation", "megapar.context_parallel", "megapar.launch", *ENGINES},
+    "megapar.plan": {"foundation", "megapar.launch", "megapar.train", *ENGINES},
+    "main": {
+        *("foundation", KERNELS, MODELS, CONVERT, *LAYERS, *ENGINES),
+        *("megapar.launch", "megapar.train", "megapar.plan"),
+    },
 }
 # Single modules that reach further: which layers a stage holds, and where it lives, is the pipeline's to say.
 ALSO = {
@@ -54,7 +55,7 @@ ALSO = {
     ("megapar_models.build", "megapar.pipeline.schedules"),
 }
 
-ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm.py", "megapar/context.py", "megapar/store.py"}
+ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm/collectives.py", "megapar/context.py", "megapar/comm/store.py"}
 # The export to torch's checkpoints is written by torch's own; the benchmark's contenders are its own ways to train.
 DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {
     "models/megapar_models/convert/dcp.py": ("torch.distributed.checkpoint",),
@@ -150,7 +151,7 @@ def test_no_test_imports_another_test() -> None:
 
 def test_options_are_read_and_judged_without_torch() -> None:
     """So that --help and a refusal take no time, and a plan needs no accelerator."""
-    waiting, seen = ["megapar.config_io", "megapar.validate"], set()
+    waiting, seen = ["megapar.config.files", "megapar.config.validate"], set()
     while waiting:
         module = waiting.pop()
         seen.add(module)
@@ -159,7 +160,7 @@ def test_options_are_read_and_judged_without_torch() -> None:
             target = name if (ROOT / f"{name.replace('.', '/')}.py").is_file() else name.rpartition(".")[0]
             if ours(name) and target not in seen:
                 waiting.append(target)
-    assert "megapar.config" in seen
+    assert "megapar.config.options" in seen
 
 
 def test_only_comm_context_and_store_know_torch_distributed() -> None:
@@ -178,7 +179,7 @@ def test_each_user_of_the_store_has_keys_of_its_own() -> None:
     for user in StoreUser:
         named = [name for name, text in texts.items() for _ in range(text.count(f"StoreUser.{user.name}"))]
         assert len(named) == 1, f"{user.name}: {named}"
-    assert [name for name, text in texts.items() if "PrefixStore(" in text] == ["megapar/store.py"]
+    assert [name for name, text in texts.items() if "PrefixStore(" in text] == ["megapar/comm/store.py"]
 
 
 def test_only_device_knows_the_environment_and_cuda() -> None:

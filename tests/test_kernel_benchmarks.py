@@ -24,7 +24,7 @@ from megapar_kernels.backend import Kernels
 from megapar_kernels.dispatch import HAS_TRITON, triton
 
 from megapar.errors import ConfigError, StorageError
-from megapar.files import write_json
+from megapar.system.atomic_files import write_json
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 ROOT = Path(__file__).parents[1]

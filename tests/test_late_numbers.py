@@ -20,7 +20,7 @@ from megapar_models.build import build_stages
 from megapar import context, device
 from megapar.batch import MicroBatch
 from megapar.checkpoint.format import checkpoint_folders
-from megapar.config import CheckpointConfig, Config, LogConfig
+from megapar.config.options import CheckpointConfig, Config, LogConfig
 from megapar.data.delivery import Delivery
 from megapar.precision import LossScale
 from megapar.train import step as step_module

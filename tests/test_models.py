@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config import Config, ModelConfig, MoEConfig, ParallelConfig, RopeScaling
+from megapar.config.options import Config, ModelConfig, MoEConfig, ParallelConfig, RopeScaling
 from tests.support import layouts, reference_models, tiny_models
 from tests.support.flat import flatten
 

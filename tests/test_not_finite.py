@@ -18,7 +18,7 @@ from megapar_models.llama.model import LlamaMLP
 from torch import Tensor
 
 from megapar import context
-from megapar.config import LogConfig
+from megapar.config.options import LogConfig
 from megapar.data.delivery import Delivery
 from megapar.errors import NumericError
 from megapar.train import not_finite

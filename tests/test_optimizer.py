@@ -11,7 +11,7 @@ from megapar_kernels.adamw import FlatRanges
 from torch import Tensor, nn
 
 from megapar import context
-from megapar.config import OptimizerConfig
+from megapar.config.options import OptimizerConfig
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import Optimizer, Shard, StateTensor
 from megapar.optimizer.clip import clip_coefficient, grad_norm

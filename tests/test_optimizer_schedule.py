@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapar.config import OptimizerConfig
+from megapar.config.options import OptimizerConfig
 from megapar.optimizer.schedule import change_of_rate, learning_rate
 
 BASE = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megapar.config import option_types
-from megapar.config_io import load
+from megapar.config.files import load
+from megapar.config.options import option_types
+from megapar.config.other_frameworks import hugging_face
+from megapar.config.other_frameworks.table import SOURCES, TABLE
 from megapar.errors import ConfigError
-from megapar.other_frameworks import hugging_face
-from megapar.other_frameworks.table import SOURCES, TABLE
 from tests.support.source_tree import ROOT
 from tools import compare_flags
 

@@ -14,10 +14,10 @@ from megapar_models.build import build_stages
 from megapar_models.registry import validate
 
 from megapar import context, device
-from megapar.config_io import load
+from megapar.config.files import load
 from megapar.errors import OutOfMemoryError
+from megapar.plan.dry_run import explaining_out_of_memory, report, report_rank
 from megapar.train import trainer
-from megapar.train.dry_run import explaining_out_of_memory, report, report_rank
 from tests.support import program
 
 GPU_WORDS = (

@@ -13,14 +13,14 @@ from megapar_models.registry import validate
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapar import context
-from megapar.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from megapar.config_io import Resolved
+from megapar.config.files import Resolved
+from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError
-from megapar.pipeline.choice import FAMILY, Choice, StageTimes, choose
 from megapar.pipeline.schedules import SCHEDULES
 from megapar.pipeline.zero_bubble import Memory
-from megapar.train import dry_run
-from megapar.train.choose_schedule import with_chosen_schedule
+from megapar.plan import dry_run
+from megapar.plan.choice import FAMILY, Choice, StageTimes, choose
+from megapar.plan.choose_schedule import with_chosen_schedule
 from tests.support import program
 from tests.support.distributed import run_ranks
 

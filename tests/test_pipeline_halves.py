@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
-from megapar.config import Config
+from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
 from megapar.params import Init, spec_of
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Action, Event, Schedule, interleaved, one_f_one_b, placement
+from megapar.plan.dry_run import report_rank
 from megapar.random import initialize
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import (
@@ -32,7 +33,6 @@ from megapar.tensor_parallel.layers import (
     norm_weight,
 )
 from megapar.train.data import open_loaders
-from megapar.train.dry_run import report_rank
 from megapar.train.step import train_step
 from tests.support import layouts
 from tests.support.distributed import run_ranks

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
-from megapar import plugins
-from megapar.config import Config, ParallelConfig
+from megapar.config import plugins
+from megapar.config.options import Config, ParallelConfig
 from megapar.errors import ConfigError
+from megapar.launch.rank_process import what_ranks_share
 from megapar.pipeline.actions import show
 from megapar.pipeline.schedule_files import is_file, read
 from megapar.pipeline.schedules import SCHEDULES, find, make, of, placement
 from megapar.pipeline.zero_bubble import Memory
-from megapar.train.launch import what_ranks_share
 from tests.support import program
 
 FIXED = {"1f1b": 1, "zb-h1": 1, "zb-2p": 1}

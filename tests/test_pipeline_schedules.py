@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from megapar.errors import ConfigError
-from megapar.pipeline import timeline
 from megapar.pipeline.lowering import MessageBatch, lower, lower_one, producer
 from megapar.pipeline.partition import explicit, partition
 from megapar.pipeline.schedules import Action, Schedule, make, show
 from megapar.pipeline.simulation import simulate
+from megapar.plan import timeline
 
 GRID = [
     (name, pp, vpp, m)

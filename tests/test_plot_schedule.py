@@ -9,12 +9,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megapar.pipeline import timeline
 from megapar.pipeline.actions import Event, show
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import ZERO_BUBBLE, make
 from megapar.pipeline.simulation import simulate
 from megapar.pipeline.zero_bubble import Durations
+from megapar.plan import timeline
 from tools import plot_schedule
 
 

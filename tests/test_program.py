@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from megapar_models.registry import presets, validate
 
-from megapar.config_io import load
+from megapar.config.files import load
 from tests.support import program
 from tests.support.processes import TINY, finish, free_port, slurm, start
 from tests.support.program import Ended

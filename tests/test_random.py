@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config import Config, ModelConfig
+from megapar.config.options import Config, ModelConfig
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.params import Box, Piece
 from megapar.random import initialize, keep_mask, row_keys

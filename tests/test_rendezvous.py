@@ -18,14 +18,15 @@ import pytest
 import torch.distributed as dist
 from megapar_models.registry import find
 
-from megapar import comm, context, rendezvous
-from megapar.config import Config, LaunchConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapar import context
+from megapar.comm import collectives, rendezvous
+from megapar.comm.rendezvous import Member, differences, hashes_of_files, in_runs, meet
+from megapar.comm.store import StoreUser, connect, part_of
+from megapar.config.options import Config, LaunchConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapar.context import single
 from megapar.errors import CommunicationError, ConfigError
+from megapar.launch.rank_process import leave, what_ranks_share
 from megapar.pipeline import schedules
-from megapar.rendezvous import Member, differences, hashes_of_files, in_runs, meet
-from megapar.store import StoreUser, connect, part_of
-from megapar.train.launch import leave, what_ranks_share
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.processes import free_port
@@ -195,7 +196,7 @@ def test_ranks_share_options_and_code_but_not_how_they_start() -> None:
     assert one == what_ranks_share(Config(), "cpu")
     assert one != what_ranks_share(Config(), "cuda")
     assert one != what_ranks_share(Config(train=TrainConfig(seed=2)), "cpu")
-    assert "code megapar.rendezvous" in hashes_of_files()
+    assert "code megapar.comm.rendezvous" in hashes_of_files()
 
 
 def test_ranks_share_the_code_of_a_family_and_a_schedule_outside_the_tree(
@@ -322,12 +323,12 @@ def test_leaving_frees_the_process_groups() -> None:
     def body() -> bool:
         ctx = context.create(dp=2)
         destroyed: list[bool] = []
-        real: Callable[[], None] = comm.shutdown
-        comm.shutdown = lambda: destroyed.append(True)  # the harness of the test still needs the groups
+        real: Callable[[], None] = collectives.shutdown
+        collectives.shutdown = lambda: destroyed.append(True)  # the harness of the test still needs the groups
         try:
             leave(ctx)
         finally:
-            comm.shutdown = real
+            collectives.shutdown = real
         return destroyed == [True]
 
     assert run_ranks(2, body) == [True, True]

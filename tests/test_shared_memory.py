@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar import comm, context, host_meeting
+from megapar import context
+from megapar.comm import collectives, host_meeting
 from megapar.context import ParallelContext
 from megapar.errors import CommunicationError
-from megapar.own_folder import OwnFolder
+from megapar.system.own_folder import OwnFolder
 from tests.support.distributed import run_ranks
 
 
@@ -39,14 +40,14 @@ def everything_in_flight() -> None:
             for size in sizes:
                 parts = [torch.arange(size) % 97 + 3 * rank + round_number for rank in range(axis.size)]
                 x = parts[axis.rank].clone()
-                started.append((comm.all_reduce_async(x, axis), x, torch.stack(parts).sum(0)))
+                started.append((collectives.all_reduce_async(x, axis), x, torch.stack(parts).sum(0)))
                 peer = (axis.rank + 1) % axis.size
                 before = (axis.rank - 1) % axis.size
                 y = torch.full((size,), -1)
                 started.append(
-                    (comm.exchange([(parts[axis.rank].clone(), peer)], [(y, before)], axis), y, parts[before])
+                    (collectives.exchange([(parts[axis.rank].clone(), peer)], [(y, before)], axis), y, parts[before])
                 )
-                z, pending = comm.all_gather_async(parts[axis.rank], axis)
+                z, pending = collectives.all_gather_async(parts[axis.rank], axis)
                 started.append((pending, z, torch.cat(parts)))
     for pending, found, expected in reversed(started):
         pending.wait()
@@ -64,8 +65,8 @@ def sums_over_both() -> None:
     generator = torch.Generator().manual_seed(shared.rank)
     for size in (400, 40_000):  # whole tensors and slices through shared memory; whole tensors over gloo
         x = torch.randn(size, generator=generator)
-        assert torch.equal(comm.all_reduce(x.clone(), shared), comm.all_reduce(x.clone(), gloo))
-        assert torch.equal(comm.reduce_scatter(x, shared), comm.reduce_scatter(x, gloo))
+        assert torch.equal(collectives.all_reduce(x.clone(), shared), collectives.all_reduce(x.clone(), gloo))
+        assert torch.equal(collectives.reduce_scatter(x, shared), collectives.reduce_scatter(x, gloo))
 
 
 def test_sums_round_as_over_gloo() -> None:
@@ -77,7 +78,9 @@ def many_before_the_first_is_received(kilobytes: int) -> None:
     axis = context.create(pp=2).pp
     count = 3000 // kilobytes
     if axis.first:
-        pendings = [comm.exchange([(torch.full((256 * kilobytes,), float(i)), 1)], [], axis) for i in range(count)]
+        pendings = [
+            collectives.exchange([(torch.full((256 * kilobytes,), float(i)), 1)], [], axis) for i in range(count)
+        ]
         assert axis.local is not None
         if kilobytes == 1:
             assert axis.local.host._links[1].has_unsent, "the case that this test is about"
@@ -87,9 +90,9 @@ def many_before_the_first_is_received(kilobytes: int) -> None:
         time.sleep(0.3)
         for i in range(count):
             x = torch.empty(256 * kilobytes)
-            comm.exchange([], [(x, 0)], axis).wait()
+            collectives.exchange([], [(x, 0)], axis).wait()
             assert (x == i).all()
-    comm.barrier(axis)
+    collectives.barrier(axis)
 
 
 @pytest.mark.parametrize("kilobytes", [1, 40])
@@ -101,23 +104,23 @@ def memory_is_given_back() -> None:
     ctx = context.create(dp=2)
     mega = 1 << 20
     for _ in range(20):
-        comm.all_reduce(torch.ones(mega // 4), ctx.dp)
-        comm.all_gather(torch.ones(mega // 4), ctx.dp)
+        collectives.all_reduce(torch.ones(mega // 4), ctx.dp)
+        collectives.all_gather(torch.ones(mega // 4), ctx.dp)
     assert len(own_blocks(ctx)) <= 4, "blocks are used again"
-    pendings = [comm.all_reduce_async(torch.ones(8 * mega // 4), ctx.dp) for _ in range(16)]
+    pendings = [collectives.all_reduce_async(torch.ones(8 * mega // 4), ctx.dp) for _ in range(16)]
     for pending in pendings:
         pending.wait()
-    comm.all_reduce(torch.ones(mega // 4), ctx.dp)
-    comm.barrier(ctx.dp)
+    collectives.all_reduce(torch.ones(mega // 4), ctx.dp)
+    collectives.barrier(ctx.dp)
     assert sum(own_blocks(ctx)) > 100 * mega, "the case that this test is about"
     held = pages_of_exchange(ctx)
     assert held <= 88 * mega, "idle blocks beyond 64 MiB are given back, but for the last two messages"
     sizes = own_blocks(ctx)
     for _ in range(3):
-        pendings = [comm.all_reduce_async(torch.ones(8 * mega // 4), ctx.dp) for _ in range(12)]
+        pendings = [collectives.all_reduce_async(torch.ones(8 * mega // 4), ctx.dp) for _ in range(12)]
         for pending in pendings:
             pending.wait()
-    comm.barrier(ctx.dp)
+    collectives.barrier(ctx.dp)
     assert own_blocks(ctx) == sizes, "blocks that were given back are used again"
     assert pages_of_exchange(ctx) <= 88 * mega
 
@@ -136,18 +139,18 @@ def the_other_ends(number: int, names: Path) -> None:
 
     host_meeting.OwnFolder = make_noted
     ctx = context.create(dp=2, timeout_seconds=2)
-    comm.all_reduce(torch.ones(10_000), ctx.dp)
+    collectives.all_reduce(torch.ones(10_000), ctx.dp)
     if ctx.dp.rank == 1:
-        comm.exchange([(torch.full((10_000,), 7.0), 0)], [], ctx.dp)
+        collectives.exchange([(torch.full((10_000,), 7.0), 0)], [], ctx.dp)
         os.kill(os.getpid(), number)
     x = torch.empty(10_000)
-    comm.exchange([], [(x, 1)], ctx.dp).wait()
+    collectives.exchange([], [(x, 1)], ctx.dp).wait()
     assert (x == 7).all(), "what was sent before the end arrives"
     with pytest.raises(CommunicationError, match="timed out" if number == signal.SIGSTOP else "closed its connection"):
-        comm.all_reduce(torch.ones(10_000), ctx.dp)
+        collectives.all_reduce(torch.ones(10_000), ctx.dp)
     if number == signal.SIGKILL:
         with pytest.raises(CommunicationError, match="closed its connection"):
-            comm.exchange([(x, 1)], [], ctx.dp)
+            collectives.exchange([(x, 1)], [], ctx.dp)
     raise AssertionError("the end of the test")  # its ranks are killed: one of them cannot end by itself
 
 
@@ -166,7 +169,7 @@ def test_a_rank_that_ends_or_stops_ends_the_wait(number: signal.Signals, tmp_pat
 def sizes_differ() -> None:
     axis = context.create(dp=2).dp
     with pytest.raises(CommunicationError, match=r"sent \d+ bytes where this rank expects \d+"):
-        comm.all_reduce(torch.ones(100 + 100 * axis.rank), axis)
+        collectives.all_reduce(torch.ones(100 + 100 * axis.rank), axis)
 
 
 def test_ranks_that_send_other_sizes_are_told() -> None:
@@ -182,8 +185,8 @@ def meeting_of(hosts: list[str], reachable: bool) -> list[bool]:
     ctx = context.create(tp=2, dp=2)
     for axis in (ctx.tp, ctx.dp, ctx.world):
         expected = float(sum(2**r for r in axis.ranks))
-        assert (comm.all_reduce(torch.full((3,), 2.0**rank), axis) == expected).all()
-        comm.barrier(axis)
+        assert (collectives.all_reduce(torch.full((3,), 2.0**rank), axis) == expected).all()
+        collectives.barrier(axis)
     return [axis.local is not None for axis in (ctx.tp, ctx.dp, ctx.world)]
 
 
@@ -219,10 +222,10 @@ def count_descriptors() -> None:
     expected = before + 2 * ctx.dp.size
     assert descriptors() == expected
     for size in (10_000, 100_000, 1_000_000):
-        pendings = [comm.all_reduce_async(torch.ones(size), ctx.dp) for _ in range(4)]
+        pendings = [collectives.all_reduce_async(torch.ones(size), ctx.dp) for _ in range(4)]
         for pending in pendings:
             pending.wait()
-    comm.barrier(ctx.dp)
+    collectives.barrier(ctx.dp)
     assert len(own_blocks(ctx)) >= 8
     assert descriptors() == expected
 

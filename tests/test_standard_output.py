@@ -92,7 +92,7 @@ def test_every_program_reads_its_command_line_where_errors_are_reported() -> Non
         ]
         inside = {id(node) for block in reporting for node in ast.walk(block)}
         for node in ast.walk(tree(path)):
-            if not isinstance(node, ast.Call) or relative(path) == "megapar/config_io.py":
+            if not isinstance(node, ast.Call) or relative(path) == "megapar/config/files.py":
                 continue
             if dotted(node.func) in ("tyro.cli", "tyro.extras.subcommand_cli_from_dict"):
                 seen += 1

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from megapar_models.attention import deal_heads
 from torch import Tensor, nn
 
-from megapar import comm, context
-from megapar.config import ModelConfig
+from megapar import context
+from megapar.comm import collectives
+from megapar.config.options import ModelConfig
 from megapar.context import Axis, ParallelContext
 from megapar.params import Init
 from megapar.sharding import Sharding
@@ -80,7 +81,7 @@ def derivative_errors(region: Region, ctx: ParallelContext) -> Iterator[float]:
 
     def loss(x: Tensor) -> Tensor:
         total = loss_of_rank(x).detach()
-        return total if region.same_output else comm.all_reduce(total, tp)
+        return total if region.same_output else collectives.all_reduce(total, tp)
 
     leaf = x.clone().requires_grad_()
     loss_of_rank(leaf).backward()
@@ -90,7 +91,7 @@ def derivative_errors(region: Region, ctx: ParallelContext) -> Iterator[float]:
         expected = (loss(x + 1e-5 * direction) - loss(x - 1e-5 * direction)) / 2e-5
         found = (leaf.grad * direction).sum()
         if not region.same_input:
-            found = comm.all_reduce(found, tp)
+            found = collectives.all_reduce(found, tp)
         yield abs((found - expected) / expected).item()
 
 
@@ -120,8 +121,12 @@ def strided_equals_contiguous(function: Callable[[Tensor], Tensor], x: Tensor, r
 
 
 def raw_collectives_refused(ctx: ParallelContext) -> list[bool]:
-    operations: list[Callable[..., Any]] = [comm.all_reduce, comm.all_reduce_async, comm.reduce_scatter]
-    operations += [comm.all_gather, comm.all_gather_async, comm.reduce_scatter_async]
+    operations: list[Callable[..., Any]] = [
+        collectives.all_reduce,
+        collectives.all_reduce_async,
+        collectives.reduce_scatter,
+    ]
+    operations += [collectives.all_gather, collectives.all_gather_async, collectives.reduce_scatter_async]
     refused = []
     for operation in operations:
         try:

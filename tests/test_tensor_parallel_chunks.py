@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar import comm, context
-from megapar.comm import Pending
+from megapar import context
+from megapar.comm import collectives
+from megapar.comm.collectives import Pending
 from megapar.context import Axis, ParallelContext
 from megapar.linear import MatrixProducts
 from megapar.params import Init
@@ -193,10 +194,10 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.events: list[str] = []
-        monkeypatch.setattr(comm, "all_gather_async", self.all_gather)
-        monkeypatch.setattr(comm, "all_gather_slices_async", lambda *_: self.begin("gather"))
-        monkeypatch.setattr(comm, "all_reduce_async", lambda *_: self.begin("sum"))
-        monkeypatch.setattr(comm, "reduce_scatter_async", lambda x, tp, out=None: (out, self.begin("sum")))
+        monkeypatch.setattr(collectives, "all_gather_async", self.all_gather)
+        monkeypatch.setattr(collectives, "all_gather_slices_async", lambda *_: self.begin("gather"))
+        monkeypatch.setattr(collectives, "all_reduce_async", lambda *_: self.begin("sum"))
+        monkeypatch.setattr(collectives, "reduce_scatter_async", lambda x, tp, out=None: (out, self.begin("sum")))
 
     def number(self, name: str) -> int:
         return sum(event.startswith(f"{name} ") for event in self.events)

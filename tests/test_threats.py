@@ -21,11 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar import comm, context, host_meeting, own_folder
+from megapar import context
+from megapar.comm import collectives, host_meeting
+from megapar.comm.flight import Flight, read
+from megapar.comm.flight_file import FlightFile
+from megapar.comm.shared_memory import Host
 from megapar.errors import CommunicationError, OutOfMemoryError, StorageError
-from megapar.flight import Flight, read
-from megapar.flight_file import FlightFile
-from megapar.shared_memory import Host
+from megapar.system import own_folder
 from tests.support import program, stranger
 from tests.support.distributed import run_ranks
 from tests.support.faults import TWO
@@ -78,8 +80,8 @@ def meet_often() -> None:
         axis = context.create(dp=3, timeout_seconds=10).dp
         assert axis.local is not None, "a stranger has kept the ranks apart"
         assert axis.local.host.peers == set(range(3)) - {axis.rank}
-        assert (comm.all_reduce(torch.full((5000,), 1.0 + axis.rank), axis) == 6).all()
-        comm.barrier(axis)
+        assert (collectives.all_reduce(torch.full((5000,), 1.0 + axis.rank), axis) == 6).all()
+        collectives.barrier(axis)
 
 
 @as_root
@@ -148,7 +150,7 @@ def others_knock() -> None:
     ctx = context.create(dp=2)
     assert ctx.dp.local is not None
     assert ctx.dp.local.host.peers == {1 - rank}
-    assert comm.all_reduce(torch.tensor(1.0 + rank), ctx.dp) == 3
+    assert collectives.all_reduce(torch.tensor(1.0 + rank), ctx.dp) == 3
 
 
 def test_each_rank_is_taken_once_and_the_first_one_stays() -> None:

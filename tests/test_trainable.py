@@ -18,11 +18,11 @@ from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader, load
 from megapar.checkpoint.save import save, share
-from megapar.config_io import load as load_options
+from megapar.config.files import load as load_options
 from megapar.errors import CheckpointError, ConfigError
 from megapar.params import ZEROS, ParamSpec, cut, make_piece
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.train import dry_run
+from megapar.plan import dry_run
 from megapar.train.checkpoints import Saver
 from megapar.train.step import train_step
 from megapar.train.trainable import freeze, freeze_others

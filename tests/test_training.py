@@ -22,7 +22,7 @@ from torch import Tensor
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.checkpoint.format import folder_name
-from megapar.config import CheckpointConfig, Config, LogConfig
+from megapar.config.options import CheckpointConfig, Config, LogConfig
 from megapar.errors import NumericError, StorageError
 from megapar.precision import LossScale, Precision
 from megapar.train import checkpoints

@@ -17,7 +17,7 @@ from megapar import context
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader, load
 from megapar.checkpoint.save import save
-from megapar.config import OptimizerConfig
+from megapar.config.options import OptimizerConfig
 from megapar.context import Axis, ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.reduce import Gradients

@@ -11,13 +11,13 @@ import torch
 from megapar_models.build import build_stages
 from torch import Tensor
 
-from megapar import comm
-from megapar.config import Config
+from megapar.comm import collectives
+from megapar.config.options import Config
 from megapar.context import Axis
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
 from megapar.pipeline.sharding_plan import UnitAction
-from megapar.train.dry_run import report_rank
+from megapar.plan.dry_run import report_rank
 from megapar.train.kept import KeptBytes
 from megapar.train.step import evaluate, train_step
 from tests.support import layouts
@@ -177,7 +177,7 @@ def test_gathers_of_stage_2_may_run_under_the_forward() -> None:
 # Memory that is freed or still travelling
 
 
-class Late(comm.Pending):
+class Late(collectives.Pending):
     """An operation that starts when it is waited for."""
 
     def __init__(self, start: Callable[[], None]):
@@ -192,9 +192,9 @@ class Late(comm.Pending):
 
 def late_transport(patch: pytest.MonkeyPatch) -> None:
     """Weights are NaN until their gather is waited for, and a gradient must not change until its sum is."""
-    gather = comm.all_gather_shard_async
+    gather = collectives.all_gather_shard_async
 
-    def late_gather(flat: Tensor, axis: Axis) -> comm.Pending:
+    def late_gather(flat: Tensor, axis: Axis) -> collectives.Pending:
         mine = flat.chunk(axis.size)[axis.rank]
         kept = mine.clone()
         flat.fill_(math.nan)
@@ -205,7 +205,7 @@ def late_transport(patch: pytest.MonkeyPatch) -> None:
 
         return Late(start)
 
-    def late(reduce: Callable[[Tensor, Axis], comm.Pending], flat: Tensor, axis: Axis) -> comm.Pending:
+    def late(reduce: Callable[[Tensor, Axis], collectives.Pending], flat: Tensor, axis: Axis) -> collectives.Pending:
         kept = flat.clone()
 
         def start() -> None:
@@ -214,9 +214,9 @@ def late_transport(patch: pytest.MonkeyPatch) -> None:
 
         return Late(start)
 
-    patch.setattr(comm, "all_gather_shard_async", late_gather)
+    patch.setattr(collectives, "all_gather_shard_async", late_gather)
     for function in ("reduce_scatter_shard_async", "reduce_scatter_shard_in_bf16_async"):
-        patch.setattr(comm, function, partial(late, getattr(comm, function)))
+        patch.setattr(collectives, function, partial(late, getattr(collectives, function)))
 
 
 def poison(patch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,9 @@ def poison(patch: pytest.MonkeyPatch) -> None:
             inner.setattr(torch, "empty", lambda size, **options: torch.full((size,), math.nan, **options))
             opened(gradients, unit)
 
-    def reduce_and_poison(reduce: Callable[[Tensor, Axis], comm.Pending], flat: Tensor, axis: Axis) -> comm.Pending:
+    def reduce_and_poison(
+        reduce: Callable[[Tensor, Axis], collectives.Pending], flat: Tensor, axis: Axis
+    ) -> collectives.Pending:
         def spoil() -> None:
             for rank, part in enumerate(flat.chunk(axis.size)):
                 if rank != axis.rank:
@@ -244,7 +246,7 @@ def poison(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(UnitWeights, "release", release)
     patch.setattr(UnitGradients, "open", open_poisoned)
     for function in ("reduce_scatter_shard_async", "reduce_scatter_shard_in_bf16_async"):
-        patch.setattr(comm, function, partial(reduce_and_poison, getattr(comm, function)))
+        patch.setattr(collectives, function, partial(reduce_and_poison, getattr(collectives, function)))
 
 
 def train_with(layout: Layout, spoil: Callable[[pytest.MonkeyPatch], None]) -> tuple[Any, Any]:

@@ -11,9 +11,9 @@ from megapar_models.llama.model import LlamaMLP, LlamaStage, RMSNorm
 from megapar_models.stage import Blueprint, ForwardContext
 from torch import Tensor, nn
 
-from megapar.config import Config
-from megapar.messages import problem
-from megapar.model_rules import ROPE_SCALING
+from megapar.config.messages import problem
+from megapar.config.model_rules import ROPE_SCALING
+from megapar.config.options import Config
 
 
 class ParallelLayer(nn.Module):

@@ -11,7 +11,8 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from megapar.errors import ConfigError, DataError, reported, storing
+from megapar.errors import ConfigError, DataError, storing
+from megapar.launch.reporting import reported
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 

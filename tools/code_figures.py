@@ -21,8 +21,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from megapar.errors import reported
-from megapar.files import write_json
+from megapar.launch.reporting import reported
+from megapar.system.atomic_files import write_json
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -127,7 +127,7 @@ def hops() -> tuple[int, int]:
 
     from megapar import context
     from megapar.batch import MicroBatch
-    from megapar.config import Config, ModelConfig, ParallelConfig, TrainConfig
+    from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
     from megapar.linear import MatrixProducts
     from megapar.random import initialize
     from megapar.train.step import train_step

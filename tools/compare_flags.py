@@ -1,10 +1,10 @@
-"""Write the tables of other frameworks' flags into docs/comparison.md, from megapar/other_frameworks."""
+"""Write the tables of other frameworks' flags into docs/comparison.md, from megapar/config/other_frameworks."""
 
 import sys
 from pathlib import Path
 
-from megapar.other_frameworks.rows import OtherFlag
-from megapar.other_frameworks.table import SOURCES, TABLE
+from megapar.config.other_frameworks.rows import OtherFlag
+from megapar.config.other_frameworks.table import SOURCES, TABLE
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/comparison.md"
 BEGIN = "<!-- what follows is written by tools/compare_flags.py -->"

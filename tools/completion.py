@@ -21,8 +21,9 @@ import tyro
 from megapar_models.registry import named_configs
 
 from megapar.__main__ import COMMANDS, module_of
-from megapar.config_io import ASKS_FOR_COMPLETION
-from megapar.errors import MegaparError, reported
+from megapar.config.files import ASKS_FOR_COMPLETION
+from megapar.errors import MegaparError
+from megapar.launch.reporting import reported
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
 # zsh runs bash's functions for completion after this.

@@ -46,16 +46,17 @@ from torch import Tensor
 
 from megapar.checkpoint.format import Sizes, read_manifest
 from megapar.checkpoint.load import differences
-from megapar.config import Config, DataConfig, ModelConfig, TrainConfig
-from megapar.config_io import part_toml
+from megapar.config.data_spec import Entry
+from megapar.config.files import part_toml
+from megapar.config.messages import first_few
+from megapar.config.options import Config, DataConfig, ModelConfig, TrainConfig
 from megapar.data.prepared import read_sidecar
-from megapar.data.spec import Entry
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
-from megapar.errors import CheckpointError, ConfigError, DataError, reported
-from megapar.messages import first_few
+from megapar.errors import CheckpointError, ConfigError, DataError
+from megapar.launch.reporting import reported
 from megapar.params import MAIN
 from megapar.precision import model_dtype
-from megapar.regular_files import read_regular
+from megapar.system.regular_files import read_regular
 
 HF_CONFIG = "config.json"
 CONFIG = "config.toml"

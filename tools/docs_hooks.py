@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megapar.config import Config
+from megapar.config.options import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}

@@ -9,7 +9,8 @@ import tyro
 from megapar.data.entropy import cross_entropies
 from megapar.data.indexed import IndexedDataset
 from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import ConfigError, DataError, reported
+from megapar.errors import ConfigError, DataError
+from megapar.launch.reporting import reported
 
 
 @dataclass

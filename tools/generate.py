@@ -9,9 +9,9 @@ from megapar_models.convert.saved import load_model
 from megapar_models.stage import Stage
 
 from megapar.batch import MicroBatch
-from megapar.config import Config
+from megapar.config.options import Config
 from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import reported
+from megapar.launch.reporting import reported
 
 
 @dataclass

@@ -19,7 +19,8 @@ from rich.table import Table
 
 from megapar.checkpoint.format import Manifest, read_manifest
 from megapar.checkpoint.load import Reader, flatten
-from megapar.errors import CheckpointError, reported
+from megapar.errors import CheckpointError
+from megapar.launch.reporting import reported
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from megapar.errors import DataError, reported
+from megapar.errors import DataError
+from megapar.launch.reporting import reported
 from megapar.pipeline.schedules import Action, Event
-from megapar.pipeline.timeline import draw
+from megapar.plan.timeline import draw
 
 MOST_NAMES = 8  # of layers beside each other that can be read
 

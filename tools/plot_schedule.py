@@ -8,15 +8,16 @@ from statistics import median
 
 import tyro
 
-from megapar.derive import STAGES_ON_A_RANK
-from megapar.errors import ConfigError, DataError, reported, storing
-from megapar.messages import counted
+from megapar.config.derive import STAGES_ON_A_RANK
+from megapar.config.messages import counted
+from megapar.errors import ConfigError, DataError, storing
+from megapar.launch.reporting import reported
 from megapar.pipeline.actions import Event, Kind, Orders, show
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import ZERO_BUBBLE, find, make
 from megapar.pipeline.simulation import Timeline, simulate
-from megapar.pipeline.timeline import draw_over_each_other, read_events, write_chrome_trace
 from megapar.pipeline.zero_bubble import Durations, counted_by_stage
+from megapar.plan.timeline import draw_over_each_other, read_events, write_chrome_trace
 
 FORMATS = (".png", ".svg", ".json")
 

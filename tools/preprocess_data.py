@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from megapar.data.corpus import find_files
 from megapar.data.prepared import merge_prepared, split, verify
 from megapar.data.preprocess import Counts, Recipe, preprocess
-from megapar.errors import reported
+from megapar.launch.reporting import reported
 
 
 @dataclass

@@ -10,7 +10,8 @@ import tyro
 from megapar.data.corpus import Reading
 from megapar.data.preprocess import read_documents
 from megapar.data.tokenizer import train_sentencepiece
-from megapar.errors import ConfigError, reported
+from megapar.errors import ConfigError
+from megapar.launch.reporting import reported
 
 
 @dataclass

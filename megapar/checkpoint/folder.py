@@ -16,12 +16,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapar.agreement import on_all_ranks
 from megapar.checkpoint.format import checkpoint_folders, is_complete, step_of
 from megapar.checkpoint.lineage import complete_plan
+from megapar.comm.agreement import on_all_ranks
 from megapar.context import ParallelContext
 from megapar.errors import StorageError
-from megapar.regular_files import open_regular
+from megapar.system.regular_files import open_regular
 
 LOCK = ".lock"
 _LEFT_BEHIND = re.compile(r"\.(tmp|trash|latest|probe)-.*|\.abandoning\..*\.tmp")

@@ -33,7 +33,7 @@ from torch import Tensor
 from megapar.checkpoint.manifest import Span, encode, index, seal
 from megapar.errors import CheckpointError
 from megapar.params import ParamSpec, Piece, Sizes
-from megapar.regular_files import open_regular, read_regular
+from megapar.system.regular_files import open_regular, read_regular
 
 FORMAT = 1
 MANIFEST = "manifest.json"

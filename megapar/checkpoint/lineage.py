@@ -14,8 +14,8 @@ from typing import Any
 
 from megapar.checkpoint.format import checkpoint_folders, open_manifest, step_of, sync_folder, write_latest
 from megapar.errors import CheckpointError
-from megapar.files import replace_file
-from megapar.regular_files import read_regular
+from megapar.system.atomic_files import replace_file
+from megapar.system.regular_files import read_regular
 
 Lineage = list[tuple[str, int]]
 

@@ -14,8 +14,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megapar import comm
-from megapar.agreement import from_first, on_all_ranks
 from megapar.checkpoint.format import (
     BUFFER,
     MANIFEST,
@@ -35,9 +33,11 @@ from megapar.checkpoint.format import (
     read_manifest,
     step_of,
 )
+from megapar.comm import collectives
+from megapar.comm.agreement import from_first, on_all_ranks
+from megapar.config.messages import counted
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError
-from megapar.messages import counted
 from megapar.params import MAIN, Sizes, StateSlice, spec_of
 
 Kind = tuple[str, Sizes]  # dtype and shape of a tensor
@@ -291,7 +291,7 @@ def _wanted_kinds(slices: Iterable[StateSlice], ctx: ParallelContext) -> dict[st
                 kinds[f"{name}.{piece.name}"] = (_stored_dtype(name, tensor), piece.shape)
     # One gather along each axis after the other reaches all ranks. Names that many ranks hold are merged on the way.
     for axis in (ctx.tp, ctx.grad, ctx.pp):
-        for others in comm.gather_json(kinds, axis, ctx.device):
+        for others in collectives.gather_json(kinds, axis, ctx.device):
             kinds |= {name: (dtype, tuple(shape)) for name, (dtype, shape) in others.items()}
     return kinds
 

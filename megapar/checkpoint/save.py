@@ -19,8 +19,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megapar import comm, device
-from megapar.agreement import Problem, any_rank, from_first, on_all_ranks, relayed, shared_error, until_all
+from megapar import device
 from megapar.checkpoint.folder import KEEP_ALL, Keep, prune, require_space
 from megapar.checkpoint.format import (
     Chunk,
@@ -38,6 +37,8 @@ from megapar.checkpoint.format import (
     write_latest,
     write_manifest,
 )
+from megapar.comm import collectives
+from megapar.comm.agreement import Problem, any_rank, from_first, on_all_ranks, relayed, shared_error, until_all
 from megapar.context import ParallelContext
 from megapar.errors import NumericError, StorageError
 from megapar.params import MAIN, Piece, StateSlice
@@ -126,7 +127,7 @@ class Save:
             time.sleep(_PAUSE_SECONDS)
         self._given_up.set()
         until_all(self._done, self._ctx)
-        problems = comm.gather_json(self._problem, self._ctx.world, self._ctx.device)
+        problems = collectives.gather_json(self._problem, self._ctx.world, self._ctx.device)
         if error := shared_error(problems, StorageError, self._doing):
             on_all_ranks(self._remove_temporary, self._ctx, StorageError, self._doing)
             raise error
@@ -183,7 +184,7 @@ class Save:
         except BaseException as error:  # rank 0 must learn of it, or it would wait for this part
             self._problem = relayed(error)
         if not world.first:
-            comm.post(self._key(world.rank), {"part": part, "failed": self._problem is not None})
+            collectives.post(self._key(world.rank), {"part": part, "failed": self._problem is not None})
             return
         if self._problem:
             return
@@ -197,11 +198,11 @@ class Save:
         """Wait for the parts of the other ranks and return them, or None if one of them failed."""
         parts = []
         for rank in range(1, self._ctx.world.size):
-            answer = comm.collect(self._key(rank))
+            answer = collectives.collect(self._key(rank))
             while answer is None:
                 if self._given_up.wait(_PAUSE_SECONDS):
                     return None
-                answer = comm.collect(self._key(rank))
+                answer = collectives.collect(self._key(rank))
             if answer["failed"]:
                 return None
             parts.append(answer["part"])
@@ -307,7 +308,7 @@ def needed_bytes(mine: Sequence[StateSlice], ctx: ParallelContext) -> int:
         for _, box in owned_boxes(item):
             for tensor in item.tensors.values():
                 needed += math.prod(box.size) * tensor.itemsize + _CHUNK_OVERHEAD
-    return sum(comm.gather_json(needed, ctx.world, ctx.device))
+    return sum(collectives.gather_json(needed, ctx.world, ctx.device))
 
 
 def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from megapar_kernels.block_attention import wide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar import comm
+from megapar.comm import collectives
 from megapar.context import Axis
 from megapar.context_parallel.deal import blocks, chunks
 from megapar.context_parallel.dropout import AttentionDropout
@@ -45,13 +45,13 @@ class _GatherAttention(torch.autograd.Function):
         gradient = Gradient(grad_out, q, out, lse)
         gradient.add(whole, ctx.blocks, ctx.dropped, grad_whole)
         # Summed over ranks in the wide dtype, because the rounding of 16-bit sums would grow with the number of ranks.
-        grad_kv = comm.reduce_scatter(parts_of(grad_whole, ctx.cp.size).flatten(0, 1), ctx.cp)
+        grad_kv = collectives.reduce_scatter(parts_of(grad_whole, ctx.cp.size).flatten(0, 1), ctx.cp)
         return gradient.q.to(q.dtype), grad_kv.to(kv.dtype), None, None, None
 
 
 def _gathered(kv: Tensor, cp: Axis) -> Tensor:
     """Keys and values of all positions in order, [2, b, h, cp * s, d], from this rank's [2, b, h, s, d]."""
-    return whole_of(comm.all_gather(kv, cp).unflatten(0, (cp.size, 2)))
+    return whole_of(collectives.all_gather(kv, cp).unflatten(0, (cp.size, 2)))
 
 
 def gather_attention(

@@ -16,8 +16,8 @@ from megapar_kernels.block_attention import wide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar import comm
-from megapar.comm import Pending
+from megapar.comm import collectives
+from megapar.comm.collectives import Pending
 from megapar.context import Axis
 from megapar.context_parallel.deal import Block, Ring, blocks, chunks, ring
 from megapar.context_parallel.dropout import AttentionDropout
@@ -85,7 +85,7 @@ class _Round:
         if like is not None:
             arriving = torch.empty_like(like)
             receives.append((arriving, (cp.rank - 1) % cp.size))
-        return arriving, comm.exchange(sends, receives, cp)
+        return arriving, collectives.exchange(sends, receives, cp)
 
 
 class _RingAttention(torch.autograd.Function):

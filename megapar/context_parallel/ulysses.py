@@ -13,11 +13,11 @@ from megapar_kernels.backend import Kernels
 from torch import Tensor, nn
 
 from megapar.batch import MicroBatch
+from megapar.comm.exchange import exchange_rows
 from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.order import to_parts, to_whole
 from megapar.context_parallel.whole import are_equal_runs, whole_attention
-from megapar.exchange import exchange_rows
 
 
 class Ulysses(nn.Module):

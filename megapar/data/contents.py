@@ -4,7 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from megapar.regular_files import open_regular
+from megapar.system.regular_files import open_regular
 
 # A file up to this size is read whole, a larger one in pieces: corpora have terabytes, and every start reads this much
 # of each of their files.

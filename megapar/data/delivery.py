@@ -22,7 +22,7 @@ from megapar.batch import MicroBatch
 from megapar.data.loader import Loader
 from megapar.data.workers import alive
 from megapar.errors import MegaparError, starting
-from megapar.processes import end_with_parent
+from megapar.system.processes import end_with_parent
 
 Read = Callable[[int], list[MicroBatch]]
 

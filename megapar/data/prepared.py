@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megapar.config.messages import counted
 from megapar.data.indexed import IndexedDataset, IndexedWriter, merge
 from megapar.data.order import permute
 from megapar.errors import ConfigError, DataError, reason_of
-from megapar.files import write_json
-from megapar.messages import counted
-from megapar.regular_files import read_regular
+from megapar.system.atomic_files import write_json
+from megapar.system.regular_files import read_regular
 
 _BLOCK = 1 << 20  # bytes hashed, tokens checked, or documents checked at a time; it bounds the memory
 _GATHERED = 1 << 10  # documents fetched at a time

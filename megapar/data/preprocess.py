@@ -31,7 +31,7 @@ from megapar.data.prepared import join, sha256, sidecar_path, write_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.data.workers import run, worker_pool
 from megapar.errors import ConfigError, DataError, storing
-from megapar.regular_files import read_regular
+from megapar.system.regular_files import read_regular
 
 _PARTS_VERSION = 1  # raise it when the same input would give other parts
 _BATCH_CHARACTERS = 1 << 20  # of text in a batch, about

@@ -13,7 +13,7 @@ import sentencepiece
 from numpy.typing import NDArray
 
 from megapar.errors import ConfigError, DataError, reason_of, storing
-from megapar.regular_files import read_regular
+from megapar.system.regular_files import read_regular
 
 SPECS = "bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
 

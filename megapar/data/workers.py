@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 from megapar.errors import DataError, MegaparError, starting
-from megapar.processes import end_with_parent
+from megapar.system.processes import end_with_parent
 
 Pool = dict[Connection, BaseProcess]
 Report = Callable[[Any], None]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megapar import comm
+from megapar.comm import collectives
 from megapar.context import Axis
 from megapar.data_parallel.buckets import Range, intersect, merge
 from megapar.data_parallel.layout import FlatLayout
@@ -35,13 +35,13 @@ class _Aligned:
         small = [grads[start:stop] for start, stop in self.runs if stop - start < _LARGE]
         for start, stop in self.runs:
             if stop - start >= _LARGE:
-                comm.all_reduce(grads[start:stop], self.axis)
+                collectives.all_reduce(grads[start:stop], self.axis)
         if small:
             packed = grads.new_empty(sum(part.numel() for part in small))
             packed_parts = packed.split([part.numel() for part in small])
             for packed_part, part in zip(packed_parts, small, strict=True):
                 packed_part.copy_(part)
-            comm.all_reduce(packed, self.axis)
+            collectives.all_reduce(packed, self.axis)
             for packed_part, part in zip(packed_parts, small, strict=True):
                 part.copy_(packed_part)
 
@@ -66,10 +66,10 @@ class _Overlapping:
         packed = grads.new_zeros(self.numel)
         for offset, start, stop in self.runs:
             packed[offset : offset + stop - start] = grads[start:stop]
-        comm.all_reduce(packed, self.axis)
+        collectives.all_reduce(packed, self.axis)
         # An element may be in the shard of one replica here, and of another replica on a neighbor.
         if self.sharded:
-            comm.all_reduce(packed, self.replicas.shards)
+            collectives.all_reduce(packed, self.replicas.shards)
         for offset, start, stop in self.runs:
             grads[start:stop] = packed[offset : offset + stop - start]
 

@@ -19,7 +19,7 @@ from enum import Enum
 import torch
 from megapar_kernels.dispatch import Implementation
 
-from megapar import comm
+from megapar.comm import collectives
 from megapar.data_parallel.accumulate import make_main_grads, zero_padding
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients
@@ -52,7 +52,7 @@ class Gradients(ReducedGradients):
         self._overlap = overlap
         self._phase = _Phase.ADDING
         # One for each bucket whose reduction has started, in bucket order. The length is the index of the next bucket.
-        self._started: list[comm.Pending] = []
+        self._started: list[collectives.Pending] = []
         self._progress = _Progress(layout)
 
     def zero(self) -> None:
@@ -90,7 +90,7 @@ class Gradients(ReducedGradients):
         for pending in self._started:
             pending.wait()
         copies = [
-            comm.all_reduce_async(self.flat[slice(*self.layout.shard(bucket))], self.layout.copies(bucket))
+            collectives.all_reduce_async(self.flat[slice(*self.layout.shard(bucket))], self.layout.copies(bucket))
             for bucket in self.layout.buckets
         ]
         for pending in copies:
@@ -136,7 +136,7 @@ class Gradients(ReducedGradients):
                 zero_padding(self.flat, slot, 0)
             self._started.append(self._start_reduce_scatter(whole, bucket))
         else:
-            self._started.append(comm.all_reduce_async(whole, self.layout.axis(bucket)))
+            self._started.append(collectives.all_reduce_async(whole, self.layout.axis(bucket)))
 
 
 class _Progress:

@@ -12,7 +12,7 @@ from megapar_kernels.adamw import FlatRanges
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 
-from megapar import comm
+from megapar.comm import collectives
 from megapar.data_parallel.buckets import Bucket, Range, intersect
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.partial_sums import partial_sums
@@ -138,15 +138,15 @@ class ReducedGradients(ABC):
             ranges = self.layout.shards()
         return slots_not_finite(self.flat, self.placement, self.layout, ranges)
 
-    def _start_reduce_scatter(self, whole: Tensor, bucket: Bucket) -> comm.Pending:
+    def _start_reduce_scatter(self, whole: Tensor, bucket: Bucket) -> collectives.Pending:
         """Start to sum `whole`, the gradients of a bucket with their padding, in place over the bucket's axis.
 
         After `wait`, the shard of this rank holds its sum. The rest of `whole` is undefined.
         """
         axis = self.layout.axis(bucket)
         if self.reduce_dtype == torch.bfloat16:
-            return comm.reduce_scatter_shard_in_bf16_async(whole, axis)
-        return comm.reduce_scatter_shard_async(whole, axis)
+            return collectives.reduce_scatter_shard_in_bf16_async(whole, axis)
+        return collectives.reduce_scatter_shard_async(whole, axis)
 
     def _add_partial_sums(self) -> None:
         """Call it after the reductions, which change the same elements."""

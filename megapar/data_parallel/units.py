@@ -11,7 +11,7 @@ import torch
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 
-from megapar import comm
+from megapar.comm import collectives
 from megapar.data_parallel.accumulate import MainGradView, attach, view_of_slot, zero_padding
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients, Weights
@@ -33,7 +33,7 @@ class UnitWeights(Weights):
         super().__init__(layout, device, shards_only=True)
         self._shards = [self.part(*layout.shard(bucket)) for bucket in layout.buckets]
         self._whole: list[Tensor] = []
-        self._arriving: dict[int, comm.Pending] = {}
+        self._arriving: dict[int, collectives.Pending] = {}
         # One unit after the other, so that only one of them takes memory twice.
         for unit, bucket in enumerate(layout.buckets):
             whole = torch.zeros(bucket.stop - bucket.start, dtype=layout.dtype, device=device)
@@ -56,7 +56,7 @@ class UnitWeights(Weights):
         self.whole.change(self.nbytes_of(unit))
         self._own_slice(unit).copy_(self._shards[unit])
         axis = self.layout.axis(self.layout.buckets[unit])
-        self._arriving[unit] = comm.all_gather_shard_async(whole, axis)
+        self._arriving[unit] = collectives.all_gather_shard_async(whole, axis)
 
     def wait_for(self, unit: int) -> None:
         """Wait for the gather of a unit."""
@@ -113,7 +113,7 @@ class UnitGradients(ReducedGradients):
             attach(main_grad, slot.param)
             self._main_grads.append(main_grad)
         self._collected: dict[int, Tensor] = {}  # whole gradients by unit, from `open` to `add`
-        self._travelling: dict[int, comm.Pending] = {}  # by unit, from `reduce` to `add`
+        self._travelling: dict[int, collectives.Pending] = {}  # by unit, from `reduce` to `add`
         self._untouched = set(range(len(layout.buckets)))  # units whose shard holds values of an earlier step
 
     def zero(self) -> None:
@@ -164,7 +164,7 @@ class UnitGradients(ReducedGradients):
         whole = self._collected.pop(unit)
         self.whole.change(-whole.nbytes)
         arrived = whole[start - bucket.start : stop - bucket.start]
-        comm.all_reduce(arrived, self.layout.copies(bucket))
+        collectives.all_reduce(arrived, self.layout.copies(bucket))
         if unit in self._untouched:
             self._untouched.remove(unit)
             self._shards[unit].copy_(arrived)

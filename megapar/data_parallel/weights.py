@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megapar import comm
+from megapar.comm import collectives
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import Weights
 
@@ -24,7 +24,7 @@ class FlatWeights(Weights):
             view.copy_(slot.param.data)
             # `.data`, so that modules and optimizer keep the same Parameter object.
             slot.param.data = view
-        self._arriving: dict[int, comm.Pending] = {}  # gathers in flight, by the index of their bucket
+        self._arriving: dict[int, collectives.Pending] = {}  # gathers in flight, by the index of their bucket
         self._order = list(range(len(layout.buckets)))  # in which gathers start
 
     def start_gather(self) -> None:
@@ -34,7 +34,7 @@ class FlatWeights(Weights):
         for index in self._order:
             bucket = self.layout.buckets[index]
             part = self.flat[bucket.start : bucket.stop]
-            self._arriving[index] = comm.all_gather_shard_async(part, self.layout.axis(bucket))
+            self._arriving[index] = collectives.all_gather_shard_async(part, self.layout.axis(bucket))
 
     def wait(self) -> None:
         self._wait_for(list(self._arriving))

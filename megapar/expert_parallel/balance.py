@@ -29,12 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar import comm
+from megapar.comm import collectives
+from megapar.config.model_rules import SELECTION_BIAS
 from megapar.context import Axis
 from megapar.expert_parallel import route
 from megapar.expert_parallel.route import RouterRule
 from megapar.linear import LOCAL, MatrixProducts, linear
-from megapar.model_rules import SELECTION_BIAS
 from megapar.params import ZEROS, Init, ParamSpec, replicated
 from megapar.sharding import Sharding
 
@@ -197,7 +197,7 @@ def end_step(routers: Iterable[Router], axes: Sequence[Axis], found_inf: Tensor)
         return None
     totals = torch.stack([router.step_counts for router in routers])
     for axis in axes:
-        comm.all_reduce(totals, axis)
+        collectives.all_reduce(totals, axis)
     for router, counts_e in zip(routers, totals, strict=True):
         router.end_step(counts_e, found_inf)
     return totals
@@ -226,7 +226,7 @@ def _sequence_factors(
     # Counts and weights are reduced in one message. fp64 holds the counts exactly.
     totals = torch.cat([counts_be.double(), weights_sb.double().sum(0)[:, None]], dim=1)
     for axis in axes:
-        comm.all_reduce(totals, axis)
+        collectives.all_reduce(totals, axis)
     counts_be, weight_b1 = totals.split([experts, 1], dim=1)
     choices_b1 = counts_be.sum(1, keepdim=True)  # k S
     share_be = counts_be / choices_b1  # f

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar import comm
+from megapar.comm import collectives
+from megapar.comm.exchange import ArrivingRows, exchange_rows, start_exchange
 from megapar.context import Axis
-from megapar.exchange import ArrivingRows, exchange_rows, start_exchange
 from megapar.expert_parallel.route import counts
 from megapar.params import cut
 
@@ -123,11 +123,11 @@ def _count_rows(chosen: Tensor, num_experts: int, ep: Axis, etp: Axis) -> tuple[
         sent_e = borders.diff()
         return sent_e, sent_e[experts.start : experts.stop].expand(etp.size, ep.size, len(experts))
     sent_e = counts(chosen, num_experts)
-    received_pe = comm.all_gather(sent_e, ep).view(ep.size, num_experts)[:, experts.start : experts.stop]
+    received_pe = collectives.all_gather(sent_e, ep).view(ep.size, num_experts)[:, experts.start : experts.stop]
     if not len(experts):
         # There is nothing to gather over etp. Its ranks hold parts of the same experts, so all of them leave it out.
         return sent_e, received_pe.expand(etp.size, ep.size, 0)
-    return sent_e, comm.all_gather(received_pe.contiguous(), etp).view(etp.size, ep.size, len(experts))
+    return sent_e, collectives.all_gather(received_pe.contiguous(), etp).view(etp.size, ep.size, len(experts))
 
 
 def _on_host(sent_e: Tensor, arriving_qpe: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from megapar_kernels.adamw import Decayed, adamw_step
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 
-from megapar.config import OptimizerConfig
+from megapar.config.options import OptimizerConfig
 from megapar.data_parallel.buckets import merge
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.optimizer.base import Optimizer, Shard, StateTensor

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megapar import device
-from megapar.config import OptimizerConfig
+from megapar.config.options import OptimizerConfig
 from megapar.data_parallel.buckets import Range, intersect
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients, Weights

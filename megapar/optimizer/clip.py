@@ -4,7 +4,7 @@ import torch
 from megapar_kernels.adamw import square_sum
 from torch import Tensor
 
-from megapar import comm
+from megapar.comm import collectives
 from megapar.context import ParallelContext
 from megapar.data_parallel.shards import ReducedGradients
 
@@ -27,7 +27,7 @@ def grad_norm(gradients: ReducedGradients, ctx: ParallelContext, votes: Tensor |
         both[1] = votes
     # One sum over each axis in turn reaches all ranks, and each element is counted on one of them.
     for axis in (ctx.tp, ctx.pp, ctx.grad):
-        comm.all_reduce(both, axis)
+        collectives.all_reduce(both, axis)
     if votes is not None:
         votes.copy_(both[1])
     return both[0].sqrt().float()

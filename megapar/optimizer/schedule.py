@@ -2,7 +2,7 @@
 
 import math
 
-from megapar.config import OptimizerConfig
+from megapar.config.options import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:

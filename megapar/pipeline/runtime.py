@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
-from megapar.comm import Pending, exchange
+from megapar.comm.collectives import Pending, exchange
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
 from megapar.main_grad import WeightGradientQueue, main_grads

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast, get_args
 
+from megapar.config.messages import counted, first_few, listed
 from megapar.errors import ConfigError
-from megapar.messages import counted, first_few, listed
 from megapar.pipeline.actions import Action, Kind, Orders
 from megapar.pipeline.lowering import refuse_circles
-from megapar.regular_files import read_regular
+from megapar.system.regular_files import read_regular
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _FUSED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")

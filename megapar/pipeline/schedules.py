@@ -7,16 +7,16 @@ A schedule is data: a list of actions for each pipeline rank. It can be printed,
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megapar.config import ParallelConfig
-from megapar.derive import STAGES_ON_A_RANK
+from megapar.config.derive import STAGES_ON_A_RANK
+from megapar.config.messages import counted
+from megapar.config.options import ParallelConfig
+from megapar.config.plugins import named
 from megapar.errors import ConfigError
-from megapar.messages import counted
 from megapar.pipeline.actions import Action, Event, Kind, Orders, looped, peak, show, v_shaped
 from megapar.pipeline.orders import gpipe, interleaved, one_f_one_b
 from megapar.pipeline.schedule_files import is_file, read
 from megapar.pipeline.zero_bubble import Durations, Memory, counted_by_stage, shortest
 from megapar.pipeline.zero_bubble_orders import dualpipe_v
-from megapar.plugins import named
 
 __all__ = ["SCHEDULES", "Action", "Event", "Kind", "Orders", "Schedule", "find", "looped", "make", "placement", "show"]
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar import comm
-from megapar.comm import Pending
+from megapar.comm import collectives
+from megapar.comm.collectives import Pending
 from megapar.context import Axis
 from megapar.linear import LinearFunction, MatrixProducts, keep_for_backward, weight_gradient
 from megapar.tensor_parallel.regions import Gather
@@ -79,7 +79,7 @@ class ChunkedGather(Gather):
         """
 
         def begin(tokens: slice) -> tuple[Tensor, Pending]:
-            gathered, pending = comm.all_gather_async(x_2d[tokens], self.tp)
+            gathered, pending = collectives.all_gather_async(x_2d[tokens], self.tp)
             return gathered.view(self.tp.size, -1, x_2d.shape[1]), pending
 
         return _one_ahead(cut_in_chunks(x_2d.shape[0], self.chunks), begin)
@@ -99,7 +99,7 @@ class ChunkedReduce:
         for tokens in cut_in_chunks(y_2d.shape[0], self.chunks):
             # The product is written into the output, and summed there.
             yield tokens, y_2d[None, tokens]
-            leaving.append(comm.all_reduce_async(y_2d[tokens], self.tp))
+            leaving.append(collectives.all_reduce_async(y_2d[tokens], self.tp))
         for pending in leaving:
             pending.wait()
 
@@ -125,7 +125,7 @@ class ChunkedScatterSum:
             y_chunk = y_2d[tokens]
             partial = y_2d.new_empty(self.tp.size, *y_chunk.shape)
             yield tokens, partial
-            _, pending = comm.reduce_scatter_async(partial.flatten(0, 1), self.tp, out=y_chunk)
+            _, pending = collectives.reduce_scatter_async(partial.flatten(0, 1), self.tp, out=y_chunk)
             leaving.append(pending)
         for pending in leaving:
             pending.wait()
@@ -138,7 +138,7 @@ class ChunkedScatterSum:
 
         def begin(tokens: slice) -> tuple[None, Pending]:
             places = [x[tokens] for x in slices]
-            return None, comm.all_gather_slices_async(grad_2d[tokens], places, self.tp)
+            return None, collectives.all_gather_slices_async(grad_2d[tokens], places, self.tp)
 
         arrivals = _one_ahead(cut_in_chunks(grad_2d.shape[0], self.chunks), begin)
         return whole, (tokens for tokens, _ in arrivals)

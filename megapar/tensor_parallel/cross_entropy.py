@@ -9,7 +9,7 @@ from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar import comm
+from megapar.comm import collectives
 from megapar.context import Axis
 
 IGNORE_INDEX = -100
@@ -55,12 +55,12 @@ class CrossEntropy:
         """
         maximum = statistics[0]
         sums = statistics[1:]
-        highest = comm.all_reduce(maximum.clone(), self.tp, "max")
+        highest = collectives.all_reduce(maximum.clone(), self.tp, "max")
         # The kernel took its sums relative to this rank's maximum. Make them relative to the highest of all ranks.
         shift = maximum - highest
         sums[0] *= shift.exp()
         sums[2] += self.columns * shift
-        exp_sum, picked, total = comm.all_reduce(sums, self.tp)
+        exp_sum, picked, total = collectives.all_reduce(sums, self.tp)
         # All terms are relative to the highest logit. The loss is a small difference: with large logits, rounding of
         # log-sum-exp itself would lose it.
         loss = exp_sum.log() + self.on_target * (highest - picked) - self.on_all * total

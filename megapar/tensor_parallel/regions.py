@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapar import comm
-from megapar.comm import Pending
+from megapar.comm import collectives
+from megapar.comm.collectives import Pending
 from megapar.context import Axis
 from megapar.linear import LOCAL, InputRegion, Local
 
@@ -33,7 +33,7 @@ class Copy(Local):
     tp: Axis
 
     def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
-        return grad_x, comm.all_reduce_async(grad_x, self.tp)
+        return grad_x, collectives.all_reduce_async(grad_x, self.tp)
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Gather:
     tp: Axis
 
     def enter(self, x: Tensor) -> Tensor:
-        return comm.all_gather(x, self.tp)
+        return collectives.all_gather(x, self.tp)
 
     def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
-        return comm.all_gather_async(x, self.tp)
+        return collectives.all_gather_async(x, self.tp)
 
     def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
-        return comm.reduce_scatter_async(grad_x, self.tp)
+        return collectives.reduce_scatter_async(grad_x, self.tp)
 
 
 def input_region(tp: Axis, sequence_parallel: bool) -> InputRegion:
@@ -79,7 +79,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
         # A copy, because the reduction writes into its tensor and autograd does not know that `x` changes.
-        return comm.all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
+        return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -91,11 +91,11 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
         ctx.tp = tp
-        return comm.reduce_scatter(x, tp)
+        return collectives.reduce_scatter(x, tp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return comm.all_gather(grad, ctx.tp), None
+        return collectives.all_gather(grad, ctx.tp), None
 
 
 class _ScatterSequence(torch.autograd.Function):
@@ -109,7 +109,7 @@ class _ScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return comm.all_gather(grad, ctx.tp), None
+        return collectives.all_gather(grad, ctx.tp), None
 
 
 def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from megapar import device
-from megapar.agreement import from_first, on_all_ranks
-from megapar.checkpoint.compatible import changes, function_changes, weight_options
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
 from megapar.checkpoint.format import MOST, Manifest, open_manifest, rounding_problem
 from megapar.checkpoint.lineage import Lineage, lineage_of, new_id, set_aside
 from megapar.checkpoint.load import choose, load, load_fitting, load_weights, verified_manifest
 from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, snapshot, snapshot_bytes
-from megapar.config import Config, flatten, unflatten
+from megapar.comm.agreement import from_first, on_all_ranks
+from megapar.config.compatible import changes, function_changes, weight_options
+from megapar.config.messages import shown
+from megapar.config.model_rules import SELECTION_BIAS
+from megapar.config.options import Config, flatten, unflatten
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, CommunicationError, StorageError
-from megapar.messages import shown
-from megapar.model_rules import SELECTION_BIAS
 from megapar.optimizer.schedule import change_of_rate
 from megapar.params import MAIN, StateSlice
 from megapar.precision import LossScale

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from megapar import comm
-from megapar.agreement import on_all_ranks
-from megapar.config import Config, DataConfig
+from megapar.comm import collectives
+from megapar.comm.agreement import on_all_ranks
+from megapar.config.data_spec import Entry, blend_stages, validation_sets
+from megapar.config.messages import first_few
+from megapar.config.options import Config, DataConfig
 from megapar.context import ParallelContext
 from megapar.context_parallel.deal import positions
 from megapar.data import contents
@@ -24,10 +26,8 @@ from megapar.data.order import ORDER_VERSION
 from megapar.data.prepared import read_sidecar
 from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, open_dataset
-from megapar.data.spec import Entry, blend_stages, validation_sets
 from megapar.data.tokenizer import load_tokenizer, made_by
 from megapar.errors import DataError
-from megapar.messages import first_few
 from megapar.pipeline.schedules import embedding_ranks
 
 TEST = "test"  # the name of the set that is evaluated only after the last step
@@ -149,10 +149,10 @@ def _agree(loaders: Sequence[Loader], ctx: ParallelContext) -> None:
     files = _fingerprints(loaders)
     # One digest a rank is compared first: with thousands of files and ranks all lists would be gigabytes.
     digest = hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()
-    digests = comm.gather_json(digest, ctx.world, ctx.device)
+    digests = collectives.gather_json(digest, ctx.world, ctx.device)
     if len(set(digests)) == 1:
         return
-    (node, first), *others = comm.gather_json([socket.gethostname(), files], ctx.world, ctx.device)
+    (node, first), *others = collectives.gather_json([socket.gethostname(), files], ctx.world, ctx.device)
     for rank, (other_node, others_files) in enumerate(others, 1):
         for file in sorted({*first, *others_files}):
             here = first.get(file, "none")

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from megapar import comm, device
+from megapar import device
 from megapar.batch import PipelineStage
-from megapar.files import write_json
+from megapar.comm import collectives
+from megapar.system.atomic_files import write_json
 from megapar.train.kept import KeptBytes, Key
 from megapar.train.step import TrainState
 
@@ -41,7 +42,7 @@ class MemoryReport:
         Returns a table of the rank that has the largest peak on the first rank, and "" on the others.
         """
         rows = {"planned": self.planned, "measured": self._measured(state)}
-        ranks = comm.gather_json(rows, state.ctx.world, state.ctx.device)
+        ranks = collectives.gather_json(rows, state.ctx.world, state.ctx.device)
         if not state.ctx.world.first:
             return ""
         write_json(run_dir / "memory.json", {"bytes_by_rank": ranks})

@@ -26,13 +26,14 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megapar import device
 from megapar.batch import MicroBatch
-from megapar.config import LogConfig
+from megapar.config.messages import counted
+from megapar.config.options import LogConfig
 from megapar.context import ParallelContext
 from megapar.context_parallel.deal import attended_pairs
-from megapar.errors import reason_of, say, storing, tell
-from megapar.files import replace_file
-from megapar.messages import counted
-from megapar.regular_files import open_regular, read_regular
+from megapar.errors import reason_of, storing
+from megapar.launch.reporting import say, tell
+from megapar.system.atomic_files import replace_file
+from megapar.system.regular_files import open_regular, read_regular
 from megapar.train.step import StepResult
 
 _PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines are written

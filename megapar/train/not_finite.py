@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megapar import comm
 from megapar.batch import MicroBatch, PipelineStage
-from megapar.derive import num_microbatches
+from megapar.comm import collectives
+from megapar.config.derive import num_microbatches
 from megapar.train.step import StepResult, TrainState, count_targets
 
 _MOST = 4  # the most names or samples that a message lists
@@ -62,7 +62,7 @@ def explain(state: TrainState, batches: Sequence[MicroBatch], result: StepResult
     gradients = [f"the gradient of {name} on rank {rank}" for name in not_finite]
     # A few names of each rank are enough: with thousands of ranks, all weights of all of them may be bad.
     here = [weights[:_MOST], len(weights), min(findings, default=None), gradients[:1]]
-    everywhere = comm.gather_json(here, state.ctx.world, state.ctx.device)
+    everywhere = collectives.gather_json(here, state.ctx.world, state.ctx.device)
     bad_weights = [name for names, _, _, _ in everywhere for name in names]
     all_findings = [Finding(*finding) for _, _, finding, _ in everywhere if finding]
     bad_gradients = [name for _, _, _, names in everywhere for name in names]

@@ -7,18 +7,19 @@ from pathlib import Path
 import torch
 
 from megapar import device
-from megapar.agreement import on_all_ranks
-from megapar.config import Config
+from megapar.comm.agreement import on_all_ranks
+from megapar.config.derive import num_microbatches
+from megapar.config.messages import counted, layout_in_words
+from megapar.config.options import Config
 from megapar.context import ParallelContext
-from megapar.derive import num_microbatches
-from megapar.errors import StorageError, say, storing
-from megapar.files import replace_file, write_json
-from megapar.messages import counted, layout_in_words
+from megapar.errors import StorageError, storing
+from megapar.launch.reporting import say
 from megapar.pipeline import schedule_files
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make, of, show
 from megapar.pipeline.simulation import simulate
-from megapar.provenance import provenance
+from megapar.system.atomic_files import replace_file, write_json
+from megapar.train.provenance import provenance
 
 
 def length_of_run(config: Config) -> str:

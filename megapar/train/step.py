@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapar import comm, device
+from megapar import device
 from megapar.batch import MicroBatch, PipelineStage
-from megapar.config import Config
+from megapar.comm import collectives
+from megapar.config.derive import num_microbatches
+from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.data_parallel.shards import ReducedGradients, Weights
-from megapar.derive import num_microbatches
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.optimizer.schedule import learning_rate
@@ -153,13 +154,13 @@ def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor
     if batches:  # a replica has none if the step has fewer micro-batches than replicas
         tokens = torch.stack([batch.weights_bs.sum() for batch in batches]).sum().to(ctx.device)
     # At least 1, because samples without any target would give 0 / 0.
-    return comm.all_reduce(tokens, ctx.grad).clamp_(min=1.0)
+    return collectives.all_reduce(tokens, ctx.grad).clamp_(min=1.0)
 
 
 def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext) -> Tensor:
     """The step's loss over all its tokens, 0-d, on every rank. `loss_sums` is empty on ranks without the last stage."""
     total = torch.stack(list(loss_sums)).sum() if loss_sums else torch.zeros((), device=ctx.device)
-    return comm.all_reduce(comm.all_reduce(total, ctx.grad), ctx.pp) / tokens
+    return collectives.all_reduce(collectives.all_reduce(total, ctx.grad), ctx.pp) / tokens
 
 
 def queue_step(
@@ -215,7 +216,7 @@ def _end_step(state: TrainState, found_inf: Tensor) -> device.HostCopy | None:
     if not model.moe.num_experts:
         return None
     # Each pipeline rank has the layers of its own stages, and zeros for the others.
-    return device.HostCopy(comm.all_reduce(counts, state.ctx.pp))
+    return device.HostCopy(collectives.all_reduce(counts, state.ctx.pp))
 
 
 def _forbids_update(state: TrainState, loss: Tensor, norm: Tensor) -> Tensor:

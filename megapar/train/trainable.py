@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from megapar import comm
+from megapar.comm import collectives
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
 from megapar.params import selected, spec_of
@@ -70,7 +70,7 @@ def freeze_others(modules: Iterable[nn.Module], patterns: Sequence[str], ctx: Pa
     if not patterns:
         return []
     # All ranks, because a pattern may match only parameters of another pipeline stage.
-    gathered = comm.gather_json(asdict(freeze(modules, patterns)), ctx.world, ctx.device)
+    gathered = collectives.gather_json(asdict(freeze(modules, patterns)), ctx.world, ctx.device)
     everywhere = [Frozen(**fields) for fields in gathered]
     refuse(patterns, everywhere)
     trained = sum(rank.trained for rank in everywhere)

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from megapar import comm, device
-from megapar.agreement import on_all_ranks
+from megapar import device
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.checkpoint.format import step_of
-from megapar.config import Config
+from megapar.comm import collectives
+from megapar.comm.agreement import on_all_ranks
+from megapar.config.derive import num_microbatches
+from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader
@@ -23,9 +25,7 @@ from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
-from megapar.derive import num_microbatches
 from megapar.errors import NumericError, StorageError, storing
-from megapar.files import replace_file
 from megapar.optimizer.adamw import AdamW
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event, of
@@ -33,6 +33,7 @@ from megapar.pipeline.sharding_plan import UnitAction, Units
 from megapar.pipeline.zero_bubble import Memory
 from megapar.precision import LossScale, model_dtype
 from megapar.random import initialize
+from megapar.system.atomic_files import replace_file
 from megapar.train import checkpoints, not_finite
 from megapar.train.data import TEST
 from megapar.train.memory_report import MemoryReport
@@ -301,7 +302,7 @@ def train(run: Run) -> str:
 
 def _why_stopped(run: Run, saves: bool) -> str:
     """What asked the run to stop, after which step it stopped, and whether it saved. A collective."""
-    reasons = comm.gather_json(run.asked_to_stop(), run.state.ctx.world, run.state.ctx.device)
+    reasons = collectives.gather_json(run.asked_to_stop(), run.state.ctx.world, run.state.ctx.device)
     reason = next(reason for reason in reasons if reason)
     if not saves:
         return f"stopped by {reason} after step {run.state.step}: nothing saved (checkpoint.save_last is off)"
@@ -335,7 +336,7 @@ def _explain_not_finite(
         )
     # The backward of the last stage runs first. The schedule says which rank has it.
     here = [-max(state.stages), state.grads.not_finite()]
-    everywhere = comm.gather_json(here, state.ctx.world, state.ctx.device)
+    everywhere = collectives.gather_json(here, state.ctx.world, state.ctx.device)
     names: dict[str, None] = {}  # as an ordered set: replicas and tensor ranks name the same parameters
     for _, names_of_rank in sorted(everywhere):
         names |= dict.fromkeys(names_of_rank)
@@ -351,7 +352,7 @@ def write_timeline(trace: Sequence[Event], ctx: ParallelContext, run_dir: Path) 
 
     Ranks on other machines have other clocks, which are not aligned.
     """
-    rows = comm.gather_json([[e.rank, *e.action, e.start, e.end] for e in trace], ctx.pp, ctx.device)
+    rows = collectives.gather_json([[e.rank, *e.action, e.start, e.end] for e in trace], ctx.pp, ctx.device)
     if ctx.world.first:
         path = run_dir / "timeline.json"
         with storing(path):

@@ -8,10 +8,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from megapar import comm, device
+from megapar import device
 from megapar.batch import MicroBatch
-from megapar.config import Config
-from megapar.config_io import Resolved, load_earlier
+from megapar.comm import collectives
+from megapar.config.files import Resolved, load_earlier
+from megapar.config.options import Config
 from megapar.context import ParallelContext, single
 from megapar_models.build import balanced, layer_kinds, make_blueprint, stage_layers
 from megapar_models.registry import find
@@ -33,7 +34,7 @@ def with_measured_partition(
     found: tuple[list[int], str] = ([], "")
     if ctx.world.first:
         found = _earlier_partition(resolved.config) or _measured_partition(config, ctx.device)
-    sizes, line = comm.gather_json(found, ctx.world, ctx.device)[0]
+    sizes, line = collectives.gather_json(found, ctx.world, ctx.device)[0]
     chosen = replace(parallel, partition=tuple(sizes))
     # Where the run folder's config.toml shows the value, its source says that nobody typed it.
     sources = dict(resolved.sources) | {"parallel.partition": "measured at the first start"}

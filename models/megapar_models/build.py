@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import torch
 
-from megapar.config import Config, ModelConfig, ParallelConfig
+from megapar.config.options import Config, ModelConfig, ParallelConfig
 from megapar.context import ParallelContext, single
 from megapar.device import choose_kernels
 from megapar.linear import MatrixProducts

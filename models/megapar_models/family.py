@@ -6,8 +6,8 @@ from typing import Any, get_type_hints
 
 from torch import Tensor
 
-from megapar.config import ModelConfig
-from megapar.model_rules import ModelRules
+from megapar.config.model_rules import ModelRules
+from megapar.config.options import ModelConfig
 from megapar_models.stage import Stage
 
 Raw = Mapping[str, Any]  # the content of a config.json

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megapar.config import ModelConfig, MoEConfig
+from megapar.config.messages import shown
+from megapar.config.options import ModelConfig, MoEConfig
 from megapar.errors import ConfigError
-from megapar.messages import shown
 from megapar_models.family import Raw, typed, wrong_types
 from megapar_models.rope import factor_told
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megapar.config import ModelConfig
+from megapar.config.options import ModelConfig
 
 Tensors = Mapping[str, Tensor]  # logical tensors by name
 Part = Callable[[ModelConfig, Tensors, str, Tensor], Tensor]  # with the name of a module and its input

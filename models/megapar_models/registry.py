@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from megapar import validate as checks
-from megapar.checkpoint import compatible
-from megapar.config import Config
-from megapar.plugins import named
+from megapar.config import compatible
+from megapar.config import validate as checks
+from megapar.config.options import Config
+from megapar.config.plugins import named
 from megapar_models.family import Family
 from megapar_models.gpt.family import GPT
 from megapar_models.llama.family import LLAMA
@@ -37,7 +37,7 @@ def named_configs(folder: Path) -> dict[str, Path]:
 
 
 def validate(config: Config, world_size: int) -> Config:
-    """Call `megapar.validate.validate` with the rules of the config's family."""
+    """Call `megapar.config.validate.validate` with the rules of the config's family."""
     return checks.validate(config, world_size, find(config.model.family))
 
 

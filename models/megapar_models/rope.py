@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megapar.config import Config, ModelConfig, RopeScaling, flatten
-from megapar.messages import problem, shown
-from megapar.model_rules import ROPE_SCALING
+from megapar.config.messages import problem, shown
+from megapar.config.model_rules import ROPE_SCALING
+from megapar.config.options import Config, ModelConfig, RopeScaling, flatten
 from megapar_models.family import Raw, typed, wrong_types
 
 # The fields of `RopeScaling` that a rope type must have in a config.json, and those that it may have.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megapar import recompute
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
-from megapar.config import ModelConfig
+from megapar.config.options import ModelConfig
 from megapar.context import Axis, ParallelContext
 from megapar.expert_parallel.balance import Router, end_step
 from megapar.expert_parallel.dispatch import Dispatch

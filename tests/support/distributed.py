@@ -19,7 +19,8 @@ import torch
 import torch._dynamo  # checkpoint() imports it when first used: once here rather than in every forked rank
 import torch.distributed as dist
 
-from megapar import comm, device
+from megapar import device
+from megapar.comm import collectives
 from tests.support.progress import Watch
 
 ON_GPUS = os.environ.get("MEGAPAR_TEST_LANE") == "gpus"  # set by tests/conftest.py
@@ -37,11 +38,11 @@ def _rank_main(body: Callable[..., Any], rank: int, world: int, folder: str, arg
         if ON_GPUS:
             torch.cuda.set_device(mine)
         store = dist.FileStore(f"{folder}/store", world)
-        comm.initialize(device.backend(mine), rank, world, store=store, timeout_seconds=300, device=mine)
+        collectives.initialize(device.backend(mine), rank, world, store=store, timeout_seconds=300, device=mine)
         result = body(*args)
         dist.barrier()
         torch.save(result, f"{folder}/result_{rank}.pt")
-        comm.shutdown()
+        collectives.shutdown()
     except BaseException:
         Path(f"{folder}/error_{rank}").write_text(traceback.format_exc())
         os._exit(1)

@@ -9,7 +9,7 @@ from megapar_models.build import logical_tensors
 from megapar_models.convert.stream import write_weights
 from megapar_models.registry import validate
 
-from megapar.config import Config, ModelConfig, TrainConfig
+from megapar.config.options import Config, ModelConfig, TrainConfig
 from tests.support import tiny_models
 
 KINDS: dict[str, dict[str, Any]] = {

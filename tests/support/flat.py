@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapar.config import OptimizerConfig
+from megapar.config.options import OptimizerConfig
 from megapar.context import ParallelContext
 from megapar.data_parallel.buckets import Range
 from megapar.data_parallel.layout import FlatLayout, Slot

@@ -12,16 +12,25 @@ from megapar_models.build import build_stages
 from megapar_models.registry import validate
 from torch import Tensor
 
-from megapar import comm, context
+from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config import Config, KernelsConfig, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.comm import collectives
+from megapar.config.options import (
+    Config,
+    KernelsConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from megapar.context import ParallelContext
 from megapar.context_parallel import deal
 from megapar.data.order import micro_batch_positions
 from megapar.data_parallel.units import UnitGradients, UnitWeights
+from megapar.launch.grid import with_grid
 from megapar.optimizer.clip import clip_coefficient
 from megapar.random import initialize
-from megapar.train.grid import with_grid
 from megapar.train.step import TrainState, evaluate, train_step
 from megapar.train.trainer import assemble
 from tests.support import layouts
@@ -252,7 +261,7 @@ def held_gradients(state: TrainState) -> list[layouts.Held]:
     if state.grads.layout.sharded:
         for bucket in state.grads.layout.buckets:
             axis = state.grads.layout.axis(bucket)
-            comm.all_gather_shard_async(state.grads.flat[bucket.start : bucket.stop], axis).wait()
+            collectives.all_gather_shard_async(state.grads.flat[bucket.start : bucket.stop], axis).wait()
     return layouts.held(state.pipeline.stages.values(), state.ctx, layouts.main_gradients)
 
 
@@ -264,7 +273,7 @@ def _whole_gradients(state: TrainState) -> dict[torch.nn.Parameter, Tensor]:
         axis, (start, stop) = layout.axis(bucket), layout.shard(bucket)
         whole = torch.zeros(bucket.stop - bucket.start, device=grads.flat.device)
         whole[start - bucket.start : stop - bucket.start] = grads.part(start, stop)
-        comm.all_gather_shard_async(whole, axis).wait()
+        collectives.all_gather_shard_async(whole, axis).wait()
         for slot in layout.slots[bucket.first_param : bucket.end_param]:
             found[slot.param] = whole[slot.start - bucket.start : slot.stop - bucket.start].view(slot.param.shape)
     return found

@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin
 
 from megapar_models.registry import validate
 
-from megapar.config import Config, flatten, option_types, unflatten
+from megapar.config.options import Config, flatten, option_types, unflatten
 from megapar.errors import ConfigError
 
 TYPES = option_types()

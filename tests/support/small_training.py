@@ -8,9 +8,9 @@ from megapar_models.registry import validate
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config.options import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.launch.grid import with_grid
 from megapar.random import initialize
-from megapar.train.grid import with_grid
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
 

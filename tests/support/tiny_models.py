@@ -11,7 +11,7 @@ from megapar_models.stage import Stage
 from torch import Tensor
 
 from megapar.batch import MicroBatch
-from megapar.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
 from tests.support import layouts
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-TEXT = Path(__file__).parents[2] / "megapar/config.py"
+TEXT = Path(__file__).parents[2] / "megapar/config/options.py"
 
 
 def hugging_face(folder: Path, **added: Any) -> Path:

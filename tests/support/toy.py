@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megapar.config import OptimizerConfig
+from megapar.config.options import OptimizerConfig
 from megapar.context import Axis, ParallelContext
 from megapar.optimizer.clip import clip_coefficient
 from megapar.params import ZEROS, Box, ParamSpec, Piece, cut, held_by_all, make_piece, parameter, replicated, spec_of

@@ -34,12 +34,13 @@ from rich.table import Table
 from megapar import context, device
 from megapar.batch import MicroBatch
 from megapar.checkpoint.load import load
-from megapar.config import CheckpointConfig, Config, LaunchConfig, ModelConfig, TrainConfig
-from megapar.errors import MegaparError, reported
-from megapar.files import write_json
-from megapar.provenance import in_a_line, provenance
+from megapar.config.options import CheckpointConfig, Config, LaunchConfig, ModelConfig, TrainConfig
+from megapar.errors import MegaparError
+from megapar.launch.reporting import reported
 from megapar.random import initialize
+from megapar.system.atomic_files import write_json
 from megapar.train.checkpoints import Saver
+from megapar.train.provenance import in_a_line, provenance
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
 

@@ -34,12 +34,12 @@ from benchmarks.peers_shared_memory import SharedMemoryTensorParallel
 from benchmarks.products import Products
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config import Config, ParallelConfig
+from megapar.config.options import Config, ParallelConfig
 from megapar.context_parallel.deal import positions
 from megapar.expert_parallel.balance import Router, Routing
 from megapar.expert_parallel.route import counts
+from megapar.launch.grid import with_grid
 from megapar.params import spec_of
-from megapar.train.grid import with_grid
 from megapar.train.step import train_step
 from megapar.train.trainer import assemble
 

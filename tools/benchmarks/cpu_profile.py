@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.layouts import LAYOUTS, Options, build_contender, make_batches
 from benchmarks.peers import Peer
-from megapar.errors import reported
+from megapar.launch.reporting import reported
 
 # Tried in this order: the first kind with a part of its name in that of an operation gets its time.
 KINDS: Mapping[str, tuple[str, ...]] = {

@@ -37,9 +37,10 @@ from rich.table import Table
 from megapar import device
 from megapar.data.preprocess import Recipe, preprocess, read_documents
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
-from megapar.errors import ConfigError, reported
-from megapar.files import write_json
-from megapar.provenance import in_a_line, provenance
+from megapar.errors import ConfigError
+from megapar.launch.reporting import reported
+from megapar.system.atomic_files import write_json
+from megapar.train.provenance import in_a_line, provenance
 
 
 @dataclass(frozen=True)

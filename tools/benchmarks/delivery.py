@@ -27,9 +27,10 @@ from megapar.data.delivery import Delivery
 from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.sources import ChunkDataset
-from megapar.errors import DataError, reported
-from megapar.files import write_json
-from megapar.provenance import in_a_line, provenance
+from megapar.errors import DataError
+from megapar.launch.reporting import reported
+from megapar.system.atomic_files import write_json
+from megapar.train.provenance import in_a_line, provenance
 
 LONGEST = 2**31 - 1  # tokens of a document that the format holds
 

@@ -46,11 +46,12 @@ from benchmarks.gpu_contenders import Compiled, CompiledDry, MixedPrecision, Ran
 from benchmarks.gpu_model import H200, OFF, Job, Prediction, plain_peak_bytes, predict
 from benchmarks.peers import Peer, Result
 from megapar import device
-from megapar.config import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.derive import num_microbatches
-from megapar.errors import ConfigError, MegaparError, reported, storing
-from megapar.files import write_json
-from megapar.provenance import in_a_line, provenance
+from megapar.config.derive import num_microbatches
+from megapar.config.options import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.errors import ConfigError, MegaparError, storing
+from megapar.launch.reporting import reported
+from megapar.system.atomic_files import write_json
+from megapar.train.provenance import in_a_line, provenance
 
 WARMUP = 2
 TOLERANCES = {"loss": 1e-2, "grad_norm": 5e-2}  # relative: bf16 activations, rounded at other places

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.peers import Llama, Peer, Result, Weights, clip, make_optimizer
-from megapar.config import Config, ModelConfig
+from megapar.config.options import Config, ModelConfig
 
 
 class RandomWeights(Mapping[str, Tensor]):

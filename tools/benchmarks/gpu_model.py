@@ -25,7 +25,7 @@ from typing import Literal
 from megapar_models.llama.family import LLAMA
 from megapar_models.registry import find
 
-from megapar.config import ModelConfig
+from megapar.config.options import ModelConfig
 
 Recompute = Literal["none", "selective", "full"]
 

@@ -54,13 +54,15 @@ from benchmarks.layout_tables import balance_table, speed_table, traffic_table
 from benchmarks.peers import Llama, Peer, PipelineV, Plain, Result, Weights
 from benchmarks.products import Products
 from benchmarks.traffic import expected_traffic, experts_of_rank
-from megapar import comm, device
-from megapar.config import Config, ModelConfig, MoEConfig, OptimizerConfig, TrainConfig
+from megapar import device
+from megapar.comm import collectives
+from megapar.config.options import Config, ModelConfig, MoEConfig, OptimizerConfig, TrainConfig
 from megapar.context_parallel.deal import attended_pairs
-from megapar.errors import ConfigError, MegaparError, reported
-from megapar.files import write_json
-from megapar.provenance import in_a_line, provenance
+from megapar.errors import ConfigError, MegaparError
+from megapar.launch.reporting import reported
+from megapar.system.atomic_files import write_json
 from megapar.train.metrics import expert_load
+from megapar.train.provenance import in_a_line, provenance
 
 LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2", "cp2", "moe", "moe_ep2"]
 WARMUP = 1  # steps: DTensor fills its caches, megapar learns when buckets are full, pipelining asks for shapes
@@ -247,7 +249,7 @@ def _rank_main(body: Callable[[torch.device], Any], rank: int, world: int, where
         device.prepare(chosen, threads=1, deterministic=False)
         if world > 1:
             store = dist.FileStore(f"{folder}/store", world)
-            comm.initialize(device.backend(chosen), rank, world, store=store, device=chosen)
+            collectives.initialize(device.backend(chosen), rank, world, store=store, device=chosen)
         Path(folder, f"result_{rank}").write_text(json.dumps(body(chosen)))
         if world > 1:
             dist.barrier()

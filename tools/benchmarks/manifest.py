@@ -31,11 +31,11 @@ from rich.table import Table
 from megapar import context
 from megapar.checkpoint.format import Chunk, Manifest, boxes, folder_name, is_complete, read_manifest
 from megapar.checkpoint.save import publish
-from megapar.config import Config, ModelConfig
-from megapar.errors import reported
-from megapar.files import write_json
+from megapar.config.options import Config, ModelConfig
+from megapar.launch.reporting import reported
 from megapar.params import spec_of
-from megapar.provenance import in_a_line, provenance
+from megapar.system.atomic_files import write_json
+from megapar.train.provenance import in_a_line, provenance
 
 MODEL = ModelConfig(
     hidden_size=8192,

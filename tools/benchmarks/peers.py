@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from megapar.config import Config, ModelConfig, OptimizerConfig
+from megapar.config.options import Config, ModelConfig, OptimizerConfig
 
 Weights = Mapping[str, Tensor]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peers import Peer, Result, Weights, build, loss_sum, make_optimizer
-from megapar.config import Config
+from megapar.config.options import Config
 
 
 class DeepSpeedZeRO1(Peer):

@@ -18,7 +18,7 @@ from megapar_models.convert import megatron_core
 from torch import Tensor, nn
 
 from benchmarks.peers import Plain, Result, Weights
-from megapar.config import Config, ModelConfig
+from megapar.config.options import Config, ModelConfig
 
 _MOE = "megatron.core.transformer.moe"
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.peers import MLP, Attention, Plain, Weights, build
-from megapar.config import Config
+from megapar.config.options import Config
 
 _CACHE_LINE = 64  # bytes
 _SPINS = 2000  # looks at the other rank's number before the core is offered to others

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.peers import Peer, Result, Weights
-from megapar.config import Config
+from megapar.config.options import Config
 
 
 class Products(Peer):

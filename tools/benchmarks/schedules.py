@@ -25,16 +25,17 @@ from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.context import ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.reduce import Gradients
-from megapar.errors import ConfigError, reported
-from megapar.files import write_json
+from megapar.errors import ConfigError
+from megapar.launch.reporting import reported
 from megapar.linear import LOCAL, MatrixProducts, linear
 from megapar.params import Init, replicated
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import SCHEDULES, make, placement
 from megapar.pipeline.simulation import simulate
-from megapar.provenance import in_a_line, provenance
 from megapar.sharding import Sharding
+from megapar.system.atomic_files import write_json
+from megapar.train.provenance import in_a_line, provenance
 
 WIDTH = 8  # of the tensors that ranks send: so small that transfers cost no time
 STAGES_ON_A_RANK = {"interleaved": 2, "zb-interleaved": 2, "breadth": 2}

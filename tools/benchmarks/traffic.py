@@ -10,7 +10,7 @@ or a reduce-scatter of B bytes B (n-1)/n.
 from collections.abc import Sequence
 from itertools import pairwise
 
-from megapar.config import Config
+from megapar.config.options import Config
 from megapar.pipeline.schedules import placement
 
 Choices = Sequence[Sequence[Sequence[int]]]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megapar.config import ModelConfig
+from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
 from megapar_models.family import HuggingFace, typed, wrong_types
 from megapar_models.registry import FAMILIES, find

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megapar.checkpoint.format import Manifest, Sizes
 from megapar.checkpoint.load import Reader
+from megapar.config.messages import first_few
 from megapar.errors import CheckpointError
-from megapar.messages import first_few
 from megapar.params import MAIN
-from megapar.regular_files import read_regular
+from megapar.system.regular_files import read_regular
 from megapar_models.convert.stream import CODES, TensorInfo, check_finite, shards, write_file
 
 INDEX = "model.safetensors.index.json"

@@ -26,10 +26,10 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megapar.checkpoint.format import Sizes, dtype_name
 from megapar.checkpoint.load import flatten
-from megapar.config import ModelConfig, RopeScaling
+from megapar.config.messages import counted, first_few
+from megapar.config.options import ModelConfig, RopeScaling
 from megapar.errors import CheckpointError
-from megapar.messages import counted, first_few
-from megapar.regular_files import read_regular
+from megapar.system.regular_files import read_regular
 from megapar_models.convert.megatron_args import unsupported
 from megapar_models.convert.stream import CODES, check_finite
 from megapar_models.family import Megatron

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.config import ModelConfig
+from megapar.config.options import ModelConfig
 from megapar.errors import CheckpointError
 from megapar_models.convert.megatron import MegatronCheckpoint
 from megapar_models.convert.megatron_args import HARMLESS

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megapar.batch import MicroBatch
-from megapar.config import Config, ModelConfig
+from megapar.config.options import Config, ModelConfig
 from megapar.errors import CheckpointError, ConfigError
 from megapar_models.convert import megatron, megatron_core
 from megapar_models.convert.saved import load_model

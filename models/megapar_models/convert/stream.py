@@ -23,7 +23,7 @@ from megapar.checkpoint.format import (
     sync_folder,
     write_manifest,
 )
-from megapar.config import Config, flatten
+from megapar.config.options import Config, flatten
 from megapar.errors import CheckpointError, ConfigError, StorageError
 from megapar.params import MAIN
 from megapar_models.registry import weight_options

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megapar.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
 from megapar.errors import ConfigError
-from megapar.regular_files import read_regular
+from megapar.system.regular_files import read_regular
 from megapar_models.convert.byte_level import BYTES_END, bytes_json, tiktoken_json, tokenizers_library
 from megapar_models.convert.word_pattern import InexpressibleError
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megapar.checkpoint.format import Manifest
 from megapar.checkpoint.load import Reader
-from megapar.config import Config, DataConfig, MoEConfig
+from megapar.config.messages import first_few
+from megapar.config.options import Config, DataConfig, MoEConfig
 from megapar.errors import CheckpointError, ConfigError
-from megapar.messages import first_few
 from megapar.params import MAIN
 from megapar.random import initial_values
 from megapar_models.build import declarations

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megapar.config import ModelConfig
+from megapar.config.model_rules import ROPE_SCALING
+from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
-from megapar.model_rules import ROPE_SCALING
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
 from megapar_models.gpt.model import GPTStage
 from megapar_models.gpt.reference import logits

@@ -6,7 +6,7 @@ It reads `model_type` llama, mistral, qwen2 and qwen3, as transformers 4 and 5 w
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megapar.config import ModelConfig
+from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
 from megapar_models.llama.model import LlamaStage

@@ -32,7 +32,7 @@ from megapar_kernels.norms import add_rms_norm, rms_norm
 from torch import Tensor, nn
 
 from megapar.batch import MicroBatch
-from megapar.config import ModelConfig, RopeScaling
+from megapar.config.options import ModelConfig, RopeScaling
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear, norm_weight
 from megapar_models.attention import Attention
 from megapar_models.stage import Blueprint, ForwardContext, Stage

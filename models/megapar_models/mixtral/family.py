@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megapar.config import ModelConfig, MoEConfig
+from megapar.config.options import ModelConfig, MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED, applied_window
 from megapar_models.mixtral.model import MixtralStage

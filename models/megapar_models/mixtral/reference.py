@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megapar.config import ModelConfig
+from megapar.config.options import ModelConfig
 from megapar_models.llama.reference import attention, mlp, rms_norm
 from megapar_models.reference import Tensors, logits_of_layers, mixture
 

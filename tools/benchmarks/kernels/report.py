@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kernels import peers
-from megapar.provenance import in_a_line
+from megapar.train.provenance import in_a_line
 
 
 def number(value: float | None, form: str) -> str:

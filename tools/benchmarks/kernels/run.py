@@ -43,9 +43,10 @@ from benchmarks.kernels.ops import LLAMA_8B, LLAMA_70B, TINY, Case, Model, Targe
 from benchmarks.kernels.report import draw, print_report
 from benchmarks.kernels.timing import Stopwatch
 from megapar import device
-from megapar.errors import ConfigError, reported, storing
-from megapar.files import write_json
-from megapar.provenance import provenance
+from megapar.errors import ConfigError, storing
+from megapar.launch.reporting import reported
+from megapar.system.atomic_files import write_json
+from megapar.train.provenance import provenance
 
 HERE = Path(__file__).parent
 NOT_RUN = "not run"

@@ -38,9 +38,10 @@ from benchmarks.kernels.measuring import Bench, Inputs, KernelError, brief, chec
 from benchmarks.kernels.ops import LLAMA_8B, TINY, Case, Direction, cases
 from benchmarks.kernels.timing import Stopwatch
 from megapar import device
-from megapar.errors import ConfigError, reported, storing
-from megapar.files import write_json
-from megapar.provenance import in_a_line, provenance
+from megapar.errors import ConfigError, storing
+from megapar.launch.reporting import reported
+from megapar.system.atomic_files import write_json
+from megapar.train.provenance import in_a_line, provenance
 
 Config = tuple[int, ...]  # what the functions that choose a configuration return
 

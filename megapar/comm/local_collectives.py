@@ -1,0 +1,150 @@
+"""The collectives and transfers of ranks on one host, through shared memory (`megapar.comm.shared_memory`).
+
+Each is written as a generator: it sends what this rank contributes, yields the messages that it needs, and goes on when
+they have arrived. `shared_memory.Operation` runs it.
+
+Reductions add the ranks' parts in the order of ranks. So a sum rounds the same way wherever an element lies, and the
+same way as over gloo.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megapar.comm.shared_memory import SMALL, Host, Message, Steps
+
+_FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+# An all-reduce of more bytes, over three and more ranks, is a reduce-scatter and an all-gather: every rank would read
+# the whole tensor of every other one. For fewer bytes the second exchange of messages costs more.
+_DIRECT = 1 << 16
+
+
+@dataclass(frozen=True)
+class LocalAxis:
+    """An axis whose ranks are all on this host. `ranks` are global ranks; this one is at position `rank`."""
+
+    host: Host
+    channel: int
+    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def peers(self) -> list[int]:
+        """Positions of the other ranks."""
+        return [position for position in range(self.size) if position != self.rank]
+
+    def expect(self, position: int, phase: int = 0) -> Message:
+        """The next message of `phase` from `position`."""
+        return self.host.expect(self.ranks[position], 2 * self.channel + phase)
+
+    def send(self, x: Tensor, positions: Sequence[int], phase: int = 0) -> None:
+        """Send a copy of `x` to each of `positions`.
+
+        What an operation sends later than at its start has phase 1: another operation may have started in between on
+        one rank and not on another, so their messages of phase 0 and 1 come in different orders.
+        """
+        channel = 2 * self.channel + phase
+        if not positions:
+            return
+        if x.nbytes <= SMALL:
+            # A copy: memory that numpy has seen can never be resized, which ZeRO-3 does to release weights.
+            payload = x.contiguous().clone().view(-1).view(torch.uint8).numpy().tobytes() if x.nbytes else b""
+            for position in positions:
+                self.host.send_small(self.ranks[position], channel, payload)
+            return
+        block = self.host.block(x.nbytes)
+        block.tensor()[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        for position in positions:
+            self.host.send(self.ranks[position], channel, block, x.nbytes)
+        self.host.let_go(block)
+
+
+def fold(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
+    """Reduce at least two `parts` in their order into `out`, which may be one of them."""
+    # `out` is written before the third part is read.
+    later = [part.clone() if part is out else part for part in parts[2:]]
+    _FOLDS[op](parts[0], parts[1], out=out)
+    for part in later:
+        _FOLDS[op](out, part, out=out)
+
+
+def _fold_arrived(arriving: Mapping[int, Message], own: Tensor, out: Tensor, axis: LocalAxis, op: str) -> None:
+    """Reduce this rank's tensor `own` and those that have arrived from the other positions into `out`."""
+    parts = [arriving[position].content(own) if position in arriving else own for position in range(axis.size)]
+    fold(parts, out, op)
+    for message in arriving.values():
+        message.release()
+
+
+def all_reduce(x: Tensor, axis: LocalAxis, op: str) -> Steps:
+    """Reduce contiguous `x` in place."""
+    if axis.size > 2 and x.nbytes > _DIRECT:
+        return _all_reduce_in_slices(x.view(-1), axis, op)
+    return _all_reduce_whole(x, axis, op)
+
+
+def _all_reduce_whole(x: Tensor, axis: LocalAxis, op: str) -> Steps:
+    """Every rank sends its tensor to every other one."""
+    axis.send(x, axis.peers())
+    arriving = {position: axis.expect(position) for position in axis.peers()}
+    yield list(arriving.values())
+    _fold_arrived(arriving, x, x, axis, op)
+
+
+def _all_reduce_in_slices(x: Tensor, axis: LocalAxis, op: str) -> Steps:
+    """Every rank reduces one slice and sends the result to every other one. `x` is 1-D."""
+    slices = x.tensor_split(axis.size)
+    for position in axis.peers():
+        axis.send(slices[position], [position])
+    yield from _reduce_own(slices, slices[axis.rank], axis, op)
+    axis.send(slices[axis.rank], axis.peers(), phase=1)
+    yield from _receive([(slices[position], position) for position in axis.peers()], axis, phase=1)
+
+
+def _reduce_own(slices: Sequence[Tensor], out: Tensor, axis: LocalAxis, op: str) -> Steps:
+    """Reduce the parts of this rank's slice, which the other ranks have sent, into `out`."""
+    own = slices[axis.rank]
+    arriving = {position: axis.expect(position) for position in axis.peers()}
+    yield list(arriving.values())
+    _fold_arrived(arriving, own, out, axis, op)
+
+
+def _receive(receives: Sequence[tuple[Tensor, int]], axis: LocalAxis, phase: int = 0) -> Steps:
+    """Receive into (tensor, position) pairs."""
+    arriving = [axis.expect(position, phase) for _, position in receives]
+    yield arriving
+    for message, (x, _) in zip(arriving, receives, strict=True):
+        x.copy_(message.content(x))
+        message.release()
+
+
+def reduce_scatter(slices: Sequence[Tensor], out: Tensor, axis: LocalAxis) -> Steps:
+    """Sum `slices[i]` of all ranks on position i, into its `out`, which may be its own slice."""
+    for position in axis.peers():
+        axis.send(slices[position], [position])
+    yield from _reduce_own(slices, out, axis, "sum")
+
+
+def all_gather(slices: Sequence[Tensor], axis: LocalAxis) -> Steps:
+    """Send this rank's slice to all others, and receive theirs into their slices."""
+    axis.send(slices[axis.rank], axis.peers())
+    yield from _receive([(slices[position], position) for position in axis.peers()], axis)
+
+
+def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: LocalAxis) -> Steps:
+    """Send and receive (tensor, position) pairs. It ends when all have been received."""
+    for x, position in sends:
+        axis.send(x, [position])
+    yield from _receive(receives, axis)
+
+
+def barrier(axis: LocalAxis) -> Steps:
+    """End when all ranks have begun it."""
+    nothing = torch.empty(0)
+    axis.send(nothing, axis.peers())
+    yield from _receive([(nothing, position) for position in axis.peers()], axis)

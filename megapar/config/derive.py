@@ -1,0 +1,80 @@
+"""Computes values that follow from the options of a run: options left to be derived, and numbers that they decide."""
+
+from dataclasses import replace
+from typing import Any
+
+from megapar.config.messages import problem
+from megapar.config.model_rules import ModelRules
+from megapar.config.options import Config, ParallelConfig
+from megapar.errors import ConfigError
+
+STAGES_ON_A_RANK = {
+    **dict.fromkeys(("1f1b", "zb-h1", "zb-2p"), 1),
+    **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v"), 2),
+}
+"""The number of stages on each rank (parallel.vpp) of schedules that hold just that many."""
+
+
+def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
+    """Fill in the options whose 0 or "auto" means "derived", for `world_size` ranks. Returns a new config."""
+    model = config.model
+    parallel = config.parallel
+    activation: Any = rules.activations[0]
+    model = replace(
+        model,
+        hidden_act=activation if model.hidden_act == "auto" else model.hidden_act,
+        num_key_value_heads=model.num_key_value_heads or model.num_attention_heads,
+        head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
+        intermediate_size=model.intermediate_size or 4 * model.hidden_size,
+    )
+    parallel = replace(
+        parallel,
+        dp=parallel.dp or world_size // (parallel.tp * parallel.cp * parallel.pp),
+        vpp=parallel.vpp or _stages_on_a_rank(parallel),
+    )
+    if model.moe.num_experts:
+        width = model.moe.moe_intermediate_size or model.intermediate_size
+        model = replace(model, moe=replace(model.moe, moe_intermediate_size=width))
+        parallel = replace(parallel, etp=parallel.etp or parallel.tp)
+    # A reduce-scatter over dp x cp gives each rank an equal share of a bucket. With a share of 4 MiB (2^20 fp32
+    # elements) the transfer takes longer than its latency. Megatron-LM's buckets grow alike: max(40 M, 1 M * dp)
+    # elements.
+    bucket_mb = config.optimizer.bucket_mb
+    if config.optimizer.zero_stage < 2:  # from 2 on a layer is a bucket
+        bucket_mb = bucket_mb or max(64.0, 4.0 * parallel.dp * parallel.cp)
+    optimizer = replace(config.optimizer, bucket_mb=bucket_mb)
+    return replace(config, model=model, parallel=parallel, optimizer=optimizer)
+
+
+def smallest_world(parallel: ParallelConfig) -> int:
+    """The smallest number of ranks that the layout has, as it was given: with one replica where dp is derived."""
+    return parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
+
+
+def _stages_on_a_rank(parallel: ParallelConfig) -> int:
+    """The vpp that a schedule means where none is given."""
+    if parallel.schedule in ("interleaved", "zb-interleaved"):
+        return 2  # with one stage on a rank they would be 1f1b and zb-h1
+    return STAGES_ON_A_RANK.get(parallel.schedule, 1)
+
+
+def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
+    """Replace `model.vocab_size` 0 by the size of the tokenizer.
+
+    Raises ConfigError if `model.vocab_size` is given and smaller than the tokenizer.
+    """
+    if config.model.vocab_size == 0:
+        return replace(config, model=replace(config.model, vocab_size=tokenizer_size))
+    if config.model.vocab_size < tokenizer_size:
+        text = f"the tokenizer has {tokenizer_size} ids; use 0 for its size, or at least {tokenizer_size}"
+        raise ConfigError(problem(config, "model.vocab_size data.tokenizer", text))
+    return config
+
+
+def num_microbatches(config: Config, batch_size: int = 0) -> int:
+    """The largest number of micro-batches that a data-parallel replica has in one step. Others may have one fewer.
+
+    The step has `batch_size` samples, or train.global_batch_size if that is 0.
+    """
+    samples = config.train.micro_batch_size * config.parallel.dp
+    return -(-(batch_size or config.train.global_batch_size) // samples)

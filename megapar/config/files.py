@@ -1,0 +1,425 @@
+"""Reads options from TOML files and flags, with the source of each value, and writes them as TOML.
+
+A flag (`--section.key value`) wins over a TOML file, and a TOML file (`--config`) wins over the default. The key `base`
+of a TOML file names another file to start from. Both may also name a preset: a file that the program knows by a name.
+Input that cannot be understood raises ConfigError, whose message says in one line where it stands.
+"""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import tyro
+
+from megapar.config.options import Config, flatten, option_types, unflatten
+from megapar.config.other_frameworks.hints import Given, hint
+from megapar.errors import ConfigError
+from megapar.system.regular_files import read_regular
+
+ASKS_FOR_COMPLETION = "--tyro-write-completion"  # tyro's own flag, which every tool answers
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration and the source of each value.
+
+    `sources` holds "default", "flag" or the name of a file, by dotted path.
+    """
+
+    config: Config
+    sources: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _CommandLine(Config):
+    """Pretrain a transformer with data, tensor, pipeline, context and expert parallelism."""
+
+    config: str = ""
+    """TOML file of options, or a preset such as llama3-8b; its `base` key may name another. Flags win over files."""
+
+
+class _Flag(NamedTuple):
+    option: str
+    words: tuple[str, ...]  # the flag and its values as they were typed
+
+
+def load(argv: Sequence[str], presets: Mapping[str, Path] | None = None) -> Resolved:
+    """Read options from the flags in `argv` (without the program's name) and from the files that `--config` names.
+
+    `presets` are files that `--config` and `base` find by a name, unless there is a file with that name as its path.
+    `--help` prints every option with the value that it would have, then exits. Raises ConfigError for a flag, key, type
+    or file that is not understood. Whether the values can run is checked by `validate`.
+    """
+    if argv and argv[0] == ASKS_FOR_COMPLETION:
+        tyro.cli(_CommandLine, args=argv, use_underscores=True)  # prints and exits
+    flags = _split(argv)
+    values = flatten(Config())
+    sources = dict.fromkeys(values, "default")
+    for flag in flags:
+        if flag.option == "config":
+            for file, options in _read_chain(_found(_file_of(flag), presets or {}), presets or {}, ()):
+                values |= options
+                sources |= dict.fromkeys(options, file)
+    config = _parse(flags, unflatten(values))
+    sources |= {flag.option: "flag" for flag in flags if flag.option in values}
+    return Resolved(config, sources)
+
+
+def load_earlier(run_dir: str) -> Config | None:
+    """The options that an earlier start in this run folder was given. None if there are none."""
+    file = Path(run_dir) / "config.toml"
+    if not file.exists():
+        return None
+    try:
+        return load(["--config", str(file)]).config
+    except ConfigError:  # of another version, or damaged: then it says nothing about this run
+        return None
+
+
+def to_toml(resolved: Resolved, derived: Config | None = None) -> str:
+    """The configuration as TOML, with the source of each value as a comment. Loading the text gives the same Config.
+
+    `derived` is the result of `validate`. Where a value differs there, as a 0 that means "the world size decides", the
+    comment shows the derived value. The value itself stays as given, so that the file serves other world sizes too.
+    """
+    values = flatten(resolved.config)
+    used = flatten(derived or resolved.config)
+    lines = {}
+    for path, value in values.items():
+        # A file's name may hold any letter; a line break in it would end the comment.
+        comment = "".join(c if c.isprintable() else "?" for c in resolved.sources[path])
+        if used[path] != value:
+            comment += f", here {_toml(used[path])}"
+        lines[path] = f"{_toml(value)}  # {comment}"
+    return _sectioned(lines)
+
+
+def part_toml(config: Config, parts: Sequence[str]) -> str:
+    """The options and sections in `parts`, such as `model` and `data.tokenizer`, as TOML for `--config`."""
+    lines = {}
+    for path, value in flatten(config).items():
+        # The dot keeps `data.train` from matching an option whose name only begins alike.
+        if any(f"{path}.".startswith(f"{part}.") for part in parts):
+            lines[path] = _toml(value)
+    return _sectioned(lines)
+
+
+def _sectioned(lines: Mapping[str, str]) -> str:
+    """Join lines to a TOML text. `lines` holds the text after "key = " of each option, by dotted path."""
+    sections: dict[str, list[str]] = {}
+    for path, line in lines.items():
+        section, _, key = path.rpartition(".")
+        sections.setdefault(section, []).append(f"{key} = {line}")
+    # Keys without a section come first: TOML would read them as part of the section above them.
+    text = sections.pop("", [])
+    for name, section_lines in sections.items():
+        text += ["", f"[{name}]", *section_lines]
+    return "\n".join([*text, ""])
+
+
+# Flags
+
+
+def _split(argv: Sequence[str]) -> list[_Flag]:
+    """Group `argv` into flags and their values. Raises ConfigError that names every flag that does not exist."""
+    types = option_types(_CommandLine)
+    options = {path: path for path in types} | {"help": "help"}
+    # tyro accepts --section.no_key for a boolean option.
+    for path, annotation in types.items():
+        if annotation is bool:
+            section, dot, key = path.rpartition(".")
+            options[f"{section}{dot}no_{key}"] = path
+    flags: list[_Flag] = []
+    unknown: list[int] = []  # numbers of the flags that do not exist
+    problems: list[str] = []
+    for word in argv:
+        if word.startswith("--") or word == "-h":
+            name = word[2:].partition("=")[0].replace("-", "_")
+            if word == "-h":
+                name = "help"
+            if name not in options:
+                unknown.append(len(flags))
+            flags.append(_Flag(options.get(name, name), (word,)))
+        elif flags:
+            flags[-1] = flags[-1]._replace(words=(*flags[-1].words, word))
+        elif not problems:  # one message is enough for all words before the first flag
+            problems.append(f"{word!r} follows no flag; options look like --section.key value")
+    problems += [_no_such_flag(flags[number], list(types)) for number in unknown]
+    problems += _given_twice(flags)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return flags
+
+
+def _no_such_flag(flag: _Flag, known: Sequence[str]) -> str:
+    """What is said of a flag that does not exist, in its own spelling."""
+    typed, equals, value = flag.words[0].partition("=")
+    values = (value, *flag.words[1:]) if equals else flag.words[1:]
+    return f"{typed}: no such flag{hint(Given(typed[2:], values, 'flag'), known)}"
+
+
+def _given_twice(flags: Sequence[_Flag]) -> list[str]:
+    """A message for each option that several flags set. It is not known which of them was meant."""
+    by_option: dict[str, list[str]] = {}
+    for flag in flags:
+        by_option.setdefault(flag.option, []).append(" ".join(flag.words))
+    problems = []
+    for option, given in by_option.items():
+        if len(given) > 1 and option != "help":
+            hint = "; its `base` key may name another file" if option == "config" else ""
+            problems.append(f"--{option} is given twice: {' and '.join(given)}; give it once{hint}")
+    return problems
+
+
+def _file_of(flag: _Flag) -> str:
+    """The file that `--config FILE` or `--config=FILE` names. Raises ConfigError unless there is exactly one."""
+    values = [*flag.words[0].split("=", 1)[1:], *flag.words[1:]]
+    if len(values) != 1:
+        raise ConfigError(f"{' '.join(flag.words)}: expected one TOML file")
+    return values[0]
+
+
+def _parse(flags: Sequence[_Flag], config: Config) -> Config:
+    """`config` with the values of the flags. Raises ConfigError for values of the wrong type or number."""
+    defaults = _CommandLine(**{f.name: getattr(config, f.name) for f in fields(config)})
+
+    def parse(words: Sequence[str]) -> _CommandLine | None:
+        # For a wrong value tyro prints a box to stderr and exits. Messages must be one line, so the box is dropped.
+        try:
+            with redirect_stderr(StringIO()):
+                return tyro.cli(_CommandLine, args=words, default=defaults, use_underscores=True)
+        except SystemExit:
+            return None
+
+    if any(flag.option == "help" for flag in flags):
+        tyro.cli(_CommandLine, args=["--help"], default=defaults, use_underscores=True)
+    parsed = parse([word for flag in flags for word in flag.words])
+    if parsed is None:
+        # tyro does not say which flags were wrong, so each is parsed by itself.
+        wrong = [flag for flag in flags if parse(flag.words) is None]
+        raise ConfigError("\n".join(f"{' '.join(flag.words)}: expected {_expected_words(flag)}" for flag in wrong))
+    resolved = Config(**{f.name: getattr(parsed, f.name) for f in fields(config)})
+    values = flatten(resolved)
+    # Python's integers have no bound, but TOML's have: config.toml must be able to hold every value.
+    too_large = [flag for flag in flags if not _fits(values.get(flag.option))]
+    if too_large:
+        raise ConfigError("\n".join(f"{' '.join(flag.words)}: expected {_expected_words(flag)}" for flag in too_large))
+    return resolved
+
+
+def _fits(value: Any) -> bool:
+    """Whether each integer of `value`, a number or a tuple, fits into 64 bits, as integers in TOML must."""
+    items = value if isinstance(value, tuple) else (value,)
+    # `type` rather than isinstance, because a bool is an int too.
+    return all(-(2**63) <= item < 2**63 for item in items if type(item) is int)
+
+
+def _expected_words(flag: _Flag) -> str:
+    """What kind of value a flag takes, in words for messages."""
+    annotation = option_types(_CommandLine)[flag.option]
+    if annotation is bool:
+        section, dot, key = flag.option.rpartition(".")
+        return f"no value (--{flag.option} is yes, --{section}{dot}no_{key} is no)"
+    return _expected(annotation)
+
+
+# TOML
+
+
+def _found(name: str, presets: Mapping[str, Path]) -> str:
+    """The path of the file that `--config` names: `name` itself, or that of a preset.
+
+    Raises ConfigError with presets of similar names if there is neither.
+    """
+    if os.path.isfile(name):
+        return name
+    # The folder of a run may have the name of a preset, so only a file wins over it.
+    if name in presets:
+        return str(presets[name])
+    if presets and not os.path.lexists(name):
+        near = get_close_matches(name, presets)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`megapar presets` lists those that there are"
+        raise ConfigError(f"{name}: no such file or preset (--config names a TOML file or a preset); {hint}")
+    return name
+
+
+def _read_chain(file: str, presets: Mapping[str, Path], above: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (file, its options by dotted path) for the bases of `file`, the most basic first, then for `file` itself.
+
+    `above` are the files whose `base` led here. Raises ConfigError if they form a circle, or a base does not exist.
+    """
+    # Messages name the shortest path. Behind a link to a folder, a path with `..` leads elsewhere than its short form.
+    short = os.path.normpath(file)
+    if os.path.realpath(short) == os.path.realpath(file):
+        file = short
+    # Compare real paths: a link may close the circle under another name.
+    if os.path.realpath(file) in [os.path.realpath(other) for other in above]:
+        raise ConfigError(f"{above[-1]}: base leads back to itself: {' -> '.join([*above, file])}")
+    text, table = _read(file)
+    base = table.pop("base", None)
+    if base is not None:
+        if not isinstance(base, str):
+            raise ConfigError(f"{file}:{_line(text, 'base')}: base = {base!r}: expected the path of a TOML file")
+        # Relative to the file that names it, so that configs can be used from any folder.
+        target = os.path.join(os.path.dirname(file), base)
+        if base in presets and not os.path.isfile(target):
+            target = str(presets[base])
+        if not os.path.exists(target):
+            near = get_close_matches(base, presets)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ConfigError(f"{file}:{_line(text, 'base')}: base = {base!r}: no such file {target}{hint}")
+        yield from _read_chain(target, presets, (*above, file))
+    yield file, _typed(file, text, table)
+
+
+def _read(file: str) -> tuple[str, dict[str, Any]]:
+    """Text and parsed table of a TOML file. Raises ConfigError that names file and line."""
+    try:
+        data = read_regular(file)
+        text = data.decode()
+        table = tomllib.loads(text)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        if os.path.isdir(file):
+            reason = "is a folder, not a TOML file"
+        raise ConfigError(f"{file}: {reason} (--config names a TOML file)") from None
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{file}:{line}: not valid TOML: byte {data[error.start]:#04x} is not UTF-8") from None
+    except ValueError as error:
+        # tomllib names no line for a text that ends too early: then it is the last one.
+        line_match = re.search(r"line (\d+)", str(error))
+        line = int(line_match[1]) if line_match else text.count("\n") + 1
+        raise ConfigError(f"{file}:{line}: not valid TOML: {error}") from None
+    except RecursionError:  # tomllib calls itself for each bracket
+        raise ConfigError(f"{file}:1: not valid TOML: lists or tables are nested too deeply") from None
+    if not table:
+        raise ConfigError(
+            f"{file}:1: sets nothing; a config holds sections of options, such as [train] with steps = 100"
+        )
+    return text, table
+
+
+def _typed(file: str, text: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a parsed TOML table, by dotted path. Raises ConfigError naming each unknown key and wrong type."""
+    types = option_types()
+    options: dict[str, Any] = {}
+    problems = []
+    try:
+        entries = list(_paths(table))
+    except RecursionError:  # tomllib reads a dotted name of thousands of parts, `_paths` cannot
+        raise ConfigError(f"{file}:1: a name has too many parts; options look like section.key") from None
+    for path, raw in entries:
+        where = f"{file}:{_line(text, path)}: {path}"
+        if any(known.startswith(path + ".") for known in types):
+            problems.append(f"{where}: is a section, not an option: write [{path}]")
+            continue
+        if path not in types:
+            items = raw if isinstance(raw, list) else [raw]
+            # As TOML writes them: true, not True.
+            values = tuple(item if isinstance(item, str) else json.dumps(item, default=str) for item in items)
+            problems.append(f"{where}: no such option{hint(Given(path, values, 'toml'), list(types))}")
+            continue
+        value = _convert(raw, types[path])
+        if value is None:
+            problems.append(f"{where} = {json.dumps(raw, default=str)}: expected {_expected(types[path])}")
+        else:
+            options[path] = value
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return options
+
+
+def _paths(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value) of every key of nested tables."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _paths(value, f"{prefix}{key}.")
+        # An empty section is no error. Any other empty table is reported as an unknown option.
+        elif value != {} or prefix + key not in _sections():
+            yield prefix + key, value
+
+
+def _sections() -> set[str]:
+    return {path.rpartition(".")[0] for path in option_types()}
+
+
+def _line(text: str, path: str) -> int:
+    """Number of the line that sets `path`, or else of the line that opens its table.
+
+    It is 1 if the file is written in a way that these patterns do not know. tomllib keeps no line numbers.
+    """
+    table = ""
+    nearest = 1
+    for number, line in enumerate(text.split("\n"), 1):
+        header = re.match(r"\s*\[+\s*([\w.-]+)\s*\]", line)
+        if header:
+            table = header[1] + "."
+            if path == header[1] or path.startswith(table):
+                nearest = number
+            continue
+        key = re.match(r"\s*([\w.-]+)\s*=", line)
+        # The line may set an inline table that holds `path`: its name then is a prefix of the path.
+        if key and (path + ".").startswith(f"{table}{key[1]}."):
+            return number
+    return nearest
+
+
+def _convert(raw: Any, annotation: Any) -> Any:
+    """Convert a TOML value to an option's type. Returns None if it has another type.
+
+    A whole number is accepted for a float. Nothing else is cast.
+    """
+    if get_origin(annotation) is Literal:
+        # Types are compared too: to Python True equals 1.
+        for choice in get_args(annotation):
+            if type(choice) is type(raw) and choice == raw:
+                return choice
+        return None
+    if get_origin(annotation) is tuple:
+        item_types = get_args(annotation)
+        any_length = item_types[-1] is Ellipsis
+        if not isinstance(raw, list) or (not any_length and len(raw) != len(item_types)):
+            return None
+        # All items of an option have the type of the first.
+        items = [_convert(item, item_types[0]) for item in raw]
+        if None in items:
+            return None
+        return tuple(items)
+    if not _fits(raw):
+        return None
+    if annotation is float and type(raw) is int:
+        return float(raw)
+    return raw if type(raw) is annotation else None
+
+
+def _expected(annotation: Any) -> str:
+    """An option's type in words for messages, such as "a whole number"."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(map(str, get_args(annotation)))}"
+    if get_origin(annotation) is tuple:
+        item_types = get_args(annotation)
+        plural = {int: "whole numbers", float: "numbers", str: "strings"}[item_types[0]]
+        return plural if item_types[-1] is Ellipsis else f"{len(item_types)} {plural}"
+    return words[annotation]
+
+
+def _toml(value: Any) -> str:
+    """A value of an option, as TOML."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):
+        # A JSON string is a valid TOML string, except that TOML wants the character DEL escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)

@@ -1,0 +1,489 @@
+"""Checks, before anything runs, that a Config can run on a number of ranks.
+
+The checks are pure: they touch no process group, file or device, so every rank comes to the same result alone. All
+problems are reported at once. Each is one line with the options and their values, why they do not fit, and what would
+fit. data/spec.py checks the section `data`.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+
+from megapar.config import validate_experts
+from megapar.config.data_spec import data_problems
+from megapar.config.derive import STAGES_ON_A_RANK, derive
+from megapar.config.messages import around, counted, divisors, listed, problem, shown
+from megapar.config.model_rules import ModelRules
+from megapar.config.options import Config, MoEConfig, ParallelConfig, flatten
+from megapar.errors import ConfigError
+
+_BELOW_ONE = {"model.hidden_dropout", "model.attention_dropout", "optimizer.betas"}
+# An option may be 0 if that is its default, or if it is listed here.
+_MAY_BE_ZERO = {path for path, default in flatten(Config()).items() if default == 0} | {
+    "parallel.partition",
+    "parallel.schedule_costs",
+    "train.seed",
+    "optimizer.lr",
+    "optimizer.betas",
+    "optimizer.weight_decay",
+    "optimizer.clip_grad",
+    "data.split",
+    "data.fim_tokens",
+    "optimizer.zero_stage",
+    "model.moe.mlp_only_layers",
+    "model.moe.router_aux_loss_coef",
+}
+_LARGEST_SIZE = 2**31 - 1  # of a model: the bytes of a matrix with two such sizes fit into 64 bits
+_SMALLEST_BUCKET_MB = 1e-5  # two gradients
+_LARGEST_BUCKET_MB = 1e9  # no device has a thousandth of it
+_WEEK_SECONDS = 7 * 24 * 3600
+
+
+def validate(config: Config, world_size: int, rules: ModelRules) -> Config:
+    """Check `config` for `world_size` ranks. Returns it with derived values in place of zeros and "auto".
+
+    `rules` are those of the family that `model.family` names. A `model.vocab_size` of 0 is left as it is, see
+    `derive.with_vocabulary`. Raises ConfigError with a line for each problem.
+    """
+    size_problems = list(_sizes(config))
+    problems = [*size_problems, *_amounts(config), *_launch(config, world_size)]
+    # The other checks divide by sizes. With sizes below their least values they would fail or report nonsense.
+    if not size_problems:
+        grid_problems = list(_grid(config, world_size))
+        derived = derive(config, world_size, rules)
+        checks = (_layout, _train, _optimizer, data_problems, _checkpoint)
+        problems += [
+            *grid_problems,
+            *_heads(config, rules),
+            *_model(derived, rules),
+            *validate_experts.problems(derived, rules),
+        ]
+        if not rules.has_experts:
+            # Its experts are refused. Nothing follows from their numbers.
+            derived = replace(derived, model=replace(derived.model, moe=MoEConfig()))
+        problems += [*_cut_by_tp(derived, world_size), *_pipeline(derived, world_size)]
+        problems += chain.from_iterable(check(derived) for check in checks)
+        # While the grid does not fit, dp is unknown, and nothing can be said about what it divides.
+        if not grid_problems:
+            problems += [*validate_experts.grid_problems(derived), *_shard_ranks(derived), *_batch(derived)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return derived
+
+
+# Ranges of single values
+
+
+def _sizes(config: Config) -> Iterator[str]:
+    """Problems of whole numbers, each option by itself."""
+    for path, value in flatten(config).items():
+        items = value if isinstance(value, tuple) else (value,)
+        least = 0 if path in _MAY_BE_ZERO else 1
+        # A bool is an int to Python, but no size.
+        numbers = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+        if any(number < least for number in numbers):
+            yield problem(config, path, f"must be at least {least}")
+        elif path.startswith("model.") and any(number > _LARGEST_SIZE for number in numbers):
+            yield problem(config, path, f"must be at most {_LARGEST_SIZE:,}")
+
+
+def _amounts(config: Config) -> Iterator[str]:
+    """Problems of texts and fractional numbers, each option by itself."""
+    defaults = flatten(Config())
+    for path, value in flatten(config).items():
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, str) and not (item and item.isprintable()):
+                yield problem(config, path, "must be printable text, not empty")
+            elif isinstance(item, float):
+                text = _amount_problem(path, item)
+                if text:
+                    yield problem(config, path, f"{text}, such as {shown(defaults[path])}")
+                    break  # the message shows all items, so once is enough
+
+
+def _amount_problem(path: str, value: float) -> str:
+    """What is wrong with the number, "" if nothing is."""
+    if not math.isfinite(value):
+        return "must be a finite number"
+    if path in _BELOW_ONE:
+        return "" if 0 <= value < 1 else "must be at least 0 and below 1"
+    if path in _MAY_BE_ZERO:
+        return "" if value >= 0 else "must be at least 0"
+    return "" if value > 0 else "must be above 0"
+
+
+# What fits together. Each check yields a line for each problem of a config with derived values.
+
+
+def _grid(config: Config, world_size: int) -> Iterator[str]:
+    """Problems of tp, cp, pp and dp with the number of ranks."""
+    parallel = config.parallel
+    dp = parallel.dp  # as given: 0 means that the world size decides
+    # A message leaves out context parallelism where it is not used.
+    names = [name for name in ("tp", "cp", "pp") if name != "cp" or parallel.cp > 1]
+    replica = parallel.tp * parallel.cp * parallel.pp  # ranks of one replica
+    product = "*".join(f"{name}({getattr(parallel, name)})" for name in names)
+    if world_size % replica:
+        text = (
+            f"{product}={replica} does not divide world size {world_size}; {'*'.join(names)} may be "
+            f"{listed(divisors(world_size))}, or start {around(world_size, replica)} ranks (launch.nproc, torchrun)"
+        )
+        yield problem(config, " ".join(f"parallel.{name}" for name in names), text)
+    elif dp not in (0, world_size // replica):
+        text = f"{product}*dp({dp})={replica * dp} is not world size {world_size}; "
+        yield problem(config, "parallel.dp", f"{text}use {world_size // replica}, or leave it at 0, which means it")
+
+
+def _heads(config: Config, rules: ModelRules) -> Iterator[str]:
+    """Problems of heads. `config` is as given: the messages depend on whether its head_dim is derived."""
+    model = config.model
+    heads = model.num_attention_heads
+    kv_heads = model.num_key_value_heads
+    hidden = model.hidden_size
+    multiple = 2 if rules.even_head_dim else 1  # of which the width of a head must be
+    width = max(hidden // heads // multiple, 1) * multiple
+    fitting = f"use hidden_size {around(hidden, multiple * heads)}, or set model.head_dim {width}"
+    if not model.head_dim and hidden % heads:
+        text = f"the width must divide by the heads; {fitting}"
+        yield problem(config, "model.hidden_size model.num_attention_heads", text)
+    elif (model.head_dim or hidden // heads) % multiple:
+        # Name the options that decide the width of a head.
+        options = "model.head_dim" if model.head_dim else "model.hidden_size model.num_attention_heads"
+        works = f"use {around(model.head_dim, multiple)}" if model.head_dim else fitting
+        text = "rotary embeddings turn pairs, so a head's width must be even"
+        yield problem(config, options, f"{text}; {model.head_dim or hidden // heads} is odd; {works}")
+    if kv_heads and heads % kv_heads:
+        text = f"query heads must divide by key/value heads; num_key_value_heads may be {listed(divisors(heads))}"
+        yield problem(config, "model.num_attention_heads model.num_key_value_heads", text)
+
+
+def _cut_by_tp(config: Config, world_size: int) -> Iterator[str]:
+    """Problems of what tp cuts: heads, the MLP and the shared expert. Each names values of tp that fit all of them."""
+    model = config.model
+    parallel = config.parallel
+    tp = parallel.tp
+    widths = {"model.intermediate_size": model.intermediate_size}
+    if model.moe.num_experts:
+        widths["model.moe.shared_expert_intermediate_size"] = model.moe.shared_expert_intermediate_size
+    fits = [n for n in divisors(model.num_attention_heads) if not any(width % n for width in widths.values())]
+    # Without ranks to spare, the other axes stay as they are.
+    others = parallel.cp * parallel.pp
+    fits = [n for n in fits if world_size % (n * others) == 0] or fits
+    heads_fit = model.num_attention_heads % tp == 0
+    if not heads_fit:
+        text = f"heads must divide by tp; tp may be {listed(fits)}"
+        yield problem(config, "model.num_attention_heads parallel.tp", text)
+    for path, width in widths.items():
+        if width % tp:
+            # While tp does not fit the heads, no width for it would help.
+            works = f"tp may be {listed(fits)}"
+            if heads_fit:
+                works = f"use {around(width, tp)}, or set parallel.tp {listed(fits)}"
+            what = "the MLP's width" if path == "model.intermediate_size" else "its width"
+            yield problem(config, f"{path} parallel.tp", f"{what} must divide by tp; {works}")
+
+
+def _model(config: Config, rules: ModelRules) -> Iterator[str]:
+    """Problems that follow from the rules of the model family."""
+    defaults = flatten(Config())
+    values = flatten(config)
+    for path in rules.unused:
+        if values[path] != defaults[path]:
+            text = f"family {rules.name} has no such thing; leave it at {shown(defaults[path])}"
+            yield problem(config, path, text)
+    if config.model.hidden_act not in rules.activations:
+        text = f"family {rules.name} has no such activation; use {' or '.join(rules.activations)}"
+        yield problem(config, "model.hidden_act", text)
+    yield from rules.problems(config)
+
+
+def _layout(config: Config) -> Iterator[str]:
+    """Problems of the rank order, and of what tp cuts."""
+    tp = config.parallel.tp
+    length = config.train.seq_length
+    if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
+        yield problem(config, "parallel.order", "must name tp, cp, dp and pp once each, such as tp-cp-dp-pp")
+    if config.parallel.cp > 1:
+        yield from _context_parallel(config)
+    elif config.parallel.sequence_parallel and length % tp:
+        text = f"sequence_parallel cuts the sequence over tp; {_lengths(config, tp)}"
+        text += ", or leave sequence_parallel at false"
+        yield problem(config, "train.seq_length parallel.tp parallel.sequence_parallel", text)
+    if config.parallel.cp == 1 and config.parallel.cp_attention != ParallelConfig().cp_attention:
+        default = ParallelConfig().cp_attention
+        text = f"with one cp rank there is nothing to exchange; set parallel.cp, or leave it at {default}"
+        yield problem(config, "parallel.cp_attention parallel.cp", text)
+    if config.parallel.tp_overlap_chunks > 1 and tp == 1:
+        text = "without tensor parallelism no product waits for other ranks; set parallel.tp, or leave it at 1"
+        yield problem(config, "parallel.tp_overlap_chunks parallel.tp", text)
+    if length > config.model.max_position_embeddings:
+        text = f"sequences longer than the model's positions; {_lengths(config, _unit_of_length(config))}"
+        yield problem(config, "train.seq_length model.max_position_embeddings", text)
+
+
+def _unit_of_length(config: Config) -> int:
+    """The number that a sample's length must be a multiple of."""
+    parallel = config.parallel
+    tp = parallel.tp if parallel.sequence_parallel else 1
+    # The positions of a cp rank are two chunks, and are cut over tp.
+    return tp if parallel.cp == 1 else parallel.cp * math.lcm(2, tp)
+
+
+def _lengths(config: Config, unit: int) -> str:
+    """What to do about a length that is no multiple of `unit` or more than the model's positions."""
+    length = config.train.seq_length
+    most = config.model.max_position_embeddings // unit * unit
+    if not most:
+        return f"set model.max_position_embeddings {unit}"
+    if length > most:
+        return f"use at most {most}"
+    return f"use {around(length, unit)}"
+
+
+def _context_parallel(config: Config) -> Iterator[str]:
+    """Problems of what cp cuts: positions into two chunks for each rank, and with ulysses the heads of a tp rank."""
+    parallel = config.parallel
+    length = config.train.seq_length
+    unit = _unit_of_length(config)
+    options = "train.seq_length parallel.cp"
+    reason = "each cp rank holds two chunks of equal length"
+    if parallel.sequence_parallel:
+        options += " parallel.tp parallel.sequence_parallel"
+        reason += ", and sequence_parallel cuts them over tp"
+    if length % unit:
+        text = f"{reason}, so the length must divide by {unit}; {_lengths(config, unit)}"
+        yield problem(config, options, text)
+    heads = config.model.num_attention_heads // parallel.tp
+    if parallel.cp_attention == "ulysses" and heads % parallel.cp:
+        text = (
+            f"ulysses deals the {counted(heads, 'query head')} of a tp rank to cp ranks, and cp {parallel.cp} does not "
+            "divide them; use gather or ring"
+        )
+        yield problem(config, "parallel.cp_attention parallel.cp parallel.tp model.num_attention_heads", text)
+
+
+def _pipeline(config: Config, world_size: int) -> Iterator[str]:
+    """Problems of layers and stages."""
+    parallel = config.parallel
+    layers = config.model.num_hidden_layers
+    pp = parallel.pp
+    partition = parallel.partition
+    needs = STAGES_ON_A_RANK.get(parallel.schedule, parallel.vpp)
+    # The first and the last stage may hold only the embedding and only the head.
+    fit = [vpp for vpp in (needs, parallel.vpp) if layers >= pp * vpp - 2]
+    if parallel.vpp != needs:
+        number = {1: "one stage", 2: "two stages"}[needs]
+        works = []
+        # With too many stages in both cases the next line says which pp has enough layers.
+        if needs in fit or not fit:
+            works.append(f"set parallel.vpp {needs}")
+        if parallel.vpp in fit:
+            others = "interleaved, zb-interleaved or gpipe" if parallel.vpp > 1 else "1f1b or zb-h1"
+            works.append(f"set parallel.schedule {others}")
+        text = f"{parallel.schedule} runs {number} on each rank; {', or '.join(works)}"
+        yield problem(config, "parallel.vpp parallel.schedule", text)
+    if parallel.schedule_costs and len(parallel.schedule_costs) != 3:
+        text = "must be three times: forward, gradient of inputs, gradient of weights; such as 1 1.3 0.7"
+        yield problem(config, "parallel.schedule_costs", text)
+    stages = pp * needs
+    if not fit:
+        text = f"{stages} stages, of which all but the first and last need a layer; "
+        yield problem(
+            config, "model.num_hidden_layers parallel.pp parallel.vpp", text + _fewer_stages(config, needs, world_size)
+        )
+    elif partition and parallel.vpp == needs and not _is_partition(partition, layers, stages):
+        text = (
+            f"{len(partition)} numbers of sum {sum(partition)}, for {layers} layers on {stages} stages, of which all "
+            f"but the first and last need one; use {shown(_even(layers, stages))}, or leave it out"
+        )
+        yield problem(config, "parallel.partition parallel.pp parallel.vpp model.num_hidden_layers", text)
+
+
+def _fewer_stages(config: Config, vpp: int, world_size: int) -> str:
+    """Values of vpp or pp with which there are layers enough, if a rank has `vpp` stages."""
+    parallel = config.parallel
+    enough = config.model.num_hidden_layers + 2
+    if parallel.schedule not in STAGES_ON_A_RANK:
+        if enough >= parallel.pp:
+            return f"vpp may be at most {enough // parallel.pp}"
+        vpp = min(vpp, enough)
+    fits = [pp for pp in range(1, enough // vpp + 1) if world_size % (parallel.tp * parallel.cp * pp) == 0]
+    works = f"pp may be {listed(fits or [enough // vpp])}"
+    return works if vpp == parallel.vpp else f"{works} and vpp may be {vpp}"
+
+
+def _is_partition(partition: tuple[int, ...], layers: int, stages: int) -> bool:
+    return len(partition) == stages and sum(partition) == layers and all(partition[1:-1])
+
+
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    """Numbers of layers of the stages, as equal as possible.
+
+    Layers that are left over go to the stages after the first, because a middle stage must not stay empty.
+    """
+    each, left_over = divmod(layers, stages)
+    sizes = [each] * stages
+    for stage in range(1, left_over + 1):
+        sizes[stage] += 1
+    return tuple(sizes)
+
+
+def _batch(config: Config) -> Iterator[str]:
+    """Problems of the global batch and its ramp."""
+    batch = config.train.global_batch_size
+    step = config.train.micro_batch_size
+    options = "train.micro_batch_size"
+    reason = f"must be a multiple of train.micro_batch_size {step}"
+    otherwise = ""
+    if validate_experts.shares_experts(config):
+        step *= config.parallel.dp
+        options += " parallel.dp parallel.ep parallel.etp"
+        reason = f"replicas that share experts need equal numbers of micro-batches: a multiple of {step}"
+        otherwise = f", or {validate_experts.not_shared(config)}"
+    if batch % step:
+        text = f"{reason}; use {around(batch, step)}"
+        # With another ep the batch must still divide by the micro-batch.
+        if batch % config.train.micro_batch_size == 0:
+            text += otherwise
+        yield problem(config, f"train.global_batch_size {options}", text)
+    ramp = config.train.batch_ramp
+    if not ramp:
+        return
+    # A ramp begins below the batch.
+    works = "leave it out"
+    if batch > step and batch % step == 0:
+        works = f"use {step} {step} {ramp[2] if len(ramp) == 3 else 1000}"
+    if len(ramp) != 3:
+        text = f"must be three numbers: START INCREMENT SAMPLES; {works}"
+        yield problem(config, "train.batch_ramp train.global_batch_size", text)
+    elif ramp[0] >= batch or (batch - ramp[0]) % ramp[1]:
+        text = f"START plus a number of INCREMENTs must be the global batch; {works}"
+        yield problem(config, f"train.batch_ramp train.global_batch_size {options}", text)
+    elif ramp[0] % step or ramp[1] % step:
+        yield problem(config, f"train.batch_ramp train.global_batch_size {options}", f"{reason}; {works}")
+
+
+def _train(config: Config) -> Iterator[str]:
+    """Options of `train` that have no effect with the others as they are. No option is ignored in silence."""
+    train = config.train
+    defaults = Config().train
+    if train.recompute_every > 1 and train.recompute != "full":
+        text = "only recompute full has an every; set train.recompute full, or leave it at 1"
+        yield problem(config, "train.recompute_every train.recompute", text)
+    if not (config.data.validation or config.data.split):
+        for name in ("eval_every", "eval_samples"):
+            if getattr(train, name) != getattr(defaults, name):
+                text = f"nothing to evaluate; set data.validation, or leave {name} at {getattr(defaults, name)}"
+                yield problem(config, f"train.{name} data.validation", text)
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    """Problems of ZeRO, and of options that only some of its stages have."""
+    optimizer = config.optimizer
+    stage = optimizer.zero_stage
+    use = f"use zero_stage {listed(_zero_stages(config))}"
+    if optimizer.overlap_param_gather and stage == 0:
+        text = f"without ZeRO every rank updates all weights, and none are gathered; {use}, or leave it at false"
+        yield problem(config, "optimizer.overlap_param_gather optimizer.zero_stage", text)
+    if optimizer.overlap_param_gather and stage == 3:
+        text = f"stage 3 gathers the weights of each layer while the layer before runs; {use}, or leave it at false"
+        yield problem(config, "optimizer.overlap_param_gather optimizer.zero_stage", text)
+    if optimizer.shard_ranks and stage == 0:
+        text = f"without ZeRO nothing is sharded; {use}, or leave it at 0"
+        yield problem(config, "optimizer.shard_ranks optimizer.zero_stage", text)
+    if optimizer.grad_reduce_dtype == "bf16" and stage == 0:
+        text = f"without ZeRO every rank needs the whole sum, which is not rounded; {use}, or leave it at fp32"
+        yield problem(config, "optimizer.grad_reduce_dtype optimizer.zero_stage", text)
+    bucket_mb = optimizer.bucket_mb
+    if bucket_mb > 0 and not _SMALLEST_BUCKET_MB <= bucket_mb <= _LARGEST_BUCKET_MB:
+        text = f"must be from {_SMALLEST_BUCKET_MB:g} to {_LARGEST_BUCKET_MB:g}, or 0"
+        yield problem(config, "optimizer.bucket_mb", text)
+    if optimizer.bucket_mb and stage >= 2:
+        text = f"stages 2 and 3 reduce the gradients of one layer at a time; leave bucket_mb at 0, or {use}"
+        yield problem(config, "optimizer.bucket_mb optimizer.zero_stage", text)
+    yield from _rates(config)
+
+
+def _zero_stages(config: Config) -> list[int]:
+    """The stages of ZeRO that fit the other options of `optimizer`. Stage 1 always does."""
+    optimizer = config.optimizer
+    fits = {0, 1, 2, 3}
+    if optimizer.overlap_param_gather:
+        fits &= {1, 2}
+    if optimizer.shard_ranks or optimizer.grad_reduce_dtype == "bf16":
+        fits &= {1, 2, 3}
+    # A derived bucket_mb is not among these options: it follows the stage.
+    if optimizer.bucket_mb and optimizer.zero_stage >= 2:
+        fits &= {0, 1}
+    return sorted(fits)
+
+
+def _rates(config: Config) -> Iterator[str]:
+    """Problems of the learning rate's schedule."""
+    optimizer = config.optimizer
+    steps = config.train.steps
+    if optimizer.schedule in ("constant", "inverse_sqrt") and optimizer.decay_steps:
+        text = "has no decay; set optimizer.schedule cosine, linear or wsd, or leave decay_steps at 0"
+        yield problem(config, "optimizer.decay_steps optimizer.schedule", text)
+    if optimizer.warmup_steps > steps:
+        text = f"the warm-up would not end within the run; use at most {steps}"
+        yield problem(config, "optimizer.warmup_steps train.steps", text)
+    elif optimizer.schedule == "wsd" and optimizer.warmup_steps + optimizer.decay_steps > steps:
+        most = steps - optimizer.warmup_steps
+        text = f"warm-up and decay together are longer than the run; decay_steps may be at most {most}"
+        yield problem(config, "optimizer.warmup_steps optimizer.decay_steps train.steps", text)
+    if optimizer.schedule == "constant" and optimizer.min_lr:
+        text = "a constant rate has no end; choose cosine, linear, inverse_sqrt or wsd, or leave it at 0"
+        yield problem(config, "optimizer.min_lr optimizer.schedule", text)
+    elif optimizer.min_lr > optimizer.lr >= 0:  # a negative lr has its own message
+        text = f"the rate must not end above its peak; use at most {shown(optimizer.lr)}"
+        yield problem(config, "optimizer.min_lr optimizer.lr", text)
+
+
+def _shard_ranks(config: Config) -> Iterator[str]:
+    """Problems of the groups of ranks over which ZeRO shards."""
+    number = config.optimizer.shard_ranks
+    if not number or config.optimizer.zero_stage == 0:
+        return
+    parallel = config.parallel
+    replicas = parallel.dp * parallel.cp
+    if replicas % number:
+        text = f"must divide the {counted(replicas, 'rank')} of dp x cp; use {listed(divisors(replicas))}, or 0 for all"
+        yield problem(config, "optimizer.shard_ranks parallel.dp parallel.cp", text)
+    elif config.model.moe.num_experts:
+        holders = parallel.tp * replicas // (parallel.ep * parallel.etp)
+        if number < holders and holders % number:
+            works = [n for n in divisors(replicas) if n >= holders or holders % n == 0]
+            text = (
+                f"must divide the {holders} ranks that hold the same experts, or be at least as many; use "
+                f"{listed(works)}, or 0 for all"
+            )
+            yield problem(config, "optimizer.shard_ranks parallel.ep parallel.etp", text)
+
+
+def _checkpoint(config: Config) -> Iterator[str]:
+    """Problems of options of `checkpoint` that contradict each other or have no effect."""
+    options = config.checkpoint
+    if options.init_from != "none" and options.resume not in ("auto", "none"):
+        text = "both name a checkpoint to start from; leave resume at auto, or init_from at none"
+        yield problem(config, "checkpoint.init_from checkpoint.resume", text)
+    if options.init_from == "none" and not options.strict:
+        text = "only the weights of init_from may fit in part; set checkpoint.init_from, or leave it at true"
+        yield problem(config, "checkpoint.strict checkpoint.init_from", text)
+    if options.keep_every and not options.keep_last:
+        text = "all checkpoints are kept; set checkpoint.keep_last 1, or leave keep_every at 0"
+        yield problem(config, "checkpoint.keep_every checkpoint.keep_last", text)
+
+
+def _launch(config: Config, world_size: int) -> Iterator[str]:
+    """Problems of how ranks are started.
+
+    The device is not checked here but where a rank starts (device.choose), because it depends on the machine.
+    """
+    if not 1.0 <= config.launch.timeout_seconds <= _WEEK_SECONDS:
+        text = f"must be from 1 to {_WEEK_SECONDS:,} (a week); use 300 for most jobs"
+        yield problem(config, "launch.timeout_seconds", text)
+    if config.launch.nproc not in (0, world_size):
+        text = f"{counted(world_size, 'rank is', 'ranks are')} running already; leave it at 0 under torchrun and Slurm"
+        yield problem(config, "launch.nproc", text)

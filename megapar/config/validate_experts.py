@@ -1,0 +1,137 @@
+"""Checks of the options of a mixture of experts, for `megapar.config.validate`."""
+
+import math
+from collections.abc import Iterator
+
+from megapar.config.messages import around, counted, divisors, listed, problem, shown
+from megapar.config.model_rules import MOE, ModelRules
+from megapar.config.options import Config, MoEConfig, flatten
+
+
+def problems(config: Config, rules: ModelRules) -> Iterator[str]:
+    """Problems of a mixture of experts, and options of one in a model that has no experts."""
+    moe = config.model.moe
+    if not rules.has_experts:
+        yield from _without_experts(config, f"family {rules.name} has no experts; leave it")
+    elif not moe.num_experts:
+        # Whatever else is said about experts holds once there are some.
+        some = 8 * moe.n_group
+        text = f"family {rules.name} is a mixture of experts; use a number such as {some}"
+        yield problem(config, "model.moe.num_experts", text)
+    else:
+        yield from _expert_layers(config)
+        yield from _router(config)
+        yield from _balance(config)
+
+
+def _without_experts(config: Config, text: str) -> Iterator[str]:
+    """A line for each option of experts that is set in a model without them. `text` is its beginning."""
+    defaults = flatten(Config())
+    for path, value in flatten(config).items():
+        if path in (*MOE, "parallel.ep", "parallel.etp") and value != defaults[path]:
+            yield problem(config, path, f"{text} at {shown(defaults[path])}")
+
+
+def grid_problems(config: Config) -> Iterator[str]:
+    """Problems of ep and etp, whose ranks are those of tp, cp and dp."""
+    parallel = config.parallel
+    if not config.model.moe.num_experts:
+        return
+    ranks = parallel.tp * parallel.cp * parallel.dp
+    if ranks % (parallel.ep * parallel.etp) == 0:
+        return
+    text = f"ep({parallel.ep})*etp({parallel.etp}) must divide the {counted(ranks, 'rank')} of a pipeline rank; "
+    options = "parallel.ep parallel.etp"
+    if ranks % parallel.etp == 0:
+        yield problem(config, options, f"{text}ep may be {listed(divisors(ranks // parallel.etp))}")
+    else:
+        works = f"etp may be {listed(_etp_that_fits(config, ranks))}"
+        if parallel.ep > 1:
+            works += " and ep may be 1"
+        yield problem(config, options, f"{text}{works}")
+
+
+def _etp_that_fits(config: Config, ranks: int) -> list[int]:
+    """The numbers of ranks, of `ranks`, that can share an expert."""
+    return [n for n in divisors(ranks) if config.model.moe.moe_intermediate_size % n == 0]
+
+
+def _expert_layers(config: Config) -> Iterator[str]:
+    """Problems of the widths of experts, and of the layers that have them."""
+    moe = config.model.moe
+    parallel = config.parallel
+    if moe.moe_intermediate_size % parallel.etp:
+        text = f"an expert's width must divide by etp; use {around(moe.moe_intermediate_size, parallel.etp)}"
+        yield problem(config, "model.moe.moe_intermediate_size parallel.etp", text)
+    if moe.shared_expert_gate and not moe.shared_expert_intermediate_size:
+        text = "there is no shared expert to gate; set its width, or leave the gate at false"
+        yield problem(config, "model.moe.shared_expert_gate model.moe.shared_expert_intermediate_size", text)
+    layers = config.model.num_hidden_layers
+    kept = tuple(layer for layer in moe.mlp_only_layers if layer < layers)
+    if kept != moe.mlp_only_layers:
+        text = f"layers are numbered from 0 to {layers - 1}; use {shown(kept)}"
+        yield problem(config, "model.moe.mlp_only_layers model.num_hidden_layers", text)
+
+
+def _router(config: Config) -> Iterator[str]:
+    """Problems of how the experts of a token are chosen."""
+    moe = config.model.moe
+    groups = "model.moe.n_group model.moe.topk_group"
+    if moe.num_experts % moe.n_group:
+        fits = [n for n in divisors(moe.num_experts) if n >= moe.topk_group]
+        text = f"groups must have equal numbers of experts; use {listed(fits or [moe.num_experts])}"
+        yield problem(config, "model.moe.n_group model.moe.num_experts", text)
+    elif moe.topk_group > moe.n_group:
+        yield problem(config, groups, f"there are fewer groups; topk_group may be at most {moe.n_group}")
+    else:
+        eligible = moe.num_experts // moe.n_group * moe.topk_group
+        if moe.num_experts_per_tok > eligible:
+            text = f"a token can choose among {eligible} experts; use at most {eligible}"
+            yield problem(config, f"model.moe.num_experts_per_tok model.moe.num_experts {groups}", text)
+        elif moe.n_group > 1 and moe.num_experts_per_tok % moe.topk_group:
+            multiples = range(moe.topk_group, eligible + 1, moe.topk_group)
+            text = "a group's score adds its best num_experts_per_tok / topk_group experts, so topk_group must divide"
+            text += f"; use {listed(list(multiples))}"
+            yield problem(config, "model.moe.num_experts_per_tok model.moe.topk_group", text)
+
+
+def _balance(config: Config) -> Iterator[str]:
+    """Problems of what evens out the load of the experts."""
+    moe = config.model.moe
+    defaults = MoEConfig()
+    if moe.balance == "micro_batch":
+        text = (
+            "the load of a micro-batch depends on how ranks share the batch, so this loss would change with the "
+            "layout; use sequence, global or bias"
+        )
+        yield problem(config, "model.moe.balance", text)
+    if moe.balance not in ("sequence", "global") and moe.router_aux_loss_coef != defaults.router_aux_loss_coef:
+        text = "only balance sequence and global have a loss; choose one of them, or leave it out"
+        yield problem(config, "model.moe.router_aux_loss_coef model.moe.balance", text)
+    if moe.balance != "bias" and moe.router_bias_update_rate != defaults.router_bias_update_rate:
+        text = "only balance bias has a bias; choose it, or leave it out"
+        yield problem(config, "model.moe.router_bias_update_rate model.moe.balance", text)
+
+
+def shares_experts(config: Config) -> bool:
+    """Whether replicas exchange tokens, so that they must run the same number of micro-batches."""
+    parallel = config.parallel
+    return config.model.moe.num_experts > 0 and _ranks_together(config) % (parallel.ep * parallel.etp) > 0
+
+
+def _ranks_together(config: Config) -> int:
+    """The number of neighboring ranks that belong to one replica, on one pipeline rank."""
+    sizes = {"tp": config.parallel.tp, "cp": config.parallel.cp}
+    # The ranks of one replica follow each other, as many as the axes have that come before dp in the order.
+    names = config.parallel.order.split("-")
+    return math.prod(sizes.get(name, 1) for name in names[: names.index("dp")]) if "dp" in names else 1
+
+
+def not_shared(config: Config) -> str:
+    """Values of ep and etp with which replicas share no experts."""
+    parallel = config.parallel
+    together = _ranks_together(config)
+    if together % parallel.etp == 0:
+        return f"ep may be {listed(divisors(together // parallel.etp))}"
+    works = f"etp may be {listed(_etp_that_fits(config, together))}"
+    return f"{works} and ep may be 1" if parallel.ep > 1 else works

@@ -1,0 +1,253 @@
+"""Runs one rank's process from start to end: answers signals, meets the other ranks, and reports the exit code.
+
+megapar.launch.local, torchrun or Slurm starts the ranks. If a rank is lost under torchrun, torchrun's agent ends the
+other ranks. The agent's own exit code is always 1; error.json has ours. The agent passes SIGTERM on and kills its ranks
+30 seconds later, so a save must be done by then. Slurm's --signal=USR1@120 leaves as many seconds as it names.
+"""
+
+import faulthandler
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapar import context, device
+from megapar.comm import collectives, rendezvous
+from megapar.comm.flight import Board, Flight
+from megapar.comm.flight_file import FlightFile
+from megapar.comm.rendezvous import Member
+from megapar.comm.store import JobStore, StoreUser, answered, connect, part_of, quiet_log
+from megapar.config import plugins
+from megapar.config.options import Config, flatten
+from megapar.context import ParallelContext
+from megapar.errors import CommunicationError, ConfigError, MegaparError, storing
+from megapar.launch.grid import with_grid
+from megapar.launch.monitor import Monitor
+from megapar.launch.reporting import exits_refused, reported
+from megapar.launch.signals import Signals
+from megapar.pipeline import schedule_files
+from megapar.pipeline.actions import show
+from megapar.system.atomic_files import write_json
+
+_WATCHDOG_MARGIN_SECONDS = 2.0  # the monitor speaks this long before NCCL's watchdog ends the process
+_MEETING_MARGIN_SECONDS = 30.0  # what a meeting may take beyond its own time-outs before the store is given up
+_TELLING_SECONDS = 0.5  # a rank waits this long at its end while another one tells the error of both
+_MOST_THREADS_PER_CORE = 4
+_MOST_RANKS_PER_CORE = 64  # for trying out a layout on a laptop
+STARTED = time.monotonic()  # when this program started; forked ranks inherit it
+
+
+@dataclass
+class RankProcess:
+    """This process as one rank of a job."""
+
+    rank: int
+    flight: Flight
+    signals: Signals
+    monitor: Monitor
+    file: FlightFile | None  # under torchrun and Slurm: the flight log for others on this host
+    deadline: float  # on time.monotonic's clock; 0 for none
+    members: list[Member] = field(default_factory=list)
+
+    def asked_to_stop(self) -> str:
+        """What asks the run to stop at the end of this step: a signal, "launch.time_limit", or "" for nothing."""
+        if self.signals.request:
+            return self.signals.request
+        if self.deadline and time.monotonic() > self.deadline:
+            return "launch.time_limit"
+        return ""
+
+    def arm(self) -> None:
+        """Note that training begins: from now on a request to stop is followed at the end of a step."""
+        self.signals.armed = True
+        self.flight.raise_flag("armed")
+
+    def claim_run_dir(self, run_dir: Path) -> None:
+        """Note that this job has locked the run folder: remove an old error.json, and write ranks.json."""
+        # Without this flag an error must not be written to the folder: it may belong to another job.
+        self.flight.raise_flag("owns")
+        if self.rank == 0:
+            with storing(run_dir / "error.json"):
+                (run_dir / "error.json").unlink(missing_ok=True)
+            write_json(run_dir / "ranks.json", {"ranks": [asdict(member) for member in self.members]})
+
+
+@contextmanager
+def rank_process(config: Config, env: device.Environment, board: Board | None = None) -> Iterator[RankProcess]:
+    """A context around all that a rank does. It answers signals, and reports how the rank ended.
+
+    `board` is that of the local launcher, None under torchrun and Slurm.
+    """
+    # A crash in native code (SIGSEGV, SIGBUS, NCCL's SIGABRT) then prints where Python stood.
+    faulthandler.enable(all_threads=False)
+    file = FlightFile() if env.launched and env.world_size > 1 else None
+    if board is not None:
+        flight = Flight(board[env.rank])
+    elif file is not None:
+        flight = Flight(file.memory)
+    else:
+        flight = Flight()
+    signals = Signals()
+    monitor = Monitor(flight, env.rank, signals, board)
+    limit = config.launch.time_limit
+    # Counted from the start of the program: imports and the meeting of the ranks take part of the time as well.
+    deadline = STARTED + 60 * limit if limit else 0.0
+    process = RankProcess(env.rank, flight, signals, monitor, file, deadline)
+    ended_alike = False
+    try:
+        with reported(env.rank, config.run_dir, flight, launcher_tells=board is not None), exits_refused():
+            try:
+                yield process
+            except CommunicationError as error:
+                error.ranks = monitor.table
+                error.culprit = monitor.culprit()
+                error.told = not monitor.speaks()
+                raise
+            except MegaparError as error:
+                ended_alike = error.everywhere
+                if not error.everywhere and not monitor.tells(f"{type(error).__name__}: {error}"):
+                    error.told = True
+                    # torchrun ends all ranks when one ends: the rank that tells the error must be the first to end.
+                    error.patience_seconds = _TELLING_SECONDS
+                raise
+    finally:
+        monitor.close()
+        # After a failure other ranks may read the log, and the next start on this host removes it. Nobody will read it
+        # where all ranks have ended alike, by success or by the same refusal, or where this rank has met no other.
+        has_met = len(process.members) > 1
+        if file is not None and (ended_alike or not has_met or flight.phase == "end"):
+            file.remove()
+
+
+def refuse_start(config: Config) -> None:
+    """Raise ConfigError if this machine should not start what the options ask for."""
+    if not config.launch.nproc:
+        device.refuse_slurm_shell()
+    cores = device.usable_cores()
+    # OpenMP crashes at some thousands of threads. Thousands of processes take the whole machine's memory.
+    most = {
+        "launch.threads": _MOST_THREADS_PER_CORE * cores,
+        "data.workers": _MOST_THREADS_PER_CORE * cores,
+        "launch.nproc": _MOST_RANKS_PER_CORE * cores,
+    }
+    values = flatten(config)
+    problems = []
+    for option, limit in most.items():
+        if values[option] > limit:
+            problems.append(f"{option}={values[option]}: {cores} cores can be used here; use at most {limit}, or 0")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def join(config: Config, env: device.Environment, process: RankProcess) -> ParallelContext:
+    """Prepare this process, meet the other ranks, and make the rank grid. A collective over all ranks of `env`.
+
+    Raises ConfigError on every rank, before any collective, if ranks disagree on options, code, torch's version or the
+    type of device, or if two ranks share a GPU. Raises CommunicationError if some ranks do not come.
+    """
+    with _told_by_each_host(env):
+        chosen = device.choose(config.launch.device, env.local_rank, env.local_world_size, own_gpus=env.launched)
+        device.choose_kernels(config.kernels.backend, chosen)  # called here to raise before the first collective
+    device.prepare(chosen, threads=config.launch.threads, cores=env.cores, deterministic=config.train.deterministic)
+    device.require_threads()
+    timeout = config.launch.timeout_seconds
+    member = rendezvous.this_member(env.rank, str(chosen), device.gpu_id(chosen))
+    process.members = [member]
+    if env.world_size > 1:
+        process.members = _meet(config, env, member, chosen, process)
+    create = with_grid(context.create, config)
+    use_shared_memory = config.launch.cpu_exchange == "shared_memory"
+    return create(device=chosen, timeout_seconds=timeout, flight=process.flight, use_shared_memory=use_shared_memory)
+
+
+@contextmanager
+def _told_by_each_host(env: device.Environment) -> Iterator[None]:
+    """Let the first rank of each host report a ConfigError of the block. Ranks have not met: others may not have it."""
+    try:
+        yield
+    except ConfigError as error:
+        error.everywhere = False
+        error.told = env.launched and env.local_rank > 0  # the local launcher sees all errors, and reports one
+        raise
+
+
+def _meet(
+    config: Config, env: device.Environment, member: Member, chosen: torch.device, process: RankProcess
+) -> list[Member]:
+    """Meet the other ranks, compare what must be equal, and make the world's process group; returns all members."""
+    timeout = config.launch.timeout_seconds
+    backend = device.backend(chosen)
+    job = _connect(env, timeout, serves_store=env.serves_store)
+    number, members = _compare(job, config, env, member, chosen)
+    store = part_of(job, StoreUser.GROUPS, number)
+    with quiet_log():
+        collectives.initialize(backend, env.rank, env.world_size, store=store, timeout_seconds=timeout, device=chosen)
+    if process.file is None:
+        process.monitor.watch(members)
+        return members
+    # The monitor gets its own connection: while the main thread waits on the first one, it answers no other thread.
+    own = part_of(_connect(env, timeout, serves_store=False), StoreUser.MONITOR, number)
+    process.monitor.watch(members, own, process.file)
+    if backend == "nccl":
+        process.monitor.warn_after = max(1.0, timeout - _WATCHDOG_MARGIN_SECONDS)
+    return members
+
+
+def _compare(
+    job: JobStore, config: Config, env: device.Environment, member: Member, chosen: torch.device
+) -> rendezvous.Meeting:
+    """Meet the other ranks in the job's store, and compare what must be equal."""
+    timeout = config.launch.timeout_seconds
+    store = part_of(job, StoreUser.MEETING)
+    shared = what_ranks_share(config, chosen.type)
+
+    def meet() -> rendezvous.Meeting:
+        return rendezvous.meet(store, member, env.world_size, shared, timeout, outlives_ranks=env.agent_serves_store)
+
+    most = 2 * timeout + _MEETING_MARGIN_SECONDS
+    try:
+        return answered(meet, most)
+    except TimeoutError:
+        raise CommunicationError(
+            f"the job's store at {env.meeting} did not answer rank {env.rank} for {most:g} s while ranks met: the "
+            "process that keeps it, rank 0 or torchrun's agent, is stopped or its host is lost"
+        ) from None
+
+
+def _connect(env: device.Environment, timeout_seconds: float, *, serves_store: bool) -> JobStore:
+    """A connection to the job's store; `serves_store`: this process runs the server too."""
+    return connect(env.meeting, env.rank, env.world_size, serves_store=serves_store, timeout_seconds=timeout_seconds)
+
+
+def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
+    """All that must be equal on every rank, as JSON types: options, code, versions and the type of device."""
+    # These may differ between nodes: how many ranks a node has, their threads, and the name of the device.
+    local = ("launch.nproc", "launch.device", "launch.threads")
+    options = {path: value for path, value in flatten(config).items() if path not in local}
+    versions = {"torch's version": torch.__version__}
+    # The modules that these options name were imported when the options were checked. A module that they import from
+    # their own package counts as well: it may hold the layers of a family.
+    named = (config.model.family, config.parallel.schedule)
+    outside = {package for name in named if (package := plugins.package_of(name))}
+    files = {}
+    if schedule_files.is_file(config.parallel.schedule):
+        # Nodes may have files of their own. Ranks that run unlike schedules would wait for each other for ever.
+        orders = schedule_files.read(config.parallel.schedule).orders
+        files["the file of parallel.schedule"] = blake2b(show(orders).encode(), digest_size=6).hexdigest()
+    return {**options, **versions, **rendezvous.hashes_of_files(outside), **files, "the device": device_type}
+
+
+def leave(ctx: ParallelContext) -> None:
+    """End a run that succeeded or has saved: wait for all ranks, then free the process groups.
+
+    A run that failed does not call this: its process ends, and its launcher ends the others.
+    """
+    # Without the barrier, rank 0 could take the store away while other ranks still use it.
+    collectives.barrier(ctx.world)
+    collectives.shutdown()
+    ctx.flight.enter("end")

@@ -1,0 +1,276 @@
+"""How a program reports its errors, and with which exit code it ends."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megapar.comm.flight import Flight
+from megapar.errors import CommunicationError, MegaparError, OutOfMemoryError, Preempted, StorageError
+from megapar.system.regular_files import open_regular
+
+
+class Ended(SystemExit):
+    """How `reported` ends the process, so that `exits_refused` can tell it from a sys.exit elsewhere."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends the process at once."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+def tell(text: str) -> None:
+    """Print a line on stderr. Never raises.
+
+    A full disk or a reader that has gone must not hide the error that the line reports.
+    """
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError, AttributeError):
+        _replace_by_nothing(2)
+
+
+def say(text: str) -> None:
+    """Print a line on stdout. Never raises: a reader that has gone (`| head`) or a full disk must not end a run.
+
+    The first failure is reported on stderr. Later lines are dropped.
+    """
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError) as error:
+        _replace_by_nothing(1)
+        tell(f"stdout cannot be written ({error}): log lines are dropped from here on, the run goes on")
+
+
+def _replace_by_nothing(descriptor: int) -> None:
+    """Redirect `descriptor` to os.devnull."""
+    # The descriptor is replaced, not the Python stream: Python writes what its buffer still holds when it exits.
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)
+
+
+def open_streams() -> None:
+    """Prepare stdin, stdout and stderr for `say` and `tell`: open them, and escape letters that they cannot encode."""
+    for descriptor, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed by the parent process: the next file to be opened would get this number
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
+        elif descriptor and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def _written_out() -> Iterator[None]:
+    """A context that ends when standard output has all that was printed in it.
+
+    Else Python writes the rest when the process ends, and a failure then changes the exit code to 120. Raises
+    StorageError if the text cannot be written. Ends the process if the reader of the text has gone.
+    """
+    try:
+        yield
+        _flush_stdout()
+    except SystemExit as end:
+        # rich ends the process with 1 where its reader has gone. No program of ours ends with 1.
+        if end.code == 1:
+            raise Ended(128 + signal.SIGPIPE) from end
+        # tyro has printed the text of --help before it ends the process.
+        _flush_stdout()
+        raise
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.ENOSPC) and error.filename is None:
+            _end_if_stdout_fails()
+        raise
+
+
+def _flush_stdout() -> None:
+    """Write what standard output holds. `_written_out` says what this raises."""
+    if sys.stdout is None or sys.stdout.closed:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _end_if_stdout_fails()
+        raise
+
+
+def _end_if_stdout_fails() -> None:
+    """After a failed write: end the program as `_written_out` says if standard output is what fails."""
+    try:
+        # The same error comes from full disks of other files, and from connections between ranks. So try it again.
+        os.write(1, b"\n")
+    except BrokenPipeError as error:
+        _replace_by_nothing(1)
+        raise Ended(128 + signal.SIGPIPE) from error
+    except OSError as error:
+        _replace_by_nothing(1)
+        raise StorageError(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+@contextmanager
+def reported(
+    rank: int = 0, run_dir: str | None = None, flight: Flight | None = None, *, launcher_tells: bool = False
+) -> Iterator[None]:
+    """A context for a program's main, which reports its errors and ends the process with their exit codes.
+
+    A MegaparError becomes one line on stderr, error.json in `run_dir`, and its exit code. Rank 0 alone reports an error
+    that all ranks raise. If ranks on one host raise the same words, one of them reports it. `launcher_tells`: this rank
+    only leaves its error in `flight`, and the launcher, which sees the errors of all ranks, reports one. An
+    interruption becomes one line and exit code 128 plus the signal's number. If the reader of standard output has gone,
+    as `head` goes, the program ends in silence, with the exit code of a program that SIGPIPE has ended. Any other
+    exception is a bug: its traceback is printed, and the exit code is 70.
+    """
+    flight = flight or Flight()
+    try:
+        try:
+            with _written_out():
+                yield
+        except MemoryError as error:
+            text = str(error) or "the host refused more memory (ulimit -v, or the container's limit)"
+            raise OutOfMemoryError(f"out of memory: {text}") from error
+    except MegaparError as error:
+        facts = {"everywhere": error.everywhere, "told": error.told} | error_facts(error, rank, flight)
+        flight.post_error(facts)
+        if not launcher_tells:
+            # With `ranks` the cause is known already, so there is nothing to wait for.
+            if not facts.get("ranks"):
+                time.sleep(error.patience_seconds)
+            if rank == 0 or not error.everywhere:
+                report_error(facts, run_dir, ours=flight.has_flag("owns"))
+        raise Ended(error.exit_code) from error
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, Interrupted) else signal.SIGINT
+        text = interrupted_at(flight.step, flight.last_checkpoint, number)
+        flight.post_error(_facts("Interrupted", text, 128 + number, rank, flight))
+        if not launcher_tells and rank == 0:
+            tell(text)
+        raise Ended(128 + number) from error
+    except SystemExit:
+        raise
+    except BaseException as error:  # Rust's panics, as in safetensors and tokenizers, are no subclass of Exception
+        # A closed or broken stderr must not keep error.json from being written.
+        with suppress(OSError, ValueError):
+            traceback.print_exc()
+        facts = error_facts(error, rank, flight)
+        flight.post_error(facts | {"told": True})
+        if not launcher_tells:
+            record_error(facts, run_dir, ours=flight.has_flag("owns"))
+        raise Ended(MegaparError.exit_code) from error
+
+
+@contextmanager
+def exits_refused() -> Iterator[None]:
+    """Raise MegaparError if code in the block calls sys.exit. The process would end as if its work was done."""
+    try:
+        yield
+    except Ended:
+        raise
+    except SystemExit as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise MegaparError(
+            f"{last.filename}:{last.lineno} called sys.exit({error.code}) before the run was complete; what a run "
+            "calls must not end its process"
+        ) from error
+
+
+def interrupted_at(step: int, checkpoint: int, number: int) -> str:
+    """A line such as "interrupted at step 12, last checkpoint step 10 (SIGINT)".
+
+    `step` 0 means before the first step. `checkpoint` -1 means that there is none. `number` is the signal's.
+    """
+    progress = f"at step {step}" if step else "before the first step"
+    saved = f"last checkpoint step {checkpoint}" if checkpoint >= 0 else "no checkpoint"
+    return f"interrupted {progress}, {saved} ({signal.Signals(number).name})"
+
+
+def error_facts(error: BaseException, rank: int, flight: Flight) -> dict[str, Any]:
+    """The contents of error.json as JSON types: the error, and the step and phase of this rank."""
+    code = error.exit_code if isinstance(error, MegaparError) else MegaparError.exit_code
+    facts = _facts(type(error).__name__, str(error), code, rank, flight)
+    if isinstance(error, CommunicationError) and error.ranks:
+        # error.json then describes the missing rank instead of this one, which only waited for it.
+        facts |= {**error.culprit, "ranks": list(error.ranks)}
+        # The message names the missing rank, so it needs no "rank N:" in front.
+        facts |= {"everywhere": bool(error.culprit), "told": error.told}
+    return facts
+
+
+def _facts(name: str, message: str, code: int, rank: int, flight: Flight) -> dict[str, Any]:
+    return {
+        "class": name,
+        "message": message,
+        "exit_code": code,
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "step": flight.step,
+        "phase": flight.phase,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def report_error(facts: Mapping[str, Any], run_dir: str | None, *, ours: bool) -> None:
+    """Print an error's line, unless it is marked as told, and record it by `record_error` if it is a failure.
+
+    `facts` are those of `error_facts`. A stop that was asked for and an interruption are no failures.
+    """
+    prefix = f"rank {facts['rank']}: " if facts["rank"] and not facts.get("everywhere") else ""
+    if facts["class"] == Interrupted.__name__:
+        tell(facts["message"])
+    elif not facts.get("told"):
+        tell(f"{facts['class']}: {prefix}{facts['message']}")
+    if facts["class"] not in (Preempted.__name__, Interrupted.__name__):
+        record_error(facts, run_dir, ours=ours)
+
+
+def record_error(facts: Mapping[str, Any], run_dir: str | None, *, ours: bool) -> None:
+    """Write `facts` to error.json in `run_dir`. Never raises.
+
+    `ours` means that this job holds the lock of the folder. Nothing is written without a folder, or into the folder of
+    another running job.
+    """
+    # Both keys only say who reports the error.
+    shown = {key: value for key, value in facts.items() if key not in ("everywhere", "told")}
+    if run_dir is None or not os.path.isdir(run_dir) or not (ours or _is_free(run_dir)):
+        return
+    path = Path(run_dir) / "error.json"
+    # Not files.replace_file: megapar.system.atomic_files imports this module.
+    draft = path.with_name(".error.json.tmp")
+    try:
+        with open(open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+            file.write(json.dumps(shown))
+        draft.replace(path)
+    except OSError as error:
+        tell(f"{path} not written: {error.strerror or error}")
+        with suppress(OSError):
+            draft.unlink()
+
+
+def _is_free(run_dir: str) -> bool:
+    """Whether no running job holds the lock of the run folder (see megapar.checkpoint.folder)."""
+    try:
+        with open(open_regular(os.path.join(run_dir, ".lock"))) as file:
+            # A shared lock: several ranks may ask at once, and must not take each other for a running job.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no lock yet, or a file system without locks
+        return True
+    return True

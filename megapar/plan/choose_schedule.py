@@ -1,0 +1,187 @@
+"""Replaces parallel.schedule=auto by the schedule with the shortest step, or by the one that an earlier start chose."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from megapar.comm.agreement import from_first
+from megapar.config.derive import num_microbatches
+from megapar.config.files import Resolved, load_earlier
+from megapar.config.messages import counted
+from megapar.config.options import Config, ParallelConfig
+from megapar.context import ParallelContext
+from megapar.errors import ConfigError
+from megapar.launch.reporting import say
+from megapar.pipeline.schedules import make
+from megapar.pipeline.zero_bubble import Memory
+from megapar.plan.choice import Choice, StageTimes, choose
+from megapar.plan.dry_run import Build, memory_limit
+
+TimesOfStages = Callable[[Config], Sequence[tuple[float, float, float]]]
+"""Returns the times of F, I and W of each stage of a config, whose parallel.vpp may differ from the run's."""
+
+
+def with_chosen_schedule(
+    resolved: Resolved,
+    config: Config,
+    ctx: ParallelContext,
+    measure: Callable[[Config, torch.device], TimesOfStages],
+    build: Build,
+) -> tuple[Resolved, Config]:
+    """Fill in parallel.schedule, vpp and schedule_costs if the schedule is auto. A collective over `ctx.world`.
+
+    A run that is resumed keeps its schedule: rank 0 takes the choice that config.toml in the run folder holds from an
+    earlier start. If there is none, rank 0 calls `measure` and chooses. It prints where the choice is from. Returns
+    both configurations with the choice. Raises ConfigError on every rank if no schedule keeps to
+    parallel.schedule_memory_gb.
+    """
+    if config.parallel.schedule != "auto":
+        return resolved, config
+    found = _Found()
+    if ctx.world.first:
+        try:
+            found = _find_on_first_rank(resolved, config, ctx, measure, build)
+        except ConfigError as error:
+            # Not raised here, because the other ranks wait in `from_first`.
+            found = _Found(error=str(error))
+    # It travels as JSON, so tuples arrive as lists.
+    options, line, error_text = from_first(found, ctx)
+    if error_text:
+        raise ConfigError(error_text)
+    if ctx.world.first:
+        say(line)
+    options["schedule_costs"] = tuple(options["schedule_costs"])
+    sources = dict(resolved.sources)
+    for name in options:
+        sources[f"parallel.{name}"] = "measured at the first start"
+    in_file = replace(resolved.config, parallel=replace(resolved.config.parallel, **options))
+    in_run = replace(config, parallel=replace(config.parallel, **options))
+    return Resolved(in_file, sources), in_run
+
+
+class _Found(NamedTuple):
+    """What rank 0 tells the other ranks: the chosen options of `parallel`, and a line for the user, or an error."""
+
+    options: Mapping[str, object] = {}
+    line: str = ""
+    error: str = ""
+
+
+def _find_on_first_rank(
+    resolved: Resolved,
+    config: Config,
+    ctx: ParallelContext,
+    measure: Callable[[Config, torch.device], TimesOfStages],
+    build: Build,
+) -> _Found:
+    """The choice of an earlier start. If there is none, a choice by measured times."""
+    earlier = _earlier_choice(resolved.config)
+    if earlier is not None:
+        return earlier
+    choice = _choose(config, resolved.config.parallel, measure(config, ctx.device), build)
+    forward, inputs, weights = choice.costs
+    line = (
+        f"schedule {choice.schedule} with {counted(choice.vpp, 'stage')} on a rank is the shortest, about "
+        f"{choice.idle:.1%} idle: times of forward, gradients of inputs and of weights are as {forward:g} : {inputs:g} "
+        f": {weights:g}"
+    )
+    return _Found(_options(choice.schedule, choice.vpp, choice.costs), line)
+
+
+def _options(schedule: str, vpp: int, costs: Sequence[float]) -> dict[str, object]:
+    """The options of `parallel` that a choice sets."""
+    return {"schedule": schedule, "vpp": vpp, "schedule_costs": costs}
+
+
+def check_schedule(given: Config, config: Config, build: Build) -> Config:
+    """Raise ConfigError if parallel.schedule does not exist, or does not fit the run's ranks and micro-batches.
+
+    Valid options make sure that the schedules of `schedules.SCHEDULES` fit. A file, or a schedule in a module of the
+    user's, may not fit.
+
+    Returns `config`. In a dry run, auto is replaced by the best schedule for equal times of all stages and actions,
+    because a dry run measures nothing. `given` has the options as the user gave them.
+    """
+    parallel = config.parallel
+    if parallel.schedule != "auto":
+        make(parallel.schedule, parallel.pp, parallel.vpp, num_microbatches(config))  # raises if it does not fit
+        return config
+    if not config.dry_run:
+        return config  # `with_chosen_schedule` fills it in when the ranks run
+    choice = _choose(config, given.parallel, _equal_times, build)
+    say(
+        f"parallel.schedule=auto: planned with {choice.schedule}, vpp {choice.vpp}, which idles {choice.idle:.1%} if "
+        "all stages take equal times; a run measures them when it first starts"
+    )
+    return replace(config, parallel=replace(parallel, schedule=choice.schedule, vpp=choice.vpp))
+
+
+def _equal_times(config: Config) -> Sequence[tuple[float, float, float]]:
+    # The work of a rank does not depend on vpp.
+    each = 1 / config.parallel.vpp
+    return [(each, each, each)] * (config.parallel.pp * config.parallel.vpp)
+
+
+def _choose(config: Config, given: ParallelConfig, times_of: TimesOfStages, build: Build) -> Choice:
+    """The best schedule for the numbers of stages that the options allow.
+
+    `given` has the options as the user gave them. `config` has them filled in.
+    """
+    parallel = config.parallel
+
+    def with_vpp(vpp: int) -> Config:
+        # Any schedule with so many stages on a rank does, because the times and the memory of a stage do not depend on
+        # the order.
+        name = "1f1b" if vpp == 1 else "interleaved"
+        return replace(config, parallel=replace(parallel, vpp=vpp, schedule=name))
+
+    def stage_times(vpp: int) -> list[StageTimes]:
+        return [StageTimes(*times) for times in times_of(with_vpp(vpp))]
+
+    def memory(vpp: int) -> Memory | None:
+        return memory_limit(with_vpp(vpp), build)
+
+    return choose(parallel, _allowed_vpps(config, given), num_microbatches(config), stage_times, memory)
+
+
+def _allowed_vpps(config: Config, given: ParallelConfig) -> list[int]:
+    """The numbers of stages on a rank that may be chosen. `given` has the options as the user gave them."""
+    pp = config.parallel.pp
+    if given.vpp:
+        return [given.vpp]
+    if given.partition:
+        return [len(given.partition) // pp]
+    # The first and the last stage may be without layers. Every other stage needs one.
+    most_stages = config.model.num_hidden_layers + 2
+    return [vpp for vpp in (1, 2) if pp * vpp <= most_stages]
+
+
+def _earlier_choice(config: Config) -> _Found | None:
+    """The choice in the config.toml of the run folder, if it was made for the same model and layout.
+
+    `config` has the options as the user gave them, because config.toml has them so too.
+    """
+    earlier = load_earlier(config.run_dir)
+    if earlier is None:
+        return None
+    chosen = earlier.parallel
+    if not chosen.schedule_costs:
+        return None  # that schedule was given and not chosen
+    given = config.parallel
+    same_layout = given == replace(
+        chosen,
+        # The choice itself.
+        schedule=given.schedule,
+        vpp=given.vpp,
+        schedule_costs=given.schedule_costs,
+        # Replicas do not change what a stage costs.
+        dp=given.dp,
+        # It may have been measured after the choice.
+        partition=given.partition,
+    )
+    if not same_layout or earlier.model != config.model:
+        return None
+    line = f"schedule {chosen.schedule} with {counted(chosen.vpp, 'stage')} on a rank, as chosen at the first start"
+    return _Found(_options(chosen.schedule, chosen.vpp, chosen.schedule_costs), line)
