@@ -1,0 +1,21 @@
+"""Proves that what a newcomer adds without an edit of megapar trains in three layouts as in one process."""
+
+import pytest
+
+from megapar.config.options import ModelConfig
+from tests.support.grid import Layout, check_on_ranks
+
+LAYOUTS = {
+    "tp 2": {"tp": 2},
+    "pp 2 with vpp 2": {"pp": 2, "vpp": 2, "schedule": "interleaved"},
+    "cp 2 with ZeRO-3": {"cp": 2, "zero_stage": 3},
+}
+in_each_layout = pytest.mark.parametrize("sizes", list(LAYOUTS.values()), ids=list(LAYOUTS))
+
+
+def trains_as_one_process(model: ModelConfig, sizes: dict[str, object]) -> None:
+    """Two steps on the ranks of a layout: loss, norm, and every gradient and weight are those of one process.
+
+    `model` has at least four layers, so that each of the two pipeline ranks has two stages.
+    """
+    check_on_ranks(Layout(model, **sizes))  # type: ignore[arg-type]
