@@ -21,7 +21,7 @@ from tests.support import program
 from tests.support.processes import free_port, slurm
 from tests.support.program import Program
 
-LONG = ("--train.steps", "100000", "--rank_process.timeout_seconds", "5")
+LONG = ("--train.steps", "100000", "--launch.timeout_seconds", "5")
 
 
 def on_two_hosts() -> None:
@@ -117,7 +117,7 @@ def test_a_second_process_of_a_rank_is_told_and_the_job_goes_on(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "flags", [("--rank_process.threads", "20000"), ("--rank_process.device", "cuda")], ids=["threads", "cuda"]
+    "flags", [("--launch.threads", "20000"), ("--launch.device", "cuda")], ids=["threads", "cuda"]
 )
 def test_the_first_rank_of_each_host_tells_what_only_its_host_may_have(tmp_path: Path, flags: tuple[str, str]) -> None:
     """Fault silent-refusal: ranks have not met, so rank 0 need not have the same error."""
@@ -133,7 +133,7 @@ def test_a_port_of_another_program_ends_all_ranks(tmp_path: Path) -> None:
     """Faults stranger-at-the-port, noise-of-the-meeting: it takes connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        flags = ("--rank_process.timeout_seconds", "1")
+        flags = ("--launch.timeout_seconds", "1")
         ranks = [program.start(*flags, cwd=tmp_path, env=slurm(rank, 2, port)) for rank in (0, 1)]
         ended = [rank.wait(60) for rank in ranks]
     assert [rank.code for rank in ended] == [6, 6]
@@ -156,7 +156,7 @@ def test_a_stopped_store_ends_the_meeting(tmp_path: Path) -> None:
         rendezvous._judge = stop
 
     port = free_port()
-    flags = ("--rank_process.timeout_seconds", "1")
+    flags = ("--launch.timeout_seconds", "1")
     ranks = [program.start(*flags, cwd=tmp_path, env=slurm(rank, 2, port), plant=plant) for rank in (0, 1)]
     ended = ranks[1].wait(60)
     ranks[0].kill_all()

@@ -27,7 +27,7 @@ from tests.support.program import Ended
 STEPS = 6
 ANY_MICRO_BATCH = ("--train.steps", str(STEPS), "--train.global_batch_size", "8")
 ANY_MICRO_BATCH += ("--train.eval_every", "2", "--train.eval_samples", "8", "--data.validation", "synthetic")
-ANY_MICRO_BATCH += ("--checkpoint.every", "2", "--log.no-tensorboard", "--rank_process.timeout_seconds", "30")
+ANY_MICRO_BATCH += ("--checkpoint.every", "2", "--log.no-tensorboard", "--launch.timeout_seconds", "30")
 FLAGS = (*ANY_MICRO_BATCH, "--train.micro_batch_size", "2")
 KILL, SEGV, TERM = signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM
 INT, HUP, USR1 = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1

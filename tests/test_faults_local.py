@@ -23,7 +23,7 @@ from tests.support import program
 from tests.support.faults import FOUR, LONG, TWO, children, error, gone, on_rank
 from tests.support.program import Ended, Program
 
-HANGS = (*LONG, "--rank_process.timeout_seconds", "5")  # long enough for a busy machine's steps
+HANGS = (*LONG, "--launch.timeout_seconds", "5")  # long enough for a busy machine's steps
 IN_STEPS = " 2/100000 | loss"
 
 
@@ -83,7 +83,7 @@ def test_a_rank_of_a_mixture_is_named(
     tmp_path: Path, number: signal.Signals, sizes: tuple[str, ...], words: str
 ) -> None:
     """Fault uneven-exchanges: ranks send each other other numbers of rows, which is no sign of disagreement."""
-    running = program.start(*HANGS, "--rank_process.nproc", "4", *EXPERTS, *sizes, cwd=tmp_path)
+    running = program.start(*HANGS, "--launch.nproc", "4", *EXPERTS, *sizes, cwd=tmp_path)
     pids = children(running, 4)
     running.until(IN_STEPS)
     os.kill(pids[3], number)
@@ -255,9 +255,9 @@ def test_the_ranks_of_a_killed_launcher_end(tmp_path: Path) -> None:
 
 
 def test_more_threads_than_cores_can_use_are_refused(tmp_path: Path) -> None:
-    ended = program.run("--rank_process.threads", "20000", *TWO, cwd=tmp_path)
+    ended = program.run("--launch.threads", "20000", *TWO, cwd=tmp_path)
     assert ended.code == 2
-    assert ended.err.startswith("ConfigError: rank_process.threads=20000: ")
+    assert ended.err.startswith("ConfigError: launch.threads=20000: ")
     assert not (tmp_path / "run").exists()
 
 
@@ -397,9 +397,9 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bitwise(undisturbed: Path
 
 def test_a_time_limit_saves_and_ends_with_75(tmp_path: Path) -> None:
     """Fault request-to-stop. A tensor pair as well: the request of any rank reaches all over tp and pp."""
-    ended = program.run("--train.steps", "100000", "--rank_process.time_limit", "0.02", *FOUR, cwd=tmp_path)
+    ended = program.run("--train.steps", "100000", "--launch.time_limit", "0.02", *FOUR, cwd=tmp_path)
     assert ended.code == 75
-    assert ended.err.startswith("Preempted: stopped by rank_process.time_limit after step ")
+    assert ended.err.startswith("Preempted: stopped by launch.time_limit after step ")
     done = losses(tmp_path)[-1][0]
     assert (tmp_path / f"run/checkpoints/step_{done:08d}/manifest.json").exists()
 

@@ -19,7 +19,7 @@ import os, socket, sys
 from dataclasses import dataclass
 import tyro
 from rich.console import Console
-from megapar.errors import reported
+from megapar.launch.reporting import reported
 
 @dataclass
 class Arguments:
