@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from megapar_models.registry import presets, validate, weight_options
+from megapar_models.registry import FAMILIES, presets, validate, weight_options
 
 import megapar.config.options
 from megapar.config import compatible
 from megapar.config.compatible import changes
 from megapar.config.derive import num_microbatches, with_vocabulary
 from megapar.config.files import Resolved, load, to_toml
+from megapar.config.messages import shown
+from megapar.config.model_rules import EVERY_FAMILY
 from megapar.config.options import (
     Config,
     DataConfig,
@@ -115,6 +117,37 @@ def test_a_partition_that_does_not_fit_is_refused_with_one_that_does(layers, par
     validate(replace(config, parallel=replace(config.parallel, partition=fits)), 4)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_option_that_a_family_does_not_declare_is_refused(family):
+    """No list says what a family ignores, so nobody can forget a new option in it."""
+    rules = FAMILIES[family]
+    usual = Config(ModelConfig(family=family, moe=MoEConfig(num_experts=4 if rules.has_experts else 0)))
+    values = {
+        "num_experts": 4,
+        "mlp_only_layers": (1,),
+        "scoring_func": "sigmoid",
+        "balance": "bias",
+        "truncate": False,
+    }
+    values |= {"attention_bias": True, "qk_norm": True, "norm_topk_prob": False, "rope_type": "linear"}
+    values |= {"shared_expert_gate": True, "hidden_dropout": 0.5, "attention_dropout": 0.5}
+    for path, default in flatten(Config()).items():
+        name = path.removeprefix("model.")
+        if name == path or path in EVERY_FAMILY or path in rules.reads:
+            continue
+        value = values.get(path.rpartition(".")[2], default)
+        if value == default:
+            value = default * 2 + 1  # a number
+        assert f"{path}={shown(value)}: family {family} has no" in refusal(with_option(usual, path, value)), path
+
+
+def with_option(config, path, value):
+    """`config` with another value of the option at the dotted `path`."""
+    name, _, rest = path.partition(".")
+    inner = with_option(getattr(config, name), rest, value) if rest else value
+    return replace(config, **{name: inner})
+
+
 def test_too_few_layers_for_the_stages_names_all_three_options():
     """Fault more-stages-than-layers."""
     parallel = ParallelConfig(pp=4, vpp=3, schedule="interleaved")
@@ -142,6 +175,9 @@ def test_a_schedule_decides_how_many_stages_a_rank_has():
         for number in (0, vpp):
             derived = validate(Config(parallel=ParallelConfig(pp=2, vpp=number, schedule=schedule)), 2)
             assert derived.parallel.vpp == vpp
+    own = "tests.support.schedules:BACK_AND_FORTH"  # it says itself that a rank has two
+    assert validate(Config(parallel=ParallelConfig(pp=2, schedule=own)), 2).parallel.vpp == 2
+    assert "runs two stages on each rank" in refusal(Config(parallel=ParallelConfig(pp=2, vpp=3, schedule=own)), 2)
     message = refusal(Config(parallel=ParallelConfig(pp=2, vpp=1, schedule="v-half")), 2)
     assert message == (
         "parallel.vpp=1, parallel.schedule=v-half: v-half runs two stages on each rank; set parallel.vpp 2, or "
@@ -172,8 +208,9 @@ from megapar.config.files import load
 from megapar.errors import ConfigError
 from megapar.config.model_rules import ModelRules
 from megapar.config.validate import validate
+from megapar.config.virtual_stages import ONE
 try:
-    validate(load(["--parallel.tp", "2"]).config, 3, ModelRules(name="llama", activations=("silu",)))
+    validate(load(["--parallel.tp", "2"]).config, 3, ModelRules(name="llama", activations=("silu",)), ONE)
 except ConfigError as error:
     print(error)
 sys.exit("torch" in sys.modules)

@@ -116,9 +116,7 @@ def test_a_second_process_of_a_rank_is_told_and_the_job_goes_on(tmp_path: Path) 
     assert [rank.wait(60).code for rank in ranks] == [75, 75]
 
 
-@pytest.mark.parametrize(
-    "flags", [("--launch.threads", "20000"), ("--launch.device", "cuda")], ids=["threads", "cuda"]
-)
+@pytest.mark.parametrize("flags", [("--launch.threads", "20000"), ("--launch.device", "cuda")], ids=["threads", "cuda"])
 def test_the_first_rank_of_each_host_tells_what_only_its_host_may_have(tmp_path: Path, flags: tuple[str, str]) -> None:
     """Fault silent-refusal: ranks have not met, so rank 0 need not have the same error."""
     for local_rank in (0, 1):

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megapar.config.derive import STAGES_ON_A_RANK
 from megapar.config.options import Config, ModelConfig
 from megapar.pipeline.schedules import SCHEDULES
 from megapar.train.step import train_step
@@ -224,7 +223,7 @@ def gradients_of_schedules(layouts_of_schedules: list[Layout]) -> list[tuple[flo
     return shown
 
 
-STAGES = {name: STAGES_ON_A_RANK.get(name, 2) for name in SCHEDULES if name != "1f1b"}
+STAGES = {name: schedule.vpp.nearest_to(2) for name, schedule in SCHEDULES.items() if name != "1f1b"}
 
 
 @pytest.mark.gpus

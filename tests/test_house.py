@@ -49,10 +49,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("megapar.launch", "megapar.train", "megapar.plan"),
     },
 }
-# Single modules that reach further: which layers a stage holds, and where it lives, is the pipeline's to say.
+# Single modules that reach further: how many stages there are, which layers each holds and where it lives is the
+# pipeline's to say.
 ALSO = {
     ("megapar_models.build", "megapar.pipeline.partition"),
     ("megapar_models.build", "megapar.pipeline.schedules"),
+    ("megapar_models.registry", "megapar.pipeline.schedules"),
 }
 
 ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm/collectives.py", "megapar/context.py", "megapar/comm/store.py"}

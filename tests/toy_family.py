@@ -12,7 +12,6 @@ from megapar_models.stage import Blueprint, ForwardContext
 from torch import Tensor, nn
 
 from megapar.config.messages import problem
-from megapar.config.model_rules import ROPE_SCALING
 from megapar.config.options import Config
 
 
@@ -46,7 +45,7 @@ FAMILY = Family(
     name="parallel",
     stage=ParallelStage,
     activations=("silu",),
-    unused=("model.attention_bias", "model.hidden_dropout", "model.attention_dropout", *ROPE_SCALING),
+    reads=("model.rope_theta", "model.qk_norm"),
     even_head_dim=True,
     problems=refuse_deep_models,
 )

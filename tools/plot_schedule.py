@@ -8,7 +8,6 @@ from statistics import median
 
 import tyro
 
-from megapar.config.derive import STAGES_ON_A_RANK
 from megapar.config.messages import counted
 from megapar.errors import ConfigError, DataError, storing
 from megapar.launch.reporting import reported
@@ -56,8 +55,11 @@ class Arguments:
 def orders_of(args: Arguments) -> tuple[Orders, int]:
     """The orders that the arguments name, and their number of stages."""
     name = args.schedule
-    vpp = args.vpp or STAGES_ON_A_RANK.get(name, 1)
     schedule = find(name)
+    only = schedule.vpp.only
+    if args.vpp and only not in (0, args.vpp):
+        raise ConfigError(f"--vpp {args.vpp}: {name} needs {only}, which 0 means")
+    vpp = schedule.vpp.meant_by(args.vpp)
     if name in ZERO_BUBBLE:
         memory = None
         if args.memory:
@@ -67,8 +69,6 @@ def orders_of(args: Arguments) -> tuple[Orders, int]:
         raise ConfigError(f"--memory {args.memory:g}: only {', '.join(ZERO_BUBBLE)} obey it; leave it out for {name}")
     elif args.made_for:
         raise ConfigError(f"--made_for {args.made_for}: only {', '.join(ZERO_BUBBLE)} obey it; leave it out for {name}")
-    if name in STAGES_ON_A_RANK and vpp != STAGES_ON_A_RANK[name]:
-        raise ConfigError(f"--vpp {vpp}: {name} needs {STAGES_ON_A_RANK[name]}, which 0 means")
     return make(schedule, args.pp, vpp, args.microbatches), args.pp * vpp
 
 

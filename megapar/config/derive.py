@@ -6,17 +6,15 @@ from typing import Any
 from megapar.config.messages import problem
 from megapar.config.model_rules import ModelRules
 from megapar.config.options import Config, ParallelConfig
+from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
-STAGES_ON_A_RANK = {
-    **dict.fromkeys(("1f1b", "zb-h1", "zb-2p"), 1),
-    **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v"), 2),
-}
-"""The number of stages on each rank (parallel.vpp) of schedules that hold just that many."""
 
+def derive(config: Config, world_size: int, rules: ModelRules, stages: VirtualStages) -> Config:
+    """Fill in the options whose 0 or "auto" means "derived", for `world_size` ranks. Returns a new config.
 
-def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
-    """Fill in the options whose 0 or "auto" means "derived", for `world_size` ranks. Returns a new config."""
+    `rules` are those of the model's family, `stages` those of the schedule.
+    """
     model = config.model
     parallel = config.parallel
     activation: Any = rules.activations[0]
@@ -30,9 +28,9 @@ def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
     parallel = replace(
         parallel,
         dp=parallel.dp or world_size // (parallel.tp * parallel.cp * parallel.pp),
-        vpp=parallel.vpp or _stages_on_a_rank(parallel),
+        vpp=stages.meant_by(parallel.vpp),
     )
-    if model.moe.num_experts:
+    if model.moe.num_experts and rules.has_experts:  # otherwise they are refused, and nothing follows from them
         width = model.moe.moe_intermediate_size or model.intermediate_size
         model = replace(model, moe=replace(model.moe, moe_intermediate_size=width))
         parallel = replace(parallel, etp=parallel.etp or parallel.tp)
@@ -49,13 +47,6 @@ def derive(config: Config, world_size: int, rules: ModelRules) -> Config:
 def smallest_world(parallel: ParallelConfig) -> int:
     """The smallest number of ranks that the layout has, as it was given: with one replica where dp is derived."""
     return parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
-
-
-def _stages_on_a_rank(parallel: ParallelConfig) -> int:
-    """The vpp that a schedule means where none is given."""
-    if parallel.schedule in ("interleaved", "zb-interleaved"):
-        return 2  # with one stage on a rank they would be 1f1b and zb-h1
-    return STAGES_ON_A_RANK.get(parallel.schedule, 1)
 
 
 def with_vocabulary(config: Config, tokenizer_size: int) -> Config:

@@ -12,10 +12,11 @@ from itertools import chain
 
 from megapar.config import validate_experts
 from megapar.config.data_spec import data_problems
-from megapar.config.derive import STAGES_ON_A_RANK, derive
+from megapar.config.derive import derive
 from megapar.config.messages import around, counted, divisors, listed, problem, shown
-from megapar.config.model_rules import ModelRules
+from megapar.config.model_rules import EVERY_FAMILY, MOE, ModelRules
 from megapar.config.options import Config, MoEConfig, ParallelConfig, flatten
+from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
 _BELOW_ONE = {"model.hidden_dropout", "model.attention_dropout", "optimizer.betas"}
@@ -40,10 +41,11 @@ _LARGEST_BUCKET_MB = 1e9  # no device has a thousandth of it
 _WEEK_SECONDS = 7 * 24 * 3600
 
 
-def validate(config: Config, world_size: int, rules: ModelRules) -> Config:
+def validate(config: Config, world_size: int, rules: ModelRules, stages: VirtualStages) -> Config:
     """Check `config` for `world_size` ranks. Returns it with derived values in place of zeros and "auto".
 
-    `rules` are those of the family that `model.family` names. A `model.vocab_size` of 0 is left as it is, see
+    `rules` are those of the family that `model.family` names, `stages` those of the schedule that `parallel.schedule`
+    names. A `model.vocab_size` of 0 is left as it is, see
     `derive.with_vocabulary`. Raises ConfigError with a line for each problem.
     """
     size_problems = list(_sizes(config))
@@ -51,7 +53,7 @@ def validate(config: Config, world_size: int, rules: ModelRules) -> Config:
     # The other checks divide by sizes. With sizes below their least values they would fail or report nonsense.
     if not size_problems:
         grid_problems = list(_grid(config, world_size))
-        derived = derive(config, world_size, rules)
+        derived = derive(config, world_size, rules, stages)
         checks = (_layout, _train, _optimizer, data_problems, _checkpoint)
         problems += [
             *grid_problems,
@@ -62,7 +64,7 @@ def validate(config: Config, world_size: int, rules: ModelRules) -> Config:
         if not rules.has_experts:
             # Its experts are refused. Nothing follows from their numbers.
             derived = replace(derived, model=replace(derived.model, moe=MoEConfig()))
-        problems += [*_cut_by_tp(derived, world_size), *_pipeline(derived, world_size)]
+        problems += [*_cut_by_tp(derived, world_size), *_pipeline(derived, world_size, stages)]
         problems += chain.from_iterable(check(derived) for check in checks)
         # While the grid does not fit, dp is unknown, and nothing can be said about what it divides.
         if not grid_problems:
@@ -187,9 +189,11 @@ def _cut_by_tp(config: Config, world_size: int) -> Iterator[str]:
 def _model(config: Config, rules: ModelRules) -> Iterator[str]:
     """Problems that follow from the rules of the model family."""
     defaults = flatten(Config())
-    values = flatten(config)
-    for path in rules.unused:
-        if values[path] != defaults[path]:
+    read = {*EVERY_FAMILY, *rules.reads}
+    if not rules.has_experts:
+        read.update(MOE)  # validate_experts refuses them in words of their own
+    for path, value in flatten(config).items():
+        if path.startswith("model.") and path not in read and value != defaults[path]:
             text = f"family {rules.name} has no such thing; leave it at {shown(defaults[path])}"
             yield problem(config, path, text)
     if config.model.hidden_act not in rules.activations:
@@ -263,17 +267,17 @@ def _context_parallel(config: Config) -> Iterator[str]:
         yield problem(config, "parallel.cp_attention parallel.cp parallel.tp model.num_attention_heads", text)
 
 
-def _pipeline(config: Config, world_size: int) -> Iterator[str]:
+def _pipeline(config: Config, world_size: int, virtual: VirtualStages) -> Iterator[str]:
     """Problems of layers and stages."""
     parallel = config.parallel
     layers = config.model.num_hidden_layers
     pp = parallel.pp
     partition = parallel.partition
-    needs = STAGES_ON_A_RANK.get(parallel.schedule, parallel.vpp)
+    needs = virtual.nearest_to(parallel.vpp)
     # The first and the last stage may hold only the embedding and only the head.
     fit = [vpp for vpp in (needs, parallel.vpp) if layers >= pp * vpp - 2]
     if parallel.vpp != needs:
-        number = {1: "one stage", 2: "two stages"}[needs]
+        number = {1: "one stage", 2: "two stages"}.get(needs, f"{needs} stages")
         works = []
         # With too many stages in both cases the next line says which pp has enough layers.
         if needs in fit or not fit:
@@ -289,9 +293,8 @@ def _pipeline(config: Config, world_size: int) -> Iterator[str]:
     stages = pp * needs
     if not fit:
         text = f"{stages} stages, of which all but the first and last need a layer; "
-        yield problem(
-            config, "model.num_hidden_layers parallel.pp parallel.vpp", text + _fewer_stages(config, needs, world_size)
-        )
+        text += _fewer_stages(config, virtual, world_size)
+        yield problem(config, "model.num_hidden_layers parallel.pp parallel.vpp", text)
     elif partition and parallel.vpp == needs and not _is_partition(partition, layers, stages):
         text = (
             f"{len(partition)} numbers of sum {sum(partition)}, for {layers} layers on {stages} stages, of which all "
@@ -300,11 +303,12 @@ def _pipeline(config: Config, world_size: int) -> Iterator[str]:
         yield problem(config, "parallel.partition parallel.pp parallel.vpp model.num_hidden_layers", text)
 
 
-def _fewer_stages(config: Config, vpp: int, world_size: int) -> str:
-    """Values of vpp or pp with which there are layers enough, if a rank has `vpp` stages."""
+def _fewer_stages(config: Config, virtual: VirtualStages, world_size: int) -> str:
+    """Values of vpp or pp with which there are layers enough."""
     parallel = config.parallel
     enough = config.model.num_hidden_layers + 2
-    if parallel.schedule not in STAGES_ON_A_RANK:
+    vpp = virtual.nearest_to(parallel.vpp)
+    if not virtual.only:
         if enough >= parallel.pp:
             return f"vpp may be at most {enough // parallel.pp}"
         vpp = min(vpp, enough)

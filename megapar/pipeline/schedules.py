@@ -7,10 +7,10 @@ A schedule is data: a list of actions for each pipeline rank. It can be printed,
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megapar.config.derive import STAGES_ON_A_RANK
 from megapar.config.messages import counted
 from megapar.config.options import ParallelConfig
 from megapar.config.plugins import named
+from megapar.config.virtual_stages import ANY, ONE, SEVERAL, TWO, VirtualStages
 from megapar.errors import ConfigError
 from megapar.pipeline.actions import Action, Event, Kind, Orders, looped, peak, show, v_shaped
 from megapar.pipeline.orders import gpipe, interleaved, one_f_one_b
@@ -23,20 +23,22 @@ __all__ = ["SCHEDULES", "Action", "Event", "Kind", "Orders", "Schedule", "find",
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule.
-
-    `orders(pp, vpp, num_microbatches)` returns the actions of each pipeline rank. `place(pp, vpp)` returns the rank on
-    which each of the pp * vpp stages lives, vpp of them on each rank. `breadth_first` means that with ZeRO-2 and 3
-    the traffic does not depend on the number of micro-batches: on a pipeline of one rank each fine stage runs all of
-    them before the next one (`megapar.pipeline.refine`), and on several ranks the weights of a stage stay while it runs
-    them (`megapar.pipeline.sharding_plan`). `name` is what messages
-    call it: what parallel.schedule says, which `find` fills in.
-    """
+    """A pipeline schedule."""
 
     orders: Callable[[int, int, int], Orders]
+    """The actions of each pipeline rank, by pp, vpp and the number of micro-batches."""
     place: Callable[[int, int], list[int]] = looped
+    """The rank of each of the pp * vpp stages, by pp and vpp. Each rank has vpp of them."""
+    vpp: VirtualStages = ANY
+    """The numbers of stages that a rank may have."""
     breadth_first: bool = False
+    """Whether with ZeRO-2 and 3 the traffic does not depend on the number of micro-batches.
+
+    On a pipeline of one rank each fine stage runs all of them before the next one (`megapar.pipeline.refine`). On
+    several ranks the weights of a stage stay while it runs them (`megapar.pipeline.sharding_plan`).
+    """
     name: str = ""
+    """What messages call it: the value of parallel.schedule. `find` fills it in."""
 
     def __str__(self) -> str:
         return self.name
@@ -75,6 +77,11 @@ def of(parallel: ParallelConfig, memory: Memory | None = None) -> Schedule:
     return replace(schedule, orders=_checked(parallel.schedule, schedule.orders, memory))
 
 
+def virtual_stages(name: str) -> VirtualStages:
+    """What a schedule says of parallel.vpp. A file says it only when it is read, so every number may work."""
+    return ANY if is_file(name) else find(name).vpp
+
+
 def placement(name: str | Schedule, pp: int, vpp: int) -> list[int]:
     """The pipeline rank on which each stage lives."""
     schedule = find(name) if isinstance(name, str) else name
@@ -97,7 +104,7 @@ def make(name: str | Schedule, pp: int, vpp: int, num_microbatches: int) -> Orde
     for flag, value in (("parallel.pp", pp), ("parallel.vpp", vpp), ("the number of micro-batches", num_microbatches)):
         if value < 1:
             raise ConfigError(f"{flag} is {value}, but a pipeline needs at least 1")
-    needs = STAGES_ON_A_RANK.get(schedule.name, vpp)
+    needs = schedule.vpp.nearest_to(vpp)
     if vpp != needs:
         works = "interleaved" if vpp > 1 else "1f1b or zb-h1"
         raise ConfigError(
@@ -148,6 +155,7 @@ class ZeroBubble:
     """
 
     place: Callable[[int, int], list[int]]
+    vpp: VirtualStages
     microbatches: Callable[[int], float]
 
     def schedule(self, memory: Memory | None = None, durations: Durations | None = None) -> Schedule:
@@ -158,25 +166,25 @@ class ZeroBubble:
             limit = memory or counted_by_stage(self.microbatches(pp), place)
             return shortest(place, num_microbatches, limit, durations)
 
-        return Schedule(orders, self.place)
+        return Schedule(orders, self.place, self.vpp)
 
 
 ZERO_BUBBLE = {
-    "zb-h1": ZeroBubble(looped, lambda pp: pp),
-    "zb-2p": ZeroBubble(looped, lambda pp: 2 * pp),
-    "zb-interleaved": ZeroBubble(looped, lambda pp: pp),
-    "zb-v": ZeroBubble(v_shaped, lambda pp: pp),
+    "zb-h1": ZeroBubble(looped, ONE, lambda pp: pp),
+    "zb-2p": ZeroBubble(looped, ONE, lambda pp: 2 * pp),
+    "zb-interleaved": ZeroBubble(looped, SEVERAL, lambda pp: pp),
+    "zb-v": ZeroBubble(v_shaped, TWO, lambda pp: pp),
     # What the papers' building blocks keep. The one micro-batch more is what the turn of the V needs to keep going. It
     # is why the share of 1F1B's memory comes near 1/2 and 1/3 only where ranks are many.
-    "v-half": ZeroBubble(v_shaped, lambda pp: pp / 2 + 1),
-    "v-min": ZeroBubble(v_shaped, lambda pp: (pp + 1) // 3 + 1),
+    "v-half": ZeroBubble(v_shaped, TWO, lambda pp: pp / 2 + 1),
+    "v-min": ZeroBubble(v_shaped, TWO, lambda pp: (pp + 1) // 3 + 1),
 }
 
 SCHEDULES = {
     "gpipe": Schedule(gpipe),
     "breadth": Schedule(gpipe, breadth_first=True),
-    "1f1b": Schedule(one_f_one_b),
-    "interleaved": Schedule(interleaved),
+    "1f1b": Schedule(one_f_one_b, vpp=ONE),
+    "interleaved": Schedule(interleaved, vpp=SEVERAL),
     **{name: family.schedule() for name, family in ZERO_BUBBLE.items()},
-    "dualpipe-v": Schedule(dualpipe_v, v_shaped),
+    "dualpipe-v": Schedule(dualpipe_v, v_shaped, TWO),
 }

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megapar.config.derive import STAGES_ON_A_RANK
 from megapar.config.options import ParallelConfig
 from megapar.errors import ConfigError
 from megapar.pipeline.actions import Orders
 from megapar.pipeline.lowering import lower
-from megapar.pipeline.schedules import make, of
+from megapar.pipeline.schedules import find, make, of
 from megapar.pipeline.simulation import Timeline, simulate
 from megapar.pipeline.zero_bubble import Memory
 
@@ -89,7 +88,7 @@ def _candidates(vpps: Sequence[int]) -> Iterator[tuple[str, int]]:
     """Yield each schedule of FAMILY with each vpp that it can have."""
     for name in FAMILY:
         for vpp in vpps:
-            fits = STAGES_ON_A_RANK.get(name, vpp) == vpp
+            fits = find(name).vpp.nearest_to(vpp) == vpp
             # With one stage on a rank, interleaved is 1f1b, and zb-interleaved is zb-h1.
             is_duplicate = vpp == 1 and "interleaved" in name
             if fits and not is_duplicate:

@@ -7,6 +7,7 @@ from megapar.config import compatible
 from megapar.config import validate as checks
 from megapar.config.options import Config
 from megapar.config.plugins import named
+from megapar.pipeline.schedules import virtual_stages
 from megapar_models.family import Family
 from megapar_models.gpt.family import GPT
 from megapar_models.llama.family import LLAMA
@@ -37,8 +38,9 @@ def named_configs(folder: Path) -> dict[str, Path]:
 
 
 def validate(config: Config, world_size: int) -> Config:
-    """Call `megapar.config.validate.validate` with the rules of the config's family."""
-    return checks.validate(config, world_size, find(config.model.family))
+    """Call `megapar.config.validate.validate` with what the config's family and schedule say of themselves."""
+    rules = find(config.model.family)
+    return checks.validate(config, world_size, rules, virtual_stages(config.parallel.schedule))
 
 
 def weight_options(config: Config) -> dict[str, Any]:

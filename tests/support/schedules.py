@@ -1,5 +1,6 @@
 """A schedule that a newcomer adds without editing megapar. It trains in the grid (tests/test_grid.py)."""
 
+from megapar.config.virtual_stages import TWO
 from megapar.pipeline.schedules import Action, Schedule
 
 
@@ -19,4 +20,4 @@ def all_forwards_first(pp: int, vpp: int, num_microbatches: int) -> list[list[Ac
     return orders
 
 
-BACK_AND_FORTH = Schedule(all_forwards_first, back_and_forth)
+BACK_AND_FORTH = Schedule(all_forwards_first, back_and_forth, TWO)

@@ -363,7 +363,7 @@ def model_of(args: Mapping[str, Any], vocab_size: int, where: Path, accepted: Co
         rope_scaling=_rope_scaling(args, where),
         hidden_act=act,  # type: ignore[arg-type]
         rms_norm_eps=_stated(args, where, float, "norm_epsilon", "layernorm_epsilon"),
-        attention_bias="model.attention_bias" not in FAMILIES[family].unused and bool(args.get("add_qkv_bias")),
+        attention_bias="model.attention_bias" in FAMILIES[family].reads and bool(args.get("add_qkv_bias")),
         qk_norm=bool(args.get("qk_layernorm")),
         tie_word_embeddings=not args.get("untie_embeddings_and_output_weights"),
         initializer_range=args.get("init_method_std") or ModelConfig.initializer_range,
@@ -400,7 +400,7 @@ def _family(args: Mapping[str, Any], where: Path) -> tuple[str, str]:
         "normalization": (needs.normalization, args.get("normalization") or "LayerNorm"),
         "position_embedding_type": (needs.position_embedding_type, args.get("position_embedding_type") or rotary),
         "add_bias_linear": (needs.add_bias_linear, args.get("add_bias_linear", True)),
-        "qk_layernorm": (norms_of_heads and "model.qk_norm" not in FAMILIES[family].unused, norms_of_heads),
+        "qk_layernorm": (norms_of_heads and "model.qk_norm" in FAMILIES[family].reads, norms_of_heads),
     }
     for field, (needed, stated) in wanted.items():
         if stated != needed:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megapar.config.model_rules import ROPE_SCALING
 from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
@@ -84,7 +83,7 @@ GPT = Family(
     stage=GPTStage,
     reference=logits,
     activations=("gelu_pytorch_tanh", "relu2"),
-    unused=("model.attention_bias", "model.qk_norm", "model.rope_theta", *ROPE_SCALING),
+    reads=("model.hidden_dropout", "model.attention_dropout"),
     hugging_face=HuggingFace(
         model_types={"gpt2": ModelType(_DEFAULTS, _FIXED)},
         modules=_MODULES,

@@ -6,6 +6,7 @@ It reads `model_type` llama, mistral, qwen2 and qwen3, as transformers 4 and 5 w
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megapar.config.model_rules import ROPE_SCALING
 from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
@@ -115,7 +116,7 @@ LLAMA = Family(
     stage=LlamaStage,
     reference=logits,
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
-    unused=("model.hidden_dropout", "model.attention_dropout"),
+    reads=("model.rope_theta", *ROPE_SCALING, "model.attention_bias", "model.qk_norm"),
     even_head_dim=True,
     problems=scaling_problems,
     hugging_face=HuggingFace(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megapar.config.model_rules import MOE, ROPE_SCALING
 from megapar.config.options import ModelConfig, MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED, applied_window
@@ -57,11 +58,8 @@ MIXTRAL = Family(
     stage=MixtralStage,
     reference=logits,
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
-    unused=(
-        *("model.hidden_dropout", "model.attention_dropout", "model.attention_bias", "model.qk_norm"),
-        "model.moe.mlp_only_layers",
-    ),
-    has_experts=True,
+    # All of its layers have experts.
+    reads=("model.rope_theta", *ROPE_SCALING, *(path for path in MOE if path != "model.moe.mlp_only_layers")),
     even_head_dim=True,
     problems=scaling_problems,
     hugging_face=HuggingFace(

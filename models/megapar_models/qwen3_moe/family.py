@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megapar.config.model_rules import MOE, ROPE_SCALING
 from megapar.config.options import ModelConfig, MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED, applied_window
@@ -84,8 +85,7 @@ QWEN3_MOE = Family(
     stage=Qwen3MoeStage,
     reference=logits,
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
-    unused=("model.hidden_dropout", "model.attention_dropout", "model.attention_bias"),
-    has_experts=True,
+    reads=("model.rope_theta", *ROPE_SCALING, "model.qk_norm", *MOE),
     even_head_dim=True,
     problems=scaling_problems,
     hugging_face=HuggingFace(
