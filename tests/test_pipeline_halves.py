@@ -285,8 +285,8 @@ class Run:
     """The stages of a `Net` on this rank, their flat gradients in buckets of one parameter each, and their runtime."""
 
     def __init__(self, ctx: ParallelContext, schedule: str, vpp: int):
-        place = placement(schedule, ctx.pp.size, vpp)
-        self.stages = {s: Net(s, len(place), ctx) for s, rank in enumerate(place) if rank == ctx.pp.rank}
+        rank_of = placement(schedule, ctx.pp.size, vpp)
+        self.stages = {s: Net(s, len(rank_of), ctx) for s, rank in enumerate(rank_of) if rank == ctx.pp.rank}
         initialize(self.stages.values(), seed=1)
         self.flat = flatten(list(self.stages.values()), ctx, zero_stage=0, bucket_mb=1e-4)
         self.runtime = PipelineRuntime(self.stages, ctx, schedule, vpp)

@@ -14,7 +14,7 @@ import torch.distributed.pipelining.schedules as torch_schedules
 
 from megapar.pipeline import blocks
 from megapar.pipeline.actions import Action, Orders, looped, peak, v_shaped
-from megapar.pipeline.lengths import Times, lengths
+from megapar.pipeline.makespans import Times, makespans
 from megapar.pipeline.schedules import SCHEDULES, ZERO_BUBBLE, make
 from megapar.pipeline.zero_bubble import Durations
 from megapar.pipeline.zero_bubble_orders import zb_1p, zb_v
@@ -97,11 +97,11 @@ def published(name: str, pp: int, m: int) -> Published | None:
     orders = torch_orders(BESIDE[name], pp, vpp, m)
     if orders is None:
         return None
-    return Published(list(lengths_of(orders, SCHEDULES[name].place(pp, vpp))), keeps(orders))
+    return Published(list(lengths_of(orders, SCHEDULES[name].placement(pp, vpp))), keeps(orders))
 
 
-def lengths_of(orders: Orders, place: Sequence[int], times: Sequence[Times] = TIMES) -> Sequence[float]:
-    found = lengths(halved(orders), place, times)
+def lengths_of(orders: Orders, rank_of: Sequence[int], times: Sequence[Times] = TIMES) -> Sequence[float]:
+    found = makespans(halved(orders), rank_of, times)
     assert found is not None
     return list(found)
 
@@ -120,14 +120,14 @@ def worst_ratio(name: str, pp: int, m: int, known: bool) -> float:
     if other is None or other.keeps > allowed(name, pp):
         return 0
     vpp = stages_on_a_rank(name)
-    place = SCHEDULES[name].place(pp, vpp)
+    rank_of = SCHEDULES[name].placement(pp, vpp)
     orders = make(name, pp, vpp, m)
     assert keeps(orders) <= allowed(name, pp)
-    ratios = [ours / theirs for ours, theirs in zip(lengths_of(orders, place), other.lengths, strict=True)]
+    ratios = [ours / theirs for ours, theirs in zip(lengths_of(orders, rank_of), other.lengths, strict=True)]
     if known and name in ZERO_BUBBLE:
         for times, theirs in zip(TIMES, other.lengths, strict=True):
             schedule = ZERO_BUBBLE[name].schedule(durations=Durations(*times[:3]))
-            ratios.append(lengths_of(make(schedule, pp, vpp, m), place, [times])[0] / theirs)
+            ratios.append(lengths_of(make(schedule, pp, vpp, m), rank_of, [times])[0] / theirs)
     return max(ratios)
 
 
@@ -160,7 +160,7 @@ def test_orders_of_torch_are_candidates_as_they_are() -> None:
             theirs = torch_orders("InterleavedZeroBubble", pp, vpp, m)
             assert theirs is None or zb_1p(pp, vpp, m) == theirs
     # torch refuses 7 micro-batches on 3 ranks. Ours has groups of 4 and 3.
-    assert lengths(zb_1p(3, 2, 7), looped(3, 2), TIMES) is not None
+    assert makespans(zb_1p(3, 2, 7), looped(3, 2), TIMES) is not None
 
 
 def test_blocks_keep_what_the_paper_says() -> None:
@@ -178,11 +178,11 @@ def test_a_repeated_period_is_what_a_whole_grid_would_hold() -> None:
     """With more micro-batches than a grid is made for, the steady part is repeated: each takes 6 slots more."""
     equal = [Times(1, 1, 1, 0)]
     for pp in (3, 4):
-        place = v_shaped(pp, 2)
+        rank_of = v_shaped(pp, 2)
         for few, more in zip(
             blocks.v_half(pp, 2 * pp + 8, lambda _: True), blocks.v_half(pp, 2 * pp + 31, lambda _: True), strict=True
         ):
-            assert lengths_of(more, place, equal)[0] == lengths_of(few, place, equal)[0] + 23 * 6
+            assert lengths_of(more, rank_of, equal)[0] == lengths_of(few, rank_of, equal)[0] + 23 * 6
 
 
 def table() -> list[str]:
@@ -193,7 +193,7 @@ def table() -> list[str]:
         cells = [f"`{name}`", other]
         for pp, m in ((4, 16), (8, 8), (8, 32)):
             orders = make(name, pp, vpp, m)
-            ours = Published(list(lengths_of(orders, SCHEDULES[name].place(pp, vpp))), keeps(orders))
+            ours = Published(list(lengths_of(orders, SCHEDULES[name].placement(pp, vpp))), keeps(orders))
             cells += [in_words(ours, vpp, m), in_words(published(name, pp, m), vpp, m)]
         rows.append(f"| {' | '.join(cells)} |")
     return rows

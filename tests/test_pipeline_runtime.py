@@ -133,8 +133,8 @@ def check_step(ctx, runtime: PipelineRuntime, stages: list[nn.Module], batches: 
 def build(ctx, schedule: str, vpp: int, **options) -> tuple[PipelineRuntime, list[nn.Module]]:
     num_stages = ctx.pp.size * vpp
     stages = [ToyStage(s, num_stages, **options) for s in range(num_stages)]
-    place = placement(schedule, ctx.pp.size, vpp)
-    mine = {s: copy.deepcopy(stages[s]) for s, rank in enumerate(place) if rank == ctx.pp.rank}
+    rank_of = placement(schedule, ctx.pp.size, vpp)
+    mine = {s: copy.deepcopy(stages[s]) for s, rank in enumerate(rank_of) if rank == ctx.pp.rank}
     return PipelineRuntime(mine, ctx, schedule, vpp), stages
 
 

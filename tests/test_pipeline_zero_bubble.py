@@ -30,19 +30,19 @@ class Case(NamedTuple):
     microbatches: float = 0
     bytes_of: int = 0
 
-    def place(self) -> list[int]:
-        return SCHEDULES[self.name].place(self.pp, self.vpp)
+    def placement(self) -> list[int]:
+        return SCHEDULES[self.name].placement(self.pp, self.vpp)
 
     def memory(self) -> Memory | None:
         if self.bytes_of:
             draw = random.Random(self.bytes_of)
-            forward = [draw.randint(0, 9) for _ in self.place()]
-            unlimited = Memory(0, forward, [draw.randint(1, 9) for _ in self.place()])
-            ranks = [[s for s, home in enumerate(self.place()) if home == rank] for rank in range(self.pp)]
+            forward = [draw.randint(0, 9) for _ in self.placement()]
+            unlimited = Memory(0, forward, [draw.randint(1, 9) for _ in self.placement()])
+            ranks = [[s for s, home in enumerate(self.placement()) if home == rank] for rank in range(self.pp)]
             least = max(unlimited.least(stages) for stages in ranks)
             return replace(unlimited, limit=least * draw.choice((1, 1.5, 3)))
         if self.microbatches:
-            return counted_by_stage(self.microbatches, self.place())
+            return counted_by_stage(self.microbatches, self.placement())
         return None
 
     def orders(self) -> Orders:
@@ -90,7 +90,7 @@ def check_actions(case: Case, orders: Orders) -> None:
     for rank, order in enumerate(orders):
         at = {action: position for position, action in enumerate(order)}
         assert len(at) == len(order), case
-        stages = [stage for stage, home in enumerate(case.place()) if home == rank]
+        stages = [stage for stage, home in enumerate(case.placement()) if home == rank]
         count = 0
         for stage, m in itertools.product(stages, range(case.m)):
             forward = at[Action("F", stage, m)]

@@ -63,7 +63,7 @@ def orders_of(args: Arguments) -> tuple[Orders, int]:
     if name in ZERO_BUBBLE:
         memory = None
         if args.memory:
-            memory = counted_by_stage(args.memory, schedule.place(args.pp, vpp))
+            memory = counted_by_stage(args.memory, schedule.placement(args.pp, vpp))
         schedule = ZERO_BUBBLE[name].schedule(memory, durations_of(args.made_for))
     elif args.memory:
         raise ConfigError(f"--memory {args.memory:g}: only {', '.join(ZERO_BUBBLE)} obey it; leave it out for {name}")

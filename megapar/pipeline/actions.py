@@ -62,7 +62,7 @@ def peak(order: Iterable[Action], forward: OfStages, inputs: OfStages) -> float:
     the inputs and the output gradients of matrix products. With ones the result is a number of micro-batches in stages.
     """
     kept = 0.0
-    most = 0.0
+    peak_kept = 0.0
     for action in order:
         if action.kind == "F":
             kept += forward[action.stage]
@@ -72,8 +72,8 @@ def peak(order: Iterable[Action], forward: OfStages, inputs: OfStages) -> float:
             kept -= forward[action.stage]
         if action.kind == "I":
             kept += inputs[action.stage]
-        most = max(most, kept)
-    return most
+        peak_kept = max(peak_kept, kept)
+    return peak_kept
 
 
 def show(orders: Sequence[Iterable[object]]) -> str:

@@ -79,26 +79,26 @@ def _orders(
     blocks: Sequence[Block], pp: int, num_microbatches: int, fits: Callable[[Orders], bool]
 ) -> Iterator[Orders]:
     """Yield the orders of the blocks that fit, and whose actions do not meet."""
-    place = v_shaped(pp, 2)
+    rank_of = v_shaped(pp, 2)
     for block in blocks:
-        if _meets_itself(block, place):
+        if _meets_itself(block, rank_of):
             continue
-        grid = _Grid(block, place, num_microbatches)
+        grid = _Grid(block, rank_of, num_microbatches)
         if not fits(grid.orders()):
             continue
         grid.squeeze()
         yield grid.orders()
         for later_start, more in _variants(pp, num_microbatches):
-            orders = _reordered(block, place, num_microbatches + more, later_start)
+            orders = _reordered(block, rank_of, num_microbatches + more, later_start)
             yield [[action for action in order if action.microbatch < num_microbatches] for order in orders]
 
 
-def _meets_itself(block: Block, place: Sequence[int]) -> bool:
+def _meets_itself(block: Block, rank_of: Sequence[int]) -> bool:
     """Whether two actions of a rank run in the same slot, once the block is repeated."""
     taken = set()
     for slots in block:
-        taken |= {(rank, slot % PERIOD) for rank, slot in zip(place, slots, strict=True)}
-    return len(taken) < 2 * len(place)
+        taken |= {(rank, slot % PERIOD) for rank, slot in zip(rank_of, slots, strict=True)}
+    return len(taken) < 2 * len(rank_of)
 
 
 def _variants(pp: int, num_microbatches: int) -> list[tuple[int, int]]:
@@ -115,15 +115,15 @@ def _variants(pp: int, num_microbatches: int) -> list[tuple[int, int]]:
     return variants
 
 
-def _reordered(block: Block, place: Sequence[int], num_microbatches: int, later_start: int) -> Orders:
+def _reordered(block: Block, rank_of: Sequence[int], num_microbatches: int, later_start: int) -> Orders:
     """The repeated block, whose actions before and after the steady part have moved to earlier slots."""
     # So many have a steady part, of which more are copies.
-    few = min(num_microbatches, 2 * max(place) + 10)
-    grid = _Grid(block, place, few)
+    few = min(num_microbatches, 2 * max(rank_of) + 10)
+    grid = _Grid(block, rank_of, few)
     grid.reorder(later_start)
     end = grid.end_of_steady_part()
     if few < num_microbatches and end is None:
-        grid = _Grid(block, place, num_microbatches)
+        grid = _Grid(block, rank_of, num_microbatches)
         grid.reorder(later_start)
     elif few < num_microbatches and end is not None:
         grid.repeat_period_before(end, num_microbatches - few)
@@ -133,9 +133,9 @@ def _reordered(block: Block, place: Sequence[int], num_microbatches: int, later_
 class _Grid:
     """The blocks of all micro-batches on a grid of ranks and slots."""
 
-    def __init__(self, block: Block, place: Sequence[int], num_microbatches: int):
-        self._place = place
-        self._num_ranks = max(place) + 1
+    def __init__(self, block: Block, rank_of: Sequence[int], num_microbatches: int):
+        self._rank_of = rank_of
+        self._num_ranks = max(rank_of) + 1
         self._num_microbatches = num_microbatches
         self._slot = _slots_of_forwards_and_inputs(block, num_microbatches)
         self._num_slots = 2 * max(self._slot.values()) + PERIOD  # W's may run after the last block
@@ -163,7 +163,7 @@ class _Grid:
             slot = self._slot[action]
             priority[action] = slot + (self._num_slots if action.kind == "W" and slot > last else 0)
             queue = (action.kind, action.stage if action.kind == "I" else 0)
-            queues[self._place[action.stage]].setdefault(queue, deque()).append(action)
+            queues[self._rank_of[action.stage]].setdefault(queue, deque()).append(action)
         self._slot = {}
         kept = [0] * self._num_ranks
         slot = 0
@@ -213,7 +213,7 @@ class _Grid:
         """The actions of each rank, in the order of their slots."""
         orders: Orders = [[] for _ in range(self._num_ranks)]
         for action in sorted(self._slot, key=self._slot.__getitem__):
-            orders[self._place[action.stage]].append(action)
+            orders[self._rank_of[action.stage]].append(action)
         return orders
 
     def _put_weights(self) -> None:
@@ -221,7 +221,7 @@ class _Grid:
         for rank in range(self._num_ranks):
             by_slot = {}
             for action, slot in self._slot.items():
-                if self._place[action.stage] == rank and action.kind != "W":
+                if self._rank_of[action.stage] == rank and action.kind != "W":
                     by_slot[slot] = action
             self._slot.update(_free_slots_for_weights(by_slot))
 
@@ -229,7 +229,7 @@ class _Grid:
         """What the rank keeps after each slot, in stages of micro-batches."""
         change = np.zeros(self._num_slots, np.int64)
         for action, slot in self._slot.items():
-            if self._place[action.stage] == rank:
+            if self._rank_of[action.stage] == rank:
                 change[slot] += {"F": 1, "I": 0, "W": -1}[action.kind]
         return change.cumsum()
 
@@ -244,7 +244,7 @@ class _Grid:
     def _inputs_of(self, action: Action) -> list[Action]:
         """What the action must follow: the action that makes its input, and its own kind for the micro-batch before."""
         kind, stage, microbatch = action
-        last_stage = len(self._place) - 1
+        last_stage = len(self._rank_of) - 1
         before = [Action(kind, stage, microbatch - 1)] if microbatch else []
         if kind == "F" and stage > 0:
             before.append(Action("F", stage - 1, microbatch))
@@ -255,7 +255,7 @@ class _Grid:
         return before
 
     def _in_order_of_slots(self) -> list[Action]:
-        return sorted(self._slot, key=lambda action: (self._slot[action], self._place[action.stage]))
+        return sorted(self._slot, key=lambda action: (self._slot[action], self._rank_of[action.stage]))
 
     def _move_to_free_slots(self, first: int, last: int) -> None:
         """Move each action before slot `first` or after slot `last` to the earliest free slot, but no F that adds to
@@ -264,7 +264,7 @@ class _Grid:
         free = np.ones((self._num_ranks, self._num_slots), bool)
         for action in self._in_order_of_slots():
             slot = self._slot[action]
-            rank = self._place[action.stage]
+            rank = self._rank_of[action.stage]
             if not first <= slot < last:
                 begin = self._after_its_inputs(action)
                 if action.kind == "F":
@@ -285,12 +285,12 @@ class _Grid:
             del self._slot[action]
         taken: list[dict[int, Action]] = [{} for _ in range(self._num_ranks)]
         for action, slot in self._slot.items():
-            taken[self._place[action.stage]][slot] = action
+            taken[self._rank_of[action.stage]][slot] = action
         for action in self._in_order_of_slots():
             slot = self._slot[action]
             if slot < last:
                 continue
-            row = taken[self._place[action.stage]]
+            row = taken[self._rank_of[action.stage]]
             del row[slot]
             for earlier in range(self._after_its_inputs(action), slot):
                 if earlier not in row and self._most_kept({**row, earlier: action}) <= self._limit:

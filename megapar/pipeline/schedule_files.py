@@ -24,32 +24,32 @@ _LEFT_OUT = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F\d+|RECV_F\d+|SEN
 class ScheduleFile:
     """The schedule that a file holds, for up to `num_microbatches` micro-batches.
 
-    `orders` are the actions of each rank, and `place` is the rank of each stage.
+    `orders` are the actions of each rank, and `rank_of` is the rank of each stage.
     """
 
     path: str
     orders: Orders
-    place: list[int]
+    rank_of: list[int]
     num_microbatches: int
 
-    def place_for(self, pp: int, vpp: int) -> list[int]:
+    def placement_for(self, pp: int, vpp: int) -> list[int]:
         """The rank of each stage. Raises ConfigError if the file is not for pp ranks with vpp stages each."""
         ranks = len(self.orders)
-        stages = len(self.place)
+        stages = len(self.rank_of)
         if ranks != pp or stages != pp * vpp:
             raise ConfigError(
                 f"parallel.schedule={self.path}: is for {counted(ranks, 'rank')} and {counted(stages, 'stage')}, not "
                 f"for parallel.pp={pp} and parallel.vpp={vpp}; use parallel.pp {ranks} and parallel.vpp "
                 f"{stages // ranks}, or another file"
             )
-        return self.place
+        return self.rank_of
 
     def orders_for(self, pp: int, vpp: int, num_microbatches: int) -> Orders:
         """The actions of each rank, for the first `num_microbatches` micro-batches.
 
         Raises ConfigError if the file has fewer, or if it is not for pp ranks with vpp stages each.
         """
-        self.place_for(pp, vpp)  # raises if the file is for other sizes
+        self.placement_for(pp, vpp)  # raises if the file is for other sizes
         if num_microbatches > self.num_microbatches:
             raise ConfigError(
                 f"parallel.schedule={self.path}: holds {counted(self.num_microbatches, 'micro-batch', 'micro-batches')}"
@@ -80,13 +80,13 @@ def read(path: str) -> ScheduleFile:
         ) from None
     try:
         orders = parse(text)
-        place = _place(orders)
+        rank_of = _rank_of(orders)
         num_microbatches = 1 + max(action.microbatch for order in orders for action in order)
-        _check_complete(orders, place, num_microbatches)
-        refuse_circles(orders, len(place))
+        _check_complete(orders, rank_of, num_microbatches)
+        refuse_circles(orders, len(rank_of))
     except (ValueError, csv.Error) as error:
         raise ConfigError(f"{where}: {error}") from None
-    return ScheduleFile(path, orders, place, num_microbatches)
+    return ScheduleFile(path, orders, rank_of, num_microbatches)
 
 
 def parse(text: str) -> Orders:
@@ -133,7 +133,7 @@ def _actions(words: Sequence[str], where: str) -> Iterator[Action]:
                 )
 
 
-def _place(orders: Orders) -> list[int]:
+def _rank_of(orders: Orders) -> list[int]:
     """The rank of each stage.
 
     Raises ValueError if a stage is on no rank or on several, and if ranks have different numbers of stages.
@@ -150,15 +150,15 @@ def _place(orders: Orders) -> list[int]:
     for stage in range(last_stage + 1):
         if stage not in ranks_of:
             raise ValueError(f"no rank has stage {stage}")
-    place = [min(ranks_of[stage]) for stage in range(last_stage + 1)]
-    stages_on_rank = [place.count(rank) for rank in range(len(orders))]
+    rank_of = [min(ranks_of[stage]) for stage in range(last_stage + 1)]
+    stages_on_rank = [rank_of.count(rank) for rank in range(len(orders))]
     if len(set(stages_on_rank)) > 1:
         numbers = ", ".join(map(str, stages_on_rank))
         raise ValueError(f"each rank needs as many stages as the others, but they have {numbers}")
-    return place
+    return rank_of
 
 
-def _check_complete(orders: Orders, place: Sequence[int], num_microbatches: int) -> None:
+def _check_complete(orders: Orders, rank_of: Sequence[int], num_microbatches: int) -> None:
     """Raise ValueError unless each micro-batch goes through each stage once forward, and once backward."""
     counts = Counter(action for order in orders for action in order)
     # A mistyped number could be huge. Each micro-batch has two actions at least.
@@ -168,7 +168,7 @@ def _check_complete(orders: Orders, place: Sequence[int], num_microbatches: int)
             "micro-batches from 0 on"
         )
     problems = [f"{action} stands {count} times" for action, count in counts.items() if count > 1]
-    for stage in range(len(place)):
+    for stage in range(len(rank_of)):
         for microbatch in range(num_microbatches):
             kinds = [kind for kind in get_args(Kind) if Action(kind, stage, microbatch) in counts]
             problems += _problems(stage, microbatch, kinds)

@@ -27,7 +27,7 @@ class Schedule:
 
     orders: Callable[[int, int, int], Orders]
     """The actions of each pipeline rank, by pp, vpp and the number of micro-batches."""
-    place: Callable[[int, int], list[int]] = looped
+    placement: Callable[[int, int], list[int]] = looped
     """The rank of each of the pp * vpp stages, by pp and vpp. Each rank has vpp of them."""
     vpp: VirtualStages = ANY
     """The numbers of stages that a rank may have."""
@@ -56,7 +56,7 @@ def find(name: str) -> Schedule:
         schedule = Schedule(_not_chosen)
     elif is_file(name):
         file = read(name)
-        schedule = Schedule(file.orders_for, file.place_for)
+        schedule = Schedule(file.orders_for, file.placement_for)
     else:
         schedule = named("parallel.schedule", name, SCHEDULES, Schedule)
     return replace(schedule, name=name)
@@ -85,13 +85,13 @@ def virtual_stages(name: str) -> VirtualStages:
 def placement(name: str | Schedule, pp: int, vpp: int) -> list[int]:
     """The pipeline rank on which each stage lives."""
     schedule = find(name) if isinstance(name, str) else name
-    return schedule.place(pp, vpp)
+    return schedule.placement(pp, vpp)
 
 
 def embedding_ranks(parallel: ParallelConfig) -> tuple[int, int]:
     """The pipeline ranks of the first and the last stage. They need tokens or targets, and hold a tied embedding."""
-    place = placement(parallel.schedule, parallel.pp, parallel.vpp)
-    return place[0], place[-1]
+    rank_of = placement(parallel.schedule, parallel.pp, parallel.vpp)
+    return rank_of[0], rank_of[-1]
 
 
 def make(name: str | Schedule, pp: int, vpp: int, num_microbatches: int) -> Orders:
@@ -112,13 +112,13 @@ def make(name: str | Schedule, pp: int, vpp: int, num_microbatches: int) -> Orde
             "rank"
         )
     orders = schedule.orders(pp, vpp, num_microbatches)
-    place = schedule.place(pp, vpp)
+    rank_of = schedule.placement(pp, vpp)
     for rank, order in enumerate(orders):
         stages = {action.stage for action in order}
-        if stages != {stage for stage, home in enumerate(place) if home == rank}:
+        if stages != {stage for stage, home in enumerate(rank_of) if home == rank}:
             raise ConfigError(
                 f"parallel.schedule={schedule}: orders stages {sorted(stages)} on rank {rank}, but places the stages "
-                f"on ranks {place}"
+                f"on ranks {rank_of}"
             )
     return orders
 
@@ -135,10 +135,10 @@ def _checked(name: str, orders: Callable[[int, int, int], Orders], memory: Memor
 
     def within(pp: int, vpp: int, num_microbatches: int) -> Orders:
         made = orders(pp, vpp, num_microbatches)
-        most = max(peak(order, memory.forward, memory.inputs) for order in made)
-        if most > memory.limit:
+        kept = max(peak(order, memory.forward, memory.inputs) for order in made)
+        if kept > memory.limit:
             raise ConfigError(
-                f"parallel.schedule={name}: keeps {most / 2**30:.3f} GiB on a rank for its backward passes, more than "
+                f"parallel.schedule={name}: keeps {kept / 2**30:.3f} GiB on a rank for its backward passes, more than "
                 f"parallel.schedule_memory_gb={memory.limit / 2**30:g}; allow that much, or use zb-h1, zb-interleaved "
                 "or zb-v, which obey it"
             )
@@ -154,7 +154,7 @@ class ZeroBubble:
     `microbatches(pp)` is how many whole micro-batches a rank may keep if no limit in bytes is given.
     """
 
-    place: Callable[[int, int], list[int]]
+    placement: Callable[[int, int], list[int]]
     vpp: VirtualStages
     microbatches: Callable[[int], float]
 
@@ -162,11 +162,11 @@ class ZeroBubble:
         """The schedule that keeps to `memory`, and fits `durations` best. None: they are not known."""
 
         def orders(pp: int, vpp: int, num_microbatches: int) -> Orders:
-            place = self.place(pp, vpp)
-            limit = memory or counted_by_stage(self.microbatches(pp), place)
-            return shortest(place, num_microbatches, limit, durations)
+            rank_of = self.placement(pp, vpp)
+            limit = memory or counted_by_stage(self.microbatches(pp), rank_of)
+            return shortest(rank_of, num_microbatches, limit, durations)
 
-        return Schedule(orders, self.place, self.vpp)
+        return Schedule(orders, self.placement, self.vpp)
 
 
 ZERO_BUBBLE = {

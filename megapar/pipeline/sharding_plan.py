@@ -212,11 +212,11 @@ def most_live(plan: Sequence[Item], size: Callable[[int], int], allocates: UnitK
     `allocates` is the kind of action that takes `size(unit)`, and `frees` the kind that gives it back.
     """
     live = 0
-    most = 0
+    peak = 0
     for item in plan:
         if isinstance(item, UnitAction) and item.kind == allocates:
             live += size(item.unit)
-            most = max(most, live)
+            peak = max(peak, live)
         elif isinstance(item, UnitAction) and item.kind == frees:
             live -= size(item.unit)
-    return most
+    return peak

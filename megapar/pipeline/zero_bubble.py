@@ -34,7 +34,7 @@ from typing import NamedTuple
 from megapar.errors import ConfigError
 from megapar.pipeline.actions import Action, Orders, looped, peak, v_shaped
 from megapar.pipeline.blocks import v_half, v_min
-from megapar.pipeline.lengths import Times, lengths
+from megapar.pipeline.makespans import Times, makespans
 from megapar.pipeline.zero_bubble_orders import zb_1p, zb_v
 
 
@@ -73,15 +73,15 @@ class Memory:
         return max(0.0, *(self.inputs[stage] - self.forward[stage] for stage in stages))
 
 
-def counted_by_stage(microbatches: float, place: Sequence[int]) -> Memory:
+def counted_by_stage(microbatches: float, rank_of: Sequence[int]) -> Memory:
     """A limit of `microbatches` micro-batches on each rank. The unit is one micro-batch in one stage.
 
-    Every stage counts as keeping the same for a micro-batch, from F to W. `place` is the rank of each stage. A limit
+    Every stage counts as keeping the same for a micro-batch, from F to W. `rank_of` is the rank of each stage. A limit
     below one micro-batch in each stage of a rank is raised to that.
     """
-    vpp = place.count(0)
+    vpp = rank_of.count(0)
     limit = max(vpp, int(microbatches * vpp))
-    ones = [1.0] * len(place)
+    ones = [1.0] * len(rank_of)
     return Memory(limit, ones, ones)
 
 
@@ -101,16 +101,17 @@ _LIKELY_TIMES = (
 )
 
 
-def shortest(place: Sequence[int], num_microbatches: int, memory: Memory, durations: Durations | None = None) -> Orders:
+def shortest(
+    rank_of: Sequence[int], num_microbatches: int, memory: Memory, durations: Durations | None = None
+) -> Orders:
     """The shortest of the orders that keep to `memory`: those of `_Filling`, and those of the papers.
 
-    `place` is the rank of each stage, `durations` are how long actions take. None means that this is not known: then an
-    order is taken that is never longer than the papers', whichever of `_LIKELY_TIMES` come true. In each stage F, I and
-    W each take the micro-batches in ascending order. So the gradients of weights are the same sums, in the same order,
-    as those of backwards in one piece. Raises ConfigError if `memory` does not hold one micro-batch in each stage of a
-    rank.
+    `rank_of` is the rank of each stage, `durations` is how long actions take. Without `durations` the order is never
+    longer than the papers', whichever of `_LIKELY_TIMES` come true. In each stage F, I and W each take the
+    micro-batches in ascending order. So the gradients of weights are the same sums, in the same order, as with
+    backwards in one piece. Raises ConfigError if `memory` does not hold one micro-batch in each stage of a rank.
     """
-    _check_least(place, memory)
+    _check_least(rank_of, memory)
     if durations is None:
         times = list(_LIKELY_TIMES)
     else:
@@ -121,15 +122,15 @@ def shortest(place: Sequence[int], num_microbatches: int, memory: Memory, durati
         assumed_durations.append(durations)
     filled = []
     for assumed in assumed_durations:
-        for rule in _rules(place, memory):
-            filled.append(_Filling(place, num_microbatches, memory, assumed, rule).run())
-    return _least(_published(place, num_microbatches, memory), filled, place, times)
+        for rule in _rules(rank_of, memory):
+            filled.append(_Filling(rank_of, num_microbatches, memory, assumed, rule).run())
+    return _least(_published(rank_of, num_microbatches, memory), filled, rank_of, times)
 
 
-def _check_least(place: Sequence[int], memory: Memory) -> None:
+def _check_least(rank_of: Sequence[int], memory: Memory) -> None:
     """Raise ConfigError if `memory` does not hold one micro-batch in each stage of a rank."""
-    for rank in range(max(place) + 1):
-        stages = [stage for stage, home in enumerate(place) if home == rank]
+    for rank in range(max(rank_of) + 1):
+        stages = [stage for stage, home in enumerate(rank_of) if home == rank]
         if memory.limit < memory.least(stages):
             raise ConfigError(
                 f"parallel.schedule_memory_gb={memory.limit / 2**30:g}: does not hold one micro-batch in each stage of "
@@ -138,17 +139,17 @@ def _check_least(place: Sequence[int], memory: Memory) -> None:
             )
 
 
-def _published(place: Sequence[int], num_microbatches: int, memory: Memory) -> list[Orders]:
+def _published(rank_of: Sequence[int], num_microbatches: int, memory: Memory) -> list[Orders]:
     """The papers' orders for this placement that keep to `memory`. In a V those that keep most of it idle least."""
 
     def fits(orders: Orders) -> bool:
         return all(peak(order, memory.forward, memory.inputs) <= memory.limit for order in orders)
 
-    pp = max(place) + 1
-    vpp = len(place) // pp
-    if list(place) == looped(pp, vpp):
+    pp = max(rank_of) + 1
+    vpp = len(rank_of) // pp
+    if list(rank_of) == looped(pp, vpp):
         return list(filter(fits, [zb_1p(pp, vpp, num_microbatches)]))
-    if list(place) != v_shaped(pp, 2):
+    if list(rank_of) != v_shaped(pp, 2):
         return []
     return (
         list(filter(fits, [zb_v(pp, vpp, num_microbatches)]))
@@ -158,16 +159,16 @@ def _published(place: Sequence[int], num_microbatches: int, memory: Memory) -> l
 
 
 def _least(
-    published: Sequence[Orders], filled: Sequence[Orders], place: Sequence[int], times: Sequence[Times]
+    published: Sequence[Orders], filled: Sequence[Orders], rank_of: Sequence[int], times: Sequence[Times]
 ) -> Orders:
-    """The orders with the shortest mean length, of those that are with no times longer than the best published ones.
+    """The orders with the shortest mean makespan. With none of `times` they take longer than the best published ones.
 
-    The best published ones are those that are shortest with the first times, for which they were made, and then on
-    average. If there are none, the best of `filled` take their place.
+    Published orders were made for the first of `times`: the best are the shortest there, and then on average. Without
+    published orders the best of `filled` take their place.
     """
     timed = []
     for orders in (*published, *filled):
-        found = lengths(orders, place, times)
+        found = makespans(orders, rank_of, times)
         if found is not None:
             timed.append((found.round(9).tolist(), orders))
     num_published = len(published)
@@ -179,44 +180,44 @@ def _least(
 class _Rule(NamedTuple):
     """When a stage prefers forwards, by how many of its micro-batches are in flight: F has run, and I has not.
 
-    A rank runs the action that can start first. If several can start at the same time, then with fewer than
-    `wanted[stage]` in flight a forward runs first, and with more it runs after an I and before a W. With `most[stage]`
-    or more in flight no forward runs.
+    A rank runs the action that can start first. If several can start at the same time, a forward runs first with fewer
+    than `wanted[stage]` in flight; with more it runs after an I and before a W. With `at_most[stage]` in flight no
+    forward runs.
     """
 
     wanted: Sequence[float]
-    most: Sequence[float]
+    at_most: Sequence[float]
 
 
-def _rules(place: Sequence[int], memory: Memory) -> list[_Rule]:
+def _rules(rank_of: Sequence[int], memory: Memory) -> list[_Rule]:
     """The rules that `shortest` tries. None of them is best for all durations and limits."""
-    num_stages = len(place)
-    vpp = place.count(0)
+    num_stages = len(rank_of)
+    vpp = rank_of.count(0)
     # How many stages a micro-batch passes from here to the end of its forward, this one included.
     stages_to_end = [num_stages - stage for stage in range(num_stages)]
     # With one stage on a rank, this is the number of micro-batches in flight of 1F1B.
     as_in_1f1b = [math.ceil(stages / vpp) for stages in stages_to_end]
     backwards_first = [0] * num_stages
     unlimited = [math.inf] * num_stages
-    shares = _shares(place, memory, stages_to_end)
+    shares = _shares(rank_of, memory, stages_to_end)
     rules = []
     for wanted in (as_in_1f1b, stages_to_end, backwards_first):
-        for most in (unlimited, shares):
-            rules.append(_Rule(wanted, most))
+        for at_most in (unlimited, shares):
+            rules.append(_Rule(wanted, at_most))
     return rules
 
 
-def _shares(place: Sequence[int], memory: Memory, stages_to_end: Sequence[int]) -> list[float]:
+def _shares(rank_of: Sequence[int], memory: Memory, stages_to_end: Sequence[int]) -> list[float]:
     """For each stage, how many micro-batches may be in flight if the stages of a rank share its memory.
 
     The share of a stage is proportional to `stages_to_end`, because a micro-batch is in flight for a time that grows
     with it. Without shares the first stage of a rank can take the memory that the later ones need.
     """
-    sum_on_rank = [0] * (max(place) + 1)
-    for stage, rank in enumerate(place):
+    sum_on_rank = [0] * (max(rank_of) + 1)
+    for stage, rank in enumerate(rank_of):
         sum_on_rank[rank] += stages_to_end[stage]
     shares = []
-    for stage, rank in enumerate(place):
+    for stage, rank in enumerate(rank_of):
         if memory.forward[stage] == 0:
             # With full recomputation, a first stage without layers keeps nothing, so it needs no limit.
             shares.append(math.inf)
@@ -253,19 +254,21 @@ class _Filling:
     The next action is always the one that can start first on any rank. No rank waits while it has an action to run.
     """
 
-    def __init__(self, place: Sequence[int], num_microbatches: int, memory: Memory, durations: Durations, rule: _Rule):
-        self._place = place
+    def __init__(
+        self, rank_of: Sequence[int], num_microbatches: int, memory: Memory, durations: Durations, rule: _Rule
+    ):
+        self._rank_of = rank_of
         self._num_microbatches = num_microbatches
         self._memory = memory
         self._durations = durations
         self._rule = rule
-        self._last_stage = len(place) - 1
-        self._ranks = [_Rank([]) for _ in range(max(place) + 1)]
-        for stage, rank in enumerate(place):
+        self._last_stage = len(rank_of) - 1
+        self._ranks = [_Rank([]) for _ in range(max(rank_of) + 1)]
+        for stage, rank in enumerate(rank_of):
             self._ranks[rank].stages.append(stage)
         # By stage, the times at which its F's and its I's ended, in the order of micro-batches.
-        self._forward_ends: list[list[float]] = [[] for _ in place]
-        self._backward_ends: list[list[float]] = [[] for _ in place]
+        self._forward_ends: list[list[float]] = [[] for _ in rank_of]
+        self._backward_ends: list[list[float]] = [[] for _ in rank_of]
         self._reserved = self._reserved_for_later_stages()
 
     def run(self) -> Orders:
@@ -288,9 +291,9 @@ class _Filling:
         """
         changed = {number}
         if stage > 0:
-            changed.add(self._place[stage - 1])
+            changed.add(self._rank_of[stage - 1])
         if stage < self._last_stage:
-            changed.add(self._place[stage + 1])
+            changed.add(self._rank_of[stage + 1])
         return changed
 
     def _reserved_for_later_stages(self) -> list[float]:
@@ -300,7 +303,7 @@ class _Filling:
         come furthest always finds room, and ranks cannot deadlock by waiting for each other's memory.
         """
         reserved = []
-        for stage, rank in enumerate(self._place):
+        for stage, rank in enumerate(self._rank_of):
             stages = self._ranks[rank].stages
             later_forwards = sum(self._memory.forward[other] for other in stages if other > stage)
             reserved.append(later_forwards + self._memory.growth(stages))
@@ -342,7 +345,7 @@ class _Filling:
         if rank.kept + self._memory.forward[stage] + self._reserved[stage] > self._memory.limit:
             return None
         in_flight = microbatch - len(self._backward_ends[stage])
-        if in_flight >= self._rule.most[stage]:
+        if in_flight >= self._rule.at_most[stage]:
             return None
         preference = 0 if in_flight < self._rule.wanted[stage] else 2
         return _Choice(start, preference, -stage, Action("F", stage, microbatch))

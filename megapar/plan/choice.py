@@ -56,7 +56,7 @@ def choose(
     much as with 1F1B. Equal arguments give equal results. Raises ConfigError if no schedule keeps to the memory.
     """
     best: Choice | None = None
-    best_length = math.inf
+    best_makespan = math.inf
     for name, vpp in _candidates(vpps):
         times = times_of(vpp)
         memory = memory_of(vpp)
@@ -72,9 +72,9 @@ def choose(
             continue
         # Rounded, so that the last digits do not decide between schedules that are equally long. Divided by the work,
         # so that the rounding does not depend on the unit of time.
-        length = round(timeline.makespan / _work(times), 9)
-        if length < best_length:
-            best_length = length
+        makespan = round(timeline.makespan / _work(times), 9)
+        if makespan < best_makespan:
+            best_makespan = makespan
             best = Choice(name, vpp, costs, timeline.bubble)
     if best is None:
         raise ConfigError(

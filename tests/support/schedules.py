@@ -10,10 +10,10 @@ def back_and_forth(pp: int, vpp: int) -> list[int]:
 
 
 def all_forwards_first(pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
-    place = back_and_forth(pp, vpp)
+    rank_of = back_and_forth(pp, vpp)
     orders = []
     for rank in range(pp):
-        stages = [stage for stage, home in enumerate(place) if home == rank]
+        stages = [stage for stage, home in enumerate(rank_of) if home == rank]
         forwards = [Action("F", stage, m) for stage in stages for m in range(num_microbatches)]
         backwards = [Action("B", stage, m) for stage in reversed(stages) for m in range(num_microbatches)]
         orders.append(forwards + backwards)

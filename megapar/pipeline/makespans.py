@@ -18,11 +18,11 @@ class Times(NamedTuple):
     message: float = 0.0
 
 
-def lengths(orders: Orders, place: Sequence[int], times: Sequence[Times]) -> NDArray[np.float64] | None:
+def makespans(orders: Orders, rank_of: Sequence[int], times: Sequence[Times]) -> NDArray[np.float64] | None:
     """How long orders of F's, I's and W's take with each of `times`. None if they cannot run to their end.
 
-    `place` is the rank of each stage. Messages do not wait for each other here. `megapar.pipeline.simulation` simulates
-    how they do, in about ten times as long.
+    `rank_of` is the rank of each stage. Here messages do not wait for each other. `megapar.pipeline.simulation` lets
+    them wait, and takes about ten times as long.
     """
     cost = {kind: np.array([getattr(t, kind) for t in times]) for kind in "FIW"}
     message = np.array([t.message for t in times])
@@ -37,12 +37,12 @@ def lengths(orders: Orders, place: Sequence[int], times: Sequence[Times]) -> NDA
             clock = clocks[rank]
             begin = positions[rank]
             for action in order[begin:]:
-                source = _source(action, len(place) - 1)
+                source = _source(action, len(rank_of) - 1)
                 if source is not None:
                     ready = ends.get(source)
                     if ready is None:
                         break
-                    if place[source.stage] != rank:
+                    if rank_of[source.stage] != rank:
                         ready = ready + message
                     clock = np.maximum(clock, ready)
                 clock = clock + cost[action.kind]
