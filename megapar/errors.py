@@ -14,13 +14,13 @@ from typing import Any
 class MegaparError(Exception):
     """Base class of every error that a user can cause or mend. It is printed without a traceback.
 
-    `everywhere` means that all ranks raise it with the same words, so rank 0 alone prints it. `told` means that another
-    rank of this host prints it with the same words. `patience_seconds` is how long to wait before it is reported.
+    If `everywhere` is set, all ranks raise it with the same words, and rank 0 alone prints it. If `told_by_another` is
+    set, another rank of this host prints it with the same words. It is reported after `patience_seconds`.
     """
 
     exit_code = 70
     everywhere = False
-    told = False
+    told_by_another = False
     patience_seconds = 0.0
 
 

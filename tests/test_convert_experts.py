@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megapar_models.build import build_stages
-from megapar_models.convert.config_json import from_hugging_face, to_hugging_face, told
+from megapar_models.convert.config_json import from_hugging_face, to_hugging_face, warnings_of
 from megapar_models.convert.parity import load_fp32, native_logits
 from megapar_models.convert.stream import write_weights
 from megapar_models.registry import FAMILIES, presets, validate, weight_options
@@ -256,8 +256,8 @@ def test_layers_without_experts_are_read_as_transformers_counts_them() -> None:
 
 def test_options_of_training_are_told_and_do_not_matter() -> None:
     mixtral = sizes("mixtral")
-    assert told(mixtral) == []
-    (line,) = told({**mixtral, "output_router_logits": True})
+    assert warnings_of(mixtral) == []
+    (line,) = warnings_of({**mixtral, "output_router_logits": True})
     assert "output_router_logits=true is not read" in line
     # Balanced by another loss it is the same model, whose weights another run may start from.
     model = model_of(mixtral)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.convert.config_json import from_hugging_face, to_hugging_face, told
+from megapar_models.convert.config_json import from_hugging_face, to_hugging_face, warnings_of
 from megapar_models.convert.stream import TensorInfo, shards
 from megapar_models.llama.model import rope_frequency, rope_tables
 from megapar_models.registry import FAMILIES, validate
@@ -294,11 +294,11 @@ def test_yarn_frequencies_are_those_of_transformers(published: dict[str, Any]) -
 
 def test_a_factor_of_yarn_that_versions_of_transformers_read_differently_is_told() -> None:
     raw = {**sizes("llama"), "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
-    assert told(raw) == []
+    assert warnings_of(raw) == []
     raw["rope_scaling"]["original_max_position_embeddings"] = POSITIONS // 4
-    assert told(raw) == []
+    assert warnings_of(raw) == []
     raw["rope_scaling"]["original_max_position_embeddings"] = POSITIONS // 2
-    (line,) = told(raw)
+    (line,) = warnings_of(raw)
     assert "factor=4.0 of yarn is used" in line
     assert "= 2 in its place" in line
 
@@ -403,8 +403,8 @@ def test_dropouts_that_differ_are_told_and_not_refused(tmp_path: Path, capsys: p
     source = save_model(tmp_path / "hf", Case("gpt2", {"embd_pdrop": 0.3}))
     hf_to_native(HfToNative(source, tmp_path / "native"))
     assert_parity(tmp_path / "native")
-    told = capsys.readouterr().err
-    assert "warning: config.json: embd_pdrop=0.3 differs from resid_pdrop=0.1" in told
+    warnings_of = capsys.readouterr().err
+    assert "warning: config.json: embd_pdrop=0.3 differs from resid_pdrop=0.1" in warnings_of
     assert load(["--config", str(tmp_path / "native" / "config.toml")]).config.model.hidden_dropout == 0.1
 
 
@@ -468,9 +468,9 @@ def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (source / "config.json").write_text(json.dumps({**sizes("llama"), **changes}))
         with pytest.raises(SystemExit) as exited:
             convert_checkpoint.main()
-        told = capsys.readouterr().err
-        assert (exited.value.code, len(told.splitlines())) == (code, 1), told
-        assert words in told
+        warnings_of = capsys.readouterr().err
+        assert (exited.value.code, len(warnings_of.splitlines())) == (code, 1), warnings_of
+        assert words in warnings_of
     assert os.listdir(tmp_path) == ["hf"]
 
 

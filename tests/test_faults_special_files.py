@@ -14,7 +14,7 @@ from megapar.checkpoint.lineage import PLAN, complete_plan
 from megapar.config.files import load
 from megapar.data.prepared import read_sidecar
 from megapar.data.tokenizer import load_tokenizer
-from megapar.launch.reporting import record_error
+from megapar.launch.reporting import write_error
 from megapar.pipeline import schedule_files
 from megapar.system.regular_files import SMALL, open_regular, read_regular
 from tests.support.faults import Scene
@@ -129,10 +129,10 @@ def test_readers_of_files_wait_for_nobody(read: Callable[[Path], None], tmp_path
 def test_the_record_of_an_error_waits_for_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fault fifo-for-a-file: neither for the lock, nor for the draft."""
     os.mkfifo(tmp_path / ".lock")
-    record_error({"message": "x"}, str(tmp_path), ours=False)
+    write_error({"message": "x"}, str(tmp_path), ours=False)
     assert (tmp_path / "error.json").exists()
     os.mkfifo(tmp_path / ".error.json.tmp")
-    record_error({"message": "x"}, str(tmp_path), ours=True)
+    write_error({"message": "x"}, str(tmp_path), ours=True)
     assert capsys.readouterr().err == f"{tmp_path}/error.json not written: is a FIFO, not a regular file\n"
 
 

@@ -110,8 +110,8 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[int, int]]:
 def count() -> dict[str, Figures]:
     """Figures by package."""
     found = {}
-    for place, name in PACKAGES.items():
-        paths = sorted(ROOT.glob(place)) if "*" in place else sorted((ROOT / place).rglob("*.py"))
+    for pattern, name in PACKAGES.items():
+        paths = sorted(ROOT.glob(pattern)) if "*" in pattern else sorted((ROOT / pattern).rglob("*.py"))
         figures = Figures()
         for path in paths:
             figures.add(path)

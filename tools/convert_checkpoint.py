@@ -19,7 +19,7 @@ import torch
 import tyro
 from megapar_models.build import describe_size, logical_tensors
 from megapar_models.convert import dcp, megatron, megatron_core, upcycle
-from megapar_models.convert.config_json import canonical_name, from_hugging_face, names_of, to_hugging_face, told
+from megapar_models.convert.config_json import canonical_name, from_hugging_face, names_of, to_hugging_face, warnings_of
 from megapar_models.convert.huggingface import (
     Recipe,
     Weights,
@@ -178,7 +178,7 @@ def hf_to_native(options: HfToNative) -> None:
     check_transformers(options.verify)
     raw = read_json(options.src / HF_CONFIG)
     config = whole_config(from_hugging_face(raw))
-    for line in told(raw):
+    for line in warnings_of(raw):
         print(f"warning: {line}", file=sys.stderr)
     names = names_of(config.model)
     shapes = native_shapes(config.model)
@@ -427,8 +427,8 @@ def write_options(folder: Path, config: Config, src: Path) -> None:
     (folder / CONFIG).write_text(part_toml(config, named_options))
 
 
-def write_json(path: Path, facts: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(facts, indent=2) + "\n")
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 # Tokenizer
@@ -506,12 +506,12 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
         said = "the tokenizer is not verified" if readable else "the folder has no tokenizer"
         print(f"{said}: {why}", file=sys.stderr)
         return {"verified": False, "why": why}
-    facts, problems = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
+    content, problems = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
     if problems and (folder / TOKENIZERS["hf"]).exists():
         # The class that transformers chooses by model_type may rebuild the tokenizer. Only then is an auto_map written:
         # it is a burden to users.
         read_as_it_is(folder)
-        facts, remaining = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
+        content, remaining = compare_with_transformers(folder, training.tokenizer, model.vocab_size)
         if not remaining:
             problems = []
     if problems:
@@ -521,7 +521,7 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
             f"{options.dst}: the exported tokenizer is not that of the training, {training.spec}: "
             f"{'; '.join(problems)}; nothing was written; --no-verify_tokenizer writes the folder"
         )
-    return {"verified": True, "trained_with": training.spec, **facts}
+    return {"verified": True, "trained_with": training.spec, **content}
 
 
 COMMANDS: Mapping[str, tuple[type, Callable[[Any], None]]] = {

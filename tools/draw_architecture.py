@@ -111,14 +111,14 @@ def spread(wanted: Sequence[float], widths: Sequence[float], gap: float, left: f
         packed.append(end + width / 2)
         end += width + gap
     groups: list[list[float]] = []  # neighbors that touch; numbers are how far each would be moved from `packed`
-    for center, place in zip(wanted, packed, strict=True):
-        groups.append([center - place])
+    for center, lay_out in zip(wanted, packed, strict=True):
+        groups.append([center - lay_out])
         while len(groups) > 1 and _mean(groups[-2]) > _mean(groups[-1]):
             last = groups.pop()
             groups[-1] += last
     moved = [_mean(group) for group in groups for _ in group]
-    most = right - (end - gap)
-    return [place + min(max(by, left), most) for place, by in zip(packed, moved, strict=True)]
+    room_right = right - (end - gap)
+    return [lay_out + min(max(by, left), room_right) for lay_out, by in zip(packed, moved, strict=True)]
 
 
 def _mean(numbers: Sequence[float]) -> float:
@@ -136,7 +136,7 @@ def widths_of(texts: Mapping[str, str]) -> dict[str, float]:
     return widths
 
 
-def place(order: Order, connected: Iterable[Link], widths: Mapping[str, float]) -> dict[Item, Box]:
+def lay_out(order: Order, connected: Iterable[Link], widths: Mapping[str, float]) -> dict[Item, Box]:
     """Place all items horizontally: each as near as it can be to the middle of what it is linked to below.
 
     The rooms of the widest floor fill the picture. Those of other floors are wider than they need,
@@ -154,11 +154,11 @@ def place(order: Order, connected: Iterable[Link], widths: Mapping[str, float]) 
         wider = (right - MARGIN - sum(needed[level]) - GAP * (len(items) - 1)) / rooms
         if len(items) > 1:
             wider = min(wider, SPARE)
-        own = [LANE if item.lane else widths[item.room] * (1 + wider) for item in items]
+        width_of_items = [LANE if item.lane else widths[item.room] * (1 + wider) for item in items]
         middle = (MARGIN + right) / 2
         wanted = [_mean([boxes[other].center for other in below[item]]) if item in below else middle for item in items]
-        centers = spread(wanted, own, GAP, MARGIN, right)
-        for item, center, width in zip(items, centers, own, strict=True):
+        centers = spread(wanted, width_of_items, GAP, MARGIN, right)
+        for item, center, width in zip(items, centers, width_of_items, strict=True):
             boxes[item] = Box(center - width / 2, width)
     return boxes
 
@@ -190,7 +190,7 @@ def best_order(may_import: Mapping[str, set[str]], widths: Mapping[str, float]) 
 
 def _improved(order: Order, connected: Sequence[Link], widths: Mapping[str, float]) -> tuple[tuple[int, float], Order]:
     """The order after moves of one item at a time, as long as one makes it tidier; returns its `disorder` too."""
-    least = disorder(place(order, connected, widths), connected)
+    least = disorder(lay_out(order, connected, widths), connected)
     moves = [(level, *pair) for level, items in order.items() for pair in permutations(range(len(items)), 2)]
     improved = True
     while improved:
@@ -199,7 +199,7 @@ def _improved(order: Order, connected: Sequence[Link], widths: Mapping[str, floa
             items = list(order[level])
             items.insert(end, items.pop(start))
             moved = {**order, level: items}
-            cost = disorder(place(moved, connected, widths), connected)
+            cost = disorder(lay_out(moved, connected, widths), connected)
             if cost < least:
                 order, least, improved = moved, cost, True
     return least, order
@@ -235,7 +235,7 @@ def draw(may_import: Mapping[str, set[str]], modules: Mapping[str, Sequence[str]
     widths = widths_of(texts)
     order = best_order(may_import, widths)
     connected = links(may_import)
-    boxes = place(order, connected, widths)
+    boxes = lay_out(order, connected, widths)
     lines = {item: _wrapped(texts[item.room], box.width) for item, box in boxes.items() if not item.lane}
     y = float(MARGIN)
     for level in sorted(order, reverse=True):

@@ -94,7 +94,7 @@ def gpus() -> list[dict[str, Any]]:
     return rows
 
 
-def facts() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """All facts, as JSON types. Without a GPU the measurements are left out."""
     triton = importlib.util.find_spec("triton")
     report: dict[str, Any] = {
@@ -122,7 +122,7 @@ def main() -> None:
     if options.missing:
         print("\n".join(missing_packages()))
         return
-    text = json.dumps(facts(), indent=1)
+    text = json.dumps(machine(), indent=1)
     print(text)
     if options.json:
         options.json.write_text(text + "\n")

@@ -318,19 +318,19 @@ def _typed(file: str, text: str, table: Mapping[str, Any]) -> dict[str, Any]:
     except RecursionError:  # tomllib reads a dotted name of thousands of parts, `_paths` cannot
         raise ConfigError(f"{file}:1: a name has too many parts; options look like section.key") from None
     for path, raw in entries:
-        where = f"{file}:{_line(text, path)}: {path}"
+        option_in_file = f"{file}:{_line(text, path)}: {path}"
         if any(known.startswith(path + ".") for known in types):
-            problems.append(f"{where}: is a section, not an option: write [{path}]")
+            problems.append(f"{option_in_file}: is a section, not an option: write [{path}]")
             continue
         if path not in types:
             items = raw if isinstance(raw, list) else [raw]
             # As TOML writes them: true, not True.
             values = tuple(item if isinstance(item, str) else json.dumps(item, default=str) for item in items)
-            problems.append(f"{where}: no such option{hint(Given(path, values, 'toml'), list(types))}")
+            problems.append(f"{option_in_file}: no such option{hint(Given(path, values, 'toml'), list(types))}")
             continue
         value = _convert(raw, types[path])
         if value is None:
-            problems.append(f"{where} = {json.dumps(raw, default=str)}: expected {_expected(types[path])}")
+            problems.append(f"{option_in_file} = {json.dumps(raw, default=str)}: expected {_expected(types[path])}")
         else:
             options[path] = value
     if problems:

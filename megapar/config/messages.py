@@ -70,11 +70,11 @@ def around(n: int, step: int) -> str:
     return listed([multiple for multiple in (below, above) if multiple])
 
 
-def first_few(items: Iterable[str], most: int = 8, separator: str = ", ") -> str:
-    """The first `most` of `items` as text, and how many more there are."""
+def first_few(items: Iterable[str], limit: int = 8, separator: str = ", ") -> str:
+    """The first `limit` of `items` as text, and how many more there are."""
     all_items = list(items)
-    more = len(all_items) - most
-    text = separator.join(all_items[:most])
+    more = len(all_items) - limit
+    text = separator.join(all_items[:limit])
     if more > 0:
         text += f" and {more} more"
     return text

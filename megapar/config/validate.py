@@ -237,11 +237,11 @@ def _unit_of_length(config: Config) -> int:
 def _lengths(config: Config, unit: int) -> str:
     """What to do about a length that is no multiple of `unit` or more than the model's positions."""
     length = config.train.seq_length
-    most = config.model.max_position_embeddings // unit * unit
-    if not most:
+    longest = config.model.max_position_embeddings // unit * unit
+    if not longest:
         return f"set model.max_position_embeddings {unit}"
-    if length > most:
-        return f"use at most {most}"
+    if length > longest:
+        return f"use at most {longest}"
     return f"use {around(length, unit)}"
 
 
@@ -434,8 +434,8 @@ def _rates(config: Config) -> Iterator[str]:
         text = f"the warm-up would not end within the run; use at most {steps}"
         yield problem(config, "optimizer.warmup_steps train.steps", text)
     elif optimizer.schedule == "wsd" and optimizer.warmup_steps + optimizer.decay_steps > steps:
-        most = steps - optimizer.warmup_steps
-        text = f"warm-up and decay together are longer than the run; decay_steps may be at most {most}"
+        longest = steps - optimizer.warmup_steps
+        text = f"warm-up and decay together are longer than the run; decay_steps may be at most {longest}"
         yield problem(config, "optimizer.warmup_steps optimizer.decay_steps train.steps", text)
     if optimizer.schedule == "constant" and optimizer.min_lr:
         text = "a constant rate has no end; choose cosine, linear, inverse_sqrt or wsd, or leave it at 0"

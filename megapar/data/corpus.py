@@ -105,10 +105,10 @@ class BadDocuments:
     counts: dict[str, int] = field(default_factory=dict)
     first: list[tuple[Place, str]] = field(default_factory=list)
 
-    def add(self, place: Place, reason: str) -> None:
+    def add(self, position: Place, reason: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
         if len(self.first) < _REMEMBERED:
-            self.first.append((place, reason))
+            self.first.append((position, reason))
 
 
 def find_files(inputs: Sequence[Path]) -> list[Path]:
@@ -185,30 +185,30 @@ class SpanReader:
     def __iter__(self) -> Iterator[tuple[Place, str]]:
         is_parquet = self.span.path.name.endswith(_ROWS)
         documents: Iterator[tuple[Place, bytes | None]] = self._rows() if is_parquet else self._lines()
-        for place, raw in documents:
-            text = self._text(place, raw)
+        for position, raw in documents:
+            text = self._text(position, raw)
             if text is not None:
-                yield place, text
+                yield position, text
         self.num_bytes = self.span.num_bytes
 
-    def _text(self, place: Place, raw: bytes | None) -> str | None:
+    def _text(self, position: Place, raw: bytes | None) -> str | None:
         """Return the text of a document, or None if it is bad and left out. `raw` is None for an empty cell."""
         key = self.reading.text_field if self._json else None
         try:
             return parse(raw, key)
         except BadDocument as error:
             if self._whole and raw:  # the document is a file, in which the line of the fault helps more than line 1
-                place = Place(self.span, raw.count(b"\n", 0, error.at) + 1, error.at)
+                position = Place(self.span, raw.count(b"\n", 0, error.at) + 1, error.at)
             policy = self.reading.on_bad_line
             if policy == "error":
                 shown = (raw or b"")[:40]
-                raise DataError(f"{place.describe()}: {error}, in {shown!r}; {error.way_out}") from None
+                raise DataError(f"{position.describe()}: {error}, in {shown!r}; {error.way_out}") from None
             text = None
             if policy == "replace":
                 with suppress(BadDocument):
                     text = parse(raw, key, mend=True)
             outcome = "left out" if text is None else "mended"
-            self.bad.add(place, f"{error.reason}, {outcome}")
+            self.bad.add(position, f"{error.reason}, {outcome}")
             return text
 
     def _lines(self) -> Iterator[tuple[Place, bytes]]:

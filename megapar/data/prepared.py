@@ -105,13 +105,13 @@ def sidecar_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
 
 
-def write_sidecar(prefix: str | Path, facts: dict[str, Any]) -> None:
-    """Write the sidecar of the pair `prefix`: `facts` and the SHA-256 of the pair's files.
+def write_sidecar(prefix: str | Path, description: dict[str, Any]) -> None:
+    """Write the sidecar of the pair `prefix`: `description` and the SHA-256 of the pair's files.
 
     The pair must be complete, since its files are read here.
     """
     hashes = {name: sha256(Path(f"{prefix}.{name}")) for name in ("bin", "idx")}
-    write_json(sidecar_path(prefix), facts | {"sha256": hashes})
+    write_json(sidecar_path(prefix), description | {"sha256": hashes})
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:

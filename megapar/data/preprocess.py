@@ -138,11 +138,11 @@ def preprocess(
                 done.add(counts)
                 on_progress(done)
         parts = [_read_part(folder / shard.name) for shard in shards]
-        facts = _facts(shards, parts, recipe, tokenizer)
-        if not facts["tokens"]:
+        description = _description(shards, parts, recipe, tokenizer)
+        if not description["tokens"]:
             _remove_parts(folder)
             raise DataError(f"{', '.join(map(str, inputs))}: 0 tokens: no document has any text")
-        facts["sources"] = [{"path": str(path), "sha256": digest} for path, digest in hashes.result().items()]
+        description["sources"] = [{"path": str(path), "sha256": digest} for path, digest in hashes.result().items()]
         # Shards may have been read from different versions of a file. No single text would give such an output.
         if _versions(files) != versions:
             raise DataError(f"{', '.join(map(str, inputs))}: changed while they were read; run it again")
@@ -150,12 +150,12 @@ def preprocess(
         sidecar_path(output).unlink(missing_ok=True)
         names = [folder / shard.name for shard in shards]
         dtype = token_dtype(tokenizer.vocab_size)
-        facts["documents"], facts["tokens"] = join(
+        description["documents"], description["tokens"] = join(
             names, output, dtype, shuffle=recipe.shuffle, deduplicate=recipe.deduplicate
         )
-        write_sidecar(output, facts)
+        write_sidecar(output, description)
     shutil.rmtree(folder)
-    return facts
+    return description
 
 
 def read_documents(inputs: Sequence[Path], reading: Reading | None = None) -> Iterator[str]:
@@ -210,7 +210,7 @@ def _read_part(name: Path) -> Part:
         raise DataError(f"{path}: not what an earlier run has left; remove {path.parent}") from error
 
 
-def _facts(shards: list[Shard], parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
+def _description(shards: list[Shard], parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the sidecar without its sources and hashes, which are known later.
 
     The numbers of documents and tokens are those before deduplication.
@@ -324,7 +324,7 @@ def _make_part(
     report(bad)
     places = []
     for number, reader in enumerate(readers):
-        places += [(number, place.number, place.offset, reason) for place, reason in reader.bad.first]
+        places += [(number, position.number, position.offset, reason) for position, reason in reader.bad.first]
     part = Part(total, [reader.lines for reader in readers], places[:_NAMED], recipe.on_bad_line)
     with storing(folder / shard.name):
         Path(f"{draft}.hash").write_bytes(hashes)
@@ -340,8 +340,8 @@ def _batches(readers: Iterable[SpanReader]) -> Iterator[tuple[list[tuple[Place, 
     size = 0
     before = 0
     for reader in readers:
-        for place, text in reader:
-            documents.append((place, text))
+        for position, text in reader:
+            documents.append((position, text))
             size += len(text)
             if size >= _BATCH_CHARACTERS:
                 yield documents, before + reader.num_bytes
@@ -363,15 +363,15 @@ def encode(
     lengths = list[int]()
     kept = list[tuple[Place, str]]()
     end = np.array([tokenizer.eod] if recipe.append_eod else [], np.int64)
-    for place, text in documents:
+    for position, text in documents:
         try:
             ids = tokenizer.encode(text)
         except (ValueError, RuntimeError) as error:
-            raise DataError(f"{place.describe()}: {recipe.tokenizer} refuses the text: {error}") from error
+            raise DataError(f"{position.describe()}: {recipe.tokenizer} refuses the text: {error}") from error
         if ids.size:
             pieces += [ids, end]
             lengths.append(len(ids) + len(end))
-            kept.append((place, text))
+            kept.append((position, text))
     tokens = np.concatenate([end[:0], *pieces])  # the empty piece makes the dtype int64, and allows no documents at all
     if tokens.size and (tokens.min() < 0 or tokens.max() >= tokenizer.vocab_size):
         at = int(((tokens < 0) | (tokens >= tokenizer.vocab_size)).argmax())

@@ -70,7 +70,8 @@ def _missing(missing: Sequence[int], waiting: Sequence[int], logs: Mapping[int, 
     first = missing[0]
     log = logs[first]
     last = _newest(log)
-    text = f"{name(members[first], log)} did not arrive: {_state(log)} {place(log)}, for {_ago(log['since'])}"
+    text = f"{name(members[first], log)} did not arrive: {_state(log)} {position_in_step(log)}"
+    text += f", for {_ago(log['since'])}"
     if last is not None:
         text += f"; its last operation: {_operation(*last)}"
     if len(missing) > 1:
@@ -78,7 +79,7 @@ def _missing(missing: Sequence[int], waiting: Sequence[int], logs: Mapping[int, 
     others = [rank for rank in waiting if rank != first]
     if others:
         other = logs[others[0]]
-        text += f". rank {others[0]} waited {_ago(other['waiting']['since'])} in {place(other)},"
+        text += f". rank {others[0]} waited {_ago(other['waiting']['since'])} in {position_in_step(other)},"
         for record in other["waiting"]["records"][:1]:
             text += f" for {_operation(record, other['waiting']['axis'])}"
     return text
@@ -89,7 +90,7 @@ def name(member: Member, log: Log) -> str:
     return f"rank {member.rank} (process {log['pid']} on {member.host})"
 
 
-def place(log: Log) -> str:
+def position_in_step(log: Log) -> str:
     """The position of a rank in words, such as "step 5, forward"."""
     return f"step {log['step']}, {log['phase']}" if log["step"] else str(log["phase"])
 

@@ -28,9 +28,9 @@ from megapar.comm.flight import Board, Flight, has_flag, read
 from megapar.comm.rendezvous import Member
 from megapar.config.options import Config
 from megapar.errors import CommunicationError, starting
-from megapar.launch.diagnosis import as_table, diagnose, mismatch, name, place, rows
+from megapar.launch.diagnosis import as_table, diagnose, mismatch, name, position_in_step, rows
 from megapar.launch.monitor import local_logs
-from megapar.launch.reporting import Interrupted, error_facts, interrupted_at, report_error, reported, tell
+from megapar.launch.reporting import Interrupted, error_record, interrupted_at, report_error, reported, tell
 from megapar.launch.signals import HANDLED, Signals
 from megapar.pipeline import runtime
 from megapar.system import limits
@@ -199,7 +199,7 @@ class _Launcher:
         """The fields of error.json of a run that signal `number` has ended."""
         log = read(self._board[0], 0)
         text = interrupted_at(log["step"], log["checkpoint"], number) + note
-        return self._facts(0, text, 128 + number) | {"class": Interrupted.__name__}
+        return self._record(0, text, 128 + number) | {"class": Interrupted.__name__}
 
     def _pass_on_request(self) -> None:
         """Send a request to stop to every rank, once."""
@@ -231,7 +231,7 @@ class _Launcher:
                 return _LOST, self._lost(rank, code)
             error = read(self._board[rank], 0)["error"]
             text = f"{self._name(rank)} ended with exit code {code}"
-            return code, error or self._facts(rank, text, code)
+            return code, error or self._record(rank, text, code)
         return None
 
     def _lost(self, rank: int, code: int) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class _Launcher:
             text = f"{self._name(rank)} ended with exit code 0 before its run was complete"
         else:
             text = f"{self._name(rank)} was ended by {signal.Signals(-code).name}"
-        text += f" in {place(logs[rank])}"
+        text += f" in {position_in_step(logs[rank])}"
         if code == -signal.SIGBUS:
             text += ": often a file that was cut short while it was read, or a full disk or /dev/shm"
         if code == -signal.SIGKILL:
@@ -249,7 +249,7 @@ class _Launcher:
         different = mismatch(logs, self._members)
         if different is not None:
             text = f"{different[0]}; then {text}"
-        return self._facts(rank, text, _LOST) | {"ranks": rows(logs, self._members)}
+        return self._record(rank, text, _LOST) | {"ranks": rows(logs, self._members)}
 
     def _echo(self) -> tuple[int, Mapping[str, Any]] | None:
         """The exit code and error if operations have failed on some rank because another one is missing.
@@ -272,10 +272,10 @@ class _Launcher:
             diagnosis = diagnose(self._logs, self._members)
         if diagnosis is not None:
             text, rank = diagnosis
-            return _LOST, self._facts(rank, text, _LOST) | {"ranks": rows(self._logs, self._members)}
+            return _LOST, self._record(rank, text, _LOST) | {"ranks": rows(self._logs, self._members)}
         errors = [read(self._board[rank], 0)["error"] for rank in failed]
         first_error = next((error for error in errors if error is not None), None)
-        return _LOST, first_error or self._facts(failed[0], "an operation failed, and no rank is missing", _LOST)
+        return _LOST, first_error or self._record(failed[0], "an operation failed, and no rank is missing", _LOST)
 
     def _has_failed(self, rank: int) -> bool:
         return self._codes.get(rank) == _LOST or has_flag(self._board[rank], "failed")
@@ -294,16 +294,16 @@ class _Launcher:
         if self._over_at and time.monotonic() - self._over_at > _LEAVING_SECONDS:
             rank = next(rank for rank in range(len(self._ranks)) if rank not in self._codes)
             text = f"{self._name(rank)} did not end within {_LEAVING_SECONDS:g} s after the run was over"
-            return _LOST, self._facts(rank, text, _LOST)
+            return _LOST, self._record(rank, text, _LOST)
         return None
 
     def _name(self, rank: int) -> str:
         return name(self._members[rank], {"pid": self._members[rank].pid})
 
-    def _facts(self, rank: int, text: str, code: int) -> dict[str, Any]:
+    def _record(self, rank: int, text: str, code: int) -> dict[str, Any]:
         """The fields of error.json for `rank`, without the table of all ranks."""
         log = read(self._board[rank], 0)
-        facts = error_facts(CommunicationError(text), rank, Flight())
-        facts |= {"step": log["step"], "phase": log["phase"], "pid": self._members[rank].pid, "exit_code": code}
+        record = error_record(CommunicationError(text), rank, Flight())
+        record |= {"step": log["step"], "phase": log["phase"], "pid": self._members[rank].pid, "exit_code": code}
         # The text names its rank already, so no "rank N" is to be put before it.
-        return facts | {"everywhere": True}
+        return record | {"everywhere": True}

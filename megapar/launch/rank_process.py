@@ -106,12 +106,12 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
             except CommunicationError as error:
                 error.ranks = monitor.table
                 error.culprit = monitor.culprit()
-                error.told = not monitor.speaks()
+                error.told_by_another = not monitor.speaks()
                 raise
             except MegaparError as error:
                 ended_alike = error.everywhere
                 if not error.everywhere and not monitor.tells(f"{type(error).__name__}: {error}"):
-                    error.told = True
+                    error.told_by_another = True
                     # torchrun ends all ranks when one ends: the rank that tells the error must be the first to end.
                     error.patience_seconds = _TELLING_SECONDS
                 raise
@@ -130,14 +130,14 @@ def refuse_start(config: Config) -> None:
         device.refuse_slurm_shell()
     cores = device.usable_cores()
     # OpenMP crashes at some thousands of threads. Thousands of processes take the whole machine's memory.
-    most = {
+    limits = {
         "launch.threads": _MOST_THREADS_PER_CORE * cores,
         "data.workers": _MOST_THREADS_PER_CORE * cores,
         "launch.nproc": _MOST_RANKS_PER_CORE * cores,
     }
     values = flatten(config)
     problems = []
-    for option, limit in most.items():
+    for option, limit in limits.items():
         if values[option] > limit:
             problems.append(f"{option}={values[option]}: {cores} cores can be used here; use at most {limit}, or 0")
     if problems:
@@ -172,7 +172,8 @@ def _told_by_each_host(env: device.Environment) -> Iterator[None]:
         yield
     except ConfigError as error:
         error.everywhere = False
-        error.told = env.launched and env.local_rank > 0  # the local launcher sees all errors, and reports one
+        # The local launcher sees all errors, and reports one.
+        error.told_by_another = env.launched and env.local_rank > 0
         raise
 
 
@@ -191,8 +192,8 @@ def _meet(
         process.monitor.watch(members)
         return members
     # The monitor gets its own connection: while the main thread waits on the first one, it answers no other thread.
-    own = part_of(_connect(env, timeout, serves_store=False), StoreUser.MONITOR, number)
-    process.monitor.watch(members, own, process.file)
+    monitor_store = part_of(_connect(env, timeout, serves_store=False), StoreUser.MONITOR, number)
+    process.monitor.watch(members, monitor_store, process.file)
     if backend == "nccl":
         process.monitor.warn_after = max(1.0, timeout - _WATCHDOG_MARGIN_SECONDS)
     return members
@@ -209,13 +210,13 @@ def _compare(
     def meet() -> rendezvous.Meeting:
         return rendezvous.meet(store, member, env.world_size, shared, timeout, outlives_ranks=env.agent_serves_store)
 
-    most = 2 * timeout + _MEETING_MARGIN_SECONDS
+    limit_seconds = 2 * timeout + _MEETING_MARGIN_SECONDS
     try:
-        return answered(meet, most)
+        return answered(meet, limit_seconds)
     except TimeoutError:
         raise CommunicationError(
-            f"the job's store at {env.meeting} did not answer rank {env.rank} for {most:g} s while ranks met: the "
-            "process that keeps it, rank 0 or torchrun's agent, is stopped or its host is lost"
+            f"the job's store at {env.meeting} did not answer rank {env.rank} for {limit_seconds:g} s while ranks met: "
+            "the process that keeps it, rank 0 or torchrun's agent, is stopped or its host is lost"
         ) from None
 
 

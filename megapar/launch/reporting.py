@@ -146,19 +146,20 @@ def reported(
             text = str(error) or "the host refused more memory (ulimit -v, or the container's limit)"
             raise OutOfMemoryError(f"out of memory: {text}") from error
     except MegaparError as error:
-        facts = {"everywhere": error.everywhere, "told": error.told} | error_facts(error, rank, flight)
-        flight.post_error(facts)
+        record = {"everywhere": error.everywhere, "told_by_another": error.told_by_another}
+        record |= error_record(error, rank, flight)
+        flight.post_error(record)
         if not launcher_tells:
             # With `ranks` the cause is known already, so there is nothing to wait for.
-            if not facts.get("ranks"):
+            if not record.get("ranks"):
                 time.sleep(error.patience_seconds)
             if rank == 0 or not error.everywhere:
-                report_error(facts, run_dir, ours=flight.has_flag("owns"))
+                report_error(record, run_dir, ours=flight.has_flag("owns"))
         raise Ended(error.exit_code) from error
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, Interrupted) else signal.SIGINT
         text = interrupted_at(flight.step, flight.last_checkpoint, number)
-        flight.post_error(_facts("Interrupted", text, 128 + number, rank, flight))
+        flight.post_error(_record("Interrupted", text, 128 + number, rank, flight))
         if not launcher_tells and rank == 0:
             tell(text)
         raise Ended(128 + number) from error
@@ -168,10 +169,10 @@ def reported(
         # A closed or broken stderr must not keep error.json from being written.
         with suppress(OSError, ValueError):
             traceback.print_exc()
-        facts = error_facts(error, rank, flight)
-        flight.post_error(facts | {"told": True})
+        record = error_record(error, rank, flight)
+        flight.post_error(record | {"told_by_another": True})
         if not launcher_tells:
-            record_error(facts, run_dir, ours=flight.has_flag("owns"))
+            write_error(record, run_dir, ours=flight.has_flag("owns"))
         raise Ended(MegaparError.exit_code) from error
 
 
@@ -200,19 +201,19 @@ def interrupted_at(step: int, checkpoint: int, number: int) -> str:
     return f"interrupted {progress}, {saved} ({signal.Signals(number).name})"
 
 
-def error_facts(error: BaseException, rank: int, flight: Flight) -> dict[str, Any]:
+def error_record(error: BaseException, rank: int, flight: Flight) -> dict[str, Any]:
     """The contents of error.json as JSON types: the error, and the step and phase of this rank."""
     code = error.exit_code if isinstance(error, MegaparError) else MegaparError.exit_code
-    facts = _facts(type(error).__name__, str(error), code, rank, flight)
+    record = _record(type(error).__name__, str(error), code, rank, flight)
     if isinstance(error, CommunicationError) and error.ranks:
         # error.json then describes the missing rank instead of this one, which only waited for it.
-        facts |= {**error.culprit, "ranks": list(error.ranks)}
+        record |= {**error.culprit, "ranks": list(error.ranks)}
         # The message names the missing rank, so it needs no "rank N:" in front.
-        facts |= {"everywhere": bool(error.culprit), "told": error.told}
-    return facts
+        record |= {"everywhere": bool(error.culprit), "told_by_another": error.told_by_another}
+    return record
 
 
-def _facts(name: str, message: str, code: int, rank: int, flight: Flight) -> dict[str, Any]:
+def _record(name: str, message: str, code: int, rank: int, flight: Flight) -> dict[str, Any]:
     return {
         "class": name,
         "message": message,
@@ -226,28 +227,28 @@ def _facts(name: str, message: str, code: int, rank: int, flight: Flight) -> dic
     }
 
 
-def report_error(facts: Mapping[str, Any], run_dir: str | None, *, ours: bool) -> None:
-    """Print an error's line, unless it is marked as told, and record it by `record_error` if it is a failure.
+def report_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) -> None:
+    """Print an error's line, unless another rank prints it, and write error.json if it is a failure.
 
-    `facts` are those of `error_facts`. A stop that was asked for and an interruption are no failures.
+    `record` is that of `error_record`. A stop that was asked for and an interruption are no failures.
     """
-    prefix = f"rank {facts['rank']}: " if facts["rank"] and not facts.get("everywhere") else ""
-    if facts["class"] == Interrupted.__name__:
-        tell(facts["message"])
-    elif not facts.get("told"):
-        tell(f"{facts['class']}: {prefix}{facts['message']}")
-    if facts["class"] not in (Preempted.__name__, Interrupted.__name__):
-        record_error(facts, run_dir, ours=ours)
+    prefix = f"rank {record['rank']}: " if record["rank"] and not record.get("everywhere") else ""
+    if record["class"] == Interrupted.__name__:
+        tell(record["message"])
+    elif not record.get("told_by_another"):
+        tell(f"{record['class']}: {prefix}{record['message']}")
+    if record["class"] not in (Preempted.__name__, Interrupted.__name__):
+        write_error(record, run_dir, ours=ours)
 
 
-def record_error(facts: Mapping[str, Any], run_dir: str | None, *, ours: bool) -> None:
-    """Write `facts` to error.json in `run_dir`. Never raises.
+def write_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) -> None:
+    """Write `record` to error.json in `run_dir`. Never raises.
 
     `ours` means that this job holds the lock of the folder. Nothing is written without a folder, or into the folder of
     another running job.
     """
     # Both keys only say who reports the error.
-    shown = {key: value for key, value in facts.items() if key not in ("everywhere", "told")}
+    shown = {key: value for key, value in record.items() if key not in ("everywhere", "told_by_another")}
     if run_dir is None or not os.path.isdir(run_dir) or not (ours or _is_free(run_dir)):
         return
     path = Path(run_dir) / "error.json"

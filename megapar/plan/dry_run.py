@@ -237,7 +237,7 @@ def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]], put_of
     are kept from I to W. With recomputation `put_off` may be more.
     """
     live: Counter[Key] = Counter()
-    most = 0
+    peak = 0
     at_peak: Counter[Key] = Counter()
     for action in plan:
         if not isinstance(action, Action):
@@ -253,8 +253,8 @@ def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]], put_of
             case "W":
                 live[action.stage, PUT_OFF] -= put_off[action.stage]
         total = live.total()
-        if total > most:
-            most = total
+        if total > peak:
+            peak = total
             at_peak = live.copy()
     return at_peak
 

@@ -31,7 +31,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
         raise
 
 
-def write_json(path: Path, facts: Mapping[str, Any]) -> None:
-    """Replace the file at `path` by `facts` as JSON. Raises StorageError if it cannot be written."""
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace the file at `path` by `value` as JSON. Raises StorageError if it cannot be written."""
     with storing(path):
-        replace_file(path, (json.dumps(facts, indent=1) + "\n").encode())
+        replace_file(path, (json.dumps(value, indent=1) + "\n").encode())

@@ -21,15 +21,15 @@ def shared_places() -> tuple[Path, ...]:
     """Where processes of one host can put folders for each other, the best first."""
     # /dev/shm is memory, but it may be missing, full or closed. A temporary folder may be on a disk, but it works.
     places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    return tuple(place for place in places if os.access(place, os.W_OK))
+    return tuple(parent for parent in places if os.access(parent, os.W_OK))
 
 
 class OwnFolder:
-    """A new folder in `place`, whose name is `prefix` and random letters. Raises OSError if it cannot be made."""
+    """A new folder in `parent`, whose name is `prefix` and random letters. Raises OSError if it cannot be made."""
 
-    def __init__(self, place: Path, prefix: str):
+    def __init__(self, parent: Path, prefix: str):
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))  # mode 0700, and it never takes what is there
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # mode 0700, and it never takes what is there
             with suppress(FileNotFoundError):
                 self.descriptor = os.open(self.path, _OPEN_FOLDER)
                 fcntl.flock(self.descriptor, fcntl.LOCK_EX)
@@ -62,9 +62,9 @@ def opened(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def sweep(place: Path, prefix: str) -> None:
-    """Remove the folders of this user in `place` whose processes have ended."""
-    for path in place.glob(f"{prefix}*"):
+def sweep(parent: Path, prefix: str) -> None:
+    """Remove the folders of this user in `parent` whose processes have ended."""
+    for path in parent.glob(f"{prefix}*"):
         with opened(path) as descriptor:
             if descriptor is None:
                 continue

@@ -41,12 +41,12 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, folder: int | No
     return descriptor
 
 
-def read_regular(path: str | Path, most: int | None = SMALL, flags: int = os.O_RDONLY) -> bytes:
-    """Return the bytes of a regular file. Raises OSError, also for a file of more than `most` bytes; None: any size."""
+def read_regular(path: str | Path, max_bytes: int | None = SMALL, flags: int = os.O_RDONLY) -> bytes:
+    """Return the bytes of a regular file. Raises OSError, also for more than `max_bytes`; None: any size."""
     with open(open_regular(path, flags), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if most is not None and size > most:
-            raise OSError(errno.EFBIG, f"has {size:,} bytes, and such a file has {most:,} at most", str(path))
+        if max_bytes is not None and size > max_bytes:
+            raise OSError(errno.EFBIG, f"has {size:,} bytes, and such a file has {max_bytes:,} at most", str(path))
         return file.read()
 
 

@@ -93,7 +93,7 @@ class Saver:
             self._root,
             slices,
             state.ctx,
-            facts(state),
+            trainer_state(state),
             keep=self._keep,
             after=self._last,
             require=self._owned.require,
@@ -147,7 +147,7 @@ class Saver:
         return trained + share(fixed_slices(state.stages.values(), to_save=True))
 
 
-def facts(state: TrainState) -> dict[str, Any]:
+def trainer_state(state: TrainState) -> dict[str, Any]:
     """The fields of a checkpoint's manifest besides its tensors, as JSON types."""
     config = state.config
     parallel = state.config.parallel
@@ -187,27 +187,27 @@ def position(manifest: Manifest) -> Position:
     trainer = manifest.trainer
     updates = trainer.get("updates")
     config = trainer.get("config")
-    where = f"checkpoint of step {manifest.step}: trainer"
+    prefix = f"checkpoint of step {manifest.step}: trainer"
     # Not isinstance: True is an int to Python, and JSON's true is no number of updates.
     if type(updates) is not int or not 0 <= updates < MOST:
-        raise CheckpointError(f"{where}.updates is {updates!r}, not a number of updates")
+        raise CheckpointError(f"{prefix}.updates is {updates!r}, not a number of updates")
     if type(config) is not dict:
-        raise CheckpointError(f"{where}.config is {config!r}, not the run's options")
+        raise CheckpointError(f"{prefix}.config is {config!r}, not the run's options")
     for name in ("hashes", "modified"):
         if type(manifest.data.get(name, {})) is not dict:
             raise CheckpointError(f"checkpoint of step {manifest.step}: data.{name} is no object")
-    return Position(updates, _loss_scale(trainer.get("loss_scale"), where), config, lineage_of(trainer))
+    return Position(updates, _loss_scale(trainer.get("loss_scale"), prefix), config, lineage_of(trainer))
 
 
-def _loss_scale(saved: object, where: str) -> LossScale | None:
+def _loss_scale(saved: object, prefix: str) -> LossScale | None:
     if saved is None:
         return None
     types = {name: type(value) for name, value in asdict(LossScale.of("fp16")).items()}
     if type(saved) is not dict or {name: type(value) for name, value in saved.items()} != types:
-        raise CheckpointError(f"{where}.loss_scale is {saved!r}, not a loss scale")
+        raise CheckpointError(f"{prefix}.loss_scale is {saved!r}, not a loss scale")
     scale = LossScale(**saved)
     if not 1.0 <= scale.scale <= LossScale.LARGEST:
-        raise CheckpointError(f"{where}.loss_scale.scale is {scale.scale}, not from 1 to {LossScale.LARGEST:.0f}")
+        raise CheckpointError(f"{prefix}.loss_scale.scale is {scale.scale}, not from 1 to {LossScale.LARGEST:.0f}")
     return scale
 
 

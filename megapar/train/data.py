@@ -136,10 +136,10 @@ def tokenizer_is_named(config: Config) -> bool:
 
 def _check_tokenizer(source: str, spec: str) -> None:
     """Raise DataError if the description beside a .bin/.idx pair names another tokenizer than the run's."""
-    facts = read_sidecar(source)
-    if facts and not made_by(load_tokenizer(spec), facts["tokenizer"]["sha256"]):
+    sidecar = read_sidecar(source)
+    if sidecar and not made_by(load_tokenizer(spec), sidecar["tokenizer"]["sha256"]):
         raise DataError(
-            f"{source}.json: the tokens were made by {facts['tokenizer']['spec']}, and data.tokenizer={spec} is "
+            f"{source}.json: the tokens were made by {sidecar['tokenizer']['spec']}, and data.tokenizer={spec} is "
             "another: name the one that made them"
         )
 

@@ -123,13 +123,13 @@ def attention_load(batches: Sequence[MicroBatch], cp: int) -> float | None:
     packed = [batch for batch in batches if batch.starts_on_host is not None]
     if cp == 1 or not packed:
         return None
-    most = 0
+    largest = 0
     total = 0
     for batch in packed:
         pairs = [attended_pairs(batch.sample_length, cp, rank, batch.starts_on_host) for rank in range(cp)]
-        most += max(pairs)
+        largest += max(pairs)
         total += sum(pairs)
-    return cp * most / total
+    return cp * largest / total
 
 
 def expert_load(counts: Tensor) -> dict[str, Any]:
@@ -373,7 +373,7 @@ def cut_back(path: Path, last_step: int, abandoned: Path) -> None:
     foreign = 0
     lines: list[bytes] = []
     if path.exists():
-        lines = read_regular(path, most=None).splitlines(keepends=True)
+        lines = read_regular(path, max_bytes=None).splitlines(keepends=True)
     for line in lines:
         whole = line.endswith(b"\n")
         step = _step(line)

@@ -20,20 +20,20 @@ from megapar.comm import collectives
 from megapar.config.derive import num_microbatches
 from megapar.train.step import StepResult, TrainState, count_targets
 
-_MOST = 4  # the most names or samples that a message lists
+_LISTED = 4  # the most names or samples that a message lists
 
 
 class Finding(NamedTuple):
     """A tensor that has an element that is not finite.
 
-    The first four fields sort findings in the order of computation, one micro-batch after another. `place` counts
+    The first four fields sort findings in the order of computation, one micro-batch after another. `position` counts
     stages in the direction of the pass. `order` counts the tensors that the rank has looked at. `what` names the
     tensor.
     """
 
     microbatch: int
     backward: bool
-    place: int
+    position: int
     order: int
     rank: int
     what: str
@@ -61,7 +61,7 @@ def explain(state: TrainState, batches: Sequence[MicroBatch], result: StepResult
     not_finite = state.grads.not_finite(reduced=False)
     gradients = [f"the gradient of {name} on rank {rank}" for name in not_finite]
     # A few names of each rank are enough: with thousands of ranks, all weights of all of them may be bad.
-    here = [weights[:_MOST], len(weights), min(findings, default=None), gradients[:1]]
+    here = [weights[:_LISTED], len(weights), min(findings, default=None), gradients[:1]]
     everywhere = collectives.gather_json(here, state.ctx.world, state.ctx.device)
     bad_weights = [name for names, _, _, _ in everywhere for name in names]
     all_findings = [Finding(*finding) for _, _, finding, _ in everywhere if finding]
@@ -165,9 +165,9 @@ class _Watch:
         self._order += 1
         if microbatch in findings or all(_finite(x) for x in tensors if isinstance(x, Tensor)):
             return
-        place = self._num_stages - 1 - stage if backward else stage
+        position = self._num_stages - 1 - stage if backward else stage
         samples = tuple(self._batches[microbatch].sample_ids_b.tolist())
-        findings[microbatch] = Finding(microbatch, backward, place, self._order, self._rank, what, samples)
+        findings[microbatch] = Finding(microbatch, backward, position, self._order, self._rank, what, samples)
 
 
 def _finite(x: Tensor) -> bool:
@@ -178,6 +178,6 @@ def _finite(x: Tensor) -> bool:
 def _some(items: Sequence[Any], number: int) -> str:
     """List the first of `number` items, and how many more there are."""
     more = ""
-    if number > _MOST:
-        more = f" and {number - _MOST} more"
-    return ", ".join(map(str, items[:_MOST])) + more
+    if number > _LISTED:
+        more = f" and {number - _LISTED} more"
+    return ", ".join(map(str, items[:_LISTED])) + more

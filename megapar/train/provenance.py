@@ -17,8 +17,8 @@ from megapar import device
 _NAMED = ("torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizers", "tiktoken", "liger-kernel")
 
 
-def provenance(where: torch.device) -> dict[str, Any]:
-    """Collect date, hardware, versions and commit, as JSON types. `where` is the device that is used."""
+def provenance(on: torch.device) -> dict[str, Any]:
+    """Collect date, hardware, versions and commit, as JSON types. `on` is the device that is used."""
     installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = ""
@@ -27,7 +27,7 @@ def provenance(where: torch.device) -> dict[str, Any]:
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": device.describe(where),
+        "hardware": device.describe(on),
         "load_average": os.getloadavg()[0],
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
@@ -36,8 +36,8 @@ def provenance(where: torch.device) -> dict[str, Any]:
     }
 
 
-def in_a_line(facts: Mapping[str, Any]) -> str:
+def in_a_line(found: Mapping[str, Any]) -> str:
     """The result of `provenance` on one line, for people."""
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    machine = f"{facts['hardware']} ({facts['processor']}, load {facts['load_average']:.1f})"
-    return f"{facts['date']} | {machine} | python {facts['python']}, {versions} | commit {facts['commit']}"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    machine = f"{found['hardware']} ({found['processor']}, load {found['load_average']:.1f})"
+    return f"{found['date']} | {machine} | python {found['python']}, {versions} | commit {found['commit']}"

@@ -58,8 +58,8 @@ def _earlier_partition(config: Config) -> tuple[list[int], str] | None:
     return list(sizes), f"stages of {_in_words(sizes)} layers, as measured at the first start"
 
 
-def _measured_partition(config: Config, where: torch.device) -> tuple[list[int], str]:
-    layers, first, last = measure(config, where)
+def _measured_partition(config: Config, on: torch.device) -> tuple[list[int], str]:
+    layers, first, last = measure(config, on)
     sizes = [len(stage) for stage in balanced(config, layers, first, last)]
     each = " or ".join(f"{1e3 * seconds:.3g}" for seconds in sorted(set(layers)))
     line = (
@@ -77,7 +77,7 @@ Times = tuple[float, float, float]
 """Seconds of one micro-batch's forward, gradient of inputs, and gradient of weights (F, I and W of a schedule)."""
 
 
-def measure(config: Config, where: torch.device) -> tuple[list[float], float, float]:
+def measure(config: Config, on: torch.device) -> tuple[list[float], float, float]:
     """Seconds of one micro-batch's forward and backward: through each layer, through the embedding, and through norm,
     head and loss.
 
@@ -85,16 +85,16 @@ def measure(config: Config, where: torch.device) -> tuple[list[float], float, fl
 
     Measured with whole matrices on this rank alone: tensor parallelism divides all three about alike.
     """
-    parts = _Parts(config, where)
+    parts = _Parts(config, on)
     return parts.of_all(lambda layers, first, last: parts.seconds(layers, first=first, last=last))
 
 
-def times_of_stages(config: Config, where: torch.device) -> Callable[[Config], list[Times]]:
+def times_of_stages(config: Config, on: torch.device) -> Callable[[Config], list[Times]]:
     """Measure as `measure` does, F, I and W apart. Returns a function: the times of the stages of a config.
 
     That config may have other stages than `config`, and nothing else that is different.
     """
-    parts = _Parts(config, where)
+    parts = _Parts(config, on)
     layers, first, last = parts.of_all(lambda layers, first, last: parts.times(layers, first=first, last=last))
 
     def of_stages(candidate: Config) -> list[Times]:
@@ -120,13 +120,13 @@ T = TypeVar("T")
 class _Parts:
     """The parts of a model that are timed, each as a stage of its own with random inputs."""
 
-    def __init__(self, config: Config, where: torch.device):
+    def __init__(self, config: Config, on: torch.device):
         self._model = config.model
-        self._where = where
-        self._blueprint = make_blueprint(config, single(where))
-        self._batch = _random_batch(config, where)
+        self._on = on
+        self._blueprint = make_blueprint(config, single(on))
+        self._batch = _random_batch(config, on)
         shape = config.train.seq_length, config.train.micro_batch_size, config.model.hidden_size
-        self._x_sbh = torch.randn(shape, device=where).to(self._blueprint.sharding.dtype).requires_grad_()
+        self._x_sbh = torch.randn(shape, device=on).to(self._blueprint.sharding.dtype).requires_grad_()
         self._grad_sbh = torch.ones_like(self._x_sbh)
 
     def of_all(self, timed: Callable[[range, bool, bool], T]) -> tuple[list[T], T, T]:
@@ -167,23 +167,23 @@ class _Parts:
             self._x_sbh.grad = None
             stage.zero_grad(set_to_none=True)
 
-        return _seconds(run, self._where)
+        return _seconds(run, self._on)
 
 
-def _random_batch(config: Config, where: torch.device) -> MicroBatch:
+def _random_batch(config: Config, on: torch.device) -> MicroBatch:
     shape = config.train.micro_batch_size, config.train.seq_length + 1
     tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     weights = torch.ones(shape[0], shape[1] - 1)
-    return MicroBatch.of_samples(tokens[:, :-1], tokens[:, 1:], weights, torch.arange(shape[0])).to(where)
+    return MicroBatch.of_samples(tokens[:, :-1], tokens[:, 1:], weights, torch.arange(shape[0])).to(on)
 
 
-def _seconds(run: Callable[[], None], where: torch.device) -> float:
+def _seconds(run: Callable[[], None], on: torch.device) -> float:
     """The least time of several runs: whatever else the machine does only adds to it."""
     times = []
     for _ in range(1 + _REPETITIONS):
-        device.synchronize(where)
+        device.synchronize(on)
         start = time.perf_counter()
         run()
-        device.synchronize(where)
+        device.synchronize(on)
         times.append(time.perf_counter() - start)
     return min(times[1:])  # the first one warms up

@@ -65,7 +65,7 @@ class HuggingFace:
     """From a config.json and its model_type: values of our options that `fields` does not list, and problems."""
     judge: Callable[[Raw, str], Iterable[str]] = _no_lines
     """Further problems of a config.json. It is called only if all fields are present and understood."""
-    told: Callable[[Raw], list[str]] = _no_lines
+    warnings: Callable[[Raw], list[str]] = _no_lines
     """Warnings about fields of a config.json that have no option here and do not change what the model computes."""
 
 

@@ -7,7 +7,7 @@ from megapar.config.messages import shown
 from megapar.config.options import ModelConfig, MoEConfig
 from megapar.errors import ConfigError
 from megapar_models.family import Raw, typed, wrong_types
-from megapar_models.rope import factor_told
+from megapar_models.rope import factor_warnings
 
 
 def read_moe(raw: Raw, names: Mapping[str, str], defaults: Raw) -> tuple[dict[str, Any], list[str]]:
@@ -38,9 +38,9 @@ def read_moe(raw: Raw, names: Mapping[str, str], defaults: Raw) -> tuple[dict[st
     return ({} if problems else typed(values, MoEConfig)), problems
 
 
-def mixture_told(raw: Raw) -> list[str]:
+def mixture_warnings(raw: Raw) -> list[str]:
     """Lines about fields that transformers reads otherwise: YaRN's factor, and its loss of balance."""
-    lines = factor_told(raw)
+    lines = factor_warnings(raw)
     if raw.get("output_router_logits"):
         # Its loss depends on the micro-batch.
         lines.append(

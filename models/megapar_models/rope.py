@@ -145,7 +145,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": model.rope_theta, "rope_scaling": written}
 
 
-def factor_told(raw: Raw) -> list[str]:
+def factor_warnings(raw: Raw) -> list[str]:
     """A line if releases of transformers disagree on YaRN's factor for this config.json."""
     rope = _rope(raw, default_theta=0.0)
     if rope["rope_type"] != "yarn":

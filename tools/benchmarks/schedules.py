@@ -132,7 +132,7 @@ def a_batch() -> MicroBatch:
 
 
 def stages_on_a_rank(schedule: str, pp: int) -> int:
-    place = SCHEDULES[schedule].place
+    place = SCHEDULES[schedule].placement
     if schedule in STAGES_ON_A_RANK:
         return STAGES_ON_A_RANK[schedule]
     # A schedule in the form of a V has its last stage on rank 0, where its first one is.

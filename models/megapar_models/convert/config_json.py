@@ -61,9 +61,9 @@ def from_hugging_face(raw: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(family=family, **typed(values, ModelConfig))
 
 
-def told(raw: Mapping[str, Any]) -> list[str]:
+def warnings_of(raw: Mapping[str, Any]) -> list[str]:
     """Return lines about fields of a supported config.json that have no option of ours and change no result."""
-    return _of_type(raw.get("model_type"))[1].told(raw)
+    return _of_type(raw.get("model_type"))[1].warnings(raw)
 
 
 def _of_type(type_name: object) -> tuple[str, HuggingFace]:

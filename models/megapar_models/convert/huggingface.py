@@ -257,13 +257,13 @@ def places(wanted: Mapping[str, Recipe]) -> dict[str, Place]:
     return by_name
 
 
-def native_tensor(weights: Weights, place: Place) -> Tensor:
-    """Return the logical tensor at `place`, fp32 and contiguous."""
-    stored = weights.read(place.source)
-    if place.transposed:
+def native_tensor(weights: Weights, source: Place) -> Tensor:
+    """Return the logical tensor at `source`, fp32 and contiguous."""
+    stored = weights.read(source.source)
+    if source.transposed:
         stored = stored.t()
-    rows = stored[place.first : place.first + place.shape[0]]
-    return torch.empty(place.shape, dtype=torch.float32).copy_(rows)
+    rows = stored[source.first : source.first + source.shape[0]]
+    return torch.empty(source.shape, dtype=torch.float32).copy_(rows)
 
 
 def hugging_face_tensor(path: Path, manifest: Manifest, recipe: Recipe, dtype: torch.dtype) -> Tensor:

@@ -327,16 +327,16 @@ def load_file(path: Path) -> dict[str, Any]:
     return state
 
 
-def model_of(args: Mapping[str, Any], vocab_size: int, where: Path, accepted: Collection[str] = ()) -> ModelConfig:
+def model_of(args: Mapping[str, Any], vocab_size: int, folder: Path, accepted: Collection[str] = ()) -> ModelConfig:
     """Return the model that Megatron's `args` describe.
 
-    `where` is the checkpoint's folder, for messages. Dropout is 0, because it is an option of training, which llama
+    `folder` is the checkpoint's folder, for messages. Dropout is 0, because it is an option of training, which llama
     lacks. Raises CheckpointError for args that are refused, missing or of another type.
     """
     for problem in unsupported(args, accepted):
-        raise CheckpointError(f"{where}: {problem}")
-    family, act = _family(args, where)
-    heads = _stated(args, where, int, "num_attention_heads")
+        raise CheckpointError(f"{folder}: {problem}")
+    family, act = _family(args, folder)
+    heads = _stated(args, folder, int, "num_attention_heads")
     grouped = args.get("group_query_attention")
     size = vocab_size
     # Null tokenizers have an end token beyond args.vocab_size, so that number is not taken. For most other tokenizers
@@ -345,24 +345,24 @@ def model_of(args: Mapping[str, Any], vocab_size: int, where: Path, accepted: Co
         size = args.get("vocab_size", 0)
     if not isinstance(size, int) or not size:
         rows = args.get("padded_vocab_size")
-        raise CheckpointError(f"{where}: args do not say how many of {rows} token ids are true: give --vocab_size N")
-    hidden = _stated(args, where, int, "hidden_size")
-    key_value_heads = _stated(args, where, int, "num_query_groups") if grouped else heads
-    head_dim = _stated(args, where, int, "kv_channels") if args.get("kv_channels") else hidden // heads
+        raise CheckpointError(f"{folder}: args do not say how many of {rows} token ids are true: give --vocab_size N")
+    hidden = _stated(args, folder, int, "hidden_size")
+    key_value_heads = _stated(args, folder, int, "num_query_groups") if grouped else heads
+    head_dim = _stated(args, folder, int, "kv_channels") if args.get("kv_channels") else hidden // heads
     return ModelConfig(
         family=family,
         hidden_size=hidden,
-        num_hidden_layers=_stated(args, where, int, "num_layers"),
+        num_hidden_layers=_stated(args, folder, int, "num_layers"),
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
         head_dim=head_dim,
-        intermediate_size=_stated(args, where, int, "ffn_hidden_size"),
+        intermediate_size=_stated(args, folder, int, "ffn_hidden_size"),
         vocab_size=size,
-        max_position_embeddings=_stated(args, where, int, "max_position_embeddings"),
+        max_position_embeddings=_stated(args, folder, int, "max_position_embeddings"),
         rope_theta=float(args.get("rotary_base") or 10000.0),
-        rope_scaling=_rope_scaling(args, where),
+        rope_scaling=_rope_scaling(args, folder),
         hidden_act=act,  # type: ignore[arg-type]
-        rms_norm_eps=_stated(args, where, float, "norm_epsilon", "layernorm_epsilon"),
+        rms_norm_eps=_stated(args, folder, float, "norm_epsilon", "layernorm_epsilon"),
         attention_bias="model.attention_bias" in FAMILIES[family].reads and bool(args.get("add_qkv_bias")),
         qk_norm=bool(args.get("qk_layernorm")),
         tie_word_embeddings=not args.get("untie_embeddings_and_output_weights"),
@@ -370,7 +370,7 @@ def model_of(args: Mapping[str, Any], vocab_size: int, where: Path, accepted: Co
     )
 
 
-def _stated(args: Mapping[str, Any], where: Path, kind: type, *fields: str) -> Any:
+def _stated(args: Mapping[str, Any], folder: Path, kind: type, *fields: str) -> Any:
     """Return the first of `fields` that is stated, as `kind`, int or float. Raises CheckpointError if it is none.
 
     A whole number is taken for a float too.
@@ -379,7 +379,7 @@ def _stated(args: Mapping[str, Any], where: Path, kind: type, *fields: str) -> A
     value = args.get(field)
     allowed = (int, float) if kind is float else (int,)
     if type(value) not in allowed:  # `type`, because True is an instance of int
-        raise CheckpointError(f"{where}: args.{field} is {value!r}: must be a number")
+        raise CheckpointError(f"{folder}: args.{field} is {value!r}: must be a number")
     return kind(value)
 
 
@@ -390,7 +390,7 @@ def megatron_families() -> Iterator[tuple[str, Megatron]]:
             yield name, family.megatron
 
 
-def _family(args: Mapping[str, Any], where: Path) -> tuple[str, str]:
+def _family(args: Mapping[str, Any], folder: Path) -> tuple[str, str]:
     """Return (family, hidden_act). Raises CheckpointError that names an option of no family, or of the other one."""
     swiglu = bool(args.get("swiglu"))
     family, needs = next((name, megatron) for name, megatron in megatron_families() if megatron.swiglu == swiglu)
@@ -406,7 +406,7 @@ def _family(args: Mapping[str, Any], where: Path) -> tuple[str, str]:
         if stated != needed:
             also = "with" if swiglu else "without"
             raise CheckpointError(
-                f"{where}: args.{field} is {stated!r}: {also} args.swiglu only {needed!r} is supported"
+                f"{folder}: args.{field} is {stated!r}: {also} args.swiglu only {needed!r} is supported"
             )
     if swiglu:
         return family, "silu"
@@ -414,12 +414,12 @@ def _family(args: Mapping[str, Any], where: Path) -> tuple[str, str]:
         return family, "relu2"
     if not (args.get("bias_gelu_fusion", True) or args.get("openai_gelu")):
         raise CheckpointError(
-            f"{where}: args.bias_gelu_fusion is False: GELU by erf is not supported, its tanh form is (openai_gelu too)"
+            f"{folder}: args.bias_gelu_fusion is False: only GELU by tanh is supported (openai_gelu too)"
         )
     return family, "gelu_pytorch_tanh"
 
 
-def _rope_scaling(args: Mapping[str, Any], where: Path) -> RopeScaling:
+def _rope_scaling(args: Mapping[str, Any], folder: Path) -> RopeScaling:
     """Return interpolation of positions, Llama 3.1's scaling, or no scaling.
 
     Of Llama 3.1's numbers, Megatron lets the user choose only the factor.
@@ -430,7 +430,8 @@ def _rope_scaling(args: Mapping[str, Any], where: Path) -> RopeScaling:
             return RopeScaling("linear", float(interpolation))
         return RopeScaling()
     if interpolation:
-        raise CheckpointError(f"{where}: args.rotary_seq_len_interpolation_factor with use_rope_scaling: not supported")
+        both = "args.rotary_seq_len_interpolation_factor with use_rope_scaling"
+        raise CheckpointError(f"{folder}: {both}: not supported")
     return RopeScaling("llama3", float(args.get("rope_scaling_factor") or 8.0), 1.0, 4.0, 8192)
 
 
@@ -442,7 +443,7 @@ def chunks(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 
 
 def collect(
-    ranks: Mapping[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp: int, where: Path
+    ranks: Mapping[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp: int, folder: Path
 ) -> dict[str, tuple[Tensor, ...]]:
     """Return every tensor rank's part of each tensor, by our names with global layer numbers.
 
@@ -454,19 +455,19 @@ def collect(
     for chunk in range(max(map(len, ranks.values()))):
         for stage in range(pp):
             held = [ranks[rank, stage][chunk] for rank in range(tp) if chunk < len(ranks[rank, stage])]
-            named = [dict(_renamed(tensors, first_layer, where)) for tensors in held]
+            named = [dict(_renamed(tensors, first_layer, folder)) for tensors in held]
             if len(named) != tp or any(names.keys() != named[0].keys() for names in named):
-                raise CheckpointError(f"{where}: tensor ranks of pipeline rank {stage} hold different names")
+                raise CheckpointError(f"{folder}: tensor ranks of pipeline rank {stage} hold different names")
             for name in named[0]:
                 if name in parts:
-                    raise CheckpointError(f"{where}: {name} is held by two pipeline stages")
+                    raise CheckpointError(f"{folder}: {name} is held by two pipeline stages")
                 parts[name] = tuple(names[name] for names in named)
             layers = [int(name.split(".")[1]) for name in named[0] if name.startswith("layers.")]
             first_layer = max(layers, default=first_layer - 1) + 1
     return parts
 
 
-def _renamed(tensors: Mapping[str, Any], first_layer: int, where: Path) -> Iterator[tuple[str, Tensor]]:
+def _renamed(tensors: Mapping[str, Any], first_layer: int, folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (our name, tensor) for each tensor of a chunk whose layer 0 is `first_layer` of the model.
 
     Raises CheckpointError for a name that is not known, and for a dtype that is not read.
@@ -477,9 +478,9 @@ def _renamed(tensors: Mapping[str, Any], first_layer: int, where: Path) -> Itera
         match = _KEY.fullmatch(key)
         name = _OURS.get(match[2]) if match else None
         if not match or name is None or not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{where}: holds {key}, which no GPT or Llama of ours has")
+            raise CheckpointError(f"{folder}: holds {key}, which no GPT or Llama of ours has")
         if tensor.dtype not in CODES:
-            raise CheckpointError(f"{where}: {key} is {dtype_name(tensor.dtype)}: only fp32, bf16 and fp16 are read")
+            raise CheckpointError(f"{folder}: {key} is {dtype_name(tensor.dtype)}: only fp32, bf16 and fp16 are read")
         if match[1]:
             name = f"layers.{first_layer + int(match[1])}.{name}"
         yield name, tensor

@@ -88,8 +88,8 @@ def verify(native: Path, reference: Reference, dtype: torch.dtype) -> dict[str, 
             f"logits differ from those of {reference.name} by {worst:.3g} of the largest, more than {TOLERANCE}; "
             f"nothing was written: the conversion is wrong for this model{reasons}"
         )
-    facts = {"reference": reference.name, "computed_in": "float32", "weights": str(dtype).removeprefix("torch.")}
-    return {**facts, "tolerance": TOLERANCE, "prompts": rows}
+    summary = {"reference": reference.name, "computed_in": "float32", "weights": str(dtype).removeprefix("torch.")}
+    return {**summary, "tolerance": TOLERANCE, "prompts": rows}
 
 
 @torch.no_grad()
@@ -122,10 +122,10 @@ def prompts(model: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
     """
     generator = torch.Generator().manual_seed(0)
     short = min(64, model.max_position_embeddings)
-    most = min(2048 + 64, model.max_position_embeddings)
+    length = min(2048 + 64, model.max_position_embeddings)
     yield "fixed", (7919 * torch.arange(short) + 13) % model.vocab_size, 0
     yield "random", torch.randint(model.vocab_size, (short,), generator=generator), 0
-    yield "random, last positions", torch.randint(model.vocab_size, (most,), generator=generator), most - short
+    yield "random, last positions", torch.randint(model.vocab_size, (length,), generator=generator), length - short
 
 
 @torch.no_grad()

@@ -126,9 +126,9 @@ class _Reader:
         found = _QUANTIFIER.match(self._pattern, self.at)
         if not found:
             return atom
-        count, least, most, manner = found.groups()
+        count, least, greatest, manner = found.groups()
         # The libraries leave a loop over nothing in different ways. Ruby reads {2}? as an option.
-        if atom.empty or (least and not most and manner == "?"):
+        if atom.empty or (least and not greatest and manner == "?"):
             raise self.unknown(found[0])
         second = _QUANTIFIER.match(self._pattern, found.end())
         if second:

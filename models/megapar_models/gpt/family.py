@@ -69,7 +69,7 @@ def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **fields, **_FIXED}
 
 
-def _told(raw: Mapping[str, Any]) -> list[str]:
+def _warnings(raw: Mapping[str, Any]) -> list[str]:
     embedding = raw.get("embd_pdrop", 0.1)
     residual = raw.get("resid_pdrop", 0.1)
     if embedding != residual:
@@ -93,7 +93,7 @@ GPT = Family(
         transposed=_CONV1D,
         base_prefix="transformer.",
         write=_write,
-        told=_told,
+        warnings=_warnings,
     ),
     megatron=Megatron(
         swiglu=False, normalization="LayerNorm", position_embedding_type="learned_absolute", add_bias_linear=True

@@ -12,7 +12,7 @@ from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
 from megapar_models.llama.model import LlamaStage
 from megapar_models.llama.reference import logits
-from megapar_models.rope import factor_told, read_rope, scaling_problems, write_rope
+from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
 
 # Hugging Face
 
@@ -128,7 +128,7 @@ LLAMA = Family(
         read=_read,
         judge=_window_problems,
         write=_write,
-        told=factor_told,
+        warnings=factor_warnings,
     ),
     megatron=Megatron(swiglu=True, normalization="RMSNorm", position_embedding_type="rope", add_bias_linear=False),
 )

@@ -9,7 +9,7 @@ from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED, applied_window
 from megapar_models.mixtral.model import MixtralStage
 from megapar_models.mixtral.reference import logits
-from megapar_models.moe_fields import mixture_told, read_moe, refuse_unwritable
+from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
 from megapar_models.rope import read_rope, scaling_problems, write_rope
 
 # Hugging Face
@@ -74,6 +74,6 @@ MIXTRAL = Family(
         read=_read,
         judge=_window_problems,
         write=_write,
-        told=mixture_told,
+        warnings=mixture_warnings,
     ),
 )

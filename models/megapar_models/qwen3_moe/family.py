@@ -7,7 +7,7 @@ from megapar.config.model_rules import MOE, ROPE_SCALING
 from megapar.config.options import ModelConfig, MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED, applied_window
-from megapar_models.moe_fields import mixture_told, read_moe, refuse_unwritable
+from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
 from megapar_models.qwen3_moe.model import Qwen3MoeStage
 from megapar_models.qwen3_moe.reference import logits
 from megapar_models.rope import read_rope, scaling_problems, write_rope
@@ -98,6 +98,6 @@ QWEN3_MOE = Family(
         read=_read,
         judge=_window_problems,
         write=_write,
-        told=mixture_told,
+        warnings=mixture_warnings,
     ),
 )
