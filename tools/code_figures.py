@@ -3,12 +3,14 @@
     python tools/code_figures.py [--json FILE]
 
 Lines of code hold a token that is no comment and no docstring. Comments are counted wherever they stand, without those
-that speak to tools (noqa, type: ignore). `hops` counts the calls of our own functions from the training step to the
+that speak to tools (noqa, type: ignore). Relative clauses are counted by their words (that, which, whose, whom, where)
+in docstrings: many of them make prose that nobody would speak. `hops` counts the calls of our own functions from the training step to the
 first matrix product, and the files that they are in, of one rank's first forward pass.
 """
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections.abc import Iterator, Sequence
@@ -27,18 +29,19 @@ from megapar.system.atomic_files import write_json
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "megapar/*.py": "foundation",
-    "megapar/train": "megapar/train",
-    "megapar/pipeline": "megapar/pipeline",
-    "megapar/tensor_parallel": "megapar/tensor_parallel",
-    "megapar/data_parallel": "megapar/data_parallel",
-    "megapar/optimizer": "megapar/optimizer",
-    "megapar/data": "megapar/data",
-    "megapar/checkpoint": "megapar/checkpoint",
+    **{
+        f"megapar/{room}": room
+        for room in (
+            *("config", "comm", "system", "launch", "plan", "train", "pipeline", "tensor_parallel", "context_parallel"),
+            *("expert_parallel", "data_parallel", "optimizer", "data", "checkpoint"),
+        )
+    },
     "models": "models",
     "kernels": "kernels",
     "tools": "tools",
     "tests": "tests",
 }
+RELATIVE = re.compile(r"\b(that|which|whose|whom|where)\b", re.IGNORECASE)
 FOR_TOOLS = ("type: ignore", "noqa", "fmt:", "!/")
 
 
@@ -51,6 +54,8 @@ class Figures:
     code: int = 0
     comments: int = 0
     docstring_lines: int = 0
+    docstring_words: int = 0
+    relative_clauses: int = 0
     classes: int = 0
     functions: int = 0
     typed_functions: int = 0
@@ -67,8 +72,11 @@ class Figures:
         self.files += 1
         self.lines += lines
         self.largest_file = max(self.largest_file, lines)
-        self.docstring_lines += sum(last - first + 1 for first, last in docstrings)
-        self._count_tokens(text, docstrings)
+        for first, last, prose in docstrings:
+            self.docstring_lines += last - first + 1
+            self.docstring_words += len(prose.split())
+            self.relative_clauses += len(RELATIVE.findall(prose))
+        self._count_tokens(text, [(first, last) for first, last, _ in docstrings])
         for node in ast.walk(tree):
             self._count_node(node)
 
@@ -98,13 +106,13 @@ class Figures:
         return 100 * count / max(self.lines, 1)
 
 
-def _docstrings(tree: ast.Module) -> Iterator[tuple[int, int]]:
-    """First and last line of each docstring, those under fields included."""
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
+    """First line, last line and text of each docstring, those under fields included."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
             continue
         if isinstance(node.value.value, str):
-            yield node.lineno, node.end_lineno or node.lineno
+            yield node.lineno, node.end_lineno or node.lineno, node.value.value
 
 
 def count() -> dict[str, Figures]:
@@ -171,9 +179,12 @@ def _ours(frame: FrameType | None) -> Iterator[FrameType]:
 
 def show(found: dict[str, Figures], steps: tuple[int, int]) -> None:
     """Print the table."""
-    table = Table(title="per 100 lines: comments, conditional expressions, paired assignments")
+    title = (
+        "per 100 lines: comments, conditional expressions, paired assignments; per 1,000 words of docstrings: that ..."
+    )
+    table = Table(title=title)
     names = ("package", "files", "lines", "code", "doc lines", "classes", "functions", "longest", "largest file")
-    for name in (*names, "typed", "comments", "x if c else y", "a, b = x, y"):
+    for name in (*names, "typed", "comments", "x if c else y", "a, b = x, y", "that, which ..."):
         table.add_column(name, justify="left" if name == "package" else "right")
     for name, figures in found.items():
         counts = (figures.files, figures.lines, figures.code, figures.docstring_lines, figures.classes)
@@ -186,8 +197,9 @@ def show(found: dict[str, Figures], steps: tuple[int, int]) -> None:
                 f"{figures.per_100_lines(count):.1f}"
                 for count in (figures.comments, figures.conditional_expressions, figures.paired_assignments)
             ),
+            f"{1000 * figures.relative_clauses / max(figures.docstring_words, 1):.1f}",
         )
-    console = Console(width=150)
+    console = Console(width=170)
     console.print(table)
     console.print(f"from train_step to the first matrix product: {steps[0]} calls of our own in {steps[1]} files")
 
