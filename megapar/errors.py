@@ -1,7 +1,7 @@
-"""Errors that users can cause.
+"""The errors a user can cause.
 
-Each class has its exit code. Each message is one line that says what happened, where, why, and what would work.
-`megapar.launch.reporting` prints them and ends the process.
+Each class has its exit code. Each message is one line: what happened, at which option, file or rank, why, and what
+would work. `megapar.launch.reporting` prints them and ends the process.
 """
 
 import errno
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class MegaparError(Exception):
-    """Base class of every error that a user can cause or mend. It is printed without a traceback.
+    """Base class of the errors a user can cause or mend. It is printed without a traceback.
 
     If `everywhere` is set, all ranks raise it with the same words, and rank 0 alone prints it. If `told_by_another` is
     set, another rank of this host prints it with the same words. It is reported after `patience_seconds`.
@@ -25,33 +25,33 @@ class MegaparError(Exception):
 
 
 class ConfigError(MegaparError):
-    """Options that cannot run or that are not understood."""
+    """Options nobody understands, or nobody can run."""
 
     exit_code = 2
     everywhere = True
 
 
 class DataError(MegaparError):
-    """Tokens, documents or files of data that are missing or damaged."""
+    """Missing or damaged tokens, documents or data files."""
 
     exit_code = 3
 
 
 class CheckpointError(MegaparError):
-    """A checkpoint that is incomplete, damaged or of another model."""
+    """An incomplete or damaged checkpoint, or one of another model."""
 
     exit_code = 4
 
 
 class NumericError(MegaparError):
-    """A loss or gradient that is not finite."""
+    """A NaN or infinity in a loss or gradient."""
 
     exit_code = 5
     everywhere = True
 
 
 class CommunicationError(MegaparError):
-    """A rank that was lost, or a collective that took longer than its timeout.
+    """A lost rank, or a collective beyond its timeout.
 
     Usually another rank's failure is the cause. So this error is reported after a delay, in which a launcher may end
     this rank. Then only the cause is reported.
@@ -64,20 +64,20 @@ class CommunicationError(MegaparError):
 
 
 class StorageError(MegaparError):
-    """Files that cannot be written."""
+    """A file cannot be written."""
 
     exit_code = 7
 
 
 class OutOfMemoryError(MegaparError):
-    """A device or a process without enough memory, or that may start no other thread or process, or open no file."""
+    """A device or process has too little memory, or may start no more threads or processes, or open no more files."""
 
     exit_code = 8
 
 
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Raise StorageError that names `path` in place of an OSError from the code that writes it."""
+    """Turn an OSError in the block into a StorageError about `path`."""
     try:
         yield
     except OSError as error:

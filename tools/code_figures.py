@@ -2,10 +2,10 @@
 
     python tools/code_figures.py [--json FILE]
 
-Lines of code hold a token that is no comment and no docstring. Comments are counted wherever they stand, without those
-that speak to tools (noqa, type: ignore). Relative clauses are counted by their words (that, which, whose, whom, where)
-in docstrings: many of them make prose that nobody would speak. `hops` counts the calls of our own functions from the training step to the
-first matrix product, and the files that they are in, of one rank's first forward pass.
+Lines of code hold a token outside of comments and docstrings. Comments count wherever they stand, except those for
+tools (noqa, type: ignore). Relative clauses count by their words (that, which, whose, whom, where) in docstrings: with
+many of them prose sounds translated. `hops` counts the calls of our own functions from the training step to the first
+matrix product, and their files, of one rank's first forward pass.
 """
 
 import ast

@@ -1,8 +1,8 @@
 """Reads options from TOML files and flags, with the source of each value, and writes them as TOML.
 
 A flag (`--section.key value`) wins over a TOML file, and a TOML file (`--config`) wins over the default. The key `base`
-of a TOML file names another file to start from. Both may also name a preset: a file that the program knows by a name.
-Input that cannot be understood raises ConfigError, whose message says in one line where it stands.
+of a TOML file names another file to start from. Both may also name a preset: a file known to the program by its name.
+Anything else raises ConfigError: one line with the file and the option.
 """
 
 import json
@@ -52,11 +52,11 @@ class _Flag(NamedTuple):
 
 
 def load(argv: Sequence[str], presets: Mapping[str, Path] | None = None) -> Resolved:
-    """Read options from the flags in `argv` (without the program's name) and from the files that `--config` names.
+    """Read options from the flags in `argv` (without the program's name) and from the files of `--config`.
 
-    `presets` are files that `--config` and `base` find by a name, unless there is a file with that name as its path.
-    `--help` prints every option with the value that it would have, then exits. Raises ConfigError for a flag, key, type
-    or file that is not understood. Whether the values can run is checked by `validate`.
+    `presets` maps names to files for `--config` and `base`; a file of that path wins. `--help` prints every option with
+    its value, then exits. Raises ConfigError for an unknown flag, key, type or file. `validate` checks whether the
+    values can run.
     """
     if argv and argv[0] == ASKS_FOR_COMPLETION:
         tyro.cli(_CommandLine, args=argv, use_underscores=True)  # prints and exits
@@ -74,7 +74,7 @@ def load(argv: Sequence[str], presets: Mapping[str, Path] | None = None) -> Reso
 
 
 def load_earlier(run_dir: str) -> Config | None:
-    """The options that an earlier start in this run folder was given. None if there are none."""
+    """The options of an earlier start in this run folder. None if there are none."""
     file = Path(run_dir) / "config.toml"
     if not file.exists():
         return None
@@ -87,8 +87,8 @@ def load_earlier(run_dir: str) -> Config | None:
 def to_toml(resolved: Resolved, derived: Config | None = None) -> str:
     """The configuration as TOML, with the source of each value as a comment. Loading the text gives the same Config.
 
-    `derived` is the result of `validate`. Where a value differs there, as a 0 that means "the world size decides", the
-    comment shows the derived value. The value itself stays as given, so that the file serves other world sizes too.
+    `derived` is the result of `validate`. Some values differ there: a 0 may mean "the world size decides". Then the
+    comment shows the derived value, and the file keeps the given one, because it serves other world sizes too.
     """
     values = flatten(resolved.config)
     used = flatten(derived or resolved.config)
@@ -129,7 +129,7 @@ def _sectioned(lines: Mapping[str, str]) -> str:
 
 
 def _split(argv: Sequence[str]) -> list[_Flag]:
-    """Group `argv` into flags and their values. Raises ConfigError that names every flag that does not exist."""
+    """Group `argv` into flags and their values. Raises ConfigError with every unknown flag."""
     types = option_types(_CommandLine)
     options = {path: path for path in types} | {"help": "help"}
     # tyro accepts --section.no_key for a boolean option.
@@ -160,14 +160,14 @@ def _split(argv: Sequence[str]) -> list[_Flag]:
 
 
 def _no_such_flag(flag: _Flag, known: Sequence[str]) -> str:
-    """What is said of a flag that does not exist, in its own spelling."""
+    """The line about an unknown flag, in its own spelling."""
     typed, equals, value = flag.words[0].partition("=")
     values = (value, *flag.words[1:]) if equals else flag.words[1:]
     return f"{typed}: no such flag{hint(Given(typed[2:], values, 'flag'), known)}"
 
 
 def _given_twice(flags: Sequence[_Flag]) -> list[str]:
-    """A message for each option that several flags set. It is not known which of them was meant."""
+    """A message for each option set by several flags: nobody knows which one was meant."""
     by_option: dict[str, list[str]] = {}
     for flag in flags:
         by_option.setdefault(flag.option, []).append(" ".join(flag.words))
@@ -180,7 +180,7 @@ def _given_twice(flags: Sequence[_Flag]) -> list[str]:
 
 
 def _file_of(flag: _Flag) -> str:
-    """The file that `--config FILE` or `--config=FILE` names. Raises ConfigError unless there is exactly one."""
+    """FILE of `--config FILE` or `--config=FILE`. Raises ConfigError unless there is exactly one."""
     values = [*flag.words[0].split("=", 1)[1:], *flag.words[1:]]
     if len(values) != 1:
         raise ConfigError(f"{' '.join(flag.words)}: expected one TOML file")
@@ -235,7 +235,7 @@ def _expected_words(flag: _Flag) -> str:
 
 
 def _found(name: str, presets: Mapping[str, Path]) -> str:
-    """The path of the file that `--config` names: `name` itself, or that of a preset.
+    """The path of a configuration: `name` itself, or the preset of that name.
 
     Raises ConfigError with presets of similar names if there is neither.
     """
@@ -281,7 +281,7 @@ def _read_chain(file: str, presets: Mapping[str, Path], above: tuple[str, ...]) 
 
 
 def _read(file: str) -> tuple[str, dict[str, Any]]:
-    """Text and parsed table of a TOML file. Raises ConfigError that names file and line."""
+    """Text and parsed table of a TOML file. Raises ConfigError with file and line."""
     try:
         data = read_regular(file)
         text = data.decode()
@@ -353,9 +353,9 @@ def _sections() -> set[str]:
 
 
 def _line(text: str, path: str) -> int:
-    """Number of the line that sets `path`, or else of the line that opens its table.
+    """Number of the line with the key `path`, or else of the line with its table.
 
-    It is 1 if the file is written in a way that these patterns do not know. tomllib keeps no line numbers.
+    It is 1 if the file is written otherwise than these patterns expect. tomllib keeps no line numbers.
     """
     table = ""
     nearest = 1

@@ -1,4 +1,4 @@
-"""Finds the rank that the others wait for, from the flight logs of a job's ranks. Writes a sentence and a table."""
+"""Finds the missing rank from the flight logs of all ranks. Writes a sentence and a table."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,10 +29,10 @@ def process_state(pid: int) -> str:
 
 
 def diagnose(logs: Mapping[int, Log], members: Sequence[Member]) -> tuple[str, int] | None:
-    """Return a sentence that says why ranks wait in vain, and the rank that is the cause.
+    """Return a sentence about why ranks wait in vain, and the rank behind it.
 
-    Returns None if the logs do not tell. `logs` has the logs that could be read, by rank. Each log has a field `state`:
-    running, stopped, ended, silent or failed. A rank has failed if one of its operations failed, which mostly happens
+    Returns None if the logs do not tell. `logs` has all readable logs by rank. Each log has a field `state`:
+    running, stopped, ended, silent or failed. A rank has failed if one of its operations failed, mostly
     because another rank is gone.
     """
     groups = _groups(logs)
@@ -125,7 +125,7 @@ def _operation(record: Mapping[str, Any], axis: str) -> str:
 
 
 def _newest(log: Log) -> tuple[Mapping[str, Any], str] | None:
-    """The operation that the rank started last, and its axis; None if it has started none."""
+    """The newest operation of the rank, and its axis; None before the first."""
     records = [(axis["records"][-1], axis["name"]) for axis in log["axes"] if axis["records"]]
     return max(records, key=lambda pair: pair[0]["started"], default=None)
 
@@ -140,7 +140,7 @@ def _groups(logs: Mapping[int, Log]) -> dict[tuple[str, int], Group]:
 
 
 def _reached(start: Sequence[int], blockers: Mapping[int, set[int]]) -> list[int]:
-    """The ranks that those of `start` wait for, directly or through others."""
+    """The ranks for which those of `start` wait, directly or through others."""
     seen: dict[int, None] = {}  # as an ordered set: the first rank is named in the message
     waiting = list(start)
     while waiting:
@@ -152,7 +152,7 @@ def _reached(start: Sequence[int], blockers: Mapping[int, set[int]]) -> list[int
 
 
 def _blockers(log: Log, rank: int, groups: Mapping[tuple[str, int], Group]) -> Iterator[int]:
-    """Yield the ranks that have not begun an operation that `rank` waits for."""
+    """Yield the ranks behind `rank`: it waits for an operation they have not begun."""
     if not log["waiting"]:
         return
     axis = next(axis for axis in log["axes"] if axis["name"] == log["waiting"]["axis"])
@@ -173,9 +173,9 @@ def _blockers(log: Log, rank: int, groups: Mapping[tuple[str, int], Group]) -> I
 def mismatch(
     logs: Mapping[int, Log], members: Sequence[Member], groups: Mapping[tuple[str, int], Group] | None = None
 ) -> tuple[str, int] | None:
-    """Find the first collective of a group, or message of a link, in which two ranks differ.
+    """Find the first collective of a group, or message of a link, on which two ranks disagree.
 
-    Returns a sentence and the later rank of the two, or None. `groups` are those of the logs, if known already.
+    Returns a sentence and the later rank of the two, or None. `groups` are the logs' groups, if known already.
     """
     if groups is None:
         groups = _groups(logs)
@@ -193,7 +193,7 @@ def mismatch(
 
 
 def _key(record: Mapping[str, Any], position: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Two tuples: what identifies the operation on its axis, and what must be equal on all ranks that take part."""
+    """Two tuples: the identity of the operation on its axis, and its properties, equal on all ranks that take part."""
     if record["operation"] == "all_to_all":
         # No bytes: each rank sends as many rows as its tokens chose experts elsewhere.
         return ("all", record["number"]), (record["operation"], record["dtype"])

@@ -7,8 +7,8 @@ is used and while this process has one thread. So the ranks meet at a file: torc
 fork while the store's threads run.
 
 When this process ends, the kernel kills its ranks. The ranks share the store's file and the flight logs. Both are
-memory without a name, so nothing is left behind. Where the system has no such memory, the store is a temporary file. A
-launcher that is killed there leaves it behind.
+memory without a name, so nothing is left behind. On systems without such memory the store is a temporary file, and a
+killed launcher leaves it behind.
 """
 
 import multiprocessing
@@ -52,7 +52,7 @@ _PREEMPTED = 75
 
 
 def preload(config: Config) -> None:
-    """Import what ranks will need. Ranks that are forked later share it."""
+    """Import what ranks will need. Later forks share it."""
     recompute.preload(config.train.recompute)
     runtime.preload(config.parallel.pp)
 
@@ -61,7 +61,7 @@ def start_local_ranks(main: Main, nproc: int, run_dir: str) -> int:
     """Run `main` on `nproc` forked ranks of this machine; returns the exit code of the run.
 
     The code is 0 if every rank has finished, 75 if the run was asked to stop and has saved, 128 plus a signal's number
-    if it was interrupted, and 6 if a rank was lost. Otherwise it is the code of the first rank that failed. Only the
+    if it was interrupted, and 6 if a rank was lost. Otherwise it is the code of the first failed rank. Only the
     cause is printed and written to error.json. Raises OutOfMemoryError if a limit of this process (`ulimit`) is too low
     for the ranks to start.
     """
@@ -94,7 +94,7 @@ def start_local_ranks(main: Main, nproc: int, run_dir: str) -> int:
 
 
 def _kill(ranks: Sequence[BaseProcess]) -> None:
-    """Kill all ranks that have been started with SIGKILL, which ends stopped processes too."""
+    """Kill all started ranks with SIGKILL: it ends stopped processes too."""
     started = [process for process in ranks if process.pid is not None]
     for process in started:
         if process.is_alive():
@@ -105,7 +105,7 @@ def _kill(ranks: Sequence[BaseProcess]) -> None:
 
 @contextmanager
 def _store_file() -> Iterator[str]:
-    """Yield the URL of a file at which forked processes meet, for torch's FileStore."""
+    """Yield the URL of a file for torch's FileStore, the meeting point of the forks."""
     # On Linux the file is memory without a name: nothing is left behind, however this process ends. Other systems have
     # no such memory, and a container's filter of system calls may refuse it.
     descriptor = -1
@@ -180,13 +180,13 @@ class _Launcher:
                 return verdict
 
     def _note_ends(self) -> None:
-        """Add the exit codes of ranks that have ended since the last call."""
+        """Add the exit codes of the ranks ended since the last call."""
         for rank, process in enumerate(self._ranks):
             if rank not in self._codes and process.exitcode is not None:
                 self._codes[rank] = process.exitcode
 
     def _interrupt(self) -> tuple[int, Mapping[str, Any]]:
-        """Pass on the signal that ends the run, and wait for the ranks for a moment."""
+        """Pass the ending signal on, and wait for the ranks for a moment."""
         number = self._signals.ending
         self._send(number)
         end = time.monotonic() + _ENDING_SECONDS
@@ -196,7 +196,7 @@ class _Launcher:
         return 128 + number, self._interrupted(number)
 
     def _interrupted(self, number: int, note: str = "") -> dict[str, Any]:
-        """The fields of error.json of a run that signal `number` has ended."""
+        """The fields of error.json of a run ended by signal `number`."""
         log = read(self._board[0], 0)
         text = interrupted_at(log["step"], log["checkpoint"], number) + note
         return self._record(0, text, 128 + number) | {"class": Interrupted.__name__}
@@ -235,7 +235,7 @@ class _Launcher:
         return None
 
     def _lost(self, rank: int, code: int) -> dict[str, Any]:
-        """The fields of error.json for a rank that a signal killed, or that exited with 0 before its work was done."""
+        """The fields of error.json for a rank killed by a signal, or gone with exit code 0 before its work was done."""
         logs = local_logs(self._board, self._members)
         if code == 0:
             text = f"{self._name(rank)} ended with exit code 0 before its run was complete"

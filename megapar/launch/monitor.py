@@ -1,13 +1,13 @@
-"""Watches a rank beside its training: publishes its flight log, finds out which rank is missing, answers signals.
+"""Watches a rank beside its training: publishes its flight log, finds the missing rank, answers signals.
 
-It is a thread, because a collective may hold the main thread. Ranks of the local launcher share one Board, which the
-launcher reads as well. Under torchrun and Slurm each rank posts its log once a second to the job's TCP store, over a
+It is a thread, because a collective may hold the main thread. Ranks of the local launcher share one Board with the
+launcher. Under torchrun and Slurm each rank posts its log once a second to the job's TCP store, over a
 connection of its own. Logs of ranks on the same host are read directly, also after these ranks have ended. The store
-runs in rank 0 (Slurm) or in torchrun's agent. If the store does not answer, that process is the missing one.
+runs in rank 0 (Slurm) or in torchrun's agent. If the store does not answer, its process is the missing one.
 
 NCCL's watchdog aborts a process (SIGABRT) when a collective takes longer than its timeout. No Python code runs then.
-The flight logs outlive their processes, so the local launcher can report which rank was missing. Under torchrun and
-Slurm the ranks that still live report it. Each rank's monitor also warns shortly before the watchdog acts
+The flight logs outlive their processes, so the local launcher can report the missing rank. Under torchrun and
+Slurm the living ranks report it. Each rank's monitor also warns shortly before the watchdog acts
 (`warn_after`).
 """
 
@@ -50,12 +50,12 @@ def _with_state(log: Log) -> Log:
 
 
 def _will_post_again(log: Log) -> bool:
-    """Whether a log is that of a rank of another host, and not its last one."""
+    """Whether a log comes from another host and may be followed by another."""
     return "posted" in log and log["state"] != "failed" and log["error"] is None
 
 
 class Monitor:
-    """The monitor thread of one rank. It starts at once. `board` is the local launcher's, if that started this rank."""
+    """The monitor thread of one rank. It starts at once. `board` is the local launcher's, if there is one."""
 
     def __init__(self, flight: Flight, rank: int, signals: Signals, board: Board | None = None):
         self.members: list[Member] = []
@@ -91,7 +91,7 @@ class Monitor:
         self._signals.wake()
 
     def close(self) -> None:
-        """Post this rank's last log, which holds the error that ends it."""
+        """Post this rank's last log, with the error of its end."""
         if self._store is None:
             return
         if self._rank == 0 and self._answer is not None:
@@ -102,7 +102,7 @@ class Monitor:
         self._closed.wait(_LAST_POST_SECONDS)
 
     def explain(self, reason: str) -> str:
-        """The message of a failed operation: which rank did not arrive, or the backend's `reason` if nobody knows."""
+        """The message of a failed operation: the missing rank, or the backend's `reason` if nobody knows."""
         self._flight.raise_flag("failed")
         if self._board is not None or self._file is None:
             return reason  # the local launcher finds the cause and reports it, once for all ranks
@@ -111,7 +111,7 @@ class Monitor:
         return reason if self._answer is None else self._answer[0]
 
     def _ask(self, reason: str) -> None:
-        """Wait until this thread's monitor, or that of another rank, has compared the logs."""
+        """Wait until some rank's monitor has compared the logs."""
         if self._store is not None:
             self._asked.set()
             self._signals.wake()
@@ -131,13 +131,13 @@ class Monitor:
         self._lost_store = True
 
     def culprit(self) -> dict[str, Any]:
-        """Rank, host, process number, step and phase of the rank that `explain` named; empty if it named none."""
+        """Rank, host, process number, step and phase of the rank named by `explain`; empty if it named none."""
         rank = -1 if self._answer is None else self._answer[1]
         row = next((row for row in self.table if row["rank"] == rank), {})
         return {key: row[key] for key in ("rank", "host", "pid", "step", "phase") if key in row}
 
     def speaks(self) -> bool:
-        """Whether this rank is to print what `explain` found: it is the first of its host that asks."""
+        """Whether this rank is to print what `explain` found: it asks first on its host."""
         return self._file is None or not self._answer or self._file.claim(self._lowest_pid())
 
     def tells(self, words: str) -> bool:
@@ -155,7 +155,7 @@ class Monitor:
         return next(member.pid for member in self.members if member.host == socket.gethostname())
 
     def logs(self) -> dict[int, Log]:
-        """The logs of all ranks that this process can read, each with the state of its process."""
+        """All logs within reach, each with the state of its process."""
         if self._board is not None:
             return local_logs(self._board, self.members)
         logs = {self._rank: _with_state(read(self._flight.memory, RECORDS))}
@@ -184,9 +184,9 @@ class Monitor:
         return posted | {"state": "silent" if silent else "running"}
 
     def _fresh_logs(self) -> dict[int, Log]:
-        """Do as `logs`, but wait until the ranks of other hosts have posted again. A rank that does not is silent.
+        """Do as `logs`, but wait until the ranks of other hosts have posted again. A rank without a new post is silent.
 
-        What a rank has posted may be older than the failure. Then it would look as if others waited for that rank.
+        An old post may be from before the failure, and others would seem to wait for its rank.
         """
         logs = self.logs()
         if any("posted" not in log and log["state"] in ("stopped", "ended") for log in logs.values()):
@@ -239,7 +239,7 @@ class Monitor:
     def _end_if_asked(self) -> None:
         """End the process if a signal asked for its end and the main thread does not end it in time.
 
-        The signal's handler raises in the main thread, but only when that returns to Python.
+        The signal's handler raises in the main thread, but only after its return to Python.
         """
         if not self._signals.ending:
             return
@@ -261,7 +261,7 @@ class Monitor:
             self._lose_store()
 
     def _find_out(self) -> None:
-        """Find the missing rank. The first rank that asks compares the logs; the others wait for its result."""
+        """Find the missing rank. The first rank to ask compares the logs; the others wait for its result."""
         store = self._store
         try:
             self._post()
@@ -281,14 +281,14 @@ class Monitor:
         self._answered.set()
 
     def _read_diagnosis(self, store: Store) -> bool:
-        """Keep the diagnosis that a rank has left in the store. Returns whether there is one."""
+        """Keep the diagnosis in the store, left there by some rank. Returns whether there is one."""
         if not store.check([_DIAGNOSIS]):
             return False
         self._answer, self.table = json.loads(store.get(_DIAGNOSIS))
         return True
 
     def _warn(self) -> None:
-        """Print once which rank is missing if the main thread has made no progress for `warn_after` seconds."""
+        """Print the missing rank, once, if the main thread has made no progress for `warn_after` seconds."""
         if not self.warn_after or self._warned:
             return
         log = read(self._flight.memory, 1)

@@ -63,12 +63,12 @@ class RankProcess:
         return ""
 
     def arm(self) -> None:
-        """Note that training begins: from now on a request to stop is followed at the end of a step."""
+        """Note that training begins: from now on the end of a step follows requests to stop."""
         self.signals.armed = True
         self.flight.raise_flag("armed")
 
     def claim_run_dir(self, run_dir: Path) -> None:
-        """Note that this job has locked the run folder: remove an old error.json, and write ranks.json."""
+        """The run folder is locked by this job: remove an old error.json, and write ranks.json."""
         # Without this flag an error must not be written to the folder: it may belong to another job.
         self.flight.raise_flag("owns")
         if self.rank == 0:
@@ -79,9 +79,9 @@ class RankProcess:
 
 @contextmanager
 def rank_process(config: Config, env: device.Environment, board: Board | None = None) -> Iterator[RankProcess]:
-    """A context around all that a rank does. It answers signals, and reports how the rank ended.
+    """A context around a rank's whole work. It answers signals, and reports how the rank ended.
 
-    `board` is that of the local launcher, None under torchrun and Slurm.
+    `board` is the local launcher's, None under torchrun and Slurm.
     """
     # A crash in native code (SIGSEGV, SIGBUS, NCCL's SIGABRT) then prints where Python stood.
     faulthandler.enable(all_threads=False)
@@ -226,7 +226,7 @@ def _connect(env: device.Environment, timeout_seconds: float, *, serves_store: b
 
 
 def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
-    """All that must be equal on every rank, as JSON types: options, code, versions and the type of device."""
+    """What every rank must agree on, as JSON types: options, code, versions and the type of device."""
     # These may differ between nodes: how many ranks a node has, their threads, and the name of the device.
     local = ("launch.nproc", "launch.device", "launch.threads")
     options = {path: value for path, value in flatten(config).items() if path not in local}
@@ -244,9 +244,9 @@ def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
 
 
 def leave(ctx: ParallelContext) -> None:
-    """End a run that succeeded or has saved: wait for all ranks, then free the process groups.
+    """End a run after success or a save: wait for all ranks, then free the process groups.
 
-    A run that failed does not call this: its process ends, and its launcher ends the others.
+    After a failure nobody calls this: the process ends, and its launcher ends the others.
     """
     # Without the barrier, rank 0 could take the store away while other ranks still use it.
     collectives.barrier(ctx.world)

@@ -21,11 +21,11 @@ from megapar.system.regular_files import open_regular
 
 
 class Ended(SystemExit):
-    """How `reported` ends the process, so that `exits_refused` can tell it from a sys.exit elsewhere."""
+    """How `reported` ends the process. `exits_refused` tells it from a sys.exit elsewhere."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that ends the process at once."""
+    """A signal to end at once."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -35,7 +35,7 @@ class Interrupted(KeyboardInterrupt):
 def tell(text: str) -> None:
     """Print a line on stderr. Never raises.
 
-    A full disk or a reader that has gone must not hide the error that the line reports.
+    A full disk or a closed pipe must not hide the error itself.
     """
     try:
         print(text, file=sys.stderr, flush=True)
@@ -44,7 +44,7 @@ def tell(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line on stdout. Never raises: a reader that has gone (`| head`) or a full disk must not end a run.
+    """Print a line on stdout. Never raises: a closed pipe (`| head`) or a full disk must not end a run.
 
     The first failure is reported on stderr. Later lines are dropped.
     """
@@ -64,7 +64,7 @@ def _replace_by_nothing(descriptor: int) -> None:
 
 
 def open_streams() -> None:
-    """Prepare stdin, stdout and stderr for `say` and `tell`: open them, and escape letters that they cannot encode."""
+    """Prepare stdin, stdout and stderr for `say` and `tell`: open them, and escape letters outside their encoding."""
     for descriptor, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
         try:
             os.fstat(descriptor)
@@ -79,7 +79,7 @@ def open_streams() -> None:
 
 @contextmanager
 def _written_out() -> Iterator[None]:
-    """A context that ends when standard output has all that was printed in it.
+    """A context around prints. At its end standard output has them all.
 
     Else Python writes the rest when the process ends, and a failure then changes the exit code to 120. Raises
     StorageError if the text cannot be written. Ends the process if the reader of the text has gone.
@@ -128,14 +128,14 @@ def _end_if_stdout_fails() -> None:
 def reported(
     rank: int = 0, run_dir: str | None = None, flight: Flight | None = None, *, launcher_tells: bool = False
 ) -> Iterator[None]:
-    """A context for a program's main, which reports its errors and ends the process with their exit codes.
+    """A context for a program's main: reports its errors, and ends the process with their exit codes.
 
     A MegaparError becomes one line on stderr, error.json in `run_dir`, and its exit code. Rank 0 alone reports an error
-    that all ranks raise. If ranks on one host raise the same words, one of them reports it. `launcher_tells`: this rank
-    only leaves its error in `flight`, and the launcher, which sees the errors of all ranks, reports one. An
-    interruption becomes one line and exit code 128 plus the signal's number. If the reader of standard output has gone,
-    as `head` goes, the program ends in silence, with the exit code of a program that SIGPIPE has ended. Any other
-    exception is a bug: its traceback is printed, and the exit code is 70.
+    raised by all ranks. If ranks of one host raise the same words, one of them reports it. With `launcher_tells` this
+    rank only leaves its error in `flight`; the launcher sees the errors of all ranks and reports one. An interruption
+    becomes one line and exit code 128 plus the signal's number. If the reader of standard output has gone, as `head`
+    goes, the program ends in silence, with the exit code after SIGPIPE. Any other exception is a bug: its traceback is
+    printed, and the exit code is 70.
     """
     flight = flight or Flight()
     try:
@@ -194,7 +194,7 @@ def exits_refused() -> Iterator[None]:
 def interrupted_at(step: int, checkpoint: int, number: int) -> str:
     """A line such as "interrupted at step 12, last checkpoint step 10 (SIGINT)".
 
-    `step` 0 means before the first step. `checkpoint` -1 means that there is none. `number` is the signal's.
+    `step` 0 means before the first step. `checkpoint` -1 means none. `number` is the signal's.
     """
     progress = f"at step {step}" if step else "before the first step"
     saved = f"last checkpoint step {checkpoint}" if checkpoint >= 0 else "no checkpoint"
@@ -230,7 +230,7 @@ def _record(name: str, message: str, code: int, rank: int, flight: Flight) -> di
 def report_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) -> None:
     """Print an error's line, unless another rank prints it, and write error.json if it is a failure.
 
-    `record` is that of `error_record`. A stop that was asked for and an interruption are no failures.
+    `record` comes from `error_record`. A requested stop and an interruption are no failures.
     """
     prefix = f"rank {record['rank']}: " if record["rank"] and not record.get("everywhere") else ""
     if record["class"] == Interrupted.__name__:
@@ -244,8 +244,8 @@ def report_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) 
 def write_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) -> None:
     """Write `record` to error.json in `run_dir`. Never raises.
 
-    `ours` means that this job holds the lock of the folder. Nothing is written without a folder, or into the folder of
-    another running job.
+    `ours`: this job holds the lock of the folder. Nothing is written without a folder, or into that of another running
+    job.
     """
     # Both keys only say who reports the error.
     shown = {key: value for key, value in record.items() if key not in ("everywhere", "told_by_another")}

@@ -1,11 +1,11 @@
-"""Handles the signals that ask a run to stop, and those that end it.
+"""Handles the signals to stop a run and to end it.
 
 SIGTERM and SIGUSR1 (Slurm's --signal=USR1@120) ask the run to stop: it saves at the end of a step and exits with 75. A
 second request, SIGINT (Ctrl-C) and SIGHUP end the run at once. The exit code is then 128 plus the signal's number.
 Before the first step there is nothing to save, so SIGTERM ends the run at once as well. SIGUSR2 prints the position of
 each rank.
 
-A signal that was ignored when the program started (by nohup, or for a shell's background job) stays ignored.
+A signal ignored at the start of the program (by nohup, or for a shell's background job) stays ignored.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ _SAME_REQUEST_SECONDS = 1.0
 
 
 class Signals:
-    """The signals that this process has got. It must be made in the main thread.
+    """The signals received so far. Made in the main thread.
 
     Python runs a handler only when the main thread returns to Python. A collective may delay that for minutes. So each
-    signal's number is also written to a pipe, `reader`, which another thread reads. The thread that reads a number
-    judges it, so each signal is judged once and without delay. With `raises` the main thread's handler raises
-    Interrupted for a signal that ends the process.
+    signal's number is also written to a pipe, `reader`, for another thread. Whichever thread reads a number judges it:
+    each signal is judged once, without delay. With `raises` the main thread's handler raises Interrupted for a signal
+    to end at once.
     """
 
     def __init__(self, raises: bool = True):
@@ -49,12 +49,12 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # the local launcher forks its ranks with them blocked
 
     def wake(self) -> None:
-        """Wake up the thread that reads the pipe."""
+        """Wake up the reader of the pipe."""
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes the reader as well
             os.write(self._writer, b"\0")
 
     def judge(self) -> None:
-        """Judge all signals that have arrived."""
+        """Judge all signals so far."""
         try:
             numbers = os.read(self.reader, 64)
         except BlockingIOError:

@@ -13,7 +13,7 @@ from megapar.errors import storing
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Write `data` to a file beside `path` and rename that file to `path`. No reader ever finds half of it.
 
-    `sync` writes the data to the disk before the rename, for files that a power cut must not lose. Raises OSError.
+    `sync` writes the data to the disk before the rename, so that a power cut does not lose it. Raises OSError.
     """
     # The process number keeps two processes from writing one draft.
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")

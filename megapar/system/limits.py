@@ -1,4 +1,4 @@
-"""Limits of this process (`ulimit`): raised where the system allows it, and named where a run has reached one."""
+"""Limits of this process (`ulimit`): raises them if the system allows it, and names one that a run has reached."""
 
 import errno
 import resource
@@ -12,7 +12,7 @@ _FILE_SIZE = resource.RLIMIT_FSIZE
 
 
 def raise_open_files() -> None:
-    """Let this process, and those that it forks, open as many files as the hard limit allows."""
+    """Let this process and its forks open as many files as the hard limit allows."""
     _, hard = resource.getrlimit(_FILES)
     # macOS calls its hard limit infinite and refuses to set it. Then the soft limit stays.
     with suppress(ValueError, OSError):
@@ -40,7 +40,7 @@ def require_file_size(size: int) -> None:
 
 
 def reached(error: BaseException) -> str:
-    """One line that names the limit by which `error` came about. "" if `error` means something else."""
+    """One line about the limit behind `error`. "" if `error` means something else."""
     number = error.errno if isinstance(error, OSError) else None
     # Gloo's errors have the system's words alone.
     words = str(error)
@@ -61,7 +61,7 @@ def reached(error: BaseException) -> str:
 
 @contextmanager
 def named() -> Iterator[None]:
-    """Raise OutOfMemoryError that names the limit in place of an error by which a limit shows."""
+    """Turn an error caused by a limit into an OutOfMemoryError that names it."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError

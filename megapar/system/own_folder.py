@@ -1,9 +1,9 @@
-"""Folders that one user's processes share in a place where any user may write, such as /dev/shm.
+"""Folders for one user's processes in a place open to all users, such as /dev/shm.
 
 There anybody may put a FIFO, a link, a device or a folder under any name. So a process makes a folder under a random
 name, with mode 0700: other users see its name, and nothing else. The process holds a lock on the folder as long as it
-lives. Whoever looks for such a folder takes only a folder that belongs to the same user and is closed to others. What
-lies inside can then be opened by its name.
+lives. Whoever looks for such a folder takes only folders of the same user, closed to others. Inside, files can then be
+opened by their names.
 """
 
 import fcntl
@@ -18,14 +18,14 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def shared_places() -> tuple[Path, ...]:
-    """Where processes of one host can put folders for each other, the best first."""
+    """Parents of such folders on this host, the best first."""
     # /dev/shm is memory, but it may be missing, full or closed. A temporary folder may be on a disk, but it works.
     places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     return tuple(parent for parent in places if os.access(parent, os.W_OK))
 
 
 class OwnFolder:
-    """A new folder in `parent`, whose name is `prefix` and random letters. Raises OSError if it cannot be made."""
+    """A new folder in `parent`, called `prefix` and random letters. Raises OSError if it cannot be made."""
 
     def __init__(self, parent: Path, prefix: str):
         while True:
@@ -48,7 +48,7 @@ class OwnFolder:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int | None]:
-    """Yield a descriptor of the folder at `path`, None if it is not a folder of this user that is closed to others."""
+    """Yield a descriptor of the folder at `path`, None unless it belongs to this user and is closed to others."""
     try:
         descriptor = os.open(path, _OPEN_FOLDER)
     except OSError:  # it has gone, is no folder, or belongs to another user
@@ -63,7 +63,7 @@ def opened(path: Path) -> Iterator[int | None]:
 
 
 def sweep(parent: Path, prefix: str) -> None:
-    """Remove the folders of this user in `parent` whose processes have ended."""
+    """Remove this user's folders in `parent` after their processes have ended."""
     for path in parent.glob(f"{prefix}*"):
         with opened(path) as descriptor:
             if descriptor is None:

@@ -1,7 +1,7 @@
-"""Opens and reads files that anybody may have put there: regular files and links to them, and nothing else.
+"""Opens and reads regular files and links to them, and refuses all else: anybody may have put it there.
 
-`open` waits for ever at a FIFO that nobody writes, and /dev/zero is read until memory ends. This module imports nothing
-of ours, so that every other one can use it.
+`open` waits for ever at a FIFO without a writer, and /dev/zero is read until memory ends. This module imports nothing
+of ours, so every other one can use it.
 """
 
 import errno
@@ -21,8 +21,8 @@ _KINDS = {
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, folder: int | None = None) -> int:
     """Open a regular file, or a link to one, and return its descriptor. Waits for nobody.
 
-    `flags` are those of os.open. With os.O_NOFOLLOW, links are refused. `folder` is the descriptor of the folder that a
-    relative `path` counts from. Raises OSError, whose strerror says what else `path` is.
+    `flags` are those of os.open. With os.O_NOFOLLOW, links are refused. A relative `path`
+    starts from the folder of descriptor `folder`. Raises OSError; its strerror says what else `path` is.
     """
     # Looked at before it is opened, because opening a device may do something, such as rewind a tape.
     try:
@@ -51,7 +51,7 @@ def read_regular(path: str | Path, max_bytes: int | None = SMALL, flags: int = o
 
 
 def _refuse_others(path: str | Path, mode: int) -> None:
-    """Raise OSError unless `mode` is that of a regular file."""
+    """Raise OSError unless `mode` means a regular file."""
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
