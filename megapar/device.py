@@ -50,10 +50,10 @@ PEAK_TFLOPS = {
 class Environment:
     """The position of this process among the ranks of the job, and how the ranks find each other.
 
-    `meeting` is the address of the store through which ranks find each other: "tcp://host:port" or "file://path", ""
-    for one process. `agent_serves_store` means that torchrun's agent has opened the TCP store, and keeps it when it
-    starts the ranks again. `serves_store` means that this process must open it: rank 0, unless the agent has.
-    `launcher` is what started this process. `cores` is the number of CPU cores that this rank may use.
+    Ranks find each other through the store at `meeting`: "tcp://host:port" or "file://path", "" for one process. With
+    `agent_serves_store` torchrun's agent has opened the TCP store, and keeps it when it starts the ranks again. With
+    `serves_store` this process must open it: rank 0, unless the agent has. `launcher` started this process. `cores` is
+    the number of CPU cores for this rank.
     """
 
     rank: int = 0
@@ -83,7 +83,7 @@ _MOST = 1_000_000
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the rank of this process from torchrun's variables (RANK, WORLD_SIZE ...) or from those of a Slurm step.
 
-    Without either, this is the only process. Raises ConfigError that names the variable if some are missing, are no
+    Without either, this is the only process. Raises ConfigError with the variables' names if some are missing, are no
     numbers, or contradict each other.
     """
     env = os.environ if variables is None else variables
@@ -96,10 +96,10 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def first_to_speak() -> bool:
-    """Whether this process prints errors that arise before the ranks know each other.
+    """Whether this process prints errors from before the meeting of the ranks.
 
-    That is the first rank of each host, since files and devices of hosts may differ. A process whose own variables are
-    wrong speaks as well, because no other process knows about that error.
+    That is the first rank of each host, since files and devices of hosts may differ. A process with wrong
+    variables of its own speaks as well, because no other process knows about that error.
     """
     try:
         return environment().local_rank == 0
@@ -115,7 +115,7 @@ def in_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether srun started this process.
 
     The shell of a batch script or of salloc has SLURM_NTASKS and SLURM_PROCID too, but it is no task. Its step has no
-    number, or one of the numbers from 0xfffffffa on, which Slurm reserves (interactive, batch, external).
+    number, or a reserved one, from 0xfffffffa on (interactive, batch, external).
     """
     step = env.get("SLURM_STEP_ID", "")
     # Up to ten digits: Python refuses to read thousands of them.
@@ -123,7 +123,7 @@ def in_slurm_step(env: Mapping[str, str]) -> bool:
 
 
 def refuse_slurm_shell(variables: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError in the shell of a Slurm allocation of several tasks, where training would use one."""
+    """Raise ConfigError in the shell of a Slurm allocation of several tasks: training would use one of them."""
     env = os.environ if variables is None else variables
     if _number(env, "SLURM_NTASKS", 1) > 1 and not in_slurm_step(env) and "RANK" not in env:
         raise ConfigError(
@@ -135,7 +135,7 @@ def refuse_slurm_shell(variables: Mapping[str, str] | None = None) -> None:
 def _number(env: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0) -> int:
     """The whole number in variable `name`, or `default`.
 
-    Raises ConfigError for other text, without a value, or for a number that is less than `least` or no launcher's.
+    Raises ConfigError for other text, without a value, or for a number below `least` or beyond any launcher's.
     """
     fallback = "" if default is None else str(default)
     text = env.get(name, fallback)
@@ -158,7 +158,7 @@ def _cut(text: str) -> str:
 
 
 def _of_this_process(text: str) -> ConfigError:
-    """An error in variables that differ between processes. Other ranks do not raise it, so this process prints it."""
+    """An error in this process's own variables. Other ranks do not raise it, so this process prints it."""
     error = ConfigError(text)
     error.everywhere = False
     return error
@@ -279,7 +279,7 @@ def _tasks_on_this_node(env: Mapping[str, str]) -> int:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use: those of its affinity mask, limited by the container's quota."""
+    """CPU cores for this process: those of its affinity mask, limited by the container's quota."""
     # macOS has no affinity masks.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = Path("/sys/fs/cgroup/cpu.max")  # such as "200000 100000" or "max 100000": limit and period in us
@@ -291,12 +291,12 @@ def usable_cores() -> int:
 
 
 def cuda_devices() -> int:
-    """Number of GPUs that torch sees. Does not start CUDA in this process, which could not fork afterwards."""
+    """Number of GPUs within torch's sight. Does not start CUDA: this process could not fork afterwards."""
     return torch.cuda.device_count()
 
 
 def unseen_gpu(variables: Mapping[str, str] | None = None, nodes: Path = Path("/dev")) -> str:
-    """A sentence that says why torch sees none of this machine's NVIDIA GPUs.
+    """A sentence on why torch sees none of this machine's NVIDIA GPUs.
 
     Returns "" if torch sees a GPU, or if there is none to see. A machine has a GPU if its driver has made /dev/nvidia0
     and so on. CUDA_VISIBLE_DEVICES="" hides them on purpose.
@@ -314,13 +314,13 @@ def unseen_gpu(variables: Mapping[str, str] | None = None, nodes: Path = Path("/
 
 
 def choose(name: str, local_rank: int, local_world_size: int, *, own_gpus: bool = False) -> torch.device:
-    """The device of this rank. `name` is `cpu`, `cuda`, or `auto`: cuda where torch sees a GPU, else cpu.
+    """The device of this rank. `name` is `cpu`, `cuda`, or `auto`: cuda if torch sees a GPU, else cpu.
 
-    `own_gpus`: the launcher may show each task its own GPU alone, as Slurm's --gpus-per-task does. A task that sees one
-    GPU then uses it. If tasks share that GPU after all, `megapar.comm.rendezvous` refuses the run.
+    `own_gpus`: the launcher may show each task its own GPU alone, as Slurm's --gpus-per-task does. A task with one
+    visible GPU then uses it. If tasks share that GPU after all, `megapar.comm.rendezvous` refuses the run.
 
-    Raises ConfigError if there are fewer GPUs than local ranks, or no GPU where `cuda` was asked for. A run that was
-    meant for GPUs must not run on CPUs unnoticed.
+    Raises ConfigError if there are fewer GPUs than local ranks, or no GPU for `cuda`. A run meant for GPUs must
+    not run on CPUs unnoticed.
     """
     visible = cuda_devices()
     if name == "cpu" or (name == "auto" and visible == 0):
@@ -389,9 +389,9 @@ def prepare(device: torch.device, *, threads: int, cores: int = 1, deterministic
 
 
 def require_threads() -> None:
-    """Raise RuntimeError unless this process may start the threads that a run needs.
+    """Raise RuntimeError unless this process may start the threads of a run.
 
-    libgomp and torch's C++ code end the process with a word or a hundred lines of their own where they are refused one.
+    libgomp and torch's C++ code end the process with a word or a hundred lines of their own if the system refuses one.
     """
     ended = threading.Event()
     threads = [threading.Thread(target=ended.wait) for _ in range(torch.get_num_threads() + _OTHER_THREADS)]
@@ -419,13 +419,13 @@ def set_current(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work, so that a clock that is read next includes that work."""
+    """Wait until the device has finished its work. A clock read next includes that work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Whether the device computes while the host goes on, so that the host waits when it reads a value.
+    """Whether the device computes while the host goes on. Then the host waits when it reads a value.
 
     A GPU does. A CPU has computed a value when the call returns, so reading it costs nothing.
     """
@@ -433,7 +433,7 @@ def is_asynchronous(device: torch.device) -> bool:
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to the device. The host does not wait for work that is queued there."""
+    """Copy a host tensor to the device. The host does not wait for queued work."""
     if device.type == "cuda" and not x.is_cuda:
         # CUDA copies from pageable memory through a buffer of its own, and may first wait for all queued work.
         x = x.pin_memory()
@@ -441,7 +441,7 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class HostCopy:
-    """A copy of a tensor in host memory, which the device writes when it comes to it. `wait` returns the copy.
+    """A copy of a tensor in host memory. The device writes it in its own time. `wait` returns the copy.
 
     The tensor must not change afterwards: on a CPU the copy is the tensor itself.
     """
@@ -462,7 +462,7 @@ class HostCopy:
 
 
 def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate uninitialized host memory, 1-D uint8, to which the device copies at full speed.
+    """Allocate uninitialized host memory, 1-D uint8, for copies from the device at full speed.
 
     For a GPU the memory is pinned.
     """
@@ -476,7 +476,7 @@ def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """One line that says which memory ran out, or that no thread can be started. "" if `error` means something else."""
+    """One line on the memory that ran out, or on the threads refused. "" if `error` means something else."""
     text = " ".join(str(error).split())
     if isinstance(error, torch.OutOfMemoryError):
         # Of a GPU. The first three sentences give the sizes: tried, total and free.

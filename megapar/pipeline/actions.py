@@ -11,8 +11,8 @@ class Action(NamedTuple):
 
     F    forward
     B    backward
-    I    the half of the backward that computes the gradient of the stage's input, which the stage before waits for
-    W    the other half, the gradients of weights, which no other stage waits for
+    I    one half of the backward: the gradient of the stage's input. The stage before waits for it
+    W    the other half: the gradients of weights. No other stage waits for them
 
     A stage runs a micro-batch backward as one B, or as an I and a later W.
     """
@@ -26,11 +26,11 @@ class Action(NamedTuple):
 
 
 Orders = list[list[Action]]
-"""The actions of each pipeline rank, in the order in which the rank runs them."""
+"""The actions of each pipeline rank, in running order."""
 
 
 class Event(NamedTuple):
-    """An action that ran, or would run, on a pipeline rank. Times are in seconds, or in the unit of a simulation."""
+    """An action of a pipeline rank, real or simulated. Times are in seconds, or in the unit of a simulation."""
 
     rank: int
     action: Action
@@ -44,7 +44,7 @@ def looped(pp: int, vpp: int) -> list[int]:
 
 
 def v_shaped(pp: int, vpp: int) -> list[int]:
-    """The rank of each stage if rank r holds stages r and 2 * pp - 1 - r, so that both ends live on rank 0.
+    """The rank of each stage if rank r holds stages r and 2 * pp - 1 - r, so both ends live on rank 0.
 
     `vpp` is 2.
     """
@@ -56,10 +56,10 @@ OfStages = Sequence[float] | Mapping[int, float]
 
 
 def peak(order: Iterable[Action], forward: OfStages, inputs: OfStages) -> float:
-    """The most that a rank keeps for backward passes at one time, if it runs `order`.
+    """The peak of what a rank keeps for backward passes if it runs `order`.
 
-    For each stage, `forward` is what a forward keeps until its B or I, and `inputs` is what is then kept from I to W:
-    the inputs and the output gradients of matrix products. With ones the result is a number of micro-batches in stages.
+    For each stage, a forward keeps `forward` until its B or I, and an I keeps `inputs` until its W: the inputs and the
+    output gradients of matrix products. With ones the result is a number of micro-batches in stages.
     """
     kept = 0.0
     peak_kept = 0.0

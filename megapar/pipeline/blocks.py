@@ -1,9 +1,9 @@
-"""V-Half and V-Min (Qi et al., arXiv 2405.15362): schedules that repeat a building block.
+"""V-Half and V-Min (Qi et al., arXiv 2405.15362): schedules made of a repeated building block.
 
-A building block says in which slot each action of one micro-batch runs. A slot is the time of one action. The block of
+A building block gives each action of one micro-batch a slot. A slot is the time of one action. The block of
 the next micro-batch is the same, 6 slots later, because each rank has 6 actions for a micro-batch: F, I and W in each
-of its two stages. No two actions may meet in a slot of a rank. V-Min on four ranks, where small letters are the second
-stage of a rank, in which a micro-batch comes back through the V:
+of its two stages. No two actions may meet in a slot of a rank. V-Min on four ranks; small letters are the second stage
+of a rank, on the way back through the V:
 
     slot    0                   1
             0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 6
@@ -12,17 +12,17 @@ stage of a rank, in which a micro-batch comes back through the V:
     rank 2  . . F . . f . . . . i w . I W . .
     rank 3  . . . F f . . . . . . i I w W . .
 
-From F to W is the time for which a rank keeps the micro-batch. So the block decides how much all ranks keep. V-Half has
+A rank keeps the micro-batch from F to W. So the block decides how much all ranks keep. V-Half has
 the same form. Its F's and i's take two slots for each rank, so it keeps more, and waits for each other less.
 
 The orders are made as in the paper:
 
 1. The block is repeated. W's take the free slots.
-2. Between the first I of the first stage and its last F nothing changes. Before that actions move to earlier free
-   slots where this does not raise what the rank keeps. After that F's and I's move, and take the slots of W's too.
+2. Between the first I of the first stage and its last F nothing changes. Before that, actions move to earlier free
+   slots if the rank then keeps no more. After that, F's and I's move, and take the slots of W's too.
 
-What was idle before the first block and after the last one is filled in this way. The papers do not say which way is
-best, so several are tried: `v_half` and `v_min` return a few orders, and the shortest one is taken.
+This fills idle time before the first block and after the last one. The papers do not name the best way, so several are
+tried: `v_half` and `v_min` return a few orders, and the caller takes the shortest.
 """
 
 from collections import deque
@@ -41,16 +41,16 @@ _LATER_STARTS = (0, 1, 2, 4, 12)
 
 
 class Block(NamedTuple):
-    """The slots of one micro-batch: of its F and its I, by stage. W's take slots that are free."""
+    """The slots of one micro-batch: of its F and its I, by stage. W's take free slots."""
 
     forward: Sequence[int]
     inputs: Sequence[int]
 
 
 def v_half(pp: int, num_microbatches: int, fits: Callable[[Orders], bool]) -> Iterator[Orders]:
-    """Yield orders that keep about half as much as 1F1B: pp + 1 stages of micro-batches if pp is odd, else pp + 2.
+    """Yield orders with about half the memory of 1F1B: pp + 1 stages of micro-batches if pp is odd, else pp + 2.
 
-    Blocks whose orders do not fit, before their actions move, are left out. An order that is yielded may keep more.
+    Blocks are left out if their orders do not fit before their actions move. After that an order may keep more.
     """
     blocks = []
     for wait in (0, 3):
@@ -62,7 +62,7 @@ def v_half(pp: int, num_microbatches: int, fits: Callable[[Orders], bool]) -> It
 
 
 def v_min(pp: int, num_microbatches: int, fits: Callable[[Orders], bool]) -> Iterator[Orders]:
-    """Yield orders that keep about a third as much as 1F1B: 2 * ((pp + 1) // 3) + 2 stages of micro-batches.
+    """Yield orders with about a third of the memory of 1F1B: 2 * ((pp + 1) // 3) + 2 stages of micro-batches.
 
     Some keep 2 more. `fits` is as with `v_half`.
     """
@@ -78,7 +78,7 @@ def v_min(pp: int, num_microbatches: int, fits: Callable[[Orders], bool]) -> Ite
 def _orders(
     blocks: Sequence[Block], pp: int, num_microbatches: int, fits: Callable[[Orders], bool]
 ) -> Iterator[Orders]:
-    """Yield the orders of the blocks that fit, and whose actions do not meet."""
+    """Yield the orders of the fitting blocks without two actions in one slot."""
     rank_of = v_shaped(pp, 2)
     for block in blocks:
         if _meets_itself(block, rank_of):
@@ -116,7 +116,7 @@ def _variants(pp: int, num_microbatches: int) -> list[tuple[int, int]]:
 
 
 def _reordered(block: Block, rank_of: Sequence[int], num_microbatches: int, later_start: int) -> Orders:
-    """The repeated block, whose actions before and after the steady part have moved to earlier slots."""
+    """The repeated block. Before and after its steady part, actions have moved to earlier slots."""
     # So many have a steady part, of which more are copies.
     few = min(num_microbatches, 2 * max(rank_of) + 10)
     grid = _Grid(block, rank_of, few)
@@ -151,10 +151,10 @@ class _Grid:
         self._put_weights()
 
     def squeeze(self) -> None:
-        """Run all actions anew: in each slot a rank runs, of those that can start, the one with the earliest old slot.
+        """Run all actions anew: in each slot a rank runs the ready action with the earliest old slot.
 
-        F's keep their order on a rank, so that no early one takes the memory of a later stage. After the last F of the
-        first stage W's run only where ranks would be idle.
+        F's keep their order on a rank, so no early one takes the memory of a later stage. After the last F of the first
+        stage, W's run only on otherwise idle ranks.
         """
         last = self._slot[Action("F", 0, self._num_microbatches - 1)]
         priority = {}
@@ -217,7 +217,7 @@ class _Grid:
         return orders
 
     def _put_weights(self) -> None:
-        """Put all W's into slots that F's and I's leave free, each as early as possible, in the order of their I's."""
+        """Put all W's into the slots left by F's and I's, each as early as possible, in the order of their I's."""
         for rank in range(self._num_ranks):
             by_slot = {}
             for action, slot in self._slot.items():
@@ -234,15 +234,15 @@ class _Grid:
         return change.cumsum()
 
     def _can_start(self, action: Action, slot: int) -> bool:
-        """Whether everything that the action must follow has a slot before this one."""
+        """Whether all the action depends on has a slot before this one."""
         return all(self._slot.get(other, slot) < slot for other in self._inputs_of(action))
 
     def _after_its_inputs(self, action: Action) -> int:
-        """The first slot after everything that the action must follow."""
+        """The first slot after all the action depends on."""
         return 1 + max((self._slot[other] for other in self._inputs_of(action)), default=-1)
 
     def _inputs_of(self, action: Action) -> list[Action]:
-        """What the action must follow: the action that makes its input, and its own kind for the micro-batch before."""
+        """What the action depends on: the producer of its input, and its own kind for the micro-batch before."""
         kind, stage, microbatch = action
         last_stage = len(self._rank_of) - 1
         before = [Action(kind, stage, microbatch - 1)] if microbatch else []
@@ -258,8 +258,8 @@ class _Grid:
         return sorted(self._slot, key=lambda action: (self._slot[action], self._rank_of[action.stage]))
 
     def _move_to_free_slots(self, first: int, last: int) -> None:
-        """Move each action before slot `first` or after slot `last` to the earliest free slot, but no F that adds to
-        what its rank keeps at its most."""
+        """Move each action before slot `first` or after slot `last` to the earliest free slot, but no F that raises
+        its rank's peak."""
         kept = [self._kept(rank) for rank in range(self._num_ranks)]
         free = np.ones((self._num_ranks, self._num_slots), bool)
         for action in self._in_order_of_slots():
@@ -300,7 +300,7 @@ class _Grid:
             self._slot[action] = slot
 
     def _most_kept(self, row: dict[int, Action]) -> int:
-        """The most that a rank keeps with these F's and I's by slot, if each W runs as early as possible."""
+        """The peak of a rank with these F's and I's by slot, if each W runs as early as possible."""
         forwards = np.zeros(self._num_slots, np.int64)
         inputs = np.zeros(self._num_slots, np.int64)
         for slot, action in row.items():
@@ -322,7 +322,7 @@ def _slots_of_forwards_and_inputs(block: Block, num_microbatches: int) -> dict[A
 
 
 def _free_slots_for_weights(by_slot: dict[int, Action]) -> dict[Action, int]:
-    """The slots of the W's of a rank, whose F's and I's are `by_slot`."""
+    """The slots of the W's of a rank with the F's and I's `by_slot`."""
     slots = {}
     put_off: deque[Action] = deque()
     slot = 0

@@ -1,11 +1,11 @@
-"""Turns a schedule into plans: inserts the messages between ranks, and raises for orders that cannot run.
+"""Turns a schedule into plans: inserts the messages between ranks, and refuses impossible orders.
 
 A plan is one rank's list of actions and message batches (`MessageBatch`). Plans cannot deadlock, for these reasons:
 
-1. All actions are timed with nominal durations. The time of a message is the time at which its producer ends.
-2. The messages that a rank sends or receives at the same time are one batch. A rank posts its batches in order of time.
+1. All actions are timed with nominal durations. The time of a message is the end of its producer.
+2. All messages of a rank at one time are one batch. A rank posts its batches in order of time.
 3. So the two ranks at the ends of a link post its messages in the same order.
-4. Nothing waits for a batch with a later time, so no circle of waiting can form. This holds even where a backend runs a
+4. Nothing waits for a batch with a later time, so no circle of waiting can form. This holds even if a backend runs a
    rank's batches one after the other (NCCL).
 """
 
@@ -29,7 +29,7 @@ MESSAGE_COST = 1
 
 @dataclass(frozen=True)
 class Message:
-    """One end of a message: the tensors that `consumer` takes from another rank.
+    """One end of a message: the tensors for `consumer` from another rank.
 
     `consumer` identifies the message at both ends. `peer` is the position of the other end on axis pp.
     """
@@ -40,10 +40,10 @@ class Message:
 
 @dataclass
 class MessageBatch:
-    """Messages that one rank posts together. An action waits for the batch that brings its input.
+    """Messages posted together by one rank. An action waits for the batch with its input.
 
-    The runtime lets a rank have at most one batch with sends in flight. Before it posts the next batch with sends, it
-    waits for that one, so that the tensors that were sent are freed. Without this limit, a simulated step with random
+    The runtime lets a rank have at most one batch with sends in flight. Before it posts the next one, it waits, and
+    frees the sent tensors. Without this limit, a simulated step with random
     delays of 30% on each action would be less than 1% faster.
     """
 
@@ -57,9 +57,9 @@ class MessageBatch:
 
 
 def producer(action: Action, num_stages: int, exists: Container[Action]) -> Action | None:
-    """The action of the neighboring stage whose result `action` takes. None if `action` takes none.
+    """The producer of the input of `action`, in a neighboring stage. None if `action` takes no input.
 
-    `exists` are all actions of the schedule. Of a backward pass they tell whether it is one action or two halves.
+    `exists` are all actions of the schedule. They tell whether a backward is one action or two halves.
     """
     if action.kind == "W":
         return None  # what it needs was left on this rank by its I
@@ -77,12 +77,12 @@ def producer(action: Action, num_stages: int, exists: Container[Action]) -> Acti
 def lower(orders: Sequence[Sequence[Action]], num_stages: int) -> list[Plan]:
     """Make the plan of each rank from its order of actions.
 
-    The rank of an action is the one whose order holds it, so the orders also say on which rank each stage lives.
+    An action belongs to the rank with it in its order, so the orders also give each stage its rank.
 
     Raises ValueError
 
     - if an action occurs twice;
-    - if the orders cannot run to their end. The message says what each stuck rank waits for.
+    - if the orders cannot run to their end. The message lists what each stuck rank waits for.
     """
     return _lower(orders, num_stages, range(len(orders)))
 
@@ -125,10 +125,10 @@ def _end_times(
     rank_of: Mapping[Action, int],
     sources: Mapping[Action, Action | None],
 ) -> dict[Action, float]:
-    """The nominal time at which each action ends.
+    """The nominal end of each action.
 
     An action starts when the action before it in its rank's order has ended and its input has arrived. Raises
-    ValueError for an action that occurs twice and for orders that cannot run to their end.
+    ValueError if an action occurs twice, or if the orders cannot run to their end.
     """
     if sum(map(len, orders)) > len(rank_of):
         counts = Counter(action for order in orders for action in order)
@@ -183,8 +183,8 @@ def _missing(action: Action, ends: Mapping[Action, float], sources: Mapping[Acti
 def _weave(order: Sequence[Action], ends: Mapping[Action, float], batches: Mapping[float, MessageBatch]) -> Plan:
     """Insert a rank's batches into its order of actions. `batches` are by time.
 
-    A batch with a send comes right after the action whose result it sends. A batch of receives alone comes before the
-    action during which its messages are sent.
+    A batch with a send comes right after the producer of its tensors. A batch of receives alone comes before the action
+    during their transfer.
     """
     plan: Plan = []
     times = sorted(batches, reverse=True)

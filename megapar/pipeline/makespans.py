@@ -57,7 +57,7 @@ def makespans(orders: Orders, rank_of: Sequence[int], times: Sequence[Times]) ->
 
 
 def _source(action: Action, last_stage: int) -> Action | None:
-    """The action whose result the action takes. None if it takes none, or one of its own rank's in any case.
+    """The producer of the action's input. None without an input, or if it is certainly of the same rank.
 
     A rank runs F, I and W of a micro-batch in a stage in this order, so these need not be looked at.
     """

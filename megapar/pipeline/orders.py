@@ -38,8 +38,8 @@ def one_f_one_b(pp: int, vpp: int, num_microbatches: int) -> Orders:
 def interleaved(pp: int, vpp: int, num_microbatches: int) -> Orders:
     """Megatron-LM's looped 1F1B (arXiv 2104.04473): groups of pp micro-batches go through the chunks of every rank.
 
-    A number of micro-batches that pp does not divide is scheduled as the next multiple of pp. The actions of the
-    micro-batches that do not exist are then left out. A valid order stays valid without all actions of a micro-batch.
+    If pp does not divide the number of micro-batches, the next multiple of pp is scheduled. The actions of the missing
+    micro-batches are then left out. A valid order stays valid without all actions of a micro-batch.
     """
     if vpp == 1:
         # The warm-up below has 2 * (pp - rank - 1) forwards for one chunk. 1F1B holds half as many micro-batches.

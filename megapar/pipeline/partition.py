@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds."""
+"""The layers of each pipeline stage."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from megapar.errors import ConfigError
 
 
 def partition(layer_costs: Sequence[float], first_cost: float, last_cost: float, num_stages: int) -> list[range]:
-    """Choose contiguous layers for each stage, so that the most expensive stage is as cheap as possible.
+    """Choose contiguous layers for each stage, with the most expensive stage as cheap as possible.
 
     `layer_costs` are in any unit. `first_cost` (embedding) is added to the first stage, `last_cost` (final norm and
     head) to the last. Of equally good cuts, the most even one is taken: the one with the least sum of squared stage
@@ -77,7 +77,7 @@ def _best_cuts(
     stage_cost: Callable[[int, int, int], int],
     combine: Callable[[int, float], float],
 ) -> tuple[float, tuple[int, ...]]:
-    """The least value of combine(cost of stage 0, combine(cost of stage 1, ...)), and where each stage stops.
+    """The least value of combine(cost of stage 0, combine(cost of stage 1, ...)), and the stop of each stage.
 
     `stage_cost` takes stage, first layer and last layer + 1. The result is exact: dynamic programming from the last
     stage back, O(stages * layers^2). Of equal values the smallest stops win.

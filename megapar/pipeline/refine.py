@@ -36,7 +36,7 @@ def refine(
 
 
 def _groups(order: Sequence[Action], breadth_first: bool) -> Iterator[tuple[Kind, int, list[int]]]:
-    """Yield (kind, stage, micro-batches) of the actions that are refined together, in order."""
+    """Yield (kind, stage, micro-batches) of actions refined together, in order."""
     if not breadth_first:
         for action in order:
             yield action.kind, action.stage, [action.microbatch]

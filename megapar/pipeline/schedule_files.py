@@ -22,7 +22,7 @@ _LEFT_OUT = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F\d+|RECV_F\d+|SEN
 
 @dataclass(frozen=True)
 class ScheduleFile:
-    """The schedule that a file holds, for up to `num_microbatches` micro-batches.
+    """A file's schedule, for up to `num_microbatches` micro-batches.
 
     `orders` are the actions of each rank, and `rank_of` is the rank of each stage.
     """
@@ -63,13 +63,13 @@ class ScheduleFile:
 def is_file(name: str) -> bool:
     """Whether `name`, the value of parallel.schedule, names a file.
 
-    Only the name decides, not whether the file exists, so that all machines decide alike.
+    Only the name decides, not the file's existence. So all machines decide alike.
     """
     return "/" in name or name.endswith((".txt", ".csv"))
 
 
 def read(path: str) -> ScheduleFile:
-    """Read a schedule and check that it can run. Raises ConfigError if it cannot be read or cannot run."""
+    """Read a schedule and check it. Raises ConfigError if it cannot be read or cannot run."""
     where = f"parallel.schedule={path}"
     try:
         text = read_regular(path).decode()
@@ -92,7 +92,7 @@ def read(path: str) -> ScheduleFile:
 def parse(text: str) -> Orders:
     """The orders in a text: a line such as `rank 0: 0F0 0F1 0B0` for each rank, or a CSV row of actions for each rank.
 
-    Lines that are empty or begin with # are left out, and so are torch's actions for transfers and for sharded weights.
+    Empty lines and lines from # on are skipped, and so are torch's actions for transfers and for sharded weights.
     The two actions of a pair such as `(0F1;3B0)OVERLAP_F_B` become one action after the other. Raises ValueError if the
     text holds anything else.
     """

@@ -1,4 +1,4 @@
-"""The pipeline schedules, by name: where stages live, and in which order each rank computes.
+"""The pipeline schedules, by name: the rank of each stage, and the order of each rank's actions.
 
 A schedule is data: a list of actions for each pipeline rank. It can be printed, compared and tested without a process.
 `lowering` inserts the transfers. `runtime` executes the result.
@@ -45,10 +45,10 @@ class Schedule:
 
 
 def find(name: str) -> Schedule:
-    """The schedule that parallel.schedule names: a key of SCHEDULES, a file, or MODULE:NAME.
+    """The schedule called `name` by parallel.schedule: a key of SCHEDULES, a file, or MODULE:NAME.
 
-    A name with a slash, or that ends in .txt or .csv, is a file's. Raises ConfigError if there is no such schedule, or
-    if the file cannot be read or cannot run.
+    A name with a slash, or with the ending .txt or .csv, is a file's. Raises ConfigError if there is no such schedule,
+    or if the file cannot be read or cannot run.
     """
     if name == "auto":
         # Until the choice is made, stages count as looped. The axis of tied embeddings is made for the first and the
@@ -65,8 +65,8 @@ def find(name: str) -> Schedule:
 def of(parallel: ParallelConfig, memory: Memory | None = None) -> Schedule:
     """The schedule of a run, made for its `parallel.schedule_costs` and within `memory`.
 
-    `memory` is what `parallel.schedule_memory_gb` means for the run's stages. None: the schedule's own limit. Schedules
-    that have no freedom are checked against it: `make` then raises ConfigError.
+    `memory` is `parallel.schedule_memory_gb` for the run's stages. None: the schedule's own limit. Schedules without
+    freedom are checked against it: `make` then raises ConfigError.
     """
     durations = Durations(*parallel.schedule_costs) if parallel.schedule_costs else None
     if parallel.schedule in ZERO_BUBBLE:
@@ -83,7 +83,7 @@ def virtual_stages(name: str) -> VirtualStages:
 
 
 def placement(name: str | Schedule, pp: int, vpp: int) -> list[int]:
-    """The pipeline rank on which each stage lives."""
+    """The pipeline rank of each stage."""
     schedule = find(name) if isinstance(name, str) else name
     return schedule.placement(pp, vpp)
 
@@ -97,8 +97,8 @@ def embedding_ranks(parallel: ParallelConfig) -> tuple[int, int]:
 def make(name: str | Schedule, pp: int, vpp: int, num_microbatches: int) -> Orders:
     """The actions of each pipeline rank in order, for a schedule or its name (see `find`) over pp * vpp stages.
 
-    Any number of micro-batches from 1 works. Raises ConfigError for an unknown name, sizes below 1, or a schedule that
-    cannot hold vpp stages on a rank.
+    Any number of micro-batches from 1 works. Raises ConfigError for an unknown name, sizes below 1, or a vpp
+    against the schedule.
     """
     schedule = find(name) if isinstance(name, str) else name
     for flag, value in (("parallel.pp", pp), ("parallel.vpp", vpp), ("the number of micro-batches", num_microbatches)):
@@ -131,7 +131,7 @@ def _not_chosen(pp: int, vpp: int, num_microbatches: int) -> Orders:
 
 
 def _checked(name: str, orders: Callable[[int, int, int], Orders], memory: Memory) -> Callable[[int, int, int], Orders]:
-    """`orders`, which raises ConfigError where they keep more than `memory`."""
+    """`orders` with a check: ConfigError if they keep more than `memory`."""
 
     def within(pp: int, vpp: int, num_microbatches: int) -> Orders:
         made = orders(pp, vpp, num_microbatches)
@@ -149,7 +149,7 @@ def _checked(name: str, orders: Callable[[int, int, int], Orders], memory: Memor
 
 @dataclass(frozen=True)
 class ZeroBubble:
-    """A member of the family that `zero_bubble.shortest` makes.
+    """A member of the family of `zero_bubble.shortest`.
 
     `microbatches(pp)` is how many whole micro-batches a rank may keep if no limit in bytes is given.
     """
@@ -159,7 +159,7 @@ class ZeroBubble:
     microbatches: Callable[[int], float]
 
     def schedule(self, memory: Memory | None = None, durations: Durations | None = None) -> Schedule:
-        """The schedule that keeps to `memory`, and fits `durations` best. None: they are not known."""
+        """The schedule within `memory` that fits `durations` best. None: they are not known."""
 
         def orders(pp: int, vpp: int, num_microbatches: int) -> Orders:
             rank_of = self.placement(pp, vpp)

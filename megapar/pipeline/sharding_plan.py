@@ -1,6 +1,6 @@
 """Inserts the gathers of weights and the reductions of gradients into a rank's plan (ZeRO-2 and 3, arXiv 1910.02054).
 
-A unit is a set of parameters whose weights are gathered, and whose gradients are reduced, in one collective. A stage
+A unit is a set of parameters. One collective gathers its weights, one reduces its gradients. A stage
 here is a fine stage (see `megapar.pipeline.refine`).
 
 With ZeRO-3 these actions are inserted for each unit:
@@ -43,9 +43,9 @@ Item = Action | MessageBatch | UnitAction
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a rank, and the function `run` that executes their actions.
+    """The units of a rank, and `run`, the function for their actions.
 
-    `of_stage[stage]` are the units that a fine stage of this rank uses. `gathers` is True if weights are sharded
+    `of_stage[stage]` are the units of a fine stage of this rank. `gathers` is True if weights are sharded
     (ZeRO-3). Without `overlap` a rank waits for each reduction right after its start. `add_in_i` are the fine stages
     whose I adds gradients too. Elsewhere only B and W do.
     """
@@ -89,10 +89,10 @@ def insert_unit_actions(plan: Sequence[Item], units: Units, stage_of: Mapping[in
 
 
 class _Use(NamedTuple):
-    """An action that uses units.
+    """An action with units.
 
     `position` is its index in the plan, and `units` are its units. `next_units` are those of the next such action.
-    `kept` are the units that stay in memory after it: `next_units`, and those of all later actions of the same run.
+    `kept` stay in memory after it: `next_units`, and the units of all later actions of the same run.
     """
 
     position: int
@@ -188,11 +188,11 @@ def _insert_reductions(
 
 
 def first_microbatches(plan: Sequence[Item], number: int) -> list[Item]:
-    """The plan of a replica that has only the first `number` micro-batches of `plan`.
+    """The plan of a replica with only the first `number` micro-batches of `plan`.
 
     It keeps all unit actions, because the other replicas wait for this one in their collectives. Actions and messages
     of the other micro-batches are left out. All ranks of a replica leave out the same, so no rank waits for a message
-    that is not sent. A valid order stays valid without all actions of a micro-batch.
+    in vain. A valid order stays valid without all actions of a micro-batch.
     """
     kept: list[Item] = []
     for item in plan:
@@ -207,9 +207,9 @@ def first_microbatches(plan: Sequence[Item], number: int) -> list[Item]:
 
 
 def most_live(plan: Sequence[Item], size: Callable[[int], int], allocates: UnitKind, frees: UnitKind) -> int:
-    """The most that units take at one time during a plan.
+    """The peak size of units during a plan.
 
-    `allocates` is the kind of action that takes `size(unit)`, and `frees` the kind that gives it back.
+    Actions of kind `allocates` take `size(unit)`, and those of kind `frees` give it back.
     """
     live = 0
     peak = 0

@@ -1,4 +1,4 @@
-"""Simulates how long the plans take that the runtime executes. It needs no process group and no device."""
+"""Simulates the time of the runtime's plans. It needs no process group and no device."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ class Timeline(NamedTuple):
     events: list[Event]
     makespan: float
     bubble: float
-    """The share of the time of all ranks in which they compute nothing, from 0 to 1."""
+    """The idle share of the time of all ranks, from 0 to 1."""
     peak_live: list[int]
-    """For each rank, the most forwards, over all its stages, that wait for their B or W at one time."""
+    """For each rank, the peak number of forwards, over all its stages, without their B or W yet."""
 
 
 @dataclass
 class _Batch:
-    """A batch of messages that a rank has posted at the time `posted`.
+    """A batch of messages, posted by a rank at the time `posted`.
 
-    `start` is the time from which the rank's end of the messages is ready. It is None while earlier batches of the rank
-    are not finished.
+    From `start` on the rank's end of the messages is ready. It is None while earlier batches of the rank are not
+    finished.
     """
 
     messages: MessageBatch
@@ -39,16 +39,16 @@ class _Rank:
 
     plan: Plan
     next_item: int = 0
-    """The index in the plan of the item that runs next."""
+    """The index of the next item of the plan."""
     clock: float = 0.0
-    """The time at which the rank has run all items before that."""
+    """The end of all items before that."""
     batches: deque[_Batch] = field(default_factory=deque)
-    """The batches that are posted and not finished, the oldest first."""
+    """The posted, unfinished batches, the oldest first."""
     last_batch_end: float = 0.0
     last_send_end: float = 0.0
-    """When the last batch ended, and when the last batch with sends did, of those that are finished."""
+    """Of the finished batches: the end of the last one, and of the last one with sends."""
     arrivals: dict[Action, float] = field(default_factory=dict)
-    """By action, the time at which its input arrived."""
+    """By action, the arrival of its input."""
 
     @property
     def finished(self) -> bool:
@@ -70,7 +70,7 @@ def simulate(
 ) -> Timeline:
     """Simulate the plans of all ranks. `transfer` is the cost of a message.
 
-    `backward` is the cost of a B. `weights` is the part of it that a W costs, and an I costs the rest. None means half:
+    `backward` is the cost of a B. A W costs `weights` of it, and an I the rest. None means half:
     for each matrix product of a forward, I and W have one product of the same size each.
 
     As in the runtime, a message moves after both ends have posted it, the batches of a rank run one after the other,
@@ -122,7 +122,7 @@ def _costs(num_stages: int, forward: Cost, backward: Cost, weights: Cost | None)
 
 
 def _run_next_item(rank: _Rank, number: int, costs: dict[str, list[float]], events: list[Event]) -> bool:
-    """Run the next item of the plan of `rank`, whose number is `number`. Returns False if it cannot run yet."""
+    """Run the next item of the plan of `rank`, rank number `number`. Returns False if it cannot run yet."""
     item = rank.plan[rank.next_item]
     if isinstance(item, MessageBatch):
         if item.sends:

@@ -2,11 +2,11 @@
 
 In 1F1B a rank is idle while it waits for another stage. These schedules cut the backward of a micro-batch in two:
 
-I   the gradient of the stage's input, which the stage before waits for
-W   the gradients of the stage's weights, which no stage waits for
+I   the gradient of the stage's input. The stage before waits for it
+W   the gradients of the stage's weights. No stage waits for them
 
-A rank then runs a W where it would be idle. `shortest` makes the following schedules. They differ in the placement of
-stages on ranks, and in the memory that a rank may use:
+A rank then runs a W instead of being idle. `shortest` makes the following schedules. They differ in the placement of
+stages, and in the memory of a rank:
 
 zb-h1           one stage on each rank, the memory of 1F1B
 zb-2p           one stage on each rank, twice that memory
@@ -16,7 +16,7 @@ v-half          as zb-v, with about 1/2 of its memory
 v-min           as zb-v, with about 1/3 of its memory
 
 It takes the shortest of two kinds of orders. Those of the papers repeat a building block, and idle little whatever the
-times are (`megapar.pipeline.blocks` and `megapar.pipeline.zero_bubble_orders`, which has dualpipe-v too). Those of
+times are (`megapar.pipeline.blocks`, `megapar.pipeline.zero_bubble_orders`). Those of
 `_Filling` are made one action at a time. They fit any placement, limit and times, and are better if micro-batches are
 few.
 
@@ -48,9 +48,9 @@ class Durations(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank may keep for the backward passes of its stages, and what each stage keeps for a micro-batch.
+    """A rank's limit for the backward passes of its stages, and what each stage keeps for a micro-batch.
 
-    `limit` is the most that a rank may keep at one time. `forward[stage]` is kept from F to I. `inputs[stage]` is kept
+    A rank may keep `limit` at one time. `forward[stage]` is kept from F to I. `inputs[stage]` is kept
     from I to W: the inputs and the output gradients of matrix products. All three have the same unit, such as bytes.
     """
 
@@ -59,16 +59,16 @@ class Memory:
     inputs: Sequence[float]
 
     def least(self, stages: Sequence[int]) -> float:
-        """The smallest limit with which a rank that holds `stages` can run.
+        """The smallest possible limit of a rank with `stages`.
 
         It allows one micro-batch in each stage, and then one I.
         """
         return sum(self.forward[stage] for stage in stages) + self.growth(stages)
 
     def growth(self, stages: Sequence[int]) -> float:
-        """The most by which an I of one of these stages raises what the rank keeps.
+        """The largest growth of the rank's memory by an I of one of these stages.
 
-        It is above 0 with recomputation, where a forward keeps less than a W needs.
+        It is above 0 with recomputation: a forward then keeps less than a W needs.
         """
         return max(0.0, *(self.inputs[stage] - self.forward[stage] for stage in stages))
 
@@ -76,8 +76,8 @@ class Memory:
 def counted_by_stage(microbatches: float, rank_of: Sequence[int]) -> Memory:
     """A limit of `microbatches` micro-batches on each rank. The unit is one micro-batch in one stage.
 
-    Every stage counts as keeping the same for a micro-batch, from F to W. `rank_of` is the rank of each stage. A limit
-    below one micro-batch in each stage of a rank is raised to that.
+    Every stage counts as keeping the same for a micro-batch, from F to W. `rank_of` is the rank of each stage. The
+    limit is at least one micro-batch in each stage of a rank.
     """
     vpp = rank_of.count(0)
     limit = max(vpp, int(microbatches * vpp))
@@ -140,7 +140,7 @@ def _check_least(rank_of: Sequence[int], memory: Memory) -> None:
 
 
 def _published(rank_of: Sequence[int], num_microbatches: int, memory: Memory) -> list[Orders]:
-    """The papers' orders for this placement that keep to `memory`. In a V those that keep most of it idle least."""
+    """The papers' orders for this placement within `memory`. In a V the fullest of them idle least."""
 
     def fits(orders: Orders) -> bool:
         return all(peak(order, memory.forward, memory.inputs) <= memory.limit for order in orders)
@@ -180,7 +180,7 @@ def _least(
 class _Rule(NamedTuple):
     """When a stage prefers forwards, by how many of its micro-batches are in flight: F has run, and I has not.
 
-    A rank runs the action that can start first. If several can start at the same time, a forward runs first with fewer
+    A rank runs the first ready action. If several can start at the same time, a forward runs first with fewer
     than `wanted[stage]` in flight; with more it runs after an I and before a W. With `at_most[stage]` in flight no
     forward runs.
     """
@@ -190,7 +190,7 @@ class _Rule(NamedTuple):
 
 
 def _rules(rank_of: Sequence[int], memory: Memory) -> list[_Rule]:
-    """The rules that `shortest` tries. None of them is best for all durations and limits."""
+    """The rules to try. None of them is best for all durations and limits."""
     num_stages = len(rank_of)
     vpp = rank_of.count(0)
     # How many stages a micro-batch passes from here to the end of its forward, this one included.
@@ -210,8 +210,8 @@ def _rules(rank_of: Sequence[int], memory: Memory) -> list[_Rule]:
 def _shares(rank_of: Sequence[int], memory: Memory, stages_to_end: Sequence[int]) -> list[float]:
     """For each stage, how many micro-batches may be in flight if the stages of a rank share its memory.
 
-    The share of a stage is proportional to `stages_to_end`, because a micro-batch is in flight for a time that grows
-    with it. Without shares the first stage of a rank can take the memory that the later ones need.
+    The share of a stage is proportional to `stages_to_end`, because a micro-batch is in flight the longer, the
+    more stages it has before it. Without shares the first stage of a rank can take the memory of the later ones.
     """
     sum_on_rank = [0] * (max(rank_of) + 1)
     for stage, rank in enumerate(rank_of):
@@ -228,7 +228,7 @@ def _shares(rank_of: Sequence[int], memory: Memory, stages_to_end: Sequence[int]
 
 
 class _Choice(NamedTuple):
-    """An action that a rank could run next. The smallest choice runs: its fields are compared in this order."""
+    """A candidate for a rank's next action. The smallest one runs: fields are compared in this order."""
 
     start: float
     preference: int  # 0: a forward that is wanted, 1: an I, 2: another forward, 3: a W
@@ -244,14 +244,14 @@ class _Rank:
     clock: float = 0.0
     kept: float = 0.0
     put_off: deque[Action] = field(default_factory=deque)
-    """Each W whose I has run, the oldest first."""
+    """Each W after its I, the oldest first."""
     order: list[Action] = field(default_factory=list)
 
 
 class _Filling:
     """Makes one schedule, one action at a time (list scheduling).
 
-    The next action is always the one that can start first on any rank. No rank waits while it has an action to run.
+    The next action is always the one with the earliest start on any rank. No rank waits while it has an action to run.
     """
 
     def __init__(
@@ -285,9 +285,9 @@ class _Filling:
                 choices[changed] = self._choose(self._ranks[changed])
 
     def _ranks_with_new_choices(self, number: int, stage: int) -> set[int]:
-        """The ranks whose choice may change after rank `number` has run an action of `stage`.
+        """The ranks to ask anew after rank `number` has run an action of `stage`.
 
-        They are this rank, and those of the two neighboring stages, one of which takes the result.
+        They are this rank and those of the two neighboring stages: one of them takes the result.
         """
         changed = {number}
         if stage > 0:
@@ -297,10 +297,10 @@ class _Filling:
         return changed
 
     def _reserved_for_later_stages(self) -> list[float]:
-        """For each stage, the memory that must stay free after a forward, so that its micro-batch can go on to the end.
+        """For each stage, the memory to leave free after a forward, so its micro-batch can go on to the end.
 
-        That is one forward in each later stage of the same rank, and the growth of one I. So the micro-batch that has
-        come furthest always finds room, and ranks cannot deadlock by waiting for each other's memory.
+        That is one forward in each later stage of the same rank, and the growth of one I. So the foremost
+        micro-batch always finds room, and ranks cannot deadlock by waiting for each other's memory.
         """
         reserved = []
         for stage, rank in enumerate(self._rank_of):
@@ -310,7 +310,7 @@ class _Filling:
         return reserved
 
     def _choose(self, rank: _Rank) -> _Choice | None:
-        """The action that the rank runs next. None if it has none whose input is known and for which it has memory."""
+        """The next action of the rank. None if none has both its input and its memory."""
         choices = []
         for stage in rank.stages:
             choices += [self._next_backward(rank, stage), self._next_forward(rank, stage)]

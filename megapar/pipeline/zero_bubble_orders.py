@@ -1,4 +1,4 @@
-"""Zero-bubble orders that are the same for all times and limits: those of DualPipe-V, of ZB-V and of ZB-1P.
+"""Zero-bubble orders, the same for all times and limits: those of DualPipe-V, of ZB-V and of ZB-1P.
 
 I and W are the two halves of a backward pass (see `megapar.pipeline.zero_bubble`). Each function returns the actions
 of each pipeline rank.
@@ -11,7 +11,7 @@ from megapar.pipeline.actions import Action, Kind, Orders
 
 
 class _RankOrder:
-    """The order of one rank, to which actions are added. The micro-batches of a stage follow by themselves."""
+    """The growing order of one rank. The micro-batches of a stage follow by themselves."""
 
     def __init__(self, stages: Sequence[int]):
         self._order: list[Action] = []
@@ -88,7 +88,7 @@ def zb_1p(pp: int, vpp: int, num_microbatches: int) -> Orders:
 def zb_v(pp: int, vpp: int, num_microbatches: int) -> Orders:
     """ZB-V with the memory of 1F1B (Qi et al., arXiv 2405.15362), as torch's ScheduleZBVZeroBubble runs it.
 
-    It is made for at least 2 * pp - 1 micro-batches. For fewer, the actions of those that do not exist are left out.
+    It is made for at least 2 * pp - 1 micro-batches. For fewer, the actions of the missing ones are left out.
     A valid order stays valid without all actions of a micro-batch. `vpp` is 2. A rank keeps up to pp micro-batches.
     """
     orders = []
@@ -143,10 +143,10 @@ def _zb_v_of_rank(rank: int, pp: int, num_microbatches: int) -> list[Action]:
 
 
 def dualpipe_v(pp: int, vpp: int, num_microbatches: int) -> Orders:
-    """DualPipe-V of DeepSeek (github.com/deepseek-ai/DualPipe): a V whose middle alternates F and B of its two halves.
+    """DualPipe-V of DeepSeek (github.com/deepseek-ai/DualPipe): a V; its middle alternates F and B of its two halves.
 
-    It is made for at least 2 * pp micro-batches. For fewer, it is made for 2 * pp, and the actions of the micro-batches
-    that do not exist are left out. A valid order stays valid without all actions of a micro-batch. `vpp` is 2. A rank
+    It is made for at least 2 * pp micro-batches. For fewer, it is made for 2 * pp, and the actions of the missing
+    micro-batches are left out. A valid order stays valid without all actions of a micro-batch. `vpp` is 2. A rank
     keeps up to pp + 1/2 micro-batches. DeepSeek runs a forward and the backward after it at the same time. Here they
     run one after the other.
     """
@@ -159,7 +159,7 @@ def dualpipe_v(pp: int, vpp: int, num_microbatches: int) -> Orders:
 
 
 class _DualPipeRank(_RankOrder):
-    """Makes the order of one rank, which has `first_stage` in the first half of the V, `second_stage` in the second."""
+    """Makes the order of one rank, with `first_stage` in the first half of the V, `second_stage` in the second."""
 
     def __init__(self, first_stage: int, second_stage: int):
         super().__init__((first_stage, second_stage))
