@@ -1,12 +1,12 @@
-"""Compatibility of a checkpoint with a run: which options of the model may differ, and those that have changed.
+"""Compatibility of a checkpoint with a run: the options of the model that may differ, and those changed.
 
 Each option of `model` is in one of three sets, and a test asks for the set of a new option.
 
 WEIGHTS decides the tensors: their names, their shapes, what they are for. No run goes on from other values.
 FUNCTION decides what a model computes from the same weights. A resumed run may not change it: its loss would jump, and
 the checkpoints before and after would be of different models. A new run from these weights (checkpoint.init_from) may,
-as one that extends the context does by a larger rope_theta. It is told.
-TRAINING changes how the weights are learned, and not what the model computes. It may change, and is told.
+for example with a larger rope_theta for longer contexts. The run says so.
+TRAINING changes how the weights are learned, and not what the model computes. It may change, and the run says so.
 """
 
 import json
@@ -62,9 +62,9 @@ TRAINING = {
 
 
 def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any]:
-    """Return the model's options that decide its weights, by name without `model.`.
+    """Return the options behind the model's weights, by name without `model.`.
 
-    A run can go on from a checkpoint only if these are equal. `sizes` are the dotted paths of options that are sizes of
+    A run can go on from a checkpoint only if these are equal. `sizes` are dotted paths of further options for sizes of
     this family's weights (`PipelineStage.sizes_of_weights`).
     """
     free = (FUNCTION | TRAINING).difference(sizes)
@@ -82,9 +82,9 @@ def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any
 
 
 def function_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Return parts of a message, "option (saved | now)", for the options that make it another function of its weights.
+    """Return parts of a message, "option (saved | now)", for the options behind another function of the same weights.
 
-    `saved` is as for `changes`. A checkpoint that lacks an option is older than it, and has its default.
+    `saved` is as for `changes`. A checkpoint without an option is older than it, and has its default.
     """
     before = {**flatten(Config()), **saved}
     now = flatten(config)
@@ -93,10 +93,10 @@ def function_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def changes(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Return lines "option: saved -> now" for the options of a resumed run that have changed.
+    """Return lines "option: saved -> now" for the changed options of a resumed run.
 
-    `saved` is a flattened config, which may have been JSON. Options that `saved` lacks are left out: they are newer
-    than the checkpoint.
+    `saved` is a flattened config, possibly from JSON. Options missing from `saved` are left out: they are newer than
+    the checkpoint.
     """
     now = json.loads(json.dumps(flatten(config)))  # JSON turns tuples into lists, as it did with `saved`
     return [f"{path}: {saved[path]} -> {now[path]}" for path in now if path in saved and saved[path] != now[path]]

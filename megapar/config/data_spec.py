@@ -14,7 +14,7 @@ _UNSPLIT = ("synthetic", "hf")  # sources without documents to split
 
 
 class Entry(NamedTuple):
-    """One entry of data.train: a source and its amount, which is a weight or a number of tokens of the run.
+    """One entry of data.train: a source and its amount, a weight or a number of tokens of the run.
 
     `amount` is None if the entry states none.
     """
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     def parse(cls, text: str) -> "Entry":
         """Parse SOURCE, WEIGHT:SOURCE or Ntokens:SOURCE.
 
-        Text before a colon that is no number belongs to SOURCE, as in hf:NAME.
+        Without a number before the colon all of it is SOURCE, as in hf:NAME.
         """
         number, _, source = text.partition(":")
         try:
@@ -86,7 +86,7 @@ def data_problems(config: Config) -> Iterator[str]:
 
 
 def _named_twice(sources: Sequence[str]) -> list[str]:
-    """Return a problem for each source that is in data.train more than once, also under several spellings."""
+    """Return a problem for each source listed twice in data.train, also under several spellings."""
     spellings: dict[str, list[str]] = {}
     for source in sources:
         spellings.setdefault(_one_spelling(source), []).append(source)
@@ -143,7 +143,7 @@ def _amounts_of_blend(config: Config, entries: Sequence[Entry]) -> Iterator[str]
 
 
 def _tokens_do_not_fit(tokens: float, run: int, *, has_rest: bool) -> bool:
-    """Return whether `tokens` leave nothing for the entry that takes the rest or, without one, do not fill the run."""
+    """Return whether `tokens` leave nothing for the entry of the rest or, without one, do not fill the run."""
     if has_rest:
         return tokens >= run
     return abs(tokens - run) > 1e-6 * run  # the blend rounds weights to millionths
@@ -160,7 +160,7 @@ def _blend_problem(weights: Sequence[float]) -> str:
 
 
 def _stages(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield the problems of data.stages, and of sources that no stage uses."""
+    """Yield the problems of data.stages, and of sources without a stage."""
     last = 0
     weighted = {entry.source for entry in entries if entry.amount != 0}
     for text in config.data.stages:

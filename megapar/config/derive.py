@@ -1,4 +1,4 @@
-"""Computes values that follow from the options of a run: options left to be derived, and numbers that they decide."""
+"""Computes what follows from the options of a run: options left to be derived, and numbers."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from megapar.errors import ConfigError
 
 
 def derive(config: Config, world_size: int, rules: ModelRules, stages: VirtualStages) -> Config:
-    """Fill in the options whose 0 or "auto" means "derived", for `world_size` ranks. Returns a new config.
+    """Fill in the options given as 0 or "auto" for "derived", for `world_size` ranks. Returns a new config.
 
     `rules` are those of the model's family, `stages` those of the schedule.
     """
@@ -45,7 +45,7 @@ def derive(config: Config, world_size: int, rules: ModelRules, stages: VirtualSt
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
-    """The smallest number of ranks that the layout has, as it was given: with one replica where dp is derived."""
+    """The smallest number of ranks of the given layout: with one replica if dp is derived."""
     return parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
 
 
@@ -63,7 +63,7 @@ def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
 
 
 def num_microbatches(config: Config, batch_size: int = 0) -> int:
-    """The largest number of micro-batches that a data-parallel replica has in one step. Others may have one fewer.
+    """The largest number of micro-batches of a data-parallel replica in one step. Others may have one fewer.
 
     The step has `batch_size` samples, or train.global_batch_size if that is 0.
     """

@@ -1,4 +1,4 @@
-"""Parts of error messages: options with their values, and the numbers that would work."""
+"""Parts of error messages: options with their values, and numbers to try."""
 
 from collections.abc import Iterable
 from math import isqrt
@@ -38,7 +38,7 @@ def counted(number: int, singular: str, plural: str = "") -> str:
 def layout_in_words(parallel: ParallelConfig) -> str:
     """The sizes of the rank grid, such as "tp 2 x pp 4 x dp 8" or "tp 1 x pp 1 x dp 4, experts over ep 4".
 
-    cp is named where it is more than 1. The grid of experts is named where it is not that of the other weights.
+    cp is named if it is more than 1, the grid of experts if it differs from that of the other weights.
     """
     names = [name for name in ("tp", "cp", "pp", "dp") if name != "cp" or parallel.cp > 1]
     grid = " x ".join(f"{name} {getattr(parallel, name)}" for name in names)

@@ -1,4 +1,4 @@
-"""The rules that a model family has for the options of `model`.
+"""The rules of a model family for the options of `model`.
 
 megapar knows no family. The program passes the rules of its family to `validate`.
 """
@@ -13,10 +13,10 @@ EVERY_FAMILY = (
     *("model.num_attention_heads", "model.num_key_value_heads", "model.head_dim", "model.intermediate_size"),
     *("model.max_position_embeddings", "model.rms_norm_eps", "model.tie_word_embeddings", "model.initializer_range"),
 )
-"""The options of `model` that every family reads."""
+"""The options of `model` for every family."""
 ROPE_SCALING = tuple(f"model.rope_scaling.{name}" for name in flatten(RopeScaling()))
 SELECTION_BIAS = "moe.balance"
-"""The option, without `model.`, whose value "bias" adds a selection bias to each router."""
+"""The option, without `model.`, to add a selection bias to each router: its value is "bias" then."""
 MOE = tuple(f"model.moe.{name}" for name in flatten(MoEConfig()))
 
 
@@ -31,15 +31,15 @@ class ModelRules:
     name: str
     """Name of the family in messages."""
     activations: tuple[str, ...]
-    """Values that model.hidden_act may have. `auto` means the first."""
+    """The possible values of model.hidden_act. `auto` means the first."""
     reads: tuple[str, ...] = ()
-    """The options of `model` that the family reads beside EVERY_FAMILY.
+    """The options of `model` read by the family beside EVERY_FAMILY.
 
-    All others are refused unless they have their defaults. So a new option is refused until a family says that it reads
-    it, and none is ignored.
+    All others are refused unless they have their defaults. So a new option is refused until a family lists it here, and
+    none is ignored.
     """
     even_head_dim: bool = False
-    """Whether the width of a head must be even. Rotary embeddings need that."""
+    """Whether the width of a head must be even, as rotary embeddings need it."""
     problems: Callable[[Config], Iterable[str]] = _no_problems
     """Yields a line for each further problem of a config with derived values. See `megapar.config.messages.problem`."""
 

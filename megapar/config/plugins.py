@@ -18,7 +18,7 @@ def package_of(name: str) -> str:
 
 
 def named(option: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
-    """The object that `option` names: a key of `known`, or MODULE:NAME for a `kind` in an importable module.
+    """The object named by `option`: a key of `known`, or MODULE:NAME for a `kind` in an importable module.
 
     Raises ConfigError if there is no such object.
     """

@@ -2,7 +2,7 @@
 
 The checks are pure: they touch no process group, file or device, so every rank comes to the same result alone. All
 problems are reported at once. Each is one line with the options and their values, why they do not fit, and what would
-fit. data/spec.py checks the section `data`.
+fit. data_spec.py checks the section `data`.
 """
 
 import math
@@ -44,8 +44,7 @@ _WEEK_SECONDS = 7 * 24 * 3600
 def validate(config: Config, world_size: int, rules: ModelRules, stages: VirtualStages) -> Config:
     """Check `config` for `world_size` ranks. Returns it with derived values in place of zeros and "auto".
 
-    `rules` are those of the family that `model.family` names, `stages` those of the schedule that `parallel.schedule`
-    names. A `model.vocab_size` of 0 is left as it is, see
+    `rules` come from the family, `stages` from the schedule. A `model.vocab_size` of 0 is left as it is, see
     `derive.with_vocabulary`. Raises ConfigError with a line for each problem.
     """
     size_problems = list(_sizes(config))
@@ -161,7 +160,7 @@ def _heads(config: Config, rules: ModelRules) -> Iterator[str]:
 
 
 def _cut_by_tp(config: Config, world_size: int) -> Iterator[str]:
-    """Problems of what tp cuts: heads, the MLP and the shared expert. Each names values of tp that fit all of them."""
+    """Problems of heads, the MLP and the shared expert, all cut by tp. Each proposes values of tp for all of them."""
     model = config.model
     parallel = config.parallel
     tp = parallel.tp
@@ -187,7 +186,7 @@ def _cut_by_tp(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _model(config: Config, rules: ModelRules) -> Iterator[str]:
-    """Problems that follow from the rules of the model family."""
+    """Problems by the rules of the model family."""
     defaults = flatten(Config())
     read = {*EVERY_FAMILY, *rules.reads}
     if not rules.has_experts:
@@ -227,7 +226,7 @@ def _layout(config: Config) -> Iterator[str]:
 
 
 def _unit_of_length(config: Config) -> int:
-    """The number that a sample's length must be a multiple of."""
+    """A sample's length must be a multiple of this number."""
     parallel = config.parallel
     tp = parallel.tp if parallel.sequence_parallel else 1
     # The positions of a cp rank are two chunks, and are cut over tp.
@@ -235,7 +234,7 @@ def _unit_of_length(config: Config) -> int:
 
 
 def _lengths(config: Config, unit: int) -> str:
-    """What to do about a length that is no multiple of `unit` or more than the model's positions."""
+    """What to do about a length beyond the model's positions, or between multiples of `unit`."""
     length = config.train.seq_length
     longest = config.model.max_position_embeddings // unit * unit
     if not longest:
@@ -304,7 +303,7 @@ def _pipeline(config: Config, world_size: int, virtual: VirtualStages) -> Iterat
 
 
 def _fewer_stages(config: Config, virtual: VirtualStages, world_size: int) -> str:
-    """Values of vpp or pp with which there are layers enough."""
+    """Values of vpp or pp for the given layers."""
     parallel = config.parallel
     enough = config.model.num_hidden_layers + 2
     vpp = virtual.nearest_to(parallel.vpp)
@@ -324,7 +323,7 @@ def _is_partition(partition: tuple[int, ...], layers: int, stages: int) -> bool:
 def _even(layers: int, stages: int) -> tuple[int, ...]:
     """Numbers of layers of the stages, as equal as possible.
 
-    Layers that are left over go to the stages after the first, because a middle stage must not stay empty.
+    Leftover layers go to the stages after the first, because a middle stage must not stay empty.
     """
     each, left_over = divmod(layers, stages)
     sizes = [each] * stages
@@ -369,7 +368,7 @@ def _batch(config: Config) -> Iterator[str]:
 
 
 def _train(config: Config) -> Iterator[str]:
-    """Options of `train` that have no effect with the others as they are. No option is ignored in silence."""
+    """Options of `train` without effect beside the others. No option is ignored in silence."""
     train = config.train
     defaults = Config().train
     if train.recompute_every > 1 and train.recompute != "full":
@@ -383,7 +382,7 @@ def _train(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    """Problems of ZeRO, and of options that only some of its stages have."""
+    """Problems of ZeRO, and of options for some of its stages only."""
     optimizer = config.optimizer
     stage = optimizer.zero_stage
     use = f"use zero_stage {listed(_zero_stages(config))}"
@@ -410,7 +409,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _zero_stages(config: Config) -> list[int]:
-    """The stages of ZeRO that fit the other options of `optimizer`. Stage 1 always does."""
+    """The stages of ZeRO compatible with the other options of `optimizer`. Stage 1 always does."""
     optimizer = config.optimizer
     fits = {0, 1, 2, 3}
     if optimizer.overlap_param_gather:
@@ -446,7 +445,7 @@ def _rates(config: Config) -> Iterator[str]:
 
 
 def _shard_ranks(config: Config) -> Iterator[str]:
-    """Problems of the groups of ranks over which ZeRO shards."""
+    """Problems of ZeRO's groups of ranks."""
     number = config.optimizer.shard_ranks
     if not number or config.optimizer.zero_stage == 0:
         return
@@ -467,7 +466,7 @@ def _shard_ranks(config: Config) -> Iterator[str]:
 
 
 def _checkpoint(config: Config) -> Iterator[str]:
-    """Problems of options of `checkpoint` that contradict each other or have no effect."""
+    """Problems of contradicting or ineffective options of `checkpoint`."""
     options = config.checkpoint
     if options.init_from != "none" and options.resume not in ("auto", "none"):
         text = "both name a checkpoint to start from; leave resume at auto, or init_from at none"
@@ -483,7 +482,7 @@ def _checkpoint(config: Config) -> Iterator[str]:
 def _launch(config: Config, world_size: int) -> Iterator[str]:
     """Problems of how ranks are started.
 
-    The device is not checked here but where a rank starts (device.choose), because it depends on the machine.
+    The device is not checked here but at the start of a rank (device.choose), because it depends on the machine.
     """
     if not 1.0 <= config.launch.timeout_seconds <= _WEEK_SECONDS:
         text = f"must be from 1 to {_WEEK_SECONDS:,} (a week); use 300 for most jobs"

@@ -9,7 +9,7 @@ from megapar.config.options import Config, MoEConfig, flatten
 
 
 def problems(config: Config, rules: ModelRules) -> Iterator[str]:
-    """Problems of a mixture of experts, and options of one in a model that has no experts."""
+    """Problems of a mixture of experts, and its options in a model without experts."""
     moe = config.model.moe
     if not rules.has_experts:
         yield from _without_experts(config, f"family {rules.name} has no experts; leave it")
@@ -25,7 +25,7 @@ def problems(config: Config, rules: ModelRules) -> Iterator[str]:
 
 
 def _without_experts(config: Config, text: str) -> Iterator[str]:
-    """A line for each option of experts that is set in a model without them. `text` is its beginning."""
+    """A line for each option of experts set in a model without them. `text` is its beginning."""
     defaults = flatten(Config())
     for path, value in flatten(config).items():
         if path in (*MOE, "parallel.ep", "parallel.etp") and value != defaults[path]:
@@ -33,7 +33,7 @@ def _without_experts(config: Config, text: str) -> Iterator[str]:
 
 
 def grid_problems(config: Config) -> Iterator[str]:
-    """Problems of ep and etp, whose ranks are those of tp, cp and dp."""
+    """Problems of ep and etp. Their ranks are those of tp, cp and dp."""
     parallel = config.parallel
     if not config.model.moe.num_experts:
         return
@@ -52,12 +52,12 @@ def grid_problems(config: Config) -> Iterator[str]:
 
 
 def _etp_that_fits(config: Config, ranks: int) -> list[int]:
-    """The numbers of ranks, of `ranks`, that can share an expert."""
+    """How many of `ranks` can share an expert."""
     return [n for n in divisors(ranks) if config.model.moe.moe_intermediate_size % n == 0]
 
 
 def _expert_layers(config: Config) -> Iterator[str]:
-    """Problems of the widths of experts, and of the layers that have them."""
+    """Problems of the widths of experts, and of the layers with them."""
     moe = config.model.moe
     parallel = config.parallel
     if moe.moe_intermediate_size % parallel.etp:
@@ -114,13 +114,13 @@ def _balance(config: Config) -> Iterator[str]:
 
 
 def shares_experts(config: Config) -> bool:
-    """Whether replicas exchange tokens, so that they must run the same number of micro-batches."""
+    """Whether replicas exchange tokens. Then they must run the same number of micro-batches."""
     parallel = config.parallel
     return config.model.moe.num_experts > 0 and _ranks_together(config) % (parallel.ep * parallel.etp) > 0
 
 
 def _ranks_together(config: Config) -> int:
-    """The number of neighboring ranks that belong to one replica, on one pipeline rank."""
+    """The number of neighboring ranks of one replica, on one pipeline rank."""
     sizes = {"tp": config.parallel.tp, "cp": config.parallel.cp}
     # The ranks of one replica follow each other, as many as the axes have that come before dp in the order.
     names = config.parallel.order.split("-")
@@ -128,7 +128,7 @@ def _ranks_together(config: Config) -> int:
 
 
 def not_shared(config: Config) -> str:
-    """Values of ep and etp with which replicas share no experts."""
+    """Values of ep and etp for replicas without shared experts."""
     parallel = config.parallel
     together = _ranks_together(config)
     if together % parallel.etp == 0:

@@ -1,4 +1,4 @@
-"""The blend: which source the sample at each position of a run comes from.
+"""The blend: the source of the sample at each position of a run.
 
 It is a pure function of seed and position, as is the order inside a source.
 Positions are cut into blocks of a thousand. A period is a thousand blocks. Weights are rounded to millionths, so a
@@ -22,7 +22,7 @@ PARTS = BLOCK * BLOCK  # samples in a period
 def parts_of(weights: Sequence[float]) -> NDArray[np.int64]:
     """Return `weights` in millionths of their sum, int64. They sum to PARTS: the largest remainders are rounded up.
 
-    A weight that is too small for a part gets 0.
+    A weight too small for a part gets 0.
     """
     shares = np.array(weights, np.float64) / sum(weights) * PARTS
     parts = np.floor(shares + 1e-6).astype(np.int64)  # 0.29 * 100 is 28.999999999999996 in floats
@@ -35,7 +35,7 @@ def block_counts(parts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the number of samples of each source in each block of a period, [blocks, sources].
 
     Each block gets the whole part of a source's share. The remainders are dealt by PD2 (Anderson and Srinivasan 2000),
-    which meets all deadlines: after b blocks, a source of weight w has had less than one sample more or less than
+    and meet all deadlines: after b blocks, a source of weight w has had less than one sample more or less than
     1000 w b.
     """
     whole, rest = np.divmod(parts, BLOCK)
@@ -101,7 +101,7 @@ class Blend:
         return self._before(number, block) + inside
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the source of each of `positions` [n], and the number of samples of that source before it, [n]."""
+        """Return the source of each of `positions` [n], and the number of earlier samples of the same source, [n]."""
         sources = np.empty_like(positions)
         turns = np.empty_like(positions)
         starts = np.array([stage.first for stage in self._stages])
@@ -116,7 +116,7 @@ class Blend:
         return sources, turns
 
     def _stage(self, position: int) -> int:
-        """Return the number of the stage that `position` lies in."""
+        """Return the number of the stage around `position`."""
         return sum(stage.first <= position for stage in self._stages) - 1
 
     def _before(self, number: int, block: int) -> NDArray[np.int64]:
@@ -126,7 +126,7 @@ class Blend:
         return stage.taken + periods * stage.before[-1] + stage.before[inside]
 
     def _block(self, number: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the source of each sample of a block, and how many samples of that source precede it in the block."""
+        """Return the source of each sample of a block, and how many of the same source precede it there."""
         counts = self._stages[number].counts[block % BLOCK]
         dealt = np.repeat(np.arange(len(counts)), counts)
         sources = dealt[permute(np.arange(BLOCK), BLOCK, (self._seed, number, block))]

@@ -1,4 +1,4 @@
-"""Compares the contents of files of data, at a cost that does not grow with their size."""
+"""Compares the contents of files of data, at the same cost for every size."""
 
 import hashlib
 import os

@@ -1,6 +1,6 @@
-"""Documents in files: JSON lines, plain text and parquet. Documents that are no clean text are reported.
+"""Documents in files: JSON lines, plain text and parquet. Reports documents without clean text.
 
-A file is cut into spans that can be read apart. A span is a byte range of .jsonl, or of text whose lines are documents,
+A file is cut into spans, to be read apart. A span is a byte range of .jsonl, or of text with a document in each line,
 or some row groups of .parquet. Any other file is one span, and so is each compressed file.
 """
 
@@ -33,21 +33,21 @@ _REMEMBERED = 100  # bad documents whose places are kept; all are counted
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Options that say what a document is, and what happens to one that is no clean text."""
+    """What a document is, and what happens to one without clean text."""
 
     text_field: str = "text"
     """Key of the text in lines of .jsonl, its column in .parquet; meta.text is the key text within meta."""
     text_lines: bool = False
     """Each line of a plain text file is a document; otherwise the file is."""
     on_bad_line: OnBadLine = "error"
-    """Text with bytes that are not UTF-8, NUL, lone surrogates, or a byte order mark elsewhere than at the start of a
-    file; lines that are not JSON or have no text. error stops, skip leaves them out, replace puts U+FFFD where that
-    helps and leaves out the others."""
+    """Text with bytes outside UTF-8, NUL, lone surrogates, or a byte order mark elsewhere than at the start of a
+    file; lines without JSON or without a text. error stops, skip leaves them out, replace puts U+FFFD if that helps
+    and leaves out the others."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The documents that begin in bytes [start, stop) of a file, or those in its row groups [start, stop).
+    """The documents beginning in bytes [start, stop) of a file, or those in its row groups [start, stop).
 
     `num_bytes` is the span's share of the file's size.
     """
@@ -70,7 +70,7 @@ class Place(NamedTuple):
     offset: int
 
     def describe(self, lines_before: int | None = None) -> str:
-        """Return the place in words. `lines_before` is the number of lines that begin before the span.
+        """Return the place in words. `lines_before` is the number of lines before the span.
 
         If it is None, the file is read up to this place to count them.
         """
@@ -83,10 +83,10 @@ class Place(NamedTuple):
 
 
 class BadDocument(Exception):  # noqa: N818 (whether it is an error is for `on_bad_line` to say)
-    """A document that is no clean text.
+    """A document without clean text.
 
-    `reason` is one of a few phrases, by which bad documents are counted. `detail` says more. `at` is the byte of the
-    document at which the fault is. `way_out` says what the user can do.
+    `reason` is one of a few phrases for counting. `detail` says more. The fault is at byte `at` of the document.
+    `way_out` says what the user can do.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BadDocument(Exception):  # noqa: N818 (whether it is an error is for `on_b
 
 @dataclass
 class BadDocuments:
-    """The number of documents that were left out or mended, by reason, and the places of the first ones."""
+    """Numbers of documents left out or mended, by reason, and the places of the first ones."""
 
     counts: dict[str, int] = field(default_factory=dict)
     first: list[tuple[Place, str]] = field(default_factory=list)
@@ -112,7 +112,7 @@ class BadDocuments:
 
 
 def find_files(inputs: Sequence[Path]) -> list[Path]:
-    """Return the files that `inputs` name, in their order.
+    """Return the files of `inputs`, in their order.
 
     A folder stands for all files below it with a known suffix, sorted by path.
     Raises DataError for a missing file or an input without files. Raises ConfigError for a file with another suffix.
@@ -170,7 +170,7 @@ class SpanReader:
     """Iterates over the documents of a span, as (place, text).
 
     While it runs, `lines` and `num_bytes` say how much of the span was read, and `bad` counts the bad documents.
-    Raises DataError for a bad document if `reading` says so, and for a file that is damaged or cannot be read.
+    Raises DataError for a bad document if `reading` says so, and for a damaged or unreadable file.
     """
 
     def __init__(self, span: Span, reading: Reading):
@@ -212,7 +212,7 @@ class SpanReader:
             return text
 
     def _lines(self) -> Iterator[tuple[Place, bytes]]:
-        """Yield the lines that begin in the span, without blank ones. If the file is one document, yield all of it."""
+        """Yield the lines beginning in the span, without blank ones. If the file is one document, yield all of it."""
         span = self.span
         decompress = _DECOMPRESSORS.get(span.path.suffix)
         stop = math.inf if decompress else span.stop
@@ -264,7 +264,7 @@ class SpanReader:
 
 
 def _parquet_path(path: Path, schema: Any, text_field: str) -> list[str]:
-    """Return the column of the text and the fields within it that lead to the text.
+    """Return the column of the text, and the fields from there to the text.
 
     Raises DataError if there is no such column or it holds no text.
     """
@@ -288,9 +288,9 @@ def _parquet_path(path: Path, schema: Any, text_field: str) -> list[str]:
 
 
 def parse(raw: bytes | None, key: str | None, mend: bool = False) -> str:
-    """Return the text of a line, file or cell. With `key`, `raw` is a JSON object that holds the text under this key.
+    """Return the text of a line, file or cell. With `key`, `raw` is a JSON object with the text under this key.
 
-    With `mend`, U+FFFD replaces what is no clean text. Raises BadDocument if the text is not clean. With `mend` it
+    With `mend`, U+FFFD replaces what is not clean. Raises BadDocument if the text is not clean. With `mend` it
     raises only if the text cannot be mended.
     """
     if raw is None:
@@ -342,7 +342,7 @@ def _field(line: str, key: str) -> str:
 
 
 def _other_keys(row: dict[str, Any]) -> str:
-    """Return advice for a line without the key of the text: the keys that it has.
+    """Return advice for a line without the key of the text: the keys it has.
 
     The advice is not to skip such lines, since all lines may be so.
     """
@@ -357,7 +357,7 @@ def _other_keys(row: dict[str, Any]) -> str:
 class _ZstdFile(io.RawIOBase):
     """The decompressed bytes of the zstd frames in a file.
 
-    It raises EOFError for a file that is cut short. zstandard's own reader does not.
+    Raises EOFError for a truncated file. zstandard's own reader does not.
     """
 
     def __init__(self, path: Path, raw: IO[bytes]):

@@ -1,8 +1,8 @@
 """Delivery of steps: a thread of this process, or other processes, read steps before training asks for them.
 
-A thread is enough for token files, because reading them is only copying mapped memory. Processes are for sources that
-compute, such as streams that are tokenized while they are read. Workers hold no state. A worker is told how many
-samples were consumed before, and it answers with the step that follows.
+A thread is enough for token files, because reading them is only copying mapped memory. Processes are for sources with
+computation, such as streams tokenized on the fly. Workers hold no state. A request names the number of samples consumed
+before, and the answer is the next step.
 """
 
 import multiprocessing
@@ -28,7 +28,7 @@ Read = Callable[[int], list[MicroBatch]]
 
 
 class _Readers(Protocol):
-    """Readers of steps. They answer requests in the order in which they were asked."""
+    """Readers of steps. They answer requests in the order of asking."""
 
     ahead: int  # the number of steps to ask for beyond the one that is taken next
 
@@ -79,7 +79,7 @@ class Delivery:
         return batches
 
     def started_over(self) -> list[str]:
-        """Return a line for each source that began another epoch in the step that was taken last."""
+        """Return a line for each source with a new epoch in the newest step."""
         return self.loader.samples.started_over(self._last, self.consumed_samples)
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Delivery:
 
 
 class _Thread:
-    """One thread of this process. An error in it is raised where its step is taken."""
+    """One thread of this process. An error in it is raised when its step is taken."""
 
     ahead = 1  # one step is read while the one before is trained
 
@@ -111,7 +111,7 @@ class _Thread:
 
 
 class _Processes:
-    """Processes that are asked in turn. They touch no device."""
+    """Processes, asked in turn. They touch no device."""
 
     def __init__(self, read: Read, count: int):
         self.ahead = 2 * count  # each process can begin its next step before its last one has been taken
@@ -159,7 +159,7 @@ class _Processes:
 def _work(read: Read, parents: Connection, connection: Connection, parent: int) -> None:
     """Run a worker process until the parent closes the connection. `parent` is the parent's process number.
 
-    It receives a number of consumed samples, and sends the step that follows or the error that reading it raised.
+    It receives a number of consumed samples, and sends the next step, or the error from reading it.
     """
     # A stopped worker would not see that the connection is closed.
     if not end_with_parent(parent):
@@ -187,7 +187,8 @@ def _work(read: Read, parents: Connection, connection: Connection, parent: int) 
 def _values(batch: MicroBatch) -> dict[str, Any]:
     """Return the fields of `batch`, with numpy arrays in place of tensors.
 
-    Arrays cross a pipe by value. Tensors would cross it through files of shared memory, which outlive a killed worker.
+    Arrays cross a pipe by value. Tensors would cross it through files in shared memory, and these outlive a killed
+    worker.
     """
     return {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in vars(batch).items()}
 

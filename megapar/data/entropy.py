@@ -10,7 +10,7 @@ from megapar.errors import DataError
 
 @dataclass(frozen=True)
 class Entropies:
-    """Cross entropies of held-out tokens, in nats per token. A model that has learned anything has a lower loss."""
+    """Cross entropies of held-out tokens, in nats per token. A model with a higher loss has learned nothing."""
 
     unigram: float
     bigram: float
@@ -21,10 +21,10 @@ def cross_entropies(train: NDArray[np.integer], held_out: NDArray[np.integer], v
 
     Unigram, add-one smoothed: p(t) = (c(t) + 1) / (N + vocab_size).
     Bigram, interpolated with the unigram as Witten and Bell (1991) do:
-    p(t | u) = (c(ut) + d(u) p(t)) / (c(u) + d(u)). Here c(u) is the number of pairs that begin with u, and d(u) is the
-    number of different tokens that follow u. Where no pair begins with u, p(t | u) = p(t).
+    p(t | u) = (c(ut) + d(u) p(t)) / (c(u) + d(u)). Here c(u) is the number of pairs (u, .), and d(u) is the number of
+    different tokens after u. If c(u) is 0, p(t | u) = p(t).
     Both streams are 1-D. Pairs cross the ends of documents. Sorting the pairs takes seconds for 10 million tokens.
-    Raises DataError if a stream has no pair or an id that is not below `vocab_size`.
+    Raises DataError if a stream has no pair or an id from `vocab_size` on.
     """
     if min(len(train), len(held_out)) < 2:
         raise DataError(f"entropies need two tokens a stream; train has {len(train)}, held-out text {len(held_out)}")

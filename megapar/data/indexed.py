@@ -34,7 +34,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]:
-    """Return the byte at which each sequence starts, int64: the exclusive sum of lengths * itemsize."""
+    """Return the first byte of each sequence, int64: the exclusive sum of lengths * itemsize."""
     # int32 would overflow in a file above 2 GiB.
     sizes = lengths.astype(np.int64) * itemsize
     return np.cumsum(sizes) - sizes
@@ -139,7 +139,7 @@ class IndexedDataset:
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def starts_between(self, first: int, last: int) -> list[int]:
-        """Return the positions p in the file, first < p < last, at which documents start. Each occurs once."""
+        """Return the positions p in the file, first < p < last, of the starts of documents, each once."""
         document = self.locate(first)[0] + 1
         starts = []
         start = self.document_start(document)
@@ -157,7 +157,7 @@ class IndexedDataset:
     def _require_whole(self) -> None:
         """Raise DataError if a mapped file has another size now.
 
-        Bytes behind the end of a file that is cut short under its map end the process with SIGBUS, without a word.
+        Reading behind the end of a truncated map ends the process with SIGBUS, without a word.
         """
         for path, mapped in ((self.idx_path, self._index_map), (self.bin_path, self._map)):
             if mapped is not None and mapped.size() != len(mapped):
@@ -208,7 +208,7 @@ class IndexedDataset:
                 )
 
     def _check_pointers(self) -> int:
-        """Return the number of bytes that the .bin must have.
+        """Return the right size of the .bin in bytes.
 
         Raises DataError unless each pointer is the sum of the lengths before it.
         """
@@ -234,7 +234,7 @@ class IndexedWriter:
     """Writes documents to a .bin/.idx pair: `with IndexedWriter(prefix, dtype) as writer: writer.add_document(ids)`.
 
     The files get their names when the block ends without an error. Otherwise they do not appear.
-    Raises DataError for a token that `dtype` cannot hold, and StorageError if the bytes cannot be written.
+    Raises DataError for a token outside `dtype`, and StorageError if the bytes cannot be written.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype):
@@ -299,15 +299,15 @@ class IndexedWriter:
     def append_index(self, lengths: NDArray[np.int32], document_ends: NDArray[np.int64]) -> None:
         """Append sequences to the index alone. The caller must write their tokens.
 
-        `lengths` are the sequences' numbers of tokens. `document_ends` are the numbers of sequences before which
-        documents end, counted from the first of these sequences.
+        `lengths` are the sequences' numbers of tokens. `document_ends` are ends of documents, as numbers
+        of sequences before them, counted from the first of these sequences.
         """
         self._lengths.append(lengths)
         self._document_ends.append(self.num_sequences + document_ends)
         self.num_sequences += len(lengths)
 
     def _check(self, tokens: NDArray[np.integer], counts: NDArray[np.int64]) -> None:
-        """Raise DataError for a document or a token id that the format cannot hold."""
+        """Raise DataError for a document or a token id beyond the format."""
         if counts.max(initial=0) > np.iinfo(np.int32).max:
             raise DataError(f"{self.bin_path}: a document of {counts.max()} tokens; the format holds 2^31 - 1 at most")
         limits = np.iinfo(self.dtype)

@@ -1,7 +1,7 @@
 """The order of samples: a pure function of (seed, position). So the whole data state of a run is one integer.
 
-Position p of a run is a sample of epoch p // n, where n is the number of samples. Inside an epoch a keyed permutation
-shuffles range(n). Nothing is stored, so there is no index to build, cache or share. Steps cut positions into global
+Position p of a run is a sample of epoch p // n, of n samples. Inside an epoch a keyed permutation
+shuffles range(n). Nothing is stored: there is no index to build, cache or share. Steps cut positions into global
 batches, and ranks cut a global batch into micro-batches. So another dp, another micro-batch size or a restart moves
 samples between ranks, never between steps.
 """
@@ -17,14 +17,14 @@ _ROUNDS = 6  # of the Feistel network; part of what ORDER_VERSION names
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash 64-bit words with the finalizer of splitmix64 (Steele, Lea and Flood 2014), which is a bijection."""
+    """Hash 64-bit words with the finalizer of splitmix64 (Steele, Lea and Flood 2014), a bijection."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def permute(index: NDArray[np.int64], n: int, key: Sequence[int]) -> NDArray[np.int64]:
-    """Return where a keyed permutation of range(n) sends each element of `index` (1-D, below n).
+    """Return the image of each element of `index` (1-D, below n) under a keyed permutation of range(n).
 
     `key` is a sequence of non-negative integers. The permutation is a Feistel network over pairs (left, right), both
     below ceil(sqrt(n)). A result outside range(n) goes through the network again until it falls inside (cycle walking,

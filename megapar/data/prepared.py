@@ -33,7 +33,7 @@ def join(
 ) -> tuple[int, int]:
     """Write the documents of `parts` to the pair `output` and return the numbers of its documents and tokens.
 
-    Documents keep their order, unless `shuffle` is given. It is the key of a permutation of the documents that stay.
+    Documents keep their order, unless `shuffle` is given. It is the key of a permutation of the remaining documents.
     With `deduplicate`, a document is left out if an earlier one has the same hash. The file PART.hash holds 16 bytes
     for each document of a part.
     """
@@ -54,7 +54,7 @@ def join(
 
 
 def _order(kept: NDArray[np.int64], shuffle: int | None) -> Iterator[NDArray[np.int64]]:
-    """Yield the numbers of the documents in `kept`, in the order in which they are written, block by block."""
+    """Yield the numbers of the documents in `kept`, in the order of writing, block by block."""
     for first in range(0, len(kept), _GATHERED):
         block = np.arange(first, min(first + _GATHERED, len(kept)))
         if shuffle is not None:
@@ -74,7 +74,7 @@ def _gather(
 
 
 def first_occurrences(paths: Sequence[Path]) -> NDArray[np.int64]:
-    """Return the numbers of the hashes in the files `paths` that equal no earlier hash, in ascending order.
+    """Return the numbers of the hashes in the files `paths` without an earlier equal, in ascending order.
 
     A hash is two 64-bit words. Hashes are counted from 0 through all files.
     """
@@ -209,7 +209,7 @@ def verify(prefix: Path, *, full: bool = False, vocab_size: int | None = None) -
 
     Opening checks sizes, pointers and boundaries. `full` also reads all tokens: it compares the hashes of the files, it
     compares ids with `vocab_size` (by default the sidecar's), and it checks the ends of documents.
-    Raises DataError that names file, document and offset.
+    Raises DataError with file, document and offset.
     """
     dataset = IndexedDataset(prefix)
     sidecar = read_sidecar(prefix)
@@ -237,7 +237,7 @@ def verify(prefix: Path, *, full: bool = False, vocab_size: int | None = None) -
 
 
 def _verify_ids(dataset: IndexedDataset, vocab_size: int) -> None:
-    """Raise DataError for the first token id that is not in range(vocab_size)."""
+    """Raise DataError for the first token id outside range(vocab_size)."""
     for first in range(0, len(dataset.tokens), _BLOCK):
         block = dataset.tokens[first : first + _BLOCK]
         if block.min() < 0 or block.max() >= vocab_size:
@@ -250,7 +250,7 @@ def _verify_ids(dataset: IndexedDataset, vocab_size: int) -> None:
 
 
 def _verify_ends(dataset: IndexedDataset, eod: int) -> None:
-    """Raise DataError for the first document whose last token is not `eod`."""
+    """Raise DataError for the first document without `eod` at its end."""
     for first in range(0, len(dataset), _BLOCK):
         stops = dataset.document_indices[first + 1 : first + 1 + _BLOCK] - 1
         last_tokens = dataset.tokens[dataset.pointers[stops] // dataset.dtype.itemsize + dataset.lengths[stops] - 1]

@@ -1,10 +1,10 @@
-"""Preprocessing: text files become token files, on several processes. A run that was killed can be continued.
+"""Preprocessing: text files become token files, on several processes. A killed run can go on.
 
 The input is cut into shards (megapar.data.corpus). A worker takes one shard at a time, tokenizes it in batches and
 leaves a part in the folder OUTPUT.parts. A part is a .bin/.idx pair, a .hash file with hashes of the texts if documents
-are deduplicated, and a .json file. The .json file is written last and says that the part is whole.
-The name of a part is a hash of everything that decides its bytes. So a part that is already there need not be made
-again. In the end the parts are joined in the order of the input (megapar.data.prepared).
+are deduplicated, and a .json file. The .json file is written last: then the part is whole.
+The name of a part is a hash of all inputs to its bytes. So an existing part need not be made again. In the end the
+parts are joined in the order of the input (megapar.data.prepared).
 Memory does not grow with the text. Each worker holds one batch, and joining takes tens of bytes a document.
 """
 
@@ -41,18 +41,18 @@ _NAMED = 100  # the sidecar says where the first bad documents are; all are coun
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Reading):
-    """All options that the output depends on, besides the input."""
+    """All options behind the output, besides the input."""
 
     tokenizer: str
     """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
     special_tokens: Literal["text", "parse"] = "text"
-    """Special tokens that stand in a text, such as <|im_start|>: text, or with parse (hf: only) their ids."""
+    """Special tokens in a text, such as <|im_start|>: text, or with parse (hf: only) their ids."""
     append_eod: bool = False
     """End each document with the tokenizer's end-of-document id."""
     deduplicate: bool = False
-    """Leave out documents whose text is, to the letter, that of an earlier one."""
+    """Leave out documents with, to the letter, the text of an earlier one."""
     shuffle: int | None = None
-    """Write documents in a random order that this number names, instead of the input's."""
+    """Write documents in a random order, seeded by this number, instead of the input's."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Counts:
     """Counts of some input and its output.
 
     `documents` and `tokens` are written, and `text_bytes` are the UTF-8 bytes of these documents. `num_bytes` of the
-    input files were read. `empty` documents were left out. `bad` counts the documents that were left out or mended, by
+    input files were read. `empty` documents were left out. `bad` counts documents left out or mended, by
     reason.
     """
 
@@ -80,7 +80,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Shard:
-    """The spans whose documents become the part `name`."""
+    """The spans of the part `name`."""
 
     spans: list[Span]
     name: str
@@ -88,7 +88,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Part:
-    """The content of NAME.json, which describes a finished part.
+    """The content of NAME.json, the description of a finished part.
 
     `lines` is the number of lines in each span. `bad` holds (span, number, offset, reason) of the first bad documents.
     """
@@ -110,8 +110,8 @@ def preprocess(
     """Tokenize `inputs` (see `find_files`) into the .bin/.idx pair `output`, and write and return its sidecar.
 
     Each document is one sequence. Documents without text are left out and counted.
-    `on_progress` is called with the counts so far. The first call has the counts of parts that an earlier run left.
-    Raises ConfigError or DataError for options or input that cannot be used. The message names file, line and byte. No
+    `on_progress` is called with the counts so far. The first call has the counts of an earlier run's parts.
+    Raises ConfigError or DataError for unusable options or input. The message names file, line and byte. No
     output appears then, and OUTPUT.parts keeps the finished parts.
     """
     if workers < 1 or (recipe.shuffle or 0) < 0:
@@ -178,7 +178,7 @@ def _versions(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
 def _shards(
     files: Sequence[Path], recipe: Recipe, tokenizer: Tokenizer, versions: dict[Path, tuple[int, int]]
 ) -> Iterator[Shard]:
-    """Yield the shards of `files`. The name of each is a hash of everything that decides the bytes of its part."""
+    """Yield the shards of `files`. The name of each is a hash of all inputs to the bytes of its part."""
     total = sum(size for size, _ in versions.values())
     # Large inputs have 2,048 to 4,096 shards, until a shard would be larger than 1 GiB.
     shard_bytes = max(_SHARD_BYTES, 1 << min((total // 4096).bit_length(), 30))
@@ -211,7 +211,7 @@ def _read_part(name: Path) -> Part:
 
 
 def _description(shards: list[Shard], parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the sidecar without its sources and hashes, which are known later.
+    """Return the sidecar without its sources and hashes: these are known later.
 
     The numbers of documents and tokens are those before deduplication.
     """
@@ -254,7 +254,7 @@ def _description(shards: list[Shard], parts: list[Part], recipe: Recipe, tokeniz
 def _parts_folder(folder: Path) -> Iterator[None]:
     """Make the folder for parts, and remove it after the block if no part is left in it.
 
-    Drafts that killed workers left are removed before and after the block.
+    Drafts of killed workers are removed before and after the block.
     """
 
     def remove_drafts() -> None:
@@ -357,7 +357,7 @@ def encode(
     """Return the tokens of the documents one after the other, the length of each in tokens, and their texts.
 
     Documents without tokens are left out. Lengths include the end-of-document token if the recipe appends one.
-    Raises DataError for a text that the tokenizer refuses, and for an id outside its vocabulary.
+    Raises DataError for a text refused by the tokenizer, and for an id outside its vocabulary.
     """
     pieces = list[NDArray[np.integer]]()
     lengths = list[int]()
@@ -384,7 +384,7 @@ def encode(
 
 
 def _work(recipe: Recipe, folder: Path) -> Callable[[Shard, Callable[[Counts], None]], None]:
-    """Return the function that makes a shard's part. It is called in the worker, so each loads its own tokenizer."""
+    """Return the maker of a shard's part. It is called in the worker, so each loads its own tokenizer."""
     return partial(_make_part, _tokenizer(recipe), recipe, folder)
 
 

@@ -33,9 +33,9 @@ class Dataset(Protocol):
         ...
 
     def starts(self, ids: NDArray[np.int64], samples: NDArray[np.int64]) -> list[list[int]]:
-        """Return the positions at which documents begin within each sample. The first is 0.
+        """Return the positions of the starts of documents within each sample. The first is 0.
 
-        `samples` are the tokens that `read(ids)` returned.
+        `samples` are the tokens of `read(ids)`.
         """
         ...
 

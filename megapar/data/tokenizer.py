@@ -98,11 +98,11 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json of the `tokenizers` library.
 
-    It is used as it is, except for three settings that would harm a corpus: it truncates and pads nothing, it adds no
-    start or end token, and it reads special tokens that occur in a text as text.
-    With `parse_special`, special tokens that occur in a text become their ids. The end of a document is one of them.
+    It is used as it is, except for three settings, harmful to a corpus: it truncates and pads nothing, it adds no
+    start or end token, and it reads special tokens in a text as text.
+    With `parse_special`, special tokens in a text become their ids. The end of a document is one of them.
     A document ends with the `eos_token` of tokenizer_config.json in the same folder. Without that file or field it
-    ends with the one token of the vocabulary that has one of the usual names (_ENDS).
+    ends with the one token of a usual name (_ENDS) in the vocabulary.
     Raises ConfigError if the library is not installed. Raises DataError if the file is not such a tokenizer, or if it
     has no end-of-document token or several of them.
     """
@@ -157,13 +157,13 @@ class HuggingFaceTokenizer:
 class TiktokenTokenizer:
     """A file of byte pair ranks as `tiktoken` reads it. Each line holds a token's bytes in base64 and its rank.
 
-    The file does not say how text is cut into words, nor which token ends a document. FILE.json beside it may say
+    The file says neither how text is cut into words nor how a document ends. FILE.json beside it may say
     both: {"pattern": REGEX, "special_tokens": {TEXT: ID}, "eod": TEXT}. Each field is optional. By default words are
     cut as in cl100k_base, and the first free id, <|endoftext|>, ends a document.
-    Special tokens that occur in a text are read as text.
+    Special tokens in a text are read as text.
     `ranks` are the ids of the tokens by their bytes, and `special_tokens` the ids of the others by their text.
     `end` is the special token that ends a document.
-    `pattern` matches words, in the syntax of fancy-regex. Text that it does not match is left out.
+    `pattern` matches words, in the syntax of fancy-regex. Text without a match is left out.
     Raises ConfigError if the library is not installed and DataError if the file is not such a list.
     """
 
@@ -219,7 +219,7 @@ def _array(ids: list[int]) -> NDArray[np.int64]:
 
 
 def _end_tokens(spec: str, config_path: Path, vocabulary: dict[str, int]) -> list[str]:
-    """Return the texts of the tokens that may end a document: `eos_token` of the config, or each usual name.
+    """Return the texts of possible ends of a document: `eos_token` of the config, or each usual name.
 
     Raises DataError if `eos_token` is no text.
     """
@@ -274,7 +274,7 @@ def _read_object(spec: str, path: Path) -> dict[str, Any]:
 
 
 def _fingerprint(spec: str, path: str | Path, *beside: Path) -> str:
-    """Return the SHA-256 of a tokenizer's file, followed by those of the files `beside` that exist.
+    """Return the SHA-256 of a tokenizer's file, followed by those of the existing files `beside`.
 
     Raises DataError if `path` is not a file.
     """
@@ -291,7 +291,7 @@ def _missing(spec: str, package: str) -> ConfigError:
 
 
 def made_by(tokenizer: Tokenizer, fingerprint: str) -> bool:
-    """Return whether `tokenizer` made the data whose sidecar holds `fingerprint`.
+    """Return whether `tokenizer` made the data with `fingerprint` in the sidecar.
 
     An earlier version of this project may have written the sidecar, so its older fingerprints count too.
     """
@@ -299,10 +299,10 @@ def made_by(tokenizer: Tokenizer, fingerprint: str) -> bool:
 
 
 def load_tokenizer(spec: str, *, parse_special: bool = False) -> Tokenizer:
-    """Load the tokenizer that `data.tokenizer` names: `bytes`, `spm:FILE`, `hf:FILE` or `tiktoken:FILE`.
+    """Load the tokenizer of `data.tokenizer`: `bytes`, `spm:FILE`, `hf:FILE` or `tiktoken:FILE`.
 
-    `parse_special`: special tokens that occur in a text become their ids. Only `hf:` tokenizers can do it.
-    Raises ConfigError for any other spec and for a package that is not installed. Raises DataError if the file is
+    `parse_special`: special tokens in a text become their ids. Only `hf:` tokenizers can do it.
+    Raises ConfigError for any other spec and for a missing package. Raises DataError if the file is
     missing or is not such a tokenizer.
     """
     prefix, _, path = spec.partition(":")
@@ -325,7 +325,7 @@ def load_tokenizer(spec: str, *, parse_special: bool = False) -> Tokenizer:
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Path) -> None:
     """Train a lossless sentencepiece BPE model and write it to `output`. The same texts give the same bytes.
 
-    Characters that are too rare for a piece of their own are encoded as bytes. Each digit is a piece of its own. Runs
+    Characters too rare for a piece of their own are encoded as bytes. Each digit is a piece of its own. Runs
     of spaces may be pieces. A newline has an id of its own. Text is not normalized.
     Ids: 0 unknown, 1 start, 2 end, 3 newline, then 256 bytes, then the learned pieces.
     Raises ConfigError if `vocab_size` does not suit the texts, StorageError if the file cannot be written, and whatever

@@ -1,4 +1,4 @@
-"""Worker processes that do one task at a time. If a worker dies, the parent raises an error instead of hanging."""
+"""Worker processes, with one task at a time. If a worker dies, the parent raises an error instead of hanging."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -22,13 +22,13 @@ _KEPT = "; what is done is kept for a rerun"
 
 
 class _Done:
-    """The message that a worker sends when a task is done."""
+    """A worker's message at the end of a task."""
 
 
 def _work(connection: Connection, prepare: Prepare, parent: int) -> None:
     """Run a worker process until the parent closes the connection. `parent` is the parent's process number.
 
-    It receives tasks. For each task it sends its reports, and then _Done or the error that the task raised.
+    It receives tasks. For each task it sends its reports, and then _Done or the task's error.
     """
     # A stopped worker would not see that the connection is closed.
     if not end_with_parent(parent):
@@ -72,9 +72,9 @@ def worker_pool(count: int, prepare: Prepare) -> Iterator[Pool]:
 
 
 def run(tasks: Sequence[Any], pool: Pool) -> Iterator[Any]:
-    """Let the workers of `pool` do all `tasks`, and yield what they report.
+    """Let the workers of `pool` do all `tasks`, and yield their reports.
 
-    Raises the error of the earliest task that failed, whatever the number of workers. Raises DataError if a worker
+    Raises the error of the earliest failed task, for any number of workers. Raises DataError if a worker
     dies.
     """
     waiting = deque(enumerate(tasks))
@@ -107,9 +107,9 @@ def run(tasks: Sequence[Any], pool: Pool) -> Iterator[Any]:
 
 @contextmanager
 def alive(process: BaseProcess, option: str, comfort: str = "") -> Iterator[None]:
-    """Raise DataError if the connection to `process` breaks in the block. The error says what ended the process.
+    """Raise DataError if the connection to `process` breaks in the block. The error says how the process ended.
 
-    `option` names the option that sets the number of workers. `comfort` ends the message.
+    `option` sets the number of workers. `comfort` ends the message.
     """
     try:
         yield

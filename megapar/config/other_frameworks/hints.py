@@ -1,6 +1,6 @@
-"""What is said of a flag or key that megapar does not have: the counterpart of another framework's, or a near name.
+"""Hints about unknown flags and keys: the counterpart of another framework's, or a near name.
 
-A hint that misleads is worse than none. So a near name must be very near, and says nothing where many are near.
+A misleading hint is worse than none. So a near name must be very near, and of many near names none is proposed.
 """
 
 import json
@@ -52,7 +52,7 @@ class Given:
 def hint(given: Given, known: Sequence[str]) -> str:
     """A text to follow "no such flag", such as "; it is Megatron-LM's; here: --parallel.tp 8". "" if nothing is known.
 
-    `known` are the names that the program has, by dotted path.
+    `known` are the program's names, by dotted path.
     """
     name = _plain(given.name)
     last = name.rpartition(".")[2]
@@ -76,7 +76,7 @@ Rows = list[tuple[str, OtherFlag]]  # a framework, and a row of it
 
 
 def _rows(name: str) -> Rows:
-    """The rows of this name, or else the rows of the sections that hold it."""
+    """The rows of this name, or else the rows of the sections around it."""
     every_row = [(framework, row) for framework, rows in TABLE.items() for row in rows]
     exact = [(framework, row) for framework, row in every_row if _plain(row.name) == name]
     if exact:
@@ -89,7 +89,7 @@ def _rows(name: str) -> Rows:
 
 
 def _rows_of_a_part(name: str) -> Rows:
-    """Rows that share only their last part with `name`: `optimizer.learning_rate`, or `offload_optimizer`.
+    """Rows with only their last part in common with `name`: `optimizer.learning_rate`, or `offload_optimizer`.
 
     Empty if they mean different things, or if the part is a single word, such as `enable`.
     """
@@ -169,7 +169,7 @@ def _toml(values: Sequence[str], annotation: Any) -> str:
 
 
 def near_names(name: str, known: Sequence[str]) -> list[str]:
-    """The names in `known` that `name` may have meant, the nearest first. Empty if there are more than three."""
+    """The names in `known` probably meant by `name`, the nearest first. Empty if there are more than three."""
     section, _, last = name.rpartition(".")
     words = _words(last)
     found = []

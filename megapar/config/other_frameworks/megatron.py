@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM: `megatron/training/arguments.py`, and the dataclasses that it makes flags of."""
+"""Flags of Megatron-LM: `megatron/training/arguments.py`, and the dataclasses behind its flags."""
 
 from megapar.config.other_frameworks.rows import (
     COUNTS_STEPS,

@@ -1,4 +1,4 @@
-"""What a row of the table of other frameworks' flags is, and notes that several rows share.
+"""Rows of the table of other frameworks' flags, and notes shared by several rows.
 
 A row names a flag as its framework spells it, our option, and how the value becomes ours. A note is words for a person:
 it stands in hints and in docs/comparison.md.
@@ -34,27 +34,27 @@ class OtherFlag:
 
 
 def same(name: str, option: str, note: str = "") -> OtherFlag:
-    """A row whose value is ours."""
+    """A row with our value."""
     return OtherFlag(name, "same", option, note)
 
 
 def sets(name: str, option: str, ours: str, note: str = "") -> OtherFlag:
-    """A row of a switch, which sets our option to the value `ours`."""
+    """A row of a switch: it sets our option to the value `ours`."""
     return OtherFlag(name, "sets", option, note, ours=ours)
 
 
 def choice(name: str, option: str, choices: Mapping[str, str], note: str = "") -> OtherFlag:
-    """A row whose values have other names here."""
+    """A row with other names of its values here."""
     return OtherFlag(name, "choice", option, note, choices=choices)
 
 
 def computed(name: str, option: str, note: str) -> OtherFlag:
-    """A row whose value a person computes, as `note` says."""
+    """A row with a value to be computed by a person, as `note` says."""
     return OtherFlag(name, "computed", option, note)
 
 
 def always(name: str, note: str, *values: str) -> OtherFlag:
-    """A row for which megapar has no option, because it always does so; with `values` for these values alone."""
+    """A row without an option here, because megapar always does so; with `values` for these values alone."""
     return OtherFlag(name, "always", note=note, choices=dict.fromkeys(values, ""))
 
 

@@ -1,4 +1,4 @@
-"""The table: flags of other frameworks by framework, and the sources that they were compared with."""
+"""The table: flags of other frameworks by framework, and the sources of the comparison."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ TABLE: Mapping[str, tuple[OtherFlag, ...]] = {
 
 @dataclass(frozen=True)
 class Source:
-    """The state of a framework that its rows were compared with: a commit, or the tag of a release."""
+    """The state of a framework at its comparison: a commit, or the tag of a release."""
 
     address: str
     state: str

@@ -1,4 +1,4 @@
-"""Flags of torchrun, which launch scripts of every framework have."""
+"""Flags of torchrun, found in launch scripts of every framework."""
 
 from megapar.config.other_frameworks.rows import lacking, same
 

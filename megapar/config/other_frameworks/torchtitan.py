@@ -1,4 +1,4 @@
-"""Fields of torchtitan's `Trainer.Config`, which its configurations in Python set, and its flags too."""
+"""Fields of torchtitan's `Trainer.Config`, set by its configurations in Python and by its flags."""
 
 from megapar.config.other_frameworks.rows import (
     COUNTS_TOKENS,
