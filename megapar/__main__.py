@@ -1,7 +1,7 @@
 """The one command of an installation: megapar COMMAND [flags], or python -m megapar COMMAND [flags].
 
-It starts the programs in pretrain_scripts and tools, which an installation has as the package megapar_programs. It
-imports the program that is asked for and nothing else, so that --help takes no time.
+It starts the programs in pretrain_scripts and tools; an installation has them as the package megapar_programs. It
+imports nothing but the wanted program, so --help takes no time.
 """
 
 import importlib
@@ -45,7 +45,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Run the command that sys.argv names; returns its exit code."""
+    """Run the command of sys.argv; returns its exit code."""
     open_streams()
     with reported():
         called = "megapar"

@@ -18,11 +18,11 @@ def model_dtype(precision: Precision) -> torch.dtype:
 
 @dataclass
 class LossScale:
-    """The factor of the loss in the backward pass, which keeps small gradients of fp16 activations from becoming zero.
+    """The factor of the loss in the backward pass. It keeps small gradients of fp16 activations from becoming zero.
 
-    Source: Micikevicius et al., arXiv 1710.03740, section 3.2. The scale is a power of two, so that dividing by it
-    afterwards is exact. A step whose gradients overflow is not applied, and halves a `dynamic` scale. `WINDOW` steps in
-    a row without overflow double the scale. bf16 and fp32 need no scale: theirs is 1 and never changes.
+    Source: Micikevicius et al., arXiv 1710.03740, section 3.2. The scale is a power of two, so dividing by it
+    afterwards is exact. A step with overflowing gradients is not applied, and halves a `dynamic` scale. `WINDOW` steps
+    in a row without overflow double the scale. bf16 and fp32 need no scale: theirs is 1 and never changes.
     """
 
     scale: float = 1.0
@@ -34,7 +34,7 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: Precision) -> "LossScale":
-        """The scale with which a run in `precision` starts."""
+        """The first scale of a run in `precision`."""
         if precision == "fp16":
             return cls(2.0**16, dynamic=True)
         return cls()

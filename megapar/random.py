@@ -1,8 +1,8 @@
-"""Random numbers that no layout changes. Each is a function of its purpose, not of the rank or the time that draws it.
+"""Random numbers, the same in every layout. Each is a function of its purpose, not of the rank or the time of drawing.
 
 Initial weights come from numpy's Philox generator, with one stream for each row of each logical tensor, keyed by (seed,
-name, row). Dropout hashes (seed, use, sample, position, element) with 32-bit integer arithmetic, which a GPU kernel can
-repeat exactly.
+name, row). Dropout hashes (seed, use, sample, position, element) with 32-bit integer arithmetic. A GPU kernel repeats
+it exactly.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _MASK = 0xFFFFFFFF
 def initial_values(piece: Piece, init: Init, seed: int) -> Tensor:
     """This rank's part of the logical tensor `piece`, fp32, as `init` says.
 
-    Whole rows are drawn and then cut, so that the numbers do not depend on the cut.
+    Whole rows are drawn and then cut, so the numbers do not depend on the cut.
     """
     if init.kind != "normal":
         return torch.full(piece.local_shape, 1.0 if init.kind == "ones" else 0.0)
@@ -64,7 +64,7 @@ def fill(param: nn.Parameter, seed: int) -> None:
 def row_keys(seed: int, use: int, first: Tensor, *others: Tensor) -> Tensor:
     """A 32-bit key, stored as int64, for each row of a dropout mask.
 
-    `use` numbers the places in a model that apply dropout. `first` and `others` are global coordinates, such as sample
+    `use` numbers the places with dropout in a model. `first` and `others` are global coordinates, such as sample
     id, position and head. They broadcast against each other.
     """
     # Seed and use are mixed as Python numbers. As tensors they would have to be copied to the GPU, and the copy waits

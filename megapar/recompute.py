@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which part of the model is recomputed.
+    """The part of the model to recompute.
 
     `selective` recomputes core attention (arXiv 2205.05198, section 5). `full` recomputes every n-th layer.
     """
@@ -31,9 +31,9 @@ class Recompute:
 
 
 def preload(mode: str) -> None:
-    """Import the module that torch's checkpoint imports at its first call, unless `mode` is none. It takes seconds.
+    """Import what torch's checkpoint imports at its first call, unless `mode` is none. It takes seconds.
 
-    A launcher calls this before it forks its ranks, so that not every rank spends that time.
+    A launcher calls this before it forks its ranks, so not every rank spends that time.
     """
     if mode != "none":
         importlib.import_module("torch._dynamo")

@@ -93,7 +93,7 @@ def _parts(split: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _open(config: Config, sources: Sequence[tuple[str, tuple[float, float]]], seed: int) -> list[Dataset]:
-    """Open each source. Raises one DataError that names every source that cannot be opened."""
+    """Open each source. Raises one DataError with every unreadable source."""
     size = {"seq_length": config.train.seq_length, "vocab_size": config.model.vocab_size}
     opened = []
     problems = []
@@ -125,7 +125,7 @@ def needs_tokenizer(config: Config) -> bool:
 def tokenizer_is_named(config: Config) -> bool:
     """Whether the options, or the description beside a file of data, name the tokenizer of the run.
 
-    Data that another program prepared has no such description, and needs no tokenizer to be trained on.
+    Data prepared by another program has no such description, and training needs no tokenizer for it.
     """
     if config.data.tokenizer != DataConfig.tokenizer:
         return True
@@ -173,7 +173,7 @@ def _fingerprints(loaders: Sequence[Loader]) -> dict[str, str]:
 def identity(train: Delivery, validation_sets: Mapping[str, Loader]) -> dict[str, Any]:
     """What the samples of a run depend on besides its options: by path, a hash of the contents of each file.
 
-    `modified` has the time of the last change, in ns, of each file that is too large to be hashed whole.
+    `modified` has the time of the last change, in ns, of each file too large to be hashed whole.
     """
     hashes = _fingerprints([train.loader, *validation_sets.values()])
     status = {file: os.stat(file) for file in hashes}
@@ -185,9 +185,9 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, *, acc
     """Compare the data of a checkpoint's training with that of this run; returns lines for the user.
 
     `saved` is the `data` section of the manifest of `path`, `now` is that of this run. Paths and weights are options,
-    and options are compared elsewhere. This function finds changes that nobody asked for: a file that has other
-    contents, or another order of samples. The run would then repeat or skip samples. Raises DataError on every rank if
-    it finds one, unless `accept` is set. A large file of equal hash that was written since is told.
+    and options are compared elsewhere. This function finds changes nobody asked for: a file with other contents, or
+    another order of samples. The run would then repeat or skip samples. Raises DataError on every rank if
+    it finds one, unless `accept` is set. The lines tell of large files written since, with equal hashes.
     """
     lines = [
         f"{name}: {saved[name]} -> {version}" for name, version in ORDER.items() if saved.get(name, version) != version
@@ -213,7 +213,7 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, *, acc
 
 
 def _written_since(before: Mapping[str, int], modified: Mapping[str, int]) -> list[str]:
-    """A line that names the large files with another time of their last change, or no line if there is none."""
+    """A line about the large files with another time of their last change, if there are any."""
     # A copy has another time too, so this is no error. Only the bytes could tell, and there may be terabytes of them.
     written = [file for file in modified if before.get(file, modified[file]) != modified[file]]
     if not written:

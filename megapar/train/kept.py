@@ -1,4 +1,4 @@
-"""Counts the bytes that forward passes keep for their backward passes, by pipeline stage and kind.
+"""Counts the bytes kept by forward passes for their backward passes, by pipeline stage and kind.
 
 Plans use it with models on the meta device, and the report of a real step (train.memory_report) uses it too.
 """
@@ -26,15 +26,15 @@ PUT_OFF = "weight gradients put off"
 
 
 class KeptBytes:
-    """The bytes that autograd keeps for backward passes of `stages`, from when they are kept until they are freed.
+    """The bytes autograd keeps for backward passes of `stages`, until they are freed.
 
     `live` has the bytes now, `peak` is the largest sum so far, and `at_peak` has the bytes at that time. Bytes are
-    counted by stage and kind. The kind is the name of the part of the layer that kept them ("attention", "mlp"),
-    BETWEEN, or ENDS. Parameters and buffers are not counted. A storage that several tensors share is counted once,
-    under the key of the first tensor that was kept.
+    counted by stage and kind. The kind is the name of a part of the layer ("attention", "mlp"), BETWEEN, or ENDS.
+    Parameters and buffers are not counted. A storage shared by several tensors is counted once, under the key of the
+    first.
 
     `put_off_nbytes()` returns, by stage, what weight gradients that are put off keep. It counts in the peak as PUT_OFF.
-    It is called only when a forward keeps something, so a peak at another time is not seen.
+    It is called only when a forward keeps something: peaks at other times go unseen.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], put_off_nbytes: Callable[[], Mapping[int, int]] = dict):
@@ -55,9 +55,9 @@ class KeptBytes:
 
     @contextmanager
     def counting(self) -> Iterator["KeptBytes"]:
-        """A context that counts what the forward passes of the stages keep in it.
+        """A context around forward passes of the stages, to count what they keep.
 
-        What is still kept at the end of the context is counted until it is freed.
+        After the end of the context it is counted until it is freed.
         """
         with ExitStack() as handles:
             for number, stage in self._stages.items():
@@ -102,7 +102,7 @@ class KeptBytes:
             self._current[-1] = number, ENDS
 
     def _keep(self, x: Tensor) -> "_Kept":
-        """Count a tensor that autograd saves. Returns what autograd holds in its place."""
+        """Count a tensor saved by autograd. Returns what autograd holds in its place."""
         kept = _Kept(x)
         storage = x.untyped_storage()
         identity = storage._cdata

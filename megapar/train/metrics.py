@@ -51,7 +51,7 @@ class Measured:
 
 @dataclass
 class Meter:
-    """Measures steps: their wall time, the time that they waited for data, and the bytes that they sent by axis.
+    """Measures steps: their wall time, their wait for data, and the bytes they sent by axis.
 
     For each step call `start`, `waited` and `queued`, and `line` when its result is known. The next step may be queued
     before.
@@ -71,7 +71,7 @@ class Meter:
         self._start = time.perf_counter()
 
     def waited(self, next_step: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
-        """Call `next_step` and return its result. The time that it takes is the step's `data_seconds`."""
+        """Call `next_step` and return its result. Its time is the step's `data_seconds`."""
         start = time.perf_counter()
         batches = next_step()
         self._data_seconds = time.perf_counter() - start
@@ -80,7 +80,7 @@ class Meter:
         return batches
 
     def queued(self) -> Measured:
-        """Call it when the step is queued. `comm_bytes` are the bytes that this rank sends, by ring algorithms."""
+        """Call it when the step is queued. `comm_bytes` are the bytes sent by this rank, with ring algorithms."""
         sent = {axis: n - self._sent.get(axis, 0) for axis, n in self.ctx.traffic().items()}
         return Measured(self._start, self._data_seconds, sent, self._attention_load)
 
@@ -118,7 +118,7 @@ class Meter:
 def attention_load(batches: Sequence[MicroBatch], cp: int) -> float | None:
     """How many times the mean number of pairs of a query and a key the context-parallel rank with the most attends.
 
-    The ranks wait for it in each micro-batch. None where all have the same number: without documents, or with one rank.
+    The ranks wait for it in each micro-batch. None if all have the same number: without documents, or with one rank.
     """
     packed = [batch for batch in batches if batch.starts_on_host is not None]
     if cp == 1 or not packed:
@@ -145,7 +145,7 @@ def expert_load(counts: Tensor) -> dict[str, Any]:
 
 
 def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str:
-    """Format one step for the console; values that are not finite are printed as nan or inf.
+    """Format one step for the console; infinite values are printed as inf, others without a number as nan.
 
     `eta_seconds` is None at the first step, which is slower than the others.
     """
@@ -169,8 +169,8 @@ def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str
 class Lines:
     """Writes lines to a file in their order, in a thread of its own.
 
-    A line that a full disk does not take is lost. The first loss prints a message. The run goes on without the line,
-    while a checkpoint that cannot be saved ends it.
+    A full disk loses lines. The first loss prints a message. The run goes on without the line; only an unsaved
+    checkpoint ends it.
     """
 
     def __init__(self, path: Path):
@@ -224,7 +224,7 @@ class Lines:
                 os.close(descriptor)
 
     def _is_elsewhere(self) -> bool:
-        """Whether the file was removed or renamed: what is written to it then is under no name that a reader knows."""
+        """Whether the file was removed or renamed: nobody would find what is written to it."""
         held = os.fstat(self._file)
         try:
             named = os.stat(self.path.name, dir_fd=self._folder)
@@ -233,7 +233,7 @@ class Lines:
         return (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino)
 
     def _open_again(self, step: int) -> None:
-        """Go on in a new file, or in the one that has the name by now."""
+        """Go on in a new file, or in whatever file has the name by now."""
         opened = self._open()
         os.close(self._file)
         self._file = opened
@@ -254,9 +254,9 @@ class Lines:
 class Reporter:
     """Writes the metrics of a run. On rank 0 `speaks` is True; on the other ranks every method does nothing.
 
-    It is a context manager: leaving it writes the queued lines. `steps` is the run's train.steps, and `first_step` the
-    step that it starts from. `start` names the start of the run, for the file that takes the lines of an abandoned
-    branch. Raises StorageError if a file cannot be opened.
+    It is a context manager: leaving it writes the queued lines. `steps` is the run's train.steps, and `first_step` its
+    first step. `start` names the start of the run, for the file with the lines of an abandoned branch. Raises
+    StorageError if a file cannot be opened.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class Reporter:
                 self._tensorboard.close()
 
     def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
-        """A threading.excepthook that tells a failure of TensorBoard's thread in a line, and prints other traces."""
+        """A threading.excepthook: one line for a failure of TensorBoard's thread, the trace of any other."""
         if failure.thread is None or type(failure.thread).__name__ != "_AsyncWriterThread":
             threading.__excepthook__(failure)
         # While SummaryWriter is made, its constructor raises the same error.
@@ -365,8 +365,8 @@ class Reporter:
 def cut_back(path: Path, last_step: int, abandoned: Path) -> None:
     """Move the lines of steps beyond `last_step` from metrics.jsonl to the file `abandoned`.
 
-    A resumed run then has one curve. Lines without a step are moved too, with a warning. A full disk, or a machine that
-    went down, may have cut the last line short. It is moved without a warning.
+    A resumed run then has one curve. Lines without a step are moved too, with a warning. A full disk or a
+    crash may have cut the last line short. It is moved without a warning.
     """
     kept: list[bytes] = []
     moved: list[bytes] = []

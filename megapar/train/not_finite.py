@@ -1,10 +1,10 @@
-"""Finds the first tensor of a step that was not finite, by a second pass that looks at every module's tensors.
+"""Finds the first NaN or infinity of a step, by a second pass over every module's tensors.
 
-A finite step costs nothing. After a step that was not finite, all ranks run its micro-batches again, transfers
+A finite step costs nothing. After another one all ranks run its micro-batches again, transfers
 included. The weights and samples are the same. The dropout masks are the same too, because they derive from counters.
 
-On a GPU the device leaves out the update, but with ZeRO the gather after it still runs. It replaces what a replica
-holds of the shards of others. So a weight that was damaged in such a copy alone is whole again in the second pass.
+On a GPU the device leaves out the update, but with ZeRO the gather after it still runs. It replaces a replica's
+copies of the shards of others. So a weight damaged in such a copy alone is whole again in the second pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,10 @@ _LISTED = 4  # the most names or samples that a message lists
 
 
 class Finding(NamedTuple):
-    """A tensor that has an element that is not finite.
+    """A tensor with a NaN or infinity.
 
     The first four fields sort findings in the order of computation, one micro-batch after another. `position` counts
-    stages in the direction of the pass. `order` counts the tensors that the rank has looked at. `what` names the
+    stages in the direction of the pass. `order` counts the tensors seen by the rank. `what` names the
     tensor.
     """
 
@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 def explain(state: TrainState, batches: Sequence[MicroBatch], result: StepResult) -> str:
     """Say what was not finite first in a step of these micro-batches, and whether the weights were finite before.
 
-    A collective over all ranks, which returns the same words on each. Gradients are overwritten.
+    A collective over all ranks, with the same words on each. Gradients are overwritten.
     """
     rank = state.ctx.world.rank
     state.weights.wait()  # a GPU has gathered shards after the step as well, although none of them had changed

@@ -18,7 +18,7 @@ _NAMED = ("torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizer
 
 
 def provenance(on: torch.device) -> dict[str, Any]:
-    """Collect date, hardware, versions and commit, as JSON types. `on` is the device that is used."""
+    """Collect date, hardware, versions and commit, as JSON types. `on` is the device in use."""
     installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = ""

@@ -35,7 +35,7 @@ def length_of_run(config: Config) -> str:
 
 
 def warnings(config: Config) -> list[str]:
-    """Warnings about a validated config that runs, but slower than it could."""
+    """Warnings about a validated config: it runs, but slower than it could."""
     parallel = config.parallel
     m = num_microbatches(config)
     microbatches = counted(m, "micro-batch", "micro-batches")
@@ -66,7 +66,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def idle_share(config: Config, microbatches: int) -> float:
-    """The share of time in which the ranks of a pipeline compute nothing, simulated from the plans that would run.
+    """The idle share of the ranks of a pipeline, simulated from the plans of the run.
 
     All stages are taken to cost the same, a backward twice a forward, its halves the same, and transfers nothing. If pp
     divides the number m of micro-batches, the share of 1f1b and interleaved is (pp - 1) / (vpp m + pp - 1) (arXiv
@@ -78,7 +78,7 @@ def idle_share(config: Config, microbatches: int) -> float:
 
 
 def _axes_over_gloo(config: Config, ctx: ParallelContext) -> list[str]:
-    """A line about the axes that do not exchange through shared memory although the config asks for it."""
+    """A line about axes without exchange through shared memory, although the config asks for it."""
     if ctx.device.type != "cpu" or config.launch.cpu_exchange != "shared_memory":
         return []
     names = [axis.name for axis in (ctx.tp, ctx.cp, ctx.dp, ctx.pp) if axis.size > 1 and axis.local is None]
@@ -90,13 +90,13 @@ def _axes_over_gloo(config: Config, ctx: ParallelContext) -> list[str]:
 def write_run_header(
     config: Config, ctx: ParallelContext, parameters: str, notes: Sequence[str], config_toml: str
 ) -> None:
-    """Make the run folder, write config.toml and environment.json, and print what is about to run. A collective.
+    """Make the run folder, write config.toml and environment.json, and print the header. A collective.
 
     If parallel.schedule is a file, the folder gets a copy, schedule.txt.
 
     environment.json holds `provenance` and the implementation of each op. `parameters` is the number of parameters, in
     words. `notes` are lines to print about what was resumed. Raises StorageError on every rank if rank 0 cannot write
-    the folder, which exists on every rank afterwards.
+    the folder. Afterwards it exists on every rank.
     """
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
     run_dir = Path(config.run_dir)

@@ -1,4 +1,4 @@
-"""Selects the parameters that a run trains. The others are frozen.
+"""Selects the parameters to train. The others are frozen.
 
 A frozen parameter has no gradient and no optimizer state. Checkpoints hold it like any other.
 """
@@ -20,17 +20,17 @@ class Frozen:
     """The result of `freeze` on one rank."""
 
     used: list[str]
-    """Patterns that matched a parameter."""
+    """Patterns with a match."""
     torn: list[str]
-    """For each fused parameter of which the patterns match only a part: its first and its last logical tensor."""
+    """For each fused parameter matched only in part: its first and its last logical tensor."""
     trained: int
-    """Elements of trained parameters that this rank counts: each element of the model is counted by one rank."""
+    """Elements of trained parameters, as counted by this rank: one rank counts each element of the model."""
     total: int
-    """Elements of all parameters that this rank counts."""
+    """Elements of all parameters, as counted by this rank."""
 
 
 def freeze(modules: Iterable[nn.Module], patterns: Sequence[str]) -> Frozen:
-    """Freeze each parameter of `modules` whose name matches none of `patterns`. Without patterns nothing is frozen.
+    """Freeze each parameter of `modules` without a match in `patterns`. Without patterns nothing is frozen.
 
     Patterns are those of a shell, such as `layers.1?.mlp.*`.
     """

@@ -12,7 +12,7 @@ _MOST_UNUSED = 10_000  # ids without a token that get a name; each of them takes
 
 
 def bytes_json() -> str:
-    """Return a tokenizer.json whose ids are those of `ByteTokenizer`: byte-level BPE without merges."""
+    """A tokenizer.json with the ids of `ByteTokenizer`: byte-level BPE without merges."""
     library = tokenizers_library()
     symbols = _byte_symbols()
     made = library.Tokenizer(library.models.BPE({symbol: byte for byte, symbol in enumerate(symbols)}, []))
@@ -23,7 +23,7 @@ def bytes_json() -> str:
 
 
 def tiktoken_json(tokenizer: TiktokenTokenizer) -> str:
-    """Return a tokenizer.json whose ids are those of `tokenizer`.
+    """A tokenizer.json with the ids of `tokenizer`.
 
     Raises InexpressibleError if the pattern or the special tokens cannot be written so that the ids are the same.
     """
@@ -62,11 +62,11 @@ def tiktoken_json(tokenizer: TiktokenTokenizer) -> str:
 
 
 def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the pairs of tokens that tiktoken joins, lowest rank of the result first.
+    """The pairs of tokens to be joined as tiktoken does, lowest rank of the result first.
 
-    tiktoken joins any two neighbours whose bytes are a token, lowest rank first, leftmost first. As long as no join
-    crosses a token's ends, the joins within them are those that the token's bytes alone would see. So every token that
-    is made by joining is made of one pair, the last that its bytes alone see. No other pair is ever joined to it.
+    tiktoken joins any two neighbours if their bytes are a token, lowest rank first, leftmost first. As long as no join
+    crosses a token's ends, the joins within are those of its bytes alone. So every joined token is made of one pair,
+    the last one in its bytes alone. No other pair is ever joined to it.
     """
     pairs = {}
     for token, rank in ranks.items():
@@ -77,7 +77,7 @@ def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _last_pair(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
-    """Return the pair that joins make of the bytes of `token` before the last join, or None if they make no pair."""
+    """The pair before the last join of the bytes of `token`, or None if joins make no pair."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [left + right for left, right in pairwise(parts)]
@@ -90,7 +90,7 @@ def _last_pair(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | N
 
 
 def _gaps(tokenizer: TiktokenTokenizer) -> list[int]:
-    """Return the ids below the last rank that no token has. Raises InexpressibleError if there are too many."""
+    """The ids below the last rank without a token. Raises InexpressibleError if there are too many."""
     last = max(tokenizer.ranks.values())
     if last - len(tokenizer.ranks) > _MOST_UNUSED:
         raise InexpressibleError(f"more than {_MOST_UNUSED} of its ids have no token")
@@ -116,7 +116,7 @@ def _special_in_order(tokenizer: TiktokenTokenizer) -> list[str]:
 
 
 def _byte_symbols() -> list[str]:
-    """Return the character that stands for each byte in byte-level BPE (GPT-2).
+    """The character for each byte in byte-level BPE (GPT-2).
 
     A printable byte stands for itself. The others get the characters from 256 on, in the order of the bytes.
     """

@@ -1,7 +1,7 @@
 """Conversion of Hugging Face's config.json to our model options and back.
 
-Each family declares the names of its options at Hugging Face (`Family.hugging_face`). A field that would change what is
-computed and that our models do not have is refused by name.
+Each family declares the names of its options at Hugging Face (`Family.hugging_face`). A field is
+refused by name if it would change the result and our models do not have it.
 """
 
 import re
@@ -26,7 +26,7 @@ def names_of(model: ModelConfig) -> HuggingFace:
 
 
 def canonical_name(name: str, names: HuggingFace) -> str | None:
-    """Return the name that the tables use for a stored tensor, or None if the tensor holds no weights."""
+    """The tables' name of a stored tensor, or None if the tensor holds no weights."""
     if _DERIVED.search(name):
         return None
     for theirs, ours in names.renamed.items():
@@ -37,7 +37,7 @@ def canonical_name(name: str, names: HuggingFace) -> str | None:
 
 
 def from_hugging_face(raw: Mapping[str, Any]) -> ModelConfig:
-    """Return the model that a config.json describes. Raises ConfigError that names every field we do not support."""
+    """The model of a config.json. Raises ConfigError with every unsupported field."""
     type_name = raw.get("model_type")
     family, names = _of_type(type_name)
     model_type = names.model_types[str(type_name)]
@@ -62,12 +62,12 @@ def from_hugging_face(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def warnings_of(raw: Mapping[str, Any]) -> list[str]:
-    """Return lines about fields of a supported config.json that have no option of ours and change no result."""
+    """Lines about fields of a supported config.json without an option of ours and without effect on the result."""
     return _of_type(raw.get("model_type"))[1].warnings(raw)
 
 
 def _of_type(type_name: object) -> tuple[str, HuggingFace]:
-    """Return the family that has this `model_type`, and its names. Raises ConfigError if there is none."""
+    """The family of this `model_type`, and its names. Raises ConfigError if there is none."""
     known: list[str] = []
     for family, description in FAMILIES.items():
         names = description.hugging_face
@@ -80,7 +80,7 @@ def _of_type(type_name: object) -> tuple[str, HuggingFace]:
 
 
 def _unsupported(raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each field whose value is not the one that our models compute. A missing field is right."""
+    """Yield a line for each field with a value our models do not compute. A missing field is right."""
     for field, value in {**fixed, "quantization_config": None}.items():
         if raw.get(field, value) != value:
             yield f"{field}={raw[field]!r} is not supported; {value!r} is"

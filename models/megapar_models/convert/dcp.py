@@ -1,6 +1,6 @@
-"""Export to torch.distributed.checkpoint, so that a user of DTensors can load our weights into any sharding.
+"""Export to torch.distributed.checkpoint, for users of DTensors with any sharding.
 
-Keys are our logical names, and values are fp32. Load only a folder that you trust: torch unpickles its `.metadata`.
+Keys are our logical names, and values are fp32. Load only trusted folders: torch unpickles its `.metadata`.
 """
 
 import json
@@ -25,7 +25,7 @@ STATES = (MAIN, BUFFER)  # weights, and what else belongs to the model, such as 
 
 
 class _Streaming(DefaultSavePlanner):
-    """A save planner that plans with meta tensors and reads each tensor only when it is written, one at a time.
+    """A save planner: it plans with meta tensors, and reads each tensor only to write it, one at a time.
 
     `stored` has the name in the native checkpoint of each key.
     """

@@ -253,7 +253,7 @@ def read(source: Path, vocab_size: int = 0, accepted: Collection[str] = ()) -> M
 
 
 def find(source: Path) -> Path:
-    """Return the folder that holds the ranks' folders: `source`, or the iteration's folder that its tracker names.
+    """The parent of the ranks' folders: `source`, or the iteration's folder by its tracker.
 
     Raises CheckpointError if there is none.
     """
@@ -309,7 +309,7 @@ def load_file(path: Path) -> dict[str, Any]:
     """Return a rank's dict, with its storages mapped from the file.
 
     It has tensors, containers, plain values and `args`. Other objects are replaced by empty ones.
-    Raises CheckpointError if the pickle names anything that Megatron does not store. No code has been run then.
+    Raises CheckpointError if the pickle names anything not stored by Megatron. No code has been run then.
     """
     try:
         # The names are read before anything is unpickled. Only classes that stand for nothing are then allowed.
@@ -328,10 +328,10 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def model_of(args: Mapping[str, Any], vocab_size: int, folder: Path, accepted: Collection[str] = ()) -> ModelConfig:
-    """Return the model that Megatron's `args` describe.
+    """The model of Megatron's `args`.
 
-    `folder` is the checkpoint's folder, for messages. Dropout is 0, because it is an option of training, which llama
-    lacks. Raises CheckpointError for args that are refused, missing or of another type.
+    `folder` is the checkpoint's folder, for messages. Dropout is 0, because it is an option of training, and llama
+    lacks it. Raises CheckpointError for refused or missing args, and for other types.
     """
     for problem in unsupported(args, accepted):
         raise CheckpointError(f"{folder}: {problem}")
@@ -371,7 +371,7 @@ def model_of(args: Mapping[str, Any], vocab_size: int, folder: Path, accepted: C
 
 
 def _stated(args: Mapping[str, Any], folder: Path, kind: type, *fields: str) -> Any:
-    """Return the first of `fields` that is stated, as `kind`, int or float. Raises CheckpointError if it is none.
+    """The first stated one of `fields`, as `kind`, int or float. Raises CheckpointError if it is none.
 
     A whole number is taken for a float too.
     """
@@ -384,14 +384,14 @@ def _stated(args: Mapping[str, Any], folder: Path, kind: type, *fields: str) -> 
 
 
 def megatron_families() -> Iterator[tuple[str, Megatron]]:
-    """Yield (name, args of Megatron-LM) of each family that Megatron's GPT model can be."""
+    """Yield (name, args of Megatron-LM) of each family within Megatron's GPT model."""
     for name, family in FAMILIES.items():
         if family.megatron is not None:
             yield name, family.megatron
 
 
 def _family(args: Mapping[str, Any], folder: Path) -> tuple[str, str]:
-    """Return (family, hidden_act). Raises CheckpointError that names an option of no family, or of the other one."""
+    """Return (family, hidden_act). Raises CheckpointError about an option of no family, or of the other one."""
     swiglu = bool(args.get("swiglu"))
     family, needs = next((name, megatron) for name, megatron in megatron_families() if megatron.swiglu == swiglu)
     rotary = "rope" if args.get("use_rotary_position_embeddings") else "learned_absolute"
@@ -448,7 +448,7 @@ def collect(
     """Return every tensor rank's part of each tensor, by our names with global layer numbers.
 
     Chunk c of pipeline rank p is stage c * pp + p. Its layers follow those of the stage before.
-    Raises CheckpointError for names that are not known, are stored twice, or are not held by every tensor rank.
+    Raises CheckpointError for unknown names, names stored twice, or missing on some tensor rank.
     """
     parts: dict[str, tuple[Tensor, ...]] = {}
     first_layer = 0
@@ -468,9 +468,9 @@ def collect(
 
 
 def _renamed(tensors: Mapping[str, Any], first_layer: int, folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (our name, tensor) for each tensor of a chunk whose layer 0 is `first_layer` of the model.
+    """Yield (our name, tensor) for each tensor of a chunk. Its layer 0 is `first_layer` of the model.
 
-    Raises CheckpointError for a name that is not known, and for a dtype that is not read.
+    Raises CheckpointError for unknown names and other dtypes.
     """
     for key, tensor in tensors.items():
         if key.endswith(_COMPUTED):

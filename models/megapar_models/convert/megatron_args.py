@@ -1,8 +1,8 @@
-"""Megatron-LM's `args`: which of them change what a model computes, and which of those are refused.
+"""Megatron-LM's `args`: those with an effect on the result of a model, and the refused ones among them.
 
 The names and defaults are those of Megatron-LM main in August 2026 (commit d98e8a6), and of its releases since 2019.
 A later version may rename an option, as `apply_layernorm_1p` became `layernorm_zero_centered_gamma`. So an option is
-also refused if it is switched on, is not listed here, and has a name that speaks of the model's arithmetic.
+also refused if it is switched on, is not listed here, and sounds like the model's arithmetic.
 """
 
 import re
@@ -95,7 +95,7 @@ _WORDS = re.compile(
 
 
 def unsupported(args: Mapping[str, Any], accepted: Collection[str] = ()) -> Iterator[str]:
-    """Yield a line for each of `args` that is refused.
+    """Yield a line for each refused one of `args`.
 
     It is refused if our models cannot compute it, or if it is unknown, may change the arithmetic and is not in
     `accepted`.

@@ -1,11 +1,11 @@
 """Logits of Megatron-Core's own GPTModel on a classic checkpoint. A conversion is compared with them.
 
-`convert.megatron` turns Megatron's args into our options. If it did not know an arg that changes the model, or read it
-wrongly, the result would be a wrong model without an error. Here Megatron-Core builds its model from all of the args
+`convert.megatron` turns Megatron's args into our options. If it overlooked or misread an arg with an effect on
+the model, the result would be a wrong model without an error. Here Megatron-Core builds its model from all of the args
 itself, as Megatron-LM does in `core_transformer_config_from_args` and `gpt_builder` (core_v0.16.1). Such an arg then
 makes a difference of logits.
 
-The model is whole (one tensor and one pipeline rank) and in fp32. It is on the CPU, where no GPU kernels are needed.
+The model is whole (one tensor and one pipeline rank) and in fp32. It is on the CPU, without GPU kernels.
 """
 
 import importlib.util
@@ -106,7 +106,7 @@ class MegatronModel:
         return logits_bsv[0]
 
     def misread(self, model: ModelConfig) -> list[str]:
-        """Return a line for each value that Megatron-Core took from the args and that `model` does not have."""
+        """A line for each value taken by Megatron-Core from the args and missing in `model`."""
         values = _values_of(model)
         defaults = _defaults()
         lines = []
@@ -121,7 +121,7 @@ class MegatronModel:
 
 
 def config_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of Megatron-Core's TransformerConfig that decide what a model computes, from `args`."""
+    """The fields of Megatron-Core's TransformerConfig with an effect on the result, from `args`."""
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -140,7 +140,7 @@ def config_values(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activation(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of TransformerConfig that describe the activation function."""
+    """The fields of TransformerConfig for the activation function."""
     from megatron.core.activations import quick_gelu, squared_relu
 
     if args.get("swiglu"):
@@ -208,7 +208,7 @@ def _values_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    """Return Megatron-Core's defaults, for names that the args or our options do not state."""
+    """Megatron-Core's defaults, for names missing in the args and in our options."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = {field.name: field.default for field in fields(TransformerConfig)}
@@ -249,7 +249,7 @@ def _build(config: Mapping[str, Any], model: Mapping[str, Any], rows: int) -> nn
 
 
 class _OneRank:
-    """Stands for a process group of one rank, so that torch.distributed need not be initialized."""
+    """A stand-in for a process group of one rank: torch.distributed need not be initialized."""
 
     def size(self) -> int:
         return 1

@@ -1,4 +1,4 @@
-"""Comparison of a converted model's logits with those of another implementation that has the same weights."""
+"""Comparison of a converted model's logits with those of another implementation with the same weights."""
 
 import importlib.metadata
 import importlib.util
@@ -26,8 +26,8 @@ TOLERANCE = 1e-4
 class Reference(NamedTuple):
     """Another implementation of the model with the same weights.
 
-    `logits` takes tokens [s] and the first position that is wanted; it returns [s - first, v]. `misread` names options
-    of ours that differ from the reference's, if the reference can tell.
+    `logits` takes tokens [s] and the first wanted position; it returns [s - first, v]. `misread` names our options
+    with other values than the reference's, if the reference can tell.
     """
 
     name: str

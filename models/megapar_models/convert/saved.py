@@ -26,11 +26,11 @@ def is_kept(path: str) -> bool:
 
 
 def saved_config(manifest: Manifest, **train: Any) -> Config:
-    """Return the options that a checkpoint was made with, for one process. `train` replaces options of that section.
+    """The options of a checkpoint, for one process. `train` replaces options of that section.
 
-    Options that say nothing about the model or its data have their default (`is_kept`), as have options that are newer
-    than the checkpoint. The data section is kept but not validated, because no text will be read. Raises
-    CheckpointError if the manifest does not hold the options.
+    Options without meaning for the model or its data have their defaults (`is_kept`), and so have options newer than
+    the checkpoint. The data section is kept but not validated, because no text will be read. Raises CheckpointError if
+    the manifest does not hold the options.
     """
     stated = manifest.trainer.get("config")
     if not isinstance(stated, dict):

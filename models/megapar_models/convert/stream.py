@@ -33,7 +33,7 @@ CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # 
 
 
 class TensorInfo(NamedTuple):
-    """Shape and dtype of a tensor that will be made later."""
+    """Shape and dtype of a future tensor."""
 
     shape: Sizes
     dtype: torch.dtype
@@ -86,7 +86,7 @@ def write_file(path: Path, plan: Plan, make: Callable[[str], Tensor]) -> None:
     """Write a safetensors file of the planned tensors and flush it to the disk.
 
     `make` returns the tensor of a name. It is called for one name after the other, and no tensor is kept.
-    Raises CheckpointError for a tensor that is not as planned, or not finite.
+    Raises CheckpointError for a tensor unlike its plan, or not finite.
     """
     # Not by safetensors' own save_file, which needs all tensors of a file at once.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -129,8 +129,8 @@ def write_weights(
 ) -> None:
     """Write a native checkpoint of step 0 to `folder`: fp32 main weights of a validated `config`, without moments.
 
-    `make` returns the logical tensor of a name in `shapes`, fp32. `trainer.weights_only` in the manifest says that the
-    checkpoint has no moments, so that no run can be resumed from it.
+    `make` returns the logical tensor of a name in `shapes`, fp32. With `trainer.weights_only` in the manifest it has
+    no moments, so no run can be resumed from it.
     """
     plan = {f"{MAIN}.{name}": TensorInfo(shape, torch.float32) for name, shape in shapes.items()}
     tensors: dict[str, Entry] = {}

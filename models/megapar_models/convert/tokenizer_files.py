@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizer files for tokenizers that lack them. They encode a text as training did."""
+"""Hugging Face's tokenizer files for tokenizers without them. They encode a text as training did."""
 
 import json
 from collections.abc import Iterable
@@ -87,7 +87,7 @@ BROKEN = (
 
 
 class Difference(NamedTuple):
-    """A text that two tokenizers encode differently, and its ids."""
+    """A text with two encodings by two tokenizers, and its ids."""
 
     text: str
     expected: list[int]
@@ -95,15 +95,15 @@ class Difference(NamedTuple):
 
 
 def differences(expected: Tokenizer, encode: Any, texts: Iterable[str]) -> list[Difference]:
-    """Return the `texts` for which the function `encode` gives other ids than the tokenizer `expected`, with both."""
+    """The `texts` with other ids by the function `encode` than by the tokenizer `expected`, with both."""
     compared = (Difference(text, expected.encode(text).tolist(), list(encode(text))) for text in texts)
     return [each for each in compared if each.expected != each.found]
 
 
 def decoding_differences(tokenizer: Tokenizer, decode: Any, texts: Iterable[str]) -> list[list[int]]:
-    """Return the ids that the function `decode` turns into other text than `tokenizer`: those of `texts`, and BROKEN.
+    """The ids with other text by the function `decode` than by `tokenizer`: those of `texts`, and BROKEN.
 
-    Tokenizers that are not of bytes are not compared. Their decoders strip spaces in ways of their own.
+    Only tokenizers of bytes are compared. The decoders of others strip spaces in ways of their own.
     """
     ids_of_bytes = _ids_of_bytes(tokenizer)
     if not ids_of_bytes:
@@ -123,11 +123,11 @@ def _ids_of_bytes(tokenizer: Tokenizer) -> list[int]:
 
 
 def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, context: int) -> str:
-    """Write to `folder` the files of `tokenizer` that Hugging Face needs and the folder lacks.
+    """Write to `folder` the missing files of `tokenizer` for Hugging Face.
 
-    They are tokenizer.json, unless `tokenizer` was read from one, and tokenizer_config.json, or the fields that it
-    lacks. `model_file` is the file of a sentencepiece model. `context` is the model's number of positions. Returns what
-    could not be written, or "".
+    They are tokenizer.json, unless `tokenizer` was read from one, and tokenizer_config.json, or its missing fields.
+    `model_file` is the file of a sentencepiece model. `context` is the model's number of positions. Returns what could
+    not be written, or "".
     """
     names: dict[str, str] = {}
     if not (folder / JSON).exists():
@@ -191,9 +191,9 @@ class AsItIs(PreTrainedTokenizerFast):
 
 
 def read_as_it_is(folder: Path) -> None:
-    """Change the files in `folder` so that AutoTokenizer reads tokenizer.json as it is.
+    """Change the files in `folder`: AutoTokenizer must read tokenizer.json as it is.
 
-    The class that transformers chooses by model_type might not.
+    The class chosen by transformers for the model_type might not.
     """
     # For some values of model_type, qwen2 among them, transformers 5 ignores tokenizer_class unless there is an
     # auto_map (AutoTokenizer.from_pretrained, transformers 5.23). Without trust_remote_code it then drops the auto_map,
@@ -208,7 +208,7 @@ def read_as_it_is(folder: Path) -> None:
 def compare_with_transformers(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> tuple[dict[str, Any], list[str]]:
     """Compare AutoTokenizer, with the files in `folder`, with `tokenizer` on the check texts.
 
-    Returns what was compared, as JSON types, and a list of problems: texts that are encoded differently, another end
+    Returns what was compared, as JSON types, and a list of problems: texts with other ids, another end
     token, or an end token outside the `vocab_size` ids of the model.
     """
     import transformers
@@ -252,7 +252,7 @@ def compare_with_transformers(folder: Path, tokenizer: Tokenizer, vocab_size: in
 
 
 def _config(names: dict[str, str], context: int) -> dict[str, Any]:
-    """Return tokenizer_config.json for a tokenizer.json that is to be read as it is."""
+    """tokenizer_config.json for a tokenizer.json to be read as it is."""
     # transformers 4 and 5 use tokenizer.json unchanged for this class. Another class, which transformers may choose by
     # the model_type of config.json, builds a tokenizer of its own out of the vocabulary.
     return {
@@ -346,7 +346,7 @@ def _converted(library: Any, model: Any) -> Any:
 
 
 def _unigram(model: Any) -> list[tuple[str, float]]:
-    """Return the pieces with scores for which a Viterbi search gives sentencepiece's result (unigram_model.cc)."""
+    """The pieces, with scores for a Viterbi search with sentencepiece's result (unigram_model.cc)."""
     types = model.SentencePiece
     learned = [piece.score for piece in model.pieces if piece.type == types.NORMAL]
     scores = []
@@ -361,7 +361,7 @@ def _unigram(model: Any) -> list[tuple[str, float]]:
 
 
 def _merges(model: Any) -> list[tuple[str, str]]:
-    """Return the pairs of pieces that make a piece, best score first. sentencepiece joins pairs in this order."""
+    """The pairs of pieces for each piece, best score first. sentencepiece joins pairs in this order."""
     types = model.SentencePiece
     numbers = {piece.piece: at for at, piece in enumerate(model.pieces) if piece.type in (types.NORMAL, types.UNUSED)}
     ordered = []

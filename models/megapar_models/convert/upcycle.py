@@ -38,15 +38,15 @@ def mixture_of(dense: Config, family: str, experts: int, experts_per_token: int,
 
 
 def dense_name(name: str) -> str:
-    """Return the name of the dense model's tensor that a tensor of the mixture is a copy of."""
+    """The name of the dense model's tensor behind a tensor of the mixture."""
     return re.sub(r"\.experts\.\d+\.", ".", name)
 
 
 def tensor_of(source: Path, manifest: Manifest, config: Config) -> Callable[[str], Tensor]:
-    """Return a function that makes a tensor of the mixture `config`, fp32, by its name.
+    """A function from the name of a tensor of the mixture `config` to the tensor, fp32.
 
     `source` and `manifest` are those of the dense model's native checkpoint. Raises CheckpointError if the dense model
-    lacks a tensor, or has one that the mixture has no use for.
+    lacks a tensor, or has one without use for the mixture.
     """
     declared = declarations(config.model)
     stored = {name.removeprefix(f"{MAIN}.") for name in manifest.tensors if name.startswith(f"{MAIN}.")}

@@ -1,8 +1,8 @@
-"""Patterns that cut text into words, from tiktoken's regular expressions to those of the `tokenizers` library.
+"""Patterns to cut text into words, from tiktoken's regular expressions to those of the `tokenizers` library.
 
 tiktoken uses Rust's fancy-regex, and tokenizers uses Oniguruma with Ruby's syntax. Both search from the left and try
-alternatives in order, but they read some constructs differently. Constructs that both read alike are kept. Some others
-are written in another way. Whatever is not known to mean the same in both is refused by name.
+alternatives in order, but they read some constructs differently. Constructs read alike by both are kept. Some others
+are written in another way. The rest is refused by name.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class InexpressibleError(Exception):
-    """A tokenizer that no tokenizer.json is known to equal. The message has the reason."""
+    """A tokenizer without a known equal tokenizer.json. The message has the reason."""
 
 
 # General categories of Unicode, and a script. Both libraries take the same characters for each of them
@@ -39,10 +39,9 @@ class _Part(NamedTuple):
 
 
 def oniguruma(pattern: str) -> str:
-    """Return the pattern for the `tokenizers` library that matches what `pattern` matches in tiktoken.
+    """The pattern for the `tokenizers` library with the matches of `pattern` in tiktoken.
 
-    Raises InexpressibleError if `pattern` has a construct that is not known to mean the same, or if it may match no
-    character.
+    Raises InexpressibleError if `pattern` has a construct without a known equal, or if it may match no character.
     """
     reader = _Reader(pattern)
     whole = reader.alternatives()
