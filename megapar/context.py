@@ -14,9 +14,12 @@ import torch.distributed as dist
 
 from megapar.comm import host_meeting
 from megapar.comm.flight import AxisLog, Flight
-from megapar.comm.local_collectives import LocalAxis
 from megapar.comm.shared_memory import Host
 from megapar.comm.store import StoreUser, part_of
+from megapar.comm.transport import ALONE, PLANNED, Transport
+from megapar.comm.transport_gloo import Gloo
+from megapar.comm.transport_shared_memory import SharedMemory
+from megapar.comm.transport_torch import TorchDistributed
 
 DEFAULT_ORDER = "tp-cp-dp-pp"
 EXPERT_ORDER = "etp-ep-edp"
@@ -89,22 +92,25 @@ TIED_AXIS = "ends"
 class Axis:
     """One direction of the rank grid: the ranks that differ from this rank in this direction alone.
 
-    `ranks` are global ranks. `rank` is this rank's position among them. `log` keeps the newest operations. At size 1
-    `group`, `log` and `local` are None, and collectives do nothing. `local` is set if the ranks exchange through shared
-    memory. `group` is None too if all ranks of the job do. `inner` and `outer` are set if the axis is split: into
-    groups of neighbors, and the ranks that have one position in these groups.
+    `ranks` are global ranks. `rank` is this rank's position among them. `transport` moves tensors between the ranks.
+    Without it an axis of several ranks is a plan's. `log` keeps the newest operations; it is None at size 1 and in a
+    plan. `inner` and `outer` are set if the axis is split: into groups of neighbors, and the ranks that have one
+    position in these groups.
     """
 
     name: str
     size: int = 1
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
-    group: dist.ProcessGroup | None = None
+    transport: Transport = field(default=ALONE, compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     log: AxisLog | None = field(default=None, compare=False)
-    local: LocalAxis | None = field(default=None, compare=False)
     inner: "Axis | None" = field(default=None, compare=False)
     outer: "Axis | None" = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.size > 1 and self.transport is ALONE:
+            object.__setattr__(self, "transport", PLANNED)  # the only way to complete a frozen object
 
     @property
     def shards(self) -> "Axis":
@@ -323,6 +329,12 @@ def create(
     return ParallelContext(**axes, device=device or torch.device("cpu"), flight=flight)
 
 
+def _world_group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "create needs an initialized world"
+    return world
+
+
 class _AxisMaker:
     """Makes the axes of a rank, each with what it needs to communicate. All ranks make the same axes in one order."""
 
@@ -334,7 +346,7 @@ class _AxisMaker:
         # Every rank knows whether this host has all of them. Then no axis needs a group.
         self._needs_groups = host is None or len(host.peers) + 1 < world_size
         # Axes with the same ranks share one group: each group costs memory and connections.
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): dist.group.WORLD}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world_size)): _world_group()}
         self._axes = 0
 
     def make(self, name: str, groups: list[tuple[int, ...]]) -> Axis:
@@ -350,8 +362,13 @@ class _AxisMaker:
             return Axis(name, ranks=members)
         position = members.index(self._rank)
         log = self._flight.axis(name, members[0], len(members), position)
-        local = None
+        transport = self._transport(position, members, log)
+        return Axis(name, len(members), position, members, transport, log=log)
+
+    def _transport(self, position: int, members: tuple[int, ...], log: AxisLog) -> Transport:
         if self._host is not None and self._host.peers.issuperset(set(members) - {self._rank}):
             # The number of the axis is the same on all ranks, and so names its messages.
-            local = LocalAxis(self._host, self._axes, position, members)
-        return Axis(name, len(members), position, members, self._groups.get(members), log=log, local=local)
+            return SharedMemory(self._host, self._axes, position, members, log)
+        group = self._groups[members]
+        kind = Gloo if dist.get_backend(group) == "gloo" else TorchDistributed
+        return kind(group, position, members, log)

@@ -19,7 +19,7 @@ from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.comm.collectives import Pending
+from megapar.comm.pending import Pending
 from megapar.main_grad import WeightGradient, is_put_off, main_grad_of
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from megapar.comm.collectives import Pending
+from megapar.comm.pending import Pending
 
 
 class MainGrad(Protocol):

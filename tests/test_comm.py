@@ -1,9 +1,8 @@
 """Every collective and transfer on real ranks: values, shapes, strides, and the bytes that are counted."""
 
 import gc
-import importlib.util
+import importlib
 import time
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapar import context
-from megapar.comm import collectives
-from megapar.comm.collectives import Pending
+from megapar.comm import collectives, transport_torch
 from megapar.comm.exchange import exchange_rows
+from megapar.comm.pending import Pending
 from megapar.context import Axis, Traffic
 from megapar.errors import CommunicationError
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
@@ -151,20 +150,31 @@ def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
 def every_function(sizes: dict[str, int], use_shared_memory: bool) -> None:
     ctx = context.create(**sizes, device=rank_device(dist.get_rank()), use_shared_memory=use_shared_memory)
     for name in sizes:
-        axis = getattr(ctx, name)
-        for dtype in DTYPES:
-            for shape in SHAPES:
-                all_x = [numbers(rank, shape, dtype) for rank in range(axis.size)]
-                for variant in ("contiguous", "strided"):
-                    check_all_reduce(axis, all_x, variant)
-                    check_gathers_and_scatters(axis, all_x, variant)
-            check_shards(axis, dtype)
-            check_all_to_all(axis, dtype)
-        check_shards_in_bf16(axis)
-        check_exchange(axis)
-        values = [{"rank": r, "text": "ä" * 40 * r, "list": [None, True, 1.5, 2**40] * r} for r in range(axis.size)]
-        assert collectives.gather_json(values[axis.rank], axis, ctx.device) == values
-        collectives.barrier(axis)
+        check_everything(getattr(ctx, name), ctx.device)
+
+
+def every_function_of_torch() -> None:
+    """Those of torch.distributed itself: NCCL's on GPUs, and gloo's here."""
+    rank = dist.get_rank()
+    assert dist.group.WORLD is not None
+    transport = transport_torch.TorchDistributed(dist.group.WORLD, rank, (0, 1), None)
+    check_everything(Axis("dp", 2, rank, (0, 1), transport), rank_device(rank))
+
+
+def check_everything(axis: Axis, device: torch.device) -> None:
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            all_x = [numbers(rank, shape, dtype) for rank in range(axis.size)]
+            for variant in ("contiguous", "strided"):
+                check_all_reduce(axis, all_x, variant)
+                check_gathers_and_scatters(axis, all_x, variant)
+        check_shards(axis, dtype)
+        check_all_to_all(axis, dtype)
+    check_shards_in_bf16(axis)
+    check_exchange(axis)
+    values = [{"rank": r, "text": "ä" * 40 * r, "list": [None, True, 1.5, 2**40] * r} for r in range(axis.size)]
+    assert collectives.gather_json(values[axis.rank], axis, device) == values
+    collectives.barrier(axis)
 
 
 @pytest.mark.gpus
@@ -329,33 +339,38 @@ def test_what_would_lose_a_gradient_or_a_result_is_refused() -> None:
 def names_of_one_torch(missing: tuple[str, ...]) -> None:
     for name in missing:
         delattr(dist, name)
-    old = private_copy()
+    importlib.reload(transport_torch)
     assert not {name for name in missing if hasattr(dist, name)}
-    axis = context.create(dp=2, device=rank_device(dist.get_rank())).dp
-    all_x = [numbers(rank, (4, 3), torch.float32) for rank in range(2)]
-    assert torch.equal(old.all_gather(all_x[axis.rank], axis), torch.cat(all_x))
-    assert torch.equal(old.reduce_scatter(all_x[axis.rank], axis), sum(all_x).chunk(2)[axis.rank])
-
-
-def private_copy() -> ModuleType:
-    """comm, loaded once more, with the names that torch has now."""
-    assert collectives.__file__ is not None
-    spec = importlib.util.spec_from_file_location("comm_again", collectives.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    every_function_of_torch()
 
 
 @pytest.mark.parametrize("suffixes", [("single", "single"), ("into_tensor", "tensor")], ids=["2.11", "after 2.13"])
 def test_one_set_of_names_is_enough(suffixes: tuple[str, str]) -> None:
-    """torch 2.11 has only the old names of two collectives, 2.13 both, a later one perhaps only the new."""
+    """torch 2.11 has only the old names of two collectives, 2.13 both, a later one perhaps only the new. Every function
+    gives the expected values with either set."""
     missing = f"all_gather_{suffixes[0]}", f"reduce_scatter_{suffixes[1]}"
     other = {"single": "into_tensor", "into_tensor": "single"}[suffixes[0]]
     if not all(hasattr(dist, name) for name in (*missing, f"all_gather_{other}")):
         pytest.skip(f"torch {torch.__version__} has one set of names")
     run_ranks(2, names_of_one_torch, missing)
+
+
+def test_a_planned_axis_takes_shapes_alone() -> None:
+    """Values would be wrong without a word. Nothing is counted."""
+    axis = Axis("dp", 2, 1, (0, 1))
+    x = torch.empty(4, 3, device="meta")
+    assert collectives.all_gather(x, axis).shape == (8, 3)
+    assert collectives.reduce_scatter(x, axis).shape == (2, 3)
+    assert collectives.all_to_all(x, [1, 3], [5, 3], axis).shape == (8, 3)
+    assert collectives.all_reduce(x, axis) is x
+    collectives.exchange([(x, 0)], [(x, 0)], axis).wait()
+    assert axis.traffic == Traffic()
+    functions = (collectives.all_reduce, collectives.all_gather, collectives.reduce_scatter)
+    for function in functions:
+        with pytest.raises(RuntimeError, match="not connected"):
+            function(torch.ones(4, 3), axis)
+    with pytest.raises(RuntimeError, match="not connected"):
+        collectives.exchange([(torch.ones(4, 3), 0)], [], axis)
 
 
 def one_rank_is_late() -> None:

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megapar import context
 from megapar.comm import collectives
+from megapar.comm.transport import ALONE
+from megapar.comm.transport_torch import TorchDistributed
 from megapar.context import Axis, coordinates, rank_groups
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -84,6 +87,11 @@ def test_groups_partition_any_world(grid: tuple[dict[str, int], str]) -> None:
         assert ranks[tuple(coordinates(rank, sizes, order)[name] for name in names)] == rank
 
 
+def join_fake_world(rank: int, world_size: int) -> None:
+    """Make this process a rank of a world in which collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
 @pytest.fixture
 def fake_world() -> Iterator[None]:
     yield
@@ -101,9 +109,10 @@ def check_axes(ctx: context.ParallelContext, rank: int, sizes: dict[str, int], o
         ranks = next((group for group in groups if rank in group), (rank,))
         assert (axis.name, axis.size, axis.ranks, axis.ranks[axis.rank]) == (name, len(ranks), ranks, rank)
         assert (axis.first, axis.last) == (rank == ranks[0], rank == ranks[-1])
-        assert (axis.group is None) == (axis.size == 1)
-        if axis.group is not None:
-            assert tuple(dist.get_process_group_ranks(axis.group)) == ranks
+        assert (axis.transport is ALONE) == (axis.size == 1)
+        if axis.size > 1:
+            assert isinstance(axis.transport, TorchDistributed)
+            assert tuple(dist.get_process_group_ranks(axis.transport.group)) == ranks
 
 
 @pytest.mark.parametrize(
@@ -135,7 +144,7 @@ def test_create_makes_each_group_once_and_as_computed(
             return real(ranks, **options)
 
         monkeypatch.setattr(dist, "new_group", spy)
-        collectives.initialize_fake(rank, world)
+        join_fake_world(rank, world)
         check_axes(context.create(**by_axis, order=order), rank, by_axis, order)
         collectives.shutdown()
         histories.append(made)
@@ -149,12 +158,12 @@ def test_create_makes_each_group_once_and_as_computed(
 
 def test_one_process_needs_no_groups() -> None:
     ctx = context.create()
-    assert all((axis.size, axis.rank, axis.group) == (1, 0, None) for axis in ctx.axes)
+    assert all((axis.size, axis.rank, axis.transport) == (1, 0, ALONE) for axis in ctx.axes)
     assert ctx.traffic() == {}
 
 
 def test_sizes_and_orders_that_do_not_fit_are_refused(fake_world: None) -> None:
-    collectives.initialize_fake(0, 8)
+    join_fake_world(0, 8)
     with pytest.raises(ValueError, match=r"tp\(3\).*= 6, not 8 ranks"):
         context.create(tp=3, dp=2)
     for order in ("tp-dp-pp", "tp-cp-dp-pp-pp", "tp-cp-dp-ep"):
@@ -166,7 +175,7 @@ def test_ends_of_a_line_are_its_first_and_last_stage(fake_world: None) -> None:
     """Ranks between have no partner: tied embeddings are no concern of theirs."""
     found = []
     for dp, pp in product(range(2), range(4)):
-        collectives.initialize_fake(2 * pp + dp, 8)
+        join_fake_world(2 * pp + dp, 8)
         ends = context.create(dp=2, pp=4).ends
         collectives.shutdown()
         found.append((ends.ranks, ends.size))
@@ -217,7 +226,7 @@ def test_a_planned_context_has_the_places_that_create_gives(fake_world: None) ->
     order = "cp-tp-pp-dp"
     grid = {"tp": 2, "cp": 2, "dp": 4, "pp": 2, "ep": 4, "etp": 2}
     for rank in range(0, 32, 5):
-        collectives.initialize_fake(rank, 32)
+        join_fake_world(rank, 32)
         made = context.create(**grid, order=order)
         collectives.shutdown()
         planned = context.planned(rank, **grid, order=order, device=made.device)
@@ -227,7 +236,7 @@ def test_a_planned_context_has_the_places_that_create_gives(fake_world: None) ->
 
 
 def test_a_model_without_experts_has_no_expert_groups(fake_world: None) -> None:
-    collectives.initialize_fake(0, 8)
+    join_fake_world(0, 8)
     ctx = context.create(tp=2, dp=4)
     assert [axis.size for axis in (ctx.etp, ctx.ep, ctx.expert_grad)] == [1, 1, 1]
     with pytest.raises(ValueError, match="has other ranks"):

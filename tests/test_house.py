@@ -57,7 +57,10 @@ ALSO = {
     ("megapar_models.registry", "megapar.pipeline.schedules"),
 }
 
-ONLY_CALLERS_OF_DISTRIBUTED = {"megapar/comm/collectives.py", "megapar/context.py", "megapar/comm/store.py"}
+ONLY_CALLERS_OF_DISTRIBUTED = {
+    "megapar/context.py",
+    *(f"megapar/comm/{name}.py" for name in ("collectives", "store", "transport_torch")),
+}
 # The export to torch's checkpoints is written by torch's own; the benchmark's contenders are its own ways to train.
 DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {
     "models/megapar_models/convert/dcp.py": ("torch.distributed.checkpoint",),
@@ -165,7 +168,7 @@ def test_options_are_read_and_judged_without_torch() -> None:
     assert "megapar.config.options" in seen
 
 
-def test_only_comm_context_and_store_know_torch_distributed() -> None:
+def test_only_comm_and_context_know_torch_distributed() -> None:
     wrong = []
     for path in SOURCES:
         allowed = DISTRIBUTED_SUBMODULES.get(relative(path), ())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megapar import context
 from megapar.comm import collectives, host_meeting
+from megapar.comm.transport_shared_memory import SharedMemory
 from megapar.context import ParallelContext
 from megapar.errors import CommunicationError
 from megapar.system.own_folder import OwnFolder
@@ -20,14 +21,14 @@ from tests.support.distributed import run_ranks
 
 def own_blocks(ctx: ParallelContext) -> list[int]:
     """The sizes of the blocks that this rank has made and not given back."""
-    assert ctx.world.local is not None
-    return [block.size for block in ctx.world.local.host._blocks.values()]
+    assert isinstance(ctx.world.transport, SharedMemory)
+    return [block.size for block in ctx.world.transport.host._blocks.values()]
 
 
 def pages_of_exchange(ctx: ParallelContext) -> int:
     """The bytes of memory that the blocks of this rank take."""
-    assert ctx.world.local is not None
-    return os.fstat(ctx.world.local.host._memory).st_blocks * 512
+    assert isinstance(ctx.world.transport, SharedMemory)
+    return os.fstat(ctx.world.transport.host._memory).st_blocks * 512
 
 
 def everything_in_flight() -> None:
@@ -81,9 +82,9 @@ def many_before_the_first_is_received(kilobytes: int) -> None:
         pendings = [
             collectives.exchange([(torch.full((256 * kilobytes,), float(i)), 1)], [], axis) for i in range(count)
         ]
-        assert axis.local is not None
+        assert isinstance(axis.transport, SharedMemory)
         if kilobytes == 1:
-            assert axis.local.host._links[1].has_unsent, "the case that this test is about"
+            assert axis.transport.host._links[1].has_unsent, "the case that this test is about"
         for pending in pendings:
             pending.wait()
     else:
@@ -187,7 +188,7 @@ def meeting_of(hosts: list[str], reachable: bool) -> list[bool]:
         expected = float(sum(2**r for r in axis.ranks))
         assert (collectives.all_reduce(torch.full((3,), 2.0**rank), axis) == expected).all()
         collectives.barrier(axis)
-    return [axis.local is not None for axis in (ctx.tp, ctx.dp, ctx.world)]
+    return [isinstance(axis.transport, SharedMemory) for axis in (ctx.tp, ctx.dp, ctx.world)]
 
 
 @pytest.mark.parametrize(

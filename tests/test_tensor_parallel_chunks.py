@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megapar import context
 from megapar.comm import collectives
-from megapar.comm.collectives import Pending
+from megapar.comm.pending import Pending
 from megapar.context import Axis, ParallelContext
 from megapar.linear import MatrixProducts
 from megapar.params import Init

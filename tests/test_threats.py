@@ -26,6 +26,7 @@ from megapar.comm import collectives, host_meeting
 from megapar.comm.flight import Flight, read
 from megapar.comm.flight_file import FlightFile
 from megapar.comm.shared_memory import Host
+from megapar.comm.transport_shared_memory import SharedMemory
 from megapar.errors import CommunicationError, OutOfMemoryError, StorageError
 from megapar.system import own_folder
 from tests.support import program, stranger
@@ -78,8 +79,8 @@ def knock_everywhere(successes: Path) -> None:
 def meet_often() -> None:
     for _ in range(ROUNDS):
         axis = context.create(dp=3, timeout_seconds=10).dp
-        assert axis.local is not None, "a stranger has kept the ranks apart"
-        assert axis.local.host.peers == set(range(3)) - {axis.rank}
+        assert isinstance(axis.transport, SharedMemory), "a stranger has kept the ranks apart"
+        assert axis.transport.host.peers == set(range(3)) - {axis.rank}
         assert (collectives.all_reduce(torch.full((5000,), 1.0 + axis.rank), axis) == 6).all()
         collectives.barrier(axis)
 
@@ -148,8 +149,8 @@ def others_knock() -> None:
 
     host_meeting._Party.answer = answer_after_knocks
     ctx = context.create(dp=2)
-    assert ctx.dp.local is not None
-    assert ctx.dp.local.host.peers == {1 - rank}
+    assert isinstance(ctx.dp.transport, SharedMemory)
+    assert ctx.dp.transport.host.peers == {1 - rank}
     assert collectives.all_reduce(torch.tensor(1.0 + rank), ctx.dp) == 3
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megapar.comm import collectives
-from megapar.comm.collectives import Pending
+from megapar.comm.pending import Pending
 from megapar.context import Axis
 
 

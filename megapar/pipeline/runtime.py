@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
-from megapar.comm.collectives import Pending, exchange
+from megapar.comm.collectives import exchange
+from megapar.comm.pending import Pending
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
 from megapar.main_grad import WeightGradientQueue, main_grads

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm import collectives
-from megapar.comm.collectives import Pending
+from megapar.comm.pending import Pending
 from megapar.context import Axis
 from megapar.linear import LinearFunction, MatrixProducts, keep_for_backward, weight_gradient
 from megapar.tensor_parallel.regions import Gather

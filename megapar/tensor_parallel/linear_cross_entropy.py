@@ -13,7 +13,7 @@ from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.comm.collectives import Pending
+from megapar.comm.pending import Pending
 from megapar.context import Axis
 from megapar.linear import InputRegion, MatrixProducts
 from megapar.main_grad import main_grad_of

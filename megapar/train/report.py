@@ -81,7 +81,7 @@ def _axes_over_gloo(config: Config, ctx: ParallelContext) -> list[str]:
     """A line about axes without exchange through shared memory, although the config asks for it."""
     if ctx.device.type != "cpu" or config.launch.cpu_exchange != "shared_memory":
         return []
-    names = [axis.name for axis in (ctx.tp, ctx.cp, ctx.dp, ctx.pp) if axis.size > 1 and axis.local is None]
+    names = [axis.name for axis in (ctx.tp, ctx.cp, ctx.dp, ctx.pp) if axis.transport.name == "gloo"]
     if not names:
         return []
     return [f"{', '.join(names)} exchange over gloo: their ranks are on several hosts, or cannot share memory"]

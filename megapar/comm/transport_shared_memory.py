@@ -1,38 +1,81 @@
-"""The collectives and transfers of ranks on one host, through shared memory (`megapar.comm.shared_memory`).
+"""Collectives between CPU ranks of one host, through shared memory (`megapar.comm.shared_memory`).
 
-Each is written as a generator: it sends what this rank contributes, yields the messages that it needs, and goes on when
-they have arrived. `shared_memory.Operation` runs it.
+Each is a method that starts it, and a generator: it sends what this rank contributes, yields the messages that it
+needs, and goes on when they have arrived. `shared_memory.Operation` runs it.
 
 Reductions add the ranks' parts in the order of ranks. So a sum rounds the same way wherever an element lies, and the
 same way as over gloo.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from megapar.comm.shared_memory import SMALL, Host, Message, Steps
+from megapar.comm.flight import AxisLog
+from megapar.comm.pending import Pending, as_communication_errors
+from megapar.comm.shared_memory import SMALL, Host, Message, Operation, Steps
+from megapar.comm.transport import Transfers, fold, put, rows_by_exchange
 
-_FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 # An all-reduce of more bytes, over three and more ranks, is a reduce-scatter and an all-gather: every rank would read
 # the whole tensor of every other one. For fewer bytes the second exchange of messages costs more.
 _DIRECT = 1 << 16
 
 
-@dataclass(frozen=True)
-class LocalAxis:
-    """An axis whose ranks are all on this host. `ranks` are global ranks; this one is at position `rank`."""
+class SharedMemory:
+    """A `Transport` through shared memory.
 
-    host: Host
-    channel: int
-    rank: int
-    ranks: tuple[int, ...]
+    `ranks` are global ranks, all on this host, and this one is at position `rank`. `channel` is the number of the axis,
+    the same on all its ranks: it tells its messages from those of other axes.
+    """
+
+    name: ClassVar[str] = "shared memory"
+    sends: ClassVar[bool] = True
+
+    def __init__(self, host: Host, channel: int, rank: int, ranks: tuple[int, ...], log: AxisLog | None):
+        self.host = host
+        self.channel = channel
+        self.rank = rank
+        self.ranks = ranks
+        self.log = log
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def all_reduce(self, x: Tensor, op: str) -> Pending:
+        if self.size > 2 and x.nbytes > _DIRECT:
+            return self._start(_all_reduce_in_slices(x.view(-1), self, op))
+        return self._start(_all_reduce_whole(x, self, op))
+
+    def all_gather(self, x: Tensor, out: Tensor) -> Pending:
+        return self.all_gather_slices(x, out.chunk(self.size))
+
+    def all_gather_slices(self, x: Tensor, slices: Sequence[Tensor]) -> Pending:
+        put(x, slices[self.rank])
+        return self._start(_all_gather(slices, self))
+
+    def reduce_scatter(self, x: Tensor, out: Tensor) -> Pending:
+        return self._start(_reduce_scatter(x.contiguous().chunk(self.size), out, self))
+
+    def all_to_all(self, x: Tensor, out: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
+        return rows_by_exchange(self, self.rank, x, out, sent_rows, received_rows)
+
+    def exchange(self, sends: Transfers, receives: Transfers) -> Pending:
+        return self._start(_exchange(sends, receives, self))
+
+    def barrier(self) -> Pending:
+        return self._start(_barrier(self)).followed_by(self._flush)
+
+    def _start(self, steps: Steps) -> Pending:
+        with as_communication_errors(self.log):
+            return Pending([Operation(steps, self.host)])
+
+    def _flush(self) -> None:
+        # Another rank may still wait for a packet that is queued here, and this process may end next.
+        with as_communication_errors(self.log):
+            self.host.flush()
 
     def peers(self) -> list[int]:
         """Positions of the other ranks."""
@@ -64,16 +107,7 @@ class LocalAxis:
         self.host.let_go(block)
 
 
-def fold(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
-    """Reduce at least two `parts` in their order into `out`, which may be one of them."""
-    # `out` is written before the third part is read.
-    later = [part.clone() if part is out else part for part in parts[2:]]
-    _FOLDS[op](parts[0], parts[1], out=out)
-    for part in later:
-        _FOLDS[op](out, part, out=out)
-
-
-def _fold_arrived(arriving: Mapping[int, Message], own: Tensor, out: Tensor, axis: LocalAxis, op: str) -> None:
+def _fold_arrived(arriving: Mapping[int, Message], own: Tensor, out: Tensor, axis: SharedMemory, op: str) -> None:
     """Reduce this rank's tensor `own` and those that have arrived from the other positions into `out`."""
     parts = [arriving[position].content(own) if position in arriving else own for position in range(axis.size)]
     fold(parts, out, op)
@@ -81,14 +115,7 @@ def _fold_arrived(arriving: Mapping[int, Message], own: Tensor, out: Tensor, axi
         message.release()
 
 
-def all_reduce(x: Tensor, axis: LocalAxis, op: str) -> Steps:
-    """Reduce contiguous `x` in place."""
-    if axis.size > 2 and x.nbytes > _DIRECT:
-        return _all_reduce_in_slices(x.view(-1), axis, op)
-    return _all_reduce_whole(x, axis, op)
-
-
-def _all_reduce_whole(x: Tensor, axis: LocalAxis, op: str) -> Steps:
+def _all_reduce_whole(x: Tensor, axis: SharedMemory, op: str) -> Steps:
     """Every rank sends its tensor to every other one."""
     axis.send(x, axis.peers())
     arriving = {position: axis.expect(position) for position in axis.peers()}
@@ -96,7 +123,7 @@ def _all_reduce_whole(x: Tensor, axis: LocalAxis, op: str) -> Steps:
     _fold_arrived(arriving, x, x, axis, op)
 
 
-def _all_reduce_in_slices(x: Tensor, axis: LocalAxis, op: str) -> Steps:
+def _all_reduce_in_slices(x: Tensor, axis: SharedMemory, op: str) -> Steps:
     """Every rank reduces one slice and sends the result to every other one. `x` is 1-D."""
     slices = x.tensor_split(axis.size)
     for position in axis.peers():
@@ -106,7 +133,7 @@ def _all_reduce_in_slices(x: Tensor, axis: LocalAxis, op: str) -> Steps:
     yield from _receive([(slices[position], position) for position in axis.peers()], axis, phase=1)
 
 
-def _reduce_own(slices: Sequence[Tensor], out: Tensor, axis: LocalAxis, op: str) -> Steps:
+def _reduce_own(slices: Sequence[Tensor], out: Tensor, axis: SharedMemory, op: str) -> Steps:
     """Reduce the parts of this rank's slice, which the other ranks have sent, into `out`."""
     own = slices[axis.rank]
     arriving = {position: axis.expect(position) for position in axis.peers()}
@@ -114,7 +141,7 @@ def _reduce_own(slices: Sequence[Tensor], out: Tensor, axis: LocalAxis, op: str)
     _fold_arrived(arriving, own, out, axis, op)
 
 
-def _receive(receives: Sequence[tuple[Tensor, int]], axis: LocalAxis, phase: int = 0) -> Steps:
+def _receive(receives: Sequence[tuple[Tensor, int]], axis: SharedMemory, phase: int = 0) -> Steps:
     """Receive into (tensor, position) pairs."""
     arriving = [axis.expect(position, phase) for _, position in receives]
     yield arriving
@@ -123,27 +150,27 @@ def _receive(receives: Sequence[tuple[Tensor, int]], axis: LocalAxis, phase: int
         message.release()
 
 
-def reduce_scatter(slices: Sequence[Tensor], out: Tensor, axis: LocalAxis) -> Steps:
+def _reduce_scatter(slices: Sequence[Tensor], out: Tensor, axis: SharedMemory) -> Steps:
     """Sum `slices[i]` of all ranks on position i, into its `out`, which may be its own slice."""
     for position in axis.peers():
         axis.send(slices[position], [position])
     yield from _reduce_own(slices, out, axis, "sum")
 
 
-def all_gather(slices: Sequence[Tensor], axis: LocalAxis) -> Steps:
+def _all_gather(slices: Sequence[Tensor], axis: SharedMemory) -> Steps:
     """Send this rank's slice to all others, and receive theirs into their slices."""
     axis.send(slices[axis.rank], axis.peers())
     yield from _receive([(slices[position], position) for position in axis.peers()], axis)
 
 
-def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: LocalAxis) -> Steps:
+def _exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: SharedMemory) -> Steps:
     """Send and receive (tensor, position) pairs. It ends when all have been received."""
     for x, position in sends:
         axis.send(x, [position])
     yield from _receive(receives, axis)
 
 
-def barrier(axis: LocalAxis) -> Steps:
+def _barrier(axis: SharedMemory) -> Steps:
     """End when all ranks have begun it."""
     nothing = torch.empty(0)
     axis.send(nothing, axis.peers())

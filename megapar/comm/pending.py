@@ -1,0 +1,81 @@
+"""Operations in flight, and how the failure of one is told."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor
+
+from megapar.comm.flight import AxisLog
+from megapar.errors import CommunicationError
+from megapar.system import limits
+
+
+@contextmanager
+def as_communication_errors(log: AxisLog | None = None) -> Iterator[None]:
+    """Raise CommunicationError in place of RuntimeError, by which backends report a peer that is gone or too late.
+
+    `log` is the flight log of the operation's axis. Raises OutOfMemoryError if no more sockets can be opened.
+    """
+    try:
+        with limits.named():
+            yield
+    except RuntimeError as error:
+        words = str(error).splitlines()[0]
+        reason = f"another rank ended, or a transfer took longer than launch.timeout_seconds ({words})"
+        # The log may know the rank that is missing.
+        message = reason if log is None else log.fail(reason)
+        raise CommunicationError(message) from error
+
+
+class Work(Protocol):
+    """An operation in flight: a work of torch.distributed, or an Operation of megapar.comm.shared_memory."""
+
+    def wait(self) -> object: ...
+
+
+class Pending:
+    """Operations in flight and the tensors that they use.
+
+    A second wait on a gloo point-to-point work never returns. A tensor that is freed in flight is a use-after-free, and
+    a work that is dropped in flight loses its message. So this object holds works and tensors until the first `wait`,
+    and later calls of `wait` do nothing. `wait` raises CommunicationError if a peer is gone or too late.
+    """
+
+    def __init__(self, works: Sequence[Work | None] = (), tensors: Sequence[Tensor] = ()):
+        self._works = [work for work in works if work is not None]
+        self._tensors = list(tensors)
+        self._then: Callable[[], None] | None = None
+        self._logged: tuple[AxisLog, int, int] | None = None  # first and last position of the operations in the log
+
+    def wait(self) -> None:
+        """Wait for the works, then call the function given to `followed_by`. Only the first call does anything."""
+        # Cleared first: should a work fail, another `wait` must not wait for it again.
+        works = self._works
+        self._works = []
+        if works and self._logged is not None:
+            log, first, last = self._logged
+            log.wait(first, last)
+            with as_communication_errors(log):
+                for work in works:
+                    work.wait()
+            log.end(first, last)
+        else:
+            with as_communication_errors():
+                for work in works:
+                    work.wait()
+        then = self._then
+        self._then = None
+        if then is not None:
+            then()
+        self._tensors = []
+
+    def followed_by(self, then: Callable[[], None]) -> "Pending":
+        """Call `then` once, after the works have ended. Returns this object."""
+        self._then = then
+        return self
+
+    def logged(self, log: AxisLog | None, first: int, last: int) -> "Pending":
+        """Say that the works are the operations `first` to `last` of an axis's log. Returns this object."""
+        self._logged = None if log is None else (log, first, last)
+        return self
