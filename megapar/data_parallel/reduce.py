@@ -89,11 +89,11 @@ class Gradients(ReducedGradients):
             self._reduce_next()
         for pending in self._started:
             pending.wait()
-        copies = [
+        pendings = [
             collectives.all_reduce_async(self.flat[slice(*self.layout.shard(bucket))], self.layout.copies(bucket))
             for bucket in self.layout.buckets
         ]
-        for pending in copies:
+        for pending in pendings:
             pending.wait()
         self._add_partial_sums()
         if self._phase is _Phase.LAST_BACKWARD:  # without begin() no additions were counted
