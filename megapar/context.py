@@ -84,8 +84,8 @@ class Traffic:
         return sum(self.sent.values())
 
 
-TIED_AXIS = "ends"
-"""Name of the axis of the pipeline ranks that hold copies of a tied embedding (`ParallelContext.ends`)."""
+TIED_AXIS = "tied"
+"""Name of the axis of the pipeline ranks that hold copies of a tied embedding (`ParallelContext.tied`)."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Axis:
 class ParallelContext:
     """The position of this rank in the grid, its device and its flight log.
 
-    `grad` is dp x cp: gradients are summed and ZeRO shards are cut over it. `ends` holds the ranks of this pipeline
+    `grad` is dp x cp: gradients are summed and ZeRO shards are cut over it. `tied` holds the ranks of this pipeline
     that hold copies of a tied embedding, and has size 1 on all other ranks. `flight` is the log in which this rank
     writes what it is doing.
 
@@ -152,7 +152,7 @@ class ParallelContext:
     etp: Axis
     ep: Axis
     expert_grad: Axis
-    ends: Axis
+    tied: Axis
     world: Axis
     device: torch.device
     flight: Flight = field(default_factory=Flight, compare=False)
@@ -161,7 +161,7 @@ class ParallelContext:
     def axes(self) -> tuple[Axis, ...]:
         dense = (self.tp, self.cp, self.dp, self.pp, self.grad)
         parts = [part for axis in (self.grad, self.expert_grad) for part in (axis.inner, axis.outer) if part]
-        return (*dense, self.etp, self.ep, self.expert_grad, self.ends, self.world, *parts)
+        return (*dense, self.etp, self.ep, self.expert_grad, self.tied, self.world, *parts)
 
     def traffic(self) -> dict[str, int]:
         """Bytes sent so far by this rank, by name of the axis. Axes over which nothing was sent are left out."""
@@ -170,7 +170,7 @@ class ParallelContext:
 
 def single(device: torch.device | None = None, flight: Flight | None = None) -> ParallelContext:
     """The context of one process: every axis has size 1."""
-    names = ("tp", "cp", "dp", "pp", "grad", "etp", "ep", "expert_grad", "ends", "world")
+    names = ("tp", "cp", "dp", "pp", "grad", "etp", "ep", "expert_grad", "tied", "world")
     axes = {name: Axis(name) for name in names}
     return ParallelContext(**axes, device=device or torch.device("cpu"), flight=flight or Flight())
 
@@ -185,7 +185,7 @@ def planned(
     ep: int = 0,
     etp: int = 1,
     order: str = DEFAULT_ORDER,
-    ends: Iterable[int] | None = None,
+    tied: Iterable[int] | None = None,
     shard_ranks: int = 0,
     device: torch.device,
 ) -> ParallelContext:
@@ -210,10 +210,10 @@ def planned(
         for name, direction in _EXPERT_AXES.items():
             axes[name] = axis(name, expert_sizes[direction], in_expert_grid[direction])
     axes["world"] = axis("world", tp * cp * dp * pp, rank)
-    holders = _holders(ends, pp)
-    axes["ends"] = Axis(TIED_AXIS)
-    if position["pp"] in holders:
-        axes["ends"] = axis(TIED_AXIS, len(holders), holders.index(position["pp"]))
+    with_embedding = _with_embedding(tied, pp)
+    axes[TIED_AXIS] = Axis(TIED_AXIS)
+    if position["pp"] in with_embedding:
+        axes[TIED_AXIS] = axis(TIED_AXIS, len(with_embedding), with_embedding.index(position["pp"]))
     for name in _SPLIT:
         whole = axes[name]
         if 0 < shard_ranks < whole.size:
@@ -245,14 +245,14 @@ def _index(position: Mapping[str, int], sizes: Mapping[str, int], axes: Sequence
 
 
 def _groups(
-    sizes: Mapping[str, int], ep: int, etp: int, order: str, ends: Iterable[int] | None
+    sizes: Mapping[str, int], ep: int, etp: int, order: str, tied: Iterable[int] | None
 ) -> dict[str, list[tuple[int, ...]]]:
     """For each axis of a context, by name, all groups of ranks that differ in its direction.
 
     An `ep` of 0 stands for a model without experts: the axes of the expert grid then have no group.
     """
     pipelines = rank_groups(sizes, ["pp"], order)
-    holders = _holders(ends, sizes["pp"])
+    with_embedding = _with_embedding(tied, sizes["pp"])
     groups = {name: rank_groups(sizes, [name], order) for name in ("tp", "cp", "dp", "pp")}
     groups["grad"] = rank_groups(sizes, ["dp", "cp"], order)
     groups |= {name: [] for name in _EXPERT_AXES}
@@ -260,16 +260,16 @@ def _groups(
         expert_sizes = {"etp": etp, "ep": ep, "edp": sizes["tp"] * sizes["cp"] * sizes["dp"] // (ep * etp)}
         for name, direction in _EXPERT_AXES.items():
             groups[name] = expert_rank_groups(sizes, expert_sizes, [direction], order)
-    groups[TIED_AXIS] = [tuple(ranks[holder] for holder in holders) for ranks in pipelines]
+    groups[TIED_AXIS] = [tuple(ranks[position] for position in with_embedding) for ranks in pipelines]
     groups["world"] = [tuple(range(math.prod(sizes.values())))]
     return groups
 
 
-def _holders(ends: Iterable[int] | None, pp: int) -> list[int]:
+def _with_embedding(tied: Iterable[int] | None, pp: int) -> list[int]:
     """The pipeline ranks that hold a tied embedding, sorted, each once. None means the first and the last."""
-    if ends is None:
+    if tied is None:
         return sorted({0, pp - 1})
-    return sorted(set(ends))
+    return sorted(set(tied))
 
 
 def create(
@@ -281,7 +281,7 @@ def create(
     ep: int = 0,
     etp: int = 1,
     order: str = DEFAULT_ORDER,
-    ends: Iterable[int] | None = None,
+    tied: Iterable[int] | None = None,
     device: torch.device | None = None,
     timeout_seconds: float = 300.0,
     flight: Flight | None = None,
@@ -290,7 +290,7 @@ def create(
 ) -> ParallelContext:
     """Make the process groups. A collective: every rank of an initialized world calls it with the same arguments.
 
-    Collectives that take longer than `timeout_seconds` raise an error. `ends` are the pipeline ranks that hold a tied
+    Collectives that take longer than `timeout_seconds` raise an error. `tied` are the pipeline ranks that hold a tied
     embedding, by default the first and the last. `flight` is the log of this rank's operations, by default private.
     With `use_shared_memory` the axes of a gloo job whose ranks are all on one host exchange through shared memory.
     `ep` and `etp` are sizes of the expert grid. An `ep` of 0 stands for a model without experts. ZeRO shards over
@@ -316,7 +316,7 @@ def create(
         store = part_of(dist.distributed_c10d._get_default_store(), StoreUser.EXCHANGE)
         host = host_meeting.meet(rank, store, dist.barrier, timeout_seconds)
     axis = _AxisMaker(rank, world_size, timedelta(seconds=timeout_seconds), flight, host).make
-    groups = _groups(sizes, ep, etp, order, ends)
+    groups = _groups(sizes, ep, etp, order, tied)
     # Every rank makes the axes in the same order.
     axes = {name: axis(name, groups[name]) for name in groups}
     for name in _SPLIT:

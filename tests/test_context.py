@@ -102,7 +102,7 @@ def check_axes(ctx: context.ParallelContext, rank: int, sizes: dict[str, int], o
     """Every axis of the context against the pure arithmetic."""
     wanted = {name: rank_groups(sizes, [name], order) for name in AXES}
     wanted["grad"] = rank_groups(sizes, ["dp", "cp"], order)
-    wanted["ends"] = [(line[0], line[-1]) if sizes["pp"] > 1 else line for line in wanted["pp"]]
+    wanted["tied"] = [(line[0], line[-1]) if sizes["pp"] > 1 else line for line in wanted["pp"]]
     wanted["world"] = [tuple(range(math.prod(sizes.values())))]
     for name, groups in wanted.items():
         axis: Axis = getattr(ctx, name)
@@ -171,14 +171,14 @@ def test_sizes_and_orders_that_do_not_fit_are_refused(fake_world: None) -> None:
             context.create(tp=8, order=order)
 
 
-def test_ends_of_a_line_are_its_first_and_last_stage(fake_world: None) -> None:
-    """Ranks between have no partner: tied embeddings are no concern of theirs."""
+def test_the_first_and_the_last_stage_hold_a_tied_embedding(fake_world: None) -> None:
+    """Ranks between have no partner."""
     found = []
     for dp, pp in product(range(2), range(4)):
         join_fake_world(2 * pp + dp, 8)
-        ends = context.create(dp=2, pp=4).ends
+        tied = context.create(dp=2, pp=4).tied
         collectives.shutdown()
-        found.append((ends.ranks, ends.size))
+        found.append((tied.ranks, tied.size))
     assert found == [
         ((0, 6), 2), ((2,), 1), ((4,), 1), ((0, 6), 2),
         ((1, 7), 2), ((3,), 1), ((5,), 1), ((1, 7), 2),

@@ -123,6 +123,6 @@ def test_planned_ranks_stand_where_created_ones_do() -> None:
     for rank in range(12):
         ctx = context.planned(rank, tp=2, dp=2, pp=3, order="dp-tp-cp-pp", device=torch.device("meta"))
         assert (ctx.dp.rank, ctx.tp.rank, ctx.pp.rank) == (rank % 2, rank // 2 % 2, rank // 4)
-        assert (ctx.ends.size, ctx.ends.rank) == {0: (2, 0), 1: (1, 0), 2: (2, 1)}[ctx.pp.rank]
+        assert (ctx.tied.size, ctx.tied.rank) == {0: (2, 0), 1: (1, 0), 2: (2, 1)}[ctx.pp.rank]
         assert (ctx.world.size, ctx.world.rank, ctx.grad.size) == (12, rank, 2)
     assert len(report(validate(load(list(program.TINY)).config, 1), build_stages)) == 1

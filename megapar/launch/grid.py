@@ -24,7 +24,7 @@ def with_grid(make: Callable[..., ParallelContext], config: Config) -> Callable[
         dp=parallel.dp,
         pp=parallel.pp,
         order=parallel.order,
-        ends=embedding_ranks(parallel),
+        tied=embedding_ranks(parallel),
         shard_ranks=config.optimizer.shard_ranks,
         **experts,
     )

@@ -84,7 +84,7 @@ def make_blueprint(config: Config, ctx: ParallelContext, *, allocate: bool = Tru
         sharding,
         Recompute(config.train.recompute, config.train.recompute_every),
         config.train.seed,
-        tied=ctx.ends if config.model.tie_word_embeddings and first_rank != last_rank else None,
+        tied=ctx.tied if config.model.tie_word_embeddings and first_rank != last_rank else None,
         kernels=kernels,
         z_loss=config.train.z_loss,
         loss_chunk=config.kernels.loss_chunk,

@@ -61,7 +61,7 @@ def kv_piece(name: str, kv_heads: int, tp: Axis) -> Piece:
 def specs(ctx: ParallelContext, kv_heads: int) -> dict[str, ParamSpec]:
     """What this rank's stage holds: without a pipeline all; else embed, q+k+v, norm | row, bias, scale, embed again."""
     tp, wanted = ctx.tp, shapes(kv_heads)
-    embed = held_by_all(make_piece("embed", wanted["embed"], {0: cut(11, tp)}), ctx.ends, partial=True)
+    embed = held_by_all(make_piece("embed", wanted["embed"], {0: cut(11, tp)}), ctx.tied, partial=True)
     q_first, q_last = cut(Q_HEADS, tp)
     q = make_piece("q", wanted["q"], {0: (q_first * HEAD, q_last * HEAD)})
 
@@ -105,7 +105,7 @@ class Toy(nn.Module):
 
     def share(self, spec: ParamSpec, sample: int) -> Tensor:
         """What this rank computes of each element's gradient; adds up to 1 over the ranks that hold the element."""
-        tp, ends = self.ctx.tp, self.ctx.ends
+        tp, tied = self.ctx.tp, self.ctx.tied
         weights = [1 + (3 * rank + 2 * sample) % 5 for rank in range(tp.size)]
         whole = {}
         for piece in spec.pieces:
@@ -120,9 +120,9 @@ class Toy(nn.Module):
                 holders.reciprocal_().mul_(weights[tp.rank])
             whole[piece.name] = holders
         first = 0.3 + 0.1 * (sample % 3)
-        is_tied = ends.size == 2 and any(piece.is_partial_over("ends") for piece in spec.pieces)
-        tied = (first, 1 - first)[ends.rank] if is_tied else 1.0
-        return local(spec, whole) * tied
+        if tied.size == 2 and any(piece.is_partial_over("tied") for piece in spec.pieces):
+            return local(spec, whole) * (first, 1 - first)[tied.rank]
+        return local(spec, whole)
 
     def forward(self, sample: int) -> Tensor:
         loss = torch.zeros(())
