@@ -22,10 +22,10 @@ from megapar.comm.transport_shared_memory import SharedMemory
 from megapar.comm.transport_torch import TorchDistributed
 
 DEFAULT_ORDER = "tp-cp-dp-pp"
-EXPERT_ORDER = "etp-ep-edp"
+EXPERT_ORDER = "etp-ep-expert_grad"
 """Rank order of the expert grid, fastest axis first. So the ranks that share an expert are neighbors."""
 _SPLIT = ("grad", "expert_grad")  # the axes that optimizer.shard_ranks splits
-_EXPERT_AXES = {"etp": "etp", "ep": "ep", "expert_grad": "edp"}  # names of axes, and their directions in that grid
+_EXPERT_AXES = tuple(EXPERT_ORDER.split("-"))
 
 
 def coordinates(rank: int, sizes: Mapping[str, int], order: str = DEFAULT_ORDER) -> dict[str, int]:
@@ -55,9 +55,9 @@ def expert_rank_groups(
 ) -> list[tuple[int, ...]]:
     """All groups of ranks that differ only in their position on `axes` of the expert grid.
 
-    The expert grid is a second factorization of the ranks that have one position on pp: etp x ep x edp ranks, the same
-    as tp x cp x dp (arXiv 2504.14960). `sizes` are those of the dense grid. `expert_sizes` has etp, ep and edp. Raises
-    ValueError if both products differ.
+    The expert grid is a second factorization of the ranks that have one position on pp: etp x ep x expert_grad ranks,
+    the same as tp x cp x dp (arXiv 2504.14960, where expert_grad is edp). `sizes` are those of the dense grid.
+    `expert_sizes` has etp, ep and expert_grad. Raises ValueError if both products differ.
     """
     if math.prod(expert_sizes.values()) * sizes["pp"] != math.prod(sizes.values()):
         raise ValueError(f"the expert grid {dict(expert_sizes)} has other ranks than tp, cp and dp of {dict(sizes)}")
@@ -205,10 +205,10 @@ def planned(
     axes["grad"] = axis("grad", dp * cp, _index(position, sizes, ["dp", "cp"], order))
     axes |= {name: Axis(name) for name in _EXPERT_AXES}
     if ep:
-        expert_sizes = {"etp": etp, "ep": ep, "edp": tp * cp * dp // (ep * etp)}
+        expert_sizes = {"etp": etp, "ep": ep, "expert_grad": tp * cp * dp // (ep * etp)}
         in_expert_grid = coordinates(_index(position, sizes, ["tp", "cp", "dp"], order), expert_sizes, EXPERT_ORDER)
-        for name, direction in _EXPERT_AXES.items():
-            axes[name] = axis(name, expert_sizes[direction], in_expert_grid[direction])
+        for name in _EXPERT_AXES:
+            axes[name] = axis(name, expert_sizes[name], in_expert_grid[name])
     axes["world"] = axis("world", tp * cp * dp * pp, rank)
     with_embedding = _with_embedding(tied, pp)
     axes[TIED_AXIS] = Axis(TIED_AXIS)
@@ -257,9 +257,9 @@ def _groups(
     groups["grad"] = rank_groups(sizes, ["dp", "cp"], order)
     groups |= {name: [] for name in _EXPERT_AXES}
     if ep:
-        expert_sizes = {"etp": etp, "ep": ep, "edp": sizes["tp"] * sizes["cp"] * sizes["dp"] // (ep * etp)}
-        for name, direction in _EXPERT_AXES.items():
-            groups[name] = expert_rank_groups(sizes, expert_sizes, [direction], order)
+        expert_sizes = {"etp": etp, "ep": ep, "expert_grad": sizes["tp"] * sizes["cp"] * sizes["dp"] // (ep * etp)}
+        for name in _EXPERT_AXES:
+            groups[name] = expert_rank_groups(sizes, expert_sizes, [name], order)
     groups[TIED_AXIS] = [tuple(ranks[position] for position in with_embedding) for ranks in pipelines]
     groups["world"] = [tuple(range(math.prod(sizes.values())))]
     return groups

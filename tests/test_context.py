@@ -189,19 +189,19 @@ def test_the_first_and_the_last_stage_hold_a_tied_embedding(fake_world: None) ->
 
 
 def test_the_expert_grid_factors_the_ranks_of_each_pipeline_rank_anew() -> None:
-    """etp x ep x edp beside tp x cp x dp: with tp 2 and dp 4, four ranks share eight experts of 2 slices each."""
+    """Beside tp x cp x dp: with tp 2 and dp 4, four ranks share eight experts of 2 slices each."""
     sizes = {"tp": 2, "cp": 1, "dp": 4, "pp": 2}
-    experts = {"etp": 2, "ep": 2, "edp": 2}
+    experts = {"etp": 2, "ep": 2, "expert_grad": 2}
     found = {name: context.expert_rank_groups(sizes, experts, [name]) for name in experts}
     assert found["etp"] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), (12, 13), (14, 15)]
     assert found["ep"] == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
-    assert found["edp"] == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
+    assert found["expert_grad"] == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
     # Pipeline ranks may lie between the others. Their experts stay apart.
     found = {name: context.expert_rank_groups(sizes, experts, [name], "tp-pp-cp-dp") for name in experts}
     assert found["ep"][:2] == [(0, 4), (1, 5)]
-    assert found["edp"][-1] == (7, 15)
+    assert found["expert_grad"][-1] == (7, 15)
     with pytest.raises(ValueError, match="has other ranks than tp, cp and dp"):
-        context.expert_rank_groups(sizes, experts | {"edp": 3}, ["ep"])
+        context.expert_rank_groups(sizes, experts | {"expert_grad": 3}, ["ep"])
 
 
 @settings(max_examples=25, deadline=None)
@@ -213,7 +213,7 @@ def test_expert_groups_partition_the_ranks_of_each_pipeline_rank(
     ranks_of_stage = sizes["tp"] * sizes["cp"] * sizes["dp"]
     ep = data.draw(st.sampled_from([n for n in range(1, ranks_of_stage + 1) if ranks_of_stage % n == 0]))
     etp = data.draw(st.sampled_from([n for n in range(1, ranks_of_stage + 1) if ranks_of_stage // ep % n == 0]))
-    experts = {"etp": etp, "ep": ep, "edp": ranks_of_stage // ep // etp}
+    experts = {"etp": etp, "ep": ep, "expert_grad": ranks_of_stage // ep // etp}
     stages = {frozenset(ranks) for ranks in rank_groups(sizes, ["tp", "cp", "dp"], order)}
     for name, size in experts.items():
         groups = context.expert_rank_groups(sizes, experts, [name], order)

@@ -324,7 +324,7 @@ def traffic(split: dict[str, int], case: Case) -> dict[str, tuple[dict[str, int]
     alone = small_mixture(case)
     world = range(ctx.world.size)
     chosen = [route.counts(alone.route(case.inputs(rank)).indices, case.num_experts) for rank in world]
-    expert_sizes = {"etp": split["etp"], "ep": split["ep"], "edp": len(world) // (split["etp"] * split["ep"])}
+    expert_sizes = {"etp": split["etp"], "ep": split["ep"], "expert_grad": len(world) // (split["etp"] * split["ep"])}
     groups = context.expert_rank_groups({"tp": 1, "cp": 1, "dp": len(world), "pp": 1}, expert_sizes, ["ep"])
     mine = dispatch.experts_of(case.num_experts, ctx.ep)
 

@@ -39,7 +39,7 @@ def test_replicas_that_share_experts_need_equal_numbers_of_micro_batches() -> No
         for ep, etp in itertools.product(range(1, ranks + 1), range(1, ranks + 1)):
             if ranks % (ep * etp):
                 continue
-            expert_sizes = {"etp": etp, "ep": ep, "edp": ranks // (ep * etp)}
+            expert_sizes = {"etp": etp, "ep": ep, "expert_grad": ranks // (ep * etp)}
             groups = [g for axis in ("ep", "etp") for g in expert_rank_groups(sizes, expert_sizes, [axis], order)]
             shared = any(len({coordinates(rank, sizes, order)["dp"] for rank in group}) > 1 for group in groups)
             parallel = ParallelConfig(tp=tp, cp=cp, dp=dp, pp=2, ep=ep, etp=etp, order=order)
