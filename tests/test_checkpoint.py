@@ -21,6 +21,7 @@ from megapar.checkpoint.load import Reader, choose, load, load_weights
 from megapar.checkpoint.save import save
 from megapar.config.options import CheckpointConfig, Config, flatten
 from megapar.errors import CheckpointError, StorageError
+from megapar.grid import Grid
 from megapar.params import make_piece
 from megapar.train.checkpoints import Saver
 from megapar.train.step import TrainState
@@ -163,7 +164,7 @@ def upcycled_weights(path: Path) -> bytes:
 
 def fail_in_turn(root: str) -> list[tuple[str, int, str]]:
     """Save once, then let each kind of trouble befall one rank or all."""
-    ctx = context.create(tp=1, dp=4, pp=1)
+    ctx = context.create(Grid(tp=1, dp=4, pp=1))
     folder, mine, rank = Path(root), cut_slices(ctx), ctx.world.rank
     facts = {"consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
 
@@ -202,7 +203,7 @@ def test_a_failed_save_is_reported_on_every_rank_and_leaves_what_was_there(tmp_p
 
 
 def load_wrongly(root: str) -> list[tuple[str, int, str]]:
-    ctx = context.create(tp=1, dp=4, pp=1)
+    ctx = context.create(Grid(tp=1, dp=4, pp=1))
     folder, mine = Path(root), cut_slices(ctx)
     facts = {"consumed_samples": 0, "layout": {}, "model_config": {"layers": 3}, "trainer": {}, "data": {}}
     path = save(folder, slices=mine, ctx=ctx, replicated=False, step=1, **facts)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from megapar.checkpoint import save as saving
 from megapar.checkpoint.folder import Keep, check, exclusive, prune, sweep
 from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.config.options import CheckpointConfig, Config
+from megapar.grid import Grid
 from megapar.train.checkpoints import FOLDER, lock_run_dir
 from tests.support.checkpoints import killed_at, load_toy, outcome, save_toy, toy_slices
 from tests.support.distributed import run_ranks
@@ -144,7 +145,7 @@ def test_a_sweep_that_fails_leaves_the_folder_to_the_next_start(
 
 
 def check_in_turn(root: str) -> list[tuple[str, int, str]]:
-    ctx = context.create(tp=1, dp=2, pp=1)
+    ctx = context.create(Grid(tp=1, dp=2, pp=1))
     file = Path(root) / "file"
     found = [
         outcome(lambda: check(file / "checkpoints", 0, ctx)),

@@ -17,6 +17,7 @@ from megapar.checkpoint.load import load_weights
 from megapar.checkpoint.manifest import encode, index, seal
 from megapar.checkpoint.save import save
 from megapar.errors import CheckpointError
+from megapar.grid import Grid
 from tests.support.checkpoints import cut_slices, edit_manifest, load_toy, save_toy, toy_slices
 from tests.support.distributed import run_ranks
 
@@ -87,7 +88,7 @@ def test_a_manifest_that_is_replaced_under_a_reader_is_noticed(tmp_path: Path) -
 
 def watch(root: str, spaced: bool) -> tuple[set[str], int, list[float]]:
     """What a load of the weights parses on this rank, how many files it asks for, and what it fills."""
-    ctx = context.create(tp=1, dp=2, pp=1)
+    ctx = context.create(Grid(tp=1, dp=2, pp=1))
     facts: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
     path = save(Path(root), slices=cut_slices(ctx), ctx=ctx, replicated=False, step=1, **facts)
     if spaced and ctx.world.first:

@@ -24,6 +24,7 @@ from megapar.config.options import Config, ModelConfig, MoEConfig, OptimizerConf
 from megapar.config.options import flatten as flatten_options
 from megapar.context import ParallelContext, single
 from megapar.errors import CheckpointError
+from megapar.grid import Grid
 from megapar.params import ParamSpec, StateSlice
 from tests.support.checkpoints import STATE, exported
 from tests.support.flat import flatten
@@ -96,7 +97,7 @@ class Layout:
     def context(self, rank: int) -> ParallelContext:
         """Where `rank` stands, without process groups: enough to build its part of the model."""
         axes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp, "ep": self.ep, "etp": self.etp or self.tp}
-        return context.planned(rank, **axes, shard_ranks=self.shard_ranks, device=torch.device("cpu"))
+        return context.planned(Grid(**axes, shard_ranks=self.shard_ranks), rank, device=torch.device("cpu"))
 
 
 @cache

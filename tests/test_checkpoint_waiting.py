@@ -25,6 +25,7 @@ from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.options import CheckpointConfig
 from megapar.context import ParallelContext
 from megapar.errors import StorageError
+from megapar.grid import Grid
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.support.checkpoints import cut_slices
 from tests.support.distributed import run_ranks
@@ -119,7 +120,7 @@ def test_the_end_of_a_run_awaits_the_removal(tmp_path: Path) -> None:
 
 def start_slowly(root: str) -> None:
     """The sweep, the search for a manifest, the reading of chunks, the removal of a failed save: all slow on rank 0."""
-    ctx = context.create(tp=1, dp=2, pp=1)
+    ctx = context.create(Grid(tp=1, dp=2, pp=1))
     meetings, folder, first = Meetings(), Path(root), ctx.world.first
     facts: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "trainer": {}, "data": {}}
     facts["model_config"] = MODEL_CONFIG
@@ -146,7 +147,7 @@ def test_start_up_saves_and_loads_may_outlast_a_collective(tmp_path: Path) -> No
 
 
 def share(large: int) -> list[Any]:
-    ctx = context.create(tp=1, dp=3, pp=1)
+    ctx = context.create(Grid(tp=1, dp=3, pp=1))
     mine = {"rank": ctx.world.rank, "text": "é" * (large if ctx.world.first else 7)}
     found = [from_first(mine, ctx), from_first(None, ctx)]
     slow = threading.Event()
@@ -165,7 +166,7 @@ def test_rank_0_tells_all_ranks_the_same(tmp_path: Path) -> None:
 
 
 def post_and_collect(size: int) -> int:
-    ctx = context.create(tp=1, dp=2, pp=1)
+    ctx = context.create(Grid(tp=1, dp=2, pp=1))
     if not ctx.world.first:
         generator = torch.Generator().manual_seed(0)
         collectives.post("large", torch.randint(10**9, (size,), generator=generator).tolist())

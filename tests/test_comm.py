@@ -16,6 +16,7 @@ from megapar.comm.exchange import exchange_rows
 from megapar.comm.pending import Pending
 from megapar.context import Axis, Traffic
 from megapar.errors import CommunicationError
+from megapar.grid import Grid
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -148,7 +149,7 @@ def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
 
 
 def every_function(sizes: dict[str, int], use_shared_memory: bool) -> None:
-    ctx = context.create(**sizes, device=rank_device(dist.get_rank()), use_shared_memory=use_shared_memory)
+    ctx = context.create(Grid(**sizes), device=rank_device(dist.get_rank()), use_shared_memory=use_shared_memory)
     for name in sizes:
         check_everything(getattr(ctx, name), ctx.device)
 
@@ -188,7 +189,7 @@ def test_every_function_gives_the_expected_values(sizes: dict[str, int], use_sha
 
 def sums_of_noise(use_shared_memory: bool) -> list[Tensor]:
     """One number in many places of tensors below and above the size that is exchanged directly; sums of slices."""
-    axis = context.create(dp=4, use_shared_memory=use_shared_memory).dp
+    axis = context.create(Grid(dp=4), use_shared_memory=use_shared_memory).dp
     noise = float(torch.randn((), generator=torch.Generator().manual_seed(axis.rank)))
     small = collectives.all_reduce(torch.full((1000,), noise), axis)
     large = collectives.all_reduce(torch.full((1 << 19,), noise), axis)
@@ -240,7 +241,7 @@ def test_one_rank_communicates_nothing() -> None:
 
 def counted_bytes() -> None:
     """Each rank against the formulas of comm's docstring, for B bytes and n ranks; all counts are exact."""
-    ctx = context.create(dp=4, device=rank_device(dist.get_rank()))
+    ctx = context.create(Grid(dp=4), device=rank_device(dist.get_rank()))
     axis, n = ctx.dp, 4
     expected = Traffic()
     for dtype, elements in ((torch.float32, 36), (torch.bfloat16, 20), (torch.int64, 4)):
@@ -280,7 +281,7 @@ def test_counted_bytes_are_those_of_ring_algorithms() -> None:
 
 def a_late_receive() -> None:
     """Rank 0 sends, forgets its tensors and dirties the freed memory before rank 1 so much as posts its receives."""
-    axis = context.create(pp=2, device=rank_device(dist.get_rank())).pp
+    axis = context.create(Grid(pp=2), device=rank_device(dist.get_rank())).pp
     count, size = 20, 1 << 14
     if axis.first:
         sent = [collectives.exchange([(numbers(i, (size,), torch.float32), 1)], [], axis) for i in range(count)]
@@ -304,7 +305,7 @@ def test_a_message_outlives_its_tensor_and_waits_for_a_late_receive() -> None:
 
 
 def refusals() -> None:
-    axis = context.create(dp=2, device=rank_device(dist.get_rank())).dp
+    axis = context.create(Grid(dp=2), device=rank_device(dist.get_rank())).dp
     x = numbers(0, (4, 3), torch.float32)
     with pytest.raises(ValueError, match="contiguous"):
         collectives.all_reduce_async(x.t(), axis)
@@ -374,7 +375,7 @@ def test_a_planned_axis_takes_shapes_alone() -> None:
 
 
 def one_rank_is_late() -> None:
-    ctx = context.create(tp=2, dp=2, device=rank_device(dist.get_rank()), timeout_seconds=1)
+    ctx = context.create(Grid(tp=2, dp=2), device=rank_device(dist.get_rank()), timeout_seconds=1)
     if ctx.tp.first:
         start = time.monotonic()
         with pytest.raises(CommunicationError, match=r"launch\.timeout_seconds"):

@@ -16,7 +16,8 @@ from megapar import context
 from megapar.comm import collectives
 from megapar.comm.transport import ALONE
 from megapar.comm.transport_torch import TorchDistributed
-from megapar.context import Axis, coordinates, rank_groups
+from megapar.context import Axis
+from megapar.grid import Grid, coordinates, expert_rank_groups, rank_groups
 
 AXES = ("tp", "cp", "dp", "pp")
 
@@ -145,7 +146,7 @@ def test_create_makes_each_group_once_and_as_computed(
 
         monkeypatch.setattr(dist, "new_group", spy)
         join_fake_world(rank, world)
-        check_axes(context.create(**by_axis, order=order), rank, by_axis, order)
+        check_axes(context.create(Grid(**by_axis, order=order)), rank, by_axis, order)
         collectives.shutdown()
         histories.append(made)
     assert all(history == histories[0] for history in histories)
@@ -157,7 +158,7 @@ def test_create_makes_each_group_once_and_as_computed(
 
 
 def test_one_process_needs_no_groups() -> None:
-    ctx = context.create()
+    ctx = context.create(Grid())
     assert all((axis.size, axis.rank, axis.transport) == (1, 0, ALONE) for axis in ctx.axes)
     assert ctx.traffic() == {}
 
@@ -165,10 +166,10 @@ def test_one_process_needs_no_groups() -> None:
 def test_sizes_and_orders_that_do_not_fit_are_refused(fake_world: None) -> None:
     join_fake_world(0, 8)
     with pytest.raises(ValueError, match=r"tp\(3\).*= 6, not 8 ranks"):
-        context.create(tp=3, dp=2)
+        context.create(Grid(tp=3, dp=2))
     for order in ("tp-dp-pp", "tp-cp-dp-pp-pp", "tp-cp-dp-ep"):
         with pytest.raises(ValueError, match="must name each of tp, cp, dp and pp once"):
-            context.create(tp=8, order=order)
+            context.create(Grid(tp=8, order=order))
 
 
 def test_the_first_and_the_last_stage_hold_a_tied_embedding(fake_world: None) -> None:
@@ -176,7 +177,7 @@ def test_the_first_and_the_last_stage_hold_a_tied_embedding(fake_world: None) ->
     found = []
     for dp, pp in product(range(2), range(4)):
         join_fake_world(2 * pp + dp, 8)
-        tied = context.create(dp=2, pp=4).tied
+        tied = context.create(Grid(dp=2, pp=4)).tied
         collectives.shutdown()
         found.append((tied.ranks, tied.size))
     assert found == [
@@ -192,16 +193,16 @@ def test_the_expert_grid_factors_the_ranks_of_each_pipeline_rank_anew() -> None:
     """Beside tp x cp x dp: with tp 2 and dp 4, four ranks share eight experts of 2 slices each."""
     sizes = {"tp": 2, "cp": 1, "dp": 4, "pp": 2}
     experts = {"etp": 2, "ep": 2, "expert_grad": 2}
-    found = {name: context.expert_rank_groups(sizes, experts, [name]) for name in experts}
+    found = {name: expert_rank_groups(sizes, experts, [name]) for name in experts}
     assert found["etp"] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), (12, 13), (14, 15)]
     assert found["ep"] == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
     assert found["expert_grad"] == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
     # Pipeline ranks may lie between the others. Their experts stay apart.
-    found = {name: context.expert_rank_groups(sizes, experts, [name], "tp-pp-cp-dp") for name in experts}
+    found = {name: expert_rank_groups(sizes, experts, [name], "tp-pp-cp-dp") for name in experts}
     assert found["ep"][:2] == [(0, 4), (1, 5)]
     assert found["expert_grad"][-1] == (7, 15)
     with pytest.raises(ValueError, match="has other ranks than tp, cp and dp"):
-        context.expert_rank_groups(sizes, experts | {"expert_grad": 3}, ["ep"])
+        expert_rank_groups(sizes, experts | {"expert_grad": 3}, ["ep"])
 
 
 @settings(max_examples=25, deadline=None)
@@ -216,45 +217,47 @@ def test_expert_groups_partition_the_ranks_of_each_pipeline_rank(
     experts = {"etp": etp, "ep": ep, "expert_grad": ranks_of_stage // ep // etp}
     stages = {frozenset(ranks) for ranks in rank_groups(sizes, ["tp", "cp", "dp"], order)}
     for name, size in experts.items():
-        groups = context.expert_rank_groups(sizes, experts, [name], order)
+        groups = expert_rank_groups(sizes, experts, [name], order)
         assert sorted(rank for group in groups for rank in group) == list(range(math.prod(sizes.values())))
         assert all(len(group) == size for group in groups)
         assert all(any(set(group) <= stage for stage in stages) for group in groups)
 
 
 def test_a_planned_context_has_the_places_that_create_gives(fake_world: None) -> None:
-    order = "cp-tp-pp-dp"
-    grid = {"tp": 2, "cp": 2, "dp": 4, "pp": 2, "ep": 4, "etp": 2}
+    grid = Grid(tp=2, cp=2, dp=4, pp=2, ep=4, etp=2, order="cp-tp-pp-dp", shard_ranks=2)
     for rank in range(0, 32, 5):
         join_fake_world(rank, 32)
-        made = context.create(**grid, order=order)
+        made = context.create(grid)
         collectives.shutdown()
-        planned = context.planned(rank, **grid, order=order, device=made.device)
+        planned = context.planned(grid, rank, device=made.device)
         for axis, plan in zip(made.axes, planned.axes, strict=True):
             assert (plan.name, plan.size, plan.rank) == (axis.name, axis.size, axis.rank)
         assert (made.ep.size, made.etp.size, made.expert_grad.size) == (4, 2, 2)
+        assert (made.grad.shards.size, made.grad.copies.size) == (2, 4)
 
 
 def test_a_model_without_experts_has_no_expert_groups(fake_world: None) -> None:
     join_fake_world(0, 8)
-    ctx = context.create(tp=2, dp=4)
+    ctx = context.create(Grid(tp=2, dp=4))
     assert [axis.size for axis in (ctx.etp, ctx.ep, ctx.expert_grad)] == [1, 1, 1]
     with pytest.raises(ValueError, match="has other ranks"):
-        context.create(tp=2, dp=4, ep=3)
+        context.create(Grid(tp=2, dp=4, ep=3))
 
 
 def test_groups_of_shards_are_neighbors_and_copies_have_one_position() -> None:
     """Gradient ranks of tp 2, dp 6: 0 2 4 6 8 10 and 1 3 5 7 9 11."""
     groups = rank_groups({"tp": 2, "cp": 1, "dp": 6, "pp": 1}, ["dp", "cp"])
-    inner, outer = context._split(groups, 2)
+    split = Grid(tp=2, dp=6, shard_ranks=2).groups()
+    assert split["grad"] == groups
+    inner, outer = split["grad_shards"], split["grad_copies"]
     assert inner == [(0, 2), (4, 6), (8, 10), (1, 3), (5, 7), (9, 11)]
     assert outer == [(0, 4, 8), (2, 6, 10), (1, 5, 9), (3, 7, 11)]
     for rank in range(12):
-        grad = context.planned(rank, tp=2, dp=6, shard_ranks=2, device=torch.device("meta")).grad
+        grad = context.planned(Grid(tp=2, dp=6, shard_ranks=2), rank, device=torch.device("meta")).grad
         (mine,) = (group for group in inner if rank in group)
         (copies,) = (group for group in outer if rank in group)
         assert (grad.shards.size, grad.shards.rank) == (2, mine.index(rank))
         assert (grad.copies.size, grad.copies.rank) == (3, copies.index(rank))
-    whole = context.planned(3, tp=2, dp=6, device=torch.device("meta")).grad
+    whole = context.planned(Grid(tp=2, dp=6), 3, device=torch.device("meta")).grad
     assert whole.shards is whole
     assert whole.copies.size == 1

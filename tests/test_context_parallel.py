@@ -29,6 +29,7 @@ from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.order import parts_of, whole_of
 from megapar.context_parallel.partial import Dropped, Gradient, Result
+from megapar.grid import Grid
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
 from tests.support.distributed import run_ranks
 
@@ -361,7 +362,7 @@ CASES = [
 
 
 def attend_all(cp: int) -> list[dict[str, Tensor]]:
-    axis = context.create(cp=cp).cp
+    axis = context.create(Grid(cp=cp)).cp
     found = []
     for form in FORMS:
         for heads, kv_heads, starts, p in CASES:
@@ -392,7 +393,7 @@ def test_each_form_is_one_process(cp: int) -> None:
 
 def differentiate(cp: int, form: str) -> bool:
     """gradcheck of attention as a function of the whole q, k and v, which every rank gives alike."""
-    axis = context.create(cp=cp).cp
+    axis = context.create(Grid(cp=cp)).cp
     length = 2 * cp
     held = torch.tensor(deal.positions(length, cp, axis.rank))
     batch = sample_batch(length, (0, 3, length, length + 1, 2 * length)).columns(held)
@@ -415,7 +416,7 @@ def test_each_form_agrees_with_finite_differences(form: str) -> None:
 
 
 def gradient_of_second_document(cp: int) -> list[dict[str, Tensor]]:
-    axis = context.create(cp=cp).cp
+    axis = context.create(Grid(cp=cp)).cp
     tensors = qkv_and_gradient(4, 2)
     tensors[3][:11] = 0.0  # nothing is asked of the first document
     starts = (0, 11, LENGTH, LENGTH + 11, 2 * LENGTH)
@@ -448,7 +449,7 @@ HEADS = ((4, 4), (4, 2), (4, 1))
 
 
 def traffic_of_all(cp: int) -> list[int]:
-    axis = context.create(cp=cp).cp
+    axis = context.create(Grid(cp=cp)).cp
     return [traffic_of(axis, form, *heads, again) for form in FORMS for heads in HEADS for again in (False, True)]
 
 
@@ -473,7 +474,7 @@ def test_bytes_are_those_of_the_formulas(cp: int) -> None:
 
 
 def traffic_of_rings(starts: tuple[int, ...]) -> list[int]:
-    axis = context.create(cp=4).cp
+    axis = context.create(Grid(cp=4)).cp
     return [traffic_of(axis, "ring", 4, 2, starts=some) for some in (starts, None)]
 
 
@@ -492,7 +493,7 @@ def test_a_ring_sends_nothing_to_ranks_that_attend_nothing() -> None:
 
 
 def in_bf16(cp: int) -> list[dict[str, Tensor]]:
-    axis = context.create(cp=cp).cp
+    axis = context.create(Grid(cp=cp)).cp
     return [attend(axis, form, qkv_and_gradient(4, 2, 64), None, dtype=torch.bfloat16) for form in ("gather", "ring")]
 
 

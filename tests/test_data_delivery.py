@@ -26,6 +26,7 @@ from megapar.data.loader import Loader, Mixture
 from megapar.data.order import sample_ids
 from megapar.data.sources import ChunkDataset, SyntheticDataset
 from megapar.errors import ConfigError, DataError
+from megapar.grid import Grid
 from megapar.train.data import open_loaders
 from megapar.train.step import count_targets
 from tests.support import program
@@ -252,7 +253,7 @@ def opened(prefixes: list[Path], data: DataConfig) -> tuple[str, int]:
         data=data,
         train=TrainConfig(seq_length=S, global_batch_size=4),
     )
-    ctx = context.create(dp=dist.get_world_size())
+    ctx = context.create(Grid(dp=dist.get_world_size()))
     try:
         delivery, _ = open_loaders(replace(config, parallel=ParallelConfig(dp=ctx.dp.size, vpp=1)), ctx)
     except DataError as error:
@@ -302,7 +303,7 @@ def counted() -> tuple[float, bool]:
     """The step's targets as this rank counts them, and whether it was given tokens."""
     train = TrainConfig(seq_length=S, global_batch_size=6, micro_batch_size=2)
     config = Config(model=ModelConfig(vocab_size=250), parallel=ParallelConfig(pp=3, dp=1, vpp=1), train=train)
-    ctx = context.create(pp=3)
+    ctx = context.create(Grid(pp=3))
     delivery, _ = open_loaders(config, ctx)
     batches = delivery.next_step()
     delivery.close()

@@ -16,6 +16,7 @@ from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.prepared import write_sidecar
 from megapar.data.sources import stream_fingerprints
 from megapar.errors import DataError
+from megapar.grid import Grid
 from megapar.train import data
 from megapar.train.data import ORDER, compare
 from tests.support import program
@@ -163,7 +164,7 @@ class Files:
 
 def agree(different: bool) -> tuple[str, list[int]]:
     """What rank 1 hears of its own files, and the sizes of what was gathered."""
-    ctx = context.create(tp=1, dp=2, pp=1)
+    ctx = context.create(Grid(tp=1, dp=2, pp=1))
     files = {f"corpus/part-{number}.bin": str(number) for number in range(1000)}
     if different and not ctx.world.first:
         files["corpus/part-7.bin"] = "other"

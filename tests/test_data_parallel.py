@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megapar import context
 from megapar.config.options import OptimizerConfig
 from megapar.context import ParallelContext
+from megapar.grid import Grid
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from tests.support.distributed import run_ranks
@@ -146,7 +147,7 @@ def train_all(cases: Sequence[Case]) -> list[dict[str, Any]]:
     for case in cases:
         shape = (case.tp, case.dp, case.pp)
         if shape not in contexts:
-            contexts[shape] = context.create(tp=case.tp, dp=case.dp, pp=case.pp)
+            contexts[shape] = context.create(Grid(tp=case.tp, dp=case.dp, pp=case.pp))
         results.append(train(case, contexts[shape]))
     return results
 

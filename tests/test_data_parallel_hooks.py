@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megapar import context
 from megapar.context import Axis, ParallelContext
+from megapar.grid import Grid
 from megapar.params import ONES, ParamSpec, parameter, replicated
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, column_linear
@@ -132,7 +133,7 @@ def skip_last_at_first(rank: int, step: int, microbatch: int) -> bool:
 
 
 def all_uses() -> dict[str, Any]:
-    ctx = context.create(dp=2)
+    ctx = context.create(Grid(dp=2))
     uses = (use_always, use_never, use_on_one_rank, use_not_first, skip_last_once)
     early = {
         (use.__name__, zero, bucket, overlap): run(ctx, use, zero, bucket, overlap)
@@ -161,7 +162,7 @@ def test_unused_and_reused_parameters_have_their_gradient() -> None:
 
 def two_stages_on_a_rank() -> list[list[int]]:
     """The last backward belongs to the first stage alone; the second has been final since before begin()."""
-    ctx = context.create(dp=2)
+    ctx = context.create(Grid(dp=2))
     first, second = nn.Module(), nn.Module()
     first.weight, second.weight = (
         plain("first", WIDTH, WIDTH, replicas=ctx.grad),
@@ -195,7 +196,7 @@ def test_parameters_of_other_stages_are_reduced_as_soon_as_the_last_backward_beg
 
 def accumulate_bf16() -> tuple[Tensor, Tensor]:
     """One gradient of about 1, then 255 of about 1e-3, all bf16, on each of two ranks; the sum and that in fp64."""
-    ctx = context.create(dp=2)
+    ctx = context.create(Grid(dp=2))
     module = nn.Module()
     module.weight = plain("weight", 50, dtype=torch.bfloat16, replicas=ctx.grad)
     buffer = flatten([module], ctx, zero_stage=1, bucket_mb=ALL, overlap=True)

@@ -21,6 +21,7 @@ from megapar.context import ParallelContext, single
 from megapar.expert_parallel import dispatch, route
 from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
+from megapar.grid import Grid, expert_rank_groups
 from megapar.linear import MatrixProducts
 from megapar.params import Init, StateSlice, selected, spec_of
 from megapar.random import initialize
@@ -44,7 +45,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def make_context(sizes: dict[str, int], use_shared_memory: bool = True) -> ParallelContext:
-    return context.create(**sizes, device=rank_device(dist.get_rank()), use_shared_memory=use_shared_memory)
+    return context.create(Grid(**sizes), device=rank_device(dist.get_rank()), use_shared_memory=use_shared_memory)
 
 
 def train(case: Case, ctx: ParallelContext, micro_batches: int) -> dict[str, Any]:
@@ -325,7 +326,7 @@ def traffic(split: dict[str, int], case: Case) -> dict[str, tuple[dict[str, int]
     world = range(ctx.world.size)
     chosen = [route.counts(alone.route(case.inputs(rank)).indices, case.num_experts) for rank in world]
     expert_sizes = {"etp": split["etp"], "ep": split["ep"], "expert_grad": len(world) // (split["etp"] * split["ep"])}
-    groups = context.expert_rank_groups({"tp": 1, "cp": 1, "dp": len(world), "pp": 1}, expert_sizes, ["ep"])
+    groups = expert_rank_groups({"tp": 1, "cp": 1, "dp": len(world), "pp": 1}, expert_sizes, ["ep"])
     mine = dispatch.experts_of(case.num_experts, ctx.ep)
 
     def brought_by(rank: int) -> int:
@@ -450,7 +451,7 @@ def test_a_recomputed_pass_keeps_the_experts_of_the_first() -> None:
 
 
 def planned(rank: int, split: dict[str, int]) -> ParallelContext:
-    return context.planned(rank, **split, device=torch.device("cpu"))
+    return context.planned(Grid(**split), rank, device=torch.device("cpu"))
 
 
 LAYOUTS = [
@@ -553,7 +554,7 @@ def test_a_dry_run_counts_rows_that_spread_evenly() -> None:
     case = Case(num_experts=5, tokens=(10,))
     for split, rows in (({"dp": 4, "ep": 4, "etp": 1}, [16, 16, 16, 32]), ({"dp": 4, "ep": 2, "etp": 2}, [32] * 2)):
         for rank, expected in enumerate(rows):
-            ctx = context.planned(rank, **split, device=torch.device("meta"))
+            ctx = context.planned(Grid(**split), rank, device=torch.device("meta"))
             mixture = Mixture(case, ctx)
             x = torch.empty(10, HIDDEN, device="meta", requires_grad=True)
             routing = mixture.route(x)

@@ -14,6 +14,7 @@ from megapar.context import ParallelContext, single
 from megapar.expert_parallel import balance, route
 from megapar.expert_parallel.balance import BalanceRule, Router, end_step
 from megapar.expert_parallel.route import RouterRule
+from megapar.grid import Grid
 from megapar.params import Init
 from megapar.sharding import Sharding
 from tests.support import layouts
@@ -138,7 +139,7 @@ class Layout:
     samples: int = SAMPLES  # of a micro-batch
 
     def context(self) -> ParallelContext:
-        return context.create(dp=self.dp, tp=self.tp, cp=self.cp, device=rank_device(dist.get_rank()))
+        return context.create(Grid(dp=self.dp, tp=self.tp, cp=self.cp), device=rank_device(dist.get_rank()))
 
     def micro_batches(self, x_sb: Tensor, ctx: ParallelContext) -> list[Tensor]:
         """This rank's parts of a tensor [s, b, ...] of all samples."""
@@ -207,7 +208,7 @@ def test_losses_alone_are_the_same_in_every_layout() -> None:
             assert sum(part["loss"] for part in found) == pytest.approx(expected["loss"], rel=1e-5)
             layouts.assert_close(layouts.assemble([part["weights"] for part in found]), whole)
             for rank, part in enumerate(found):
-                ctx = context.planned(rank, dp=layout.dp, tp=layout.tp, cp=layout.cp, device=torch.device("cpu"))
+                ctx = context.planned(Grid(dp=layout.dp, tp=layout.tp, cp=layout.cp), rank, device=torch.device("cpu"))
                 mine = torch.cat(layout.micro_batches(expected["inputs"], ctx), dim=1)
                 assert (part["inputs"] - mine).norm() <= 1e-5 * mine.norm()
 

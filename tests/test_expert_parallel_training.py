@@ -14,8 +14,8 @@ from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config import validate as checks
 from megapar.config.options import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
-from megapar.context import coordinates, expert_rank_groups
 from megapar.expert_parallel.balance import Router
+from megapar.grid import coordinates, expert_rank_groups
 from megapar.train.metrics import expert_load
 from megapar.train.step import TrainState, evaluate, train_step
 from tests.support import program

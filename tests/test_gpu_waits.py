@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapar import context, device
 from megapar.batch import MicroBatch
 from megapar.config.options import Config, LogConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.grid import Grid
 from megapar.precision import Precision
 from megapar.random import initialize
 from megapar.train import trainer
@@ -218,7 +219,7 @@ def test_context_parallel_ranks_never_wait_for_the_device(model: ModelConfig, fo
     """What a rank attends, sends and receives follows from numbers on the host."""
     parallel = ParallelConfig(cp=2, cp_attention=form)
     config = validate(Config(model=model, parallel=parallel, train=TrainConfig(seq_length=12)), 2)
-    ctx = context.planned(1, cp=2, device=META)
+    ctx = context.planned(Grid(cp=2), 1, device=META)
     (stage,) = build_stages(config, ctx).values()
     whole = micro_batch(packed=False)
     batch = whole.columns(torch.zeros(6, dtype=torch.int64, device=META))

@@ -14,7 +14,7 @@ from torch import Tensor
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.expert_parallel import route
-from megapar.launch.grid import with_grid
+from megapar.launch.grid import grid_of
 from megapar.params import spec_of
 from tests.support.grid import (
     DENSE_BETWEEN,
@@ -130,9 +130,8 @@ def test_no_rank_holds_all_experts(ep: int, etp: int) -> None:
     whole = sum(
         torch.Size(piece.shape).numel() for name, piece in logical_tensors(config.model).items() if ".experts." in name
     )
-    plan = with_grid(context.planned, config)
     for rank in range(8):
-        ctx = plan(rank, device=torch.device("meta"))
+        ctx = context.planned(grid_of(config), rank, device=torch.device("meta"))
         held = [
             param.numel()
             for stage in build_stages(config, ctx).values()

@@ -22,7 +22,19 @@ PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchma
 FOUNDATION = {
     f"megapar.{name}": "foundation"
     for name in (
-        *("config", "comm", "system", "context", "device", "params", "main_grad", "linear", "sharding", "random"),
+        *(
+            "config",
+            "comm",
+            "system",
+            "context",
+            "grid",
+            "device",
+            "params",
+            "main_grad",
+            "linear",
+            "sharding",
+            "random",
+        ),
         *("recompute", "precision", "batch", "errors", "__version__"),
     )
 }

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapar import context
 from megapar.context import Axis
 from megapar.data_parallel.accumulate import MainGradView
+from megapar.grid import Grid
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from tests.support.distributed import rank_device, run_ranks
@@ -309,7 +310,7 @@ def slice_of(tp: Axis) -> tuple[int, slice]:
 
 def entropy_on_ranks(size: int) -> list[tuple[Tensor, Tensor]]:
     device, results = rank_device(dist.get_rank()), []
-    tp = context.create(tp=size, device=device).tp
+    tp = context.create(Grid(tp=size), device=device).tp
     start, rows = slice_of(tp)
     for impl, smoothing, z_loss in CASES:
         p = {name: value.to(device) for name, value in problem().items()}
@@ -373,7 +374,7 @@ def linear_on_rank(tp: Axis, device: torch.device, case: tuple, *, sequence_para
 
 def linear_on_ranks(size: int) -> list[dict[str, Tensor]]:
     device = rank_device(dist.get_rank())
-    tp = context.create(tp=size, device=device).tp
+    tp = context.create(Grid(tp=size), device=device).tp
     return [
         linear_on_rank(tp, device, case, sequence_parallel=sequence_parallel, main=main)
         for case in CASES

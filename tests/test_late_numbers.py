@@ -22,6 +22,7 @@ from megapar.batch import MicroBatch
 from megapar.checkpoint.format import checkpoint_folders
 from megapar.config.options import CheckpointConfig, Config, LogConfig
 from megapar.data.delivery import Delivery
+from megapar.grid import Grid
 from megapar.precision import LossScale
 from megapar.train import step as step_module
 from megapar.train.checkpoints import FOLDER
@@ -56,7 +57,7 @@ def started(config: Config) -> tuple[TrainState, Delivery]:
     """The state and the data of a run at its first step."""
     parallel = config.parallel
     where = rank_device(torch.distributed.get_rank())
-    ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, device=where)
+    ctx = context.create(Grid(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order), device=where)
     state, _ = start(config, ctx, build_stages(config, ctx))
     data, _ = open_loaders(config, ctx)
     return state, data

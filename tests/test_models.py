@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config.options import Config, ModelConfig, MoEConfig, ParallelConfig, RopeScaling
+from megapar.grid import Grid
 from tests.support import layouts, reference_models, tiny_models
 from tests.support.flat import flatten
 
@@ -254,7 +255,7 @@ def test_a_stage_builder_builds_what_build_stages_does() -> None:
         schedule = "interleaved" if vpp > 1 else "1f1b"
         config = validate(Config(model=model, parallel=ParallelConfig(pp=pp, vpp=vpp, schedule=schedule)), pp)
         for rank in range(pp):
-            ctx = context.planned(rank, pp=pp, device=torch.device("meta"))
+            ctx = context.planned(Grid(pp=pp), rank, device=torch.device("meta"))
             found, expected = build(config, ctx), build_stages(config, ctx)
             names = [[name for name, _ in stage.named_parameters()] for stage in found.values()]
             assert list(found) == list(expected)

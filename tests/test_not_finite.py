@@ -21,6 +21,7 @@ from megapar import context
 from megapar.config.options import LogConfig
 from megapar.data.delivery import Delivery
 from megapar.errors import NumericError
+from megapar.grid import Grid
 from megapar.train import not_finite
 from megapar.train.data import open_loaders
 from megapar.train.step import TrainState
@@ -144,7 +145,7 @@ def messages(
         config = replace(config, log=LogConfig(tensorboard=False), run_dir=str(run_dir))
         config = replace(config, checkpoint=replace(config.checkpoint, save_last=False))
         where = rank_device(torch.distributed.get_rank())
-        ctx = context.create(dp=2, pp=2, device=where)
+        ctx = context.create(Grid(dp=2, pp=2), device=where)
         state, _ = start(config, ctx, build_stages(config, ctx))
         data, _ = open_loaders(config, ctx)
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megapar import context
 from megapar.config.options import OptimizerConfig
+from megapar.grid import Grid
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import Optimizer, Shard, StateTensor
 from megapar.optimizer.clip import clip_coefficient, grad_norm
@@ -178,7 +179,7 @@ def test_clip_coefficient() -> None:
 def norms_with_one_bad_element() -> dict[str, Any]:
     """On tp 2: the norm of random gradients with and without a look at copies; then, for each parameter, rank and bad
     value, the norm if the first element of that rank's part holds it."""
-    ctx = context.create(tp=2)
+    ctx = context.create(Grid(tp=2))
     buffer = flatten([Toy(ctx)], ctx, zero_stage=0, bucket_mb=1e-4, overlap=True)
     buffer.grads.normal_(std=1e30, generator=torch.Generator().manual_seed(ctx.tp.rank))
     norms: dict[str, Any] = {"looked": grad_norm(buffer.gradients, ctx), "numbers": buffer.layout.uncounted_ranges()}
@@ -211,7 +212,7 @@ def changed_by_decay_alone() -> list[dict[str, bool]]:
     """For tp 2 and dp 2, ZeRO 0 and 1: which tensors a step without gradients changes."""
     found = []
     for tp, dp in ((2, 1), (1, 2)):
-        ctx = context.create(tp=tp, dp=dp)
+        ctx = context.create(Grid(tp=tp, dp=dp))
         for zero_stage in (0, 1):
             toy = Toy(ctx)
             before = {name: param.detach().clone() for name, param in toy.named_parameters()}

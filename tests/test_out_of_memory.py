@@ -16,6 +16,7 @@ from megapar_models.registry import validate
 from megapar import context, device
 from megapar.config.files import load
 from megapar.errors import OutOfMemoryError
+from megapar.grid import Grid
 from megapar.plan.dry_run import explaining_out_of_memory, report, report_rank
 from megapar.train import trainer
 from tests.support import program
@@ -121,7 +122,7 @@ def test_other_errors_stay_what_they_are(error: Exception, said: str) -> None:
 def test_planned_ranks_stand_where_created_ones_do() -> None:
     """Without process groups; see test_context for those that have them."""
     for rank in range(12):
-        ctx = context.planned(rank, tp=2, dp=2, pp=3, order="dp-tp-cp-pp", device=torch.device("meta"))
+        ctx = context.planned(Grid(tp=2, dp=2, pp=3, order="dp-tp-cp-pp"), rank, device=torch.device("meta"))
         assert (ctx.dp.rank, ctx.tp.rank, ctx.pp.rank) == (rank % 2, rank // 2 % 2, rank // 4)
         assert (ctx.tied.size, ctx.tied.rank) == {0: (2, 0), 1: (1, 0), 2: (2, 1)}[ctx.pp.rank]
         assert (ctx.world.size, ctx.world.rank, ctx.grad.size) == (12, rank, 2)

@@ -16,6 +16,7 @@ from megapar import context
 from megapar.config.files import Resolved
 from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError
+from megapar.grid import Grid
 from megapar.pipeline.schedules import SCHEDULES
 from megapar.pipeline.zero_bubble import Memory
 from megapar.plan import dry_run
@@ -154,7 +155,7 @@ def test_a_chosen_v_trains_as_the_named_one(tmp_path: Path) -> None:
 
 def refusal_on_a_rank(config: Config) -> str:
     resolved = Resolved(config, {})
-    ctx = context.create(pp=2)
+    ctx = context.create(Grid(pp=2))
     with pytest.raises(ConfigError) as error:
         with_chosen_schedule(resolved, config, ctx, lambda *_: lambda candidate: [(1, 1, 1)] * 2, build_stages)
     return str(error.value)

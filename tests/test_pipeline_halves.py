@@ -19,6 +19,7 @@ from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
+from megapar.grid import Grid
 from megapar.params import Init, spec_of
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Action, Event, Schedule, interleaved, one_f_one_b, placement
@@ -323,7 +324,7 @@ EVERY_SCHEDULE = (("ZB_H1", 1), ("LATE", 1), ("EVERY_OTHER", 1), ("INTERLEAVED",
 
 def any_number_of_micro_batches(pp: int) -> dict[str, list[tuple[int, int]]]:
     """For each schedule, (buckets reduced early, all buckets) of each step; the numbers of micro-batches change."""
-    ctx = context.create(pp=pp)
+    ctx = context.create(Grid(pp=pp))
     seen: dict[str, list[tuple[int, int]]] = {}
     for schedule, vpp in EVERY_SCHEDULE:
         if pp == 1 and schedule == "V":

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megapar import context
 from megapar.batch import MicroBatch, TensorSpec
 from megapar.errors import ConfigError
+from megapar.grid import Grid
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import make, placement
 from tests.support.distributed import run_ranks
@@ -139,7 +140,7 @@ def build(ctx, schedule: str, vpp: int, **options) -> tuple[PipelineRuntime, lis
 
 
 def every_schedule(pp: int) -> None:
-    ctx = context.create(pp=pp)
+    ctx = context.create(Grid(pp=pp))
     for schedule, vpp in (*LAYOUTS, *IN_HALVES):
         runtime, stages = build(ctx, schedule, vpp)
         for m in (1, 3, 8) if (schedule, vpp) in IN_HALVES else (1, 2, 3, 4, 8):
@@ -154,7 +155,7 @@ def test_every_schedule_equals_the_unsplit_model(pp):
 
 
 def twenty_steps() -> None:
-    ctx = context.create(pp=4)
+    ctx = context.create(Grid(pp=4))
     jitter = random.Random(ctx.pp.rank)
     runtime, stages = build(ctx, "interleaved", 2)
     for stage in runtime.stages.values():
@@ -170,7 +171,7 @@ def test_twenty_steps_with_random_lengths_finish():
 
 
 def evaluations() -> None:
-    ctx = context.create(pp=2)
+    ctx = context.create(Grid(pp=2))
     for schedule, vpp in LAYOUTS:
         runtime, stages = build(ctx, schedule, vpp)
         for m in (1, 3, 4):
@@ -199,7 +200,7 @@ class CountedWork:
 
 
 def counted_waits() -> list[int]:
-    ctx = context.create(pp=2, use_shared_memory=False)
+    ctx = context.create(Grid(pp=2), use_shared_memory=False)
     works, real = [], dist.batch_isend_irecv
 
     def counting(operations):
@@ -248,7 +249,7 @@ class SentOutputs(nn.Module):
 
 
 def sent_outputs(schedule: str) -> tuple[list[int], list[int]]:
-    ctx = context.create(pp=2)
+    ctx = context.create(Grid(pp=2))
     stage = SentOutputs(last=ctx.pp.last)
     PipelineRuntime({ctx.pp.rank: stage}, ctx, schedule, 1).step(make_batches(8, seed=0))
     return stage.alive_at_forward, stage.alive_at_backward
@@ -268,7 +269,7 @@ def gradients(stage: nn.Module) -> list[Tensor]:
 
 
 def last_backwards() -> None:
-    ctx = context.create(pp=2)
+    ctx = context.create(Grid(pp=2))
     for schedule, vpp in LAYOUTS:
         runtime, _ = build(ctx, schedule, vpp)
         events, calls = [], []
@@ -291,7 +292,7 @@ def test_on_last_backward_runs_when_one_backward_is_left():
 
 
 def frozen_first_stage() -> None:
-    ctx = context.create(pp=2)
+    ctx = context.create(Grid(pp=2))
     runtime, stages = build(ctx, "1f1b", 1)
     for stage in (stages[0], *([runtime.stages[0]] if ctx.pp.first else [])):
         stage.requires_grad_(False)
@@ -303,7 +304,7 @@ def test_a_stage_without_trainable_weights_is_no_trouble():
 
 
 def traces() -> list:
-    ctx = context.create(pp=2)
+    ctx = context.create(Grid(pp=2))
     runtime, _ = build(ctx, "interleaved", 2)
     events = []
     runtime.step(make_batches(3, seed=0), trace=events)

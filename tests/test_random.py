@@ -19,6 +19,7 @@ from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config.options import Config, ModelConfig
 from megapar.context_parallel.dropout import AttentionDropout
+from megapar.grid import Grid
 from megapar.params import Box, Piece
 from megapar.random import initialize, keep_mask, row_keys
 from tests.support import layouts, tiny_models
@@ -37,7 +38,7 @@ DROPPING = replace(TIED_GPT, hidden_dropout=0.5, attention_dropout=0.5)
 
 
 def initial(model: ModelConfig, tp: int, seed: int = 7) -> list[layouts.Held]:
-    ctx = context.create(tp=tp)
+    ctx = context.create(Grid(tp=tp))
     stages = build_stages(tiny_models.config(model, tp), ctx).values()
     initialize(stages, seed)
     return layouts.held(stages, ctx)
@@ -182,7 +183,7 @@ def recorded_masks() -> Iterator[dict[str, Tensor]]:
 
 
 def masks_of(config: Config, batch: MicroBatch) -> dict[str, Tensor]:
-    stage = tiny_models.build(config, context.create(tp=config.parallel.tp))
+    stage = tiny_models.build(config, context.create(Grid(tp=config.parallel.tp)))
     with recorded_masks() as masks, torch.no_grad():
         stage(None, batch)
     return masks
@@ -248,7 +249,7 @@ def recompute_everywhere(tp: int, precision: str) -> list[tuple[list[Tensor], Te
     """For each of RECOMPUTES: losses of two micro-batches, the flat gradient, and how often a layer and how often a
     core of attention ran."""
     model = replace(TIED_GPT, num_hidden_layers=4, hidden_dropout=0.1, attention_dropout=0.1)
-    ctx, results = context.create(tp=tp), []
+    ctx, results = context.create(Grid(tp=tp)), []
     for mode, every in RECOMPUTES:
         config = tiny_models.config(model, tp, tp > 1, precision=precision, recompute=mode, recompute_every=every)
         stage = tiny_models.build(config, ctx)

@@ -25,6 +25,7 @@ from megapar.comm.store import StoreUser, connect, part_of
 from megapar.config.options import Config, LaunchConfig, ModelConfig, ParallelConfig, TrainConfig
 from megapar.context import single
 from megapar.errors import CommunicationError, ConfigError
+from megapar.grid import Grid
 from megapar.launch.rank_process import leave, what_ranks_share
 from megapar.pipeline import schedules
 from tests.support import program
@@ -321,7 +322,7 @@ def test_users_of_the_store_do_not_meet_in_a_key(tmp_path: Path) -> None:
 
 def test_leaving_frees_the_process_groups() -> None:
     def body() -> bool:
-        ctx = context.create(dp=2)
+        ctx = context.create(Grid(dp=2))
         destroyed: list[bool] = []
         real: Callable[[], None] = collectives.shutdown
         collectives.shutdown = lambda: destroyed.append(True)  # the harness of the test still needs the groups

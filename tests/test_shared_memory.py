@@ -15,6 +15,7 @@ from megapar.comm import collectives, host_meeting
 from megapar.comm.transport_shared_memory import SharedMemory
 from megapar.context import ParallelContext
 from megapar.errors import CommunicationError
+from megapar.grid import Grid
 from megapar.system.own_folder import OwnFolder
 from tests.support.distributed import run_ranks
 
@@ -33,7 +34,7 @@ def pages_of_exchange(ctx: ParallelContext) -> int:
 
 def everything_in_flight() -> None:
     """Starts many operations on two axes, of sizes below and above every limit, and waits for them in reverse order."""
-    ctx = context.create(tp=2, dp=2)
+    ctx = context.create(Grid(tp=2, dp=2))
     sizes = [1, 1000, 1025, 16_384, 20_000, 300_001]
     started = []
     for round_number in range(3):
@@ -61,8 +62,8 @@ def test_many_operations_in_flight_are_each_others_neighbors_and_nothing_more() 
 
 def sums_over_both() -> None:
     """Random numbers, so that another order of the sum would round otherwise in some elements."""
-    shared = context.create(dp=4).dp
-    gloo = context.create(dp=4, use_shared_memory=False).dp
+    shared = context.create(Grid(dp=4)).dp
+    gloo = context.create(Grid(dp=4), use_shared_memory=False).dp
     generator = torch.Generator().manual_seed(shared.rank)
     for size in (400, 40_000):  # whole tensors and slices through shared memory; whole tensors over gloo
         x = torch.randn(size, generator=generator)
@@ -76,7 +77,7 @@ def test_sums_round_as_over_gloo() -> None:
 
 def many_before_the_first_is_received(kilobytes: int) -> None:
     """Rank 0 sends more than a socket holds before rank 1 receives anything."""
-    axis = context.create(pp=2).pp
+    axis = context.create(Grid(pp=2)).pp
     count = 3000 // kilobytes
     if axis.first:
         pendings = [
@@ -102,7 +103,7 @@ def test_a_full_socket_delays_messages_and_loses_none(kilobytes: int) -> None:
 
 
 def memory_is_given_back() -> None:
-    ctx = context.create(dp=2)
+    ctx = context.create(Grid(dp=2))
     mega = 1 << 20
     for _ in range(20):
         collectives.all_reduce(torch.ones(mega // 4), ctx.dp)
@@ -139,7 +140,7 @@ def the_other_ends(number: int, names: Path) -> None:
         return folder
 
     host_meeting.OwnFolder = make_noted
-    ctx = context.create(dp=2, timeout_seconds=2)
+    ctx = context.create(Grid(dp=2), timeout_seconds=2)
     collectives.all_reduce(torch.ones(10_000), ctx.dp)
     if ctx.dp.rank == 1:
         collectives.exchange([(torch.full((10_000,), 7.0), 0)], [], ctx.dp)
@@ -168,7 +169,7 @@ def test_a_rank_that_ends_or_stops_ends_the_wait(number: signal.Signals, tmp_pat
 
 
 def sizes_differ() -> None:
-    axis = context.create(dp=2).dp
+    axis = context.create(Grid(dp=2)).dp
     with pytest.raises(CommunicationError, match=r"sent \d+ bytes where this rank expects \d+"):
         collectives.all_reduce(torch.ones(100 + 100 * axis.rank), axis)
 
@@ -183,7 +184,7 @@ def meeting_of(hosts: list[str], reachable: bool) -> list[bool]:
     socket.gethostname = lambda: hosts[rank]
     if not reachable and rank == 3:
         host_meeting._connect = lambda path: None
-    ctx = context.create(tp=2, dp=2)
+    ctx = context.create(Grid(tp=2, dp=2))
     for axis in (ctx.tp, ctx.dp, ctx.world):
         expected = float(sum(2**r for r in axis.ranks))
         assert (collectives.all_reduce(torch.full((3,), 2.0**rank), axis) == expected).all()
@@ -219,7 +220,7 @@ def descriptors() -> int:
 def count_descriptors() -> None:
     """As many descriptors as the module's docstring says, whatever is sent."""
     before = descriptors()
-    ctx = context.create(dp=dist.get_world_size())
+    ctx = context.create(Grid(dp=dist.get_world_size()))
     expected = before + 2 * ctx.dp.size
     assert descriptors() == expected
     for size in (10_000, 100_000, 1_000_000):

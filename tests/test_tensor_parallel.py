@@ -15,6 +15,7 @@ from megapar import context
 from megapar.comm import collectives
 from megapar.config.options import ModelConfig
 from megapar.context import Axis, ParallelContext
+from megapar.grid import Grid
 from megapar.params import Init
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -45,7 +46,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64, device: tor
 
 def tensor_ranks(size: int) -> ParallelContext:
     """Of all ranks; on this rank's GPU where the test runs on GPUs."""
-    return context.create(tp=size, device=rank_device(dist.get_rank()))
+    return context.create(Grid(tp=size), device=rank_device(dist.get_rank()))
 
 
 # Regions
@@ -365,7 +366,7 @@ def set_padding(stage: nn.Module, value: float) -> None:
 
 def train_model(model: ModelConfig, tp: int, sequence_parallel: bool) -> dict[str, Any]:
     """Loss and gradients of four samples: at once and left in .grad, then two by two, summed by a gradient buffer."""
-    ctx = context.create(tp=tp)
+    ctx = context.create(Grid(tp=tp))
     config = tiny_models.config(model, tp, sequence_parallel)
     batches = [tiny_models.batch(config.model, seed) for seed in (0, 1)]
     stage = tiny_models.build(config, ctx)
@@ -416,7 +417,7 @@ def test_tensor_parallel_models_equal_one_process(tp: int) -> None:
 
 
 def scatter_ten_rows() -> list[str]:
-    tp, messages = context.create(tp=4).tp, []
+    tp, messages = context.create(Grid(tp=4)).tp, []
     for function in (scatter_sum, scatter_sequence):
         try:
             function(torch.zeros(10, 2), tp)

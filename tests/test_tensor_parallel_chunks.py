@@ -13,6 +13,7 @@ from megapar import context
 from megapar.comm import collectives
 from megapar.comm.pending import Pending
 from megapar.context import Axis, ParallelContext
+from megapar.grid import Grid
 from megapar.linear import MatrixProducts
 from megapar.params import Init
 from megapar.recompute import run
@@ -90,7 +91,7 @@ def sent(axis: Axis, function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
 
 def differences(size: int, shared_memory: bool) -> list[str]:
     """Cases in which chunks change a value, or the number of bytes that are sent."""
-    ctx = context.create(tp=size, device=rank_device(dist.get_rank()), use_shared_memory=shared_memory)
+    ctx = context.create(Grid(tp=size), device=rank_device(dist.get_rank()), use_shared_memory=shared_memory)
     wrong = []
     for sequence_parallel in (False, True):
         whole = sharding_of(ctx, torch.float64, sequence_parallel)
@@ -115,7 +116,7 @@ def test_chunks_change_neither_values_nor_bytes(tp: int, shared_memory: bool) ->
 
 
 def rounded_differences(size: int) -> list[str]:
-    ctx = context.create(tp=size)
+    ctx = context.create(Grid(tp=size))
     wrong = []
     for sequence_parallel in (False, True):
         whole = sharding_of(ctx, torch.float32, sequence_parallel)
@@ -138,7 +139,7 @@ def test_chunks_of_many_tokens_round_as_one_product_does(tp: int) -> None:
 
 def unusual_inputs(size: int) -> list[bool]:
     """Strided inputs, strided gradients, one broadcast number as gradient, and a frozen input or weight."""
-    ctx = context.create(tp=size)
+    ctx = context.create(Grid(tp=size))
     same = []
     for sequence_parallel in (False, True):
         sharding = replace(sharding_of(ctx, torch.float64, sequence_parallel), overlap_chunks=3)
@@ -170,7 +171,7 @@ def test_strided_and_frozen_tensors_in_chunks() -> None:
 
 
 def refusal_of_ten_rows() -> str:
-    ctx = context.create(tp=4)
+    ctx = context.create(Grid(tp=4))
     _, row = layers(replace(sharding_of(ctx, torch.float64, True), overlap_chunks=2), whole_numbers)
     with pytest.raises(ValueError, match="length 10 does not divide by tp 4") as caught:
         row(torch.zeros(10, 1, WIDE // 4, dtype=torch.float64))

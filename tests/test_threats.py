@@ -28,6 +28,7 @@ from megapar.comm.flight_file import FlightFile
 from megapar.comm.shared_memory import Host
 from megapar.comm.transport_shared_memory import SharedMemory
 from megapar.errors import CommunicationError, OutOfMemoryError, StorageError
+from megapar.grid import Grid
 from megapar.system import own_folder
 from tests.support import program, stranger
 from tests.support.distributed import run_ranks
@@ -78,7 +79,7 @@ def knock_everywhere(successes: Path) -> None:
 
 def meet_often() -> None:
     for _ in range(ROUNDS):
-        axis = context.create(dp=3, timeout_seconds=10).dp
+        axis = context.create(Grid(dp=3), timeout_seconds=10).dp
         assert isinstance(axis.transport, SharedMemory), "a stranger has kept the ranks apart"
         assert axis.transport.host.peers == set(range(3)) - {axis.rank}
         assert (collectives.all_reduce(torch.full((5000,), 1.0 + axis.rank), axis) == 6).all()
@@ -148,7 +149,7 @@ def others_knock() -> None:
         answer(party, expected)
 
     host_meeting._Party.answer = answer_after_knocks
-    ctx = context.create(dp=2)
+    ctx = context.create(Grid(dp=2))
     assert isinstance(ctx.dp.transport, SharedMemory)
     assert ctx.dp.transport.host.peers == {1 - rank}
     assert collectives.all_reduce(torch.tensor(1.0 + rank), ctx.dp) == 3

@@ -20,6 +20,7 @@ from megapar.checkpoint.load import Reader, load
 from megapar.checkpoint.save import save, share
 from megapar.config.files import load as load_options
 from megapar.errors import CheckpointError, ConfigError
+from megapar.grid import Grid
 from megapar.params import ZEROS, ParamSpec, cut, make_piece
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.plan import dry_run
@@ -201,7 +202,7 @@ class Balanced(nn.Module):
 
 
 def save_a_buffer(root: Path) -> str:
-    ctx = context.create(tp=2, dp=2)
+    ctx = context.create(Grid(tp=2, dp=2))
     module = Balanced(ctx, torch.arange(10.0))
     return str(save(root, slices=share(fixed_slices([module], to_save=True)), ctx=ctx, replicated=False, **FACTS))
 

@@ -24,6 +24,7 @@ from megapar.batch import MicroBatch
 from megapar.checkpoint.format import folder_name
 from megapar.config.options import CheckpointConfig, Config, LogConfig
 from megapar.errors import NumericError, StorageError
+from megapar.grid import Grid
 from megapar.precision import LossScale, Precision
 from megapar.train import checkpoints
 from megapar.train.data import open_loaders
@@ -118,7 +119,7 @@ def run_config(case: Case, run_dir: Path) -> Config:
 def started(config: Config) -> TrainState:
     parallel = config.parallel
     where = rank_device(dist.get_rank())
-    ctx = context.create(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order, device=where)
+    ctx = context.create(Grid(tp=parallel.tp, dp=parallel.dp, pp=parallel.pp, order=parallel.order), device=where)
     return start(config, ctx, build_stages(config, ctx))[0]
 
 

@@ -22,6 +22,7 @@ from megapar.context import Axis, ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.weights import FlatWeights
+from megapar.grid import Grid
 from megapar.optimizer.base import Optimizer, Shard, StateTensor
 from megapar.optimizer.clip import grad_norm
 from megapar.params import ONES, ZEROS, ParamSpec, cut, make_piece, parameter
@@ -106,7 +107,7 @@ def train(ctx: ParallelContext, kind: type[Optimizer], root: Path, resume: bool 
 
 
 def train_on_ranks(sizes: dict[str, int], kind: type[Optimizer], root: Path, resume: bool = False) -> dict[str, Any]:
-    return train(context.create(**sizes), kind, root, resume)  # type: ignore[arg-type]
+    return train(context.create(Grid(**sizes)), kind, root, resume)  # type: ignore[arg-type]
 
 
 def tensors(path: Path) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from megapar import context, random
 from megapar.context import Axis, ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.units import UnitGradients, UnitWeights
+from megapar.grid import Grid
 from megapar.params import ONES, Init, ParamSpec, Piece, parameter, replicated
 from megapar.random import initial_values
 from megapar.train.trainer import initializes_by_unit, start
@@ -50,7 +51,7 @@ def modules(ctx: ParallelContext) -> list[Tiny]:
 
 def gather_and_reduce() -> None:
     """Fails on a rank whose weights are not those before, or whose gradients are not the sum over all ranks."""
-    ctx = context.create(dp=3)
+    ctx = context.create(Grid(dp=3))
     stages = modules(ctx)
     layout = FlatLayout.of_units(stages)
     shapes = {slot.name: tuple(slot.param.shape) for slot in layout.slots}

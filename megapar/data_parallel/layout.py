@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megapar.context import TIED_AXIS, Axis
+from megapar.context import Axis
 from megapar.data_parallel.buckets import Bucket, BucketGroup, Range, intersect, lay_out, merge
+from megapar.grid import TIED_AXIS
 from megapar.params import ParamSpec, spec_of
 
 

@@ -1,30 +1,22 @@
 """The rank grid that a run's options ask for."""
 
-from collections.abc import Callable
-from functools import partial
-
 from megapar.config.options import Config
-from megapar.context import ParallelContext
+from megapar.grid import Grid
 from megapar.pipeline.schedules import embedding_ranks
 
 
-def with_grid(make: Callable[..., ParallelContext], config: Config) -> Callable[..., ParallelContext]:
-    """`make`, which is `context.create` or `context.planned`, with the arguments that the options `parallel` decide.
-
-    `config` must be validated. A run and its plan both come here, so that they have the same grid.
-    """
+def grid_of(config: Config) -> Grid:
+    """The grid of a run and of its plan. `config` must be validated."""
     parallel = config.parallel
-    experts = {}
-    if config.model.moe.num_experts:
-        experts = {"ep": parallel.ep, "etp": parallel.etp}
-    return partial(
-        make,
+    has_experts = config.model.moe.num_experts > 0
+    return Grid(
         tp=parallel.tp,
         cp=parallel.cp,
         dp=parallel.dp,
         pp=parallel.pp,
+        ep=parallel.ep if has_experts else 0,
+        etp=parallel.etp if has_experts else 1,
         order=parallel.order,
-        tied=embedding_ranks(parallel),
         shard_ranks=config.optimizer.shard_ranks,
-        **experts,
+        tied=embedding_ranks(parallel),
     )

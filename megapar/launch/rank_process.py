@@ -26,7 +26,7 @@ from megapar.config import plugins
 from megapar.config.options import Config, flatten
 from megapar.context import ParallelContext
 from megapar.errors import CommunicationError, ConfigError, MegaparError, storing
-from megapar.launch.grid import with_grid
+from megapar.launch.grid import grid_of
 from megapar.launch.monitor import Monitor
 from megapar.launch.reporting import exits_refused, reported
 from megapar.launch.signals import Signals
@@ -160,9 +160,13 @@ def join(config: Config, env: device.Environment, process: RankProcess) -> Paral
     process.members = [member]
     if env.world_size > 1:
         process.members = _meet(config, env, member, chosen, process)
-    create = with_grid(context.create, config)
-    use_shared_memory = config.launch.cpu_exchange == "shared_memory"
-    return create(device=chosen, timeout_seconds=timeout, flight=process.flight, use_shared_memory=use_shared_memory)
+    return context.create(
+        grid_of(config),
+        device=chosen,
+        timeout_seconds=timeout,
+        flight=process.flight,
+        use_shared_memory=config.launch.cpu_exchange == "shared_memory",
+    )
 
 
 @contextmanager

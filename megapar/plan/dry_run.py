@@ -19,7 +19,8 @@ from megapar.config.options import Config, ParallelConfig
 from megapar.context import ParallelContext
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.errors import OutOfMemoryError
-from megapar.launch.grid import with_grid
+from megapar.grid import rank_groups
+from megapar.launch.grid import grid_of
 from megapar.launch.reporting import tell
 from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.params import spec_of
@@ -84,12 +85,12 @@ def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
     if patterns:
         # A rank has only a part of the parameters. To find patterns that match none at all, the whole model is built.
         alone = replace(config, parallel=ParallelConfig(dp=1, vpp=1))
-        refuse(patterns, [freeze(build(alone, _context(alone, 0)).values(), patterns)])
+        refuse(patterns, [freeze(build(alone, context.planned(grid_of(alone), 0, device=META)).values(), patterns)])
     parallel = config.parallel
     report_of_shapes: dict[tuple[object, ...], RankReport] = {}
     ranks_of_report: dict[RankReport, list[int]] = {}
     for rank in range(parallel.tp * parallel.cp * parallel.pp * parallel.dp):
-        ctx = _context(config, rank)
+        ctx = context.planned(grid_of(config), rank, device=META)
         experts_differ = config.model.moe.num_experts % ctx.ep.size > 0
         first_with_its_experts = experts_differ and ctx.expert_grad.first
         if not ctx.grad.first and not first_with_its_experts:
@@ -125,15 +126,10 @@ def _with_kernels_of_the_planned_device(config: Config) -> Config:
     return replace(config, kernels=replace(config.kernels, backend="triton"))
 
 
-def _context(config: Config, rank: int) -> ParallelContext:
-    plan = with_grid(context.planned, config)
-    return plan(rank, device=META)
-
-
 def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     """The memory that `rank` needs. Activations are those that the planned device's kernels keep."""
     config = _with_kernels_of_the_planned_device(config)
-    ctx = _context(config, rank)
+    ctx = context.planned(grid_of(config), rank, device=META)
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
     state = assemble(config, ctx, stages, memory_limit(config, build))
@@ -268,12 +264,12 @@ def memory_limit(config: Config, build: Build) -> Memory | None:
     if not parallel.schedule_memory_gb:
         return None
     config = _with_kernels_of_the_planned_device(config)
-    sizes = {"tp": parallel.tp, "cp": parallel.cp, "dp": parallel.dp, "pp": parallel.pp}
+    grid = grid_of(config)
     num_stages = parallel.pp * parallel.vpp
     forward = [0] * num_stages
     inputs = [0] * num_stages
-    for rank in context.rank_groups(sizes, ["pp"], parallel.order)[0]:
-        ctx = _context(config, rank)
+    for rank in rank_groups(grid.sizes, ["pp"], grid.order)[0]:
+        ctx = context.planned(grid, rank, device=META)
         stages = build(config, ctx)
         freeze(stages.values(), config.train.trainable)
         runtime = assemble(config, ctx, stages).pipeline

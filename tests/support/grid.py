@@ -28,7 +28,7 @@ from megapar.context import ParallelContext
 from megapar.context_parallel import deal
 from megapar.data.order import micro_batch_positions
 from megapar.data_parallel.units import UnitGradients, UnitWeights
-from megapar.launch.grid import with_grid
+from megapar.launch.grid import grid_of
 from megapar.optimizer.clip import clip_coefficient
 from megapar.random import initialize
 from megapar.train.step import TrainState, evaluate, train_step
@@ -227,8 +227,8 @@ def make_context(config: Config) -> ParallelContext:
     rank = dist.get_rank() if dist.is_initialized() else 0
     parallel = config.parallel
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
-    make = with_grid(context.create, config)
-    return make(
+    return context.create(
+        grid_of(config),
         device=rank_device(rank) if world > 1 else torch.device("cpu"),
         use_shared_memory=config.launch.cpu_exchange == "shared_memory",
     )

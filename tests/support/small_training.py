@@ -9,7 +9,7 @@ from megapar_models.registry import validate
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config.options import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.launch.grid import with_grid
+from megapar.launch.grid import grid_of
 from megapar.random import initialize
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
@@ -43,7 +43,7 @@ def make_config(precision: str = "fp32", zero_stage: int = 1, shard_ranks: int =
 
 
 def make_state(config: Config, seed: int = 1) -> TrainState:
-    ctx = with_grid(context.create, config)()
+    ctx = context.create(grid_of(config))
     stages = build_stages(config, ctx)
     initialize(stages.values(), seed)
     return assemble(config, ctx, stages)

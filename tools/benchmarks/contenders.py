@@ -38,7 +38,7 @@ from megapar.config.options import Config, ParallelConfig
 from megapar.context_parallel.deal import positions
 from megapar.expert_parallel.balance import Router, Routing
 from megapar.expert_parallel.route import counts
-from megapar.launch.grid import with_grid
+from megapar.launch.grid import grid_of
 from megapar.params import spec_of
 from megapar.train.step import train_step
 from megapar.train.trainer import assemble
@@ -51,7 +51,7 @@ class Megapar(Peer):
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
-        self.ctx = with_grid(context.create, config)(device=device)
+        self.ctx = context.create(grid_of(config), device=device)
         self.columns = torch.tensor(positions(config.train.seq_length, self.ctx.cp.size, self.ctx.cp.rank))
         stages = build_stages(config, self.ctx)
         load_weights(stages.values(), weights)

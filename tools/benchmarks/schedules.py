@@ -26,6 +26,7 @@ from megapar.context import ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.reduce import Gradients
 from megapar.errors import ConfigError
+from megapar.grid import Grid
 from megapar.launch.reporting import reported
 from megapar.linear import LOCAL, MatrixProducts, linear
 from megapar.params import Init, replicated
@@ -103,7 +104,7 @@ class SleepingStage(PipelineStage):
 
 def measure(arguments: Arguments, schedule: str, where: torch.device) -> dict[str, list[float]]:
     """On each rank: the seconds of every timed step, by number of micro-batches."""
-    ctx = context.create(pp=arguments.pp, device=where)
+    ctx = context.create(Grid(pp=arguments.pp), device=where)
     vpp = stages_on_a_rank(schedule, arguments.pp)
     num_stages = arguments.pp * vpp
     seconds = arguments.milliseconds / 1e3 / vpp
