@@ -1,5 +1,6 @@
 """Flight logs: what is written is read, also after the process was killed; and what several logs say together."""
 
+import inspect
 import os
 import signal
 import time
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megapar.comm import flight
+from megapar.comm import collectives, flight
 from megapar.comm.flight import RING, AxisLog, Board, Flight, read
 from megapar.comm.flight_file import FlightFile
 from megapar.comm.rendezvous import Member
+from megapar.comm.transport import Meta
+from megapar.context import Axis
 from megapar.launch.diagnosis import as_table, diagnose
 
 MEMBERS = [Member(rank, f"node-{rank}", "cpu", pid=100 + rank) for rank in range(4)]
@@ -54,6 +57,41 @@ def test_the_ring_keeps_the_newest() -> None:
     (shown,) = read(log.memory, 2 * RING)["axes"]
     assert [record["bytes"] for record in shown["records"]] == list(range(5, RING + 5))
     assert all(record["ended"] > 0 for record in shown["records"])
+
+
+class Counted(Meta):
+    """Sends nothing, and is logged as if it did."""
+
+    sends = True
+
+
+def call_each_collective(axis: Axis) -> None:
+    x = torch.empty(4, 4, device="meta")
+    flat = torch.empty(8, device="meta")
+    collectives.all_reduce(x.t(), axis)
+    collectives.all_reduce_async(x, axis)
+    collectives.all_gather(x, axis)
+    collectives.all_gather_slices_async(x, [x, x], axis)
+    collectives.all_gather_shard_async(flat, axis)
+    collectives.reduce_scatter(x, axis)
+    collectives.reduce_scatter_shard_async(flat, axis)
+    collectives.reduce_scatter_shard_in_bf16_async(flat, axis)
+    collectives.all_to_all(x, [1, 3], [2, 2], axis)
+    collectives.exchange([(x, 1)], [(x, 1)], axis)
+    collectives.barrier(axis)
+
+
+def test_the_site_of_an_operation_is_the_line_that_calls_comm() -> None:
+    """Not a line of comm, and not the caller's caller."""
+    log = Flight()
+    call_each_collective(Axis("tp", 2, 0, (0, 1), Counted(), log=log.axis("tp", 0, 2, 0)))
+    lines, first = inspect.getsourcelines(call_each_collective)
+    records = read(log.memory, 20)["axes"][0]["records"]
+    assert len(records) == 12
+    for record in records:
+        name, line = record["site"].split(":")
+        assert name.endswith("tests/test_flight.py")
+        assert "collectives." in lines[int(line) - first]
 
 
 def test_a_log_outlives_a_process_that_was_killed() -> None:
