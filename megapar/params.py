@@ -1,8 +1,8 @@
 """The declaration of a parameter (`ParamSpec`), made once by the layer that creates it.
 
-Initialization, gradient sums, gradient norm, weight decay, ZeRO ownership and the boxes of a checkpoint all follow from
-`ParamSpec`. A parameter without one is an error. How a parameter is treated follows from its spec alone, never from its
-class, its number of dimensions or its name.
+Initialization, gradient sums, gradient norm, weight decay, the optimizer, ZeRO ownership and the boxes of a checkpoint
+all follow from `ParamSpec`. A parameter without one is an error. How a parameter is treated follows from its spec
+alone, never from its class, its number of dimensions or its name.
 """
 
 import itertools
@@ -105,8 +105,8 @@ class ParamSpec:
 
     Gradients are summed over it. Under ZeRO the optimizer state is sharded over it.
     """
-    whole: bool = False
-    """Whether the optimizer needs the whole local parameter on one rank. ZeRO then never cuts it."""
+    update: str = "adamw"
+    """The optimizer: a name of `megapar.optimizer.table.OPTIMIZERS`, or MODULE:NAME for one of your own."""
     token_share: Fraction = Fraction(1)
     """The share of tokens that the parameter is used for: num_experts_per_tok / num_experts for those of experts.
 
@@ -266,10 +266,25 @@ MAIN = "main"
 
 
 @dataclass(frozen=True)
+class StateTensor:
+    """A tensor that an optimizer keeps for every parameter: as many elements as the parameter.
+
+    `initial` is the value of each element before the first update. Padding has it too. A checkpoint with a negative
+    value of a `nonnegative` tensor is damaged.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    initial: float = 0.0
+    nonnegative: bool = False
+
+
+@dataclass(frozen=True)
 class StateSlice:
     """Flat elements [start, stop) of a local parameter, and the optimizer state of these elements on this rank.
 
     `tensors` are 1-D. A checkpoint names each of them by its key, a dot and the name of the piece: main.norm.weight.
+    `states` declares those that the optimizer keeps besides the main weights.
     """
 
     param: Tensor
@@ -277,6 +292,7 @@ class StateSlice:
     start: int
     stop: int
     tensors: Mapping[str, Tensor]
+    states: Sequence[StateTensor] = ()
 
     @property
     def main(self) -> Tensor:

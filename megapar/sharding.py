@@ -20,6 +20,8 @@ class Sharding:
     sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
     `expert_replicas` (see ParallelContext).
 
+    `update` names the optimizer of the parameters (`ParamSpec.update`).
+
     With `overlap_chunks` above 1, a linear layer communicates its input or output in so many chunks under its product.
     Without `allocate`, parameters get their memory later: with ZeRO-3 a rank never holds all of them.
     """
@@ -36,6 +38,7 @@ class Sharding:
     etp: Axis = field(default_factory=partial(Axis, "etp"))
     expert_replicas: Axis = field(default_factory=partial(Axis, "expert_grad"))
     allocate: bool = True
+    update: str = "adamw"
 
     @classmethod
     def of(
@@ -70,7 +73,9 @@ class Sharding:
 
     def parameter(self, pieces: tuple[Piece, ...], shape: Sequence[int], init: Init, *, decay: bool) -> nn.Parameter:
         """Make an uninitialized parameter of the local `shape`: `pieces`, one after the other, then padding rows."""
-        return self.parameter_of(ParamSpec(pieces, init, decay=decay, replicas=self.replicas), shape)
+        return self.parameter_of(
+            ParamSpec(pieces, init, decay=decay, replicas=self.replicas, update=self.update), shape
+        )
 
     def parameter_of(self, spec: ParamSpec, shape: Sequence[int]) -> nn.Parameter:
         """Make an uninitialized parameter of the local `shape`. Without `allocate` its storage is empty."""

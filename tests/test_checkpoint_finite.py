@@ -15,7 +15,7 @@ from megapar.checkpoint.format import checkpoint_folders, examine
 from megapar.checkpoint.load import load, load_weights, weight_slices
 from megapar.config.options import CheckpointConfig
 from megapar.errors import CheckpointError, NumericError
-from megapar.optimizer.adamw import AdamW
+from megapar.optimizer.optimizers import Optimizers
 from megapar.precision import model_dtype
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.support import program
@@ -112,28 +112,28 @@ def test_weights_that_the_last_update_spoiled_are_not_saved(tmp_path: Path) -> N
 
 def spoil_after_update() -> None:
     """The update of the third step leaves an infinite weight."""
-    original = AdamW.step
+    original = Optimizers.step
 
-    def step(self: AdamW, *args: Any) -> None:
+    def step(self: Optimizers, *args: Any) -> None:
         original(self, *args)
         if self.step_count == 3:
             next(self.slices()).main[5] = math.inf
 
-    AdamW.step = step  # type: ignore[method-assign]
+    Optimizers.step = step  # type: ignore[method-assign]
 
 
 def enlarge(value: float) -> Callable[[], None]:
     """Plants that the update of the third step leaves a weight of this size."""
 
     def plant() -> None:
-        original = AdamW.step
+        original = Optimizers.step
 
-        def step(self: AdamW, *args: Any) -> None:
+        def step(self: Optimizers, *args: Any) -> None:
             original(self, *args)
             if self.step_count == 3:
                 next(self.slices()).main[5] = value
 
-        AdamW.step = step  # type: ignore[method-assign]
+        Optimizers.step = step  # type: ignore[method-assign]
 
     return plant
 

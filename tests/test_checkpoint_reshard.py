@@ -109,7 +109,7 @@ def rank_slices(model: ModelConfig, layout: Layout, rank: int) -> list[StateSlic
     buffer = flatten(
         list(stages.values()), ctx, zero_stage=options.zero_stage, bucket_mb=options.bucket_mb, overlap=False
     )
-    return list(buffer.adamw(options).slices())
+    return list(buffer.optimizers(options).slices())
 
 
 @cache

@@ -13,8 +13,8 @@ from megapar import context
 from megapar.config.options import OptimizerConfig
 from megapar.context import ParallelContext
 from megapar.grid import Grid
-from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.clip import clip_coefficient, grad_norm
+from megapar.optimizer.optimizers import Optimizers
 from tests.support.distributed import run_ranks
 from tests.support.flat import Flat, flatten
 from tests.support.toy import Reference, Toy, local
@@ -76,7 +76,7 @@ def padded(real: Tensor, param: Tensor) -> Tensor:
     return torch.cat([real.flatten(), real.new_zeros(param.numel() - real.numel())])
 
 
-def check_gradients(adamw: AdamW, expected: dict[str, Tensor], case: Case) -> None:
+def check_gradients(adamw: Optimizers, expected: dict[str, Tensor], case: Case) -> None:
     """Every element of this rank's shards."""
     for s in adamw.slices():
         want = padded(local(s.spec, expected), s.param)[s.start : s.stop]
@@ -88,7 +88,7 @@ def train(case: Case, ctx: ParallelContext) -> dict[str, Any]:
     """A few steps of the toy, compared with one process at each; returns what ranks must agree on."""
     toy = Toy(ctx, case.kv_heads, case.dtype)
     buffer = make_buffer([toy], ctx, case.options)
-    adamw, reference = buffer.adamw(case.options), Reference(case.options, case.kv_heads)
+    adamw, reference = buffer.optimizers(case.options), Reference(case.options, case.kv_heads)
     early = []
     for step in range(case.steps):
         count = case.microbatches * ctx.dp.size

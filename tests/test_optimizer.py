@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from megapar import context
 from megapar.config.options import OptimizerConfig
 from megapar.grid import Grid
-from megapar.optimizer.adamw import AdamW
-from megapar.optimizer.base import Optimizer, Shard, StateTensor
+from megapar.optimizer.base import Optimizer, Shard, StateTensor, Step
 from megapar.optimizer.clip import clip_coefficient, grad_norm
-from megapar.params import ZEROS, ParamSpec, parameter, replicated
+from megapar.optimizer.optimizers import Optimizers
+from megapar.params import ZEROS, ParamSpec, StateTensor, parameter, replicated
 from tests.support.distributed import run_ranks
 from tests.support.flat import Flat, flatten
 from tests.support.kernel_checks import needs_triton
@@ -29,16 +29,17 @@ SHAPES = {"matrix": (9, 13), "vector": (70,), "table": (5, 31), "one": (1,)}
 DECAY = {"matrix": True, "vector": True, "table": False, "one": False}
 
 
-def make(dtype: torch.dtype, bucket_mb: float = 64.0) -> tuple[nn.Module, Flat, AdamW]:
+def make(dtype: torch.dtype, bucket_mb: float = 64.0, update: str = "adamw") -> tuple[nn.Module, Flat, Optimizers]:
     ctx = context.single()
     module = nn.Module()
     for name, shape in SHAPES.items():
-        spec = ParamSpec((replicated(name, shape, ctx.tp),), ZEROS, decay=DECAY[name], replicas=ctx.grad)
+        piece = replicated(name, shape, ctx.tp)
+        spec = ParamSpec((piece,), ZEROS, decay=DECAY[name], replicas=ctx.grad, update=update)
         param = parameter(spec, shape, dtype=dtype, device="cpu")
         param.data.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))))
         module.register_parameter(name, param)
     buffer = flatten([module], ctx, zero_stage=1, bucket_mb=bucket_mb, overlap=True)
-    return module, buffer, buffer.adamw(OPTIONS)
+    return module, buffer, buffer.optimizers(OPTIONS)
 
 
 def random_gradients(step: int) -> Iterator[tuple[str, Tensor]]:
@@ -217,7 +218,7 @@ def changed_by_decay_alone() -> list[dict[str, bool]]:
             toy = Toy(ctx)
             before = {name: param.detach().clone() for name, param in toy.named_parameters()}
             buffer = flatten([toy], ctx, zero_stage=zero_stage, bucket_mb=1e-4, overlap=True)
-            adamw = buffer.adamw(OPTIONS)
+            adamw = buffer.optimizers(OPTIONS)
             buffer.gradients.finish()
             adamw.step(0.5)
             for name, param in toy.named_parameters():
@@ -249,13 +250,13 @@ class Counting(Optimizer):
 
     STATE = (StateTensor("sum"),)
 
-    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, lr: float, clip: Any, found_inf: Any) -> None:
-        assert found_inf is None
+    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
+        assert step.found_inf is None
         shard.state["sum"].add_(grad)
-        shard.main.sub_(grad, alpha=lr)
+        shard.main.sub_(grad, alpha=step.lr)
 
 
-def left_out(optimizer: Optimizer, module: nn.Module, buffer: Flat, found: float) -> bool:
+def left_out(optimizer: Optimizers, module: nn.Module, buffer: Flat, found: float) -> bool:
     """Whether a step with `found_inf` leaves every bit of weights and state."""
     set_gradients(module, buffer, 0)
     buffer.grads[0] = math.nan
@@ -277,8 +278,8 @@ def test_an_update_that_is_forbidden_changes_no_bit(dtype: torch.dtype, impl: An
     """Fault late-verdict. Not even of 16-bit weights that are not the rounded main weights. apex cannot leave out an
     update, so the host waits for the flag: its kernel, which is not here, is not called."""
     module, buffer, _ = make(dtype)
-    adamw = buffer.adamw(OPTIONS, impl=impl)
-    assert adamw.takes_found_inf == (impl != "apex")
+    adamw = buffer.optimizers(OPTIONS, impl=impl)
+    assert adamw.each[0].takes_found_inf == (impl != "apex")
     if impl != "apex":
         set_gradients(module, buffer, 1)
         adamw.step(0.01)
@@ -290,8 +291,7 @@ def test_an_update_that_is_forbidden_changes_no_bit(dtype: torch.dtype, impl: An
 
 @pytest.mark.parametrize("where", [nullcontext, behind_the_host], ids=["a CPU", "a GPU"])
 def test_an_optimizer_need_not_know_of_forbidden_updates(where: Any) -> None:
-    module, buffer, _ = make(torch.float32)
-    optimizer = Counting(buffer.weights, buffer.gradients, OPTIONS)
+    module, buffer, optimizer = make(torch.float32, update=f"{__name__}:Counting")
     with where():
         assert left_out(optimizer, module, buffer, 1.0)
         assert not left_out(optimizer, module, buffer, 0.0)

@@ -1,11 +1,9 @@
-"""What a newcomer adds without editing megapar: a way to cut parameters, and an optimizer.
+"""What a newcomer adds without editing megapar: a way to cut parameters, and an optimizer with state of two dtypes.
 
-Each trains as one process does, saves, and loads in another layout. A model family is added in test_family. A schedule
-is added in tests/support/schedules.py.
+They train as one process does, save, and load in another layout. More optimizers are in test_width_optimizers. A model
+family is added in test_families. A schedule is added in tests/support/schedules.py.
 """
 
-import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,15 @@ from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader, load
 from megapar.checkpoint.save import save
 from megapar.config.options import OptimizerConfig
-from megapar.context import Axis, ParallelContext
+from megapar.context import ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.weights import FlatWeights
 from megapar.grid import Grid
-from megapar.optimizer.base import Optimizer, Shard, StateTensor
+from megapar.optimizer.base import Optimizer, Shard, StateTensor, Step
 from megapar.optimizer.clip import grad_norm
-from megapar.params import ONES, ZEROS, ParamSpec, cut, make_piece, parameter
+from megapar.optimizer.optimizers import Optimizers
+from megapar.params import ONES, ParamSpec, StateTensor, cut, make_piece, parameter
 from tests.support.distributed import run_ranks
 
 SAMPLES, STEPS, LR = 8, 3, 0.1
@@ -38,11 +37,11 @@ FACTS: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "model_config": {}
 class Toy(nn.Module):
     """Matrices W, each element pulled to its sample's target: a loss of sum c (w - t)^2 / 2."""
 
-    def __init__(self, ctx: ParallelContext, *, whole: bool = False, names: Iterable[str] = ("one", "two")):
+    def __init__(self, ctx: ParallelContext):
         super().__init__()
-        for name in names:
+        for name in ("one", "two"):
             piece = make_piece(name, (7, 90), {0: cut(7, ctx.tp), 1: cut(90, ctx.cp)})
-            spec = ParamSpec((piece,), ONES, decay=True, replicas=ctx.dp, whole=whole)
+            spec = ParamSpec((piece,), ONES, decay=True, replicas=ctx.dp, update=f"{__name__}:Plain")
             param = parameter(spec, piece.local_shape, dtype=torch.float32, device=ctx.device)
             self.register_parameter(name, param)
             param.data.copy_(draw(name, -1)[piece.held.slices])
@@ -61,35 +60,24 @@ def draw(name: str, number: int) -> Tensor:
     return torch.rand(7, 90, generator=generator)
 
 
-# An optimizer that needs whole matrices: it divides each matrix's momentum by its norm
-
-
-class Normalized(Optimizer):
-    STATE = (StateTensor("momentum"),)
-
-    def update(self, shard: Shard, grad: Tensor, params: Any, lr: float, clip: Any, found_inf: Any) -> None:
-        momentum = shard.state["momentum"].mul_(0.9).add_(grad)
-        for slot in self.layout.slots:
-            if shard.start <= slot.start and slot.stop <= shard.stop:
-                matrix = slice(slot.start - shard.start, slot.stop - shard.start)
-                shard.main[matrix] -= lr * momentum[matrix] / momentum[matrix].norm()
+# An optimizer with state of two dtypes
 
 
 class Plain(Optimizer):
     STATE = (StateTensor("momentum"), StateTensor("seen", torch.float64))
 
-    def update(self, shard: Shard, grad: Tensor, params: Any, lr: float, clip: Any, found_inf: Any) -> None:
+    def update(self, shard: Shard, grad: Tensor, params: Any, step: Step) -> None:
         shard.state["seen"] += grad.double().abs()
-        shard.main.sub_(shard.state["momentum"].mul_(0.9).add_(grad), alpha=lr)
+        shard.main.sub_(shard.state["momentum"].mul_(0.9).add_(grad), alpha=step.lr)
 
 
-def train(ctx: ParallelContext, kind: type[Optimizer], root: Path, resume: bool = False) -> dict[str, Any]:
+def train(ctx: ParallelContext, root: Path, resume: bool = False) -> dict[str, Any]:
     """STEPS steps, then a save; or from that save on as many more. Weights, gradient and norm of this rank."""
-    toy = Toy(ctx, whole=kind is Normalized, names=("one", "two", "three") if kind is Normalized else ("one", "two"))
+    toy = Toy(ctx)
     layout = FlatLayout([toy], 10**6, sharded=True)
     weights = FlatWeights(layout, ctx.device)
     gradients = Gradients(layout, ctx.device)
-    optimizer = kind(weights, gradients, OptimizerConfig())
+    optimizer = Optimizers(weights, gradients, ctx, OptimizerConfig())
     first = STEPS if resume else 0
     if resume:
         load(root / f"step_{STEPS:08d}", slices=optimizer.slices(), ctx=ctx, model_config={})
@@ -106,8 +94,8 @@ def train(ctx: ParallelContext, kind: type[Optimizer], root: Path, resume: bool 
     return {"norms": norms, "path": path}
 
 
-def train_on_ranks(sizes: dict[str, int], kind: type[Optimizer], root: Path, resume: bool = False) -> dict[str, Any]:
-    return train(context.create(Grid(**sizes)), kind, root, resume)  # type: ignore[arg-type]
+def train_on_ranks(sizes: dict[str, int], root: Path, resume: bool = False) -> dict[str, Any]:
+    return train(context.create(Grid(**sizes)), root, resume)  # type: ignore[arg-type]
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -116,24 +104,14 @@ def tensors(path: Path) -> dict[str, Tensor]:
         return {name: reader.tensor(name) for name in manifest.tensors}
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes", "others"),
-    [
-        (Plain, {"tp": 2, "cp": 2, "dp": 2}, {"tp": 1, "cp": 3, "dp": 1}),
-        (Normalized, {"dp": 2}, {"dp": 3}),
-    ],
-    ids=["cut over two axes", "whole matrices"],
-)
-def test_it_trains_as_one_process_saves_and_loads_in_another_layout(
-    tmp_path: Path, kind: type[Optimizer], sizes: dict[str, int], others: dict[str, int]
-) -> None:
-    alone = train(context.single(), kind, tmp_path / "one")
-    ranks = run_ranks(math.prod(sizes.values()), train_on_ranks, sizes, kind, tmp_path / "many")
+def test_it_trains_as_one_process_saves_and_loads_in_another_layout(tmp_path: Path) -> None:
+    alone = train(context.single(), tmp_path / "one")
+    ranks = run_ranks(8, train_on_ranks, {"tp": 2, "cp": 2, "dp": 2}, tmp_path / "many")
     same(tensors(ranks[0]["path"]), tensors(alone["path"]))
     for rank in ranks:
         assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-6)
-    on = train(context.single(), kind, tmp_path / "one", resume=True)
-    again = run_ranks(math.prod(others.values()), train_on_ranks, others, kind, tmp_path / "many", True)
+    on = train(context.single(), tmp_path / "one", resume=True)
+    again = run_ranks(3, train_on_ranks, {"tp": 1, "cp": 3, "dp": 1}, tmp_path / "many", True)
     same(tensors(again[0]["path"]), tensors(on["path"]))
 
 
@@ -143,17 +121,3 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert found[name].dtype == tensor.dtype, name
         error = (found[name].double() - tensor.double()).norm() / tensor.double().norm()
         assert error < 1e-6, f"{name}: relative error {error:.1e}"
-
-
-def test_matrices_that_are_kept_whole_lie_in_one_shard_each() -> None:
-    """On each of three replicas: shards hold whole matrices, and together all of them."""
-    found = []
-    for rank in range(3):
-        ctx = context.single()
-        toy = Toy(ctx)
-        for param in toy.parameters():
-            spec = param.spec  # type: ignore[attr-defined]
-            param.spec = ParamSpec(spec.pieces, ZEROS, True, Axis("dp", 3, rank, (0, 1, 2)), whole=True)  # type: ignore[attr-defined]
-        layout = FlatLayout([toy], 10**6, sharded=True)
-        found += [s.name for s in layout.slots for a, b in layout.shards() if a <= s.start and s.stop <= b]
-    assert sorted(found) == ["one", "two"]

@@ -40,7 +40,7 @@ class BucketGroup:
     """Parameters that may share buckets.
 
     `sizes` are their numbers of elements. Each bucket is cut into `shards` equal slices. `whole` means that no
-    parameter may lie in two slices (`ParamSpec.whole`).
+    parameter may lie in two slices.
     """
 
     sizes: Sequence[int]

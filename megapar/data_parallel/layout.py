@@ -1,16 +1,16 @@
 """The layout of parameters in a rank's flat buffers. Weights, gradients and optimizer state share these offsets.
 
 Parameters are in reverse registration order, which is about the order in which their gradients become final. They are
-grouped into buckets. One collective reduces the gradients of a bucket over the data-parallel axis of its parameters
-(`ParamSpec.replicas`). Under ZeRO each rank of that axis updates an equal slice of the bucket, its shard (Rajbhandari
-et al., arXiv 1910.02054).
+grouped into buckets. One optimizer updates all parameters of a bucket. One collective reduces their gradients over
+their data-parallel axis (`ParamSpec.replicas`). Under ZeRO each rank of that axis updates an equal slice of the bucket,
+its shard (Rajbhandari et al., arXiv 1910.02054).
 
 With ZeRO-2 and 3 a bucket is a unit: the parameters of one fine stage (`megapar.pipeline.refine`) that may share a
 bucket. Then a buffer may hold this rank's shards alone (`megapar.data_parallel.placement`).
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,11 +47,20 @@ class FlatLayout:
     `modules` are this rank's stages in order. A bucket has about `bucket_elements` elements. `sharded` selects ZeRO:
     each rank of a bucket's axis updates a slice of it. Otherwise each rank updates all of it. With `units`, a bucket
     holds parameters of one module alone. A parameter that several modules use is in a bucket that all of them use.
+    `whole` names the optimizers (`ParamSpec.update`) that need each parameter in one shard: ZeRO then never cuts it.
 
     Raises TypeError if a parameter has no ParamSpec, or if parameters are not all fp32, all bf16 or all fp16.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], bucket_elements: int, *, sharded: bool, units: bool = False):
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        bucket_elements: int,
+        *,
+        sharded: bool,
+        units: bool = False,
+        whole: Collection[str] = (),
+    ):
         declared = _collect(modules)
         self.sharded = sharded
         self.dtype = _common_dtype(declared)
@@ -61,16 +70,16 @@ class FlatLayout:
         bucket_groups = []
         for group in groups:
             sizes = [param.numel() for param, _ in group]
-            _, spec = group[0]  # `replicas` and `whole` are the same for all parameters of a group
-            bucket_groups.append(BucketGroup(sizes, spec.replicas.shards.size, spec.whole))
+            _, spec = group[0]  # `replicas` and `update` are the same for all parameters of a group
+            bucket_groups.append(BucketGroup(sizes, spec.replicas.shards.size, spec.update in whole))
         starts, self.buckets = lay_out(bucket_groups, bucket_elements)
         self.slots = _slots([pair for group in groups for pair in group], starts, self.buckets)
         self.numel = self.buckets[-1].stop if self.buckets else 0
 
     @classmethod
-    def of_units(cls, modules: Sequence[nn.Module]) -> "FlatLayout":
+    def of_units(cls, modules: Sequence[nn.Module], *, whole: Collection[str] = ()) -> "FlatLayout":
         """The layout of ZeRO-2 and 3, whose buckets are units."""
-        return cls(modules, sys.maxsize, sharded=True, units=True)
+        return cls(modules, sys.maxsize, sharded=True, units=True, whole=whole)
 
     def buckets_of(self, module: nn.Module) -> list[int]:
         """The indices of the buckets that hold parameters of `module`. A frozen parameter is in none."""
@@ -97,9 +106,17 @@ class FlatLayout:
         """All elements."""
         return [(0, self.numel)]
 
+    def update(self, bucket: Bucket) -> str:
+        """The name of the optimizer that updates a bucket (`ParamSpec.update`)."""
+        return self.slots[bucket.first_param].spec.update
+
     def shards(self) -> list[Range]:
-        """The elements that this rank's optimizer updates, in as few ranges as possible."""
+        """The elements that this rank's optimizers update, in as few ranges as possible."""
         return merge(self.shard(bucket) for bucket in self.buckets)
+
+    def shards_of(self, update: str) -> list[Range]:
+        """Those of `shards` that the optimizer of this name updates."""
+        return merge(self.shard(bucket) for bucket in self.buckets if self.update(bucket) == update)
 
     def norm_ranges(self) -> list[Range]:
         """The elements that this rank counts in the gradient norm, and padding between them, which is zero.
@@ -163,18 +180,20 @@ def _common_dtype(params: Sequence[Declared]) -> torch.dtype:
 
 
 def _in_groups(params: Sequence[Declared], *, single_axes: bool) -> list[list[Declared]]:
-    """Group parameters that may share buckets: summed over the same axis, and replicated over the same other axes.
+    """Group parameters that may share buckets.
+
+    They have the same optimizer. They are summed over the same axis, and replicated over the same other axes.
 
     The rounding of a sum over three or more ranks depends on an element's position in its bucket. Copies of a parameter
     must not drift apart. So the buckets of the copies must be laid out alike on all ranks that hold a copy, however
     other parameters are cut. On an axis of one rank there are no copies. Without `single_axes` such axes do not count,
     so that a layer has fewer units.
     """
-    groups: dict[tuple[tuple[str, ...], str, bool], list[Declared]] = {}
+    groups: dict[tuple[tuple[str, ...], str, str], list[Declared]] = {}
     for param, spec in params:
         sizes = {axis.name: axis.size for piece in spec.pieces for axis in piece.replicated}
         replicated = tuple(name for name in spec.replicated_over() if single_axes or sizes[name] > 1)
-        key = (replicated, spec.replicas.name, spec.whole)
+        key = (replicated, spec.replicas.name, spec.update)
         groups.setdefault(key, []).append((param, spec))
     # Sorted by name, because the stage at the other end may have registered its copies in another order.
     for (replicated, _, _), group in groups.items():

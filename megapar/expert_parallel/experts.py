@@ -83,6 +83,7 @@ class Experts(nn.Module):
             init,
             decay=True,
             replicas=sharding.expert_replicas,
+            update=sharding.update,
             token_share=self.token_share,
             # Those of other ranks too: which experts share a parameter depends on ep.
             selected_with=tuple(

@@ -1,145 +1,182 @@
-"""The interface of optimizers. `megapar.train.trainer.assemble` chooses the optimizer of a run."""
+"""The interface of optimizers. `table` chooses those of a run, `optimizers` holds them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
+from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 
-from megapar import device
 from megapar.config.options import OptimizerConfig
-from megapar.data_parallel.buckets import Range, intersect
-from megapar.data_parallel.layout import FlatLayout
+from megapar.context import ParallelContext
+from megapar.data_parallel.buckets import ALIGNMENT, Range, intersect
+from megapar.data_parallel.layout import Slot
 from megapar.data_parallel.shards import ReducedGradients, Weights
-from megapar.params import MAIN, StateSlice
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """A tensor that an optimizer keeps for every parameter: as many elements as the parameter, 0 at first."""
-
-    name: str
-    dtype: torch.dtype = torch.float32
+from megapar.params import StateTensor
 
 
 @dataclass(frozen=True)
 class Shard:
     """Elements [start, stop) of the layout that this rank updates.
 
-    `main` are their main weights. `state` are 1-D tensors by name. All have stop - start elements.
+    `main` are their main weights. `state` are 1-D tensors by name. All have stop - start elements. `slots` are the
+    parameters of which these are elements.
     """
 
     start: int
     stop: int
     main: Tensor
     state: Mapping[str, Tensor]
+    slots: Sequence[Slot]
+
+    def part(self, start: int, stop: int) -> "Shard":
+        """Views of the elements [start, stop) of the layout, which must lie in this shard."""
+        inside = slice(start - self.start, stop - self.start)
+        state = {name: tensor[inside] for name, tensor in self.state.items()}
+        slots = [slot for slot in self.slots if slot.start < stop and start < slot.stop]
+        return Shard(start, stop, self.main[inside], state, slots)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the update number `number`, counted from 1, has besides gradients: `lr` is the learning rate.
+
+    The gradient is multiplied by `clip`, 0-d fp32 on the device of the state, or by 1 if that is None. `found_inf` is
+    None unless the optimizer takes it (`takes_found_inf`). Then it is 0-d on the device, and unless it is zero, an
+    update must change no weight and no state.
+    """
+
+    number: int
+    lr: float
+    clip: Tensor | None = None
+    found_inf: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A part of a shard that is updated at one time, and the views of its weights and of its gradient."""
+
+    shard: Shard
+    grad: Tensor
+    params: Tensor
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of an optimizer that reads none of its own."""
 
 
 class Optimizer(ABC):
-    """Updates this rank's shards of the weights.
+    """Updates this rank's shards of the parameters whose spec names it (`ParamSpec.update`).
 
-    Main weights are fp32. For an fp32 model they are the parameters themselves. For a bf16 or fp16 model they are kept
-    here, and rounded into the parameters after each step. `step_count` counts updates. Assign it when a checkpoint is
-    loaded. A subclass declares its state in `STATE` and updates one shard at a time in `update`.
+    A subclass declares its state in `STATE`, and updates a part of a shard in `update`. Main weights are fp32. For an
+    fp32 model they are the parameters themselves. For a bf16 or fp16 model they are kept here, and rounded into the
+    parameters after each step.
     """
 
-    STATE: Sequence[StateTensor]
+    STATE: ClassVar[Sequence[StateTensor]] = ()
+    """What it keeps for each element besides the main weight. No other optimizer of the run may use these names."""
+
+    OPTIONS: ClassVar[type] = NoOptions
+    """A dataclass. Its fields have the names of the options of OptimizerConfig that this optimizer alone reads."""
+
+    WHOLE: ClassVar[bool] = False
+    """Whether it needs whole parameters. ZeRO then never cuts one, and `update` is called for one at a time.
+
+    A parameter that tensor ranks cut is whole if this rank's part is. Where sizes differ, its parts may then belong to
+    different replicas on different tensor ranks.
+    """
+
+    ON_HOST: ClassVar[bool] = False
+    """Whether main weights and state are in host memory. The update then runs there, on a copy of the gradient."""
+
+    MOST_ELEMENTS: ClassVar[int] = 0
+    """How many elements an update takes at most, 0 for all of a shard. They are a multiple of ALIGNMENT, at least one.
+
+    An elementwise update gives the same bits. So state on the host can be updated piece by piece, while the next piece
+    is copied.
+    """
 
     takes_found_inf = False
-    """Whether `update` takes `found_inf`. Otherwise `step` reads it before the updates and waits for the device."""
+    """Whether `update` takes `Step.found_inf`. Otherwise the host reads it before the updates, and waits for it."""
 
-    def __init__(self, weights: Weights, gradients: ReducedGradients, options: OptimizerConfig):
-        self.step_count = 0
-        self.options = options
-        self.layout: FlatLayout = weights.layout
-        self._weights = weights
-        self._gradients = gradients
-        self._aliased = weights.flat.dtype == torch.float32
-        self.shards = [self._new_shard(start, stop) for start, stop in self.layout.shards()]
-        # The parameters and the gradient of each shard, by its start. Made once: a step would look them up again.
-        self._parts = {
-            start: (weights.part(start, stop), gradients.part(start, stop)) for start, stop in self.layout.shards()
-        }
+    def __init__(
+        self,
+        name: str,
+        weights: Weights,
+        gradients: ReducedGradients,
+        ctx: ParallelContext,
+        config: OptimizerConfig,
+        impl: Implementation = "torch",
+    ):
+        """`name` is that of `ParamSpec.update`. `impl` is the implementation of the update, where there are several."""
+        self.name = name
+        self.ctx = ctx
+        self.options: Any = self.OPTIONS(**{field.name: getattr(config, field.name) for field in fields(self.OPTIONS)})
+        self.impl: Implementation = impl
+        self.slots = [slot for slot in weights.layout.slots if slot.spec.update == name]
+        # The main weights of an fp32 model are its parameters, unless these are in other memory.
+        self.aliased = weights.flat.dtype == torch.float32 and not self.ON_HOST
+        self.shards = [self._new_shard(weights, start, stop) for start, stop in weights.layout.shards_of(name)]
+        # Made once: a step would look up the views again.
+        self.visits = [
+            Visit(shard.part(start, stop), gradients.part(start, stop), weights.part(start, stop))
+            for shard in self.shards
+            for start, stop in self._cut(shard)
+        ]
 
     @abstractmethod
-    def update(
-        self,
-        shard: Shard,
-        grad: Tensor,
-        params: Tensor | None,
-        lr: float,
-        clip: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
+    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
         """Update `shard` once with its reduced gradient `grad`, 1-D fp32, which may be changed.
 
-        The gradient is multiplied by `clip`, 0-d fp32 on the device, or by 1 if that is None. `params` are the 16-bit
-        weights, into which the new main weights are rounded, or None for an fp32 model. `lr` is the learning rate.
-        `found_inf` is None unless `takes_found_inf` is set. Then it is 0-d on the device, and unless it is zero,
-        `update` must change none of these tensors.
+        `params` are the 16-bit weights, into which the new main weights are rounded. They are None if the main weights
+        are the parameters, and for state on the host: its main weights are copied into the parameters afterwards.
         """
 
-    @torch.no_grad()
-    def step(self, lr: float, clip_coefficient: Tensor | None = None, found_inf: Tensor | None = None) -> None:
-        """Update the weights with the reduced gradients times `clip_coefficient`, then gather all shards.
-
-        `found_inf` is 0-d on the device. Unless it is zero, no weight and no state changes. `step_count` counts the
-        update even then: whoever learns that it was left out takes the count back.
-
-        With optimizer.overlap_param_gather the gathers only start: the next forward pass waits for them, layer by
-        layer. Call `Weights.wait` before weights are read elsewhere.
-        """
-        self.step_count += 1  # before the update: Adam's bias correction counts updates from 1
-        reads = not self.takes_found_inf or not device.is_asynchronous(self._weights.flat.device)
-        if found_inf is not None and reads:
-            if found_inf.item():
-                return
-            found_inf = None
-        for shard in self.shards:
-            params, grad = self._parts[shard.start]
-            self.update(shard, grad, None if self._aliased else params, lr, clip_coefficient, found_inf)
-        if self.options.overlap_param_gather:
-            self._weights.start_gather()
-        else:
-            self._weights.gather()
-
-    @torch.no_grad()
-    def refresh_params_from_main(self) -> None:
-        """Round the main weights into the parameters, and gather every rank's shards. For loaded main weights."""
-        if not self._aliased:
-            for shard in self.shards:
-                self._weights.part(shard.start, shard.stop).copy_(shard.main)
-        self._weights.gather()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of optimizer state on this rank. For a 16-bit model this includes its main weights."""
-        total = sum(tensor.nbytes for shard in self.shards for tensor in shard.state.values())
-        # The main weights of an fp32 model are its parameters, which are counted as weights.
-        if not self._aliased:
-            total += sum(shard.main.nbytes for shard in self.shards)
-        return total
-
-    def slices(self) -> Iterator[StateSlice]:
-        """Yield what this rank updates, by parameter in the order of the layout. Checkpoints save these slices."""
-        for slot in self.layout.slots:
-            # A shard may hold a part of a parameter, or several parameters.
-            for shard in self.shards:
-                for start, stop in intersect([(slot.start, slot.stop)], [(shard.start, shard.stop)]):
-                    part = slice(start - shard.start, stop - shard.start)
-                    tensors = {MAIN: shard.main[part]} | {name: x[part] for name, x in shard.state.items()}
-                    yield StateSlice(slot.param, slot.spec, start - slot.start, stop - slot.start, tensors)
+    def step(self, step: Step) -> None:
+        """Update all shards. An optimizer whose update takes several passes over them overrides this."""
+        for visit in self.visits:
+            if not self.ON_HOST:
+                self.update(visit.shard, visit.grad, None if self.aliased else visit.params, step)
+                continue
+            self.update(visit.shard, visit.grad.to(visit.shard.main.device), None, step)
+            visit.params.copy_(visit.shard.main)
 
     def ranges_where_decayed(self, shard: Shard) -> list[Range]:
-        """The ranges of `shard`, counted from its start, to which weight decay applies."""
-        slots = [(slot.start, slot.end) for slot in self.layout.slots if slot.spec.decay]
+        """The ranges of `shard`, counted from its start, to which weight decay applies. Padding is in them."""
+        slots = [(slot.start, slot.end) for slot in self.slots if slot.spec.decay]
         inside = intersect(slots, [(shard.start, shard.stop)])
         return [(start - shard.start, stop - shard.start) for start, stop in inside]
 
-    def _new_shard(self, start: int, stop: int) -> Shard:
-        params = self._weights.part(start, stop)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state on this rank. This includes main weights that are not the parameters themselves."""
+        total = sum(tensor.nbytes for shard in self.shards for tensor in shard.state.values())
+        if not self.aliased:  # otherwise they are counted as weights
+            total += sum(shard.main.nbytes for shard in self.shards)
+        return total
+
+    def _new_shard(self, weights: Weights, start: int, stop: int) -> Shard:
+        params = weights.part(start, stop)
+        device = params.device
+        if self.ON_HOST and device.type != "meta":  # a plan has no memory to put it into
+            device = torch.device("cpu")
         # A view for an fp32 model, so that an update of the main weights is one of the parameters.
-        main = params if self._aliased else params.float()
-        state = {field.name: torch.zeros_like(main, dtype=field.dtype) for field in self.STATE}
-        return Shard(start, stop, main, state)
+        main = params if self.aliased else params.to(device, torch.float32, copy=True)
+        state = {
+            tensor.name: torch.full_like(main, tensor.initial, dtype=tensor.dtype, device=device)
+            for tensor in self.STATE
+        }
+        return Shard(start, stop, main, state, self.slots)
+
+    def _cut(self, shard: Shard) -> list[Range]:
+        """The ranges of the layout that are updated at one time."""
+        if self.WHOLE:
+            return [(slot.start, slot.stop) for slot in self.slots if shard.start <= slot.start < shard.stop]
+        length = shard.stop - shard.start
+        if self.MOST_ELEMENTS:
+            # Whole vectors: the elements behind the last one would be rounded in another way (`ALIGNMENT`).
+            length = max(self.MOST_ELEMENTS // ALIGNMENT, 1) * ALIGNMENT
+        return [(start, min(start + length, shard.stop)) for start in range(shard.start, shard.stop, length)]

@@ -19,8 +19,8 @@ from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.data_parallel.shards import ReducedGradients, Weights
-from megapar.optimizer.base import Optimizer
 from megapar.optimizer.clip import clip_coefficient, grad_norm
+from megapar.optimizer.optimizers import Optimizers
 from megapar.optimizer.schedule import learning_rate
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event
@@ -45,7 +45,7 @@ class TrainState:
     pipeline: PipelineRuntime
     weights: Weights
     grads: ReducedGradients
-    optimizer: Optimizer
+    optimizer: Optimizers
     loss_scale: LossScale
     failed: Tensor
     step: int = 0

@@ -26,7 +26,8 @@ from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
 from megapar.errors import NumericError, StorageError, storing
-from megapar.optimizer.adamw import AdamW
+from megapar.optimizer import table
+from megapar.optimizer.optimizers import Optimizers
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event, of
 from megapar.pipeline.sharding_plan import UnitAction, Units
@@ -57,7 +58,7 @@ def assemble(
     memory: Memory | None = None,
     seed: int | None = None,
 ) -> TrainState:
-    """Build the training state at step 0: pipeline runtime, flat weights and gradients, and optimizer.
+    """Build the training state at step 0: pipeline runtime, flat weights and gradients, and optimizers.
 
     `stages` are this rank's stages by global stage number. Initialize their weights before this call: the optimizer's
     main weights are copied from them. With a `seed` and ZeRO-3 they are initialized here (`initializes_by_unit`).
@@ -67,10 +68,11 @@ def assemble(
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
     stage = options.zero_stage
     modules = list(stages.values())
+    whole = table.needing_whole(modules)
     if stage >= 2:
-        layout = FlatLayout.of_units(modules)
+        layout = FlatLayout.of_units(modules, whole=whole)
     else:
-        layout = FlatLayout(modules, bucket_elements(options.bucket_mb), sharded=stage == 1)
+        layout = FlatLayout(modules, bucket_elements(options.bucket_mb), sharded=stage == 1, whole=whole)
     weights: Weights
     if stage == 3:
         weights = UnitWeights(layout, ctx.device, seed)
@@ -95,7 +97,7 @@ def assemble(
         pipeline=PipelineRuntime(stages, ctx, of(parallel, memory), parallel.vpp, fine_stages, units),
         weights=weights,
         grads=grads,
-        optimizer=AdamW(weights, grads, options, kernels.adamw),
+        optimizer=Optimizers(weights, grads, ctx, options, kernels.adamw),
         loss_scale=LossScale.of(config.train.precision),
         failed=torch.zeros((), dtype=torch.bool, device=ctx.device),
     )
@@ -156,7 +158,7 @@ def start(
 
     `stages` have memory for their parameters unless `initializes_by_unit`. `data` is the `identity` of the data that
     the run reads. That of the checkpoint must be equal. `memory` is what the schedule may keep
-    (`dry_run.memory_limit`).
+    (`dry_run.memory_limit`). Raises ConfigError if an option is set that no optimizer of the run reads.
     """
     # In this order: the optimizer copies the initialized weights, and makes state for trained parameters alone.
     seed = config.train.seed
@@ -164,6 +166,9 @@ def start(
     if not by_unit:
         initialize(stages.values(), seed)
     notes = freeze_others(stages.values(), config.train.trainable, ctx)
+    # Of all ranks, because another pipeline rank's layers may have another optimizer.
+    names = collectives.gather_json(table.names_of(stages.values()), ctx.world, ctx.device)
+    table.check(config.optimizer, {name for names_of_rank in names for name in names_of_rank})
     state = assemble(config, ctx, stages, memory, seed if by_unit else None)
     state.data_identity = data or {}
     notes += checkpoints.resume(state, Path(config.run_dir))

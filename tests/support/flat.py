@@ -13,12 +13,12 @@ from megapar.data_parallel.buckets import Range
 from megapar.data_parallel.layout import FlatLayout, Slot
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.weights import FlatWeights
-from megapar.optimizer.adamw import AdamW
+from megapar.optimizer.optimizers import Optimizers
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A rank's flat buffers; `adamw` makes an optimizer of them."""
+    """A rank's flat buffers; `optimizers` makes the optimizers that the parameters name."""
 
     ctx: ParallelContext
     layout: FlatLayout
@@ -53,8 +53,8 @@ class Flat:
             inside[slot.start : slot.stop] = True
         assert not self.grads[~inside].any(), "the padding of the flat gradients has changed"
 
-    def adamw(self, options: OptimizerConfig, **named: Any) -> AdamW:
-        return AdamW(self.weights, self.gradients, options, **named)
+    def optimizers(self, options: OptimizerConfig, **named: Any) -> Optimizers:
+        return Optimizers(self.weights, self.gradients, self.ctx, options, **named)
 
 
 def flatten(
