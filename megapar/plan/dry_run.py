@@ -23,6 +23,7 @@ from megapar.grid import rank_groups
 from megapar.launch.grid import grid_of
 from megapar.launch.reporting import tell
 from megapar.main_grad import WeightGradientQueue, main_grads
+from megapar.optimizer import table
 from megapar.params import spec_of
 from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import Item, most_live
@@ -46,7 +47,8 @@ class RankReport:
 
     `pp` is the rank's position on axis pp, and `stages` says in words what it holds. `parameters` is a number of
     elements. `kept` is the most that the rank keeps for backward passes at one time of its schedule, by name
-    (`memory_report.by_name`). Not counted are workspaces of kernels, and memory that the caching allocator holds free.
+    (`memory_report.by_name`). `optimizer_on_host` is in host memory beside the device's, and in no total. Not counted
+    are workspaces of kernels, and memory that the caching allocator holds free.
     """
 
     pp: int
@@ -55,12 +57,14 @@ class RankReport:
     weights: int
     gradients: int
     optimizer: int
+    optimizer_on_host: int
     kept: tuple[tuple[str, int], ...]
 
     @property
     def rows(self) -> dict[str, int]:
         """The bytes by the names that the report of train.memory_report uses."""
-        return memory_report.rows(self.weights, self.gradients, self.optimizer, dict(self.kept))
+        rows = memory_report.rows(self.weights, self.gradients, self.optimizer, dict(self.kept))
+        return rows | memory_report.on_host(self.optimizer_on_host)
 
     @property
     def activations(self) -> int:
@@ -79,7 +83,8 @@ def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
     whose parameters have the same shapes need the same memory too. All of them are listed. To save time, only the first
     of them is planned.
 
-    Raises ConfigError if train.trainable does not fit the model's parameters.
+    Raises ConfigError if train.trainable does not fit the model's parameters, or if an option is set that no optimizer
+    reads.
     """
     patterns = config.train.trainable
     if patterns:
@@ -89,16 +94,21 @@ def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
     parallel = config.parallel
     report_of_shapes: dict[tuple[object, ...], RankReport] = {}
     ranks_of_report: dict[RankReport, list[int]] = {}
+    optimizers: set[str] = set()
     for rank in range(parallel.tp * parallel.cp * parallel.pp * parallel.dp):
         ctx = context.planned(grid_of(config), rank, device=META)
         experts_differ = config.model.moe.num_experts % ctx.ep.size > 0
         first_with_its_experts = experts_differ and ctx.expert_grad.first
         if not ctx.grad.first and not first_with_its_experts:
             continue
-        shapes = _local_shapes(build(config, ctx))
+        stages = build(config, ctx)
+        freeze(stages.values(), patterns)
+        optimizers.update(table.names_of(stages.values()))
+        shapes = _local_shapes(stages)
         if shapes not in report_of_shapes:
             report_of_shapes[shapes] = report_rank(config, build, rank)
         ranks_of_report.setdefault(report_of_shapes[shapes], []).append(rank)
+    table.check(config.optimizer, optimizers)
     return ranks_of_report
 
 
@@ -139,13 +149,15 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
     put_off = {number: _put_off_bytes(stages[number], config) for number in in_halves}
     at_peak = _at_peak(plan, kept, put_off)
+    optimizer, optimizer_on_host = memory_report.optimizer_nbytes(state, planned_device(config))
     return RankReport(
         pp=ctx.pp.rank,
         stages=_titles(stages),
         parameters=_num_parameters(stages),
         weights=state.weights.flat.nbytes + gathered + memory_report.frozen_nbytes(stages.values()),
         gradients=state.grads.flat.nbytes + collected,
-        optimizer=state.optimizer.nbytes,
+        optimizer=optimizer,
+        optimizer_on_host=optimizer_on_host,
         kept=tuple(memory_report.by_name(at_peak, stages).items()),
     )
 
@@ -322,14 +334,18 @@ def _write(config: Config, build: Build, parameters: str, flops_per_token: int, 
     if config.model.moe.num_experts % parallel.ep:
         # Ranks of other replicas are listed too, because they hold other numbers of experts.
         ranks_listed = "ranks"
-    table = Table(ranks_listed, "pp", "stages", title="GiB on each rank")
+    rows = Table(ranks_listed, "pp", "stages", title="GiB on each rank")
     for name in ("parameters", "weights", "gradients", "optimizer", "activations", "total"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for r, ranks in report(config, build).items():
+        rows.add_column(name, justify="right", no_wrap=True)
+    reports = report(config, build)
+    for r, ranks in reports.items():
         sizes = (r.weights, r.gradients, r.optimizer, r.activations, r.total)
         row = [" ".join(map(str, ranks)), str(r.pp), r.stages, f"{r.parameters:,}"]
-        table.add_row(*row, *(f"{n / 2**30:,.3f}" for n in sizes))
-    console.print(table)
+        rows.add_row(*row, *(f"{n / 2**30:,.3f}" for n in sizes))
+    console.print(rows)
+    on_host = max(r.optimizer_on_host for r in reports)
+    if on_host:
+        console.print(f"and optimizer state in host memory, {on_host / 2**30:,.3f} GiB a rank at most", highlight=False)
 
 
 def _planned_in_words(config: Config) -> str:

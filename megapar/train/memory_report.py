@@ -17,6 +17,7 @@ from megapar.train.step import TrainState
 
 OTHER = "all else: kernels, messages, allocator, Python"
 ALL = "all"
+HOST = "in host memory: optimizer"
 
 
 class MemoryReport:
@@ -54,9 +55,23 @@ class MemoryReport:
         weights = state.weights.most_nbytes + frozen_nbytes(state.stages.values())
         gradients = state.grads.most_nbytes
         activations = by_name(self._kept.at_peak, state.stages)
-        found = rows(weights, gradients, state.optimizer.nbytes, activations)
+        optimizer, host = optimizer_nbytes(state, state.ctx.device.type)
+        found = rows(weights, gradients, optimizer, activations)
         everything = device.peak_memory_bytes(state.ctx.device)
-        return {**found, OTHER: everything - sum(found.values()), ALL: everything}
+        return {**found, OTHER: everything - sum(found.values()), ALL: everything, **on_host(host)}
+
+
+def optimizer_nbytes(state: TrainState, device_type: str) -> tuple[int, int]:
+    """Bytes of optimizer state in the memory of a device of this type, such as cuda, and beside it on the host."""
+    optimizer = state.optimizer
+    if device_type == "cpu":  # the host's memory is the device's
+        return optimizer.nbytes + optimizer.host_nbytes, 0
+    return optimizer.nbytes, optimizer.host_nbytes
+
+
+def on_host(nbytes: int) -> dict[str, int]:
+    """The row of the report for what is in host memory beside the device's. It is not in the sum of the others."""
+    return {HOST: nbytes} if nbytes else {}
 
 
 def frozen_nbytes(stages: Iterable[nn.Module]) -> int:
@@ -87,10 +102,10 @@ def rows(weights: int, gradients: int, optimizer: int, activations: Mapping[str,
 def in_words(title: str, found: Mapping[str, Mapping[str, int]]) -> str:
     """A table of bytes by plan and measured. Either may be missing."""
     shown = Table("MiB", *found, title=title, title_justify="left")
-    columns = {who: {ALL: sum(sizes.values()), **sizes} for who, sizes in found.items()}
+    columns = {who: {ALL: sum(sizes.values()) - sizes.get(HOST, 0), **sizes} for who, sizes in found.items()}
     names = dict.fromkeys(name for sizes in found.values() for name in sizes)
-    names.pop(ALL, None)
-    for name in (*names, ALL):
+    last = [name for name in (ALL, HOST) if name == ALL or name in names]
+    for name in (*(name for name in names if name not in last), *last):
         sizes = [column.get(name) for column in columns.values()]
         shown.add_row(name, *("" if size is None else f"{size / 2**20:,.2f}" for size in sizes))
     console = Console(width=110)
