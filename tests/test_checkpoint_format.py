@@ -30,7 +30,7 @@ from megapar.checkpoint.format import (
 from megapar.checkpoint.load import choose
 from megapar.checkpoint.save import owned_boxes
 from megapar.errors import CheckpointError
-from megapar.params import Box, make_piece
+from megapar.params import Box, StateTensor, make_piece
 from tests.support.checkpoints import (
     FILE,
     MANIFEST,
@@ -122,6 +122,19 @@ def test_owned_boxes_cover_each_logical_tensor_once(
             for piece, box in owned_boxes(make_slice(spec, first, last)):
                 counts[piece.name][tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))] += 1
     assert all((count == 1).all() for count in counts.values())
+
+
+def test_padding_is_loaded_as_it_was_before_the_first_update(tmp_path: Path) -> None:
+    """Rows behind the last piece are in no checkpoint. An optimizer may keep state that does not begin at zero."""
+    saved, target = toy_slices(1)[1], toy_slices(2)[1]
+    save_toy(tmp_path, 1)
+    longer = {name: torch.full((9,), 5.0) for name in target.tensors}
+    item = replace(target, stop=9, tensors=longer, states=(StateTensor("exp_avg", initial=0.5),))
+    load_toy(tmp_path / "step_00000001", [toy_slices(2)[0], item])
+    assert {name: x[7:].tolist() for name, x in longer.items()} == {
+        **{"main": [0.0, 0.0], "exp_avg": [0.5, 0.5], "exp_avg_sq": [0.0, 0.0]},
+    }
+    assert all(torch.equal(longer[name][:7], saved.tensors[name]) for name in longer)
 
 
 def test_load_returns_what_was_saved_and_only_whole_folders_have_names(tmp_path: Path) -> None:

@@ -21,14 +21,11 @@ import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from megapar.checkpoint.manifest import Span, encode, index, seal
 from megapar.errors import CheckpointError
@@ -38,14 +35,16 @@ from megapar.system.regular_files import open_regular, read_regular
 FORMAT = 1
 MANIFEST = "manifest.json"
 # The first part of a stored name is the tensor's state, which says what the tensor is to its parameter. The optimizer
-# names its own states, such as moments.
+# names its own states, such as moments, and `Manifest.states` has what it declares of them.
 BUFFER = "buffer"  # a tensor that is state but no parameter
 TRAINING_STATE = "training"  # such a tensor that the model itself does not need
-SECOND_MOMENT = "exp_avg_sq"
+# What AdamW declares, for checkpoints of versions before `Manifest.states`.
+_UNDECLARED = {
+    "exp_avg": {"optimizer": "adamw", "initial": 0.0, "nonnegative": False},
+    "exp_avg_sq": {"optimizer": "adamw", "initial": 0.0, "nonnegative": True},
+}
 MOST = 1 << 60  # counts are below it: a step further, they still fit into 64 bits
 _FOLDER = re.compile(r"step_(\d{8,})")
-_BLOCK = 1 << 16  # elements; 256 KiB of fp32, which stay in the cache between the CRC and the check of values
-_INF = 0x7F800000  # the bits of an fp32 infinity
 _PARSED = 32  # parsed entries that stay in memory
 _LARGEST_MANIFEST = 1 << 32  # bytes; that of 70 billion parameters on 4,096 ranks has 83 MB
 
@@ -144,6 +143,9 @@ class Entries(Mapping[str, Entry]):
             self._parsed[name] = _entry_of(self.path, name, text)
         return self._parsed[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.spans  # nothing is parsed
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.spans)
 
@@ -164,7 +166,8 @@ class Manifest:
     """The description of a checkpoint's contents.
 
     `files` maps each file's name to its bytes. `layout` is the layout that wrote the checkpoint. It is for people and
-    is never needed to read the checkpoint.
+    is never needed to read the checkpoint. `states` has an object for each state of an optimizer, by its name: the name
+    of the `optimizer` (`ParamSpec.update`), and what it declares (`StateTensor`).
     """
 
     step: int
@@ -175,6 +178,7 @@ class Manifest:
     data: dict[str, Any]
     files: dict[str, int]
     tensors: Mapping[str, Entry]
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> "Manifest":
@@ -190,6 +194,7 @@ class Manifest:
 
         Raises KeyError or TypeError where the body does not have this format's shape.
         """
+        facts = {"states": _UNDECLARED, **facts}
         fields = {name: facts[name] for name in cls.__dataclass_fields__ if name != "tensors"}
         for name, value in fields.items():
             if name not in ("step", "consumed_samples") and type(value) is not dict:
@@ -198,7 +203,20 @@ class Manifest:
         counts = (facts["step"], facts["consumed_samples"], *facts["files"].values())
         if any(type(count) is not int or not 0 <= count < MOST for count in counts):
             raise TypeError("step, consumed_samples and file sizes must be integers of at least 0, below 2^60")
+        for name, declared in facts["states"].items():
+            if type(declared) is not dict or type(declared["optimizer"]) is not str:
+                raise TypeError(f"states.{name} must be an object that names its optimizer")
         return cls(**fields, tensors=tensors)
+
+    def is_nonnegative(self, tensor: str) -> bool:
+        """Return whether a stored tensor may hold no negative value, by the declaration of its state."""
+        state, _, _ = tensor.partition(".")
+        return self.states.get(state, {}).get("nonnegative") is True
+
+    def optimizer_of(self, name: str) -> str:
+        """Return the optimizer that updated the logical tensor `name`, or "" if the checkpoint has no state of it."""
+        found = (declared["optimizer"] for state, declared in self.states.items() if f"{state}.{name}" in self.tensors)
+        return next(found, "")
 
     def facts(self) -> dict[str, Any]:
         """Return all fields but the tensors, as JSON types."""
@@ -270,70 +288,6 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
     return dtype
-
-
-def checksum(values: Tensor) -> int:
-    """Return the CRC-32 of a contiguous CPU tensor's bytes."""
-    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def examine(name: str, values: Tensor) -> tuple[int, str]:
-    """Return the CRC-32 of a contiguous CPU tensor, and why no training can go on from its values, or "" if it can.
-
-    Values must be finite. Second moments, which are known by their `name`, must not be negative either.
-    """
-    if values.dtype != torch.float32:
-        return checksum(values), _problem_of(name, values)
-    numbers = values.reshape(-1).numpy()
-    # Each block is checked right after its CRC, while it lies in the cache. This quick check may suspect a tensor that
-    # is fine, but it never misses one that is not. Only a suspect tensor is read again, by the exact check.
-    is_suspect = _may_be_negative_or_not_finite if name.startswith(f"{SECOND_MOMENT}.") else _may_be_not_finite
-    crc32 = 0
-    suspect = False
-    for first in range(0, len(numbers), _BLOCK):
-        block = numbers[first : first + _BLOCK]
-        crc32 = zlib.crc32(block.data, crc32)
-        suspect = suspect or is_suspect(block)
-    problem = _problem_of(name, values) if suspect else ""
-    return crc32, problem
-
-
-def _may_be_not_finite(block: NDArray[np.float32]) -> bool:
-    """Return whether the block's sum is not finite. It is not if a term is not, or if very large terms overflow it."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return not math.isfinite(np.add.reduce(block))
-
-
-def _may_be_negative_or_not_finite(block: NDArray[np.float32]) -> bool:
-    """Return whether any value may be negative, infinite or nan, by its bits as an unsigned integer.
-
-    Of positive values, inf and nan have the largest bits. Negative values have the sign bit, so theirs are larger yet.
-    """
-    return bool(block.view(np.uint32).max() >= _INF)
-
-
-def _problem_of(name: str, values: Tensor) -> str:
-    """Return why no training can go on from `values`, or "" if it can. Exact."""
-    if not values.is_floating_point() or not values.numel():
-        return ""
-    least, largest = (float(limit) for limit in torch.aminmax(values))  # nan if any value is
-    if not (math.isfinite(least) and math.isfinite(largest)):
-        return f"{name} holds values that are not finite (nan or inf)"
-    if name.startswith(f"{SECOND_MOMENT}.") and least < 0:
-        return f"{name} holds a negative value ({least:g}), and a mean of squares has none"
-    return ""
-
-
-def rounding_problem(name: str, weights: Tensor, dtype: torch.dtype) -> str:
-    """Return why a model of `dtype` cannot take these weights, or "" if it can: rounded to it they must be finite."""
-    if not weights.numel():
-        return ""
-    least, largest = torch.aminmax(weights)
-    if torch.stack([least, largest]).to(dtype).isfinite().all():
-        return ""
-    size = max(abs(float(least)), abs(float(largest)))
-    limit = torch.finfo(dtype).max
-    return f"{name} holds {size:.6g}, and {dtype_name(dtype)} of train.precision holds {limit:.6g} at most"
 
 
 def folder_name(step: int) -> str:

@@ -24,7 +24,6 @@ from megapar.checkpoint.format import (
     checkpoint_folders,
     dtype_name,
     dtype_of,
-    examine,
     find_complete,
     is_complete,
     logical_boxes,
@@ -33,6 +32,7 @@ from megapar.checkpoint.format import (
     read_manifest,
     step_of,
 )
+from megapar.checkpoint.values import examine
 from megapar.comm import collectives
 from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.messages import counted
@@ -142,15 +142,16 @@ def load(
     """Fill `slices`, which are all that this rank holds, from the checkpoint `path` and return its manifest.
 
     A collective over `ctx.world`. Any layout may have written the checkpoint. Values are equal bit for bit, and padding
-    becomes zero. The manifest says where the run stood: `step`, `consumed_samples`, `trainer` and `data`.
+    is as before the first update. The manifest says where the run stood: `step`, `consumed_samples`, `trainer` and
+    `data`.
 
     The caller then refreshes the model's parameters from the main weights: `param = main.to(param.dtype)` in each
     slice, and under ZeRO the all-gather that ends an optimizer step. The caller also sets step counts, learning rate
     and data position from the manifest.
 
-    Raises CheckpointError on every rank. If names, shapes, dtypes or `model_config` differ, or a file is missing or
-    cut, nothing has been changed then. If a chunk's contents are damaged, slices may be filled in part. For a
-    checkpoint that does not fit, `why` may give the reason, which the message then begins with.
+    Raises CheckpointError on every rank. If names, shapes, dtypes, `model_config` or a parameter's optimizer differ, or
+    a file is missing or cut, nothing has been changed then. If a chunk's contents are damaged, slices may be filled in
+    part. For a checkpoint that does not fit, `why` may give the reason, which the message then begins with.
     """
     return _load(path, list(slices), ctx, model_config, why=why)
 
@@ -211,6 +212,8 @@ def _load(
     wanted = _wanted_kinds(slices, ctx)
     manifest = verified_manifest(path, ctx)
     lines = _differences(manifest, wanted, ctx, model_config, weights_alone=weights_alone)
+    if not weights_alone:
+        _require_same_optimizers(path, manifest, slices, ctx)
     if lines:
         stored = {name.split(".")[0] for name in manifest.tensors}
         hint = why(manifest)
@@ -229,6 +232,31 @@ def _load(
         advice = on_all_ranks(advise, ctx, CheckpointError, _DOING)
         raise _everywhere(CheckpointError(f"{error}; {from_first(advice, ctx)}")) from error
     return manifest
+
+
+def _require_same_optimizers(
+    path: Path, manifest: Manifest, slices: Iterable[StateSlice], ctx: ParallelContext
+) -> None:
+    """Raise CheckpointError on every rank if another optimizer updated a parameter before. A collective.
+
+    State of the same name may mean something else to another optimizer.
+    """
+    found = [
+        f"{piece.name} was updated by {then}, and this run updates it by {item.spec.update}"
+        for item in slices
+        if item.states  # a frozen parameter has none
+        for piece in item.spec.pieces
+        if (then := manifest.optimizer_of(piece.name)) not in ("", item.spec.update)
+    ]
+    gathered = collectives.gather_json(found[:1], ctx.world, ctx.device)
+    changed = [text for texts in gathered for text in texts]
+    if changed:
+        raise _everywhere(
+            CheckpointError(
+                f"{path} does not fit this run: {changed[0]}: resume with the optimizer of the checkpoint, or start "
+                "from its weights with --checkpoint.init_from in another --run_dir"
+            )
+        )
 
 
 def verified_manifest(path: Path, ctx: ParallelContext) -> Manifest:
@@ -359,10 +387,12 @@ def fill(
 ) -> None:
     """Fill `slices` from the checkpoint `path`, or only their elements of the tensors `names`.
 
-    Elements that belong to no logical tensor become zero. Raises CheckpointError if a chunk cannot be read or is bad.
+    Elements that belong to no logical tensor get their initial value: zero, unless the optimizer declares another one
+    of its state. Raises CheckpointError if a chunk cannot be read or is bad.
     """
     with Reader(path, manifest) as reader:
         for item in slices:
+            initial = {tensor.name: tensor.initial for tensor in item.states}
             for state, flat in item.tensors.items():
                 end = item.start
                 for piece, box in logical_boxes(item.spec, item.start, item.stop):
@@ -371,7 +401,7 @@ def fill(
                     name = f"{state}.{piece.name}"
                     if names is None or name in names:
                         reader.fill(name, box.offset, flat[begin - item.start : end - item.start].view(box.size))
-                flat[end - item.start :].zero_()  # the padding rows come last
+                flat[end - item.start :].fill_(initial.get(state, 0.0))  # the padding rows come last
 
 
 class Reader:
@@ -438,7 +468,7 @@ class Reader:
                 f"{name_in_file}: holds {stored}, the manifest says {dtype_name(expected)} {list(chunk.size)}"
             )
         if (chunk.file, chunk.key) not in self._verified:
-            crc32, problem = examine(name, values)
+            crc32, problem = examine(name, values, nonnegative=self.manifest.is_nonnegative(name))
             if crc32 != chunk.crc32:
                 raise CheckpointError(f"{name_in_file}: damaged: its CRC-32 differs from the manifest's")
             if self._judge and problem:

@@ -29,19 +29,18 @@ from megapar.checkpoint.format import (
     check_files,
     check_tensors,
     dtype_name,
-    examine,
     folder_name,
     logical_boxes,
-    rounding_problem,
     sync_folder,
     write_latest,
     write_manifest,
 )
+from megapar.checkpoint.values import examine, rounding_problem
 from megapar.comm import collectives
 from megapar.comm.agreement import Problem, any_rank, from_first, on_all_ranks, relayed, shared_error, until_all
 from megapar.context import ParallelContext
 from megapar.errors import NumericError, StorageError
-from megapar.params import MAIN, Piece, StateSlice
+from megapar.params import MAIN, Piece, StateSlice, StateTensor
 
 _REMEDY = "a lower optimizer.lr or a longer optimizer.warmup_steps often helps from the newest checkpoint on"
 _PAUSE_SECONDS = 0.01  # between two checks of what other ranks have finished
@@ -314,22 +313,26 @@ def needed_bytes(mine: Sequence[StateSlice], ctx: ParallelContext) -> int:
 def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[str, Any] | None:
     """Write the boxes that this rank owns of `slices` to its file in `folder`, and flush the file to the disk.
 
-    Returns the file's name, its bytes and the entries of its tensors, as JSON types. A rank that owns nothing writes no
-    file and returns None.
+    Returns the file's name, its bytes, the entries of its tensors and what is declared of their states, as JSON types.
+    A rank that owns nothing writes no file and returns None.
     Raises NumericError, before anything is written, for a value that no training could go on from.
     """
     file = f"rank_{rank:05d}.safetensors"
     tensors: dict[str, Tensor] = {}
     entries: dict[str, Entry] = {}
     chunks: dict[str, list[Chunk]] = defaultdict(list)
+    states: dict[str, dict[str, Any]] = {}
     for item in slices:
+        declared = {tensor.name: _declaration(item, tensor) for tensor in item.states}
+        states |= declared
         for piece, box in owned_boxes(item):
             begin = box.position - item.start
             for state, tensor in item.tensors.items():
                 name = f"{state}.{piece.name}"
                 flat = tensor[begin : begin + math.prod(box.size)]
                 values = flat.detach().view(box.size).cpu()
-                crc32, problem = examine(name, values)
+                nonnegative = state in declared and declared[state]["nonnegative"]
+                crc32, problem = examine(name, values, nonnegative=nonnegative)
                 # Weights that are finite in fp32 may be infinite in a 16-bit model. Every start from them would fail.
                 if not problem and state == MAIN and item.param.dtype != values.dtype:
                     problem = rounding_problem(name, values, item.param.dtype)
@@ -347,7 +350,13 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
         "file": file,
         "bytes": path.stat().st_size,
         "tensors": {name: {**entry._asdict(), "chunks": chunks[name]} for name, entry in entries.items()},
+        "states": states,
     }
+
+
+def _declaration(item: StateSlice, tensor: StateTensor) -> dict[str, Any]:
+    """Return what the manifest says of a state of the slice's parameter (`Manifest.states`)."""
+    return {"optimizer": item.spec.update, "initial": tensor.initial, "nonnegative": tensor.nonnegative}
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -390,7 +399,10 @@ def publish(temporary: Path, root: Path, facts: Mapping[str, Any], parts: Iterab
     """
     written = [part for part in parts if part]
     files = {part["file"]: part["bytes"] for part in written}
-    manifest = Manifest(**facts, files=files, tensors=merge_tensors(part["tensors"] for part in written))
+    # Of the same name, all ranks declare the same: no two optimizers of a run use one name.
+    states = {name: declared for part in written for name, declared in part["states"].items()}
+    tensors = merge_tensors(part["tensors"] for part in written)
+    manifest = Manifest(**facts, files=files, tensors=tensors, states=states)
     # The same checks as when a checkpoint is loaded: one that could not be loaded must not replace an older one.
     check_files(temporary, files)
     check_tensors(temporary, manifest)

@@ -14,10 +14,11 @@ from torch import Tensor
 from megapar import device
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
-from megapar.checkpoint.format import MOST, Manifest, open_manifest, rounding_problem
+from megapar.checkpoint.format import MOST, Manifest, open_manifest
 from megapar.checkpoint.lineage import Lineage, lineage_of, new_id, set_aside
 from megapar.checkpoint.load import choose, load, load_fitting, load_weights, verified_manifest
 from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, snapshot, snapshot_bytes
+from megapar.checkpoint.values import rounding_problem
 from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.compatible import changes, function_changes, weight_options
 from megapar.config.messages import shown

@@ -20,12 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megapar import context
-from megapar.checkpoint import format as checkpoint_format
 from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.checkpoint.load import load
 from megapar.checkpoint.save import save
+from megapar.checkpoint.values import checksum
 from megapar.context import Axis, ParallelContext
 from megapar.errors import MegaparError
+from megapar.optimizer.adamw import AdamW
 from megapar.params import ZEROS, ParamSpec, Piece, StateSlice, make_piece
 from tools.convert_checkpoint import NativeToHf, native_to_hf
 
@@ -47,7 +48,7 @@ def whole_spec(name: str, shape: Sequence[int]) -> ParamSpec:
 
 
 def make_slice(spec: ParamSpec, start: int, stop: int, **tensors: Tensor) -> StateSlice:
-    return StateSlice(torch.empty(0), spec, start, stop, tensors)
+    return StateSlice(torch.empty(0), spec, start, stop, tensors, AdamW.STATE)
 
 
 def toy_slices(step: int = 1, columns: int = 5) -> list[Any]:
@@ -117,7 +118,7 @@ def edit_tensor(path: Path, key: str, edit: Callable[[torch.Tensor], Any]) -> No
     name, _, number = key.rpartition("#")
 
     def attest(body: dict[str, Any]) -> None:
-        body["tensors"][name]["chunks"][int(number)][4] = checkpoint_format.checksum(tensors[key])
+        body["tensors"][name]["chunks"][int(number)][4] = checksum(tensors[key])
 
     edit_manifest(path, attest)
 

@@ -96,10 +96,11 @@ def parts_of(tensors: dict[str, tuple[int, ...]], ranks: int) -> Parts:
                         key = f"{state}.{name}#{len(entry['chunks'])}"
                         entry["chunks"].append(Chunk(f"rank_{rank:05d}.safetensors", key, offset, box.size, 2**31 + 7))
                         sizes[rank] += 4 * math.prod(box.size)
-    return [
-        {"file": f"rank_{rank:05d}.safetensors", "bytes": sizes[rank], "tensors": entries} if entries else None
-        for rank, entries in enumerate(written)
-    ]
+    parts: Parts = []
+    for rank, entries in enumerate(written):
+        file = f"rank_{rank:05d}.safetensors"
+        parts.append({"file": file, "bytes": sizes[rank], "tensors": entries, "states": {}} if entries else None)
+    return parts
 
 
 def resident(field: str) -> int:

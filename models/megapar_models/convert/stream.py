@@ -18,11 +18,11 @@ from megapar.checkpoint.format import (
     Entry,
     Manifest,
     Sizes,
-    checksum,
     dtype_name,
     sync_folder,
     write_manifest,
 )
+from megapar.checkpoint.values import checksum
 from megapar.config.options import Config, flatten
 from megapar.errors import CheckpointError, ConfigError, StorageError
 from megapar.params import MAIN
