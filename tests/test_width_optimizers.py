@@ -1,0 +1,203 @@
+"""Optimizers that a newcomer adds without editing megapar, beside AdamW and in its place.
+
+The layer that declares a parameter names its optimizer. One needs whole matrices, and all tensor ranks for a norm. The
+other keeps its state in host memory, and updates it in pieces.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megapar_models.build import build_stages
+from megapar_models.family import Family
+from megapar_models.llama.model import LlamaMLP, LlamaStage
+from megapar_models.stage import Blueprint
+from torch import Tensor, nn
+
+from megapar.checkpoint.format import read_manifest
+from megapar.comm import collectives
+from megapar.config.options import Config, OptimizerConfig
+from megapar.errors import CheckpointError, ConfigError
+from megapar.optimizer.adamw import AdamW
+from megapar.optimizer.base import Optimizer, Shard, Step
+from megapar.optimizer.table import check
+from megapar.params import StateTensor
+from megapar.plan.dry_run import report, report_rank
+from megapar.train.checkpoints import FOLDER, Saver, resume
+from megapar.train.step import TrainState, train_step
+from tests.support import program
+from tests.support.distributed import run_ranks
+from tests.support.grid import LLAMA, Layout, check_on_ranks, held_weights, make_state, micro_batches
+from tests.support.layouts import assemble, assert_close
+from tests.support.width import in_each_layout, trains_as_one_process
+
+
+def updated_by(name: str, blueprint: Blueprint) -> Blueprint:
+    return replace(blueprint, sharding=replace(blueprint.sharding, update=f"{__name__}:{name}"))
+
+
+class NormalizedMomentum(Optimizer):
+    """Divides the momentum of each matrix by its norm over all tensor ranks: Muon without its Newton-Schulz steps."""
+
+    STATE = (StateTensor("momentum"),)
+    WHOLE = True
+
+    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
+        momentum = shard.state["momentum"].mul_(0.9).add_(grad.mul_(step.clip))
+        (slot,) = shard.slots
+        for _, start, stop in slot.spec.segments():  # gate and up are two matrices of one parameter
+            squares = momentum[start:stop].double().square().sum()
+            norm = collectives.all_reduce(squares, self.ctx.tp).sqrt().float()
+            shard.main[start:stop] -= step.lr * momentum[start:stop] / (norm + 1e-12)
+        if params is not None:
+            params.copy_(shard.main)
+
+
+class MomentumStage(LlamaStage):
+    """Llama, whose MLPs NormalizedMomentum updates, and AdamW all else."""
+
+    def make_layer(self, number: int) -> nn.Module:
+        layer = super().make_layer(number)
+        width = self.blueprint.model.intermediate_size
+        layer.mlp = LlamaMLP(f"layers.{number}.mlp", width, updated_by("NormalizedMomentum", self.blueprint))
+        return layer
+
+
+class OnHost(AdamW):
+    ON_HOST = True
+    MOST_ELEMENTS = 1000
+
+
+class OnHostStage(LlamaStage):
+    def __init__(self, blueprint: Blueprint, *args: Any, **kwargs: Any):
+        super().__init__(updated_by("OnHost", blueprint), *args, **kwargs)
+
+
+MOMENTUM = Family(name="momentum", stage=MomentumStage, activations=("silu",), even_head_dim=True)
+ON_HOST = Family(name="on_host", stage=OnHostStage, activations=("silu",), even_head_dim=True)
+MODELS = {name: replace(LLAMA, family=f"{__name__}:{name}") for name in ("MOMENTUM", "ON_HOST")}
+
+
+# Two optimizers in one run
+
+
+@in_each_layout
+def test_two_optimizers_train_as_in_one_process(sizes: dict[str, object]) -> None:
+    trains_as_one_process(MODELS["MOMENTUM"], sizes)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"dp": 2}, {"dp": 2, "zero_stage": 2}, {"dp": 2, "zero_stage": 0}, {"dp": 4, "zero_stage": 3, "shard_ranks": 2}],
+    ids=["zero 1", "zero 2", "zero 0", "zero 3 with copies"],
+)
+def test_two_optimizers_train_as_one_process_at_each_stage_of_zero(sizes: dict[str, Any]) -> None:
+    check_on_ranks(Layout(MODELS["MOMENTUM"], **sizes))
+
+
+def one_step(state: TrainState) -> None:
+    train_step(state, micro_batches(state.config, state.ctx, state.step))
+    state.weights.wait()  # gathers may overlap with a forward pass that does not follow
+
+
+def saved_and_resumed(config: Config, run_dir: Path) -> tuple[list[Any], list[Any]]:
+    """Weights of the steps 1 and 2, and those of a step 2 of a state that was loaded after step 1."""
+    state = make_state(config)
+    one_step(state)
+    with Saver(state, run_dir) as saver:
+        saver.save(state)
+    one_step(state)
+    again = make_state(config)
+    resume(again, run_dir)
+    one_step(again)
+    for one, other in zip(state.optimizer.slices(), again.optimizer.slices(), strict=True):
+        assert one.tensors.keys() == other.tensors.keys()
+        assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors), one.spec.name
+    return held_weights(state), held_weights(again)
+
+
+def overlapping(layout: Layout) -> Config:
+    config = layout.config()
+    return replace(config, optimizer=replace(config.optimizer, overlap_param_gather=True))
+
+
+def test_two_optimizers_are_saved_resumed_and_loaded_in_another_layout(tmp_path: Path) -> None:
+    """Bitwise with ZeRO-1 on two ranks, whose gathers overlap; then by one process, which has no ZeRO."""
+    config = overlapping(Layout(MODELS["MOMENTUM"], dp=2))
+    ranks = run_ranks(2, saved_and_resumed, config, tmp_path)
+    states = read_manifest(tmp_path / FOLDER / "step_00000001").states
+    assert {name: declared["optimizer"] for name, declared in states.items()} == {
+        **{"exp_avg": "adamw", "exp_avg_sq": "adamw", "momentum": f"{__name__}:NormalizedMomentum"},
+    }
+    alone = make_state(Layout(MODELS["MOMENTUM"], zero_stage=0).config())
+    resume(alone, tmp_path)
+    one_step(alone)
+    assert_close(assemble([held for held, _ in ranks]), assemble([held_weights(alone)]))
+
+
+def test_another_optimizer_goes_on_from_no_checkpoint(tmp_path: Path) -> None:
+    """Not even one whose state has the same name: it may mean something else."""
+    state = make_state(Layout(MODELS["MOMENTUM"]).config())
+    with Saver(state, tmp_path) as saver:
+        saver.save(state)
+    for model, now in ((LLAMA, "adamw"), (MODELS["ON_HOST"], f"{__name__}:OnHost")):
+        other = make_state(Layout(model).config())
+        # The same sizes: a run whose family alone was changed is refused before, for its family.
+        with pytest.raises(CheckpointError, match=rf"was updated by .*, and this run updates it by {now}") as refused:
+            resume(replace(other, config=replace(other.config, model=state.config.model)), tmp_path)
+        assert "\n" not in str(refused.value)
+        assert "--checkpoint.init_from" in str(refused.value)
+
+
+def test_an_option_that_no_optimizer_reads_is_refused(tmp_path: Path) -> None:
+    momentum = f"{__name__}:NormalizedMomentum"
+    options = OptimizerConfig(betas=(0.9, 0.99), lr=0.1)
+    check(options, {"adamw", momentum})
+    check(OptimizerConfig(lr=0.1), {momentum})
+    with pytest.raises(ConfigError, match=rf"optimizer.betas=0.9 0.99: no optimizer .* reads it \({momentum}\)"):
+        check(options, {momentum})
+    flags = ("--model.family", MODELS["MOMENTUM"].family, "--train.trainable", "*.mlp.*", "--optimizer.eps", "1e-6")
+    ended = program.run(*flags, cwd=tmp_path)
+    assert (ended.code, ended.err.count("\n")) == (ConfigError.exit_code, 1), ended.err
+    assert "optimizer.eps=1e-06: no optimizer of this run reads it" in ended.err
+    config = Layout(LLAMA).config()
+    with pytest.raises(ConfigError, match="and so does adamw: rename"):
+        check(config.optimizer, {"adamw", f"{__name__}:OnHost"})
+
+
+# State in host memory, visited in slices
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_on_the_host_in_slices_is_updated_to_the_same_bits(precision: str) -> None:
+    plain, on_host = (make_state(Layout(model).config(precision)) for model in (LLAMA, MODELS["ON_HOST"]))
+    for _ in range(2):
+        one_step(plain)
+        one_step(on_host)
+    assert torch.equal(plain.weights.flat, on_host.weights.flat)
+    for one, other in zip(plain.optimizer.slices(), on_host.optimizer.slices(), strict=True):
+        assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors), one.spec.name
+    (optimizer,) = on_host.optimizer.each
+    sizes = [visit.shard.stop - visit.shard.start for visit in optimizer.visits]
+    assert max(sizes) == 960, "of 1,000 elements, a multiple of the alignment"
+    assert sum(sizes) == on_host.weights.layout.numel
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_plan_counts_state_on_the_host_there(precision: str) -> None:
+    """On a GPU it is not in the device's sum. On a CPU all memory is the host's."""
+    config = Layout(MODELS["ON_HOST"]).config(precision)
+    state = make_state(config)
+    elements = state.weights.layout.numel
+    assert (state.optimizer.nbytes, state.optimizer.host_nbytes) == (0, 12 * elements)
+    for device, sizes in {"cuda": (0, 12 * elements), "cpu": (12 * elements, 0)}.items():
+        planned = replace(config, launch=replace(config.launch, device=device))
+        found = report_rank(planned, build_stages, 0)
+        assert (found.optimizer, found.optimizer_on_host) == sizes
+        assert found.total == found.weights + found.gradients + found.optimizer + found.activations
+        assert sum(found.rows.values()) == found.total + found.optimizer_on_host
+    mlps = replace(config, model=MODELS["MOMENTUM"], train=replace(config.train, trainable=("*.mlp.*",)))
+    with pytest.raises(ConfigError, match="no optimizer of this run reads it"):
+        report(mlps, build_stages)
