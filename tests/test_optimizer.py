@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megapar import context
 from megapar.config.options import OptimizerConfig
 from megapar.grid import Grid
-from megapar.optimizer.base import Optimizer, Shard, StateTensor, Step
+from megapar.optimizer.base import Optimizer, Shard, Step
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.optimizer.optimizers import Optimizers
 from megapar.params import ZEROS, ParamSpec, StateTensor, parameter, replicated

@@ -21,7 +21,7 @@ from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.weights import FlatWeights
 from megapar.grid import Grid
-from megapar.optimizer.base import Optimizer, Shard, StateTensor, Step
+from megapar.optimizer.base import Optimizer, Shard, Step
 from megapar.optimizer.clip import grad_norm
 from megapar.optimizer.optimizers import Optimizers
 from megapar.params import ONES, ParamSpec, StateTensor, cut, make_piece, parameter
