@@ -146,7 +146,7 @@ class PipelineStage(nn.Module):
     """If this is a fine stage: of how many fine stages each stage of the schedule consists, the same in all of them."""
 
     adds_gradients_in_i: bool = False
-    """Whether the I of a backward in halves adds gradients of parameters. All others are put off to W."""
+    """Whether the I of a backward in halves adds gradients of parameters. All others are deferred to W."""
 
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
         """Shapes and dtypes of the tensors in `x`. Empty on the first stage."""

@@ -4,7 +4,7 @@
 says what is communicated before the product in forward and after it in backward. `megapar.tensor_parallel.regions` has
 all regions.
 
-A pipeline schedule may put off weight gradients: see `megapar.main_grad`.
+A pipeline schedule may defer weight gradients: see `megapar.main_grad`.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from megapar.comm.pending import Pending
 from megapar.main_grad import WeightGradient, is_put_off, main_grad_of
+from megapar.comm.collectives import Pending
+from megapar.main_grad import DeferredWeightGradient, is_deferred, main_grad_of
 
 
 class InputRegion(Protocol):
@@ -33,7 +35,7 @@ class InputRegion(Protocol):
         """Start `enter`. The tensor may be read only after Pending.wait().
 
         Backward calls it to recompute the input of the matrix product, which the weight gradient needs. If the weight
-        gradient is put off, W calls it.
+        gradient is deferred, W calls it.
         """
 
     def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
@@ -184,7 +186,7 @@ def keep_for_backward(ctx: Any, x: Tensor, weight: Tensor, region: object, produ
 def weight_gradient(ctx: Any, grad_y: Tensor, x: Tensor, region: InputRegion = LOCAL) -> Tensor | None:
     """The gradient of the weight, or None if it goes to the main gradient, now or in W.
 
-    `x` is the input of the product. If the gradient is put off, `x` may be the input of the layer, which W lets enter
+    `x` is the input of the product. If the gradient is deferred, `x` may be the input of the layer, which W lets enter
     through `region`.
 
     The gradient is one product over all tokens, also where the input gradient is computed in chunks, so that its sums
@@ -194,7 +196,7 @@ def weight_gradient(ctx: Any, grad_y: Tensor, x: Tensor, region: InputRegion = L
         grad: Tensor = ctx.products.weight_gradient(_as_2d(grad_y), _as_2d(x))
         return grad
     add = partial(_add_product, ctx.products)
-    WeightGradient(ctx.main_grad, grad_y, x, add, region.enter_async).add_or_put_off()
+    DeferredWeightGradient(ctx.main_grad, grad_y, x, add, region.enter_async).add_or_defer()
     return None
 
 
@@ -213,7 +215,7 @@ class LinearFunction(torch.autograd.Function):
     1. enter_async recomputes the input of the product, while the input gradient is computed.
     2. leave_async communicates the input gradient, while the gradients of weight and bias are computed.
 
-    If the weight gradient is put off, the layer's input is kept for W, and enters the product there.
+    If the weight gradient is deferred, the layer's input is kept for W, and enters the product there.
     """
 
     @staticmethod
@@ -232,7 +234,7 @@ class LinearFunction(torch.autograd.Function):
         entering = Pending()  # an empty Pending: its wait returns at once
         leaving = Pending()
         region = ctx.region  # through which x has still to enter
-        if needs_weight and not is_put_off(ctx.main_grad):
+        if needs_weight and not is_deferred(ctx.main_grad):
             # From here on x is the input of the product, no longer that of the layer. This communication runs during
             # the product of the input gradient.
             x, entering = region.enter_async(x)

@@ -1,7 +1,7 @@
 """Main gradients: the fp32 sums of parameters' gradients over micro-batches, and queues of gradients for later.
 
 A pipeline schedule may run a backward pass in two halves, I and W (`megapar.pipeline.actions.Action`). In I, layers
-append their weight gradients to a `WeightGradientQueue`. In W, the queue adds them to the main gradients.
+append deferred weight gradients to a `WeightGradientQueue`. In W, the queue adds them to the main gradients.
 """
 
 from collections import deque
@@ -25,8 +25,9 @@ class MainGrad(Protocol):
     While `is_stale` is True, `tensor` holds values of an earlier step, which count as zero. So the first addition of a
     step overwrites them. `note_added` sets `is_stale` to False.
 
-    While `queue` is not None, a gradient is appended to it instead (`WeightGradient.add_or_put_off`). The gradient of a
-    matrix is then computed in W. Gradients of norms and biases cost little: they are computed in I, and added in W.
+    While `queue` is not None, a gradient is appended to it instead (`DeferredWeightGradient.add_or_defer`). The
+    gradient of a matrix is then computed in W. Gradients of norms and biases cost little: they are computed in I, and
+    added in W.
 
     Read the attribute `main_grad` in the forward pass. Under activation checkpointing, backward unpacks another tensor,
     which has no attributes.
@@ -59,7 +60,7 @@ def _without_communication(x: Tensor) -> tuple[Tensor, Pending]:
 
 
 @dataclass(frozen=True)
-class WeightGradient:
+class DeferredWeightGradient:
     """A gradient of a parameter that is still to be added to its main gradient, and for a matrix still to be computed.
 
     `x` is the input of the layer, and `grad_y` the gradient of the matrix product's output. `enter(x)` starts the
@@ -76,7 +77,7 @@ class WeightGradient:
     add: Callable[[Tensor, Tensor, Tensor, bool], None]
     enter: Callable[[Tensor], tuple[Tensor, Pending]] = _without_communication
 
-    def add_or_put_off(self) -> None:
+    def add_or_defer(self) -> None:
         """Append this gradient to the queue that is open on the main gradient. If there is none, add it now."""
         if self.main_grad.queue is not None:
             self.main_grad.queue.append(self)
@@ -100,7 +101,7 @@ class WeightGradientQueue:
     """
 
     def __init__(self) -> None:
-        self._entries: deque[WeightGradient] = deque()
+        self._entries: deque[DeferredWeightGradient] = deque()
 
     @contextmanager
     def open(self, main_grads: Sequence[MainGrad]) -> Iterator[None]:
@@ -113,7 +114,7 @@ class WeightGradientQueue:
             for main_grad in main_grads:
                 main_grad.queue = None
 
-    def append(self, entry: WeightGradient) -> None:
+    def append(self, entry: DeferredWeightGradient) -> None:
         # The tensor that backward unpacks refers to its graph. Detached, it does not keep the graph in memory.
         self._entries.append(replace(entry, x=entry.x.detach()))
 
@@ -137,7 +138,7 @@ class WeightGradientQueue:
             entering.wait()
             entry.add_now(product_input)
 
-    def _begin_next(self) -> tuple[WeightGradient, Tensor, Pending] | None:
+    def _begin_next(self) -> tuple[DeferredWeightGradient, Tensor, Pending] | None:
         """Start the communication of the next weight gradient.
 
         Returns (weight gradient, input of its product, what to wait for before that is read). None if none is left.
@@ -149,6 +150,6 @@ class WeightGradientQueue:
         return entry, product_input, entering
 
 
-def is_put_off(main_grad: MainGrad | None) -> bool:
-    """Whether the current backward pass puts off the weight gradient of the parameter with this main gradient."""
+def is_deferred(main_grad: MainGrad | None) -> bool:
+    """Whether the current backward pass defers the weight gradient of the parameter with this main gradient."""
     return main_grad is not None and main_grad.queue is not None

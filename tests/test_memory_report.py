@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapar.train.kept import BETWEEN, ENDS, PUT_OFF, KeptBytes
+from megapar.train.kept import BETWEEN, DEFERRED, ENDS, KeptBytes
 from megapar.train.memory_report import ALL, OTHER
 from tests.support import program
 from tests.support.grid import GPT, LLAMA, SHARED, Layout, make_state, micro_batches
@@ -71,6 +71,6 @@ def test_a_run_measures_what_its_plan_says(flags: tuple[str, ...], tmp_path: Pat
     names = {name for rank in ranks for name in rank["planned"]}
     assert {"weights", "gradients", "optimizer"} < names
     assert any(name.startswith("activations of stage 2: ") for name in names) == ("interleaved" in flags)
-    assert any(name.endswith(PUT_OFF) for name in names) == ("zb-h1" in flags)
+    assert any(name.endswith(DEFERRED) for name in names) == ("zb-h1" in flags)
     assert "memory of rank " in ended.out
     assert "planned" in ended.out

@@ -45,7 +45,7 @@ def test_every_schedule_of_the_family_exists() -> None:
 def test_the_choice_follows_from_the_times() -> None:
     assert chosen(4, 16, 1, 1, 1).schedule == "zb-v"
     assert chosen(4, 16, 1, 1, 1, vpps=(1,)).schedule == "zb-h1"
-    # If weights take no time, nothing can be put off.
+    # If weights take no time, nothing can be deferred.
     assert chosen(4, 16, 1, 2, 0, vpps=(1,)).schedule == "1f1b"
     assert chosen(1, 4, 1, 1, 1).schedule == "1f1b"
     assert chosen(4, 16, 1, 1, 1, vpps=(2,)).vpp == 2
@@ -105,7 +105,7 @@ def parallel_of(folder: Path) -> dict[str, object]:
 
 
 def test_a_run_keeps_the_schedule_that_it_has_chosen(tmp_path: Path) -> None:
-    """With --parallel.vpp 1, and times that nothing but 1f1b can suit, because nothing can be put off."""
+    """With --parallel.vpp 1, and times that nothing but 1f1b can suit, because nothing can be deferred."""
     flags = ["--launch.nproc", "2", "--parallel.pp", "2", "--parallel.schedule", "auto", "--checkpoint.every", "1"]
     flags += ["--optimizer.warmup_steps", "0", "--parallel.vpp", "1"]
     ended = program.run(*flags, "--train.steps", "1", cwd=tmp_path, plant=plant((1.0, 2.0, 0.0)))

@@ -64,20 +64,20 @@ NAME = f"{__name__}:"
 
 
 def in_halves(delay: Callable[[int], float], make: MakeOrders, pp: int, vpp: int, num_microbatches: int) -> Orders:
-    """The orders of `make` in halves. On rank r each W is put off by `delay(r)` further I, or to the end."""
+    """The orders of `make` in halves. On rank r each W is deferred by `delay(r)` further I, or to the end."""
     orders = []
     for rank, whole in enumerate(make(pp, vpp, num_microbatches)):
         order: list[Action] = []
-        put_off: list[Action] = []
+        deferred: list[Action] = []
         for action in whole:
             if action.kind == "F":
                 order.append(action)
                 continue
             order.append(action._replace(kind="I"))
-            put_off.append(action._replace(kind="W"))
-            if len(put_off) > delay(rank):
-                order.append(put_off.pop(0))
-        orders.append(order + put_off)
+            deferred.append(action._replace(kind="W"))
+            if len(deferred) > delay(rank):
+                order.append(deferred.pop(0))
+        orders.append(order + deferred)
     return orders
 
 

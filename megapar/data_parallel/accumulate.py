@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from megapar.data_parallel.layout import FlatLayout, Slot
-from megapar.main_grad import WeightGradient, WeightGradientQueue, main_grad_of
+from megapar.main_grad import DeferredWeightGradient, WeightGradientQueue, main_grad_of
 
 
 class MainGradView:
@@ -23,7 +23,7 @@ class MainGradView:
         self._on_added()
 
     def add(self, grad: Tensor) -> None:
-        WeightGradient(self, grad, grad, _add).add_or_put_off()
+        DeferredWeightGradient(self, grad, grad, _add).add_or_defer()
 
     def zero_if_stale(self) -> None:
         """Set `tensor` to zero if no gradient has been added in this step."""

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megapar.expert_parallel.dispatch import experts_of
 from megapar.linear import MatrixProducts
-from megapar.main_grad import WeightGradient, main_grad_of
+from megapar.main_grad import DeferredWeightGradient, main_grad_of
 from megapar.params import Init, ParamSpec, Piece, cut, make_piece
 from megapar.sharding import Sharding
 
@@ -144,7 +144,7 @@ class _GroupedLinear(torch.autograd.Function):
                 grad_weight = total.to(weight.dtype)
             else:
                 # The rows have been dispatched already, so W communicates nothing.
-                WeightGradient(ctx.main_grad, grad, rows, add).add_or_put_off()
+                DeferredWeightGradient(ctx.main_grad, grad, rows, add).add_or_defer()
         return grad_rows, grad_weight, None, None, None
 
 

@@ -191,7 +191,7 @@ class _Grid:
         for slot in range(max(by_slot), PERIOD, -1):
             before = {_later(action, 1) for action in by_slot.get(slot - PERIOD, ())}
             repeats = repeats + 1 if before and before == by_slot.get(slot) else 0
-            # Two periods: what is put off in the first one of them is then as much as in the other.
+            # Two periods: what is deferred in the first one of them is then as much as in the other.
             if repeats == 2 * PERIOD:
                 return slot + 2 * PERIOD
         return None
@@ -324,15 +324,15 @@ def _slots_of_forwards_and_inputs(block: Block, num_microbatches: int) -> dict[A
 def _free_slots_for_weights(by_slot: dict[int, Action]) -> dict[Action, int]:
     """The slots of the W's of a rank with the F's and I's `by_slot`."""
     slots = {}
-    put_off: deque[Action] = deque()
+    deferred: deque[Action] = deque()
     slot = 0
     last = max(by_slot)
-    while slot <= last or put_off:
+    while slot <= last or deferred:
         action = by_slot.get(slot)
-        if action is None and put_off:
-            slots[put_off.popleft()] = slot
+        if action is None and deferred:
+            slots[deferred.popleft()] = slot
         elif action is not None and action.kind == "I":
-            put_off.append(Action("W", action.stage, action.microbatch))
+            deferred.append(Action("W", action.stage, action.microbatch))
         slot += 1
     return slots
 

@@ -65,7 +65,7 @@ class PipelineRuntime:
         self.units = units
         self._plans: dict[tuple[int, int, bool], Sequence[Item]] = {}
         # What each I of the running step has left to its W, by stage and micro-batch.
-        self.put_off: dict[tuple[int, int], WeightGradientQueue] = {}
+        self.deferred: dict[tuple[int, int], WeightGradientQueue] = {}
         make(self.schedule, self.axis.size, vpp, 1)  # raises now what the first step would raise
         place = placement(self.schedule, self.axis.size, vpp)
         place_of_fine = [rank for rank, number in zip(place, self.fine_stages, strict=True) for _ in range(number)]
@@ -112,10 +112,10 @@ class PipelineRuntime:
         run.execute(plan[position:])
         return run.finish()
 
-    def put_off_nbytes(self) -> Counter[int]:
-        """Bytes that the weight gradients which are put off keep now, by stage."""
+    def deferred_nbytes(self) -> Counter[int]:
+        """Bytes that the deferred weight gradients keep now, by stage."""
         found: Counter[int] = Counter()
-        for (stage, _), queue in self.put_off.items():
+        for (stage, _), queue in self.deferred.items():
             found[stage] += queue.nbytes
         return found
 
@@ -199,7 +199,7 @@ class _Execution:
         self._departing: dict[Action, tuple[Tensor, ...]] = {}
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._queues: dict[tuple[int, int], WeightGradientQueue] = {}
-        runtime.put_off = self._queues
+        runtime.deferred = self._queues
         in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
         self._main_grads = {stage: main_grads(runtime.stages[stage]) for stage in in_halves}
         self._losses: dict[int, Tensor] = {}
@@ -238,7 +238,7 @@ class _Execution:
             case "B":
                 self._backward(action, received)
             case "I":
-                # A whole backward, in which layers put off the gradients of their matrices.
+                # A whole backward, in which layers defer the gradients of their matrices.
                 self._queues[where] = WeightGradientQueue()
                 with self._queues[where].open(self._main_grads[action.stage]):
                     self._backward(action, received)

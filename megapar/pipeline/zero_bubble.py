@@ -243,7 +243,7 @@ class _Rank:
     stages: list[int]
     clock: float = 0.0
     kept: float = 0.0
-    put_off: deque[Action] = field(default_factory=deque)
+    deferred: deque[Action] = field(default_factory=deque)
     """Each W after its I, the oldest first."""
     order: list[Action] = field(default_factory=list)
 
@@ -314,8 +314,8 @@ class _Filling:
         choices = []
         for stage in rank.stages:
             choices += [self._next_backward(rank, stage), self._next_forward(rank, stage)]
-        if rank.put_off:
-            choices.append(_Choice(rank.clock, 3, 0, rank.put_off[0]))
+        if rank.deferred:
+            choices.append(_Choice(rank.clock, 3, 0, rank.deferred[0]))
         return min((choice for choice in choices if choice is not None), default=None)
 
     def _next_backward(self, rank: _Rank, stage: int) -> _Choice | None:
@@ -361,7 +361,7 @@ class _Filling:
         elif action.kind == "I":
             self._backward_ends[action.stage].append(rank.clock)
             rank.kept += self._memory.inputs[action.stage] - self._memory.forward[action.stage]
-            rank.put_off.append(Action("W", action.stage, action.microbatch))
+            rank.deferred.append(Action("W", action.stage, action.microbatch))
         else:
-            rank.put_off.popleft()
+            rank.deferred.popleft()
             rank.kept -= self._memory.inputs[action.stage]

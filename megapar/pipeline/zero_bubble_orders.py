@@ -18,7 +18,7 @@ class _RankOrder:
         # By stage: the micro-batch of its next F, and that of its next B or I.
         self._next_forward = dict.fromkeys(stages, 0)
         self._next_backward = dict.fromkeys(stages, 0)
-        self._put_off: deque[Action] = deque()  # each W whose I has been added, the oldest first
+        self._deferred: deque[Action] = deque()  # each W whose I has been added, the oldest first
 
     def add(self, kind: Kind, stage: int) -> None:
         """Add the F, B or I of the next micro-batch through `stage`."""
@@ -28,30 +28,30 @@ class _RankOrder:
         next_microbatch[stage] += 1
         self._order.append(Action(kind, stage, microbatch))
         if kind == "I":
-            self._put_off.append(Action("W", stage, microbatch))
+            self._deferred.append(Action("W", stage, microbatch))
 
     def add_weights(self, stage: int | None = None) -> None:
-        """Add the oldest W that was put off, in `stage` if one is given."""
-        for action in self._put_off:
+        """Add the oldest W that was deferred, in `stage` if one is given."""
+        for action in self._deferred:
             if stage in (None, action.stage):
-                self._put_off.remove(action)
+                self._deferred.remove(action)
                 self._order.append(action)
                 return
 
     def add_all_weights(self, stage: int | None = None) -> None:
-        """Add all W's that were put off, the oldest first, of `stage` if one is given."""
-        for _ in range(len(self._put_off)):
+        """Add all W's that were deferred, the oldest first, of `stage` if one is given."""
+        for _ in range(len(self._deferred)):
             self.add_weights(stage)
 
     def finished(self) -> list[Action]:
         """The order. Raises ValueError if a W is missing."""
-        if self._put_off:
-            raise ValueError(f"no place for {self._put_off[0]}")
+        if self._deferred:
+            raise ValueError(f"no place for {self._deferred[0]}")
         return self._order
 
 
 def zb_1p(pp: int, vpp: int, num_microbatches: int) -> Orders:
-    """Interleaved 1F1B with backwards in halves, and each W put off by as many I's as its rank's number (ZB-1P).
+    """Interleaved 1F1B with backwards in halves, and each W deferred by as many I's as its rank's number (ZB-1P).
 
     It is the order of torch's ScheduleInterleavedZeroBubble (Qi et al., arXiv 2401.10241). With one stage on each rank
     it is ZB-H1. Micro-batches go through the stages of a rank in groups of pp or a few more. If no such groups make up
@@ -129,7 +129,7 @@ def _zb_v_of_rank(rank: int, pp: int, num_microbatches: int) -> list[Action]:
         order.add("F", second)
         order.add("I", second)
         order.add_weights()
-    # 5. No forwards are left. W's are put off, to fill what would be idle in 6.
+    # 5. No forwards are left. W's are deferred, to fill what would be idle in 6.
     for _ in range(rank):
         order.add("I", first)
         order.add("I", second)
@@ -195,11 +195,11 @@ class _DualPipeRank(_RankOrder):
             self.add("B", second)
             self.add("F", second)
             self.add("B", first)
-        # 6. Backwards alone. In the second half of this phase the W's are put off, to fill what would be idle in 7.
+        # 6. Backwards alone. In the second half of this phase the W's are deferred, to fill what would be idle in 7.
         for number in range(2 * (rank + 1)):
             kind: Kind = "B" if number < rank + 1 else "I"
             self.add(kind, second if number % 2 == 0 else first)
-        # 7. The last backwards of the first half, and W's that were put off.
+        # 7. The last backwards of the first half, and W's that were deferred.
         for _ in range(later_ranks):
             self.add_weights()
             self.add("I", first)

@@ -30,7 +30,7 @@ from megapar.pipeline.sharding_plan import Item, most_live
 from megapar.pipeline.zero_bubble import Memory
 from megapar.system import limits
 from megapar.train import memory_report
-from megapar.train.kept import PUT_OFF, KeptBytes, Key
+from megapar.train.kept import DEFERRED, KeptBytes, Key
 from megapar.train.memory_report import MemoryReport
 from megapar.train.step import TrainState
 from megapar.train.trainable import freeze, refuse
@@ -147,8 +147,8 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     gathered, collected = _most_of_units(state, plan)
     kept = {number: _kept_bytes(number, stage, config) for number, stage in stages.items()}
     in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
-    put_off = {number: _put_off_bytes(stages[number], config) for number in in_halves}
-    at_peak = _at_peak(plan, kept, put_off)
+    deferred = {number: _deferred_bytes(stages[number], config) for number in in_halves}
+    at_peak = _at_peak(plan, kept, deferred)
     optimizer, optimizer_on_host = memory_report.optimizer_nbytes(state, planned_device(config))
     return RankReport(
         pp=ctx.pp.rank,
@@ -208,7 +208,7 @@ def _kept_bytes(number: int, stage: PipelineStage, config: Config) -> dict[Key, 
     return dict(kept.at_peak)
 
 
-def _put_off_bytes(stage: PipelineStage, config: Config) -> int:
+def _deferred_bytes(stage: PipelineStage, config: Config) -> int:
     """Bytes that the I of one micro-batch through `stage` keeps for its W.
 
     The parameters must have their main gradients (`assemble`).
@@ -238,11 +238,11 @@ def _forward(stage: PipelineStage, config: Config) -> Tensor:
     return output
 
 
-def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]], put_off: Mapping[int, int]) -> Counter[Key]:
+def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]], deferred: Mapping[int, int]) -> Counter[Key]:
     """The bytes that are kept for backward passes, by stage and kind, when their sum is largest during the plan.
 
-    For one micro-batch of a stage, `kept` has the bytes that are kept from F to its B or I, and `put_off` those that
-    are kept from I to W. With recomputation `put_off` may be more.
+    For one micro-batch of a stage, `kept` has the bytes that are kept from F to its B or I, and `deferred` those that
+    are kept from I to W. With recomputation `deferred` may be more.
     """
     live: Counter[Key] = Counter()
     peak = 0
@@ -257,9 +257,9 @@ def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]], put_of
                 live.subtract(kept[action.stage])
             case "I":
                 live.subtract(kept[action.stage])
-                live[action.stage, PUT_OFF] += put_off[action.stage]
+                live[action.stage, DEFERRED] += deferred[action.stage]
             case "W":
-                live[action.stage, PUT_OFF] -= put_off[action.stage]
+                live[action.stage, DEFERRED] -= deferred[action.stage]
         total = live.total()
         if total > peak:
             peak = total
@@ -290,7 +290,7 @@ def memory_limit(config: Config, build: Build) -> Memory | None:
         stage_of = [stage for stage, parts in enumerate(runtime.fine_stages) for _ in range(parts)]
         for number, stage in stages.items():
             forward[stage_of[number]] += sum(_kept_bytes(number, stage, config).values())
-            inputs[stage_of[number]] += _put_off_bytes(stage, config)
+            inputs[stage_of[number]] += _deferred_bytes(stage, config)
     return Memory(parallel.schedule_memory_gb * 2**30, forward, inputs)
 
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megapar.context import Axis
 from megapar.linear import LOCAL, linear
-from megapar.main_grad import WeightGradient, main_grad_of
+from megapar.main_grad import DeferredWeightGradient, main_grad_of
 from megapar.params import (
     ONES,
     ZEROS,
@@ -178,7 +178,7 @@ class _Lookup(torch.autograd.Function):
             total = torch.empty_like(weight)
             add(total, grad, ids, True)
             return None, total, None
-        WeightGradient(ctx.main_grad, grad, ids, add).add_or_put_off()
+        DeferredWeightGradient(ctx.main_grad, grad, ids, add).add_or_defer()
         return None, None, None
 
 

@@ -68,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         leaving = Pending()
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         # The gradients of chunks are summed in fp32. A 16-bit sum would round once for each chunk.
-        # They are added here also if the backward pass puts off weight gradients to W. W would need the gradients of
+        # They are added here also if the backward pass defers weight gradients to W. W would need the gradients of
         # all logits: either they would all stay in memory until then, or W would compute the logits a third time.
         overwrite = True  # the first chunk writes
         if ctx.main_grad:

@@ -21,7 +21,7 @@ BETWEEN = "norms, layer inputs"
 ENDS = "logits, loss"
 """What a stage keeps after its layers."""
 
-PUT_OFF = "weight gradients put off"
+DEFERRED = "deferred weight gradients"
 """What an I keeps for its W: inputs and output gradients of matrix products (`megapar.main_grad`)."""
 
 
@@ -33,16 +33,16 @@ class KeptBytes:
     Parameters and buffers are not counted. A storage shared by several tensors is counted once, under the key of the
     first.
 
-    `put_off_nbytes()` returns, by stage, what weight gradients that are put off keep. It counts in the peak as PUT_OFF.
+    `deferred_nbytes()` returns, by stage, what deferred weight gradients keep. It counts in the peak as DEFERRED.
     It is called only when a forward keeps something: peaks at other times go unseen.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], put_off_nbytes: Callable[[], Mapping[int, int]] = dict):
+    def __init__(self, stages: Mapping[int, nn.Module], deferred_nbytes: Callable[[], Mapping[int, int]] = dict):
         self.live: Counter[Key] = Counter()
         self.at_peak: Counter[Key] = Counter()
         self.peak = 0
         self._stages = stages
-        self._put_off_nbytes = put_off_nbytes
+        self._deferred_nbytes = deferred_nbytes
         # Storages are identified by the address of torch's object (`_cdata`).
         self._not_counted: set[int] = set()
         for stage in stages.values():
@@ -118,11 +118,11 @@ class KeptBytes:
         return kept
 
     def _update_peak(self) -> None:
-        put_off = Counter({(stage, PUT_OFF): nbytes for stage, nbytes in self._put_off_nbytes().items()})
-        total = self.live.total() + put_off.total()
+        deferred = Counter({(stage, DEFERRED): nbytes for stage, nbytes in self._deferred_nbytes().items()})
+        total = self.live.total() + deferred.total()
         if total > self.peak:
             self.peak = total
-            self.at_peak = self.live + put_off
+            self.at_peak = self.live + deferred
 
     def _free(self, identity: int, nbytes: int) -> None:
         """Count a tensor of a storage as freed."""

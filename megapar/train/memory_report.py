@@ -33,7 +33,7 @@ class MemoryReport:
     @contextmanager
     def measuring(self, state: TrainState) -> Iterator[None]:
         """A context around the step that is measured. Counting what is kept takes a part of its time."""
-        self._kept = KeptBytes(state.stages, state.pipeline.put_off_nbytes)
+        self._kept = KeptBytes(state.stages, state.pipeline.deferred_nbytes)
         with self._kept.counting():
             yield
 

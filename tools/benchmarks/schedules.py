@@ -110,7 +110,7 @@ def measure(arguments: Arguments, schedule: str, where: torch.device) -> dict[st
     seconds = arguments.milliseconds / 1e3 / vpp
     mine = [stage for stage, rank in enumerate(placement(schedule, arguments.pp, vpp)) if rank == ctx.pp.rank]
     stages = {number: SleepingStage(number, num_stages, ctx, seconds) for number in mine}
-    # Main gradients, to which stages add: without them a backward in halves has nothing to put off.
+    # Main gradients, to which stages add: without them a backward in halves has nothing to defer.
     gradients = Gradients(FlatLayout(list(stages.values()), 1 << 20, sharded=False), where)
     runtime = PipelineRuntime(stages, ctx, schedule, vpp)
     found: dict[str, list[float]] = {}
