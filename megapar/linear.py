@@ -15,14 +15,14 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from megapar_kernels import apex
-from megapar_kernels.dispatch import Implementation
+from megapar_kernels.dispatch import Implementation, main_grad_of
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm.pending import Pending
 from megapar.main_grad import WeightGradient, is_put_off, main_grad_of
 from megapar.comm.collectives import Pending
-from megapar.main_grad import DeferredWeightGradient, is_deferred, main_grad_of
+from megapar.main_grad import DeferredWeightGradient, is_deferred
 
 
 class InputRegion(Protocol):

@@ -1,52 +1,20 @@
-"""Main gradients: the fp32 sums of parameters' gradients over micro-batches, and queues of gradients for later.
+"""Deferred weight gradients: those that a layer computes, or adds to its main gradient, later.
 
-A pipeline schedule may run a backward pass in two halves, I and W (`megapar.pipeline.actions.Action`). In I, layers
-append deferred weight gradients to a `WeightGradientQueue`. In W, the queue adds them to the main gradients.
+A parameter's main gradient is the fp32 sum of its gradients over micro-batches (`megapar_kernels.dispatch.MainGrad`). A
+pipeline schedule may run a backward pass in two halves, I and W (`megapar.pipeline.actions.Action`). In I, layers
+append deferred weight gradients to a `WeightGradientQueue`. In W, the queue adds them to the main gradients. It
+computes those of matrices first. Gradients of norms and biases cost little: I computes them, and W adds them.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from megapar_kernels.dispatch import MainGrad, main_grad_of
 from torch import Tensor, nn
 
 from megapar.comm.pending import Pending
-
-
-class MainGrad(Protocol):
-    """The fp32 sum of a parameter's gradients over the micro-batches. It is the parameter's attribute `main_grad`.
-
-    A layer that computes a weight gradient itself adds it to `tensor`, which has the shape of the parameter. After each
-    addition it calls `note_added`. A parameter that is used several times gets several additions. The layer returns
-    None to autograd, so that the gradient is not added a second time.
-
-    While `is_stale` is True, `tensor` holds values of an earlier step, which count as zero. So the first addition of a
-    step overwrites them. `note_added` sets `is_stale` to False.
-
-    While `queue` is not None, a gradient is appended to it instead (`DeferredWeightGradient.add_or_defer`). The
-    gradient of a matrix is then computed in W. Gradients of norms and biases cost little: they are computed in I, and
-    added in W.
-
-    Read the attribute `main_grad` in the forward pass. Under activation checkpointing, backward unpacks another tensor,
-    which has no attributes.
-    """
-
-    tensor: Tensor
-    is_stale: bool
-    queue: "WeightGradientQueue | None"
-
-    def note_added(self) -> None:
-        """Say that a gradient has been added to `tensor`, or has overwritten it if it was stale."""
-
-    def add(self, grad: Tensor) -> None:
-        """Add `grad`, of the parameter's shape and any dtype, now or in W."""
-
-
-def main_grad_of(param: Tensor) -> MainGrad | None:
-    """The `main_grad` of `param`. None if it has none: autograd then adds its gradient to `.grad`."""
-    return getattr(param, "main_grad", None)
 
 
 def main_grads(module: nn.Module) -> list[MainGrad]:

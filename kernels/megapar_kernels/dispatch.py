@@ -26,6 +26,7 @@ except ImportError:  # there is no triton for macOS and Windows, where torch's o
 __all__ = [
     "HAS_TRITON",
     "LOG2_E",
+    "GradientQueue",
     "Implementation",
     "MainGrad",
     "exp",
@@ -86,23 +87,44 @@ def interpreting() -> bool:
     return HAS_TRITON and bool(triton.knobs.runtime.interpret)
 
 
+class GradientQueue(Protocol):
+    """Takes gradients whose addition is deferred."""
+
+    def append(self, entry: Any) -> None: ...
+
+
 class MainGrad(Protocol):
-    """The sum of a parameter's gradients in fp32 over the micro-batches: the attribute `main_grad` of the parameter.
+    """The fp32 sum of a parameter's gradients over the micro-batches. It is the parameter's attribute `main_grad`.
 
-    (Megatron's attribute of the same name is the tensor itself.) A kernel that computes a parameter's gradient in fp32
-    adds it here, once in each backward pass. Its autograd function then returns None for the parameter. So the gradient
-    is neither rounded to the parameter's dtype nor added a second time.
+    Megatron's attribute of the same name is the tensor itself.
 
-    Read the attribute in the forward pass: recomputation gives the backward pass a copy of the parameter without
-    attributes. A parameter without the attribute gets its gradient from autograd, as in plain PyTorch.
+    Whoever computes a parameter's gradient adds it here, and returns None for it to autograd. So the gradient is
+    neither rounded to the parameter's dtype nor added a second time. A parameter that is used several times gets
+    several additions. A kernel calls `add`. A layer that adds a matrix product straight to `tensor`, which has the
+    shape of the parameter, calls `note_added` after each addition.
+
+    While `is_stale` is True, `tensor` holds values of an earlier step, which count as zero. So the first addition of a
+    step overwrites them. `note_added` sets `is_stale` to False.
+
+    While `queue` is not None, gradients are appended to it instead: their addition is deferred.
+
+    Read the attribute `main_grad` in the forward pass. Under activation checkpointing, backward unpacks another tensor,
+    which has no attributes.
     """
 
+    tensor: Tensor
+    is_stale: bool
+    queue: GradientQueue | None
+
+    def note_added(self) -> None:
+        """Say that a gradient has been added to `tensor`, or has overwritten it if it was stale."""
+
     def add(self, grad: Tensor) -> None:
-        """Add `grad`, of the parameter's shape, to the sum."""
+        """Add `grad`, of the parameter's shape and any dtype, now or later."""
 
 
 def main_grad_of(param: Tensor | None) -> MainGrad | None:
-    """The parameter's `MainGrad`; None if it has none or `param` is None."""
+    """The `main_grad` of `param`. None if it has none, so that autograd adds its gradient to `.grad`, or for None."""
     return getattr(param, "main_grad", None)
 
 

@@ -3,18 +3,19 @@
 from collections.abc import Callable
 from functools import partial
 
+from megapar_kernels.dispatch import GradientQueue, main_grad_of
 from torch import Tensor, nn
 
 from megapar.data_parallel.layout import FlatLayout, Slot
-from megapar.main_grad import DeferredWeightGradient, WeightGradientQueue, main_grad_of
+from megapar.main_grad import DeferredWeightGradient
 
 
 class MainGradView:
-    """The `main_grad` of a parameter (see `megapar.main_grad.MainGrad`). `tensor` is a view of the flat gradients."""
+    """A parameter's `main_grad` (`megapar_kernels.dispatch.MainGrad`). `tensor` is a view of the flat gradients."""
 
     def __init__(self, tensor: Tensor, on_added: Callable[[], None]):
         self.tensor = tensor
-        self.queue: WeightGradientQueue | None = None
+        self.queue: GradientQueue | None = None
         self.is_stale = False  # its values are those of the step before: the first gradient overwrites them
         self._on_added = on_added
 

@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from megapar_kernels.dispatch import main_grad_of
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.expert_parallel.dispatch import experts_of
 from megapar.linear import MatrixProducts
-from megapar.main_grad import DeferredWeightGradient, main_grad_of
+from megapar.main_grad import DeferredWeightGradient
 from megapar.params import Init, ParamSpec, Piece, cut, make_piece
 from megapar.sharding import Sharding
 

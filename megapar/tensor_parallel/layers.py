@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from megapar_kernels.dispatch import main_grad_of
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.context import Axis
 from megapar.linear import LOCAL, linear
-from megapar.main_grad import DeferredWeightGradient, main_grad_of
+from megapar.main_grad import DeferredWeightGradient
 from megapar.params import (
     ONES,
     ZEROS,
@@ -163,7 +164,7 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, rows: int) -> Tensor:
         ctx.save_for_backward(ids, weight)
         ctx.rows = rows
-        ctx.main_grad = main_grad_of(weight)  # in forward, see megapar.main_grad.MainGrad
+        ctx.main_grad = main_grad_of(weight)  # in forward, see MainGrad
         if rows == 0:  # a rank that holds padding alone has no row 0 to look up
             return weight.new_zeros(*ids.shape, weight.shape[1])
         local, outside = _local_ids(ids, rows)

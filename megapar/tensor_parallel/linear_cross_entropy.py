@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megapar_kernels.dispatch import Implementation
+from megapar_kernels.dispatch import Implementation, main_grad_of
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm.pending import Pending
 from megapar.context import Axis
 from megapar.linear import InputRegion, MatrixProducts
-from megapar.main_grad import main_grad_of
 from megapar.tensor_parallel.cross_entropy import CrossEntropy
 from megapar.tensor_parallel.regions import input_region
 

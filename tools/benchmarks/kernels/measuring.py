@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from megapar_kernels.dispatch import main_grad_of
 from torch import Tensor
 
 from benchmarks.kernels import peers
 from benchmarks.kernels.ops import Case, Direction, Maker
 from benchmarks.kernels.timing import ROTATED_BYTES, Stopwatch
 from megapar.errors import NumericError
-from megapar.main_grad import main_grad_of
 
 OTHER_RESULT = 2e-2  # a contender this far from fp32 computes something else
 
