@@ -210,7 +210,10 @@ def _as_2d(x: Tensor) -> Tensor:
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = region.enter(x) W^T + b. Its backward overlaps communication with matrix products.
+    """y = region.enter(x) W^T + b: [..., out], from x [..., in], weight [out, in] and bias [out] or None.
+
+    The weight's gradient is added straight to the fp32 main gradient if the weight has one. Backward overlaps
+    communication with matrix products:
 
     1. enter_async recomputes the input of the product, while the input gradient is computed.
     2. leave_async communicates the input gradient, while the gradients of weight and bias are computed.
@@ -251,12 +254,3 @@ class LinearFunction(torch.autograd.Function):
             grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
         leaving.wait()
         return grad_x, grad_weight, grad_bias, None, None
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: InputRegion, products: MatrixProducts) -> Tensor:
-    """y = region.enter(x) W^T + b: [..., out], from x [..., in], weight [out, in] and bias [out].
-
-    The weight's gradient is added straight to the fp32 main gradient if the weight has one. The communication of the
-    input's gradient runs while the weight gradient is computed.
-    """
-    return LinearFunction.apply(x, weight, bias, region, products)

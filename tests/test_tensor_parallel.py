@@ -28,9 +28,7 @@ from megapar.tensor_parallel.layers import (
 )
 from megapar.tensor_parallel.regions import (
     copy_to_tp,
-    gather_sequence,
     reduce_from_tp,
-    scatter_sequence,
     scatter_sum,
 )
 from tests.support import layouts, reference_models, tiny_models
@@ -65,9 +63,7 @@ class Region:
 REGIONS = {
     "copy_to_tp": Region(copy_to_tp, True, False),
     "reduce_from_tp": Region(reduce_from_tp, False, True),
-    "gather_sequence": Region(gather_sequence, False, False),
     "scatter_sum": Region(scatter_sum, False, False),
-    "scatter_sequence": Region(scatter_sequence, True, False),
 }
 
 
@@ -416,17 +412,14 @@ def test_tensor_parallel_models_equal_one_process(tp: int) -> None:
                 layouts.assert_close(layouts.assemble([f[way] for f in found]), gradients)
 
 
-def scatter_ten_rows() -> list[str]:
-    tp, messages = context.create(Grid(tp=4)).tp, []
-    for function in (scatter_sum, scatter_sequence):
-        try:
-            function(torch.zeros(10, 2), tp)
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+def scatter_ten_rows() -> str:
+    tp = 4)→=x=4).tp
+    with pytest.raises(ValueError, match="10") as refused:
+        scatter_sum(torch.zeros(10, 2), tp)
+    return str(refused.value)
 
 
 def test_sequence_that_does_not_divide_is_refused() -> None:
-    for messages in run_ranks(4, scatter_ten_rows):
-        assert len(messages) == 2
-        assert all("10" in message and "4" in message for message in messages)
+    for message in run_ranks(4, scatter_ten_rows):
+        assert "10" in message
+        assert "4" in message

@@ -34,7 +34,7 @@ from megapar.config.model_rules import SELECTION_BIAS
 from megapar.context import Axis
 from megapar.expert_parallel import route
 from megapar.expert_parallel.route import RouterRule
-from megapar.linear import LOCAL, MatrixProducts, linear
+from megapar.linear import LOCAL, LinearFunction, MatrixProducts
 from megapar.params import ZEROS, Init, ParamSpec, replicated
 from megapar.sharding import Sharding
 
@@ -130,7 +130,7 @@ class Router(nn.Module):
         A recomputed forward pass gives the `indices` that the first forward pass chose. In training, choices are
         counted when they are made, so a recomputed forward pass does not count them again.
         """
-        logits = linear(x_sbh.flatten(0, -2), self.weight, None, LOCAL, Float32Products())
+        logits = LinearFunction.apply(x_sbh.flatten(0, -2), self.weight, None, LOCAL, Float32Products())
         if indices is None:
             bias = self.bias if self.balance.kind == "bias" else None
             indices = route.select(logits, self.rule, bias)

@@ -222,16 +222,10 @@ class _Execution:
         if torch.is_grad_enabled():  # else the phase stays "evaluate"
             phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
             self._runtime.flight.enter(phase)
-        if self._trace is None:
-            self._run(action, received)
-        else:
+        start = 0.0
+        if self._trace is not None:
             start = _clock(self._runtime.device)
-            self._run(action, received)
-            self._trace.append(Event(self._runtime.axis.rank, action, start, _clock(self._runtime.device)))
-
-    def _run(self, action: Action, received: tuple[Tensor, ...]) -> None:
-        """Compute `action`, given the tensors that it takes from another action."""
-        where = action.stage, action.microbatch
+        key = action.stage, action.microbatch
         match action.kind:
             case "F":
                 self._forward(action, received)
@@ -239,11 +233,13 @@ class _Execution:
                 self._backward(action, received)
             case "I":
                 # A whole backward, in which layers defer the gradients of their matrices.
-                self._queues[where] = WeightGradientQueue()
-                with self._queues[where].open(self._main_grads[action.stage]):
+                self._queues[key] = WeightGradientQueue()
+                with self._queues[key].open(self._main_grads[action.stage]):
                     self._backward(action, received)
             case "W":
-                self._queues.pop(where).run()
+                self._queues.pop(key).run()
+        if self._trace is not None:
+            self._trace.append(Event(self._runtime.axis.rank, action, start, _clock(self._runtime.device)))
 
     def finish(self) -> list[Tensor]:
         """Wait for the last sends. Returns the losses in the order of micro-batches.

@@ -233,10 +233,10 @@ class _LinearReduce(torch.autograd.Function):
 def gather_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, region: ChunkedGather, products: MatrixProducts
 ) -> Tensor:
-    """`linear` of x [s, ..., in], to [slices * s, ..., out]. In forward a chunk enters under the product of another.
+    """y = region.enter(x) W^T + b: [slices * s, ..., out], from x [s, ..., in]. A chunk enters under another's product.
 
-    On CPUs in fp32 its products round as those of `linear` if a chunk has 16 or more tokens of each slice. MKL adds in
-    another order for fewer.
+    On CPUs in fp32 its products round as those of LinearFunction if a chunk has 16 or more tokens of each slice. MKL
+    adds in another order for fewer.
     """
     return _GatherLinear.apply(x, weight, bias, region, products)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.context import Axis
-from megapar.linear import LOCAL, linear
+from megapar.linear import LOCAL, LinearFunction
 from megapar.main_grad import DeferredWeightGradient
 from megapar.params import (
     ONES,
@@ -45,7 +45,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Shar
         chunked = ChunkedGather(sharding.tp, sharding.overlap_chunks)
         return gather_linear(x, weight, bias, chunked, sharding.products)
     region = input_region(sharding.tp, sharding.sequence_parallel)
-    return linear(x, weight, bias, region, sharding.products)
+    return LinearFunction.apply(x, weight, bias, region, sharding.products)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class RowParallelLinear(nn.Module):
         if sharding.tp.size > 1 and sharding.overlap_chunks > 1:
             region = output_region(sharding.tp, sharding.sequence_parallel, sharding.overlap_chunks)
             return linear_reduce(x_sbi, self.weight, region, sharding.products)
-        partial = linear(x_sbi, self.weight, None, LOCAL, sharding.products)
+        partial = LinearFunction.apply(x_sbi, self.weight, None, LOCAL, sharding.products)
         if sharding.sequence_parallel:
             return scatter_sum(partial, sharding.tp)
         return reduce_from_tp(partial, sharding.tp)

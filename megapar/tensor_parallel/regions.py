@@ -8,7 +8,6 @@ They are the f and g of Megatron (Shoeybi et al., arXiv 1909.08053, section 3) a
     reduce_from_tp  (f bar)  all-reduce       identity
     Gather          (g)      all-gather       reduce-scatter
     scatter_sum     (g bar)  reduce-scatter   all-gather
-    scatter_sequence         own slice        all-gather
 
 f and g are objects, because a linear layer overlaps their communication with its products (`megapar.linear`). Gathers
 and scatters are along dimension 0, the sequence. At tp size 1 every one is the identity.
@@ -59,20 +58,17 @@ def input_region(tp: Axis, sequence_parallel: bool) -> InputRegion:
     return Gather(tp) if sequence_parallel else Copy(tp)
 
 
-class _Enter(torch.autograd.Function):
+class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: InputRegion) -> Tensor:
-        ctx.region = region
-        entered = region.enter(x)
+    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
+        ctx.tp = tp
         # autograd would take an input that is returned as it is for one that was changed in place. A view is not.
-        return x.view_as(x) if entered is x else entered
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # The reduction writes into its tensor, and autograd may use `grad` elsewhere too, so reduce a copy.
-        grad_x, leaving = ctx.region.leave_async(grad.clone(memory_format=torch.contiguous_format))
-        leaving.wait()
-        return grad_x, None
+        return collectives.all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.tp), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -98,32 +94,11 @@ class _ScatterSum(torch.autograd.Function):
         return collectives.all_gather(grad, ctx.tp), None
 
 
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        if x.shape[0] % tp.size:
-            raise ValueError(f"sequence parallel: length {x.shape[0]} does not divide by tp {tp.size}")
-        # Every rank has all of `x`, so nothing is sent.
-        return x.chunk(tp.size)[tp.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_gather(grad, ctx.tp), None
-
-
 def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
     """f: `x`, the same on every rank, enters tensor-parallel work. Backward sums the ranks' gradients of it."""
     if tp.size == 1:
         return x
-    return _Enter.apply(x, Copy(tp))
-
-
-def gather_sequence(x: Tensor, tp: Axis) -> Tensor:
-    """g: gather [s/tp, ...] to [s, ...] for tensor-parallel work. Backward is a reduce-scatter."""
-    if tp.size == 1:
-        return x
-    return _Enter.apply(x, Gather(tp))
+    return _Copy.apply(x, tp)
 
 
 def reduce_from_tp(x: Tensor, tp: Axis) -> Tensor:
@@ -138,13 +113,3 @@ def scatter_sum(x: Tensor, tp: Axis) -> Tensor:
     if tp.size == 1:
         return x
     return _ScatterSum.apply(x, tp)
-
-
-def scatter_sequence(x: Tensor, tp: Axis) -> Tensor:
-    """This rank's slice [s/tp, ...] of `x` [s, ...], which is the same on every rank.
-
-    Raises ValueError if tp does not divide s.
-    """
-    if tp.size == 1:
-        return x
-    return _ScatterSequence.apply(x, tp)
