@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from megapar.context import Axis, ParallelContext
-from megapar.linear import MatrixProducts
 from megapar.params import Init, ParamSpec, Piece, parameter
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The axes over which weights and activations are cut, and how products are computed.
+    """The axes over which weights and activations are cut.
 
     Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`. The positions of a
     sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
@@ -31,7 +30,6 @@ class Sharding:
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
-    products: MatrixProducts = field(default_factory=MatrixProducts)
     overlap_chunks: int = 1
     cp: Axis = field(default_factory=partial(Axis, "cp"))
     ep: Axis = field(default_factory=partial(Axis, "ep"))
@@ -45,7 +43,6 @@ class Sharding:
         cls,
         ctx: ParallelContext,
         dtype: torch.dtype,
-        products: MatrixProducts | None = None,
         *,
         sequence_parallel: bool = False,
         overlap_chunks: int = 1,
@@ -58,7 +55,6 @@ class Sharding:
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=ctx.device,
-            products=products or MatrixProducts(),
             overlap_chunks=overlap_chunks,
             cp=ctx.cp,
             ep=ctx.ep,

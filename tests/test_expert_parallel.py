@@ -24,6 +24,7 @@ from megapar.expert_parallel.route import RouterRule
 from megapar.grid import Grid, expert_rank_groups
 from megapar.linear import MatrixProducts
 from megapar.params import Init, StateSlice, selected, spec_of
+from megapar.products import MatrixProducts
 from megapar.random import initialize
 from megapar.sharding import Sharding
 from tests.support import layouts

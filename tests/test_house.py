@@ -22,20 +22,8 @@ PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchma
 FOUNDATION = {
     f"megapar.{name}": "foundation"
     for name in (
-        *(
-            "config",
-            "comm",
-            "system",
-            "context",
-            "grid",
-            "device",
-            "params",
-            "main_grad",
-            "linear",
-            "sharding",
-            "random",
-        ),
-        *("recompute", "precision", "batch", "errors", "__version__"),
+        *("config", "comm", "system", "context", "grid", "device", "params", "main_grad", "products", "linear"),
+        *("sharding", "random", "recompute", "precision", "batch", "errors", "__version__"),
     )
 }
 ENGINES = {f"megapar.{name}" for name in ("pipeline", "data_parallel", "optimizer", "data", "checkpoint")}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megapar.device import choose_kernels
 from megapar.errors import ConfigError
-from megapar.linear import MatrixProducts
+from megapar.products import MatrixProducts
 from tests.support.kernel_checks import needs_triton, relative_error
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -16,6 +16,7 @@ from megapar.context import Axis, ParallelContext
 from megapar.grid import Grid
 from megapar.linear import MatrixProducts
 from megapar.params import Init
+from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.recompute import run
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.chunks import cut_in_chunks
@@ -44,9 +45,12 @@ def fractions(*shape: int, seed: int) -> Tensor:
 Draw = Callable[..., Tensor]
 
 
-def layers(sharding: Sharding, draw: Draw) -> tuple[ColumnParallelLinear, RowParallelLinear]:
-    column = ColumnParallelLinear(HIDDEN, [Columns.even("a", WIDE, sharding.tp)], sharding, init=INIT, bias=True)
-    row = RowParallelLinear("b", WIDE, HIDDEN, sharding, init=INIT, bias=True)
+def layers(
+    sharding: Sharding, draw: Draw, products: MatrixProducts = TORCH_PRODUCTS
+) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    columns = [Columns.even("a", WIDE, sharding.tp)]
+    column = ColumnParallelLinear(HIDDEN, columns, sharding, init=INIT, bias=True, products=products)
+    row = RowParallelLinear("b", WIDE, HIDDEN, sharding, init=INIT, bias=True, products=products)
     with torch.no_grad():
         for number, param in enumerate((*column.parameters(), *row.parameters())):
             seed = 10 * number + sharding.tp.rank
@@ -237,10 +241,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def recorded_layers(recorder: Recorder, sequence_parallel: bool) -> tuple[ColumnParallelLinear, RowParallelLinear]:
     two = Axis("tp", 2, 0, (0, 1))
-    sharding = Sharding(
-        two, Axis("grad"), sequence_parallel, torch.float64, torch.device("cpu"), recorder.products(), overlap_chunks=3
-    )
-    return layers(sharding, whole_numbers)
+    sharding = Sharding(two, Axis("grad"), sequence_parallel, torch.float64, torch.device("cpu"), overlap_chunks=3)
+    return layers(sharding, whole_numbers, recorder.products())
 
 
 # Each gather but the first begins before the product of the chunk before it, and ends after that product.

@@ -136,7 +136,7 @@ def hops() -> tuple[int, int]:
     from megapar import context
     from megapar.batch import MicroBatch
     from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
-    from megapar.linear import MatrixProducts
+    from megapar.products import MatrixProducts
     from megapar.random import initialize
     from megapar.train.step import train_step
     from megapar.train.trainer import assemble
@@ -155,8 +155,8 @@ def hops() -> tuple[int, int]:
     stages = build_stages(config, ctx)
     for stage in stages.values():
         for module in stage.modules():
-            if hasattr(module, "sharding"):
-                object.__setattr__(module.sharding, "products", Watched())
+            if hasattr(module, "products"):
+                module.products = Watched()  # type: ignore[assignment]
     initialize(stages.values(), 1)
     state = assemble(config, ctx, stages)
     import torch

@@ -34,8 +34,9 @@ from megapar.config.model_rules import SELECTION_BIAS
 from megapar.context import Axis
 from megapar.expert_parallel import route
 from megapar.expert_parallel.route import RouterRule
-from megapar.linear import LOCAL, LinearFunction, MatrixProducts
+from megapar.linear import LOCAL, LinearFunction
 from megapar.params import ZEROS, Init, ParamSpec, replicated
+from megapar.products import MatrixProducts
 from megapar.sharding import Sharding
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.expert_parallel.dispatch import experts_of
-from megapar.linear import MatrixProducts
 from megapar.main_grad import DeferredWeightGradient
 from megapar.params import Init, ParamSpec, Piece, cut, make_piece
+from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.sharding import Sharding
 
 
@@ -47,6 +47,7 @@ class Experts(nn.Module):
         init: Init,
         output_init: Init,
         token_share: Fraction = Fraction(1),
+        products: MatrixProducts = TORCH_PRODUCTS,
     ):
         super().__init__()
         self.token_share = token_share
@@ -56,6 +57,7 @@ class Experts(nn.Module):
         self.width = width
         self.sharding = sharding
         self.activation = activation
+        self.products = products
         start, stop = cut(width, sharding.etp)
         self.local_width = stop - start
         self.gate_up = self._parameter(name, ("gate", "up"), (width, hidden_size), 0, init)
@@ -99,7 +101,7 @@ class Experts(nn.Module):
         `rows_of_expert` has the number of rows of each expert of this rank. With etp above 1 the results are this
         rank's parts of the sum.
         """
-        products = self.sharding.products
+        products = self.products
         gate_up = _GroupedLinear.apply(rows, self.gate_up, 2 * self.local_width, rows_of_expert, products)
         return _GroupedLinear.apply(self.activation(gate_up), self.down, self.hidden_size, rows_of_expert, products)
 

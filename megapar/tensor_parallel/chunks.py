@@ -27,7 +27,8 @@ from torch.autograd.function import once_differentiable
 from megapar.comm import collectives
 from megapar.comm.pending import Pending
 from megapar.context import Axis
-from megapar.linear import LinearFunction, MatrixProducts, keep_for_backward, weight_gradient
+from megapar.linear import LinearFunction, keep_for_backward, weight_gradient
+from megapar.products import MatrixProducts
 from megapar.tensor_parallel.regions import Gather
 
 _Result = TypeVar("_Result")

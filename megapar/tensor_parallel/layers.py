@@ -31,6 +31,7 @@ from megapar.params import (
     make_piece,
     replicated,
 )
+from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.chunks import ChunkedGather, gather_linear, linear_reduce, output_region
 from megapar.tensor_parallel.regions import input_region, reduce_from_tp, scatter_sum
@@ -39,13 +40,15 @@ from megapar.tensor_parallel.regions import input_region, reduce_from_tp, scatte
 VOCAB_MULTIPLE = 128
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding, products: MatrixProducts = TORCH_PRODUCTS
+) -> Tensor:
     """This rank's columns of x W^T + b: [s, b, o/tp], from x [s, b, i], or [s/tp, b, i] with sequence parallelism."""
     if sharding.splits_sequence and sharding.overlap_chunks > 1:
         chunked = ChunkedGather(sharding.tp, sharding.overlap_chunks)
-        return gather_linear(x, weight, bias, chunked, sharding.products)
+        return gather_linear(x, weight, bias, chunked, products)
     region = input_region(sharding.tp, sharding.sequence_parallel)
-    return LinearFunction.apply(x, weight, bias, region, sharding.products)
+    return LinearFunction.apply(x, weight, bias, region, products)
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,19 @@ class ColumnParallelLinear(nn.Module):
     [s, b, o] concatenates this rank's columns of each matrix in order.
     """
 
-    def __init__(self, in_features: int, columns: Sequence[Columns], sharding: Sharding, *, init: Init, bias: bool):
+    def __init__(
+        self,
+        in_features: int,
+        columns: Sequence[Columns],
+        sharding: Sharding,
+        *,
+        init: Init,
+        bias: bool,
+        products: MatrixProducts = TORCH_PRODUCTS,
+    ):
         super().__init__()
         self.sharding = sharding
+        self.products = products
         tp = sharding.tp
         rows = sum(c.stop - c.start for c in columns)
         weights = tuple(c.piece("weight", (c.size, in_features), tp) for c in columns)
@@ -102,11 +115,11 @@ class ColumnParallelLinear(nn.Module):
             self.bias = sharding.parameter(biases, (rows,), ZEROS, decay=False)
 
     def forward(self, x_sbi: Tensor) -> Tensor:
-        return column_linear(x_sbi, self.weight, self.bias, self.sharding)
+        return column_linear(x_sbi, self.weight, self.bias, self.sharding, self.products)
 
     def product(self, x_sbi: Tensor) -> Tensor:
         """The output without the bias, for callers that add the bias in a kernel of their own."""
-        return column_linear(x_sbi, self.weight, None, self.sharding)
+        return column_linear(x_sbi, self.weight, None, self.sharding, self.products)
 
 
 class RowParallelLinear(nn.Module):
@@ -116,9 +129,20 @@ class RowParallelLinear(nn.Module):
     sequence parallelism.
     """
 
-    def __init__(self, name: str, in_features: int, out_features: int, sharding: Sharding, *, init: Init, bias: bool):
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        sharding: Sharding,
+        *,
+        init: Init,
+        bias: bool,
+        products: MatrixProducts = TORCH_PRODUCTS,
+    ):
         super().__init__()
         self.sharding = sharding
+        self.products = products
         start, stop = cut(in_features, sharding.tp)
         weight = make_piece(f"{name}.weight", (out_features, in_features), {1: (start, stop)})
         self.weight = sharding.parameter((weight,), weight.local_shape, init, decay=True)
@@ -136,8 +160,8 @@ class RowParallelLinear(nn.Module):
         sharding = self.sharding
         if sharding.tp.size > 1 and sharding.overlap_chunks > 1:
             region = output_region(sharding.tp, sharding.sequence_parallel, sharding.overlap_chunks)
-            return linear_reduce(x_sbi, self.weight, region, sharding.products)
-        partial = LinearFunction.apply(x_sbi, self.weight, None, LOCAL, sharding.products)
+            return linear_reduce(x_sbi, self.weight, region, self.products)
+        partial = LinearFunction.apply(x_sbi, self.weight, None, LOCAL, self.products)
         if sharding.sequence_parallel:
             return scatter_sum(partial, sharding.tp)
         return reduce_from_tp(partial, sharding.tp)

@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from megapar.comm.pending import Pending
 from megapar.context import Axis
-from megapar.linear import InputRegion, MatrixProducts
+from megapar.linear import InputRegion
+from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.tensor_parallel.cross_entropy import CrossEntropy
 from megapar.tensor_parallel.regions import input_region
 
@@ -108,7 +109,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     impl: Implementation = "torch",
-    products: MatrixProducts | None = None,
+    products: MatrixProducts = TORCH_PRODUCTS,
 ) -> Tensor:
     """Loss of each token, fp32 [s, b]: `vocab_parallel_cross_entropy` of the logits x W^T.
 
@@ -123,6 +124,5 @@ def linear_cross_entropy(
     region = input_region(tp, sequence_parallel)
     entropy = CrossEntropy.of(weight.shape[0], vocab_size, start, tp, label_smoothing, z_loss, impl)
     target = targets_sb.reshape(-1)
-    return _LinearCrossEntropy.apply(
-        x_sbh, weight, target, entropy, region, products or MatrixProducts(), chunk_rows
-    ).view(targets_sb.shape)
+    losses = _LinearCrossEntropy.apply(x_sbh, weight, target, entropy, region, products, chunk_rows)
+    return losses.view(targets_sb.shape)

@@ -95,9 +95,17 @@ class Attention(nn.Module):
                     shared=heads.shared,
                 )
             )
-        self.qkv = ColumnParallelLinear(model.hidden_size, columns, sharding, init=blueprint.init, bias=qkv_bias)
+        self.qkv = ColumnParallelLinear(
+            model.hidden_size, columns, sharding, init=blueprint.init, bias=qkv_bias, products=blueprint.products
+        )
         self.out = RowParallelLinear(
-            f"{name}.o", width, model.hidden_size, sharding, init=blueprint.output_init, bias=out_bias
+            f"{name}.o",
+            width,
+            model.hidden_size,
+            sharding,
+            init=blueprint.output_init,
+            bias=out_bias,
+            products=blueprint.products,
         )
         self.attend = CoreAttention(
             sharding.cp, blueprint.cp_attention, heads.kv_heads, blueprint.kernels, sharding.device

@@ -8,11 +8,11 @@ import torch
 from megapar.config.options import Config, ModelConfig, ParallelConfig
 from megapar.context import ParallelContext, single
 from megapar.device import choose_kernels
-from megapar.linear import MatrixProducts
 from megapar.params import ParamSpec, Piece, selected, spec_of
 from megapar.pipeline.partition import explicit, partition
 from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar.precision import model_dtype
+from megapar.products import MatrixProducts
 from megapar.recompute import Recompute
 from megapar.sharding import Sharding
 from megapar_models.registry import find
@@ -74,7 +74,6 @@ def make_blueprint(config: Config, ctx: ParallelContext, *, allocate: bool = Tru
     sharding = Sharding.of(
         ctx,
         model_dtype(config.train.precision),
-        MatrixProducts(kernels.weight_gradient),
         sequence_parallel=config.parallel.sequence_parallel,
         overlap_chunks=config.parallel.tp_overlap_chunks,
         allocate=allocate,
@@ -86,6 +85,7 @@ def make_blueprint(config: Config, ctx: ParallelContext, *, allocate: bool = Tru
         config.train.seed,
         tied=ctx.tied if config.model.tie_word_embeddings and first_rank != last_rank else None,
         kernels=kernels,
+        products=MatrixProducts(kernels.weight_gradient),
         z_loss=config.train.z_loss,
         loss_chunk=config.kernels.loss_chunk,
         cp_attention=config.parallel.cp_attention,

@@ -81,6 +81,7 @@ class MixtureOfExperts(nn.Module):
             init=blueprint.init,
             output_init=blueprint.output_init,
             token_share=Fraction(model.moe.num_experts_per_tok, self.num_experts),
+            products=blueprint.products,
         )
         self.shared = shared
 

@@ -23,6 +23,7 @@ from megapar.context import Axis, ParallelContext
 from megapar.expert_parallel.balance import Router, end_step
 from megapar.expert_parallel.dispatch import Dispatch
 from megapar.params import Init
+from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.random import row_keys
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -40,8 +41,9 @@ class Blueprint:
     """What every module of a model is built from. A stage keeps it; a layer keeps what it needs of it.
 
     `tied` is the axis of the pipeline ranks that hold copies of a tied embedding. It is None if one rank holds all of
-    it, or if the embedding is not tied. `loss_chunk` is the number of tokens whose logits are in memory at one time; 0
-    takes all tokens of a micro-batch. `cp_attention` is the option parallel.cp_attention.
+    it, or if the embedding is not tied. `products` are those of linear layers, experts and the head. `loss_chunk` is
+    the number of tokens whose logits are in memory at one time; 0 takes all tokens of a micro-batch. `cp_attention` is
+    the option parallel.cp_attention.
     """
 
     model: ModelConfig
@@ -50,6 +52,7 @@ class Blueprint:
     seed: int
     tied: Axis | None = None
     kernels: Kernels = field(default_factory=Kernels)
+    products: MatrixProducts = TORCH_PRODUCTS
     z_loss: float = 0.0
     loss_chunk: int = 0
     cp_attention: Literal["gather", "ring", "ulysses"] = "gather"
@@ -226,7 +229,7 @@ class Stage(PipelineStage):
     def logits(self, x_sbh: Tensor) -> Tensor:
         """The logits of this tp rank's part of the vocabulary, [s, b, its columns]. Padding comes last."""
         assert self.norm is not None
-        return column_linear(self.norm(x_sbh), self.head, None, self.blueprint.sharding)
+        return column_linear(self.norm(x_sbh), self.head, None, self.blueprint.sharding, self.blueprint.products)
 
     def loss(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         """The sum of weight * cross entropy over targets: 0-d fp32, the same on every tp rank."""
@@ -251,7 +254,7 @@ class Stage(PipelineStage):
                 chunk_rows=blueprint.loss_chunk,
                 z_loss=z_loss,
                 impl=blueprint.kernels.cross_entropy,
-                products=sharding.products,
+                products=blueprint.products,
             )
         else:
             losses_sb = vocab_parallel_cross_entropy(

@@ -28,12 +28,13 @@ from megapar.data_parallel.reduce import Gradients
 from megapar.errors import ConfigError
 from megapar.grid import Grid
 from megapar.launch.reporting import reported
-from megapar.linear import LOCAL, LinearFunction, MatrixProducts
+from megapar.linear import LOCAL, LinearFunction
 from megapar.params import Init, replicated
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import SCHEDULES, make, placement
 from megapar.pipeline.simulation import simulate
+from megapar.products import MatrixProducts
 from megapar.sharding import Sharding
 from megapar.system.atomic_files import write_json
 from megapar.train.provenance import in_a_line, provenance

@@ -54,9 +54,17 @@ class GPTMLP(nn.Module):
         self.activation = model.hidden_act
         self.impl = blueprint.kernels.activation
         columns = [Columns.even(f"{name}.up", model.intermediate_size, sharding.tp)]
-        self.up = ColumnParallelLinear(model.hidden_size, columns, sharding, init=blueprint.init, bias=True)
+        self.up = ColumnParallelLinear(
+            model.hidden_size, columns, sharding, init=blueprint.init, bias=True, products=blueprint.products
+        )
         self.down = RowParallelLinear(
-            f"{name}.down", model.intermediate_size, model.hidden_size, sharding, init=blueprint.output_init, bias=True
+            f"{name}.down",
+            model.intermediate_size,
+            model.hidden_size,
+            sharding,
+            init=blueprint.output_init,
+            bias=True,
+            products=blueprint.products,
         )
 
     def forward(self, x_sbh: Tensor) -> Tensor:

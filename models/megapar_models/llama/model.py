@@ -155,9 +155,17 @@ class LlamaMLP(nn.Module):
         self.activation = GATED[model.hidden_act]
         self.impl = blueprint.kernels.activation
         columns = [Columns.even(f"{name}.gate", width, sharding.tp), Columns.even(f"{name}.up", width, sharding.tp)]
-        self.gate_up = ColumnParallelLinear(model.hidden_size, columns, sharding, init=blueprint.init, bias=False)
+        self.gate_up = ColumnParallelLinear(
+            model.hidden_size, columns, sharding, init=blueprint.init, bias=False, products=blueprint.products
+        )
         self.down = RowParallelLinear(
-            f"{name}.down", width, model.hidden_size, sharding, init=blueprint.output_init, bias=False
+            f"{name}.down",
+            width,
+            model.hidden_size,
+            sharding,
+            init=blueprint.output_init,
+            bias=False,
+            products=blueprint.products,
         )
 
     def forward(self, x_sbh: Tensor) -> Tensor:

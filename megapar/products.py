@@ -1,0 +1,127 @@
+"""The matrix products of linear layers in one number format: forward, input gradient and weight gradient.
+
+For another number format, write a subclass of `MatrixProducts`, and give it to the layers that shall compute in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megapar_kernels import apex
+from megapar_kernels.dispatch import Implementation
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MatrixProducts:
+    """The three products of y = x W^T, in the dtype of the inputs.
+
+    The methods ending in `_into` serve the output head in chunks (`megapar.tensor_parallel.linear_cross_entropy`).
+
+    `impl` selects whether torch or apex adds the weight gradient of 16-bit inputs to the fp32 main gradient.
+
+    The methods with `grouped` in their names serve experts. They loop over the groups. torch's grouped_mm takes only
+    rows of a multiple of 16 bytes, and rounds weight gradients to the dtype of the inputs.
+    """
+
+    impl: Implementation = "torch"
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """y: [..., out], from x [..., in] and weight [out, in]."""
+        return F.linear(x, weight, bias)
+
+    def forward_into(self, out: Tensor, x_2d: Tensor, weight: Tensor) -> Tensor:
+        """`forward` of x_2d [tokens, in] without a bias, into the memory of `out`, which is returned."""
+        return torch.mm(x_2d, weight.t(), out=out)
+
+    def forward_slices(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """`forward` of x [slices, tokens, in] into `out` [slices, tokens, out].
+
+        Each slice is contiguous. The slices of `x` and of `out` may lie apart in memory.
+        """
+        _batched_product(out, x, weight.t(), bias)
+
+    def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
+        """Gradient of x: [..., in], from grad_y [..., out] and weight [out, in]."""
+        return grad_y @ weight
+
+    def input_gradient_into(self, out: Tensor, grad_2d: Tensor, weight: Tensor) -> Tensor:
+        """`input_gradient` of grad_2d [tokens, out], into the memory of `out`, which is returned."""
+        return torch.mm(grad_2d, weight, out=out)
+
+    def input_gradient_slices(self, out: Tensor, grad: Tensor, weight: Tensor) -> None:
+        """`input_gradient` of grad [slices, tokens, out] into `out` [slices, tokens, in].
+
+        Each slice is contiguous. The slices of `grad` and of `out` may lie apart in memory.
+        """
+        _batched_product(out, grad, weight, None)
+
+    def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
+        """Gradient of the weight: [out, in], from grad_2d [tokens, out] and x_2d [tokens, in]."""
+        return grad_2d.t() @ x_2d
+
+    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, *, overwrite: bool = False) -> None:
+        """Add the weight gradient to `total`, fp32 [out, in], without rounding it to the inputs' dtype first.
+
+        With `overwrite` the values of `total` count as zero, even if they are NaN.
+        """
+        beta = 0.0 if overwrite else 1.0  # addmm multiplies `total` by it, and does not read `total` if it is 0
+        if grad_2d.dtype == total.dtype:
+            total.addmm_(grad_2d.t(), x_2d, beta=beta)
+        elif self.impl == "apex":
+            if overwrite:
+                total.zero_()  # apex's kernel can only add
+            apex.add_weight_gradient(total, grad_2d, x_2d)
+        elif grad_2d.is_cuda:
+            torch.addmm(total, grad_2d.t(), x_2d, beta=beta, out_dtype=torch.float32, out=total)
+        else:
+            # On a CPU addmm has no out_dtype, so the inputs are converted.
+            total.addmm_(grad_2d.t().float(), x_2d.float(), beta=beta)
+
+    def grouped_forward(self, x_2d: Tensor, weights_goi: Tensor, rows: Sequence[int]) -> Tensor:
+        """y = x W^T with a matrix for each group of rows: [tokens, out], from x_2d [tokens, in] and [groups, out, in].
+
+        The first rows[0] rows are multiplied by weights_goi[0], the next rows[1] by weights_goi[1], and so on.
+        """
+        y = x_2d.new_empty(x_2d.shape[0], weights_goi.shape[1])
+        for part, x, weight in zip(y.split(rows), x_2d.split(rows), weights_goi, strict=True):
+            self.forward_into(part, x, weight)
+        return y
+
+    def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Tensor, rows: Sequence[int]) -> Tensor:
+        """Gradient of x in `grouped_forward`: [tokens, in], from grad_2d [tokens, out]."""
+        grad_x = grad_2d.new_empty(grad_2d.shape[0], weights_goi.shape[2])
+        for part, grad, weight in zip(grad_x.split(rows), grad_2d.split(rows), weights_goi, strict=True):
+            self.input_gradient_into(part, grad, weight)
+        return grad_x
+
+    def add_grouped_weight_gradient(
+        self, totals_goi: Tensor, grad_2d: Tensor, x_2d: Tensor, rows: Sequence[int], *, overwrite: bool = False
+    ) -> None:
+        """`add_weight_gradient` of each group of rows in `grouped_forward`.
+
+        A group without rows adds nothing. With `overwrite` its total becomes zero.
+        """
+        for total, grad, x in zip(totals_goi, grad_2d.split(rows), x_2d.split(rows), strict=True):
+            if len(grad):
+                self.add_weight_gradient(total, grad, x, overwrite=overwrite)
+            elif overwrite:
+                total.zero_()
+
+
+TORCH_PRODUCTS = MatrixProducts()
+"""The products of torch, in the dtype of the inputs. Layers that are given no others use them."""
+
+
+def _batched_product(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
+    """out[i] = x[i] @ matrix + bias for each slice i. The slices are read and written where they lie.
+
+    One product of all slices would need them side by side, which is a copy of the layer's whole input or output. One
+    product for each slice would be too small to fill a GPU.
+    """
+    matrices = matrix.expand(x.shape[0], -1, -1)  # takes no memory: the stride between the matrices is 0
+    if bias is None:
+        torch.bmm(x, matrices, out=out)
+    else:
+        torch.baddbmm(bias, x, matrices, out=out)
