@@ -23,7 +23,10 @@ from megapar.products import MatrixProducts
 
 
 class InputRegion(Protocol):
-    """What is communicated before a layer's matrix product in forward, and after it in backward."""
+    """What is communicated before a layer's matrix product in forward, and after it in backward.
+
+    Inputs enter as `MatrixProducts.convert_input` made them, in any dtype. Gradients leave in the dtype of activations.
+    """
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the input of the matrix product, given the input of the layer."""
@@ -60,9 +63,8 @@ LOCAL = Local()
 
 
 def keep_for_backward(ctx: Any, x: Tensor, weight: Tensor, region: object, products: MatrixProducts) -> None:
-    """Keep for the backward of a linear layer what it needs."""
-    # Save the input of the layer, not that of the product. Under sequence parallelism, the gathered input would take tp
-    # times the memory.
+    """Keep for the backward of a linear layer what it needs. `x` is the converted input of the layer."""
+    # Not the input of the product. Under sequence parallelism, the gathered input would take tp times the memory.
     ctx.save_for_backward(x, weight)
     ctx.region = region
     ctx.products = products
@@ -99,8 +101,8 @@ def _as_2d(x: Tensor) -> Tensor:
 class LinearFunction(torch.autograd.Function):
     """y = region.enter(x) W^T + b: [..., out], from x [..., in], weight [out, in] and bias [out] or None.
 
-    The weight's gradient is added straight to the fp32 main gradient if the weight has one. Backward overlaps
-    communication with matrix products:
+    `products` convert x first: ranks send it, and keep it for backward, in their format. The weight's gradient is added
+    straight to the fp32 main gradient if the weight has one. Backward overlaps communication with matrix products:
 
     1. enter_async recomputes the input of the product, while the input gradient is computed.
     2. leave_async communicates the input gradient, while the gradients of weight and bias are computed.
@@ -112,6 +114,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: InputRegion, products: MatrixProducts
     ) -> Tensor:
+        x = products.convert_input(x)
         keep_for_backward(ctx, x, weight, region, products)
         return products.forward(region.enter(x), weight, bias)
 

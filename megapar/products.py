@@ -17,6 +17,8 @@ from torch import Tensor
 class MatrixProducts:
     """The three products of y = x W^T, in the dtype of the inputs.
 
+    All products get x as `convert_input` returned it. Here that is x itself.
+
     The methods ending in `_into` serve the output head in chunks (`megapar.tensor_parallel.linear_cross_entropy`).
 
     `impl` selects whether torch or apex adds the weight gradient of 16-bit inputs to the fp32 main gradient.
@@ -26,6 +28,19 @@ class MatrixProducts:
     """
 
     impl: Implementation = "torch"
+
+    def convert_input(self, x: Tensor) -> Tensor:
+        """The input x [..., in] of a layer as it is sent, multiplied and kept for backward: [..., any number].
+
+        Another format overrides this to quantize x before ranks gather it. The result is one tensor of any dtype, so
+        that one message carries all of it: a row of uint8 may have the bytes of the values, and behind them those of
+        their scales. Each row must follow from the same row of x alone, because rows are gathered and cut in chunks. A
+        row-parallel layer has only this rank's columns of x. Scales of blocks of columns are the same in every layout
+        if tp cuts between the blocks.
+
+        Backward takes the gradient of the result for that of x, as if nothing had been rounded.
+        """
+        return x
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """y: [..., out], from x [..., in] and weight [out, in]."""

@@ -122,8 +122,9 @@ class _GroupedLinear(torch.autograd.Function):
         rows_of_expert: Sequence[int],
         products: MatrixProducts,
     ) -> Tensor:
-        ctx.save_for_backward(rows, weight)
         ctx.shape = (len(rows_of_expert), out_features, rows.shape[1])
+        rows = products.convert_input(rows)
+        ctx.save_for_backward(rows, weight)
         ctx.rows_of_expert = list(rows_of_expert)
         ctx.products = products
         # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.

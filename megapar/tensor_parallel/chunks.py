@@ -186,9 +186,10 @@ class _GatherLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: ChunkedGather, products: MatrixProducts
     ) -> Tensor:
-        keep_for_backward(ctx, x, weight, region, products)
         y = x.new_empty(region.slices * x.shape[0], *x.shape[1:-1], weight.shape[0])
         y_slices = _in_slices(y, region.slices)
+        x = products.convert_input(x)
+        keep_for_backward(ctx, x, weight, region, products)
         for tokens, chunk in region.enter_in_chunks(x.reshape(-1, x.shape[-1])):
             products.forward_slices(y_slices[:, tokens], chunk, weight, bias)
         return y
@@ -207,9 +208,10 @@ class _LinearReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, region: OutputRegion, products: MatrixProducts) -> Tensor:
+        y = x.new_empty(x.shape[0] // region.slices, *x.shape[1:-1], weight.shape[0])
+        x = products.convert_input(x)
         keep_for_backward(ctx, x, weight, region, products)
         x_slices = _in_slices(x.contiguous(), region.slices)
-        y = x.new_empty(x.shape[0] // region.slices, *x.shape[1:-1], weight.shape[0])
         for tokens, partial in region.leave_in_chunks(y.view(-1, y.shape[-1])):
             products.forward_slices(partial, x_slices[:, tokens], weight, None)
         return y
@@ -220,7 +222,7 @@ class _LinearReduce(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         slices = ctx.region.slices
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+        grad_x = grad_y.new_empty(*x.shape[:-1], weight.shape[1]) if needs_x else None
         # From here on grad_y is the gradient of the product's output, no longer that of the layer's.
         grad_y, chunks = ctx.region.enter_gradient(grad_y)
         for tokens in chunks:

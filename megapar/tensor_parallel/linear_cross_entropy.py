@@ -22,12 +22,12 @@ from megapar.tensor_parallel.regions import input_region
 
 
 def _chunks(x_2d: Tensor, weight: Tensor, chunk_rows: int, products: MatrixProducts) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (range of rows, their logits). The logits of the next range overwrite those of the last.
+    """Yield (range of rows, their logits in the weight's dtype). The next range's overwrite those of the last.
 
     There is at least one range, which is empty if there are no rows, so that callers can concatenate results.
     """
     rows = x_2d.shape[0]
-    memory = x_2d.new_empty(min(rows, chunk_rows), weight.shape[0])
+    memory = weight.new_empty(min(rows, chunk_rows), weight.shape[0])
     for first in range(0, max(rows, 1), chunk_rows):
         chunk = slice(first, min(first + chunk_rows, rows))
         yield chunk, products.forward_into(memory[: chunk.stop - first], x_2d[chunk], weight)
@@ -45,6 +45,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         products: MatrixProducts,
         chunk_rows: int,
     ) -> Tensor:
+        x = products.convert_input(x)
         full = region.enter(x)
         chunks = _chunks(full.reshape(-1, full.shape[-1]), weight, chunk_rows, products)
         statistics = [entropy.statistics(logits, target[rows]) for rows, logits in chunks]
@@ -66,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x = ctx.region.enter(x)
         x_2d = x.reshape(-1, x.shape[-1])
         leaving = Pending()
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+        grad_x = weight.new_empty(*x.shape[:-1], weight.shape[1]) if needs_x else None
         # The gradients of chunks are summed in fp32. A 16-bit sum would round once for each chunk.
         # They are added here also if the backward pass defers weight gradients to W. W would need the gradients of
         # all logits: either they would all stay in memory until then, or W would compute the logits a third time.
@@ -80,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for rows, logits in _chunks(x_2d, weight, ctx.chunk_rows, ctx.products):
             grad = ctx.entropy.gradient(logits, *(values[rows] for values in rowwise), inplace=True)
             if grad_x is not None:
-                ctx.products.input_gradient_into(grad_x.view(x_2d.shape)[rows], grad, weight)
+                ctx.products.input_gradient_into(grad_x.view(-1, weight.shape[1])[rows], grad, weight)
                 if rows.stop == x_2d.shape[0]:
                     # This communication runs during the weight gradient of the last chunk.
                     grad_x, leaving = ctx.region.leave_async(grad_x)
