@@ -19,7 +19,7 @@ from megapar.comm.pending import Pending
 from megapar.main_grad import WeightGradient, is_put_off, main_grad_of
 from megapar.comm.collectives import Pending
 from megapar.main_grad import DeferredWeightGradient, is_deferred
-from megapar.products import MatrixProducts
+from megapar.products import ConvertedWeight, MatrixProducts
 
 
 class InputRegion(Protocol):
@@ -69,6 +69,7 @@ def keep_for_backward(ctx: Any, x: Tensor, weight: Tensor, region: object, produ
     ctx.region = region
     ctx.products = products
     # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.
+    ctx.converted = ConvertedWeight.of(weight)
     ctx.main_grad = main_grad_of(weight)
 
 
@@ -116,7 +117,7 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         x = products.convert_input(x)
         keep_for_backward(ctx, x, weight, region, products)
-        return products.forward(region.enter(x), weight, bias)
+        return products.forward(region.enter(x), ctx.converted.get(weight, products), bias)
 
     @staticmethod
     @once_differentiable
@@ -133,7 +134,7 @@ class LinearFunction(torch.autograd.Function):
             x, entering = region.enter_async(x)
             region = LOCAL
         if needs_x:
-            grad_x = ctx.products.input_gradient(grad_y, weight)
+            grad_x = ctx.products.input_gradient(grad_y, ctx.converted.get(weight, ctx.products))
             entering.wait()
             # This communication runs during the product of the weight gradient.
             grad_x, leaving = ctx.region.leave_async(grad_x)

@@ -3,8 +3,9 @@
 For another number format, write a subclass of `MatrixProducts`, and give it to the layers that shall compute in it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor
 class MatrixProducts:
     """The three products of y = x W^T, in the dtype of the inputs.
 
-    All products get x as `convert_input` returned it. Here that is x itself.
+    They get x and the weight as `convert_input` and `convert_weight` returned them. Here those are x and the weight.
 
     The methods ending in `_into` serve the output head in chunks (`megapar.tensor_parallel.linear_cross_entropy`).
 
@@ -41,6 +42,14 @@ class MatrixProducts:
         Backward takes the gradient of the result for that of x, as if nothing had been rounded.
         """
         return x
+
+    def convert_weight(self, weight: Tensor) -> Any:
+        """The weight [out, in], or [groups, out, in] of experts, as products get it. Here that is the weight itself.
+
+        What another format returns is kept beside the parameter until its values change (see `ConvertedWeight`). A plan
+        does not count those bytes.
+        """
+        return weight
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """y: [..., out], from x [..., in] and weight [out, in]."""
@@ -127,6 +136,52 @@ class MatrixProducts:
 
 TORCH_PRODUCTS = MatrixProducts()
 """The products of torch, in the dtype of the inputs. Layers that are given no others use them."""
+
+
+class ConvertedWeight:
+    """What `MatrixProducts.convert_weight` made of a parameter's values. It is the parameter's attribute `converted`.
+
+    It is made once for all forward passes, input gradients and recomputations until the values change. Changes that
+    torch counts (`Tensor._version`) are seen here. An optimizer updates a flat buffer, and ZeRO-3 frees its memory,
+    which torch does not count for the parameter. Both call `forget_converted`. Products that return the weight itself
+    keep nothing.
+    """
+
+    def __init__(self) -> None:
+        self._value: Any = None
+        self._made: tuple[MatrixProducts, int] | None = None  # by which products, of which version of the weight
+
+    @classmethod
+    def of(cls, param: Tensor) -> "ConvertedWeight":
+        """That of `param`. Read it in forward, because the tensor that backward unpacks may have no attributes."""
+        found: ConvertedWeight | None = getattr(param, "converted", None)
+        if found is None:
+            found = cls()
+            param.converted = found  # type: ignore[attr-defined]
+        return found
+
+    def get(self, weight: Tensor, products: MatrixProducts) -> Any:
+        """`products.convert_weight(weight)`, made now or before. `weight` is the parameter or a view of it."""
+        wanted = products, weight._version
+        if self._made == wanted:
+            return self._value
+        value = products.convert_weight(weight)
+        if value is not weight:
+            self._value = value
+            self._made = wanted
+        return value
+
+    def forget(self) -> None:
+        self._value = None
+        self._made = None
+
+
+def forget_converted(params: Iterable[Tensor]) -> None:
+    """Free what is converted of `params`, because their values change or lose their memory."""
+    for param in params:
+        found: ConvertedWeight | None = getattr(param, "converted", None)
+        if found is not None:
+            found.forget()
 
 
 def _batched_product(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:

@@ -60,7 +60,7 @@ class Weights(ABC):
 
     @abstractmethod
     def start_gather(self) -> None:
-        """Start `gather`. Parameters may be read after `wait`."""
+        """Start `gather`. Parameters may be read after `wait`. What products have converted of them is forgotten."""
 
     @abstractmethod
     def wait(self) -> None:

@@ -15,6 +15,7 @@ from megapar.comm import collectives
 from megapar.data_parallel.accumulate import MainGradView, attach, view_of_slot, zero_padding
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients, Weights
+from megapar.products import forget_converted
 from megapar.random import fill
 
 
@@ -68,6 +69,8 @@ class UnitWeights(Weights):
         On a GPU the kernels that read it may still be queued. The allocator gives the memory only to work that is
         queued behind them.
         """
+        bucket = self.layout.buckets[unit]
+        forget_converted(slot.param for slot in self.layout.slots[bucket.first_param : bucket.end_param])
         self._whole[unit].untyped_storage().resize_(0)
         self.whole.change(-self.nbytes_of(unit))
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megapar.comm import collectives
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import Weights
+from megapar.products import forget_converted
 
 
 class FlatWeights(Weights):
@@ -28,6 +29,7 @@ class FlatWeights(Weights):
         self._order = list(range(len(layout.buckets)))  # in which gathers start
 
     def start_gather(self) -> None:
+        forget_converted(slot.param for slot in self.layout.slots)
         if not self.layout.sharded:
             return  # each rank updates all weights
         # All gathers start before the first wait, so that their latencies overlap.

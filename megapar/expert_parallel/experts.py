@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from megapar.expert_parallel.dispatch import experts_of
 from megapar.main_grad import DeferredWeightGradient
 from megapar.params import Init, ParamSpec, Piece, cut, make_piece
-from megapar.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.products import TORCH_PRODUCTS, ConvertedWeight, MatrixProducts
 from megapar.sharding import Sharding
 
 
@@ -128,8 +128,9 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.rows_of_expert = list(rows_of_expert)
         ctx.products = products
         # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.
+        ctx.converted = ConvertedWeight.of(weight)
         ctx.main_grad = main_grad_of(weight)
-        return products.grouped_forward(rows, weight.view(ctx.shape), ctx.rows_of_expert)
+        return products.grouped_forward(rows, ctx.converted.get(weight.view(ctx.shape), products), ctx.rows_of_expert)
 
     @staticmethod
     @once_differentiable
@@ -139,7 +140,8 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grad.contiguous()  # the gradient of a sum is expanded, which products of groups may not accept
         grad_rows = grad_weight = None
         if needs_rows:
-            grad_rows = ctx.products.grouped_input_gradient(grad, weight.view(ctx.shape), ctx.rows_of_expert)
+            converted = ctx.converted.get(weight.view(ctx.shape), ctx.products)
+            grad_rows = ctx.products.grouped_input_gradient(grad, converted, ctx.rows_of_expert)
         if needs_weight:
             add = partial(_add_products, ctx.products, ctx.shape, ctx.rows_of_expert)
             if ctx.main_grad is None:

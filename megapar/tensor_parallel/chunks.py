@@ -190,8 +190,9 @@ class _GatherLinear(torch.autograd.Function):
         y_slices = _in_slices(y, region.slices)
         x = products.convert_input(x)
         keep_for_backward(ctx, x, weight, region, products)
+        converted = ctx.converted.get(weight, products)
         for tokens, chunk in region.enter_in_chunks(x.reshape(-1, x.shape[-1])):
-            products.forward_slices(y_slices[:, tokens], chunk, weight, bias)
+            products.forward_slices(y_slices[:, tokens], chunk, converted, bias)
         return y
 
     @staticmethod
@@ -212,8 +213,9 @@ class _LinearReduce(torch.autograd.Function):
         x = products.convert_input(x)
         keep_for_backward(ctx, x, weight, region, products)
         x_slices = _in_slices(x.contiguous(), region.slices)
+        converted = ctx.converted.get(weight, products)
         for tokens, partial in region.leave_in_chunks(y.view(-1, y.shape[-1])):
-            products.forward_slices(partial, x_slices[:, tokens], weight, None)
+            products.forward_slices(partial, x_slices[:, tokens], converted, None)
         return y
 
     @staticmethod
@@ -225,10 +227,11 @@ class _LinearReduce(torch.autograd.Function):
         grad_x = grad_y.new_empty(*x.shape[:-1], weight.shape[1]) if needs_x else None
         # From here on grad_y is the gradient of the product's output, no longer that of the layer's.
         grad_y, chunks = ctx.region.enter_gradient(grad_y)
+        converted = ctx.converted.get(weight, ctx.products)
         for tokens in chunks:
             if grad_x is not None:
                 places = _in_slices(grad_x, slices)[:, tokens]
-                ctx.products.input_gradient_slices(places, _in_slices(grad_y, slices)[:, tokens], weight)
+                ctx.products.input_gradient_slices(places, _in_slices(grad_y, slices)[:, tokens], converted)
         grad_weight = weight_gradient(ctx, grad_y, x) if needs_weight else None
         return grad_x, grad_weight, None, None
 

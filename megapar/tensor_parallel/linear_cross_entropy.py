@@ -16,21 +16,22 @@ from torch.autograd.function import once_differentiable
 from megapar.comm.pending import Pending
 from megapar.context import Axis
 from megapar.linear import InputRegion
-from megapar.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.products import TORCH_PRODUCTS, ConvertedWeight, MatrixProducts
 from megapar.tensor_parallel.cross_entropy import CrossEntropy
 from megapar.tensor_parallel.regions import input_region
 
 
-def _chunks(x_2d: Tensor, weight: Tensor, chunk_rows: int, products: MatrixProducts) -> Iterator[tuple[slice, Tensor]]:
+def _chunks(ctx: Any, x_2d: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield (range of rows, their logits in the weight's dtype). The next range's overwrite those of the last.
 
     There is at least one range, which is empty if there are no rows, so that callers can concatenate results.
     """
     rows = x_2d.shape[0]
-    memory = weight.new_empty(min(rows, chunk_rows), weight.shape[0])
-    for first in range(0, max(rows, 1), chunk_rows):
-        chunk = slice(first, min(first + chunk_rows, rows))
-        yield chunk, products.forward_into(memory[: chunk.stop - first], x_2d[chunk], weight)
+    converted = ctx.converted.get(weight, ctx.products)
+    memory = weight.new_empty(min(rows, ctx.chunk_rows), weight.shape[0])
+    for first in range(0, max(rows, 1), ctx.chunk_rows):
+        chunk = slice(first, min(first + ctx.chunk_rows, rows))
+        yield chunk, ctx.products.forward_into(memory[: chunk.stop - first], x_2d[chunk], converted)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -45,18 +46,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         products: MatrixProducts,
         chunk_rows: int,
     ) -> Tensor:
-        x = products.convert_input(x)
-        full = region.enter(x)
-        chunks = _chunks(full.reshape(-1, full.shape[-1]), weight, chunk_rows, products)
-        statistics = [entropy.statistics(logits, target[rows]) for rows, logits in chunks]
-        loss, highest, exp_sum = entropy.losses(torch.cat(statistics, dim=1), target)
-        ctx.save_for_backward(x, weight, target, highest, exp_sum)
         ctx.entropy = entropy
         ctx.region = region
         ctx.products = products
         ctx.chunk_rows = chunk_rows
         # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.
+        ctx.converted = ConvertedWeight.of(weight)
         ctx.main_grad = main_grad_of(weight)
+        x = products.convert_input(x)
+        full = region.enter(x)
+        chunks = _chunks(ctx, full.reshape(-1, full.shape[-1]), weight)
+        statistics = [entropy.statistics(logits, target[rows]) for rows, logits in chunks]
+        loss, highest, exp_sum = entropy.losses(torch.cat(statistics, dim=1), target)
+        ctx.save_for_backward(x, weight, target, highest, exp_sum)
         return loss
 
     @staticmethod
@@ -78,10 +80,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif needs_weight:
             total = torch.empty_like(weight, dtype=torch.float32)
         rowwise = (target, highest, *ctx.entropy.scales(target, highest, exp_sum, grad_loss))
-        for rows, logits in _chunks(x_2d, weight, ctx.chunk_rows, ctx.products):
+        converted = ctx.converted.get(weight, ctx.products)
+        for rows, logits in _chunks(ctx, x_2d, weight):
             grad = ctx.entropy.gradient(logits, *(values[rows] for values in rowwise), inplace=True)
             if grad_x is not None:
-                ctx.products.input_gradient_into(grad_x.view(-1, weight.shape[1])[rows], grad, weight)
+                ctx.products.input_gradient_into(grad_x.view(-1, weight.shape[1])[rows], grad, converted)
                 if rows.stop == x_2d.shape[0]:
                     # This communication runs during the weight gradient of the last chunk.
                     grad_x, leaving = ctx.region.leave_async(grad_x)

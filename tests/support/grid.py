@@ -149,6 +149,7 @@ class Layout:
     backend: Backend = "auto"
     loss_chunk: int = 0
     packed: bool = False
+    tolerance: float = 1e-5  # of the steps after the first: products may round the sums of another order elsewhere
 
     @property
     def world(self) -> int:
@@ -311,14 +312,15 @@ def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
     assert bitwise(initial, layouts.assemble([expected["initial"]])), "initial weights depend on the layout"
     for step in range(STEPS):
         loss, norm, gradients, weights = expected["steps"][step]
+        tolerance = layout.tolerance if step else 1e-5
         for rank in ranks:
-            assert rank["steps"][step][0] == pytest.approx(loss, rel=1e-5)
-            assert rank["steps"][step][1] == pytest.approx(norm, rel=1e-5)
+            assert rank["steps"][step][0] == pytest.approx(loss, rel=tolerance)
+            assert rank["steps"][step][1] == pytest.approx(norm, rel=tolerance)
         found = [rank["steps"][step] for rank in ranks]
-        layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]))
-        layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]))
+        layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]), tolerance)
+        layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]), tolerance)
     for rank in ranks:
-        assert rank["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-5)
+        assert rank["evaluation"] == pytest.approx(expected["evaluation"], rel=layout.tolerance)
 
 
 def check_on_ranks(layout: Layout) -> None:

@@ -1,0 +1,147 @@
+"""Products of a number format that megapar does not have, for the linear layers of a model. The head keeps its own.
+
+Inputs and weights are rounded to e4m3 in blocks of eight columns, each with a power of two as its scale, as in
+MXFP8 (OCP MX specification 1.0).
+"""
+
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
+from megapar_models.llama.model import LlamaLayer, LlamaStage
+from torch import Tensor, nn
+
+from megapar.comm.collectives import Pending
+from megapar.linear import LinearFunction, Local
+from megapar.products import MatrixProducts
+from megapar.train.step import evaluate, train_step
+from tests.support import grid
+from tests.support.width import in_each_layout, trains_as_one_process
+
+BLOCK = 8
+SCALES = torch.float8_e8m0fnu
+
+
+def pack(x: Tensor) -> Tensor:
+    """uint8 [..., i + i/8]: the values of a row, and behind them the scales of its blocks. Of x [..., i]."""
+    blocks = x.unflatten(-1, (-1, BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    scales = torch.exp2(torch.floor(torch.log2(largest)) - 8)  # 256 is the largest power of two of e4m3
+    values = (blocks / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return torch.cat([values.flatten(-2).view(torch.uint8), scales.squeeze(-1).to(SCALES).view(torch.uint8)], -1)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """fp32 [..., i], from what `pack` returned."""
+    values, scales = packed.split([packed.shape[-1] * BLOCK // (BLOCK + 1), packed.shape[-1] // (BLOCK + 1)], -1)
+    blocks = values.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, BLOCK))
+    return (blocks * scales.contiguous().view(SCALES).float()[..., None]).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Rounded(MatrixProducts):
+    def convert_input(self, x: Tensor) -> Tensor:
+        return pack(x)
+
+    def convert_weight(self, weight: Tensor) -> Tensor:
+        return unpack(pack(weight))
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().forward(unpack(x), weight, bias)
+
+    def forward_slices(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        super().forward_slices(out, unpack(x), weight, bias)
+
+    def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
+        return super().weight_gradient(grad_2d, unpack(x_2d))
+
+    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, **options: Any) -> None:
+        super().add_weight_gradient(total, grad_2d, unpack(x_2d), **options)
+
+
+class RoundedStage(LlamaStage):
+    def make_layer(self, number: int) -> nn.Module:
+        return LlamaLayer(number, replace(self.blueprint, products=Rounded()))
+
+
+FAMILY = replace(LLAMA_FAMILY, name="rounded", stage=RoundedStage)
+# Blocks lie on one rank: tp 2 cuts 32 columns of heads, and 80 of the MLP.
+MODEL = replace(grid.LLAMA, family=f"{__name__}:FAMILY", head_dim=8, intermediate_size=80)
+
+
+# Updated weights differ between layouts in their last bits. One that lies in the middle between two numbers of e4m3 may
+# be rounded to either, and they are 6 to 12 % apart.
+FLIPS = {"tolerance": 1e-2}
+
+
+@in_each_layout
+def test_it_trains_as_one_process(sizes: dict[str, object]) -> None:
+    trains_as_one_process(MODEL, sizes | FLIPS)
+
+
+SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
+FURTHER = {
+    "sequence parallel": SEQUENCE_PARALLEL,
+    "in chunks": SEQUENCE_PARALLEL | {"tp_overlap_chunks": 2},
+    "deferred weight gradients": {"pp": 2, "schedule": "zb-h1"},
+}
+
+
+@pytest.mark.parametrize("sizes", list(FURTHER.values()), ids=list(FURTHER))
+def test_converted_inputs_are_gathered_and_deferred(sizes: dict[str, object]) -> None:
+    trains_as_one_process(MODEL, sizes | FLIPS)
+
+
+@dataclass(frozen=True)
+class Noted(Local):
+    """A region that notes the dtype and the bytes of what enters."""
+
+    seen: list[tuple[torch.dtype, int]] = field(default_factory=list)
+
+    def enter(self, x: Tensor) -> Tensor:
+        self.seen.append((x.dtype, x.nbytes))
+        return x
+
+    def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
+        return self.enter(x), Pending()
+
+
+def test_a_layer_sends_and_keeps_its_input_as_its_products_converted_it() -> None:
+    """Nine bytes for eight elements, in forward and again in backward."""
+    x = torch.randn(4, 3, 16, requires_grad=True)
+    weight = torch.randn(8, 16, requires_grad=True)
+    region = Noted()
+    y = LinearFunction.apply(x, weight, None, region, Rounded())
+    kept, _ = y.grad_fn.saved_tensors
+    y.sum().backward()
+    assert region.seen == [(torch.uint8, 4 * 3 * 18)] * 2
+    assert kept.nbytes == 4 * 3 * 18
+    torch.testing.assert_close(weight.grad, unpack(pack(x.detach())).sum((0, 1)).expand(8, 16))
+
+
+@pytest.mark.parametrize(("zero_stage", "kept"), [(1, 16), (3, 0)])
+def test_a_weight_is_converted_once_for_each_of_its_versions(
+    monkeypatch: pytest.MonkeyPatch, zero_stage: int, kept: int
+) -> None:
+    """Micro-batches, their backwards and recomputations share it. With ZeRO-3 it goes with the weight's memory."""
+    made: list[weakref.ref[Tensor]] = []
+
+    def convert(products: Rounded, weight: Tensor) -> Tensor:
+        made.append(weakref.ref(converted := unpack(pack(weight))))
+        return converted
+
+    monkeypatch.setattr(Rounded, "convert_weight", convert)
+    config = grid.Layout(MODEL, recompute="full", zero_stage=zero_stage).config()
+    state = grid.make_state(config)
+    batches = grid.micro_batches(config, state.ctx, 0)
+    counts = []
+    for action in (train_step, evaluate, evaluate):
+        before = len(made)
+        action(state, batches)
+        counts.append(len(made) - before)
+    if zero_stage == 1:  # four layers of four matrices
+        assert counts == [16, 16, 0]
+    assert sum(converted() is not None for converted in made) == kept
