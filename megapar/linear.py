@@ -15,10 +15,9 @@ from megapar_kernels.dispatch import main_grad_of
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.comm.pending import Pending
-from megapar.main_grad import WeightGradient, is_put_off, main_grad_of
 from megapar.comm.collectives import Pending
-from megapar.main_grad import DeferredWeightGradient, is_deferred
+from megapar.comm.pending import Pending
+from megapar.main_grad import DeferredWeightGradient, is_deferred, main_grad_of
 from megapar.products import ConvertedWeight, MatrixProducts
 
 
