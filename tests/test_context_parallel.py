@@ -177,10 +177,10 @@ def test_columns_of_samples_keep_their_positions_targets_and_documents() -> None
 
 
 def random_qkv(
-    heads: int, kv_heads: int, length: int, dtype: torch.dtype, samples: int = 2, width: int = 6
+    heads: int, kv_heads: int, length: int, dtype: torch.dtype, v_width: int = 6
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(heads * length + kv_heads)
-    shapes = [(samples, n, length, width) for n in (heads, kv_heads, kv_heads)]
+    shapes = [(2, n, length, width) for n, width in ((heads, 6), (kv_heads, 6), (kv_heads, v_width))]
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     return q, k, v
 
@@ -197,9 +197,10 @@ def explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, keep: Tensor | None 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v_width", [4, 6, 10])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_block_by_torch_is_the_reference(causal: bool, dtype: torch.dtype) -> None:
-    q, k, v = random_qkv(4, 2, 9, dtype)
+def test_a_block_by_torch_is_the_reference(causal: bool, v_width: int, dtype: torch.dtype) -> None:
+    q, k, v = random_qkv(4, 2, 9, dtype, v_width)
     wide = [x.double() for x in (q, k, v)]
     out, lse = attention_block(q, k, v, causal=causal)
     expected = reference(*wide, causal=causal)
@@ -215,8 +216,8 @@ def test_a_block_by_torch_is_the_reference(causal: bool, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_the_reference_is_what_autograd_says(p: float) -> None:
-    """A causal block with more keys than queries, with and without dropout."""
-    q, k, v = random_qkv(4, 1, 9, torch.float64)
+    """A causal block with more keys than queries and narrower values, with and without dropout."""
+    q, k, v = random_qkv(4, 1, 9, torch.float64, v_width=4)
     q = q[:, :, 4:]
     keep = torch.rand(2, 4, 5, 9, generator=torch.Generator().manual_seed(1)) >= p if p else None
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -240,17 +241,19 @@ def test_a_block_that_torch_would_mask_otherwise_is_refused() -> None:
         attention_block_backward(q[:, :, 3:], q[:, :, 3:], k, v, q[:, :, 3:], q[:, 0, 3:], causal=True)
 
 
+@pytest.mark.parametrize("v_width", [8, 16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_block_on_a_gpu_has_its_shapes(causal: bool) -> None:
+def test_a_block_on_a_gpu_has_its_shapes(causal: bool, v_width: int) -> None:
     """With tensors without values: torch's operations for GPUs take these arguments, and more keys than queries."""
     with FakeTensorMode():
         q = torch.empty(2, 4, 6, 16, device="cuda", dtype=torch.bfloat16)
-        kv = torch.empty(2, 2, 9, 16, device="cuda", dtype=torch.bfloat16)
+        k = torch.empty(2, 2, 9, 16, device="cuda", dtype=torch.bfloat16)
+        v = torch.empty(2, 2, 9, v_width, device="cuda", dtype=torch.bfloat16)
         assert takes_earlier_keys(q)
-        out, lse = attention_block(q, kv, kv, causal=causal)
-        assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
-        gradients = attention_block_backward(out, q, kv, kv, out, lse, causal=causal)
-        assert [x.shape for x in gradients] == [q.shape, kv.shape, kv.shape]
+        out, lse = attention_block(q, k, v, causal=causal)
+        assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 6, v_width), q.shape[:3], torch.float32)
+        gradients = attention_block_backward(out, q, k, v, out, lse, causal=causal)
+        assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 
 def test_a_block_that_attends_nothing_changes_nothing() -> None:
@@ -272,12 +275,12 @@ def test_a_block_that_attends_nothing_changes_nothing() -> None:
 
 
 def test_blocks_merged_are_the_whole() -> None:
-    """Keys in three blocks, whose shares differ by many orders of magnitude."""
-    q, k, v = random_qkv(2, 1, 9, torch.float64)
+    """Keys in three blocks, whose shares differ by many orders of magnitude. Values are wider than keys."""
+    q, k, v = random_qkv(2, 1, 9, torch.float64, v_width=7)
     k[:, :, 3:6] *= 40
     mask = torch.ones(2, 9, 9, dtype=torch.bool)
-    result = Result(q)
-    gradient_of = torch.randn(2, 2, 9, 6, dtype=torch.float64)
+    result = Result(q, v_width=7)
+    gradient_of = torch.randn(2, 2, 9, 7, dtype=torch.float64)
     rows = slice(None)
     blocks = [deal.Block(rows, slice(0, 9), slice(first, first + 3), False) for first in (0, 3, 6)]
     result.out.zero_()
@@ -289,9 +292,10 @@ def test_blocks_merged_are_the_whole() -> None:
     expected.backward(gradient_of)
     torch.testing.assert_close(result.out, expected.detach(), rtol=1e-12, atol=1e-12)
     gradient = Gradient(gradient_of, q, result.out, result.lse)
-    grad_kv = torch.zeros(2, *k.shape, dtype=torch.float64)
-    gradient.add(torch.stack((k, v)), blocks, none, grad_kv)
-    for found, leaf in zip((gradient.q, *grad_kv), leaves, strict=True):
+    grad_k = torch.zeros_like(k)
+    grad_v = torch.zeros_like(v)
+    gradient.add(k, v, blocks, none, grad_k, grad_v)
+    for found, leaf in zip((gradient.q, grad_k, grad_v), leaves, strict=True):
         assert leaf.grad is not None
         torch.testing.assert_close(found, leaf.grad, rtol=1e-10, atol=1e-12)
 
@@ -308,11 +312,11 @@ def sample_batch(length: int, starts: tuple[int, ...] | None) -> MicroBatch:
     return MicroBatch.of_samples(tokens, tokens, torch.ones(SAMPLES, length), torch.tensor([3, 8]), packed_starts)
 
 
-def qkv_and_gradient(heads: int, kv_heads: int, length: int = LENGTH) -> list[Tensor]:
-    """q, k, v and the gradient of the output, [s, b, n, d], fp64."""
+def qkv_and_gradient(heads: int, kv_heads: int, length: int = LENGTH, v_width: int = WIDTH) -> list[Tensor]:
+    """q, k, v and the gradient of the output, [s, b, n, width], fp64."""
     generator = torch.Generator().manual_seed(kv_heads)
-    shapes = [(length, SAMPLES, n, WIDTH) for n in (heads, kv_heads, kv_heads, heads)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    shapes = [(heads, WIDTH), (kv_heads, WIDTH), (kv_heads, v_width), (heads, v_width)]
+    return [torch.randn(length, SAMPLES, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def kv_of(heads: int, kv_heads: int) -> list[int]:
@@ -336,7 +340,8 @@ def attend(
     dropout = None
     if p:
         dropout = AttentionDropout(p, 7, 1, range(heads), batch.sample_ids_b, batch.positions_s)
-    core = CoreAttention(cp, form, kv_of(heads, kv_heads), Kernels(), torch.device("cpu"))
+    widths = tensors[1].shape[3], tensors[2].shape[3]
+    core = CoreAttention(cp, form, kv_of(heads, kv_heads), Kernels(), torch.device("cpu"), *widths)
     q, k, v = (x[held].to(dtype).requires_grad_() for x in tensors[:3])
     y = recompute.run(recomputes, lambda *qkv: core(*qkv, batch, dropout), q, k, v)
     y.backward(tensors[3][held].to(dtype).flatten(2))
@@ -350,14 +355,18 @@ def whole(parts: list[dict[str, Tensor]], length: int = LENGTH) -> dict[str, Ten
     return {name: torch.cat([part[name] for part in parts])[inverse] for name in parts[0]}
 
 
-CASES = [
+CASES: list[tuple[int, int, tuple[int, ...] | None, float, int]] = [
     *(
-        (heads, kv_heads, starts, p)
+        (heads, kv_heads, starts, p, WIDTH)
         for heads, kv_heads in ((4, 4), (4, 2), (4, 1))
         for starts in (None, STARTS)
         for p in (0.0, 0.3)
     ),
-    (12, 3, STARTS, 0.0),
+    (12, 3, STARTS, 0.0, WIDTH),
+    # Values that are narrower than keys, and wider.
+    (12, 3, None, 0.0, 4),
+    (4, 2, STARTS, 0.0, 9),
+    (4, 1, STARTS, 0.3, 4),
 ]
 
 
@@ -365,29 +374,30 @@ def attend_all(cp: int) -> list[dict[str, Tensor]]:
     axis = context.create(Grid(cp=cp)).cp
     found = []
     for form in FORMS:
-        for heads, kv_heads, starts, p in CASES:
+        for heads, kv_heads, starts, p, v_width in CASES:
             if form != "ulysses" or heads % cp == 0:
-                found.append(attend(axis, form, qkv_and_gradient(heads, kv_heads), starts, p))
+                found.append(attend(axis, form, qkv_and_gradient(heads, kv_heads, LENGTH, v_width), starts, p))
     return found
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_each_form_is_one_process(cp: int) -> None:
     """Faults cp-ring-gradients, cp-more-than-kv-heads, cp-odd-document-lengths: the output, dQ, dK and dV in fp64, with
-    fewer key/value heads than ranks, documents of 1, 3 and 7 tokens, and dropout."""
+    fewer key/value heads than ranks, documents of 1, 3 and 7 tokens, dropout, and values of another width."""
     ranks = run_ranks(cp, attend_all, cp)
     alone = Axis("cp")
     number = 0
     for form in FORMS:
-        for heads, kv_heads, starts, p in CASES:
+        for heads, kv_heads, starts, p, v_width in CASES:
             if form == "ulysses" and heads % cp:
                 continue
-            expected = attend(alone, form, qkv_and_gradient(heads, kv_heads), starts, p)
+            expected = attend(alone, form, qkv_and_gradient(heads, kv_heads, LENGTH, v_width), starts, p)
             found = whole([rank[number] for rank in ranks])
             number += 1
             for name, tensor in expected.items():
                 error = (found[name] - tensor).norm() / tensor.norm()
-                assert error < 1e-12, f"{form} {heads} heads, {kv_heads} kv heads, {starts}, p {p}: {name} {error:.1e}"
+                case = f"{form} {heads} heads, {kv_heads} kv heads, {starts}, p {p}, values of {v_width}"
+                assert error < 1e-12, f"{case}: {name} {error:.1e}"
     assert number == len(ranks[0])
 
 
@@ -397,7 +407,7 @@ def differentiate(cp: int, form: str) -> bool:
     length = 2 * cp
     held = torch.tensor(deal.positions(length, cp, axis.rank))
     batch = sample_batch(length, (0, 3, length, length + 1, 2 * length)).columns(held)
-    core = CoreAttention(axis, form, [0, 0], Kernels(), torch.device("cpu"))  # type: ignore[arg-type]
+    core = CoreAttention(axis, form, [0, 0], Kernels(), torch.device("cpu"), 2, 2)  # type: ignore[arg-type]
 
     def function(*qkv: Tensor) -> Tensor:
         parts = [copy_to_tp(x, axis)[held] for x in qkv]
@@ -437,15 +447,23 @@ def test_documents_do_not_touch_each_other() -> None:
 
 
 def traffic_of(
-    axis: Axis, form: str, heads: int, kv_heads: int, recomputes: bool = False, starts: tuple[int, ...] | None = None
+    axis: Axis,
+    form: str,
+    heads: int,
+    kv_heads: int,
+    v_width: int = WIDTH,
+    recomputes: bool = False,
+    starts: tuple[int, ...] | None = None,
 ) -> int:
     """Bytes that this rank sends in one layer's forward and backward pass in fp32."""
     before = axis.traffic.total()
-    attend(axis, form, qkv_and_gradient(heads, kv_heads), starts, 0.0, recomputes, torch.float32)
+    tensors = qkv_and_gradient(heads, kv_heads, LENGTH, v_width)
+    attend(axis, form, tensors, starts, 0.0, recomputes, torch.float32)
     return axis.traffic.total() - before
 
 
-HEADS = ((4, 4), (4, 2), (4, 1))
+HEADS = ((4, 4, WIDTH), (4, 2, WIDTH), (4, 1, WIDTH), (4, 2, 4))
+"""Query heads, key/value heads, and the width of a value."""
 
 
 def traffic_of_all(cp: int) -> list[int]:
@@ -456,18 +474,19 @@ def traffic_of_all(cp: int) -> list[int]:
 @pytest.mark.parametrize("cp", [2, 4])
 def test_bytes_are_those_of_the_formulas(cp: int) -> None:
     """Fault cp-option-ignored: gradients of keys and values are sent in fp32, as everything is here."""
-    row = LENGTH // cp * SAMPLES * WIDTH * 4  # one head of one rank's positions
+    column = LENGTH // cp * SAMPLES * 4  # one column of one head, of one rank's positions
     expected = []
     for form in FORMS:
-        for heads, kv_heads in HEADS:
-            kv = 2 * kv_heads * row  # one rank's keys and values
+        for heads, kv_heads, v_width in HEADS:
+            kv = kv_heads * (WIDTH + v_width) * column  # one rank's keys and values
             forward = again = (cp - 1) * kv
             backward = 2 * (cp - 1) * kv
             if form == "ulysses":
                 # To each rank its query heads and the key/value heads that they read, and its heads of the output back.
                 # What is recomputed stops before the way back, of which the backward pass needs nothing.
-                again = (cp - 1) * (heads // cp + 2 * max(kv_heads // cp, 1)) * row
-                forward = backward = again + (cp - 1) * heads // cp * row
+                columns = heads // cp * WIDTH + max(kv_heads // cp, 1) * (WIDTH + v_width)
+                again = (cp - 1) * columns * column
+                forward = backward = again + (cp - 1) * heads // cp * v_width * column
             expected += [forward + backward, forward + again + backward]
     for sent in run_ranks(cp, traffic_of_all, cp):
         assert sent == expected

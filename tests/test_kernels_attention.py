@@ -30,11 +30,13 @@ if ON_GPU:
 each_case = pytest.mark.parametrize(("attention", "width", "dtype"), CASES)
 
 
-def packed(kv_heads: int, width: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+def packed(kv_heads: int, width: int, dtype: torch.dtype, narrower: int = 0) -> tuple[list[Tensor], Tensor]:
+    """q, k, v and the starts of documents. A head of v is `narrower` than one of q and k."""
     torch.manual_seed(kv_heads)
-    shapes = [(sum(LENGTHS) // 2, 2, heads, width) for heads in (4, kv_heads, kv_heads)]
+    shapes = [(4, width), (kv_heads, width), (kv_heads, width - narrower)]
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).to(DEVICE, torch.int32)
-    return [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in shapes], starts
+    length = sum(LENGTHS) // 2
+    return [torch.randn(length, 2, *shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in shapes], starts
 
 
 def in_a_row(x_sb: Tensor) -> Tensor:
@@ -43,11 +45,11 @@ def in_a_row(x_sb: Tensor) -> Tensor:
 
 
 @each_case
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("kv_heads", "narrower"), [(1, 0), (2, 0), (4, 0), (2, 3)])
 def test_packed_documents_are_attended_to_as_if_each_were_alone(
-    attention: Callable[..., Tensor], width: int, dtype: torch.dtype, kv_heads: int
+    attention: Callable[..., Tensor], width: int, dtype: torch.dtype, kv_heads: int, narrower: int
 ) -> None:
-    inputs, starts = packed(kv_heads, width, dtype)
+    inputs, starts = packed(kv_heads, width, dtype, narrower)
     found = attention(*inputs, starts)
     alone = zip(*(in_a_row(x).split(LENGTHS) for x in inputs), strict=True)
     expected = torch.cat([causal_attention(*(x[:, None] for x in document))[:, 0] for document in alone])
@@ -78,7 +80,10 @@ def test_the_order_of_backends_changes_no_result() -> None:
 
 
 def test_varlen_attention_is_asked_only_for_what_it_serves() -> None:
-    """FlashAttention 2 takes 16-bit heads whose width is a multiple of 8 up to 256; it runs on GPUs alone."""
+    """FlashAttention 2 takes 16-bit heads whose width is a multiple of 8 up to 256; it runs on GPUs alone.
+
+    Narrower values are padded, wider ones are not.
+    """
 
     class OnGpu:
         is_cuda = True
@@ -88,9 +93,11 @@ def test_varlen_attention_is_asked_only_for_what_it_serves() -> None:
 
     served = [(32, torch.bfloat16), (256, torch.float16)]
     others = [(32, torch.float32), (10, torch.bfloat16), (264, torch.bfloat16)]
-    assert all(varlen_serves(OnGpu(*case)) for case in served)  # type: ignore[arg-type]
-    assert not any(varlen_serves(OnGpu(*case)) for case in others)  # type: ignore[arg-type]
-    assert not varlen_serves(torch.zeros(5, 4, 32, dtype=torch.bfloat16))
+    narrow = torch.zeros(5, 4, 8)
+    assert all(varlen_serves(OnGpu(*case), narrow) for case in served)  # type: ignore[arg-type]
+    assert not any(varlen_serves(OnGpu(*case), narrow) for case in others)  # type: ignore[arg-type]
+    assert not varlen_serves(OnGpu(32, torch.bfloat16), torch.zeros(5, 4, 40))  # type: ignore[arg-type]
+    assert not varlen_serves(torch.zeros(5, 4, 32, dtype=torch.bfloat16), narrow)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

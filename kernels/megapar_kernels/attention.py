@@ -1,4 +1,7 @@
-"""Causal attention: by torch's SDPA, or with explicit scores if probabilities are dropped out."""
+"""Causal attention: by torch's SDPA, or with explicit scores if probabilities are dropped out.
+
+Shapes: s positions, b samples, n heads, d width of a query and a key, e width of a value. The two widths may differ.
+"""
 
 import math
 from contextlib import nullcontext
@@ -11,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megapar_kernels.block_attention import attention_block, attention_block_backward
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.softmax import scaled_causal_softmax, scaled_masked_softmax
 
@@ -23,8 +27,34 @@ CUDNN_FIRST = [
 ]
 
 
+class _UnlikeWidths(torch.autograd.Function):
+    """Causal attention of [b, n, s, d] with values [b, n, s, e]. It keeps its inputs, its result and an lse a row.
+
+    torch's SDPA would hold all scores in memory where its fused kernels take one width only, as on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = attention_block(q, k, v, causal=True)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_q, grad_k, grad_v = attention_block_backward(grad_out, q, k, v, out, lse, causal=True)
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: Literal["torch", "cudnn"] = "torch") -> Tensor:
-    """torch's causal scaled_dot_product_attention of [b, n, s, d]. `impl` is the backend that torch tries first."""
+    """torch's causal scaled_dot_product_attention of [b, n, s, d]. `impl` is the backend that torch tries first.
+
+    If the widths d and e differ, it is that of `attention_block`.
+    """
+    if q.shape[-1] != v.shape[-1]:
+        return _UnlikeWidths.apply(q, k, v)
     with sdpa_kernel(CUDNN_FIRST, set_priority=True) if impl == "cudnn" else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -32,7 +62,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: Literal["torch", "cudnn"] = "tor
 def causal_attention(
     q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, impl: Literal["torch", "cudnn"] = "torch"
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d), causal) v as [s, b, n * d].
+    """softmax(q k^T / sqrt(d), causal) v as [s, b, n * e].
 
     q may have a multiple of the heads of k and v. Then each head of k and v serves a run of consecutive heads of q.
     """
@@ -42,7 +72,7 @@ def causal_attention(
         # `split_and_rotate_qkv` has made already. On the meta device `backend.select` chooses cudnn where it plans for
         # a GPU.
         q, k, v = (x.contiguous() for x in (q, k, v))
-    if q.is_meta:
+    if q.is_meta and q.shape[-1] == v.shape[-1]:
         # On the meta device SDPA would choose explicit scores. On CPUs and GPUs it keeps q, k, v, the result and one
         # number for each row, and so does this op: a plan counts what a run keeps.
         y = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
@@ -104,12 +134,12 @@ def causal_attention_dropout(
 
 
 def packed_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor) -> Tensor:
-    """`causal_attention` within each of several documents, as [s, b, n * d].
+    """`causal_attention` within each of several documents, as [s, b, n * e].
 
     The positions of all samples are numbered one sample after another. Document i is [starts[i], starts[i + 1]).
     `starts` is int32 [documents + 1], from 0 to b * s. No document reaches into the next sample.
 
-    A CPU runs SDPA for each document. A GPU runs torch's varlen_attn if it takes the dtype and head width, else one
+    A CPU runs SDPA for each document. A GPU runs torch's varlen_attn if it takes the dtype and widths, else one
     SDPA with a mask.
     """
     length = q_sbnd.shape[0]
@@ -122,28 +152,36 @@ def packed_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, star
         parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
         documents = [sdpa(*(rearrange(x, "t n d -> 1 n t d") for x in part)) for part in parts]
         y: Any = torch.cat([rearrange(x, "1 n t d -> t n d") for x in documents])
-    elif varlen_serves(q):
+    elif varlen_serves(q, v):
         from torch.nn.attention.varlen import (
             varlen_attn,
         )  # here, because it imports torch's compiler, which takes seconds
 
+        v_width = v.shape[-1]
+        # varlen_attn takes one width. Columns of zeros in v give columns of zeros.
+        v = F.pad(v, (0, q.shape[-1] - v_width))
         k = k.repeat_interleave(run, 1)
         v = v.repeat_interleave(run, 1)
         # The longest document is at most a sample. To know its true length, the host would have to wait for the GPU.
         y = varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
+        y = y[..., :v_width]
     else:
         return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts)
     return rearrange(y, "(b s) n d -> s b (n d)", s=length)
 
 
-def varlen_serves(q: Tensor) -> bool:
-    """Whether torch's varlen_attn, which is FlashAttention 2, takes the dtype and head width of `q` [..., d]."""
+def varlen_serves(q: Tensor, v: Tensor) -> bool:
+    """Whether torch's varlen_attn, which is FlashAttention 2, takes the dtype and width of `q` [..., d].
+
+    Values `v` [..., e] may be narrower, because they can be padded. Queries cannot: they are scaled by their width.
+    """
     width = q.shape[-1]
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    is_16_bit = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and is_16_bit and width % 8 == 0 and v.shape[-1] <= width <= 256
 
 
 def masked_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor) -> Tensor:
-    """`packed_causal_attention` for any dtype and head width, with a mask of b * s * s booleans."""
+    """`packed_causal_attention` for any dtype and widths, with a mask of b * s * s booleans."""
     length, samples = q_sbnd.shape[:2]
     run = q_sbnd.shape[2] // k_sbnd.shape[2]
     position = torch.arange(samples * length, dtype=starts.dtype, device=starts.device)

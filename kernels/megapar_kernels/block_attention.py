@@ -4,14 +4,15 @@ The results of several blocks of keys are merged by the logarithm of the sum of 
 (Dao et al., arXiv 2205.14135, section 3.1; Liu et al., arXiv 2310.01889). With the merged result and its lse the
 gradients of a block need nothing of the other blocks.
 
-Shapes: b samples, n query heads, d width of a head, and q queries or k keys of a block. Tensors are [b, n, q, d], and
-lse is [b, n, q]. Keys and values may have fewer heads than queries. Then each of their heads serves a run of
-consecutive query heads.
+Shapes: b samples, n query heads, d width of a query and a key, e width of a value, and q queries or k keys of a block.
+Queries are [b, n, q, d], keys [b, n, k, d], values [b, n, k, e], the result is [b, n, q, e], and lse is [b, n, q]. Keys
+and values may have fewer heads than queries. Then each of their heads serves a run of consecutive query heads.
 """
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -22,9 +23,33 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _flash_serves(q: Tensor) -> bool:
-    """Whether FlashAttention 2, as torch has it, takes the dtype and head width of `q`."""
-    return q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+def _flash_serves(q: Tensor, v: Tensor) -> bool:
+    """Whether FlashAttention 2, as torch has it, takes the dtype of `q` and the wider of the widths of `q` and `v`."""
+    width = max(q.shape[-1], v.shape[-1])
+    return q.is_cuda and q.dtype in _FLASH_DTYPES and width % 8 == 0 and width <= 256
+
+
+def _scale(q: Tensor) -> float:
+    """1 / sqrt(d), by which scores are multiplied. `q` is not padded."""
+    return 1.0 / math.sqrt(q.shape[-1])
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """`x` with columns of zeros up to `width`.
+
+    torch's fused operations take one width for keys and values. Zeros in q and k add nothing to a score. Zeros in v
+    give columns of zeros, which `_cut` takes off.
+    """
+    if x.shape[-1] == width:
+        return x
+    return F.pad(x, (0, width - x.shape[-1]))
+
+
+def _cut(x: Tensor, width: int) -> Tensor:
+    """The first `width` columns of `x`, in memory of their own, so that the padding does not stay in memory."""
+    if x.shape[-1] == width:
+        return x
+    return x.narrow(-1, 0, width).clone()
 
 
 def takes_earlier_keys(q: Tensor) -> bool:
@@ -38,7 +63,7 @@ def takes_earlier_keys(q: Tensor) -> bool:
 def attention_block(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, keep: Tensor | None = None, p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(d)) v of a block, and the lse of its scores in fp32 (fp64 for fp64).
+    """softmax(q k^T / sqrt(d)) v of a block, [b, n, q, e], and the lse of its scores in fp32 (fp64 for fp64).
 
     `causal`: the last query attends all keys, the one before it all but the last, and so on. With `keep`, bool
     [b, n, q, k], the probabilities are multiplied by keep / (1 - p). Raises ValueError for a causal block with more
@@ -46,14 +71,18 @@ def attention_block(
     """
     if keep is not None:
         return reference(q, k, v, causal=causal, keep=keep, p=p)
-    if _flash_serves(q):
-        result = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-        return result[0], result[1]
-    if q.is_cuda:  # wide numbers, or heads of an odd width: scores in memory
+    flash = _flash_serves(q, v)
+    if q.is_cuda and not flash:  # wide numbers, or heads of an odd width: scores in memory
         return reference(q, k, v, causal=causal)
-    _check_square(q, k, causal)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return out, lse
+    width = max(q.shape[-1], v.shape[-1])
+    q_padded, k_padded, v_padded = (_padded(x, width) for x in (q, k, v))
+    if flash:
+        operation = torch.ops.aten._scaled_dot_product_flash_attention
+    else:
+        _check_square(q, k, causal)
+        operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse, *_ = operation(q_padded, k_padded, v_padded, 0.0, causal, scale=_scale(q))
+    return _cut(out, v.shape[-1]), lse
 
 
 def attention_block_backward(
@@ -71,17 +100,24 @@ def attention_block_backward(
     """The gradients of q, k and v of a block. `out` and `lse` are the merged results of all blocks of these queries."""
     if keep is not None:
         return reference_backward(grad_out, q, k, v, out, lse, causal=causal, keep=keep, p=p)
-    if _flash_serves(q):
+    flash = _flash_serves(q, v)
+    if q.is_cuda and not flash:
+        return reference_backward(grad_out, q, k, v, out, lse, causal=causal)
+    width = max(q.shape[-1], v.shape[-1])
+    padded = [_padded(x, width) for x in (grad_out, q, k, v, out)]
+    if flash:
         # Without dropout the states of the random generator are not read.
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
         lse = lse.contiguous()  # its strides are not read
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
+        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *padded, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=_scale(q)
         )
-    if q.is_cuda:
-        return reference_backward(grad_out, q, k, v, out, lse, causal=causal)
-    _check_square(q, k, causal)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad_out, q, k, v, out, lse, 0.0, causal)
+    else:
+        _check_square(q, k, causal)
+        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *padded, lse, 0.0, causal, scale=_scale(q)
+        )
+    return _cut(grad_q, q.shape[-1]), _cut(grad_k, k.shape[-1]), _cut(grad_v, v.shape[-1])
 
 
 def _check_square(q: Tensor, k: Tensor, causal: bool) -> None:

@@ -1,4 +1,7 @@
-"""Causal attention of a layer, with any number of context-parallel ranks."""
+"""Causal attention of a layer, with any number of context-parallel ranks.
+
+Shapes: s positions of this rank, b samples, n query heads, d width of a query and a key, e width of a value.
+"""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -21,7 +24,7 @@ class CoreAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v of one layer, where each rank of `cp` holds a part of the positions of each sample.
 
     `form` is the option parallel.cp_attention. `kv_heads[i]` is the local key/value head that the local query head i
-    reads.
+    reads. `qk_width` is d and `v_width` is e.
     """
 
     kv_index: Tensor | None
@@ -33,11 +36,16 @@ class CoreAttention(nn.Module):
         kv_heads: Sequence[int],
         kernels: Kernels,
         device: torch.device,
+        qk_width: int,
+        v_width: int,
     ):
         super().__init__()
         self.cp = cp
         self.form = form
         self.kernels = kernels
+        self.heads = len(kv_heads)
+        self.qk_width = qk_width
+        self.v_width = v_width
         self.ulysses = None
         kv_index = None
         if cp.size > 1 and form == "ulysses":
@@ -50,7 +58,7 @@ class CoreAttention(nn.Module):
     def forward(
         self, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, batch: MicroBatch, dropout: AttentionDropout | None
     ) -> Tensor:
-        """Map q [s, b, n, d], and k and v with as many heads or fewer, to [s, b, n * d].
+        """Map q and k of width d and v of width e to [s, b, n * e]. q is [s, b, n, d]; k and v may have fewer heads.
 
         The s positions are the columns of `batch`, which are those of this rank.
         """
@@ -63,8 +71,10 @@ class CoreAttention(nn.Module):
         if self.cp.size == 1:
             return whole_attention(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels)
         attention = ring_attention if self.form == "ring" else gather_attention
-        q = rearrange(q_sbnd, "s b n d -> b n s d").contiguous()
-        # Keys and values are one tensor, so that one message carries both.
-        kv = rearrange([k_sbnd, v_sbnd], "two s b n d -> two b n s d").contiguous()
-        y = attention(q, kv, self.cp, batch.starts_on_host, dropout)
+        q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
+        y = attention(q.contiguous(), k, v, self.cp, batch.starts_on_host, dropout)
         return rearrange(y, "b n s d -> s b (n d)")
+
+    def flops_per_token(self, seq_length: int) -> int:
+        """The FLOPs of the two products for one token, forward. Half of the s^2 scores are computed."""
+        return seq_length * self.heads * (self.qk_width + self.v_width)

@@ -16,50 +16,70 @@ from megapar.comm import collectives
 from megapar.context import Axis
 from megapar.context_parallel.deal import blocks, chunks
 from megapar.context_parallel.dropout import AttentionDropout
-from megapar.context_parallel.order import parts_of, whole_of
+from megapar.context_parallel.keys_values import KeysValues
+from megapar.context_parallel.order import whole_of, write_parts
 from megapar.context_parallel.partial import Dropped, Gradient, Result
 
 
 class _GatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, cp: Axis, starts: Sequence[int] | None, dropout: AttentionDropout | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cp: Axis,
+        starts: Sequence[int] | None,
+        dropout: AttentionDropout | None,
     ) -> Tensor:
         length = q.shape[2] * cp.size
         ctx.cp = cp
         ctx.blocks = blocks(chunks(length, cp.size, cp.rank), [(0, length)], length, starts)
         ctx.dropped = Dropped(dropout, [(0, length)])
-        k, v = _gathered(kv, cp)
-        result = Result(q)
-        result.add(q, k, v, ctx.blocks, ctx.dropped)
+        kv = KeysValues.copied(k, v)
+        ctx.shapes = k.shape, v.shape
+        result = Result(q, v.shape[-1])
+        result.add(q, *_gathered(kv, cp), ctx.blocks, ctx.dropped)
         out = result.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, result.lse)
+        ctx.save_for_backward(q, kv.flat, out, result.lse)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        q, kv, out, lse = ctx.saved_tensors
-        whole = _gathered(kv, ctx.cp)
-        grad_whole = torch.zeros_like(whole, dtype=wide(kv.dtype))
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, flat, out, lse = ctx.saved_tensors
+        kv = KeysValues.of(flat, *ctx.shapes)
+        k, v = _gathered(kv, ctx.cp)
+        grad_k = torch.zeros_like(k, dtype=wide(k.dtype))
+        grad_v = torch.zeros_like(v, dtype=wide(v.dtype))
         gradient = Gradient(grad_out, q, out, lse)
-        gradient.add(whole, ctx.blocks, ctx.dropped, grad_whole)
+        gradient.add(k, v, ctx.blocks, ctx.dropped, grad_k, grad_v)
         # Summed over ranks in the wide dtype, because the rounding of 16-bit sums would grow with the number of ranks.
-        grad_kv = collectives.reduce_scatter(parts_of(grad_whole, ctx.cp.size).flatten(0, 1), ctx.cp)
-        return gradient.q.to(q.dtype), grad_kv.to(kv.dtype), None, None, None
+        parts = grad_k.new_empty(ctx.cp.size * flat.numel())
+        k_parts, v_parts = kv.of_ranks(parts)
+        write_parts(k_parts, grad_k)
+        write_parts(v_parts, grad_v)
+        grad_kv = kv.with_flat(collectives.reduce_scatter(parts, ctx.cp).to(flat.dtype))
+        return gradient.q.to(q.dtype), grad_kv.k, grad_kv.v, None, None, None
 
 
-def _gathered(kv: Tensor, cp: Axis) -> Tensor:
-    """Keys and values of all positions in order, [2, b, h, cp * s, d], from this rank's [2, b, h, s, d]."""
-    return whole_of(collectives.all_gather(kv, cp).unflatten(0, (cp.size, 2)))
+def _gathered(kv: KeysValues, cp: Axis) -> tuple[Tensor, Tensor]:
+    """Keys [b, h, cp * s, d] and values [b, h, cp * s, e] of all positions in order, from those of this rank."""
+    k_parts, v_parts = kv.of_ranks(collectives.all_gather(kv.flat, cp))
+    return whole_of(k_parts), whole_of(v_parts)
 
 
 def gather_attention(
-    q: Tensor, kv: Tensor, cp: Axis, starts: Sequence[int] | None = None, dropout: AttentionDropout | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: Axis,
+    starts: Sequence[int] | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
-    """Causal attention [b, n, s, d] of this rank's queries `q` [b, n, s, d] to the keys and values of all cp ranks.
+    """Causal attention [b, n, s, e] of this rank's queries `q` [b, n, s, d] to the keys and values of all cp ranks.
 
-    `kv` [2, b, h, s, d] are this rank's keys and values. The s positions are those of `deal.chunks` for this rank.
-    `starts` are the starts of documents, on the host (`MicroBatch.starts_on_host`). A collective over `cp`.
+    `k` [b, h, s, d] and `v` [b, h, s, e] are those of this rank. The s positions are those of `deal.chunks` for this
+    rank. `starts` are the starts of documents, on the host (`MicroBatch.starts_on_host`). A collective over `cp`.
     """
-    return _GatherAttention.apply(q, kv, cp, starts, dropout)
+    return _GatherAttention.apply(q, k, v, cp, starts, dropout)

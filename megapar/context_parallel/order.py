@@ -21,11 +21,16 @@ def whole_of(parts: Tensor) -> Tensor:
 def parts_of(whole: Tensor, cp: int) -> Tensor:
     """The inverse of `whole_of`: whole samples [..., r * s, d] as the ranks' parts [r, ..., s, d]."""
     parts = whole.new_empty(cp, *whole.shape[:-2], whole.shape[-2] // cp, whole.shape[-1])
+    write_parts(parts, whole)
+    return parts
+
+
+def write_parts(parts: Tensor, whole: Tensor) -> None:
+    """`parts_of`, written into `parts` [r, ..., s, d] of any strides."""
     chunk_size = parts.shape[-2] // 2
     first_and_second = parts.split(chunk_size, dim=-2)
-    for (rank, half), chunk in zip(holders(cp), whole.split(chunk_size, dim=-2), strict=True):
+    for (rank, half), chunk in zip(holders(parts.shape[0]), whole.split(chunk_size, dim=-2), strict=True):
         first_and_second[half][rank].copy_(chunk)
-    return parts
 
 
 class _Whole(torch.autograd.Function):

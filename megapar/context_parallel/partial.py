@@ -2,7 +2,8 @@
 
 Merged results and sums are in fp32, or in fp64 for fp64.
 
-Shapes: b samples, n query heads, h key/value heads, s local queries, k keys, d width of a head.
+Shapes: b samples, n query heads, h key/value heads, s local queries, k keys, d width of a query and a key, e width of a
+value.
 """
 
 from collections.abc import Sequence
@@ -40,19 +41,19 @@ class Dropped:
 
 
 class Result:
-    """The merged result of the blocks so far: `out` [b, n, s, d], and the logsumexp of the scores, `lse` [b, n, s].
+    """The merged result of the blocks so far: `out` [b, n, s, e], and the logsumexp of the scores, `lse` [b, n, s].
 
-    In memory `out` is [s, b, n, d], because the layer after attention reads it in this order.
+    In memory `out` is [s, b, n, e], because the layer after attention reads it in this order. `v_width` is e.
     """
 
-    def __init__(self, q: Tensor):
-        b, n, s, d = q.shape
+    def __init__(self, q: Tensor, v_width: int):
+        b, n, s, _ = q.shape
         dtype = wide(q.dtype)
-        self.out = torch.empty(s, b, n, d, dtype=dtype, device=q.device).permute(1, 2, 0, 3)
+        self.out = torch.empty(s, b, n, v_width, dtype=dtype, device=q.device).permute(1, 2, 0, 3)
         self.lse = torch.empty(b, n, s, dtype=dtype, device=q.device)
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], dropped: Dropped) -> None:
-        """Merge the attention of `blocks` into the result. k and v are [b, h, k, d].
+        """Merge the attention of `blocks` into the result. k is [b, h, k, d] and v [b, h, k, e].
 
         For each query, the block with its own position must come first: `out` and `lse` are not initialized.
         """
@@ -89,23 +90,25 @@ class Gradient:
         self._lse = lse
         self.q = torch.zeros_like(q, dtype=wide(q.dtype))
 
-    def add(self, kv: Tensor, blocks: Sequence[Block], dropped: Dropped, grad_kv: Tensor) -> None:
-        """Add the gradients of `blocks` to `self.q` and to `grad_kv`. `kv` and `grad_kv` are [2, b, h, k, d]."""
+    def add(
+        self, k: Tensor, v: Tensor, blocks: Sequence[Block], dropped: Dropped, grad_k: Tensor, grad_v: Tensor
+    ) -> None:
+        """Add the gradients of `blocks` to `self.q`, and to `grad_k` [b, h, k, d] and `grad_v` [b, h, k, e]."""
         if not takes_earlier_keys(self._q):
             blocks = square(blocks)
         for block in blocks:
             samples, queries, keys, causal = block
-            grad_q, grad_k, grad_v = attention_block_backward(
+            block_grad_q, block_grad_k, block_grad_v = attention_block_backward(
                 self._grad_out[samples, :, queries],
                 self._q[samples, :, queries],
-                kv[0, samples, :, keys],
-                kv[1, samples, :, keys],
+                k[samples, :, keys],
+                v[samples, :, keys],
                 self._out[samples, :, queries],
                 self._lse[samples, :, queries],
                 causal=causal,
                 keep=dropped.keep(block),
                 p=dropped.p,
             )
-            self.q[samples, :, queries] += grad_q
-            grad_kv[0, samples, :, keys] += grad_k
-            grad_kv[1, samples, :, keys] += grad_v
+            self.q[samples, :, queries] += block_grad_q
+            grad_k[samples, :, keys] += block_grad_k
+            grad_v[samples, :, keys] += block_grad_v

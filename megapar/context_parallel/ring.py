@@ -21,6 +21,7 @@ from megapar.comm.pending import Pending
 from megapar.context import Axis
 from megapar.context_parallel.deal import Block, Ring, blocks, chunks, ring
 from megapar.context_parallel.dropout import AttentionDropout
+from megapar.context_parallel.keys_values import KeysValues
 from megapar.context_parallel.partial import Dropped, Gradient, Result
 
 
@@ -45,10 +46,10 @@ class _Round:
         """The rank whose keys and values this rank holds in `step`."""
         return (self.cp.rank - step) % self.cp.size
 
-    def pass_keys(self, kv: Tensor | None, like: Tensor, step: int) -> tuple[Tensor | None, Pending]:
+    def pass_keys(self, kv: KeysValues | None, like: KeysValues, step: int) -> tuple[KeysValues | None, Pending]:
         """Start to send `kv`, the keys and values held in `step`, and to receive those of the next step.
 
-        `kv` is None if no keys have arrived. `like` has the shape and dtype of what arrives. Returns (what arrives, or
+        `kv` is None if no keys have arrived. `like` has the shapes and dtype of what arrives. Returns (what arrives, or
         None if nothing does; what to wait for before it is read).
         """
         next_step = step + 1
@@ -60,7 +61,9 @@ class _Round:
         assert kv is not None or not sends, "keys travel only over ranks that they have reached"
         return self._exchange(kv if sends else None, like if receives else None)
 
-    def pass_gradients(self, grad_kv: Tensor | None, like: Tensor, step: int) -> tuple[Tensor | None, Pending]:
+    def pass_gradients(
+        self, grad_kv: KeysValues | None, like: KeysValues, step: int
+    ) -> tuple[KeysValues | None, Pending]:
         """Start to send `grad_kv`, the gradients of the keys held in `step`, and to receive those of the next step.
 
         The gradients that arrive after the last step are those of this rank's own keys. Otherwise as `pass_keys`.
@@ -71,53 +74,62 @@ class _Round:
         assert grad_kv is not None or not sends, "gradients begin to travel where keys were attended"
         return self._exchange(grad_kv if sends else None, like if receives else None)
 
-    def _exchange(self, sent: Tensor | None, like: Tensor | None) -> tuple[Tensor | None, Pending]:
-        """Start to send `sent` to the next rank, and to receive a tensor like `like` from the one before it.
+    def _exchange(self, sent: KeysValues | None, like: KeysValues | None) -> tuple[KeysValues | None, Pending]:
+        """Start to send `sent` to the next rank, and to receive what is like `like` from the one before it.
 
-        None means that nothing is sent, or received. Returns (the tensor that is received, or None; what to wait for).
+        None means that nothing is sent, or received. Returns (what is received, or None; what to wait for).
         """
         cp = self.cp
         sends = []
         if sent is not None:
-            sends.append((sent, (cp.rank + 1) % cp.size))
+            sends.append((sent.flat, (cp.rank + 1) % cp.size))
         receives = []
         arriving = None
         if like is not None:
-            arriving = torch.empty_like(like)
-            receives.append((arriving, (cp.rank - 1) % cp.size))
+            arriving = like.with_flat(torch.empty_like(like.flat))
+            receives.append((arriving.flat, (cp.rank - 1) % cp.size))
         return arriving, collectives.exchange(sends, receives, cp)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, cp: Axis, starts: Sequence[int] | None, dropout: AttentionDropout | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cp: Axis,
+        starts: Sequence[int] | None,
+        dropout: AttentionDropout | None,
     ) -> Tensor:
         ring_round = _Round(q.shape[2] * cp.size, cp, starts, dropout)
         ctx.ring_round = ring_round
-        result = Result(q)
-        held: Tensor | None = kv
+        kv = KeysValues.copied(k, v)
+        ctx.shapes = k.shape, v.shape
+        result = Result(q, v.shape[-1])
+        held: KeysValues | None = kv
         for step in range(cp.size):
             arriving, pending = ring_round.pass_keys(held, kv, step)
             if held is not None:
-                result.add(q, held[0], held[1], ring_round.blocks[step], ring_round.dropped[step])
+                result.add(q, held.k, held.v, ring_round.blocks[step], ring_round.dropped[step])
             pending.wait()
             held = arriving
         out = result.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, result.lse)
+        ctx.save_for_backward(q, kv.flat, out, result.lse)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        q, kv, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, flat, out, lse = ctx.saved_tensors
+        kv = KeysValues.of(flat, *ctx.shapes)
         ring_round: _Round = ctx.ring_round
         gradient = Gradient(grad_out, q, out, lse)
         # The gradients of this rank's own keys from its own queries (step 0). They do not travel.
-        own_grad_kv = torch.zeros_like(kv, dtype=wide(kv.dtype))
-        held: Tensor | None = kv
+        own_grad_kv = kv.zeros(wide(flat.dtype))
+        held: KeysValues | None = kv
         # The gradients of the keys held in this step, from the ranks where these keys were before.
-        arrived_grad: Tensor | None = None
+        arrived_grad: KeysValues | None = None
         grad_pending = Pending()
         for step in range(ring_round.cp.size):
             arriving, pending = ring_round.pass_keys(held, kv, step)
@@ -125,9 +137,10 @@ class _RingAttention(torch.autograd.Function):
             if step == 0:
                 grad_kv = own_grad_kv
             elif ring_round.blocks[step]:
-                grad_kv = torch.zeros_like(own_grad_kv)
+                grad_kv = kv.zeros(own_grad_kv.flat.dtype)
             if held is not None and grad_kv is not None:
-                gradient.add(held, ring_round.blocks[step], ring_round.dropped[step], grad_kv)
+                blocks_of_step = ring_round.blocks[step]
+                gradient.add(held.k, held.v, blocks_of_step, ring_round.dropped[step], grad_kv.k, grad_kv.v)
             grad_pending.wait()
             if step > 0:
                 leaving = _sum(arrived_grad, grad_kv)
@@ -137,21 +150,28 @@ class _RingAttention(torch.autograd.Function):
             held = arriving
         grad_pending.wait()
         if arrived_grad is not None:
-            own_grad_kv += arrived_grad
-        return gradient.q.to(q.dtype), own_grad_kv.to(kv.dtype), None, None, None
+            own_grad_kv.flat.add_(arrived_grad.flat)
+        rounded = kv.with_flat(own_grad_kv.flat.to(flat.dtype))
+        return gradient.q.to(q.dtype), rounded.k, rounded.v, None, None, None
 
 
-def _sum(arrived: Tensor | None, own: Tensor | None) -> Tensor | None:
+def _sum(arrived: KeysValues | None, own: KeysValues | None) -> KeysValues | None:
     """The sum of two gradients, where None counts as zero. It may overwrite `arrived`."""
     if arrived is None:
         return own
     if own is None:
         return arrived
-    return arrived.add_(own)
+    arrived.flat.add_(own.flat)
+    return arrived
 
 
 def ring_attention(
-    q: Tensor, kv: Tensor, cp: Axis, starts: Sequence[int] | None = None, dropout: AttentionDropout | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: Axis,
+    starts: Sequence[int] | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> Tensor:
     """The same attention as `gather.gather_attention`, computed in a ring. The results differ by rounding alone."""
-    return _RingAttention.apply(q, kv, cp, starts, dropout)
+    return _RingAttention.apply(q, k, v, cp, starts, dropout)

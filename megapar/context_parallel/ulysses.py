@@ -2,6 +2,8 @@
 
 Before attention, an all-to-all gives each rank all positions of a part of the heads. So the attention of a single rank
 runs unchanged. After attention, another all-to-all gives each rank its own positions of all heads again.
+
+Shapes: s positions of this rank, b samples, n heads, d width of a query and a key, e width of a value.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ class Ulysses(nn.Module):
     several ranks read is sent to each of them, and the backward pass sums their gradients of it.
     """
 
-    send_order: Tensor
+    kv_order: Tensor
     kv_index: Tensor | None
 
     def __init__(self, cp: Axis, kv_heads: Sequence[int], device: torch.device):
@@ -39,19 +41,10 @@ class Ulysses(nn.Module):
         for rank in range(cp.size):
             read = kv_heads[rank * self.heads : (rank + 1) * self.heads]
             self._kv_heads_of_rank.append(range(read[0], read[-1] + 1))
-        # The heads of q, k and v, numbered through one after the other, in the order in which they are sent.
-        num_kv_heads = kv_heads[-1] + 1
-        first_k = len(kv_heads)
-        first_v = first_k + num_kv_heads
-        send_order: list[int] = []
-        for rank, heads in enumerate(self._kv_heads_of_rank):
-            send_order += range(rank * self.heads, (rank + 1) * self.heads)
-            send_order += [first_k + head for head in heads]
-            send_order += [first_v + head for head in heads]
-        # How many heads of q, k and v each rank gets from this one.
-        self._sent_heads = [self.heads + 2 * len(heads) for heads in self._kv_heads_of_rank]
+        # The key/value heads in the order in which they are sent.
+        kv_order = [head for heads in self._kv_heads_of_rank for head in heads]
         # Copied to the device here, because in the forward pass each copy would wait for all queued work.
-        self.register_buffer("send_order", torch.tensor(send_order, device=device), persistent=False)
+        self.register_buffer("kv_order", torch.tensor(kv_order, device=device), persistent=False)
         # For each query head of this rank between the exchanges, its key/value head among those that arrive.
         first_kv_head = self._kv_heads_of_rank[cp.rank].start
         own_kv_heads = kv_heads[cp.rank * self.heads : (cp.rank + 1) * self.heads]
@@ -70,7 +63,7 @@ class Ulysses(nn.Module):
         dropout: AttentionDropout | None,
         kernels: Kernels,
     ) -> Tensor:
-        """Causal attention, [s, b, n * d], of this rank's positions s to those of all cp ranks."""
+        """Causal attention, [s, b, n * e], of this rank's positions s to those of all cp ranks."""
         q, k, v = self._to_heads(q_sbnd, k_sbnd, v_sbnd)
         # This rank now has all positions of its part of the heads.
         all_positions_s = torch.arange(batch.sample_length, device=q.device)
@@ -82,28 +75,36 @@ class Ulysses(nn.Module):
         return self._to_positions(y_sbc)
 
     def _to_heads(self, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [cp * s, b, n, d] of this rank's part of the heads."""
+        """q, k and v of all cp * s positions, with this rank's part of the heads."""
         cp = self.cp
-        # A head is a row of the exchange.
-        heads_nbsd = rearrange(torch.cat((q_sbnd, k_sbnd, v_sbnd), dim=2), "s b n d -> n b s d")
-        received_heads = self._sent_heads[cp.rank]  # every rank sends the same heads to this one
-        arrived = exchange_rows(
-            heads_nbsd.index_select(0, self.send_order), self._sent_heads, [received_heads] * cp.size, cp
+        q, k, v = (rearrange(x, "s b n d -> n b s d") for x in (q_sbnd, k_sbnd, v_sbnd))
+        kv_counts = [len(heads) for heads in self._kv_heads_of_rank]
+        # The heads of each rank, one list each of q, k and v.
+        sent = (
+            q.split(self.heads),
+            k.index_select(0, self.kv_order).split(kv_counts),
+            v.index_select(0, self.kv_order).split(kv_counts),
         )
-        num_kv_heads = len(self._kv_heads_of_rank[cp.rank])
+        # One message carries all three. A row of the exchange is a number, because heads of v may have another size.
+        messages = [[part[rank].reshape(-1) for part in sent] for rank in range(cp.size)]
+        sent_sizes = [sum(part.numel() for part in message) for message in messages]
+        received_size = sent_sizes[cp.rank]  # every rank sends the same heads to this one
+        flat = torch.cat([part for message in messages for part in message])
+        arrived = exchange_rows(flat, sent_sizes, [received_size] * cp.size, cp).view(cp.size, received_size)
         # [cp, heads, b, s, d]: the positions of each rank.
-        by_rank = arrived.unflatten(0, (cp.size, received_heads))
-        parts = by_rank.split([self.heads, num_kv_heads, num_kv_heads], dim=1)
+        shapes = [part[cp.rank].shape for part in sent]
+        parts = arrived.split([shape.numel() for shape in shapes], dim=1)
+        by_rank = [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
         # `to_whole` gives each its own memory. So if attention keeps one of them for backward in another order, the
         # memory of the others does not stay with it.
-        q, k, v = (rearrange(to_whole(part), "n b s d -> s b n d") for part in parts)
+        q, k, v = (rearrange(to_whole(part), "n b s d -> s b n d") for part in by_rank)
         if self.kv_index is not None:
             k = k.index_select(2, self.kv_index)
             v = v.index_select(2, self.kv_index)
         return q, k, v
 
     def _to_positions(self, y_sbc: Tensor) -> Tensor:
-        """[s, b, n * d] of all heads, from the attention [cp * s, b, n / cp * d] of this rank's heads."""
+        """[s, b, n * e] of all heads, from the attention [cp * s, b, n / cp * e] of this rank's heads."""
         cp = self.cp
         y_nbsd = rearrange(y_sbc, "s b (n d) -> n b s d", n=self.heads)
         parts = to_parts(y_nbsd, cp.size)  # [cp, n, b, s, d]: the positions of each rank

@@ -18,10 +18,10 @@ def whole_attention(
     dropout: AttentionDropout | None,
     kernels: Kernels,
 ) -> Tensor:
-    """Causal attention, [s, b, n * d], within the documents of `batch`, whose columns are all positions of its samples.
+    """Causal attention, [s, b, n * e], within the documents of `batch`, whose columns are all positions of its samples.
 
     q [s, b, n, d] may have a multiple of the heads of k and v. Then a run of consecutive heads of q reads each head of
-    k and v.
+    k and v. The width e of v may differ from d.
     """
     if dropout is None:
         if batch.starts is None:

@@ -108,7 +108,7 @@ class Attention(nn.Module):
             products=blueprint.products,
         )
         self.attend = CoreAttention(
-            sharding.cp, blueprint.cp_attention, heads.kv_heads, blueprint.kernels, sharding.device
+            sharding.cp, blueprint.cp_attention, heads.kv_heads, blueprint.kernels, sharding.device, d, d
         )
         self.q_norm = self.k_norm = None
         if model.qk_norm:
