@@ -11,11 +11,9 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from megapar_kernels.dispatch import main_grad_of
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.comm.collectives import Pending
 from megapar.comm.pending import Pending
 from megapar.main_grad import DeferredWeightGradient, is_deferred, main_grad_of
 from megapar.products import ConvertedWeight, MatrixProducts

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from megapar_models import balance
-from megapar_models.build import flops_per_token, stage_layers
+from megapar_models.build import stage_layers
+from megapar_models.counts import WholeModel
 from megapar_models.registry import validate
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,7 +38,7 @@ def test_what_is_timed_is_a_layer_the_embedding_and_the_head(family: str, monkey
     assert first == 0, "a lookup"
     assert last == pytest.approx(head * 384 / 300), "the vocabulary is padded to 384"
     assert len(layers) == 5
-    assert sum(layers) == pytest.approx(flops_per_token(config.model, 2) * tokens - head, rel=0.02)
+    assert sum(layers) == pytest.approx(WholeModel(config.model).flops_per_token(2) * tokens - head, rel=0.02)
 
 
 def test_layers_of_other_kinds_are_timed_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megapar_models.build import build_stages, logical_tensors
+from megapar_models.build import build_stages
+from megapar_models.counts import WholeModel
 from megapar_models.registry import validate, weight_options
 from torch import Tensor
 
@@ -116,7 +117,7 @@ def rank_slices(model: ModelConfig, layout: Layout, rank: int) -> list[StateSlic
 def whole(model: ModelConfig) -> Mapping[str, Tensor]:
     """The state of every logical tensor, each element random."""
     tensors = {}
-    for name, piece in logical_tensors(model).items():
+    for name, piece in WholeModel(model).tensors().items():
         for state in STATE:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{state}.{name}".encode()))
             values = torch.randn(piece.shape, generator=generator)
@@ -208,7 +209,7 @@ def test_tied_embeddings_and_one_kv_head_in_every_layout(tmp_path: Path) -> None
 def test_all_layouts_store_the_same_tensors(tmp_path: Path) -> None:
     """Every tensor once, in its true shape, however often ranks hold it; 12 bytes an element in all. So every layout
     exports the same weights (fault any-layout-exports)."""
-    names = {f"{state}.{name}": piece.shape for name, piece in logical_tensors(GPT).items() for state in STATE}
+    names = {f"{state}.{name}": piece.shape for name, piece in WholeModel(GPT).tensors().items() for state in STATE}
     kinds = {name: ("float32", shape) for name, shape in names.items()}
     exports = []
     for number, layout in enumerate(LAYOUTS):
@@ -240,7 +241,7 @@ EXPERT_LAYOUTS = [
 def test_experts_load_into_any_split_of_ranks(tmp_path: Path) -> None:
     """Fault experts-numbered-by-rank: layouts of ep, etp and replicas load what others have saved, bit by bit, weights
     and moments; an expert has its global number in every one."""
-    names = {name.split(".")[4] for name in logical_tensors(MIXTURE) if ".experts." in name}
+    names = {name.split(".")[4] for name in WholeModel(MIXTURE).tensors() if ".experts." in name}
     assert names == {"0", "1", "2", "3", "4"}
     for number, source in enumerate(EXPERT_LAYOUTS):
         path = save_simulated(MIXTURE, source, tmp_path / str(number))

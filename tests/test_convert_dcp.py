@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from megapar_models.build import logical_tensors
 from megapar_models.convert import stream
 from megapar_models.convert.dcp import CONFIG as OPTIONS
 from megapar_models.convert.dcp import export
 from megapar_models.convert.stream import write_weights
+from megapar_models.counts import WholeModel
 from megapar_models.registry import weight_options
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,7 +37,7 @@ def native(folder: Path) -> dict[str, Tensor]:
 
 
 def empty(model: ModelConfig) -> dict[str, Tensor]:
-    return {name: torch.full(piece.shape, torch.nan) for name, piece in logical_tensors(model).items()}
+    return {name: torch.full(piece.shape, torch.nan) for name, piece in WholeModel(model).tensors().items()}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch: one process, as we mean it

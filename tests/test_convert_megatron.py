@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import logical_tensors
 from megapar_models.convert.megatron import FILE, TRACKER, MegatronCheckpoint, read
 from megapar_models.convert.parity import load_fp32, native_logits
+from megapar_models.counts import WholeModel
 from torch import Tensor
 
 from megapar.config.options import ModelConfig, RopeScaling
@@ -32,7 +32,7 @@ from tools.convert_checkpoint import MegatronToNative
 
 
 def shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {name: piece.shape for name, piece in logical_tensors(shape).items()}
+    return {name: piece.shape for name, piece in WholeModel(shape).tensors().items()}
 
 
 def imported(root: Path, **options: Any) -> tuple[MegatronCheckpoint, dict[str, Tensor]]:

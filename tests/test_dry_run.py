@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from megapar_models.build import build_stages, describe_size, logical_tensors, parameter_count
+from megapar_models.build import build_stages
+from megapar_models.counts import WholeModel
 from megapar_models.registry import presets, validate
 from torch import Tensor
 
@@ -227,7 +228,7 @@ def test_every_shipped_configuration_dry_runs(
     config = load(["--config", str(path)], presets()).config
     parallel = config.parallel
     world = parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
-    assert f"{describe_size(validate(config, world).model)}; {counted(world, 'rank')} = " in shown
+    assert f"{WholeModel(validate(config, world).model).size_in_words()}; {counted(world, 'rank')} = " in shown
     assert "GiB on each rank" in shown
     assert not (tmp_path / "run").exists(), "a dry run writes nothing"
 
@@ -250,12 +251,13 @@ def test_every_preset_adds_up(path: Path) -> None:
         rank for rank in range(tp * pp * dp) if rank // tp % dp == 0
     ]
     derived = validate(config, tp * pp * dp).model
-    count = parameter_count(derived)
+    whole = WholeModel(derived)
+    count = whole.parameters()
     copies = model.vocab_size * model.hidden_size * model.tie_word_embeddings
     held = sum(kind.parameters * len(ranks) for kind, ranks in kinds.items())
     vectors = tp * 20 * (model.num_hidden_layers + 1) * model.hidden_size
     positions = 0
-    if "positions.weight" in logical_tensors(derived):
+    if "positions.weight" in whole.tensors():
         positions = (tp - 1) * model.max_position_embeddings * model.hidden_size  # each tensor rank has the whole table
     # Each tensor rank has all rows of a router. In these mixtures every layer has one.
     routers = (tp - 1) * model.num_hidden_layers * derived.moe.num_experts * model.hidden_size
@@ -300,4 +302,4 @@ def test_a_plan_counts_the_parameters_of_the_stages_that_a_rank_has(schedule: st
         assert counts == {0: first + third, 1: second + last}
     else:
         assert counts == {0: first + last, 1: second + third}
-    assert sum(counts.values()) == parameter_count(config.model)
+    assert sum(counts.values()) == WholeModel(config.model).parameters()

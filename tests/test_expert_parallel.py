@@ -22,7 +22,6 @@ from megapar.expert_parallel import dispatch, route
 from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
 from megapar.grid import Grid, expert_rank_groups
-from megapar.linear import MatrixProducts
 from megapar.params import Init, StateSlice, selected, spec_of
 from megapar.products import MatrixProducts
 from megapar.random import initialize

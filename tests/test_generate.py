@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from megapar_models.build import logical_tensors
 from megapar_models.convert import stream
 from megapar_models.convert.saved import is_kept, load_model, saved_config
+from megapar_models.counts import WholeModel
 
 from megapar.checkpoint.format import read_manifest
 from megapar.config.options import flatten
@@ -23,7 +23,7 @@ def write_checkpoint(folder: Path) -> Path:
     """Random weights in a checkpoint of step 0."""
     tensors = tiny_models.random_tensors(CONFIG.model)
     folder.mkdir()
-    shapes = {name: piece.shape for name, piece in logical_tensors(CONFIG.model).items()}
+    shapes = {name: piece.shape for name, piece in WholeModel(CONFIG.model).tensors().items()}
     stream.write_weights(folder, CONFIG, shapes, lambda name: tensors[name], shard_bytes=10**9)
     return folder
 

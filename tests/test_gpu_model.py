@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from megapar_kernels import backend, dispatch
-from megapar_models.build import build_stages, flops_per_token, parameter_count
+from megapar_models.build import build_stages
+from megapar_models.counts import WholeModel
 from megapar_models.registry import presets, validate
 
 from megapar.batch import MicroBatch
@@ -83,8 +84,8 @@ def test_counts_are_those_of_the_presets_and_of_the_models(tools: ModuleType) ->
     for name in ("llama3.2-1b", "llama3-8b"):
         model = validate(Config(model=preset(name), parallel=ParallelConfig(dp=1)), 1).model
         job = tools.Job(model, 2, 4096)
-        assert job.parameters == parameter_count(model)
-        assert job.flops == 2 * 4096 * flops_per_token(model, 4096)
+        assert job.parameters == WholeModel(model).parameters()
+        assert job.flops == 2 * 4096 * WholeModel(model).flops_per_token(4096)
 
 
 def test_other_models_are_refused(tools: ModuleType) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megapar_models.build import build_stages, logical_tensors
+from megapar_models.build import build_stages
+from megapar_models.counts import WholeModel
 from megapar_models.stage import Stage
 from torch import Tensor
 
@@ -127,9 +128,8 @@ def test_no_rank_holds_all_experts(ep: int, etp: int) -> None:
     """Experts are divided by ep and etp to the element, and so are their gradients and optimizer state."""
     layout = Layout(SHARED, tp=2, dp=4, ep=ep, etp=etp, micro_batch_size=3)
     config = layout.config()
-    whole = sum(
-        torch.Size(piece.shape).numel() for name, piece in logical_tensors(config.model).items() if ".experts." in name
-    )
+    tensors = WholeModel(config.model).tensors()
+    whole = sum(torch.Size(piece.shape).numel() for name, piece in tensors.items() if ".experts." in name)
     for rank in range(8):
         ctx = context.planned(grid_of(config), rank, device=torch.device("meta"))
         held = [

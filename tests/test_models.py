@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import StageBuilder, active_parameter_count, build_stages, flops_per_token, parameter_count
+from megapar_models.build import StageBuilder, build_stages
+from megapar_models.counts import WholeModel
 from megapar_models.registry import FAMILIES, presets, validate
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -141,7 +142,7 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     first_line = presets()[name].read_text().splitlines()[0]
     published = re.search(r": ([\d,]+) parameters", first_line)
     assert published is not None, first_line
-    assert parameter_count(preset(name)) == int(published[1].replace(",", ""))
+    assert WholeModel(preset(name)).parameters() == int(published[1].replace(",", ""))
 
 
 @pytest.mark.parametrize("name", [name for name, path in presets().items() if "[model.moe]" in path.read_text()])
@@ -150,12 +151,12 @@ def test_presets_of_mixtures_have_the_published_number_of_active_parameters(name
     published = re.search(r", (\d+)(\.\d)?B active", presets()[name].read_text().splitlines()[0])
     assert published is not None
     stated = float(published[1] + (published[2] or ""))
-    assert abs(active_parameter_count(preset(name)) / 1e9 - stated) < (0.1 if published[2] else 1)
+    assert abs(WholeModel(preset(name)).active_parameters() / 1e9 - stated) < (0.1 if published[2] else 1)
 
 
 def test_parameters_of_mistrals_first_version() -> None:
     """It has another vocabulary than the preset, which is version 0.3."""
-    assert parameter_count(preset("mistral-7b", vocab_size=32000)) == 7_241_732_096
+    assert WholeModel(preset("mistral-7b", vocab_size=32000)).parameters() == 7_241_732_096
 
 
 def test_every_family_has_presets_and_a_plain_version() -> None:
@@ -174,7 +175,7 @@ def test_flops_per_token_are_those_of_the_plain_model(name: str) -> None:
         reference_models.loss_and_gradients(model, tiny_models.random_tensors(model), [batch])
     width = model.num_attention_heads * model.head_dim
     not_needed = 6 * tiny_models.LENGTH * width * model.num_hidden_layers
-    per_token = flops_per_token(model, tiny_models.LENGTH)
+    per_token = WholeModel(model).flops_per_token(tiny_models.LENGTH)
     assert counter.get_total_flops() == batch.tokens_bs.numel() * (per_token + not_needed)
 
 
@@ -196,7 +197,7 @@ def test_flops_per_token_with_frozen_parameters_are_those_of_the_plain_model(
     first = 1 if patterns[0].startswith("layers.1") else 0
     layers_back = 0 if patterns == ("norm.*",) else model.num_hidden_layers - first
     not_needed = 2 * tiny_models.LENGTH * width * (model.num_hidden_layers + 2 * layers_back)
-    counted = flops_per_token(model, tiny_models.LENGTH, patterns)
+    counted = WholeModel(model).flops_per_token(tiny_models.LENGTH, patterns)
     assert found == counted + not_needed
 
 
@@ -208,16 +209,17 @@ def test_flops_per_token_with_frozen_parameters_by_hand() -> None:
     forward = 2 * (32 * layer + head) + 32 * scores
     backward = 4 * (layer + head) + 2 * scores
     mlp = 3 * 4096 * 11008
-    assert flops_per_token(preset("llama2-7b"), 4096, ("layers.31.*", "norm.*", "head.*")) == forward + backward
-    assert flops_per_token(preset("llama2-7b"), 4096, ("head.*",)) == forward + 2 * head
+    whole = WholeModel(preset("llama2-7b"))
+    assert whole.flops_per_token(4096, ("layers.31.*", "norm.*", "head.*")) == forward + backward
+    assert whole.flops_per_token(4096, ("head.*",)) == forward + 2 * head
     # The attention of a layer whose MLP alone trains counts as if its inputs needed gradients too.
     only_mlp = forward + 2 * (layer + head) + 2 * mlp + 2 * scores
-    assert flops_per_token(preset("llama2-7b"), 4096, ("layers.31.mlp.*",)) == only_mlp
+    assert whole.flops_per_token(4096, ("layers.31.mlp.*",)) == only_mlp
 
 
 def test_flops_per_token_of_llama_7b_by_hand() -> None:
     matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096
-    assert flops_per_token(preset("llama2-7b"), 4096) == 6 * matrices + 32 * (12 * 4096 * 4096) // 2
+    assert WholeModel(preset("llama2-7b")).flops_per_token(4096) == 6 * matrices + 32 * (12 * 4096 * 4096) // 2
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
@@ -232,7 +234,7 @@ def test_tied_embedding_on_one_rank_is_one_parameter(vpp: int) -> None:
     buffer = flatten(list(stages.values()), context.single(), zero_stage=1, bucket_mb=1.0, overlap=True)
     assert [slot.name for slot in buffer.slots].count("embedding.weight") == 1
     assert sum(p.numel() for p in layouts.unique_parameters(stages.values())) == (
-        parameter_count(config.model) + (256 - 131) * 48
+        WholeModel(config.model).parameters() + (256 - 131) * 48
     )
     batch, x = tiny_models.batch(config.model), None
     for stage in stages.values():

@@ -413,7 +413,7 @@ def test_tensor_parallel_models_equal_one_process(tp: int) -> None:
 
 
 def scatter_ten_rows() -> str:
-    tp = 4)→=x=4).tp
+    tp = context.create(Grid(tp=4)).tp
     with pytest.raises(ValueError, match="10") as refused:
         scatter_sum(torch.zeros(10, 2), tp)
     return str(refused.value)

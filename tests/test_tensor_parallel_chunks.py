@@ -14,7 +14,6 @@ from megapar.comm import collectives
 from megapar.comm.pending import Pending
 from megapar.context import Axis, ParallelContext
 from megapar.grid import Grid
-from megapar.linear import MatrixProducts
 from megapar.params import Init
 from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.recompute import run

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import build_stages, flops_per_token
+from megapar_models.build import build_stages
+from megapar_models.counts import WholeModel
 from megapar_models.registry import validate
 from torch import Tensor, nn
 
@@ -267,8 +268,9 @@ def test_metrics_and_plan_count_no_gradient_of_frozen_weights(tmp_path: Path) ->
     ended = program.run(*flags, cwd=tmp_path)
     assert ended.code == 0, ended.err
     config = validate(load_options(["--config", str(tmp_path / "run/config.toml")]).config, 1)
-    flops = flops_per_token(config.model, config.train.seq_length, patterns)
-    assert flops < 0.75 * flops_per_token(config.model, config.train.seq_length)
+    whole = WholeModel(config.model)
+    flops = whole.flops_per_token(config.train.seq_length, patterns)
+    assert flops < 0.75 * whole.flops_per_token(config.train.seq_length)
     for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
         line = json.loads(text)
         assert line["tflops_per_device"] * line["step_seconds"] * 1e12 == pytest.approx(flops * line["tokens"])

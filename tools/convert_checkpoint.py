@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
-from megapar_models.build import describe_size, logical_tensors
 from megapar_models.convert import dcp, megatron, megatron_core, upcycle
 from megapar_models.convert.config_json import canonical_name, from_hugging_face, names_of, to_hugging_face, warnings_of
 from megapar_models.convert.huggingface import (
@@ -39,6 +38,7 @@ from megapar_models.convert.parity import (
 from megapar_models.convert.saved import saved_config
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
 from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
+from megapar_models.counts import WholeModel
 from megapar_models.registry import validate, weight_options
 from rich.console import Console
 from rich.progress import Progress
@@ -309,7 +309,7 @@ def upcycle_dense(options: Upcycle) -> None:
         write_options(folder, config, options.src)
         if options.verify:
             write_json(folder / PARITY, verify(folder, native_reference(options.src), torch.float32))
-    counts = describe_size(config.model)
+    counts = WholeModel(config.model).size_in_words()
     print(f"{options.dst}: {options.family}, {counts}, of step {manifest.step} of {options.src}")
     print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
 
@@ -383,7 +383,7 @@ def computed(model: ModelConfig) -> ModelConfig:
 
 
 def native_shapes(model: ModelConfig) -> dict[str, Sizes]:
-    return {name: piece.shape for name, piece in logical_tensors(model).items()}
+    return {name: piece.shape for name, piece in WholeModel(model).tensors().items()}
 
 
 def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:

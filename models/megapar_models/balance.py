@@ -14,7 +14,8 @@ from megapar.comm import collectives
 from megapar.config.files import Resolved, load_earlier
 from megapar.config.options import Config
 from megapar.context import ParallelContext, single
-from megapar_models.build import balanced, layer_kinds, make_blueprint, stage_layers
+from megapar_models.build import balanced, make_blueprint, stage_layers
+from megapar_models.counts import WholeModel
 from megapar_models.registry import find
 
 _REPETITIONS = 5
@@ -81,7 +82,7 @@ def measure(config: Config, on: torch.device) -> tuple[list[float], float, float
     """Seconds of one micro-batch's forward and backward: through each layer, through the embedding, and through norm,
     head and loss.
 
-    Layers with the same tensors take the same time, so one of each kind is measured.
+    Layers of a kind take the same time, so one of each kind is measured (`WholeModel.layer_kinds`).
 
     Measured with whole matrices on this rank alone: tensor parallelism divides all three about alike.
     """
@@ -132,7 +133,7 @@ class _Parts:
     def of_all(self, timed: Callable[[range, bool, bool], T]) -> tuple[list[T], T, T]:
         """timed(layers, first, last) for each layer, for the embedding, and for norm, head and loss."""
         end = self._model.num_hidden_layers
-        kinds = layer_kinds(self._model)
+        kinds = WholeModel(self._model).layer_kinds(self._batch.seq_length)
         of_kind = {kind: timed(range(kind, kind + 1), False, False) for kind in sorted(set(kinds))}
         return [of_kind[kind] for kind in kinds], timed(range(0), True, False), timed(range(end, end), False, True)
 

@@ -1,20 +1,17 @@
-"""Builds this rank's pipeline stages from a configuration, and counts a model's parameters and FLOPs."""
+"""Builds this rank's pipeline stages from a configuration."""
 
 from collections.abc import Sequence
-from fractions import Fraction
-
-import torch
 
 from megapar.config.options import Config, ModelConfig, ParallelConfig
-from megapar.context import ParallelContext, single
+from megapar.context import ParallelContext
 from megapar.device import choose_kernels
-from megapar.params import ParamSpec, Piece, selected, spec_of
 from megapar.pipeline.partition import explicit, partition
 from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar.precision import model_dtype
 from megapar.products import MatrixProducts
 from megapar.recompute import Recompute
 from megapar.sharding import Sharding
+from megapar_models.counts import WholeModel
 from megapar_models.registry import find
 from megapar_models.stage import Blueprint, Stage
 
@@ -95,18 +92,17 @@ def make_blueprint(config: Config, ctx: ParallelContext, *, allocate: bool = Tru
 def stage_layers(config: Config) -> list[range]:
     """The layers of each of the pp * vpp stages: those of `parallel.partition`, or a split that balances the cost.
 
-    The cost is in FLOPs per token. Head and loss count on the last stage. The embedding's lookup is nearly free.
+    The cost is in multiplications per token. Head and loss count on the last stage. The embedding's lookup is nearly
+    free.
     """
     model = config.model
     parallel = config.parallel
+    num_stages = parallel.pp * parallel.vpp
     if parallel.partition:
-        return explicit(parallel.partition, model.num_hidden_layers, parallel.pp * parallel.vpp)
-    scores = config.train.seq_length * model.num_attention_heads * model.head_dim
-    layers = [float(scores)] * model.num_hidden_layers
-    for name, (piece, spec) in declarations(model).items():
-        layer = _depth(name, model.num_hidden_layers)
-        if 0 <= layer < model.num_hidden_layers:
-            layers[layer] += float(torch.Size(piece.shape).numel() * spec.token_share)
+        return explicit(parallel.partition, model.num_hidden_layers, num_stages)
+    if num_stages == 1:
+        return [range(model.num_hidden_layers)]  # without building the model to count its costs
+    layers = WholeModel(model).layer_costs(config.train.seq_length)
     return balanced(config, layers, float(model.hidden_size), float(model.vocab_size * model.hidden_size))
 
 
@@ -129,114 +125,3 @@ class StageBuilder:
         if decides not in self._layers:
             self._layers[decides] = stage_layers(config)
         return build_stages(config, ctx, layers=self._layers[decides])
-
-
-def _whole_model(model: ModelConfig) -> Stage:
-    """The model in one stage on the meta device: from it parameters and FLOPs are counted, and from no second list."""
-    sharding = Sharding.of(single(torch.device("meta")), torch.float32)
-    blueprint = Blueprint(model, sharding, Recompute(), seed=0)
-    return find(model.family).stage(blueprint, range(model.num_hidden_layers), first=True, last=True)
-
-
-def declarations(model: ModelConfig) -> dict[str, tuple[Piece, ParamSpec]]:
-    """Every logical tensor of the model by name, and the declaration of its parameter. A tied embedding is listed once.
-
-    A fused parameter declares several tensors.
-    """
-    specs = [spec_of(param) for param in _whole_model(model).parameters()]
-    return {piece.name: (piece, spec) for spec in specs for piece in spec.pieces}
-
-
-def logical_tensors(model: ModelConfig) -> dict[str, Piece]:
-    """Every logical tensor of the model by name. A tied embedding is listed once."""
-    return {name: piece for name, (piece, _) in declarations(model).items()}
-
-
-def layer_kinds(model: ModelConfig) -> list[int]:
-    """For each layer the number of the first layer that has tensors of the same names and shapes.
-
-    Models may have layers with experts and layers without.
-    """
-    tensors: list[set[tuple[str, Sequence[int]]]] = [set() for _ in range(model.num_hidden_layers)]
-    for name, piece in logical_tensors(model).items():
-        layer = _depth(name, model.num_hidden_layers)
-        if 0 <= layer < model.num_hidden_layers:
-            tensors[layer].add((name.removeprefix(f"layers.{layer}."), piece.shape))
-    return [tensors.index(own) for own in tensors]
-
-
-def parameter_count(model: ModelConfig) -> int:
-    """The number of parameters of the whole model, without padding of the vocabulary. A tied embedding counts once."""
-    return sum(torch.Size(piece.shape).numel() for piece in logical_tensors(model).values())
-
-
-def active_parameter_count(model: ModelConfig) -> int:
-    """The number of parameters that a token is computed with: of a mixture, those of its own experts alone."""
-    counts = (torch.Size(piece.shape).numel() * spec.token_share for piece, spec in declarations(model).values())
-    return round(sum(counts))  # a whole number: each layer has num_experts_per_tok times an expert's parameters
-
-
-def describe_size(model: ModelConfig) -> str:
-    """The number of parameters, and of active ones if there are experts that not every token uses."""
-    total = parameter_count(model)
-    active = active_parameter_count(model)
-    return f"{total:,} parameters" if active == total else f"{total:,} parameters, {active:,} active"
-
-
-def flops_per_token(model: ModelConfig, seq_length: int, trainable: Sequence[str] = ()) -> int:
-    """The FLOPs of forward and backward for one token, where train.trainable is `trainable`.
-
-    Each weight of a matrix product counts 2 for the forward pass, 2 for the gradient of the product's input, and 2 for
-    its own gradient: those of the head do, those of the embedding's lookup do not. Of a mixture's experts those count
-    that a token is sent to. Causal attention counts 2 * s * heads * head_dim for each layer's forward pass, because
-    half of its s^2 scores are computed, and twice as much for its backward pass. As in Megatron-LM, attention counts
-    over the whole sample, also if data.documents=apart computes less.
-
-    Frozen weights have no gradient of their own. Gradients of inputs are counted back to the first layer that holds a
-    trained parameter, and for all products of that layer. Layers before it need none.
-    """
-    layers = model.num_hidden_layers
-    shapes: dict[str, Sequence[int]] = {}
-    share: dict[str, Fraction] = {}
-    trained: set[str] = set()
-    for param in _whole_model(model).parameters():
-        spec = spec_of(param)
-        shapes.update({piece.name: piece.shape for piece in spec.pieces})
-        share.update({piece.name: spec.token_share for piece in spec.pieces})
-        if param.requires_grad and selected(spec, trainable):  # a model may freeze a parameter of its own
-            trained.update(piece.name for piece in spec.pieces)
-    first = min((_depth(name, layers) for name in trained), default=layers + 2)
-    # A tied head is listed as the embedding.
-    head = "head.weight" if "head.weight" in shapes else "embedding.weight"
-    total = Fraction(0)
-    for name, shape in shapes.items():
-        if len(shape) != 2 or name in ("embedding.weight", "positions.weight", "head.weight"):
-            continue
-        passes = _passes(input_gradient=first <= _depth(name, layers), weight_gradient=name in trained)
-        total += 2 * passes * torch.Size(shape).numel() * share[name]
-    # The head is alone at its depth: its input needs a gradient only if a parameter before it is trained.
-    passes = _passes(input_gradient=first <= layers, weight_gradient=head in trained)
-    total += 2 * passes * model.vocab_size * model.hidden_size
-    scores = 2 * seq_length * model.num_attention_heads * model.head_dim
-    for layer in range(layers):
-        total += 3 * scores if first <= layer else scores
-    return round(total)  # a whole number: each layer has num_experts_per_tok times an expert's FLOPs
-
-
-def _depth(name: str, layers: int) -> int:
-    """The place of a logical tensor in the forward pass: its layer, -1 before the layers, `layers` or more after."""
-    module, _, rest = name.partition(".")
-    if module == "layers":
-        return int(rest.partition(".")[0])
-    # A tensor of a name that is not known here counts as one before the layers: the count is then never too small.
-    return {"norm": layers, "head": layers + 1}.get(module, -1)
-
-
-def _passes(*, input_gradient: bool, weight_gradient: bool) -> int:
-    """How many products as large as the forward one a matrix takes part in."""
-    passes = 1
-    if input_gradient:
-        passes += 1
-    if weight_gradient:
-        passes += 1
-    return passes

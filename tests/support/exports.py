@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megapar_models.build import logical_tensors
 from megapar_models.convert.stream import write_weights
+from megapar_models.counts import WholeModel
 from megapar_models.registry import validate
 
 from megapar.config.options import Config, ModelConfig, TrainConfig
@@ -24,7 +24,7 @@ def make_run(folder: Path, model: ModelConfig, **sections: Any) -> Path:
     """A checkpoint of random weights, as a training with these sections of options would save it."""
     config = validate(Config(model=model, train=TrainConfig(seq_length=16)), 1)
     tensors = tiny_models.random_tensors(config.model)
-    shapes = {name: piece.shape for name, piece in logical_tensors(config.model).items()}
+    shapes = {name: piece.shape for name, piece in WholeModel(config.model).tensors().items()}
     folder.mkdir(parents=True)
     write_weights(folder, replace(config, **sections), shapes, lambda name: tensors[name], shard_bytes=1 << 30)
     return folder

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megapar_models.build import build_stages, logical_tensors
+from megapar_models.build import build_stages
+from megapar_models.counts import WholeModel
 from megapar_models.registry import validate
 from megapar_models.stage import Stage
 from torch import Tensor
@@ -58,7 +59,7 @@ def joined(batches: Sequence[MicroBatch]) -> MicroBatch:
 def random_tensors(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     """Every logical tensor, N(0, 0.1); norms' weights around 1. Nothing is zero, so no gradient hides."""
     generator = torch.Generator().manual_seed(seed)
-    pieces = logical_tensors(model)
+    pieces = WholeModel(model).tensors()
     tensors = {name: torch.randn(piece.shape, generator=generator) * 0.1 for name, piece in pieces.items()}
     return {name: tensor + name.endswith("norm.weight") for name, tensor in tensors.items()}
 

@@ -8,7 +8,7 @@ graph. With full recompute it recomputes its layers as well.
 
 MFU is tokens/s * FLOPs of a token / the GPU's dense bf16 peak (megapar.device.PEAK_TFLOPS). FLOPs of a token are
 6 * (weights of matrices, the head's included) + 6 * s * heads * head_dim * layers: forward and backward, causal
-attention counted half, no recomputation (megapar_models.build.flops_per_token). The first steps, which compile, are not
+attention counted half, no recomputation (megapar_models.counts). The first steps, which compile, are not
 counted. Every figure of megapar is printed beside what benchmarks/gpu_model.py predicts for an H200.
 
 Order: megapar on every workload, one profiled step, plain PyTorch, torch.compile. Each measurement runs alone, in a
@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from megapar_models.build import flops_per_token, parameter_count
+from megapar_models.counts import WholeModel
 from megapar_models.registry import presets, validate
 from rich.console import Console
 from rich.table import Table
@@ -341,12 +341,13 @@ class Session:
         """The workload's part of the file, made when its first contender is about to run."""
         if name not in self.runs:
             prediction = self.predict(config)
+            whole = WholeModel(config.model)
             self.runs[name] = {
                 "workload": name,
                 "model": WORKLOADS[name].preset,
                 "layers": config.model.num_hidden_layers,
-                "parameters": parameter_count(config.model),
-                "flops_per_token": flops_per_token(config.model, config.train.seq_length),
+                "parameters": whole.parameters(),
+                "flops_per_token": whole.flops_per_token(config.train.seq_length),
                 "micro_batch_size": config.train.micro_batch_size,
                 "seq_length": config.train.seq_length,
                 "micro_batches": num_microbatches(config),

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from megapar_models.build import logical_tensors
+from megapar_models.counts import WholeModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,7 @@ class RandomWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, model: ModelConfig, where: torch.device):
-        self.shapes = {name: piece.shape for name, piece in logical_tensors(model).items()}
+        self.shapes = {name: piece.shape for name, piece in WholeModel(model).tensors().items()}
         self.where = where
 
     def __getitem__(self, name: str) -> Tensor:

@@ -150,7 +150,7 @@ class Job:
 
     @property
     def flops(self) -> float:
-        """Of a micro-batch as MFU counts them (megapar_models.build.flops_per_token): nothing that is recomputed."""
+        """Of a micro-batch as MFU counts them (megapar_models.counts): nothing that is recomputed."""
         layers = self.model.num_hidden_layers
         matrices = layers * self.layer_matrices + self.head_matrix
         return 6.0 * self.tokens * (matrices + layers * self.seq_length * self.query_width)

@@ -18,8 +18,8 @@ from megapar.config.options import Config, DataConfig, MoEConfig
 from megapar.errors import CheckpointError, ConfigError
 from megapar.params import MAIN
 from megapar.random import initial_values
-from megapar_models.build import declarations
 from megapar_models.convert.stream import check_finite
+from megapar_models.counts import WholeModel
 from megapar_models.registry import find, validate
 
 
@@ -48,7 +48,7 @@ def tensor_of(source: Path, manifest: Manifest, config: Config) -> Callable[[str
     `source` and `manifest` are those of the dense model's native checkpoint. Raises CheckpointError if the dense model
     lacks a tensor, or has one without use for the mixture.
     """
-    declared = declarations(config.model)
+    declared = WholeModel(config.model).declarations
     stored = {name.removeprefix(f"{MAIN}.") for name in manifest.tensors if name.startswith(f"{MAIN}.")}
     routers = {name for name in declared if name.endswith(".router.weight")}
     copied = {dense_name(name) for name in declared.keys() - routers}

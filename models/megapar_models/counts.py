@@ -1,0 +1,148 @@
+"""Counts a model: its tensors, parameters and FLOPs, as its parameters and modules declare them.
+
+A parameter declares its tensors (`ParamSpec`). A module with products that have no weights, such as attention's scores,
+declares their FLOPs: it has a method `flops_per_token(seq_length)`, which returns those of one token's forward pass as
+an int. They are of the whole module on one rank, without those of the modules inside it.
+"""
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import torch
+
+from megapar.config.options import ModelConfig
+from megapar.context import single
+from megapar.params import ParamSpec, Piece, selected, spec_of
+from megapar.recompute import Recompute
+from megapar.sharding import Sharding
+from megapar_models.registry import find
+from megapar_models.stage import Blueprint
+
+
+class WholeModel:
+    """A model in one stage on the meta device, from which all is counted.
+
+    A large one takes tenths of a second to build. `declarations` has every logical tensor by name, with the declaration
+    of its parameter. A fused parameter declares several tensors. A tied embedding is listed once.
+    """
+
+    def __init__(self, model: ModelConfig):
+        self.model = model
+        sharding = Sharding.of(single(torch.device("meta")), torch.float32)
+        blueprint = Blueprint(model, sharding, Recompute(), seed=0)
+        self._stage = find(model.family).stage(blueprint, range(model.num_hidden_layers), first=True, last=True)
+        specs = [spec_of(param) for param in self._stage.parameters()]
+        self.declarations: dict[str, tuple[Piece, ParamSpec]] = {
+            piece.name: (piece, spec) for spec in specs for piece in spec.pieces
+        }
+
+    def tensors(self) -> dict[str, Piece]:
+        """Every logical tensor by name. A tied embedding is listed once."""
+        return {name: piece for name, (piece, _) in self.declarations.items()}
+
+    def parameters(self) -> int:
+        """The number of parameters, without padding of the vocabulary. A tied embedding counts once."""
+        return sum(torch.Size(piece.shape).numel() for piece, _ in self.declarations.values())
+
+    def active_parameters(self) -> int:
+        """The number of parameters that a token is computed with: of a mixture, those of its own experts alone."""
+        counts = (torch.Size(piece.shape).numel() * spec.token_share for piece, spec in self.declarations.values())
+        return round(sum(counts))  # a whole number: each layer has num_experts_per_tok times an expert's parameters
+
+    def size_in_words(self) -> str:
+        """The number of parameters, and of active ones if there are experts that not every token uses."""
+        total = self.parameters()
+        active = self.active_parameters()
+        return f"{total:,} parameters" if active == total else f"{total:,} parameters, {active:,} active"
+
+    def layer_kinds(self, seq_length: int) -> list[int]:
+        """For each layer the number of the first layer that has tensors of the same names and shapes, and products of
+        its own with as many FLOPs.
+
+        Models may have layers with experts and layers without, or layers with other attention.
+        """
+        tensors: list[set[tuple[str, Sequence[int]]]] = [set() for _ in range(self.model.num_hidden_layers)]
+        for name, (piece, _) in self.declarations.items():
+            layer = self._depth(name)
+            if 0 <= layer < len(tensors):
+                tensors[layer].add((name.removeprefix(f"layers.{layer}."), piece.shape))
+        kinds = list(zip(tensors, self._products_of_layers(seq_length), strict=True))
+        return [kinds.index(kind) for kind in kinds]
+
+    def layer_costs(self, seq_length: int) -> list[float]:
+        """For each layer the multiplications of one token's forward pass, each with its addition."""
+        costs = [flops / 2 for flops in self._products_of_layers(seq_length)]
+        for name, (piece, spec) in self.declarations.items():
+            layer = self._depth(name)
+            if 0 <= layer < len(costs):
+                costs[layer] += float(torch.Size(piece.shape).numel() * spec.token_share)
+        return costs
+
+    def flops_per_token(self, seq_length: int, trainable: Sequence[str] = ()) -> int:
+        """The FLOPs of forward and backward for one token, where train.trainable is `trainable`.
+
+        Each weight of a matrix product counts 2 for the forward pass, 2 for the gradient of the product's input, and 2
+        for its own gradient: those of the head do, those of the embedding's lookup do not. Of a mixture's experts those
+        count that a token is sent to. Products without weights count what their modules declare for the forward pass,
+        and twice as much for the backward pass. As in Megatron-LM, attention counts over the whole sample, also if
+        data.documents=apart computes less.
+
+        Frozen weights have no gradient of their own. Gradients of inputs are counted back to the first layer that holds
+        a trained parameter, and for all products of that layer. Layers before it need none.
+        """
+        layers = self.model.num_hidden_layers
+        trained: set[str] = set()
+        for param in self._stage.parameters():
+            spec = spec_of(param)
+            if param.requires_grad and selected(spec, trainable):  # a model may freeze a parameter of its own
+                trained.update(piece.name for piece in spec.pieces)
+        first = min((self._depth(name) for name in trained), default=layers + 2)
+        # A tied head is listed as the embedding.
+        head = "head.weight" if "head.weight" in self.declarations else "embedding.weight"
+        total = Fraction(0)
+        for name, (piece, spec) in self.declarations.items():
+            if len(piece.shape) != 2 or name in ("embedding.weight", "positions.weight", "head.weight"):
+                continue
+            passes = _passes(input_gradient=first <= self._depth(name), weight_gradient=name in trained)
+            total += 2 * passes * torch.Size(piece.shape).numel() * spec.token_share
+        # The head is alone at its depth: its input needs a gradient only if a parameter before it is trained.
+        passes = _passes(input_gradient=first <= layers, weight_gradient=head in trained)
+        total += 2 * passes * self.model.vocab_size * self.model.hidden_size
+        for depth, flops in self._products(seq_length):
+            total += 3 * flops if first <= depth else flops
+        return round(total)  # a whole number: each layer has num_experts_per_tok times an expert's FLOPs
+
+    def _products(self, seq_length: int) -> Iterator[tuple[int, int]]:
+        """Yield (depth, FLOPs of one token's forward pass) of each module that declares products of its own."""
+        for name, module in self._stage.named_modules():
+            declared = getattr(module, "flops_per_token", None)
+            if declared is not None:
+                yield self._depth(name), declared(seq_length)
+
+    def _products_of_layers(self, seq_length: int) -> list[int]:
+        """The FLOPs of one token's forward pass through each layer that its modules declare."""
+        layers = [0] * self.model.num_hidden_layers
+        for depth, flops in self._products(seq_length):
+            if 0 <= depth < len(layers):
+                layers[depth] += flops
+        return layers
+
+    def _depth(self, name: str) -> int:
+        """The place of a tensor or module in the forward pass: its layer, -1 before the layers, or after them their
+        number and more."""
+        layers = self.model.num_hidden_layers
+        module, _, rest = name.partition(".")
+        if module == "layers":
+            return int(rest.partition(".")[0])
+        # A name that is not known here counts as one before the layers: the count is then never too small.
+        return {"norm": layers, "head": layers + 1}.get(module, -1)
+
+
+def _passes(*, input_gradient: bool, weight_gradient: bool) -> int:
+    """How many products as large as the forward one a matrix takes part in."""
+    passes = 1
+    if input_gradient:
+        passes += 1
+    if weight_gradient:
+        passes += 1
+    return passes
