@@ -172,6 +172,14 @@ def test_a_cpu_keeps_layer_norm_statistics_in_bf16() -> None:
     assert held_bytes(make_state(config)) == (*expected[:3], expected[3] - 2 * statistics)
 
 
+@pytest.mark.skipif(ON_GPUS, reason="GPUs have kernels of their own, which keep less")
+def test_values_of_another_width_are_planned_at_their_width() -> None:
+    plain = replace(LLAMA, num_key_value_heads=4, head_dim=12, attention_bias=False, qk_norm=False)
+    config = Layout(replace(plain, family="tests.test_width_attention:FAMILY")).config("bf16")
+    (expected,) = predicted(config).values()
+    assert held_bytes(make_state(config), most_batches=1) == expected
+
+
 def test_full_recompute_keeps_the_inputs_of_layers() -> None:
     """[s, b, h] a layer, fp32; embedding, head, loss and one layer at a time keep the rest."""
     one, two, seven = (
