@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megapar_models.balance import times_of_stages, with_measured_partition
 from megapar_models.build import StageBuilder, build_stages
-from megapar_models.counts import WholeModel
+from megapar_models.counts import size_and_flops
 from megapar_models.registry import named_configs, validate
 
 from megapar import device
@@ -55,9 +55,8 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
             stages = build_stages(config, ctx, allocate=not initializes_by_unit(config))
             state, notes = start(config, ctx, stages, identity(train_data, validation_sets), memory)
             train_data.consumed_samples = state.consumed_samples
-            whole = WholeModel(config.model)
-            write_run_header(config, ctx, whole.size_in_words(), [*balance, *notes], to_toml(resolved, config))
-            flops = whole.flops_per_token(config.train.seq_length, config.train.trainable)
+            size, flops = size_and_flops(config)
+            write_run_header(config, ctx, size, [*balance, *notes], to_toml(resolved, config))
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
             report = dry_run.memory_report_of(config, build_stages, env.rank)
             stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop, report))
@@ -69,9 +68,7 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
 def plan(resolved: Resolved) -> None:
     """Print what each rank of the layout would hold. It does not matter how this process was started."""
     config = check(resolved, resolved.config.launch.nproc or smallest_world(resolved.config.parallel))
-    whole = WholeModel(config.model)
-    flops = whole.flops_per_token(config.train.seq_length, config.train.trainable)
-    dry_run.show(config, StageBuilder(), whole.size_in_words(), flops)
+    dry_run.show(config, StageBuilder(), *size_and_flops(config))
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import torch
 
-from megapar.config.options import ModelConfig
+from megapar.config.options import Config, ModelConfig
 from megapar.context import single
 from megapar.params import ParamSpec, Piece, selected, spec_of
 from megapar.recompute import Recompute
@@ -136,6 +136,12 @@ class WholeModel:
             return int(rest.partition(".")[0])
         # A name that is not known here counts as one before the layers: the count is then never too small.
         return {"norm": layers, "head": layers + 1}.get(module, -1)
+
+
+def size_and_flops(config: Config) -> tuple[str, int]:
+    """The number of parameters in words, and the FLOPs of a token in a run, from one model."""
+    whole = WholeModel(config.model)
+    return whole.size_in_words(), whole.flops_per_token(config.train.seq_length, config.train.trainable)
 
 
 def _passes(*, input_gradient: bool, weight_gradient: bool) -> int:
