@@ -126,15 +126,14 @@ def _cross_entropy() -> Iterator[Shipped]:
         pointers = {"logits_ptr": f"*{dtype}", "target_ptr": "*i64"}
         types = {**pointers, "statistics_ptr": "*fp32", **sizes}
         steps, lanes, warps = cross_entropy.statistics_config(width)
-        for variant, with_total in (("statistics", False), ("statistics, smoothed", True)):
-            yield Shipped(
-                "cross_entropy", f"{variant} {dtype} {width}", statistics, types,
-                {"WITH_TOTAL": with_total, "STEPS": steps, "LANES": lanes}, warps, aligned=("rows", "width", "stride"),
-                elements=steps * lanes, traffic=bytes_a_logit if width >= LARGE else 0, has_tail=True,
-            )  # fmt: skip
+        yield Shipped(
+            "cross_entropy", f"statistics {dtype} {width}", statistics, types,
+            {"STEPS": steps, "LANES": lanes}, warps, aligned=("rows", "width", "stride"),
+            elements=steps * lanes, traffic=bytes_a_logit if width >= LARGE else 0, has_tail=True,
+        )  # fmt: skip
         block, warps = cross_entropy.gradient_config(width, bytes_a_logit)
         sizes = dict.fromkeys(("columns", "width", "stride", "blocks"), "i32")
-        types = {**pointers, **rowwise, "grad_ptr": f"*{dtype}", **sizes, "on_target": "fp32", "on_all": "fp32"}
+        types = {**pointers, **rowwise, "grad_ptr": f"*{dtype}", **sizes}
         yield Shipped(
             "cross_entropy", f"gradient {dtype} {width}", gradient, types, {"BLOCK": block}, warps,
             aligned=("width", "stride"), elements=block, traffic=2 * bytes_a_logit if width >= LARGE else 0,
@@ -203,15 +202,15 @@ def _activations() -> Iterator[Shipped]:
 
 def _rope(heads: Sequence[int] = (4, 32)) -> Iterator[Shipped]:
     kernel = rope._rotate_kernel
-    for layout, most_heads, width in itertools.product(("half", "interleaved"), heads, (64, 80, 128)):
+    for most_heads, width in itertools.product(heads, (64, 80, 128)):
         *tile, warps = rope.config(most_heads, width)
-        constants = {"WIDTH": width, "INTERLEAVED": layout == "interleaved", "INVERSE": True}
+        constants = {"WIDTH": width, "INVERSE": True}
         constants |= dict(zip(("POSITIONS", "HEADS", "PAIRS"), tile, strict=True))
         types = {x: "*bf16" if x.endswith("_ptr") else "i32" for x in kernel.arg_names if x not in constants}
         types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32"}
         aligned = [x for x in types if "stride" in x]
         yield Shipped(
-            "rope", f"{layout} {most_heads} heads of {width}", kernel, types, constants, warps, aligned=aligned,
+            "rope", f"{most_heads} heads of {width}", kernel, types, constants, warps, aligned=aligned,
             elements=2 * math.prod(tile), traffic=4 if width == 128 else 0,
         )  # fmt: skip
 
@@ -293,7 +292,6 @@ def _size_one() -> Iterator[Shipped]:
         "activations swiglu backward 4096": ("rows",),
         "activations bias_gelu backward 4096": ("rows",),
         "cross_entropy statistics bf16 131072": ("rows",),
-        "cross_entropy statistics, smoothed bf16 131072": ("rows",),
         "dropout forward 4096": ("rows",),
         **{
             f"norms {norm} {variant}": ("rows",)
@@ -307,9 +305,9 @@ def _size_one() -> Iterator[Shipped]:
         "cross_entropy gradient bf16 256": ("blocks",),
         "cross_entropy gradient bf16 131072": ("blocks",),  # the largest block
         # tensor parallelism leaves a rank one key head, or one head of each
-        "rope half 4 heads of 128": ("k_heads",),
-        "rope interleaved 1 heads of 128": ("q_heads", "k_heads"),
-        "rope half 1 heads of 64": ("positions", "q_heads", "k_heads"),
+        "rope 4 heads of 128": ("k_heads",),
+        "rope 1 heads of 128": ("q_heads", "k_heads"),
+        "rope 1 heads of 64": ("positions", "q_heads", "k_heads"),
         # a mask of one head, which all share; one query, as with one token
         "softmax masked 4096 forward": ("heads",),
         "softmax masked 2048 forward": ("rows", "heads", "queries"),

@@ -1,6 +1,5 @@
 """Rotary embedding: torch's and the kernel's, in both layouts, against multiplication of complex numbers."""
 
-from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +20,6 @@ from tests.support.kernel_checks import (
 
 pytestmark = pytest.mark.gpu
 
-LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 HOWS = pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_triton)])
 # s, b, heads of q, heads of k, width: one block of positions, of heads, and several
 SHAPES = [(1, 1, 1, 1, 2), (3, 2, 5, 1, 64), (9, 1, 4, 2, 80), (5, 3, 3, 3, 128), (7, 1, 33, 3, 64), (3, 1, 1, 7, 22)]
@@ -43,61 +41,53 @@ def heads(s: int, b: int, nq: int, nk: int, d: int) -> tuple[Tensor, Tensor, Ten
     return numbers(s, b, nq, d).requires_grad_(), numbers(s, b, nk, d).requires_grad_(), *tables(s, d)
 
 
-def turned(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool) -> Tensor:
+def turned(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
     """Pairs as complex numbers, times exp(i angle); in fp64."""
     d = x_sbnd.shape[-1]
-    first = x_sbnd[..., 0::2] if interleaved else x_sbnd[..., : d // 2]
-    second = x_sbnd[..., 1::2] if interleaved else x_sbnd[..., d // 2 :]
+    first = x_sbnd[..., : d // 2]
+    second = x_sbnd[..., d // 2 :]
     factor = torch.complex(cos_sd.double(), sin_sd.double())[:, None, None, : d // 2]
     z = torch.complex(first.double(), second.double()) * factor
-    return torch.view_as_real(z).flatten(-2) if interleaved else torch.cat((z.real, z.imag), dim=-1)
+    return torch.cat((z.real, z.imag), dim=-1)
 
 
-def op(interleaved: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    return lambda *arguments, impl: rotate_qk(*arguments, interleaved=interleaved, impl=impl)
-
-
-@LAYOUTS
 @HOWS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotation_is_a_complex_product(impl: str, interleaved: bool, dtype: torch.dtype) -> None:
+def test_rotation_is_a_complex_product(impl: str, dtype: torch.dtype) -> None:
     """... and its gradient the product with the conjugate."""
     for shape in SHAPES:
         q, k, cos, sin = heads(*shape)
         q, k = (x.detach().to(DEVICE, dtype).requires_grad_() for x in (q, k))
         cos, sin = cos.float().to(DEVICE), sin.float().to(DEVICE)
-        outputs = rotate_qk(q, k, cos, sin, interleaved=interleaved, impl=impl)
+        outputs = rotate_qk(q, k, cos, sin, impl=impl)
         upstream = [torch.randn_like(y) for y in outputs]
         grads = torch.autograd.grad(outputs, (q, k), upstream)
         for x, y, dy, dx in zip((q, k), outputs, upstream, grads, strict=True):
-            assert relative_error(y, turned(x, cos, sin, interleaved)) < TOLERANCE[dtype]
-            assert relative_error(dx, turned(dy, cos, -sin, interleaved)) < TOLERANCE[dtype]
+            assert relative_error(y, turned(x, cos, sin)) < TOLERANCE[dtype]
+            assert relative_error(dx, turned(dy, cos, -sin)) < TOLERANCE[dtype]
 
 
 @needs_triton
-@LAYOUTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_kernel_equals_torch(interleaved: bool, dtype: torch.dtype) -> None:
+def test_kernel_equals_torch(dtype: torch.dtype) -> None:
     for shape in SHAPES:
-        compare(op(interleaved), heads(*shape), dtype, wide=(2, 3))
-    compare(op(interleaved), heads(3, 2, 5, 1, 20), dtype, wide=(2, 3), layout="strided")
+        compare(rotate_qk, heads(*shape), dtype, wide=(2, 3))
+    compare(rotate_qk, heads(3, 2, 5, 1, 20), dtype, wide=(2, 3), layout="strided")
 
 
 @needs_triton
-@LAYOUTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inverse_restores_the_input(interleaved: bool, dtype: torch.dtype) -> None:
+def test_inverse_restores_the_input(dtype: torch.dtype) -> None:
     q, k, cos, sin = (x.detach().float().to(DEVICE) for x in heads(5, 3, 4, 2, 80))
     q, k = q.to(dtype), k.to(dtype)
-    there = rotate_qk(q, k, cos, sin, interleaved=interleaved, impl="triton")
-    back = rotate_qk(*there, cos, -sin, interleaved=interleaved, impl="triton")
+    there = rotate_qk(q, k, cos, sin, impl="triton")
+    back = rotate_qk(*there, cos, -sin, impl="triton")
     for x, y in zip((q, k), back, strict=True):
         assert relative_error(y, x) < TOLERANCE[dtype]
 
 
-@LAYOUTS
 @HOWS
-def test_slices_of_a_fused_projection(impl: str, interleaved: bool) -> None:
+def test_slices_of_a_fused_projection(impl: str) -> None:
     """Fault tensors-beyond-32-bits: q and k are strided views of one buffer, which stays as it is; gradients arrive in
     its right columns."""
     s, b, nq, nk, d = 3, 2, 6, 2, 80
@@ -105,20 +95,17 @@ def test_slices_of_a_fused_projection(impl: str, interleaved: bool) -> None:
     before = qkv.detach().clone()
     q, k, v = (x.unflatten(-1, (-1, d)) for x in qkv.split([nq * d, nk * d, nk * d], dim=-1))
     cos, sin = (x.float().to(DEVICE) for x in tables(s, d))
-    outputs = rotate_qk(q, k, cos, sin, interleaved=interleaved, impl=impl)
+    outputs = rotate_qk(q, k, cos, sin, impl=impl)
     assert all(y.is_contiguous() for y in outputs)
     upstream = [torch.randn_like(y) for y in outputs]
     (grad,) = torch.autograd.grad([*outputs, v], qkv, [*upstream, torch.full_like(v, 2.0)])
-    expected = [turned(dy, cos, -sin, interleaved).flatten(-2) for dy in upstream] + [
-        torch.full_like(v, 2.0).flatten(-2)
-    ]
+    expected = [turned(dy, cos, -sin).flatten(-2) for dy in upstream] + [torch.full_like(v, 2.0).flatten(-2)]
     assert relative_error(grad, torch.cat(expected, dim=-1)) < TOLERANCE[torch.float32]
     assert torch.equal(qkv, before)
 
 
 @needs_triton
-@LAYOUTS
-def test_any_strides(interleaved: bool) -> None:
+def test_any_strides() -> None:
     """Heads first, batch first, one head for all, width not innermost, expanded gradients."""
     cos, sin = (x.float().to(DEVICE) for x in tables(3, 6))
     q = numbers(4, 2, 3, 6).permute(2, 1, 0, 3).float().to(DEVICE)
@@ -126,25 +113,23 @@ def test_any_strides(interleaved: bool) -> None:
     assert (q.shape, q.stride(-1), k.shape, k.stride(-1)) == ((3, 2, 4, 6), 1, (3, 2, 5, 6), 5)
     one = q[:, :, :1].expand(-1, -1, 3, -1)
     for x, y in [(q, k), (k, q), (one, q), (q, one)]:
-        for given, got in zip((x, y), rotate_qk(x, y, cos, sin, interleaved=interleaved, impl="triton"), strict=True):
-            assert relative_error(got, turned(given, cos, sin, interleaved)) < TOLERANCE[torch.float32]
+        for given, got in zip((x, y), rotate_qk(x, y, cos, sin, impl="triton"), strict=True):
+            assert relative_error(got, turned(given, cos, sin)) < TOLERANCE[torch.float32]
     x = q.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(rotate_qk(x, k, cos, sin, interleaved=interleaved, impl="triton")[0].sum(), x)
-    assert relative_error(grad, turned(torch.ones_like(x), cos, -sin, interleaved)) < TOLERANCE[torch.float32]
+    (grad,) = torch.autograd.grad(rotate_qk(x, k, cos, sin, impl="triton")[0].sum(), x)
+    assert relative_error(grad, turned(torch.ones_like(x), cos, -sin)) < TOLERANCE[torch.float32]
 
 
 @needs_triton
-@LAYOUTS
-def test_strided_tables(interleaved: bool) -> None:
+def test_strided_tables() -> None:
     q, k, cos, sin = (x.detach().float().to(DEVICE) for x in heads(4, 1, 2, 1, 10))
     wide = torch.cat((cos, sin), dim=-1)
-    ours = rotate_qk(q, k, wide[:, :10], wide[:, 10:], interleaved=interleaved, impl="triton")
-    assert relative_error(ours[0], turned(q, cos, sin, interleaved)) < TOLERANCE[torch.float32]
+    ours = rotate_qk(q, k, wide[:, :10], wide[:, 10:], impl="triton")
+    assert relative_error(ours[0], turned(q, cos, sin)) < TOLERANCE[torch.float32]
 
 
 @needs_triton
-@LAYOUTS
-def test_kernel_writes_its_outputs_alone(interleaved: bool) -> None:
+def test_kernel_writes_its_outputs_alone() -> None:
     q, k, cos, sin = (x.detach().float().to(DEVICE) for x in heads(3, 2, 5, 3, 22))
     guards, empty = [], torch.empty
 
@@ -153,7 +138,7 @@ def test_kernel_writes_its_outputs_alone(interleaved: bool) -> None:
         return guards[-1].tensor
 
     with patch.object(torch, "empty", guarded):
-        outputs = rotate_qk(q, k, cos, sin, interleaved=interleaved, impl="triton")
+        outputs = rotate_qk(q, k, cos, sin, impl="triton")
     assert len(guards) == 2
     for guard, y in zip(guards, outputs, strict=True):
         guard.check()
@@ -173,7 +158,7 @@ def test_gradient_of_one_alone() -> None:
     for number, (x, y) in enumerate([(q.clone().requires_grad_(), k), (q, k.clone().requires_grad_())]):
         used, wanted = rotate_qk(x, y, cos, sin, impl="triton")[number], (x, y)[number]
         (grad,) = torch.autograd.grad(used, wanted, torch.ones_like(used))
-        assert relative_error(grad, turned(torch.ones_like(used), cos, -sin, False)) < TOLERANCE[torch.float32]
+        assert relative_error(grad, turned(torch.ones_like(used), cos, -sin)) < TOLERANCE[torch.float32]
     q, k = q.requires_grad_(), k.requires_grad_()
     q_out, _ = rotate_qk(q, k, cos, sin, impl="triton")
     assert torch.autograd.grad(q_out.sum(), (q, k), allow_unused=True)[1].eq(0).all()
@@ -208,7 +193,7 @@ def test_nothing_to_rotate(shape: tuple[int, ...]) -> None:
     q, k, cos, sin = (x.detach().float().to(DEVICE) for x in heads(*shape))
     for x, y in zip((q, k), rotate_qk(q, k, cos, sin, impl="triton"), strict=True):
         assert x.shape == y.shape
-        assert relative_error(y, turned(x, cos, sin, False)) < TOLERANCE[torch.float32]
+        assert relative_error(y, turned(x, cos, sin)) < TOLERANCE[torch.float32]
 
 
 @HOWS
@@ -241,8 +226,8 @@ def test_split_and_rotation_in_one(impl: str, layout: str, dtype: torch.dtype) -
         assert torch.equal(outputs[2], v)
         for x, y in ((q, outputs[0]), (k, outputs[1])):
             assert (y.shape, y.dtype) == (x.shape, dtype)
-            assert relative_error(y, turned(x, cos, sin, False)) < TOLERANCE[dtype]
-        expected = [turned(g, cos, -sin, False) for g in upstream[:2]] + [upstream[2].double()]
+            assert relative_error(y, turned(x, cos, sin)) < TOLERANCE[dtype]
+        expected = [turned(g, cos, -sin) for g in upstream[:2]] + [upstream[2].double()]
         assert grad.is_contiguous()
         assert relative_error(grad, torch.cat([g.flatten(-2) for g in expected], dim=-1)) < TOLERANCE[dtype]
         assert torch.equal(grad[..., (nq + nk) * d :], upstream[2].flatten(-2))
@@ -278,8 +263,7 @@ def test_shapes_that_do_not_fit_are_refused_before_the_split(impl: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU with 20 GB")
-@LAYOUTS
-def test_offsets_beyond_2_31(interleaved: bool) -> None:
+def test_offsets_beyond_2_31() -> None:
     """Fault tensors-beyond-32-bits: a small slice of a buffer whose stride takes its last rows beyond 2^31 elements,
     and a large output."""
     s, d = 33000, 64
@@ -288,5 +272,5 @@ def test_offsets_beyond_2_31(interleaved: bool) -> None:
     cos, sin = (x.float().to(DEVICE) for x in tables(s, d))
     k = qkv[..., -128:].unflatten(-1, (2, d))
     q = qkv[..., :-128].unflatten(-1, (1024, d))
-    for x, y in zip((q, k), rotate_qk(q, k, cos, sin, interleaved=interleaved, impl="triton"), strict=True):
-        assert relative_error(y[-3:], turned(x[-3:], cos[-3:], sin[-3:], interleaved)) < TOLERANCE[torch.bfloat16]
+    for x, y in zip((q, k), rotate_qk(q, k, cos, sin, impl="triton"), strict=True):
+        assert relative_error(y[-3:], turned(x[-3:], cos[-3:], sin[-3:])) < TOLERANCE[torch.bfloat16]

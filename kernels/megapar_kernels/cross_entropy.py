@@ -14,13 +14,13 @@ from torch import Tensor
 from megapar_kernels.dispatch import Implementation, exp, fused, launches, next_power_of_2, tl, triton
 
 _CACHED = 1 << 16  # elements that a CPU's cache holds
-# Takes the place of -inf, because 0 * -inf and -inf - -inf are NaN.
+# Takes the place of -inf, because -inf - -inf is NaN.
 _LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 
 __all__ = ["gradient", "gradient_config", "statistics", "statistics_config"]
 
 
-def _statistics(logits: Tensor, target: Tensor, columns: int, with_total: bool) -> Tensor:
+def _statistics(logits: Tensor, target: Tensor, columns: int) -> Tensor:
     """`statistics` by torch's ops, for at least one row and column."""
     z = logits[:, :columns]
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -29,16 +29,13 @@ def _statistics(logits: Tensor, target: Tensor, columns: int, with_total: bool) 
     column = torch.where(is_here, target, 0)[:, None]
     picked = torch.where(is_here, z.gather(-1, column)[:, 0].to(wide), 0.0)
     exp_sum = torch.empty_like(maximum)
-    total = torch.zeros_like(maximum)
     # A GPU takes all rows at once. A CPU takes as many as its cache holds: fresh memory would cost more than the
     # arithmetic.
     rows = max(_CACHED // columns if z.is_cpu else len(z), 1)
     for block in (slice(first, first + rows) for first in range(0, len(z), rows)):
         shifted = z[block] - maximum[block, None]
-        if with_total:
-            total[block] = shifted.sum(-1)
         exp_sum[block] = shifted.exp_().sum(-1)
-    return torch.stack((maximum, exp_sum, picked, total))
+    return torch.stack((maximum, exp_sum, picked))
 
 
 def _gradient(
@@ -48,22 +45,18 @@ def _gradient(
     maximum: Tensor,
     scale: Tensor,
     grad_loss: Tensor,
-    on_target: float,
-    on_all: float,
     inplace: bool,
 ) -> Tensor:
     """`gradient` by torch's ops."""
     in_logits = inplace and logits.dtype == maximum.dtype
     grad = torch.sub(logits, maximum[:, None], out=logits) if in_logits else logits - maximum[:, None]
     grad.exp_().mul_(scale[:, None])
-    if on_all:
-        grad -= (on_all * grad_loss)[:, None]
     grad[:, columns:] = 0.0
     if columns:
         # Not by a mask as the index: the host would have to wait for the GPU to know how many elements it selects.
         is_here = (target >= 0) & (target < columns)
         column = torch.where(is_here, target, 0)[:, None]
-        grad.scatter_(1, column, grad.gather(1, column) - torch.where(is_here, on_target * grad_loss, 0.0)[:, None])
+        grad.scatter_(1, column, grad.gather(1, column) - torch.where(is_here, grad_loss, 0.0)[:, None])
     if inplace and not in_logits:
         return logits.copy_(grad)
     return grad.to(logits.dtype)
@@ -71,9 +64,9 @@ def _gradient(
 
 @triton.jit
 def _add_tile(  # type: ignore[no-untyped-def]
-    z, real, seen, maximum, exp_sum, total, WITH_TOTAL: tl.constexpr, MASKED: tl.constexpr
+    z, real, maximum, exp_sum, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Add a tile z [STEPS, LANES] to the statistics of lanes that have seen `seen` columns each.
+    """Add a tile z [STEPS, LANES] to the statistics of lanes.
 
     With MASKED only the elements count whose `real` is true.
     """
@@ -82,20 +75,13 @@ def _add_tile(  # type: ignore[no-untyped-def]
     higher = tl.maximum(maximum, tl.max(z, 0))
     z -= higher[None, :]
     exp_sum = exp_sum * exp(maximum - higher) + tl.sum(exp(z), 0)
-    if WITH_TOTAL:
-        # `total` sums z - maximum, so each column that was seen moves with the maximum. maximum - higher may be -inf,
-        # and 0 * -inf is NaN: the least finite number takes its place.
-        total += seen * tl.maximum(maximum - higher, _LEAST)
-        if MASKED:
-            z = tl.where(real, z, 0.0)
-        total += tl.sum(z, 0)
-    return higher, exp_sum, total
+    return higher, exp_sum
 
 
 @triton.jit
 def _statistics_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, target_ptr, statistics_ptr, rows, columns, width, stride,
-    WITH_TOTAL: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the statistics of one row. Every lane keeps its own maximum and sums, so threads meet only at the end.
 
@@ -107,19 +93,17 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     tile = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     maximum = tl.full((LANES,), _LEAST, tl.float32)
     exp_sum = tl.zeros((LANES,), tl.float32)
-    total = tl.zeros((LANES,), tl.float32)
     whole = columns // (STEPS * LANES) * (STEPS * LANES)
     for first in range(0, whole, STEPS * LANES):
         z = tl.load(logits_ptr + first + tile).to(tl.float32)
-        maximum, exp_sum, total = _add_tile(z, None, first // LANES, maximum, exp_sum, total, WITH_TOTAL, False)
+        maximum, exp_sum = _add_tile(z, None, maximum, exp_sum, False)
     # This loop has at most one iteration. As a loop it takes fewer registers than as an `if`.
     for first in range(whole, columns, STEPS * LANES):
         column = first + tile
         # The load is masked by `width`, not by `columns`. The compiler knows that `width` is a multiple of 16, so the
         # load stays wide.
         z = tl.load(logits_ptr + column, column < width, other=0.0).to(tl.float32)
-        seen = first // LANES
-        maximum, exp_sum, total = _add_tile(z, column < columns, seen, maximum, exp_sum, total, WITH_TOTAL, True)
+        maximum, exp_sum = _add_tile(z, column < columns, maximum, exp_sum, True)
     highest = tl.max(maximum, 0)
     tl.store(statistics_ptr + row, highest)
     tl.store(statistics_ptr + rows + row, tl.sum(exp_sum * exp(maximum - highest), 0))
@@ -127,16 +111,12 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     mine = (target >= 0) & (target < columns)
     picked = tl.load(logits_ptr + tl.where(mine, target, 0)).to(tl.float32)
     tl.store(statistics_ptr + 2 * rows + row, tl.where(mine, picked, 0.0))
-    if WITH_TOTAL:
-        seen = ((columns - tl.arange(0, LANES) + LANES - 1) // LANES).to(tl.float32)
-        total += seen * tl.maximum(maximum - highest, _LEAST)
-        tl.store(statistics_ptr + 3 * rows + row, tl.sum(total, 0))
 
 
 @triton.jit
 def _gradient_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, grad_ptr, target_ptr, maximum_ptr, scale_ptr, grad_loss_ptr,
-    columns, width, stride, blocks, on_target, on_all, BLOCK: tl.constexpr,
+    columns, width, stride, blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of BLOCK columns of one row."""
     program = tl.program_id(0).to(tl.int64)
@@ -146,13 +126,13 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     inside = column < (width - first).to(tl.int32)
     z = tl.load(logits_ptr + row * stride + first + column, inside, other=-float("inf")).to(tl.float32)
     grad_loss = tl.load(grad_loss_ptr + row)
-    grad = exp(z - tl.load(maximum_ptr + row)) * tl.load(scale_ptr + row) - on_all * grad_loss
+    grad = exp(z - tl.load(maximum_ptr + row)) * tl.load(scale_ptr + row)
     target = tl.load(target_ptr + row) - first
     has_target = (target >= 0) & (target < BLOCK)
     if has_target | (first + BLOCK > columns):
         # At most two blocks of a row come here. The others need not compare their columns with two numbers.
         place = tl.where(has_target, target, -1).to(tl.int32)
-        grad -= tl.where(column == place, on_target * grad_loss, 0.0)
+        grad -= tl.where(column == place, grad_loss, 0.0)
         grad = tl.where(column < (columns - first).to(tl.int32), grad, 0.0)
     tl.store(grad_ptr + row * stride + first + column, grad.to(grad_ptr.dtype.element_ty), inside)
 
@@ -173,32 +153,27 @@ def gradient_config(width: int, bytes_a_logit: int) -> tuple[int, int]:
     return block, max(block * bytes_a_logit // 2048, 1)
 
 
-def statistics(
-    logits: Tensor, target: Tensor, columns: int, with_total: bool = True, impl: Implementation = "torch"
-) -> Tensor:
-    """The statistics [4, rows] of each row: max, sum of exp(z - max), z[target], and sum of (z - max).
+def statistics(logits: Tensor, target: Tensor, columns: int, impl: Implementation = "torch") -> Tensor:
+    """The statistics [3, rows] of each row: max, sum of exp(z - max), and z[target].
 
-    The last is 0 unless `with_total`. `target` is the column of the target. If another rank holds it, `target` is
-    outside [0, columns), and z[target] is 0. Without real columns the maximum is the least fp32 number, and the others
-    are 0.
+    `target` is the column of the target. If another rank holds it, `target` is outside [0, columns), and z[target] is
+    0. Without real columns the maximum is the least fp32 number, and the others are 0.
     """
     rows, width = logits.shape
     if rows == 0 or columns == 0:
-        nothing = logits.new_zeros(4, rows, dtype=torch.promote_types(logits.dtype, torch.float32))
+        nothing = logits.new_zeros(3, rows, dtype=torch.promote_types(logits.dtype, torch.float32))
         nothing[0] = torch.finfo(torch.float32).min
         return nothing
     if not fused(impl, logits):
-        return _statistics(logits, target, columns, with_total)
+        return _statistics(logits, target, columns)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    result = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
-    if not with_total:
-        result[3] = 0.0
+    result = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     if not launches(logits):
         return result
     steps, lanes, warps = statistics_config(columns)
     _statistics_kernel[(rows,)](
         logits, target.contiguous(), result, rows, columns, width, logits.stride(0),
-        with_total, steps, lanes, num_warps=warps,
+        steps, lanes, num_warps=warps,
     )  # fmt: skip
     return result
 
@@ -210,12 +185,10 @@ def gradient(
     maximum: Tensor,
     scale: Tensor,
     grad_loss: Tensor,
-    on_target: float,
-    on_all: float,
     impl: Implementation = "torch",
     inplace: bool = False,
 ) -> Tensor:
-    """scale * exp(z - maximum) - grad_loss * (on_target at the target column + on_all everywhere), in z's dtype.
+    """scale * exp(z - maximum), at the target column less grad_loss, in z's dtype.
 
     `maximum`, `scale` and `grad_loss` are [rows]. This is the gradient of the loss if `maximum` is that over the whole
     vocabulary, and scale = d loss / d logsumexp * grad_loss / (sum of exp(z - maximum)). With `inplace` the gradient
@@ -224,7 +197,7 @@ def gradient(
     logits = logits.detach()
     rows, width = logits.shape
     if not fused(impl, logits):
-        return _gradient(logits, target, columns, maximum, scale, grad_loss, on_target, on_all, inplace)
+        return _gradient(logits, target, columns, maximum, scale, grad_loss, inplace)
     if not inplace or not logits.is_contiguous():
         logits = logits.contiguous()
     grad = logits if inplace else torch.empty_like(logits)
@@ -233,7 +206,7 @@ def gradient(
     if rows * blocks:
         rowwise = (x.contiguous() for x in (target, maximum, scale, grad_loss))
         _gradient_kernel[(rows * blocks,)](
-            logits, grad, *rowwise, columns, width, logits.stride(0), blocks, on_target, on_all, block, num_warps=warps
+            logits, grad, *rowwise, columns, width, logits.stride(0), blocks, block, num_warps=warps
         )
     if inplace:
         # Autograd does not see what a Triton kernel writes.

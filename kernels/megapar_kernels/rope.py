@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864) of queries and keys, both in one pass.
 
 Forward and backward move 4 bytes each for a bf16 element. A head of width d has d/2 pairs of elements, and pair i is
-rotated by angle i of its position. In Hugging Face's half layout pair i is (i, i + d/2), in the interleaved layout it
-is (2i, 2i + 1). The tables cos and sin [s, d] repeat over both halves and serve both layouts.
+rotated by angle i of its position. Pair i is (i, i + d/2), as at Hugging Face. The tables cos and sin [s, d] repeat
+over both halves.
 """
 
 from typing import Any
@@ -16,14 +16,7 @@ from megapar_kernels.dispatch import Implementation, fused, launches, next_power
 __all__ = ["rotate", "rotate_qk", "split_and_rotate_qkv"]
 
 
-def _reference(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool) -> Tensor:
-    if interleaved:
-        cos, sin = (t[:, None, None, : t.shape[1] // 2] for t in (cos_sd, sin_sd))
-        x = x_sbnd.to(torch.promote_types(x_sbnd.dtype, cos.dtype))
-        first = x[..., 0::2]
-        second = x[..., 1::2]
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return turned.flatten(-2).to(x_sbnd.dtype)
+def _reference(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
     first, second = x_sbnd.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x_sbnd * cos_sd[:, None, None, :] + turned * sin_sd[:, None, None, :]).to(x_sbnd.dtype)
@@ -31,25 +24,16 @@ def _reference(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool
 
 @triton.jit
 def _rotate_rows(  # type: ignore[no-untyped-def]
-    x_ptr, y_ptr, cos, sin, valid,
-    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    x_ptr, y_ptr, cos, sin, valid, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the heads that begin at the pointers x_ptr [ROWS, 1] by cos and sin [ROWS, PAIRS]; store them at y_ptr."""
+    """Rotate the heads that begin at the pointers x_ptr [rows, 1] by cos and sin [rows, PAIRS]; store them at y_ptr."""
     kind = y_ptr.dtype.element_ty
-    if INTERLEAVED:
-        element = tl.arange(0, 2 * PAIRS)[None, :]
-        inside = valid & (element < WIDTH)
-        x = tl.load(x_ptr + element, inside, other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
-        y = tl.join(first * cos - second * sin, second * cos + first * sin)
-        tl.store(y_ptr + element, tl.reshape(y, [ROWS, 2 * PAIRS]).to(kind), inside)
-    else:
-        pair = tl.arange(0, PAIRS)[None, :]
-        inside = valid & (pair < WIDTH // 2)
-        first = tl.load(x_ptr + pair, inside, other=0.0).to(tl.float32)
-        second = tl.load(x_ptr + WIDTH // 2 + pair, inside, other=0.0).to(tl.float32)
-        tl.store(y_ptr + pair, (first * cos - second * sin).to(kind), inside)
-        tl.store(y_ptr + WIDTH // 2 + pair, (second * cos + first * sin).to(kind), inside)
+    pair = tl.arange(0, PAIRS)[None, :]
+    inside = valid & (pair < WIDTH // 2)
+    first = tl.load(x_ptr + pair, inside, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + WIDTH // 2 + pair, inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + pair, (first * cos - second * sin).to(kind), inside)
+    tl.store(y_ptr + WIDTH // 2 + pair, (second * cos + first * sin).to(kind), inside)
 
 
 @triton.jit
@@ -57,7 +41,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, positions, q_heads, k_heads,
     q_stride_s, q_stride_b, q_stride_n, k_stride_s, k_stride_b, k_stride_n,
     q_out_stride_s, q_out_stride_b, q_out_stride_n, k_out_stride_s, k_out_stride_b, k_out_stride_n,
-    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    WIDTH: tl.constexpr, INVERSE: tl.constexpr,
     POSITIONS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Rotate a tile. The program is (block of positions, sample, block of heads), with q's heads before k's."""
@@ -77,13 +61,13 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
         x_ptr = q_ptr + s * q_stride_s + b * q_stride_b + head * q_stride_n
         y_ptr = q_out_ptr + s * q_out_stride_s + b * q_out_stride_b + head * q_out_stride_n
         valid = (s < positions) & (head < q_heads)
-        _rotate_rows(x_ptr, y_ptr, cos, sin, valid, WIDTH, INTERLEAVED, POSITIONS * HEADS, PAIRS)
+        _rotate_rows(x_ptr, y_ptr, cos, sin, valid, WIDTH, PAIRS)
     else:
         head = (block - q_blocks) * HEADS + row % HEADS
         x_ptr = k_ptr + s * k_stride_s + b * k_stride_b + head * k_stride_n
         y_ptr = k_out_ptr + s * k_out_stride_s + b * k_out_stride_b + head * k_out_stride_n
         valid = (s < positions) & (head < k_heads)
-        _rotate_rows(x_ptr, y_ptr, cos, sin, valid, WIDTH, INTERLEAVED, POSITIONS * HEADS, PAIRS)
+        _rotate_rows(x_ptr, y_ptr, cos, sin, valid, WIDTH, PAIRS)
 
 
 def config(heads: int, width: int) -> tuple[int, int, int, int]:
@@ -104,7 +88,6 @@ def _launch(
     cos_sd: Tensor,
     sin_sd: Tensor,
     *,
-    interleaved: bool = False,
     inverse: bool,
 ) -> None:
     """Write the rotated q and k to q_out and k_out by the kernel.
@@ -121,37 +104,32 @@ def _launch(
         _rotate_kernel[grid](
             *(q, k, cos_sd, sin_sd, q_out, k_out, s, q_heads, k_heads),
             *(stride for x in (q, k, q_out, k_out) for stride in x.stride()[:3]),
-            *(width, interleaved, inverse, positions, heads, pairs),
+            *(width, inverse, positions, heads, pairs),
             num_warps=warps,
         )
 
 
-def _rotate_contiguous(
-    q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
+def _rotate_contiguous(q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     """Rotated copies of q and k by the kernel, contiguous."""
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    _launch(q, k, q_out, k_out, cos_sd, sin_sd, interleaved=interleaved, inverse=inverse)
+    _launch(q, k, q_out, k_out, cos_sd, sin_sd, inverse=inverse)
     return q_out, k_out
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, interleaved: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> tuple[Tensor, Tensor]:
         cos_sd = cos_sd.contiguous()
         sin_sd = sin_sd.contiguous()
         # Not q and k: the gradient of a rotation does not depend on its input.
         ctx.save_for_backward(cos_sd, sin_sd)
-        ctx.interleaved = interleaved
-        return _rotate_contiguous(q, k, cos_sd, sin_sd, interleaved, inverse=False)
+        return _rotate_contiguous(q, k, cos_sd, sin_sd, inverse=False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, Tensor, None, None]:
         cos_sd, sin_sd = ctx.saved_tensors
-        return *_rotate_contiguous(grad_q, grad_k, cos_sd, sin_sd, ctx.interleaved, inverse=True), None, None, None
+        return *_rotate_contiguous(grad_q, grad_k, cos_sd, sin_sd, inverse=True), None, None
 
 
 def rotate_qk(
@@ -160,7 +138,6 @@ def rotate_qk(
     cos_sd: Tensor,
     sin_sd: Tensor,
     *,
-    interleaved: bool = False,
     impl: Implementation = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Rotated copies of queries and keys, each in its own dtype.
@@ -175,23 +152,23 @@ def rotate_qk(
             f"{tuple(sin_sd.shape)}: they must be [s, b, n, d] and [s, d] with the same s, b and d, and d even"
         )
     if fused(impl, q_sbnd):
-        return _Rotate.apply(q_sbnd, k_sbnd, cos_sd, sin_sd, interleaved)
-    return _reference(q_sbnd, cos_sd, sin_sd, interleaved), _reference(k_sbnd, cos_sd, sin_sd, interleaved)
+        return _Rotate.apply(q_sbnd, k_sbnd, cos_sd, sin_sd)
+    return _reference(q_sbnd, cos_sd, sin_sd), _reference(k_sbnd, cos_sd, sin_sd)
 
 
 def rotate(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, impl: Implementation = "torch") -> Tensor:
-    """Rotate each pair of each of n heads of width d, in the half layout, by the angle of its position.
+    """Rotate each pair of each of n heads of width d by the angle of its position.
 
     It is computed in the tables' dtype and returned in x's.
     """
     if fused(impl, x_sbnd):
         # The kernel takes a q and a k: no heads stand for k.
         return rotate_qk(x_sbnd, x_sbnd.detach()[:, :, :0], cos_sd, sin_sd, impl=impl)[0]
-    return _reference(x_sbnd, cos_sd, sin_sd, interleaved=False)
+    return _reference(x_sbnd, cos_sd, sin_sd)
 
 
 def _rotate_into(out: Tensor, x: Tensor, cos_sd: Tensor, sin_sd: Tensor, inverse: bool) -> None:
-    """Write x, rotated in the half layout, to `out` by torch's ops. Both are [s, b, n, d] with any strides."""
+    """Write x, rotated, to `out` by torch's ops. Both are [s, b, n, d] with any strides."""
     wide = torch.promote_types(x.dtype, cos_sd.dtype)
     x = x.to(wide)
     # A 16-bit `out` would round between the two products.
@@ -282,7 +259,7 @@ def _rotate_pair(
 def split_and_rotate_qkv(
     qkv_sbc: Tensor, q_heads: int, kv_heads: int, cos_sd: Tensor, sin_sd: Tensor, impl: Implementation = "torch"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, each [s, b, n, d], from the fused projection [s, b, c]. q and k are rotated in the half layout.
+    """q, k and v, each [s, b, n, d], from the fused projection [s, b, c]. q and k are rotated.
 
     c = (q_heads + 2 * kv_heads) * d: the query heads, then the heads of k, then those of v. The results are in the
     order in memory that torch's SDPA prefers on their device. The tables [s, d] get no gradient. The gradient of the

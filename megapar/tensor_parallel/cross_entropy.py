@@ -12,8 +12,6 @@ from torch.autograd.function import once_differentiable
 from megapar.comm import collectives
 from megapar.context import Axis
 
-IGNORE_INDEX = -100
-
 
 @dataclass(frozen=True)
 class CrossEntropy:
@@ -21,7 +19,7 @@ class CrossEntropy:
 
     The loss of a token with target t, where z are its logits over the whole vocabulary and lse = log-sum-exp(z):
 
-        lse - on_target * z[t] - on_all * sum(z) + z_loss * lse^2
+        lse - z[t] + z_loss * lse^2
 
     Rows are tokens. This rank has their logits [rows, width] from id `start` on. The first `columns` of them stand for
     ids, the others are padding.
@@ -29,26 +27,24 @@ class CrossEntropy:
 
     start: int
     columns: int
-    on_target: float
-    on_all: float
     z_loss: float
     tp: Axis
     impl: Implementation
 
     @classmethod
     def of(
-        cls, width: int, vocab_size: int, start: int, tp: Axis, smoothing: float, z_loss: float, impl: Implementation
+        cls, width: int, vocab_size: int, start: int, tp: Axis, z_loss: float, impl: Implementation
     ) -> "CrossEntropy":
-        """The loss with label smoothing for `width` local columns, the first of which is id `start`."""
+        """The loss for `width` local columns, the first of which is id `start`."""
         # Padding is at the end of the vocabulary. A rank may hold padding alone.
         columns = max(0, min(width, vocab_size - start))
-        return cls(start, columns, 1.0 - smoothing, smoothing / vocab_size, z_loss, tp, impl)
+        return cls(start, columns, z_loss, tp, impl)
 
     def statistics(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Statistics of this rank's columns, [4, rows]. `losses` takes them."""
-        return kernel.statistics(logits, target - self.start, self.columns, self.on_all != 0.0, self.impl)
+        """Statistics of this rank's columns, [3, rows]. `losses` takes them."""
+        return kernel.statistics(logits, target - self.start, self.columns, self.impl)
 
-    def losses(self, statistics: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def losses(self, statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, highest logit and sum of exp(z - highest) of each row. Communicates one max and one sum over tp.
 
         Changes `statistics`.
@@ -59,49 +55,33 @@ class CrossEntropy:
         # The kernel took its sums relative to this rank's maximum. Make them relative to the highest of all ranks.
         shift = maximum - highest
         sums[0] *= shift.exp()
-        sums[2] += self.columns * shift
-        exp_sum, picked, total = collectives.all_reduce(sums, self.tp)
+        exp_sum, picked = collectives.all_reduce(sums, self.tp)
         # All terms are relative to the highest logit. The loss is a small difference: with large logits, rounding of
         # log-sum-exp itself would lose it.
-        loss = exp_sum.log() + self.on_target * (highest - picked) - self.on_all * total
+        loss = exp_sum.log() + (highest - picked)
         if self.z_loss:
             loss += self.z_loss * (highest + exp_sum.log()).square()
-        return loss.masked_fill_(target == IGNORE_INDEX, 0.0), highest, exp_sum
+        return loss, highest, exp_sum
 
-    def scales(self, target: Tensor, highest: Tensor, exp_sum: Tensor, grad_loss: Tensor) -> tuple[Tensor, Tensor]:
-        """(factor of exp(z - highest) in the gradient of the logits, gradient of the loss), each [rows].
-
-        Both are 0 in rows whose target is IGNORE_INDEX.
-        """
-        grad_loss = grad_loss.masked_fill(target == IGNORE_INDEX, 0.0)
+    def scale(self, highest: Tensor, exp_sum: Tensor, grad_loss: Tensor) -> Tensor:
+        """The factor [rows] of exp(z - highest) in the gradient of the logits."""
         scale = grad_loss / exp_sum
         if self.z_loss:
             scale *= 1.0 + 2.0 * self.z_loss * (highest + exp_sum.log())
-        return scale, grad_loss
+        return scale
 
     def gradient(
         self, logits: Tensor, target: Tensor, highest: Tensor, scale: Tensor, grad_loss: Tensor, *, inplace: bool
     ) -> Tensor:
         """Gradient of the logits, [rows, width] in their dtype. It is zero in columns of padding."""
         local = target - self.start
-        return kernel.gradient(
-            logits,
-            local,
-            self.columns,
-            highest,
-            scale,
-            grad_loss,
-            self.on_target,
-            self.on_all,
-            self.impl,
-            inplace,
-        )
+        return kernel.gradient(logits, local, self.columns, highest, scale, grad_loss, self.impl, inplace)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, entropy: CrossEntropy, inplace: bool) -> Tensor:
-        loss, highest, exp_sum = entropy.losses(entropy.statistics(logits, target), target)
+        loss, highest, exp_sum = entropy.losses(entropy.statistics(logits, target))
         ctx.save_for_backward(logits, target, highest, exp_sum)
         ctx.entropy = entropy
         ctx.inplace = inplace
@@ -111,7 +91,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
         logits, target, highest, exp_sum = ctx.saved_tensors
-        scale, grad_loss = ctx.entropy.scales(target, highest, exp_sum, grad_loss)
+        scale = ctx.entropy.scale(highest, exp_sum, grad_loss)
         grad = ctx.entropy.gradient(logits, target, highest, scale, grad_loss, inplace=ctx.inplace)
         return grad, None, None, None
 
@@ -122,7 +102,6 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     start: int,
     tp: Axis,
-    label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     impl: Implementation = "torch",
     inplace: bool = False,
@@ -130,14 +109,13 @@ def vocab_parallel_cross_entropy(
     """Loss of each token, fp32 [s, b], as torch's cross_entropy on the whole vocabulary would give it.
 
     `logits_sbv` are this rank's columns. The first one is token id `start`. Columns for ids at or beyond `vocab_size`
-    are padding and take no part. A target of -100 gives 0. Label smoothing mixes in a uniform distribution over the
-    `vocab_size` ids (Szegedy et al., arXiv 1512.00567). `z_loss` times the squared log-sum-exp is added to the loss of
-    each token that counts (PaLM, arXiv 2204.02311). Communicates one max and one sum of [s, b] statistics.
+    are padding and take no part. `z_loss` times the squared log-sum-exp is added to the loss of each token (PaLM, arXiv
+    2204.02311). Communicates one max and one sum of [s, b] statistics.
 
     `inplace` lets the gradient overwrite the logits, for callers that use them nowhere else. autograd then raises
     RuntimeError at a second backward, or where another op needs the logits.
     """
     logits = logits_sbv.reshape(-1, logits_sbv.shape[-1])
     target = targets_sb.reshape(-1)
-    entropy = CrossEntropy.of(logits.shape[-1], vocab_size, start, tp, label_smoothing, z_loss, impl)
+    entropy = CrossEntropy.of(logits.shape[-1], vocab_size, start, tp, z_loss, impl)
     return _VocabParallelCrossEntropy.apply(logits, target, entropy, inplace).view(targets_sb.shape)

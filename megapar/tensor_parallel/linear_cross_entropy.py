@@ -57,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         full = region.enter(x)
         chunks = _chunks(ctx, full.reshape(-1, full.shape[-1]), weight)
         statistics = [entropy.statistics(logits, target[rows]) for rows, logits in chunks]
-        loss, highest, exp_sum = entropy.losses(torch.cat(statistics, dim=1), target)
+        loss, highest, exp_sum = entropy.losses(torch.cat(statistics, dim=1))
         ctx.save_for_backward(x, weight, target, highest, exp_sum)
         return loss
 
@@ -79,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             overwrite = ctx.main_grad.is_stale
         elif needs_weight:
             total = torch.empty_like(weight, dtype=torch.float32)
-        rowwise = (target, highest, *ctx.entropy.scales(target, highest, exp_sum, grad_loss))
+        rowwise = (target, highest, ctx.entropy.scale(highest, exp_sum, grad_loss), grad_loss)
         converted = ctx.converted.get(weight, ctx.products)
         for rows, logits in _chunks(ctx, x_2d, weight):
             grad = ctx.entropy.gradient(logits, *(values[rows] for values in rowwise), inplace=True)
@@ -110,7 +110,6 @@ def linear_cross_entropy(
     *,
     sequence_parallel: bool = False,
     chunk_rows: int = 1024,
-    label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     impl: Implementation = "torch",
     products: MatrixProducts = TORCH_PRODUCTS,
@@ -126,7 +125,7 @@ def linear_cross_entropy(
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
     region = input_region(tp, sequence_parallel)
-    entropy = CrossEntropy.of(weight.shape[0], vocab_size, start, tp, label_smoothing, z_loss, impl)
+    entropy = CrossEntropy.of(weight.shape[0], vocab_size, start, tp, z_loss, impl)
     target = targets_sb.reshape(-1)
     losses = _LinearCrossEntropy.apply(x_sbh, weight, target, entropy, region, products, chunk_rows)
     return losses.view(targets_sb.shape)

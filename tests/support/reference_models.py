@@ -21,12 +21,12 @@ def logits(model: ModelConfig, tensors: Tensors, tokens_bs: Tensor) -> Tensor:
 
 
 def loss(model: ModelConfig, tensors: Tensors, batch: MicroBatch, z_loss: float = 0.0) -> Tensor:
-    """Sum over targets of weight * (cross entropy + z_loss * log-sum-exp^2); targets of -100 count nothing."""
+    """Sum over targets of weight * (cross entropy + z_loss * log-sum-exp^2)."""
     z = logits(model, tensors, batch.tokens_bs)
-    counts, normalizer = batch.targets_bs >= 0, z.logsumexp(-1)
-    picked = z.gather(-1, batch.targets_bs.clamp(min=0)[..., None])[..., 0]
+    normalizer = z.logsumexp(-1)
+    picked = z.gather(-1, batch.targets_bs[..., None])[..., 0]
     losses = normalizer - picked + z_loss * normalizer**2
-    return (losses * batch.weights_bs.to(z.dtype) * counts).sum()
+    return (losses * batch.weights_bs.to(z.dtype)).sum()
 
 
 def loss_and_gradients(

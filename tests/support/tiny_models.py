@@ -41,13 +41,13 @@ def config(model: ModelConfig, tp: int = 1, sequence_parallel: bool = False, **t
 
 
 def batch(model: ModelConfig, seed: int = 0, samples: int = 2, length: int = LENGTH) -> MicroBatch:
-    """Random tokens; every target has its own weight, a few are -100 or weigh nothing."""
+    """Random tokens; every target has its own weight, a few weigh nothing."""
     generator = torch.Generator().manual_seed(seed)
     tokens_bs = torch.randint(model.vocab_size, (samples, length + 1), generator=generator)
-    targets_bs, weights_bs = tokens_bs[:, 1:].clone(), 0.1 + torch.rand(samples, length, generator=generator)
-    targets_bs[0, 3:5] = -100
+    weights_bs = 0.1 + torch.rand(samples, length, generator=generator)
+    weights_bs[0, 3:5] = 0.0
     weights_bs[-1, 7] = 0.0
-    return MicroBatch.of_samples(tokens_bs[:, :-1], targets_bs, weights_bs, torch.arange(samples) + 1000 * seed)
+    return MicroBatch.of_samples(tokens_bs[:, :-1], tokens_bs[:, 1:], weights_bs, torch.arange(samples) + 1000 * seed)
 
 
 def joined(batches: Sequence[MicroBatch]) -> MicroBatch:

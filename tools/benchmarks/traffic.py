@@ -88,7 +88,7 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
     an all-reduce, and both inputs are gathered once more for the weight gradients: 10 halves.
 
     A micro-batch: the embedding's output and the head's input gradient are summed, 2 all-reduces; with sequence
-    parallel 2 halves and, the head's input being gathered twice, 3. The loss takes a maximum and three sums of fp32
+    parallel 2 halves and, the head's input being gathered twice, 3. The loss takes a maximum and two sums of fp32
     numbers per token.
 
     A layer that is recomputed does its forward's 4 halves once more, but for its last collective: torch's checkpoint
@@ -112,7 +112,7 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
     if train.recompute == "full":
         a_layer += recomputed  # recompute_every 1
     halves = layers * a_layer + first * 2 + last * (3 if sequence else 2)
-    loss = last * _all_reduce(4 * 4 * rows(config), parallel.tp)
+    loss = last * _all_reduce(3 * 4 * rows(config), parallel.tp)
     norms = sequence * _all_reduce(4 * (2 * layers + last) * model.hidden_size, parallel.tp)
     one_micro_batch = halves * _all_reduce(hidden_bytes(config), parallel.tp) // 2 + loss
     return micro_batches(config) * one_micro_batch + norms + _all_reduce(NORM_BYTES, parallel.tp)
