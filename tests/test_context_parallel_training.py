@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models import stage as model_stage
 from megapar_models.build import build_stages
+from megapar_models.forward import ForwardContext, hidden_keys
 from megapar_models.registry import validate
+from megapar_models.stage import Stage
 from torch import Tensor, nn
 
 from megapar import context
@@ -143,7 +144,7 @@ def test_masks_are_those_of_whole_samples() -> None:
     alone = Sharding(ctx.tp, ctx.grad, False, torch.float32, torch.device("cpu"))
 
     def hidden(batch: MicroBatch, sharding: Sharding) -> Tensor:
-        keys = model_stage.hidden_keys(model_stage.ForwardContext(batch), 7, 11, sharding)
+        keys = hidden_keys(ForwardContext(batch, seed=11), 7, sharding)
         return keep_mask(keys, 13, 0.5)
 
     def attention(batch: MicroBatch, keys: Tensor, rows: slice) -> Tensor:
@@ -243,7 +244,7 @@ class _WithOwnLoss(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x_sbh: Tensor, info: model_stage.ForwardContext) -> Tensor:
+    def forward(self, x_sbh: Tensor, info: ForwardContext) -> Tensor:
         x_sbh = self.layer(x_sbh, info)
         loss = (x_sbh.sum(-1).square() * info.batch.positions_s[:, None]).sum()
         return add_loss(x_sbh, loss, info.batch)
@@ -253,7 +254,7 @@ def gradients_of_own_loss(config: Config) -> list[layouts.Held]:
     """Gradients of a loss of the third layer alone: no token has a weight in the cross entropy."""
     state = make_state(without_clipping(config))
     for stage in state.stages.values():
-        assert isinstance(stage, model_stage.Stage)
+        assert isinstance(stage, Stage)
         stage.layers["2"] = _WithOwnLoss(stage.layers["2"])
     train_step(state, [nothing(batch) for batch in micro_batches(config, state.ctx, 0)])
     return held_gradients(state)

@@ -15,11 +15,12 @@ import pytest
 import torch
 from megapar_models.convert.config_json import from_hugging_face, to_hugging_face, warnings_of
 from megapar_models.convert.stream import TensorInfo, shards
-from megapar_models.llama.model import rope_frequency, rope_tables
 from megapar_models.registry import FAMILIES, validate
+from megapar_models.rotary import Rotary
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megapar.batch import MicroBatch
 from megapar.checkpoint.format import read_manifest
 from megapar.config.files import load
 from megapar.config.options import CheckpointConfig, Config, ModelConfig, RopeScaling
@@ -284,10 +285,12 @@ def test_yarn_frequencies_are_those_of_transformers(published: dict[str, Any]) -
         config = AutoConfig.for_model(**{**raw, "rope_scaling": dict(raw["rope_scaling"])})
         expected, expected_factor = utils.ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
         model = validate(replace(Config(), model=from_hugging_face(raw)), 1).model
-        frequency, factor = rope_frequency(model, torch.device("cpu"))
+        rotary = Rotary.of(model)
+        frequency, factor = rotary.frequency(torch.device("cpu"))
         assert torch.equal(frequency, expected)
         assert factor == pytest.approx(expected_factor, rel=1e-15)
-        cos, _ = rope_tables(model, torch.arange(3))
+        three = torch.zeros(1, 3)
+        cos, _ = rotary.tables(MicroBatch.of_samples(three, three, three, torch.zeros(1)))
         torch.testing.assert_close(cos[1, : len(expected)], expected.cos() * expected_factor, rtol=1e-7, atol=0.0)
         assert validate(replace(Config(), model=from_hugging_face(to_hugging_face(model))), 1).model == model
 

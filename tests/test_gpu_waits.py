@@ -234,19 +234,23 @@ def test_context_parallel_ranks_never_wait_for_the_device(model: ModelConfig, fo
 def test_heads_that_straddle_ranks_wait_for_nothing() -> None:
     """The index of key/value heads is made with the layer, not in each forward pass."""
     from megapar_models.attention import Attention
-    from megapar_models.stage import Blueprint, ForwardContext
+    from megapar_models.factory import Factory
+    from megapar_models.forward import ForwardContext
+    from megapar_models.llama.model import LlamaStage
 
     from megapar.context import Axis
-    from megapar.recompute import Recompute
+    from megapar.params import ONES
     from megapar.sharding import Sharding
 
     model = validate(Config(model=STRADDLING, parallel=ParallelConfig(tp=4, dp=1)), 4).model
     sharding = Sharding(Axis("tp", 4, 1, (0, 1, 2, 3)), Axis("grad"), False, torch.float32, META)
-    layer = Attention(0, Blueprint(model, sharding, Recompute(), 1), qkv_bias=False, out_bias=False)
+    layer = Attention(0, LlamaStage.layer_kind(model, 0), model, Factory(sharding, ONES, ONES))
     assert layer.attend.kv_index is not None
     rows = layer.qkv.weight.shape[0]
     with no_copies_from_python():
-        layer._core(torch.zeros(12, 1, rows, device=META), ForwardContext(micro_batch(packed=False)))
+        batch = micro_batch(packed=False)
+        rotary = {layer.rotary: layer.rotary.tables(batch)}
+        layer._core(torch.zeros(12, 1, rows, device=META), ForwardContext(batch, rotary))
 
 
 def test_a_copy_from_python_would_be_counted() -> None:

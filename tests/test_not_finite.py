@@ -14,7 +14,7 @@ import pytest
 import torch
 from megapar_models.attention import Attention
 from megapar_models.build import build_stages
-from megapar_models.llama.model import LlamaMLP
+from megapar_models.mlp import GatedMLP
 from torch import Tensor
 
 from megapar import context
@@ -57,16 +57,16 @@ def in_an_activation(patch: pytest.MonkeyPatch, _: TrainState) -> None:
 
 def in_a_gradient(patch: pytest.MonkeyPatch, state: TrainState) -> None:
     """Of a layer's output, where all forwards are finite."""
-    forward = LlamaMLP.forward
+    forward = GatedMLP.forward
 
-    def planted(self: LlamaMLP, x_sbh: Tensor) -> Tensor:
-        y = forward(self, x_sbh)
+    def planted(self: GatedMLP, x_sbh: Tensor, info: Any) -> Tensor:
+        y = forward(self, x_sbh, info)
         if state.step == 1 and self is state.stages[0].layers["2"].mlp and y.requires_grad:  # type: ignore[index,union-attr]
             y.register_hook(lambda grad: grad * math.nan)
         return y
 
     if state.ctx.world.rank == 0:
-        patch.setattr(LlamaMLP, "forward", planted)
+        patch.setattr(GatedMLP, "forward", planted)
 
 
 def in_a_reduction(patch: pytest.MonkeyPatch, state: TrainState) -> None:

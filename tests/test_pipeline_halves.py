@@ -20,7 +20,7 @@ from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
 from megapar.grid import Grid
-from megapar.params import Init, spec_of
+from megapar.params import ONES, Init, spec_of
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Action, Event, Schedule, interleaved, one_f_one_b, placement
 from megapar.plan.dry_run import report_rank
@@ -31,7 +31,7 @@ from megapar.tensor_parallel.layers import (
     Columns,
     VocabParallelEmbedding,
     column_linear,
-    norm_weight,
+    replicated_vector,
 )
 from megapar.train.data import open_loaders
 from megapar.train.step import train_step
@@ -254,7 +254,7 @@ class Net(PipelineStage):
         self.word = VocabParallelEmbedding("word", VOCAB, WIDTH, sharding, init=init) if stage == 0 else None
         columns = [Columns.even(f"{stage}.twice", WIDTH, ctx.tp)]
         self.twice = ColumnParallelLinear(WIDTH, columns, sharding, init=init, bias=True)
-        self.gate = norm_weight(f"{stage}.gate", WIDTH, sharding)
+        self.gate = replicated_vector(f"{stage}.gate", WIDTH, ONES, sharding)
         self.head = None
         if stage == num_stages - 1:
             self.head = self.word or VocabParallelEmbedding("head", VOCAB, WIDTH, sharding, init=init)

@@ -168,8 +168,8 @@ def recorded_masks() -> Iterator[dict[str, Tensor]]:
     masks: dict[str, Tensor] = {}
     hidden_keys, attention_keep = gpt.hidden_keys, AttentionDropout.keep
 
-    def record_hidden(info: Any, use: int, seed: int, sharding: Any) -> Tensor:
-        keys = hidden_keys(info, use, seed, sharding)
+    def record_hidden(info: Any, use: int, sharding: Any) -> Tensor:
+        keys = hidden_keys(info, use, sharding)
         masks[f"hidden {use}"] = keep_mask(keys, DROPPING.hidden_size, DROPPING.hidden_dropout)
         return keys
 

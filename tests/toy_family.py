@@ -6,34 +6,37 @@ Attention and MLP of a layer read the same norm, as in GPT-J and PaLM (arXiv 220
 from collections.abc import Iterator
 
 from megapar_models.attention import Attention
+from megapar_models.factory import Factory
 from megapar_models.family import Family
-from megapar_models.llama.model import LlamaMLP, LlamaStage, RMSNorm
-from megapar_models.stage import Blueprint, ForwardContext
+from megapar_models.forward import ForwardContext
+from megapar_models.layer_kind import LayerKind
+from megapar_models.llama.model import LlamaStage
+from megapar_models.mlp import DenseMLP
 from torch import Tensor, nn
 
 from megapar.config.messages import problem
-from megapar.config.options import Config
+from megapar.config.options import Config, ModelConfig
 
 
 class ParallelLayer(nn.Module):
     """x + attention(norm(x)) + mlp(norm(x))."""
 
-    def __init__(self, number: int, blueprint: Blueprint):
+    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
-        self.norm = RMSNorm(f"layers.{number}.norm", blueprint)
-        self.attention = Attention(number, blueprint, qkv_bias=False, out_bias=False)
-        self.mlp = LlamaMLP(f"layers.{number}.mlp", blueprint.model.intermediate_size, blueprint)
+        self.norm = factory.norm(f"layers.{number}.norm", model.hidden_size, kind.norm)
+        self.attention = Attention(number, kind, model, factory)
+        self.mlp = DenseMLP(number, kind, model, factory)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         normed = self.norm(x_sbh)
-        return x_sbh + self.attention(normed, context) + self.mlp(normed)
+        return x_sbh + self.attention(normed, context) + self.mlp(normed, context)
 
 
 class ParallelStage(LlamaStage):
     """A run of such layers, with Llama's embedding, rotary positions, last norm and head."""
 
-    def make_layer(self, number: int) -> nn.Module:
-        return ParallelLayer(number, self.blueprint)
+    def make_layer(self, number: int, kind: LayerKind) -> nn.Module:
+        return ParallelLayer(number, kind, self.model, self.factory)
 
 
 def refuse_deep_models(config: Config) -> Iterator[str]:

@@ -21,7 +21,6 @@ from megapar.context import Axis
 from megapar.linear import LOCAL, LinearFunction
 from megapar.main_grad import DeferredWeightGradient
 from megapar.params import (
-    ONES,
     ZEROS,
     Box,
     Init,
@@ -175,10 +174,6 @@ def replicated_vector(name: str, size: int, init: Init, sharding: Sharding, *, p
     """
     piece = replicated(name, (size,), sharding.tp, partial=partial or sharding.sequence_parallel)
     return sharding.parameter((piece,), (size,), init, decay=False)
-
-
-def norm_weight(name: str, size: int, sharding: Sharding, *, partial: bool = False) -> nn.Parameter:
-    return replicated_vector(name, size, ONES, sharding, partial=partial)
 
 
 class _Lookup(torch.autograd.Function):

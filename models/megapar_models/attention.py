@@ -7,16 +7,17 @@ c this rank's columns of q, k and v together: (query heads + 2 key/value heads) 
 from dataclasses import dataclass
 
 from einops import rearrange
-from megapar_kernels.norms import rms_norm
 from megapar_kernels.rope import rotate_qk, split_and_rotate_qkv
 from torch import Tensor, nn
 
 from megapar import recompute
+from megapar.config.options import ModelConfig
 from megapar.context import Axis
-from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout
-from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear, norm_weight
-from megapar_models.stage import Blueprint, DropoutSite, ForwardContext, dropout_use
+from megapar.tensor_parallel.layers import Columns
+from megapar_models.factory import Factory
+from megapar_models.forward import DropoutSite, ForwardContext, dropout_use
+from megapar_models.layer_kind import LayerKind
 
 
 @dataclass(frozen=True)
@@ -64,25 +65,26 @@ def deal_heads(num_heads: int, num_kv_heads: int, tp: Axis) -> Heads:
 class Attention(nn.Module):
     """Causal self-attention of layer `number`.
 
-    It has a fused q/k/v projection, an optional norm of q and k, an optional rotation, and an output projection.
+    It has a fused q/k/v projection, an optional norm of q and k, an optional rotation, and an output projection. `kind`
+    says the rotation, the biases and the rule of the norms, and `model` the sizes.
     """
 
-    def __init__(self, number: int, blueprint: Blueprint, *, qkv_bias: bool, out_bias: bool):
+    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
-        model = blueprint.model
         self.number = number
-        self.seed = blueprint.seed
-        self.kernels = blueprint.kernels
-        self.recomputes_core = blueprint.recompute.attention()
+        self.kernels = factory.kernels
         self.head_dim = model.head_dim
-        self.norm_eps = model.rms_norm_eps
+        self.norm_rule = kind.norm
+        self.rotary = kind.rotary
         self.dropout = model.attention_dropout
-        sharding = blueprint.sharding
+        tp = factory.sharding.tp
         name = f"layers.{number}.attention"
-        self.heads = heads = deal_heads(model.num_attention_heads, model.num_key_value_heads, sharding.tp)
+        self.heads = heads = deal_heads(model.num_attention_heads, model.num_key_value_heads, tp)
+        self.q_heads = heads.q_stop - heads.q_start
+        self.kv_heads = heads.kv_stop - heads.kv_start
         d = model.head_dim
         width = model.num_attention_heads * model.head_dim
-        columns = [Columns.even(f"{name}.q", width, sharding.tp)]
+        columns = [Columns.even(f"{name}.q", width, tp)]
         for letter in ("k", "v"):
             columns.append(
                 Columns(
@@ -95,32 +97,20 @@ class Attention(nn.Module):
                     shared=heads.shared,
                 )
             )
-        self.qkv = ColumnParallelLinear(
-            model.hidden_size, columns, sharding, init=blueprint.init, bias=qkv_bias, products=blueprint.products
-        )
-        self.out = RowParallelLinear(
-            f"{name}.o",
-            width,
-            model.hidden_size,
-            sharding,
-            init=blueprint.output_init,
-            bias=out_bias,
-            products=blueprint.products,
-        )
-        self.attend = CoreAttention(
-            sharding.cp, blueprint.cp_attention, heads.kv_heads, blueprint.kernels, sharding.device, d, d
-        )
+        self.qkv = factory.column_parallel(model.hidden_size, columns, bias=kind.qkv_bias)
+        self.out = factory.row_parallel(f"{name}.o", width, model.hidden_size, bias=kind.out_bias)
+        self.attend = factory.core_attention(heads.kv_heads, d, d)
         self.q_norm = self.k_norm = None
         if model.qk_norm:
             # One weight serves all heads, and each rank has only some heads. So each rank's gradient is a partial sum,
             # with or without sequence parallelism.
-            self.q_norm = norm_weight(f"{name}.q_norm.weight", d, sharding, partial=True)
-            self.k_norm = norm_weight(f"{name}.k_norm.weight", d, sharding, partial=True)
+            self.q_norm = kind.norm.weight(f"{name}.q_norm.weight", d, factory.sharding, partial=True)
+            self.k_norm = kind.norm.weight(f"{name}.k_norm.weight", d, factory.sharding, partial=True)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Map [s or s/tp, b, h] to the same shape. s/tp is the length under sequence parallelism."""
         qkv_sbc = self.qkv(x_sbh)
-        return self.out(recompute.run(self.recomputes_core, self._core, qkv_sbc, context))
+        return self.out(recompute.run(context.recomputes_attention, self._core, qkv_sbc, context))
 
     def _core(self, qkv_sbc: Tensor, context: ForwardContext) -> Tensor:
         """The attention between the projections: [s, b, c] to [s, b, n * d]. Selective recomputation repeats it."""
@@ -129,7 +119,7 @@ class Attention(nn.Module):
         if self.dropout and self.training:
             dropout = AttentionDropout(
                 self.dropout,
-                self.seed,
+                context.seed,
                 dropout_use(self.number, DropoutSite.ATTENTION_PROBABILITIES),
                 range(self.heads.q_start, self.heads.q_stop),
                 context.batch.sample_ids_b,
@@ -139,17 +129,32 @@ class Attention(nn.Module):
 
     def _split(self, qkv_sbc: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [s, b, n, d] of the fused projection, with the norms and the rotation of q and k."""
-        kernels = self.kernels
+        if self.rotary is None:
+            return self._normed_heads(qkv_sbc)
+        tables = context.rotary[self.rotary]
+        length, samples, _ = qkv_sbc.shape
+        if len(tables[0]) == length:
+            return self._rotated_heads(qkv_sbc, tables)
+        # The tables have a row for each position of each sample: as if it were one sample of s b positions.
+        q, k, v = self._rotated_heads(qkv_sbc.flatten(0, 1)[:, None], tables)
+        q, k, v = (x.squeeze(1).unflatten(0, (length, samples)) for x in (q, k, v))
+        return q, k, v
+
+    def _rotated_heads(self, qkv_sbc: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [s, b, n, d], rotated by cos and sin [s, d] after the norms."""
+        impl = self.kernels.rope
+        if self.q_norm is None:
+            return split_and_rotate_qkv(qkv_sbc, self.q_heads, self.kv_heads, *tables, impl=impl)
+        q, k, v = self._normed_heads(qkv_sbc)
+        q, k = rotate_qk(q, k, *tables, impl=impl)
+        return q, k, v
+
+    def _normed_heads(self, qkv_sbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [s, b, n, d], with the norms of q and k."""
         d = self.head_dim
-        q_heads = self.heads.q_stop - self.heads.q_start
-        kv_heads = self.heads.kv_stop - self.heads.kv_start
-        if context.rope is not None and self.q_norm is None:
-            return split_and_rotate_qkv(qkv_sbc, q_heads, kv_heads, *context.rope, impl=kernels.rope)
-        parts = qkv_sbc.split([q_heads * d, kv_heads * d, kv_heads * d], dim=-1)
+        parts = qkv_sbc.split([self.q_heads * d, self.kv_heads * d, self.kv_heads * d], dim=-1)
         q, k, v = (rearrange(x, "s b (n d) -> s b n d", d=d) for x in parts)
         if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, self.q_norm, self.norm_eps, kernels.norm)
-            k = rms_norm(k, self.k_norm, self.norm_eps, kernels.norm)
-        if context.rope is not None:
-            q, k = rotate_qk(q, k, *context.rope, impl=kernels.rope)
+            q = self.norm_rule.rms(q, self.q_norm, self.kernels.norm)
+            k = self.norm_rule.rms(k, self.k_norm, self.kernels.norm)
         return q, k, v

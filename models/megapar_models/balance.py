@@ -14,9 +14,9 @@ from megapar.comm import collectives
 from megapar.config.files import Resolved, load_earlier
 from megapar.config.options import Config
 from megapar.context import ParallelContext, single
-from megapar_models.build import balanced, make_blueprint, stage_layers
+from megapar.precision import model_dtype
+from megapar_models.build import balanced, stage_layers, stage_maker
 from megapar_models.counts import WholeModel
-from megapar_models.registry import find
 
 _REPETITIONS = 5
 
@@ -124,10 +124,10 @@ class _Parts:
     def __init__(self, config: Config, on: torch.device):
         self._model = config.model
         self._on = on
-        self._blueprint = make_blueprint(config, single(on))
+        self._make_stage = stage_maker(config, single(on))
         self._batch = _random_batch(config, on)
         shape = config.train.seq_length, config.train.micro_batch_size, config.model.hidden_size
-        self._x_sbh = torch.randn(shape, device=on).to(self._blueprint.sharding.dtype).requires_grad_()
+        self._x_sbh = torch.randn(shape, device=on).to(model_dtype(config.train.precision)).requires_grad_()
         self._grad_sbh = torch.ones_like(self._x_sbh)
 
     def of_all(self, timed: Callable[[range, bool, bool], T]) -> tuple[list[T], T, T]:
@@ -155,7 +155,7 @@ class _Parts:
         return forward, inputs, max(whole, 0.0) - inputs
 
     def _stage(self, layers: range, *, first: bool, last: bool) -> nn.Module:
-        stage = find(self._model.family).stage(self._blueprint, layers, first=first, last=last)
+        stage = self._make_stage(layers, first=first, last=last)
         for param in stage.parameters():
             nn.init.normal_(param, std=self._model.initializer_range)
         return stage

@@ -1,6 +1,7 @@
 """Builds this rank's pipeline stages from a configuration."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from megapar.config.options import Config, ModelConfig, ParallelConfig
 from megapar.context import ParallelContext
@@ -12,8 +13,9 @@ from megapar.products import MatrixProducts
 from megapar.recompute import Recompute
 from megapar.sharding import Sharding
 from megapar_models.counts import WholeModel
+from megapar_models.factory import initializations
 from megapar_models.registry import find
-from megapar_models.stage import Blueprint, Stage
+from megapar_models.stage import Stage
 
 
 def build_stages(
@@ -28,7 +30,7 @@ def build_stages(
     """
     model = config.model
     first_rank, last_rank = embedding_ranks(config.parallel)
-    blueprint = make_blueprint(config, ctx, allocate=allocate)
+    make_stage = stage_maker(config, ctx, allocate=allocate)
     if layers is None:
         layers = stage_layers(config)
     ranks = placement(config.parallel.schedule, ctx.pp.size, config.parallel.vpp)
@@ -43,13 +45,11 @@ def build_stages(
         if rank != ctx.pp.rank:
             continue
         # If one rank has the first and the last stage, both use one parameter for the tied embedding. Otherwise the
-        # last stage makes a copy, and the axis `tied` of the blueprint sums the gradients of both.
+        # last stage makes a copy, and the gradients of both are summed.
         tied = None
         if model.tie_word_embeddings and first_rank == last_rank and 0 < number == len(layers) - 1:
             tied = stages[0].embedding_weight()
-        stages[number] = find(model.family).stage(
-            blueprint, layers[number], first=number == 0, last=number == len(layers) - 1, tied=tied
-        )
+        stages[number] = make_stage(layers[number], first=number == 0, last=number == len(layers) - 1, tied=tied)
         stages[number].fine_stages = fine_stages
     return stages
 
@@ -64,8 +64,13 @@ def _fine_layers(stage: int, layers: Sequence[range]) -> list[range]:
     return fine
 
 
-def make_blueprint(config: Config, ctx: ParallelContext, *, allocate: bool = True) -> Blueprint:
-    """What all stages of this rank have in common. `allocate` is as in `build_stages`."""
+def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) -> Callable[..., Stage]:
+    """Call the result as the class of the family's stage is called, with the layers of a stage, `first` and `last`.
+
+    All that the stages of this rank have in common is given already. `allocate` is as in `build_stages`.
+    """
+    model = config.model
+    family = find(model.family)
     first_rank, last_rank = embedding_ranks(config.parallel)
     kernels = choose_kernels(config.kernels.backend, ctx.device)
     sharding = Sharding.of(
@@ -75,17 +80,21 @@ def make_blueprint(config: Config, ctx: ParallelContext, *, allocate: bool = Tru
         overlap_chunks=config.parallel.tp_overlap_chunks,
         allocate=allocate,
     )
-    return Blueprint(
-        config.model,
-        sharding,
-        Recompute(config.train.recompute, config.train.recompute_every),
-        config.train.seed,
-        tied=ctx.tied if config.model.tie_word_embeddings and first_rank != last_rank else None,
-        kernels=kernels,
-        products=MatrixProducts(kernels.weight_gradient),
+    return partial(
+        family.stage,
+        model,
+        family.factory(
+            sharding,
+            *initializations(model),
+            kernels,
+            MatrixProducts(kernels.weight_gradient),
+            config.parallel.cp_attention,
+        ),
+        tied_over=ctx.tied if model.tie_word_embeddings and first_rank != last_rank else None,
+        recompute_rule=Recompute(config.train.recompute, config.train.recompute_every),
+        seed=config.train.seed,
         z_loss=config.train.z_loss,
         loss_chunk=config.kernels.loss_chunk,
-        cp_attention=config.parallel.cp_attention,
     )
 
 

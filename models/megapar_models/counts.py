@@ -15,8 +15,8 @@ from megapar.context import single
 from megapar.params import ParamSpec, Piece, selected, spec_of
 from megapar.recompute import Recompute
 from megapar.sharding import Sharding
+from megapar_models.factory import initializations
 from megapar_models.registry import find
-from megapar_models.stage import Blueprint
 
 
 class WholeModel:
@@ -29,8 +29,10 @@ class WholeModel:
     def __init__(self, model: ModelConfig):
         self.model = model
         sharding = Sharding.of(single(torch.device("meta")), torch.float32)
-        blueprint = Blueprint(model, sharding, Recompute(), seed=0)
-        self._stage = find(model.family).stage(blueprint, range(model.num_hidden_layers), first=True, last=True)
+        family = find(model.family)
+        factory = family.factory(sharding, *initializations(model))
+        layers = range(model.num_hidden_layers)
+        self._stage = family.stage(model, factory, layers, first=True, last=True, recompute_rule=Recompute())
         specs = [spec_of(param) for param in self._stage.parameters()]
         self.declarations: dict[str, tuple[Piece, ParamSpec]] = {
             piece.name: (piece, spec) for spec in specs for piece in spec.pieces
@@ -56,8 +58,10 @@ class WholeModel:
         return f"{total:,} parameters" if active == total else f"{total:,} parameters, {active:,} active"
 
     def layer_kinds(self, seq_length: int) -> list[int]:
-        """For each layer the number of the first layer that has tensors of the same names and shapes, and products of
-        its own with as many FLOPs.
+        """For each layer the number of the first layer of the same kind.
+
+        Layers are of one kind if they declare so (`Stage.layer_kind`), if their tensors have the same names and shapes,
+        and if their products without weights have as many FLOPs.
 
         Models may have layers with experts and layers without, or layers with other attention.
         """
@@ -66,7 +70,8 @@ class WholeModel:
             layer = self._depth(name)
             if 0 <= layer < len(tensors):
                 tensors[layer].add((name.removeprefix(f"layers.{layer}."), piece.shape))
-        kinds = list(zip(tensors, self._products_of_layers(seq_length), strict=True))
+        declared = [self._stage.layer_kind(self.model, layer) for layer in range(len(tensors))]
+        kinds = list(zip(declared, tensors, self._products_of_layers(seq_length), strict=True))
         return [kinds.index(kind) for kind in kinds]
 
     def layer_costs(self, seq_length: int) -> list[float]:

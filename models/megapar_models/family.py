@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megapar.config.model_rules import ModelRules
 from megapar.config.options import ModelConfig
+from megapar_models.factory import Factory
 from megapar_models.stage import Stage
 
 Raw = Mapping[str, Any]  # the content of a config.json
@@ -87,6 +88,8 @@ class Family(ModelRules):
     """
 
     stage: type[Stage]
+    factory: Callable[..., Factory] = Factory
+    """Makes the `Factory` of a rank. functools.partial(Factory, beside=...) adds adapters by the names of matrices."""
     reference: Callable[[ModelConfig, Mapping[str, Tensor], Tensor], Tensor] | None = None
     """Logits [b, s, v] of a model with these logical tensors for tokens [b, s], in plain PyTorch: tests use it."""
     hugging_face: HuggingFace | None = None

@@ -1,13 +1,13 @@
 """A mixture of experts in place of a layer's MLP (Shazeer et al., arXiv 1701.06538).
 
 Each token goes to a few of the experts, which lie on the ranks of ep. The rows of tokens travel there and back
-(`megapar.expert_parallel.dispatch`). No token is dropped.
+(`megapar.expert_parallel.dispatch`). No token is dropped. Mixtral's page has the names of the weights
+(`megapar_models.mixtral.model`).
 
 Shapes: s sequence (s/tp under sequence parallelism), b micro-batch, h hidden, t tokens that this rank routes, k experts
 of a token.
 """
 
-from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 
@@ -15,19 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.batch import add_loss
+from megapar.config.options import ModelConfig, MoEConfig
 from megapar.expert_parallel.balance import BalanceRule, Router, Routing
 from megapar.expert_parallel.dispatch import Dispatch, combine, plan_dispatch, receive, send
-from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
 from megapar.params import cut, replicated
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
-from megapar_models.stage import Blueprint, ForwardContext, rows_of_rank
+from megapar_models.factory import Factory
+from megapar_models.forward import ForwardContext, rows_of_rank
+from megapar_models.layer_kind import LayerKind
+from megapar_models.mlp import GATED, GatedMLP
 
 
-def router_rule(blueprint: Blueprint) -> RouterRule:
+def router_rule(moe: MoEConfig) -> RouterRule:
     """How the options of `model.moe` turn logits into experts and weights."""
-    moe = blueprint.model.moe
     return RouterRule(
         top_k=moe.num_experts_per_tok,
         scoring_func=moe.scoring_func,
@@ -38,52 +40,43 @@ def router_rule(blueprint: Blueprint) -> RouterRule:
     )
 
 
-def balance_rule(blueprint: Blueprint) -> BalanceRule:
+def balance_rule(moe: MoEConfig) -> BalanceRule:
     """What evens out the load, as the options of `model.moe` say."""
-    moe = blueprint.model.moe
     if moe.balance == "micro_batch":
         raise ValueError("model.moe.balance=micro_batch: validate() refuses it")
     return BalanceRule(moe.balance, moe.router_aux_loss_coef, moe.router_bias_update_rate, moe.router_z_loss_coef)
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum over a token's experts of weight * expert(token), plus the shared expert's output if there is one.
+    """The sum over a token's experts of weight * expert(token), plus the shared expert's output if there is one."""
 
-    `activation` is the gated activation of the experts. `shared` maps x_sbh to x_sbh for every token.
-    """
-
-    def __init__(
-        self, number: int, blueprint: Blueprint, activation: Callable[..., Tensor], shared: nn.Module | None = None
-    ):
+    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
-        model = blueprint.model
-        sharding = blueprint.sharding
+        moe = model.moe
         name = f"layers.{number}.mlp"
         self.number = number
-        self.num_experts = model.moe.num_experts
-        self.sharding = sharding
+        self.num_experts = moe.num_experts
+        self.sharding = factory.sharding
         self.router = Router(
             f"{name}.router",
             model.hidden_size,
             self.num_experts,
-            router_rule(blueprint),
-            balance_rule(blueprint),
-            sharding,
-            init=blueprint.init,
+            router_rule(moe),
+            balance_rule(moe),
+            factory.sharding,
+            init=factory.init,
         )
-        self.experts = Experts(
+        self.experts = factory.experts(
             f"{name}.experts",
             self.num_experts,
             model.hidden_size,
-            model.moe.moe_intermediate_size,
-            sharding,
-            activation=partial(activation, impl=blueprint.kernels.activation),
-            init=blueprint.init,
-            output_init=blueprint.output_init,
-            token_share=Fraction(model.moe.num_experts_per_tok, self.num_experts),
-            products=blueprint.products,
+            moe.moe_intermediate_size,
+            activation=partial(GATED[model.hidden_act], impl=factory.kernels.activation),
+            token_share=Fraction(moe.num_experts_per_tok, self.num_experts),
         )
-        self.shared = shared
+        self.shared = None
+        if moe.shared_expert_intermediate_size:
+            self.shared = SharedExpert(name, model, factory)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Map [s or s/tp, b, h] to the same shape."""
@@ -93,7 +86,7 @@ class MixtureOfExperts(nn.Module):
         # The shared expert runs while the rows travel.
         shared_sbh = None
         if self.shared is not None:
-            shared_sbh = self.shared(x_sbh)
+            shared_sbh = self.shared(x_sbh, context)
         results = self.experts(receive(arriving, dispatch), dispatch.rows_of_expert)
         y_sbh = combine(results, routing.weights, dispatch).view(own_sbh.shape)
         if self.training:
@@ -156,20 +149,20 @@ def _tokens_of_all(y_sbh: Tensor, length: int, sharding: Sharding) -> Tensor:
 class SharedExpert(nn.Module):
     """An MLP for every token, by option multiplied by sigmoid(gate x), one number for each token (Qwen2-MoE)."""
 
-    def __init__(self, number: int, mlp: nn.Module, blueprint: Blueprint):
+    def __init__(self, name: str, model: ModelConfig, factory: Factory):
         super().__init__()
-        self.mlp = mlp
+        width = model.moe.shared_expert_intermediate_size
+        self.mlp = GatedMLP(f"{name}.shared", model.hidden_size, width, model.hidden_act, factory)
         self.gate = None
-        if blueprint.model.moe.shared_expert_gate:
-            sharding = blueprint.sharding
+        if model.moe.shared_expert_gate:
+            sharding = factory.sharding
             # Every rank multiplies the tokens that it has: all of them, or its part under sequence parallelism.
-            name = f"layers.{number}.mlp.shared_gate.weight"
-            shape = (1, blueprint.model.hidden_size)
-            piece = replicated(name, shape, sharding.tp, partial=sharding.sequence_parallel)
-            self.gate = sharding.parameter((piece,), shape, blueprint.init, decay=True)
+            shape = (1, model.hidden_size)
+            piece = replicated(f"{name}.shared_gate.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
+            self.gate = sharding.parameter((piece,), shape, factory.init, decay=True)
 
-    def forward(self, x_sbh: Tensor) -> Tensor:
-        y_sbh = self.mlp(x_sbh)
+    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        y_sbh: Tensor = self.mlp(x_sbh, context)
         if self.gate is None:
             return y_sbh
         return F.linear(x_sbh, self.gate).sigmoid() * y_sbh

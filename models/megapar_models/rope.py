@@ -1,6 +1,6 @@
 """Options of rotary embeddings: which of `model.rope_scaling` each rope type reads, and their fields in a config.json.
 
-The families with rotary positions share it. The tables of angles are computed in llama/model.py.
+The families with rotary positions share it. The tables of angles are computed in rotary.py.
 """
 
 import math

@@ -11,45 +11,16 @@ f the width of an expert, and E experts:
     layers.N.mlp.shared_gate.weight             [1, h]    on every tp rank (optional)
 """
 
-from torch import Tensor, nn
+from dataclasses import replace
 
-from megapar_models.attention import Attention
-from megapar_models.llama.model import GATED, LlamaMLP, LlamaStage, RMSNorm
-from megapar_models.moe import MixtureOfExperts, SharedExpert
-from megapar_models.stage import Blueprint, ForwardContext
-
-
-def mixture(number: int, blueprint: Blueprint) -> MixtureOfExperts:
-    """The mixture of experts of a layer, with a shared expert if the options ask for one."""
-    model = blueprint.model
-    shared = None
-    if model.moe.shared_expert_intermediate_size:
-        name = f"layers.{number}.mlp.shared"
-        mlp = LlamaMLP(name, model.moe.shared_expert_intermediate_size, blueprint)
-        shared = SharedExpert(number, mlp, blueprint)
-    return MixtureOfExperts(number, blueprint, GATED[model.hidden_act], shared)
-
-
-class MixtralLayer(nn.Module):
-    """x + attention(norm(x)), then x + mixture(norm(x))."""
-
-    def __init__(self, number: int, blueprint: Blueprint):
-        super().__init__()
-        name = f"layers.{number}"
-        self.attention_norm = RMSNorm(f"{name}.attention_norm", blueprint)
-        self.attention = Attention(number, blueprint, qkv_bias=blueprint.model.attention_bias, out_bias=False)
-        self.mlp_norm = RMSNorm(f"{name}.mlp_norm", blueprint)
-        self.mlp = mixture(number, blueprint)
-
-    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        normed_sbh, residual_sbh = self.mlp_norm.add_and_norm(
-            self.attention(self.attention_norm(x_sbh), context), residual=x_sbh
-        )
-        return residual_sbh + self.mlp(normed_sbh, context)
+from megapar.config.options import ModelConfig
+from megapar_models.layer_kind import LayerKind
+from megapar_models.llama.model import LlamaStage
 
 
 class MixtralStage(LlamaStage):
     """Consecutive Mixtral layers."""
 
-    def make_layer(self, number: int) -> nn.Module:
-        return MixtralLayer(number, self.blueprint)
+    @classmethod
+    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
+        return replace(super().layer_kind(model, number), mlp="mixture")

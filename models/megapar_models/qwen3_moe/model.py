@@ -4,16 +4,19 @@ Its weights are those of Mixtral (megapar_models.mixtral.model). The layers that
 those of Llama.
 """
 
-from torch import nn
+from dataclasses import replace
 
-from megapar_models.llama.model import LlamaLayer, LlamaStage
-from megapar_models.mixtral.model import MixtralLayer
+from megapar.config.options import ModelConfig
+from megapar_models.layer_kind import LayerKind
+from megapar_models.mixtral.model import MixtralStage
 
 
-class Qwen3MoeStage(LlamaStage):
+class Qwen3MoeStage(MixtralStage):
     """Consecutive layers of Qwen3-MoE."""
 
-    def make_layer(self, number: int) -> nn.Module:
-        if number in self.blueprint.model.moe.mlp_only_layers:
-            return LlamaLayer(number, self.blueprint)
-        return MixtralLayer(number, self.blueprint)
+    @classmethod
+    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
+        kind = super().layer_kind(model, number)
+        if number in model.moe.mlp_only_layers:
+            return replace(kind, mlp="dense")
+        return kind

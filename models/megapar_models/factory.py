@@ -1,0 +1,220 @@
+"""Makes the modules of a model by name: linear layers, experts, norms, the embedding and the core of attention.
+
+The layers of all families are made of these. A run may add modules by name here, before a parameter is declared. So
+everything that follows from declarations (initial weights, optimizer state, checkpoints, counts) follows for an adapter
+too.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from megapar_kernels.backend import Kernels
+from torch import Tensor, nn
+
+from megapar.config.options import ModelConfig
+from megapar.context import Axis
+from megapar.context_parallel.attention import CoreAttention
+from megapar.expert_parallel.experts import Experts
+from megapar.params import Init
+from megapar.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.sharding import Sharding
+from megapar.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    Columns,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    vocabulary_parameter,
+)
+from megapar_models.norms import LayerNorm, NormRule, RMSNorm
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix [out_features, in_features] of a layer, such as layers.3.attention.q.
+
+    If tp cuts it by its outputs, `columns` has those of this rank. If tp cuts it by its inputs, `columns` is None.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    columns: Columns | None = None
+
+
+Beside = Callable[["Factory", Matrix], nn.Module]
+"""Makes a module beside a matrix. It gets the input of the matrix's layer, and its output is added to the matrix's."""
+
+
+@dataclass(frozen=True)
+class Factory:
+    """The only place where modules are made, and what they have in common on this rank.
+
+    `init` is the initialization of matrices, and `output_init` is for the two that add to the residual stream.
+    `cp_attention` is the option parallel.cp_attention. `beside` makes modules beside matrices, such as adapters. Its
+    keys are patterns of a shell for the matrix's name, such as `*.attention.q`; the first match counts.
+
+    A family may have a factory of its own (`Family.factory`).
+    """
+
+    sharding: Sharding
+    init: Init
+    output_init: Init
+    kernels: Kernels = field(default_factory=Kernels)
+    products: MatrixProducts = TORCH_PRODUCTS
+    cp_attention: Literal["gather", "ring", "ulysses"] = "gather"
+    beside: Mapping[str, Beside] = field(default_factory=dict)
+
+    def products_of(self, name: str) -> MatrixProducts:
+        """How the products of the module `name` are computed, such as layers.3.mlp.down or head."""
+        return self.products
+
+    def column_parallel(
+        self, in_features: int, columns: Sequence[Columns], *, bias: bool = False, init: Init | None = None
+    ) -> ColumnParallelLinear:
+        """One layer of several matrices with the same input. `init` is `self.init` if it is not given."""
+        init = init or self.init
+        products = self.products_of(columns[0].name)  # the matrices are one product
+        matrices = [Matrix(c.name, in_features, c.size, c) for c in columns]
+        found = {str(index): self._beside(matrix) for index, matrix in enumerate(matrices)}
+        beside = {index: module for index, module in found.items() if module is not None}
+        if not beside:
+            return ColumnParallelLinear(in_features, columns, self.sharding, init=init, bias=bias, products=products)
+        return _ColumnsBeside(
+            in_features, columns, self.sharding, init=init, bias=bias, products=products, beside=beside
+        )
+
+    def row_parallel(
+        self, name: str, in_features: int, out_features: int, *, bias: bool = False, init: Init | None = None
+    ) -> RowParallelLinear:
+        """`init` is `self.output_init` if it is not given."""
+        init = init or self.output_init
+        products = self.products_of(name)
+        beside = self._beside(Matrix(name, in_features, out_features))
+        if beside is None:
+            return RowParallelLinear(
+                name, in_features, out_features, self.sharding, init=init, bias=bias, products=products
+            )
+        return _RowsBeside(
+            name, in_features, out_features, self.sharding, init=init, bias=bias, products=products, beside=beside
+        )
+
+    def _beside(self, matrix: Matrix) -> nn.Module | None:
+        for pattern, make in self.beside.items():
+            if fnmatchcase(matrix.name, pattern):
+                # A pattern such as *.attention.* matches the matrices of the adapter too: those have none beside them.
+                return make(replace(self, beside={}), matrix)
+        return None
+
+    def experts(
+        self,
+        name: str,
+        num_experts: int,
+        hidden_size: int,
+        width: int,
+        *,
+        activation: Callable[[Tensor], Tensor],
+        token_share: Fraction,
+    ) -> Experts:
+        """The experts of a layer. Raises ValueError if `beside` names a matrix of theirs: their rows are grouped."""
+        for matrix in ("gate", "up", "down"):
+            for pattern in self.beside:
+                if fnmatchcase(f"{name}.0.{matrix}", pattern):
+                    raise ValueError(f"Factory.beside {pattern}: matches {name}.0.{matrix}; an expert takes none")
+        return Experts(
+            name,
+            num_experts,
+            hidden_size,
+            width,
+            self.sharding,
+            activation=activation,
+            init=self.init,
+            output_init=self.output_init,
+            token_share=token_share,
+            products=self.products_of(name),
+        )
+
+    def norm(self, name: str, size: int, rule: NormRule) -> RMSNorm | LayerNorm:
+        kinds: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+        return kinds[rule.kind](name, size, rule, self.sharding, self.kernels.norm)
+
+    def embedding(
+        self, name: str, vocab_size: int, hidden_size: int, *, tied_over: Axis | None
+    ) -> VocabParallelEmbedding:
+        """`tied_over` is the axis of the pipeline ranks that hold copies of a tied embedding."""
+        return VocabParallelEmbedding(name, vocab_size, hidden_size, self.sharding, init=self.init, tied=tied_over)
+
+    def vocabulary(self, name: str, vocab_size: int, hidden_size: int, *, tied_over: Axis | None) -> nn.Parameter:
+        """The matrix of the head, [rows of this rank, h]. `tied_over` is as in `embedding`."""
+        return vocabulary_parameter(name, vocab_size, hidden_size, self.sharding, init=self.init, tied=tied_over)
+
+    def core_attention(self, kv_heads: Sequence[int], key_width: int, value_width: int) -> CoreAttention:
+        """softmax(q k^T / sqrt(key_width)) v. `kv_heads` has the local key/value head of each local query head."""
+        sharding = self.sharding
+        return CoreAttention(
+            sharding.cp, self.cp_attention, kv_heads, self.kernels, sharding.device, key_width, value_width
+        )
+
+
+class _ColumnsBeside(ColumnParallelLinear):
+    """A column-parallel layer with modules beside some of its matrices, by the index of the matrix."""
+
+    def __init__(
+        self,
+        in_features: int,
+        columns: Sequence[Columns],
+        sharding: Sharding,
+        *,
+        init: Init,
+        bias: bool,
+        products: MatrixProducts,
+        beside: Mapping[str, nn.Module],
+    ):
+        super().__init__(in_features, columns, sharding, init=init, bias=bias, products=products)
+        self.widths = [c.stop - c.start for c in columns]
+        self.beside = nn.ModuleDict(beside)
+
+    def forward(self, x_sbi: Tensor) -> Tensor:
+        return self._with_beside(super().forward(x_sbi), x_sbi)
+
+    def product(self, x_sbi: Tensor) -> Tensor:
+        return self._with_beside(super().product(x_sbi), x_sbi)
+
+    def _with_beside(self, y_sbo: Tensor, x_sbi: Tensor) -> Tensor:
+        parts = list(y_sbo.split(self.widths, dim=-1))
+        for index, module in self.beside.items():
+            parts[int(index)] = parts[int(index)] + module(x_sbi)
+        return torch.cat(parts, dim=-1)
+
+
+class _RowsBeside(RowParallelLinear):
+    """A row-parallel layer with a module beside its matrix."""
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        sharding: Sharding,
+        *,
+        init: Init,
+        bias: bool,
+        products: MatrixProducts,
+        beside: nn.Module,
+    ):
+        super().__init__(name, in_features, out_features, sharding, init=init, bias=bias, products=products)
+        self.beside = beside
+
+    def forward(self, x_sbi: Tensor) -> Tensor:
+        y_sbo: Tensor = super().forward(x_sbi) + self.beside(x_sbi)
+        return y_sbo
+
+
+def initializations(model: ModelConfig) -> tuple[Init, Init]:
+    """Those of matrices, and of the two that add to the residual stream: GPT-2 scales them by the depth."""
+    std = model.initializer_range
+    return Init("normal", std), Init("normal", std / math.sqrt(2 * model.num_hidden_layers))

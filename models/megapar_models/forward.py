@@ -1,0 +1,61 @@
+"""What the layers of a stage share in a forward pass: the micro-batch, the rotary tables and the keys of dropout."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from torch import Tensor
+
+from megapar.batch import MicroBatch
+from megapar.expert_parallel.dispatch import Dispatch
+from megapar.random import row_keys
+from megapar.sharding import Sharding
+from megapar_models.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What every layer needs in a forward pass.
+
+    `batch` has the positions, the sample numbers and the documents. `rotary` has the tables cos and sin of every
+    `Rotary` in the layers of the stage. `seed` is that of dropout. `recomputes_attention` says whether backward
+    computes core attention again (`Recompute.attention`). `dispatches` has, by the number of a layer, the experts of
+    the tokens, as the first forward pass of the micro-batch chose them. Recomputation uses them again.
+    """
+
+    batch: MicroBatch
+    rotary: Mapping[Rotary, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    seed: int = 0
+    recomputes_attention: bool = False
+    dispatches: dict[int, Dispatch] = field(default_factory=dict)
+
+
+class DropoutSite(IntEnum):
+    """The places where a model applies dropout. Their numbers are part of a mask's key (`dropout_use`): do not change
+    them, or a resumed run draws other masks."""
+
+    EMBEDDING = 0
+    ATTENTION_PROBABILITIES = 1
+    ATTENTION_OUTPUT = 2
+    MLP_OUTPUT = 3
+
+
+def dropout_use(layer: int, site: DropoutSite) -> int:
+    """The number of a site in the whole model. The site of the embedding is counted in layer 0."""
+    return len(DropoutSite) * layer + site
+
+
+def hidden_keys(context: ForwardContext, use: int, sharding: Sharding) -> Tensor:
+    """The keys [s or s/tp, b] of a dropout mask of hidden states, from sample and global position.
+
+    `use` is the site's number (`dropout_use`).
+    """
+    position_s = rows_of_rank(context.batch.positions_s, sharding)
+    return row_keys(context.seed, use, context.batch.sample_ids_b[None, :], position_s[:, None])
+
+
+def rows_of_rank(x_s: Tensor, sharding: Sharding) -> Tensor:
+    """The part of [s, ...] that this rank holds between layers: all, or [s/tp, ...] under sequence parallelism."""
+    if not sharding.splits_sequence:
+        return x_s
+    return x_s.chunk(sharding.tp.size)[sharding.tp.rank]

@@ -1,0 +1,117 @@
+"""Rotary positions (Su et al., arXiv 2104.09864): the tables of cos and sin by which queries and keys are rotated.
+
+Layers may have different tables, or none. A stage makes each table that its layers name once for a micro-batch.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megapar.batch import MicroBatch
+from megapar.config.options import ModelConfig, RopeScaling
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The angles of a layer. Layers with equal ones share a table.
+
+    `theta` is the base, and `width` the width d of a head. `scaling` changes the frequencies as Hugging Face's rope
+    types `linear`, `llama3` and `yarn` do.
+
+    Positions run over all documents of a sample. Rotary attention depends on distances alone, and a token attends only
+    to its own document, so they need not begin again. With `inside_documents` they do: fp32 angles of small positions
+    have smaller errors, and a mixer may read the positions themselves.
+    """
+
+    theta: float
+    width: int
+    scaling: RopeScaling = field(default_factory=RopeScaling)
+    inside_documents: bool = False
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "Rotary":
+        """The table of a model whose layers share one."""
+        return cls(model.rope_theta, model.head_dim, model.rope_scaling)
+
+    def tables(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angles of the columns of `batch`, fp32 [s, d].
+
+        Positions inside documents may differ from sample to sample. The tables are then [s b, d], with a row for each
+        position of each sample. A head has d/2 angles, so the columns from d/2 on repeat the columns 0 to d/2.
+        """
+        positions = batch.positions_s
+        if self.inside_documents and batch.starts is not None:
+            positions = batch.document_positions_bs().t().flatten()
+        frequency, attention_factor = self.frequency(positions.device)
+        angles = positions.to(torch.float32)[:, None] * frequency
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * attention_factor, angles.sin() * attention_factor
+
+    def frequency(self, device: torch.device) -> tuple[Tensor, float]:
+        """Radians per position of each pair of dimensions [d/2], fp32, and the factor of cos and sin.
+
+        The factor is 1 for all types of scaling but yarn.
+        """
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float32, device=device) / self.width
+        radians = self.theta**exponents  # one over the frequency
+        frequency = 1.0 / radians
+        scaling = self.scaling
+        if scaling.rope_type == "default":
+            return frequency, 1.0
+        if scaling.rope_type == "linear":
+            return frequency / scaling.factor, 1.0
+        if scaling.rope_type == "yarn":
+            keep_weight = self._yarn_keep_weight(device)
+            stretched = 1.0 / (scaling.factor * radians)
+            return stretched * (1 - keep_weight) + frequency * keep_weight, _yarn_attention_factor(scaling)
+        # llama3. Dimensions that turn at least high_freq_factor times within the original context keep their frequency.
+        # The frequency of those that turn at most low_freq_factor times is divided by the factor. Between the two, both
+        # frequencies are mixed.
+        turns_in_context = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+        mixed_turns = scaling.high_freq_factor - scaling.low_freq_factor
+        keep_weight = ((turns_in_context - scaling.low_freq_factor) / mixed_turns).clamp(0, 1)
+        return keep_weight * frequency + (1 - keep_weight) * frequency / scaling.factor, 1.0
+
+    def _yarn_keep_weight(self, device: torch.device) -> Tensor:
+        """The weight [d/2], fp32, of the unchanged frequency in YaRN's mixture (arXiv 2309.00071, section 3.2).
+
+        It is 1 for pairs of dimensions that turn more than beta_fast times within the original context, and 0 for those
+        that turn less than beta_slow times. Between the two it falls linearly with the number of the pair.
+        """
+        scaling = self.scaling
+
+        def pair_that_turns(times: float) -> float:
+            """The number of the pair, which may lie between two, that turns so often within the original context."""
+            radians = scaling.original_max_position_embeddings / (2 * math.pi * times)
+            return self.width * math.log(radians) / (2 * math.log(self.theta))
+
+        first = pair_that_turns(scaling.beta_fast)
+        last = pair_that_turns(scaling.beta_slow)
+        if scaling.truncate:
+            first = math.floor(first)
+            last = math.ceil(last)
+        # The bound of `last` is a number of dimensions, not of pairs. transformers computes it so, and so did the
+        # paper's authors.
+        first = max(first, 0)
+        last = min(last, self.width - 1)
+        if first == last:
+            last += 0.001  # as transformers: there is nothing to mix, and no division by 0
+        pairs = torch.arange(self.width // 2, dtype=torch.float32, device=device)
+        return 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    """The factor of cos and sin, whose square scales the attention scores (arXiv 2309.00071, section 3.4)."""
+    if scaling.attention_factor:
+        return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _yarn_mscale(scaling.factor, scaling.mscale) / _yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+    return _yarn_mscale(scaling.factor, 1.0)
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0
