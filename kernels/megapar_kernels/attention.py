@@ -180,17 +180,26 @@ def varlen_serves(q: Tensor, v: Tensor) -> bool:
     return q.is_cuda and is_16_bit and width % 8 == 0 and v.shape[-1] <= width <= 256
 
 
-def masked_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor) -> Tensor:
-    """`packed_causal_attention` for any dtype and widths, with a mask of b * s * s booleans."""
+def masked_causal_attention(
+    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor | None, window: int = 0
+) -> Tensor:
+    """`packed_causal_attention` for any dtype and widths, with a mask of b * s * s booleans.
+
+    With a `window`, each position reads that many keys at most, its own among them (arXiv 2004.05150). Without `starts`
+    each sample is one document. The mask then has s * s booleans.
+    """
     length, samples = q_sbnd.shape[:2]
     run = q_sbnd.shape[2] // k_sbnd.shape[2]
-    position = torch.arange(samples * length, dtype=starts.dtype, device=starts.device)
-    documents_bs = torch.searchsorted(starts, position, right=True).view(samples, length)
-    same_document = documents_bs[:, :, None] == documents_bs[:, None, :]
-    past = torch.ones(length, length, dtype=torch.bool, device=starts.device).tril()
+    seen = torch.ones(length, length, dtype=torch.bool, device=q_sbnd.device).tril()
+    if window:
+        seen = seen.triu(1 - window)
+    if starts is not None:
+        position = torch.arange(samples * length, dtype=starts.dtype, device=starts.device)
+        documents_bs = torch.searchsorted(starts, position, right=True).view(samples, length)
+        seen = ((documents_bs[:, :, None] == documents_bs[:, None, :]) & seen)[:, None]
     # Heads of k and v are repeated, because SDPA's fused kernels take no mask together with fewer key/value heads.
     k_sbnd = k_sbnd.repeat_interleave(run, 2)
     v_sbnd = v_sbnd.repeat_interleave(run, 2)
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=(same_document & past)[:, None])
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     return rearrange(y, "b n s d -> s b (n d)")

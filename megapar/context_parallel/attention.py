@@ -24,7 +24,8 @@ class CoreAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v of one layer, where each rank of `cp` holds a part of the positions of each sample.
 
     `form` is the option parallel.cp_attention. `kv_heads[i]` is the local key/value head that the local query head i
-    reads. `qk_width` is d and `v_width` is e.
+    reads. `qk_width` is d and `v_width` is e. A position reads `window` keys at most, its own among them; 0: all up to
+    its own.
     """
 
     kv_index: Tensor | None
@@ -38,8 +39,12 @@ class CoreAttention(nn.Module):
         device: torch.device,
         qk_width: int,
         v_width: int,
+        window: int = 0,
     ):
         super().__init__()
+        if window and cp.size > 1 and form != "ulysses":
+            raise ValueError(f"a window of {window} keys with cp_attention {form}: registry.validate() refuses it")
+        self.window = window
         self.cp = cp
         self.form = form
         self.kernels = kernels
@@ -49,7 +54,7 @@ class CoreAttention(nn.Module):
         self.ulysses = None
         kv_index = None
         if cp.size > 1 and form == "ulysses":
-            self.ulysses = Ulysses(cp, kv_heads, device)
+            self.ulysses = Ulysses(cp, kv_heads, device, window)
         elif not are_equal_runs(kv_heads):
             # Copied to the device here, because in the forward pass each copy would wait for all queued work.
             kv_index = torch.tensor(kv_heads, device=device)
@@ -69,12 +74,15 @@ class CoreAttention(nn.Module):
             k_sbnd = k_sbnd.index_select(2, self.kv_index)
             v_sbnd = v_sbnd.index_select(2, self.kv_index)
         if self.cp.size == 1:
-            return whole_attention(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels)
+            return whole_attention(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels, self.window)
         attention = ring_attention if self.form == "ring" else gather_attention
         q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
         y = attention(q.contiguous(), k, v, self.cp, batch.starts_on_host, dropout)
         return rearrange(y, "b n s d -> s b (n d)")
 
     def flops_per_token(self, seq_length: int) -> int:
-        """The FLOPs of the two products for one token, forward. Half of the s^2 scores are computed."""
-        return seq_length * self.heads * (self.qk_width + self.v_width)
+        """The FLOPs of the two products for one token, forward: with the keys that it reads, on average."""
+        keys = seq_length / 2  # half of the s^2 scores
+        if 0 < self.window < seq_length:
+            keys = self.window - self.window**2 / (2 * seq_length)
+        return round(2 * keys * self.heads * (self.qk_width + self.v_width))

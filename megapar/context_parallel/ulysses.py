@@ -27,15 +27,17 @@ class Ulysses(nn.Module):
 
     `kv_heads[i]` is the local key/value head that the local query head i reads, ascending. cp must divide the number of
     query heads. Each rank gets a run of query heads, and the key/value heads that they read. A key/value head that
-    several ranks read is sent to each of them, and the backward pass sums their gradients of it.
+    several ranks read is sent to each of them, and the backward pass sums their gradients of it. `window` is as in
+    `whole_attention`.
     """
 
     kv_order: Tensor
     kv_index: Tensor | None
 
-    def __init__(self, cp: Axis, kv_heads: Sequence[int], device: torch.device):
+    def __init__(self, cp: Axis, kv_heads: Sequence[int], device: torch.device, window: int = 0):
         super().__init__()
         self.cp = cp
+        self.window = window
         self.heads = len(kv_heads) // cp.size  # query heads of a rank between the exchanges
         self._kv_heads_of_rank: list[range] = []  # the key/value heads that each rank gets
         for rank in range(cp.size):
@@ -71,7 +73,7 @@ class Ulysses(nn.Module):
             first_head = dropout.heads.start + self.cp.rank * self.heads
             heads = range(first_head, first_head + self.heads)
             dropout = replace(dropout, heads=heads, positions_s=all_positions_s)
-        y_sbc = whole_attention(q, k, v, replace(batch, positions_s=all_positions_s), dropout, kernels)
+        y_sbc = whole_attention(q, k, v, replace(batch, positions_s=all_positions_s), dropout, kernels, self.window)
         return self._to_positions(y_sbc)
 
     def _to_heads(self, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:

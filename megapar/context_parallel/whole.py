@@ -2,7 +2,12 @@
 
 from collections.abc import Sequence
 
-from megapar_kernels.attention import causal_attention, causal_attention_dropout, packed_causal_attention
+from megapar_kernels.attention import (
+    causal_attention,
+    causal_attention_dropout,
+    masked_causal_attention,
+    packed_causal_attention,
+)
 from megapar_kernels.backend import Kernels
 from torch import Tensor
 
@@ -17,12 +22,16 @@ def whole_attention(
     batch: MicroBatch,
     dropout: AttentionDropout | None,
     kernels: Kernels,
+    window: int = 0,
 ) -> Tensor:
     """Causal attention, [s, b, n * e], within the documents of `batch`, whose columns are all positions of its samples.
 
     q [s, b, n, d] may have a multiple of the heads of k and v. Then a run of consecutive heads of q reads each head of
-    k and v. The width e of v may differ from d.
+    k and v. The width e of v may differ from d. With a `window`, a position reads that many keys at most, its own among
+    them. Such attention takes no dropout.
     """
+    if window:
+        return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, batch.starts, window)
     if dropout is None:
         if batch.starts is None:
             return causal_attention(q_sbnd, k_sbnd, v_sbnd, kernels.attention)

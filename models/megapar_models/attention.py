@@ -99,7 +99,7 @@ class Attention(nn.Module):
             )
         self.qkv = factory.column_parallel(model.hidden_size, columns, bias=kind.qkv_bias)
         self.out = factory.row_parallel(f"{name}.o", width, model.hidden_size, bias=kind.out_bias)
-        self.attend = factory.core_attention(heads.kv_heads, d, d)
+        self.attend = factory.core_attention(heads.kv_heads, d, d, kind.window)
         self.q_norm = self.k_norm = None
         if model.qk_norm:
             # One weight serves all heads, and each rank has only some heads. So each rank's gradient is a partial sum,

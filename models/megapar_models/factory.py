@@ -152,11 +152,14 @@ class Factory:
         """The matrix of the head, [rows of this rank, h]. `tied_over` is as in `embedding`."""
         return vocabulary_parameter(name, vocab_size, hidden_size, self.sharding, init=self.init, tied=tied_over)
 
-    def core_attention(self, kv_heads: Sequence[int], key_width: int, value_width: int) -> CoreAttention:
+    def core_attention(
+        self, kv_heads: Sequence[int], key_width: int, value_width: int, window: int = 0
+    ) -> CoreAttention:
         """softmax(q k^T / sqrt(key_width)) v. `kv_heads` has the local key/value head of each local query head."""
         sharding = self.sharding
+        widths = (key_width, value_width)
         return CoreAttention(
-            sharding.cp, self.cp_attention, kv_heads, self.kernels, sharding.device, key_width, value_width
+            sharding.cp, self.cp_attention, kv_heads, self.kernels, sharding.device, *widths, window=window
         )
 
 

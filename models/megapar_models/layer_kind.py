@@ -20,5 +20,7 @@ class LayerKind:
     """Norms of a branch's input, of its output before it is added to the residual stream, or of both."""
     rotary: Rotary | None = None
     """The rotary table of queries and keys. None: the layer sees no positions (NoPE)."""
+    window: int = 0
+    """Attention reads this many keys, the token's own among them. 0: all keys up to its own."""
     qkv_bias: bool = False
     out_bias: bool = False

@@ -1,10 +1,13 @@
 """The model families by name, one line for each. A family outside this repository is named by its import path."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megapar.config import compatible
 from megapar.config import validate as checks
+from megapar.config.messages import listed, problem
 from megapar.config.options import Config
 from megapar.config.plugins import named
 from megapar.pipeline.schedules import virtual_stages
@@ -13,6 +16,7 @@ from megapar_models.gpt.family import GPT
 from megapar_models.llama.family import LLAMA
 from megapar_models.mixtral.family import MIXTRAL
 from megapar_models.qwen3_moe.family import QWEN3_MOE
+from megapar_models.stage import Stage
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -38,9 +42,31 @@ def named_configs(folder: Path) -> dict[str, Path]:
 
 
 def validate(config: Config, world_size: int) -> Config:
-    """Call `megapar.config.validate.validate` with what the config's family and schedule say of themselves."""
-    rules = find(config.model.family)
-    return checks.validate(config, world_size, rules, virtual_stages(config.parallel.schedule))
+    """Call `megapar.config.validate.validate` with what the family, its layers and the schedule say of themselves."""
+    family = find(config.model.family)
+
+    def problems(config: Config) -> Iterator[str]:
+        yield from family.problems(config)
+        yield from _window_problems(config, family.stage)
+
+    stages = virtual_stages(config.parallel.schedule)
+    return checks.validate(config, world_size, replace(family, problems=problems), stages)
+
+
+def _window_problems(config: Config, stage: type[Stage]) -> Iterator[str]:
+    """What attention with a window does not do. Its scores are those of whole samples, with a mask."""
+    model = config.model
+    # Of a number of layers that somebody has mistyped, the first few are enough.
+    numbers = range(min(model.num_hidden_layers, 10_000))
+    windows = {stage.layer_kind(model, number).window for number in numbers} - {0}
+    if not windows:
+        return
+    parallel = config.parallel
+    text = f"the family has layers that read {listed(sorted(windows))} keys; "
+    if parallel.cp > 1 and parallel.cp_attention != "ulysses":
+        yield problem(config, "parallel.cp parallel.cp_attention", f"{text}use cp_attention ulysses, or cp 1")
+    if model.attention_dropout:
+        yield problem(config, "model.attention_dropout", f"{text}such attention takes no dropout; use 0.0")
 
 
 def weight_options(config: Config) -> dict[str, Any]:
