@@ -32,6 +32,7 @@ from megapar.launch.grid import grid_of
 from megapar.optimizer.clip import clip_coefficient
 from megapar.random import initialize
 from megapar.train.step import TrainState, evaluate, train_step
+from megapar.train.trainable import freeze_others
 from megapar.train.trainer import assemble
 from tests.support import layouts
 from tests.support.distributed import rank_device, run_ranks
@@ -150,6 +151,7 @@ class Layout:
     loss_chunk: int = 0
     packed: bool = False
     tolerance: float = 1e-5  # of the steps after the first: products may round the sums of another order elsewhere
+    trainable: tuple[str, ...] = ()
 
     @property
     def world(self) -> int:
@@ -179,6 +181,7 @@ class Layout:
             precision=precision,
             recompute=self.recompute,
             recompute_every=self.every,
+            trainable=self.trainable,
         )
         # Buckets of about 16 KiB: several of them, so that reduction really overlaps the backward pass.
         # A first update of AdamW is about g / (|g| + eps): an eps above the rounding of gradients keeps it
@@ -239,6 +242,7 @@ def make_state(config: Config) -> TrainState:
     ctx = make_context(config)
     stages = build_stages(config, ctx)
     initialize(stages.values(), config.train.seed)
+    freeze_others(stages.values(), config.train.trainable, ctx)
     return assemble(config, ctx, stages)
 
 
@@ -258,7 +262,10 @@ def held_weights(state: TrainState) -> list[layouts.Held]:
 def held_gradients(state: TrainState) -> list[layouts.Held]:
     """Reduced gradients; with ZeRO every rank holds only its shards of them, so they are gathered first."""
     if isinstance(state.grads, UnitGradients):
-        return layouts.held(state.stages.values(), state.ctx, _whole_gradients(state).__getitem__)
+        whole = _whole_gradients(state)
+        return layouts.held(
+            state.stages.values(), state.ctx, lambda param: whole[param] if param.requires_grad else None
+        )
     if state.grads.layout.sharded:
         for bucket in state.grads.layout.buckets:
             axis = state.grads.layout.axis(bucket)
@@ -297,9 +304,10 @@ def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
 
 
 @cache
-def reference(model: ModelConfig, packed: bool) -> dict[str, Any]:
+def reference(model: ModelConfig, packed: bool, trainable: tuple[str, ...] = ()) -> dict[str, Any]:
     """One process, one micro-batch, nothing recomputed, no ZeRO."""
-    return train_two_steps(Layout(model, micro_batch_size=SAMPLES, zero_stage=0).config(), packed)
+    layout = Layout(model, micro_batch_size=SAMPLES, zero_stage=0, trainable=trainable)
+    return train_two_steps(layout.config(), packed)
 
 
 def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -307,7 +315,7 @@ def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
-    expected = reference(layout.model, layout.packed)
+    expected = reference(layout.model, layout.packed, layout.trainable)
     initial = layouts.assemble([rank["initial"] for rank in ranks])
     assert bitwise(initial, layouts.assemble([expected["initial"]])), "initial weights depend on the layout"
     for step in range(STEPS):

@@ -35,9 +35,9 @@ def gradients(param: nn.Parameter) -> Tensor:
     return param.grad
 
 
-def main_gradients(param: nn.Parameter) -> Tensor:
-    """What lies in the gradient buffer."""
-    return param.main_grad.tensor  # type: ignore[attr-defined]
+def main_gradients(param: nn.Parameter) -> Tensor | None:
+    """What lies in the gradient buffer; nothing of a frozen parameter."""
+    return param.main_grad.tensor if param.requires_grad else None  # type: ignore[attr-defined]
 
 
 def unique_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -47,20 +47,21 @@ def unique_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 def held(
     modules: Iterable[nn.Module],
     ctx: ParallelContext,
-    values: Callable[[nn.Parameter], Tensor] = weights,
+    values: Callable[[nn.Parameter], Tensor | None] = weights,
     *,
     unsummed: bool = False,
 ) -> list[Held]:
-    """This rank's part of every logical tensor, for `assemble`; `values` picks weights or gradients.
+    """This rank's part of every logical tensor, for `assemble`; `values` picks weights or gradients, or None of it.
 
     `unsummed`: the values are gradients before the sums over tp and over tied ends that their specs ask for. Raises
     AssertionError if a padding row is not zero.
     """
     parts = []
     for param in unique_parameters(modules):
-        if not param.numel():  # this rank holds none of the experts
+        found = values(param)
+        if found is None or not param.numel():  # this rank holds none of the experts
             continue
-        spec, flat, last = spec_of(param), values(param).reshape(-1), 0
+        spec, flat, last = spec_of(param), found.reshape(-1), 0
         for piece, first, last in spec.segments():
             partial = unsummed and any(axis.size > 1 for axis in piece.partial)
             parts.append(
