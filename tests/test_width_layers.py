@@ -217,7 +217,7 @@ class Replicated(nn.Module):
         return nn.functional.linear(x_sbi, self.weight)
 
 
-BESIDE = {"*.attention.[qo]": partial(Lora, rank=4)}
+BESIDE = {"*.attention.[qo]*": partial(Lora, rank=4)}
 LORA = replace(LLAMA_FAMILY, name="lora", factory=partial(Factory, beside=BESIDE))
 LORA_MODEL = replace(LLAMA, family="tests.test_width_layers:LORA")
 TRAINED = ("*.lora_?.weight",)
@@ -226,6 +226,20 @@ TRAINED = ("*.lora_?.weight",)
 @in_each_layout
 def test_an_adapter_beside_two_matrices_trains_alone_as_in_one_process(sizes: dict[str, object]) -> None:
     trains_as_one_process(LORA_MODEL, {**sizes, "trainable": TRAINED, "sequence_parallel": "tp" in sizes})
+
+
+def test_an_adapter_adds_its_product_to_its_matrix_alone() -> None:
+    config = tiny_models.config(LORA_MODEL)
+    batch = tiny_models.batch(config.model)
+    stage = tiny_models.build(config, context.single())
+    tensors = tiny_models.random_tensors(config.model)
+    merged = dict(tensors)
+    for name in (f"layers.{number}.attention.{letter}" for number in range(4) for letter in "qo"):
+        merged[f"{name}.weight"] = (
+            tensors[f"{name}.weight"] + tensors[f"{name}.lora_b.weight"] @ tensors[f"{name}.lora_a.weight"]
+        )
+    found = stage.logits(stage.hidden_states(None, batch)).transpose(0, 1)[..., : config.model.vocab_size]
+    torch.testing.assert_close(found, plain.logits(config.model, merged, batch.tokens_bs), rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapter_beside_an_expert_is_refused() -> None:

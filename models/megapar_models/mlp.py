@@ -1,4 +1,4 @@
-"""The gated MLP of a layer, of which also a mixture's shared expert is one."""
+"""The gated MLP of a layer, and of a mixture's shared expert."""
 
 from megapar_kernels.activations import geglu, reglu_squared, swiglu
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ GATED = {"auto": swiglu, "silu": swiglu, "gelu_pytorch_tanh": geglu, "relu2": re
 class GatedMLP(nn.Module):
     """down(act(gate x) * up x), with gate and up [width, h] in one matrix.
 
-    tp cuts gate and up by their output dimension, and down by its input dimension. `name` is that of the weights, such
-    as layers.3.mlp. `activation` is a key of GATED.
+    tp cuts gate and up by their output dimension, and down by its input dimension. `name` is the prefix of the weights'
+    names, such as layers.3.mlp. `activation` is a key of GATED.
     """
 
     def __init__(self, name: str, hidden_size: int, width: int, activation: str, factory: Factory):

@@ -1,6 +1,6 @@
-"""Rotary positions (Su et al., arXiv 2104.09864): the tables of cos and sin by which queries and keys are rotated.
+"""Rotary positions (Su et al., arXiv 2104.09864): the tables of cos and sin that rotate queries and keys.
 
-Layers may have different tables, or none. A stage makes each table that its layers name once for a micro-batch.
+Layers may have different tables, or none. A stage makes each table of its layers once for a micro-batch.
 """
 
 import math
