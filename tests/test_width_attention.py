@@ -64,3 +64,5 @@ def test_its_flops_are_those_of_its_widths() -> None:
     columns = 4 * MODEL.num_attention_heads * MODEL.num_hidden_layers
     less = WholeModel(EQUAL).flops_per_token(LENGTH) - WholeModel(MODEL).flops_per_token(LENGTH)
     assert less == 3 * columns * (2 * 2 * MODEL.hidden_size + LENGTH)
+    short, long = (WholeModel(MODEL).layer_costs(length)[0] for length in (LENGTH, 2 * LENGTH))
+    assert long - short == LENGTH * MODEL.num_attention_heads * (12 + 8) / 2
