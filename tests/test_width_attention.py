@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 from megapar_kernels.rope import rotate_qk
 from megapar_models.counts import WholeModel
+from megapar_models.factory import Factory
 from megapar_models.family import Family
-from megapar_models.llama.model import LlamaLayer, LlamaStage
-from megapar_models.stage import Blueprint, ForwardContext
+from megapar_models.forward import ForwardContext
+from megapar_models.layer_kind import LayerKind
+from megapar_models.llama.model import LlamaStage
 from torch import Tensor, nn
 
-from megapar.context_parallel.attention import CoreAttention
-from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear
+from megapar.config.options import ModelConfig
+from megapar.tensor_parallel.layers import Columns
 from tests.support.grid import LENGTH, LLAMA
 from tests.support.width import in_each_layout, trains_as_one_process
 
@@ -20,28 +22,29 @@ WIDTHS = {"q": 12, "k": 12, "v": 8}
 
 
 class UnlikeAttention(nn.Module):
-    def __init__(self, name: str, plan: Blueprint):
+    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
-        sharding, heads, hidden = plan.sharding, plan.model.num_attention_heads, plan.model.hidden_size
-        columns = [Columns.even(f"{name}.{x}", heads * width, sharding.tp) for x, width in WIDTHS.items()]
-        self.qkv = ColumnParallelLinear(hidden, columns, sharding, init=plan.init, bias=False)
-        self.out = RowParallelLinear(f"{name}.o", heads * 8, hidden, sharding, init=plan.output_init, bias=False)
-        self.heads = heads // sharding.tp.size
-        settings = plan.cp_attention, range(self.heads), plan.kernels, sharding.device
-        self.attend = CoreAttention(sharding.cp, *settings, qk_width=12, v_width=8)
+        name = f"layers.{number}.attention"
+        tp = factory.sharding.tp
+        heads = model.num_attention_heads
+        columns = [Columns.even(f"{name}.{x}", heads * width, tp) for x, width in WIDTHS.items()]
+        self.qkv = factory.column_parallel(model.hidden_size, columns)
+        self.out = factory.row_parallel(f"{name}.o", heads * WIDTHS["v"], model.hidden_size)
+        self.heads = heads // tp.size
+        self.attend = factory.core_attention(range(self.heads), WIDTHS["k"], WIDTHS["v"])
+        self.rotary = kind.rotary
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         parts = self.qkv(x_sbh).split([self.heads * width for width in WIDTHS.values()], dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)
-        q, k = rotate_qk(q, k, *context.rope)  # type: ignore[misc]
+        q, k = rotate_qk(q, k, *context.rotary[self.rotary])  # type: ignore[index]
         return self.out(self.attend(q, k, v, context.batch, None))
 
 
 class UnlikeStage(LlamaStage):
-    def make_layer(self, number: int) -> nn.Module:
-        layer = LlamaLayer(number, self.blueprint)
-        layer.attention = UnlikeAttention(f"layers.{number}.attention", self.blueprint)  # type: ignore[assignment]
-        return layer
+    @classmethod
+    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
+        return replace(super().layer_kind(model, number), mixer=f"{__name__}:UnlikeAttention")
 
 
 FAMILY = Family(name="unlike", stage=UnlikeStage, activations=("silu",))

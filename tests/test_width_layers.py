@@ -8,7 +8,7 @@ import pytest
 import torch
 from einops import rearrange
 from megapar_models.attention import deal_heads
-from megapar_models.build import layer_kinds
+from megapar_models.counts import WholeModel
 from megapar_models.factory import Factory, Matrix
 from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
@@ -27,7 +27,7 @@ from megapar.params import ZEROS, Init, replicated
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import Columns
 from tests.support import tiny_models
-from tests.support.grid import LLAMA, Layout, four_documents
+from tests.support.grid import LENGTH, LLAMA, Layout, four_documents
 from tests.support.width import in_each_layout, trains_as_one_process
 
 WINDOW = 5
@@ -48,7 +48,9 @@ class KeysAreValues(nn.Module):
         columns = [Columns.even(f"{name}.{letter}", width, tp) for letter in "qk"]
         self.qk = factory.column_parallel(model.hidden_size, columns)
         self.out = factory.row_parallel(f"{name}.o", width, model.hidden_size)
-        self.attend = factory.core_attention(deal_heads(num_heads, num_heads, tp).kv_heads)
+        self.attend = factory.core_attention(
+            deal_heads(num_heads, num_heads, tp).kv_heads, model.head_dim, model.head_dim
+        )
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         q, k = (rearrange(y, "s b (n d) -> s b n d", d=self.head_dim) for y in self.qk(x_sbh).chunk(2, dim=-1))
@@ -166,7 +168,7 @@ DROPPING_WINDOWS = replace(WINDOWS, unused=())
 
 def test_layers_of_other_kinds_are_measured_apart() -> None:
     model = replace(LLAMA, family="tests.test_width_layers:WINDOWS")
-    assert layer_kinds(tiny_models.config(model).model) == [0, 1, 0, 1]
+    assert WholeModel(tiny_models.config(model).model).layer_kinds(LENGTH) == [0, 1, 0, 1]
 
 
 def test_windows_are_refused_where_ranks_hold_parts_of_samples() -> None:

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.build import build_stages
-from megapar_models.family import Family
-from megapar_models.llama.model import LlamaMLP, LlamaStage
-from megapar_models.stage import Blueprint
-from torch import Tensor, nn
+from megapar_models.factory import Factory
+from megapar_models.layer_kind import LayerKind
+from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
+from megapar_models.llama.model import LlamaStage
+from megapar_models.mlp import DenseMLP
+from torch import Tensor
 
 from megapar.checkpoint.format import read_manifest
 from megapar.comm import collectives
-from megapar.config.options import Config, OptimizerConfig
+from megapar.config.options import Config, ModelConfig, OptimizerConfig
 from megapar.errors import CheckpointError, ConfigError
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import Optimizer, Shard, Step
@@ -34,8 +36,8 @@ from tests.support.layouts import assemble, assert_close
 from tests.support.width import in_each_layout, trains_as_one_process
 
 
-def updated_by(name: str, blueprint: Blueprint) -> Blueprint:
-    return replace(blueprint, sharding=replace(blueprint.sharding, update=f"{__name__}:{name}"))
+def updated_by(name: str, factory: Factory) -> Factory:
+    return replace(factory, sharding=replace(factory.sharding, update=f"{__name__}:{name}"))
 
 
 class NormalizedMomentum(Optimizer):
@@ -55,14 +57,17 @@ class NormalizedMomentum(Optimizer):
             params.copy_(shard.main)
 
 
+class MomentumMLP(DenseMLP):
+    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
+        super().__init__(number, kind, model, updated_by("NormalizedMomentum", factory))
+
+
 class MomentumStage(LlamaStage):
     """Llama, whose MLPs NormalizedMomentum updates, and AdamW all else."""
 
-    def make_layer(self, number: int) -> nn.Module:
-        layer = super().make_layer(number)
-        width = self.blueprint.model.intermediate_size
-        layer.mlp = LlamaMLP(f"layers.{number}.mlp", width, updated_by("NormalizedMomentum", self.blueprint))
-        return layer
+    @classmethod
+    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
+        return replace(super().layer_kind(model, number), mlp=f"{__name__}:MomentumMLP")
 
 
 class OnHost(AdamW):
@@ -70,13 +75,12 @@ class OnHost(AdamW):
     MOST_ELEMENTS = 1000
 
 
-class OnHostStage(LlamaStage):
-    def __init__(self, blueprint: Blueprint, *args: Any, **kwargs: Any):
-        super().__init__(updated_by("OnHost", blueprint), *args, **kwargs)
+def on_host(*common: Any) -> Factory:
+    return updated_by("OnHost", Factory(*common))
 
 
-MOMENTUM = Family(name="momentum", stage=MomentumStage, activations=("silu",), even_head_dim=True)
-ON_HOST = Family(name="on_host", stage=OnHostStage, activations=("silu",), even_head_dim=True)
+MOMENTUM = replace(LLAMA_FAMILY, name="momentum", stage=MomentumStage)
+ON_HOST = replace(LLAMA_FAMILY, name="on_host", factory=on_host)
 MODELS = {name: replace(LLAMA, family=f"{__name__}:{name}") for name in ("MOMENTUM", "ON_HOST")}
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_models.factory import Factory
 from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
-from megapar_models.llama.model import LlamaLayer, LlamaStage
-from torch import Tensor, nn
+from torch import Tensor
 
 from megapar.comm.collectives import Pending
 from megapar.linear import LinearFunction, Local
@@ -62,12 +62,12 @@ class Rounded(MatrixProducts):
         super().add_weight_gradient(total, grad_2d, unpack(x_2d), **options)
 
 
-class RoundedStage(LlamaStage):
-    def make_layer(self, number: int) -> nn.Module:
-        return LlamaLayer(number, replace(self.blueprint, products=Rounded()))
+class RoundedLayers(Factory):
+    def products_of(self, name: str) -> MatrixProducts:
+        return Rounded() if name.startswith("layers.") else super().products_of(name)
 
 
-FAMILY = replace(LLAMA_FAMILY, name="rounded", stage=RoundedStage)
+FAMILY = replace(LLAMA_FAMILY, name="rounded", factory=RoundedLayers)
 # Blocks lie on one rank: tp 2 cuts 32 columns of heads, and 80 of the MLP.
 MODEL = replace(grid.LLAMA, family=f"{__name__}:FAMILY", head_dim=8, intermediate_size=80)
 
