@@ -163,7 +163,7 @@ class WindowsStage(LlamaStage):
 
 
 WINDOWS = replace(LLAMA_FAMILY, name="windows", stage=WindowsStage)
-DROPPING_WINDOWS = replace(WINDOWS, unused=())
+DROPPING_WINDOWS = replace(WINDOWS, reads=(*WINDOWS.reads, "model.attention_dropout"))
 
 
 def test_layers_of_other_kinds_are_measured_apart() -> None:
