@@ -142,9 +142,6 @@ class PipelineStage(nn.Module):
     sizes_of_weights: tuple[str, ...] = ()
     """Options, by dotted path, that set sizes of weights in this model but not in every model."""
 
-    fine_stages: tuple[int, ...] = ()
-    """If this is a fine stage: of how many fine stages each stage of the schedule consists, the same in all of them."""
-
     adds_gradients_in_i: bool = False
     """Whether the I of a backward in halves adds gradients of parameters. All others are deferred to W."""
 

@@ -28,6 +28,7 @@ from megapar.params import spec_of
 from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import Item, most_live
 from megapar.pipeline.zero_bubble import Memory
+from megapar.stage_set import StageSet
 from megapar.system import limits
 from megapar.train import memory_report
 from megapar.train.kept import DEFERRED, KeptBytes, Key
@@ -37,8 +38,8 @@ from megapar.train.trainable import freeze, refuse
 from megapar.train.trainer import assemble
 
 META = torch.device("meta")
-Build = Callable[[Config, ParallelContext], Mapping[int, PipelineStage]]
-"""Builds the stages of one rank, by their global numbers."""
+Build = Callable[[Config, ParallelContext], StageSet[PipelineStage]]
+"""Builds the stages of one rank."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +170,11 @@ def _num_parameters(stages: Mapping[int, PipelineStage]) -> int:
     return sum(math.prod(piece.local_shape) for param in params.values() for piece in spec_of(param).pieces)
 
 
-def _titles(stages: Mapping[int, PipelineStage]) -> str:
+def _titles(stages: StageSet[PipelineStage]) -> str:
     """What the stages hold, in words. Of consecutive fine stages, only the first and the last are named."""
     runs: list[list[int]] = []
-    for number, stage in stages.items():
-        if runs and stage.fine_stages and runs[-1][-1] == number - 1:
+    for number in stages:
+        if runs and stages.fine_stages and runs[-1][-1] == number - 1:
             runs[-1].append(number)
         else:
             runs.append([number])

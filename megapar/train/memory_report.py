@@ -11,6 +11,7 @@ from torch import nn
 from megapar import device
 from megapar.batch import PipelineStage
 from megapar.comm import collectives
+from megapar.stage_set import StageSet
 from megapar.system.atomic_files import write_json
 from megapar.train.kept import KeptBytes, Key
 from megapar.train.step import TrainState
@@ -80,10 +81,10 @@ def frozen_nbytes(stages: Iterable[nn.Module]) -> int:
     return sum(param.nbytes for param in params.values())
 
 
-def by_name(kept: Mapping[Key, int], stages: Mapping[int, PipelineStage]) -> dict[str, int]:
+def by_name(kept: Mapping[Key, int], stages: StageSet[PipelineStage]) -> dict[str, int]:
     """Bytes of activations by the name that the report gives them. `stages` are those of the rank."""
     # Fine stages are as many as layers, so their sum is shown.
-    several = len(stages) > 1 and not any(stage.fine_stages for stage in stages.values())
+    several = len(stages) > 1 and not stages.fine_stages
     found: dict[str, int] = {}
     for (stage, kind), size in sorted(kept.items()):
         name = f"activations: {kind}"

@@ -25,13 +25,14 @@ from megapar.optimizer.schedule import learning_rate
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Event
 from megapar.precision import LossScale
+from megapar.stage_set import StageSet
 
 
 @dataclass
 class TrainState:
     """Everything that a step uses or changes, and what its checkpoints record.
 
-    `stages` are this rank's stages by global stage number. `step` counts completed steps, including those whose update
+    `step` counts completed steps, including those whose update
     was skipped after an fp16 overflow. `consumed_samples` counts the samples of these steps. `lineage` has an entry for
     each start or resumption that led here, oldest first: its random id, and the number of steps completed before it
     (`megapar.checkpoint.lineage`). `data_identity` has a hash of each file that the samples depend on
@@ -41,7 +42,7 @@ class TrainState:
 
     config: Config
     ctx: ParallelContext
-    stages: Mapping[int, PipelineStage]
+    stages: StageSet[PipelineStage]
     pipeline: PipelineRuntime
     weights: Weights
     grads: ReducedGradients

@@ -34,6 +34,7 @@ from megapar.pipeline.sharding_plan import UnitAction, Units
 from megapar.pipeline.zero_bubble import Memory
 from megapar.precision import LossScale, model_dtype
 from megapar.random import initialize
+from megapar.stage_set import StageSet
 from megapar.system.atomic_files import replace_file
 from megapar.train import checkpoints, not_finite
 from megapar.train.data import TEST
@@ -54,15 +55,15 @@ def initializes_by_unit(config: Config) -> bool:
 def assemble(
     config: Config,
     ctx: ParallelContext,
-    stages: Mapping[int, PipelineStage],
+    stages: StageSet[PipelineStage],
     memory: Memory | None = None,
     seed: int | None = None,
 ) -> TrainState:
     """Build the training state at step 0: pipeline runtime, flat weights and gradients, and optimizers.
 
-    `stages` are this rank's stages by global stage number. Initialize their weights before this call: the optimizer's
-    main weights are copied from them. With a `seed` and ZeRO-3 they are initialized here (`initializes_by_unit`).
-    `memory` is what the schedule may keep (`dry_run.memory_limit`).
+    Initialize the weights of `stages` before this call: the optimizer's main weights are copied from them. With a
+    `seed` and ZeRO-3 they are initialized here (`initializes_by_unit`). `memory` is what the schedule may keep
+    (`dry_run.memory_limit`).
     """
     options = config.optimizer
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
@@ -87,14 +88,13 @@ def assemble(
     else:
         overlap = options.overlap_grad_reduce
         grads = Gradients(layout, ctx.device, overlap=overlap, reduce_dtype=reduce_dtype, impl=kernels.adamw)
-    fine_stages = next((stage.fine_stages for stage in stages.values()), ())
     parallel = config.parallel
     units = make_units(stages, weights, grads, overlap=options.overlap_grad_reduce)
     return TrainState(
         config=config,
         ctx=ctx,
         stages=stages,
-        pipeline=PipelineRuntime(stages, ctx, of(parallel, memory), parallel.vpp, fine_stages, units),
+        pipeline=PipelineRuntime(stages, ctx, of(parallel, memory), parallel.vpp, stages.fine_stages, units),
         weights=weights,
         grads=grads,
         optimizer=Optimizers(weights, grads, ctx, options, kernels.adamw),
@@ -150,7 +150,7 @@ class Run:
 def start(
     config: Config,
     ctx: ParallelContext,
-    stages: Mapping[int, PipelineStage],
+    stages: StageSet[PipelineStage],
     data: Mapping[str, Any] | None = None,
     memory: Memory | None = None,
 ) -> tuple[TrainState, list[str]]:

@@ -12,6 +12,7 @@ from megapar.precision import model_dtype
 from megapar.products import MatrixProducts
 from megapar.recompute import Recompute
 from megapar.sharding import Sharding
+from megapar.stage_set import StageSet
 from megapar_models.counts import WholeModel
 from megapar_models.factory import initializations
 from megapar_models.registry import find
@@ -20,8 +21,8 @@ from megapar_models.stage import Stage
 
 def build_stages(
     config: Config, ctx: ParallelContext, *, layers: Sequence[range] | None = None, allocate: bool = True
-) -> dict[int, Stage]:
-    """Build this rank's stages on the context's device, uninitialized; returns them by global stage number.
+) -> StageSet[Stage]:
+    """Build this rank's stages on the context's device, uninitialized.
 
     The schedule decides which rank has which stage. `config` must be validated. With a context on the meta device the
     stages have shapes and no memory. Without `allocate` parameters have no memory yet (`megapar.train.trainer.start`).
@@ -50,8 +51,7 @@ def build_stages(
         if model.tie_word_embeddings and first_rank == last_rank and 0 < number == len(layers) - 1:
             tied = stages[0].embedding_weight()
         stages[number] = make_stage(layers[number], first=number == 0, last=number == len(layers) - 1, tied=tied)
-        stages[number].fine_stages = fine_stages
-    return stages
+    return StageSet(stages, layers, ranks, fine_stages)
 
 
 def _fine_layers(stage: int, layers: Sequence[range]) -> list[range]:
@@ -129,7 +129,7 @@ class StageBuilder:
     def __init__(self) -> None:
         self._layers: dict[tuple[ModelConfig, ParallelConfig, int], list[range]] = {}
 
-    def __call__(self, config: Config, ctx: ParallelContext) -> dict[int, Stage]:
+    def __call__(self, config: Config, ctx: ParallelContext) -> StageSet[Stage]:
         decides = (config.model, config.parallel, config.train.seq_length)
         if decides not in self._layers:
             self._layers[decides] = stage_layers(config)
