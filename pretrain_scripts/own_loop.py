@@ -9,7 +9,6 @@ from megapar_models.registry import validate
 
 from megapar import device
 from megapar.config.files import load
-from megapar.errors import NumericError
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import reported
 from megapar.train.checkpoints import Saver, lock_run_dir
@@ -33,8 +32,6 @@ with rank_process(config, env) as process:
             stop = state.step == config.train.steps
             while not stop:
                 result = train_step(state, train_data.next_step(), asked_to_stop=process.asked_to_stop() != "")
-                if result.failed:
-                    raise NumericError(f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}")
                 if ctx.world.first:
                     print(f"step {result.step} | loss {result.loss:.4f}")
                 stop = result.stop or state.step == config.train.steps

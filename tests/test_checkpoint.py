@@ -24,7 +24,7 @@ from megapar.errors import CheckpointError, StorageError
 from megapar.grid import Grid
 from megapar.params import make_piece
 from megapar.train.checkpoints import Saver
-from megapar.train.step import TrainState
+from megapar.train.state import TrainState
 from megapar.train.trainer import start
 from tests.support.checkpoints import (
     STATE,

@@ -19,7 +19,7 @@ from megapar.config.messages import counted
 from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.plan.dry_run import RankReport, report, report_rank
-from megapar.train.step import TrainState
+from megapar.train.state import TrainState
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, make_state, micro_batches
 from tests.support.kernel_checks import needs_triton

@@ -17,7 +17,8 @@ from megapar.config.options import Config, ModelConfig, MoEConfig, ParallelConfi
 from megapar.expert_parallel.balance import Router
 from megapar.grid import coordinates, expert_rank_groups
 from megapar.train.metrics import expert_load
-from megapar.train.step import TrainState, evaluate, train_step
+from megapar.train.state import TrainState
+from megapar.train.step import evaluate, train_step
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.grid import DENSE_BETWEEN, SHARED, SIGMOID, Layout, make_state, micro_batches

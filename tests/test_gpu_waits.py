@@ -26,7 +26,8 @@ from megapar.precision import Precision
 from megapar.random import initialize
 from megapar.train import trainer
 from megapar.train.data import open_loaders
-from megapar.train.step import TrainState, queue_step, train_step
+from megapar.train.state import TrainState
+from megapar.train.step import queue_step, train_step
 from megapar.train.trainer import assemble
 from tests.support.grid import GPT, LLAMA, ONE_KV_HEAD, STRADDLING
 from tests.support.kernel_checks import DEVICE

@@ -22,12 +22,14 @@ from megapar.batch import MicroBatch
 from megapar.checkpoint.format import checkpoint_folders
 from megapar.config.options import CheckpointConfig, Config, LogConfig
 from megapar.data.delivery import Delivery
+from megapar.errors import NumericError
 from megapar.grid import Grid
 from megapar.precision import LossScale
 from megapar.train import step as step_module
 from megapar.train.checkpoints import FOLDER
 from megapar.train.data import open_loaders
-from megapar.train.step import TrainState, queue_step, train_step
+from megapar.train.state import TrainState
+from megapar.train.step import queue_step, train_step
 from megapar.train.trainer import Run, start, train
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.faults import SPEED
@@ -223,6 +225,8 @@ def test_a_nan_loss_is_no_overflow() -> None:
     with behind_the_host(), pytest.MonkeyPatch.context() as patch:
         spoil_loss(patch)
         result = queue_step(state, micro_batches(state.config, state.ctx, 0)).finish()
+        with pytest.raises(NumericError, match="step 1: loss nan"):
+            train_step(state, micro_batches(state.config, state.ctx, 0))
     assert result.failed
     assert not result.overflowed
     assert_bitwise(bits(state), before, "a NaN loss")

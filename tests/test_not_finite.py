@@ -24,7 +24,7 @@ from megapar.errors import NumericError
 from megapar.grid import Grid
 from megapar.train import not_finite
 from megapar.train.data import open_loaders
-from megapar.train.step import TrainState
+from megapar.train.state import TrainState
 from megapar.train.trainer import Run, start, train
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.grid import LLAMA, SAMPLES, Layout

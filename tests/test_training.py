@@ -29,7 +29,8 @@ from megapar.precision import LossScale, Precision
 from megapar.train import checkpoints
 from megapar.train.data import open_loaders
 from megapar.train.metrics import Reporter
-from megapar.train.step import TrainState, count_targets, mean_loss, train_step
+from megapar.train.state import TrainState
+from megapar.train.step import count_targets, mean_loss, train_step
 from megapar.train.trainer import Run, start, train
 from tests.support import layouts
 from tests.support.distributed import rank_device, run_ranks

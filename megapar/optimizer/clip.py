@@ -9,28 +9,31 @@ from megapar.context import ParallelContext
 from megapar.data_parallel.shards import ReducedGradients
 
 
-@torch.no_grad()
-def grad_norm(gradients: ReducedGradients, ctx: ParallelContext, votes: Tensor | None = None) -> Tensor:
-    """L2 norm of the gradient of the global batch: 0-d fp32, equal on all ranks.
+def grad_norm(gradients: ReducedGradients, ctx: ParallelContext) -> Tensor:
+    """The norm of `reduce_norm` alone."""
+    nothing = torch.zeros(0, device=gradients.flat.device)
+    return reduce_norm(gradients, ctx, nothing)[0]
 
-    This is a collective. Call it after `gradients.finish()`. Squares are summed in fp64, so that the norm does not
-    depend on how layouts and buckets cut the gradient. The norm is NaN also if a gradient that this rank does not count
-    is not finite: its copy of a gradient that another rank counts. That copy updates weights here. `votes`, a 0-d
-    number, is summed over all ranks in place.
+
+@torch.no_grad()
+def reduce_norm(gradients: ReducedGradients, ctx: ParallelContext, others: Tensor) -> tuple[Tensor, Tensor]:
+    """L2 norm of the gradient of the global batch, 0-d fp32, and the sums of `others` over all ranks, fp32.
+
+    `others` are this rank's numbers, 1-D. This is a collective, and its results are equal on all ranks. Call it after
+    `gradients.finish()`. Squares are summed in fp64, so that the norm does not depend on how layouts and buckets cut
+    the gradient. The norm is NaN also if a gradient that this rank does not count is not finite: its copy of a gradient
+    that another rank counts. That copy updates weights here.
     """
-    # The votes are in the same tensor as the sum of squares, so they need no message of their own.
-    both = torch.zeros(2, dtype=torch.float64, device=gradients.flat.device)
-    both[0] = square_sum(gradients.flat, gradients.impl, gradients.norm_ranges)
+    # The other numbers are in the same tensor as the sum of squares, so they need no message of their own.
+    sums = torch.zeros(1 + others.numel(), dtype=torch.float64, device=gradients.flat.device)
+    sums[0] = square_sum(gradients.flat, gradients.impl, gradients.norm_ranges)
     # This adds 0, which changes no bit of the norm, or NaN if a copy is not finite (0 * inf is NaN).
-    both[0] += 0.0 * square_sum(gradients.flat, gradients.impl, gradients.uncounted_ranges)
-    if votes is not None:
-        both[1] = votes
+    sums[0] += 0.0 * square_sum(gradients.flat, gradients.impl, gradients.uncounted_ranges)
+    sums[1:] = others
     # One sum over each axis in turn reaches all ranks, and each element is counted on one of them.
     for axis in (ctx.tp, ctx.pp, ctx.grad):
-        collectives.all_reduce(both, axis)
-    if votes is not None:
-        votes.copy_(both[1])
-    return both[0].sqrt().float()
+        collectives.all_reduce(sums, axis)
+    return sums[0].sqrt().float(), sums[1:].float()
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

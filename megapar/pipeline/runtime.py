@@ -79,12 +79,12 @@ class PipelineRuntime:
         scale: Tensor | float = 1.0,
         on_last_backward: Callable[[tuple[Kind, int] | None], None] = lambda last: None,
         trace: list[Event] | None = None,
-        most: int = 0,
+        max_microbatches: int = 0,
     ) -> list[Tensor]:
         """Run forward and backward of every micro-batch.
 
-        Replicas may have different numbers of micro-batches. `most` is the largest of them, or 0 if all have the same.
-        With units, a replica with fewer takes part in the collectives of the others.
+        Replicas may have different numbers of micro-batches. `max_microbatches` is the largest of them, or 0 if all
+        have the same. With units, a replica with fewer takes part in the collectives of the others.
 
         Parameters accumulate the gradient of scale * (sum of the losses). Returns the losses, detached and without
         `scale`, in the order of `batches` on the rank of the last stage, and [] elsewhere.
@@ -99,7 +99,7 @@ class PipelineRuntime:
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
         # A stage before the last may add a loss of its own (megapar.batch.add_loss). It scales the gradient itself.
         batches = [replace(batch, loss_scale=scale) for batch in batches]
-        plan = self.plan(len(batches), most, backward=True)
+        plan = self.plan(len(batches), max_microbatches, backward=True)
         adding = [(i, item) for i, item in enumerate(plan) if isinstance(item, Action) and item.kind in ("B", "W")]
         run = _Execution(self, plan, batches, scale, trace)
         if not adding:  # no micro-batches; of units it still gathers and reduces what other replicas use
@@ -120,20 +120,20 @@ class PipelineRuntime:
         return found
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch], most: int = 0) -> list[Tensor]:
+    def evaluate(self, batches: Sequence[MicroBatch], max_microbatches: int = 0) -> list[Tensor]:
         """Run the forwards alone. Returns the losses as `step` does. Modules stay in their mode, train or eval."""
-        plan = self.plan(len(batches), most, backward=False)
+        plan = self.plan(len(batches), max_microbatches, backward=False)
         run = _Execution(self, plan, batches, torch.zeros((), device=self.device), None)
         run.execute(plan)
         return run.finish()
 
     def prepare(self, numbers_of_microbatches: Iterable[tuple[int, int]]) -> None:
-        """Make the plans of steps now: those of (number of micro-batches, most of any replica).
+        """Make the plans of steps now: those of (micro-batches of this rank, most of any replica).
 
         A plan of thousands of actions takes up to a second, during which a step would stall.
         """
-        for number, most in numbers_of_microbatches:
-            self.plan(number, most, backward=True)
+        for number, max_microbatches in numbers_of_microbatches:
+            self.plan(number, max_microbatches, backward=True)
 
     def orders(self, num_microbatches: int) -> list[list[Action]]:
         """The actions of each pipeline rank in order."""
@@ -149,16 +149,17 @@ class PipelineRuntime:
         stages = [stage for stage, number in enumerate(self.fine_stages) for _ in range(number)]
         return dict(enumerate(stages))
 
-    def plan(self, num_microbatches: int, most: int = 0, *, backward: bool) -> Sequence[Item]:
-        """The plan of this rank for so many micro-batches. `most` is as in `step`."""
+    def plan(self, num_microbatches: int, max_microbatches: int = 0, *, backward: bool) -> Sequence[Item]:
+        """The plan of this rank for so many micro-batches. `max_microbatches` is as in `step`."""
         if self.units is None:
-            most = num_microbatches  # without units no replica waits for another during a plan
-        most = max(most, num_microbatches)
-        if most == 0:  # other replicas have all micro-batches
+            max_microbatches = num_microbatches  # without units no replica waits for another during a plan
+        max_microbatches = max(max_microbatches, num_microbatches)
+        if max_microbatches == 0:  # other replicas have all micro-batches
             return []
-        key = num_microbatches, most, backward
+        key = num_microbatches, max_microbatches, backward
         if key not in self._plans:
-            kept = [[action for action in order if backward or action.kind == "F"] for order in self.orders(most)]
+            orders = self.orders(max_microbatches)
+            kept = [[action for action in order if backward or action.kind == "F"] for order in orders]
             plan: Sequence[Item] = lower_one(kept, self.num_stages, self.axis.rank)
             if self.units is not None:
                 plan = first_microbatches(insert_unit_actions(plan, self.units, self._runs()), num_microbatches)

@@ -33,7 +33,7 @@ from megapar.system import limits
 from megapar.train import memory_report
 from megapar.train.kept import DEFERRED, KeptBytes, Key
 from megapar.train.memory_report import MemoryReport
-from megapar.train.step import TrainState
+from megapar.train.state import TrainState
 from megapar.train.trainable import freeze, refuse
 from megapar.train.trainer import assemble
 

@@ -30,7 +30,7 @@ from megapar.optimizer.schedule import change_of_rate
 from megapar.params import MAIN, StateSlice
 from megapar.precision import LossScale
 from megapar.train.data import ORDER, compare
-from megapar.train.step import TrainState
+from megapar.train.state import TrainState
 
 FOLDER = "checkpoints"
 # One save writes while another waits with its copy of the state. Each further one would cost another copy in memory.

@@ -14,7 +14,7 @@ from megapar.comm import collectives
 from megapar.stage_set import StageSet
 from megapar.system.atomic_files import write_json
 from megapar.train.kept import KeptBytes, Key
-from megapar.train.step import TrainState
+from megapar.train.state import TrainState
 
 OTHER = "all else: kernels, messages, allocator, Python"
 ALL = "all"

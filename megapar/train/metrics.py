@@ -34,7 +34,7 @@ from megapar.errors import reason_of, storing
 from megapar.launch.reporting import say, tell
 from megapar.system.atomic_files import replace_file
 from megapar.system.regular_files import open_regular, read_regular
-from megapar.train.step import StepResult
+from megapar.train.state import StepResult
 
 _PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines are written
 

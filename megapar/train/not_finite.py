@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.comm import collectives
 from megapar.config.derive import num_microbatches
-from megapar.train.step import StepResult, TrainState, count_targets
+from megapar.train.state import StepResult, TrainState
+from megapar.train.step import count_targets
 
 _LISTED = 4  # the most names or samples that a message lists
 
@@ -92,8 +93,8 @@ def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: fl
     state.grads.flat.zero_()  # because it is read before finish()
     handles = watch.attach(state.stages)
     try:
-        most = num_microbatches(state.config, state.config.train.batch_size(state.consumed_samples))
-        state.pipeline.step(batches, loss_scale / count_targets(batches, state.ctx), most=most)
+        max_microbatches = num_microbatches(state.config, state.config.train.batch_size(state.consumed_samples))
+        state.pipeline.step(batches, loss_scale / count_targets(batches, state.ctx), max_microbatches=max_microbatches)
     finally:
         for handle in handles:
             handle.remove()

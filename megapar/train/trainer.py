@@ -40,7 +40,8 @@ from megapar.train import checkpoints, not_finite
 from megapar.train.data import TEST
 from megapar.train.memory_report import MemoryReport
 from megapar.train.metrics import Measured, Meter, Reporter
-from megapar.train.step import QueuedStep, StepResult, TrainState, evaluate, queue_step
+from megapar.train.state import QueuedStep, StepResult, TrainState
+from megapar.train.step import evaluate, queue_step
 from megapar.train.trainable import freeze_others
 
 

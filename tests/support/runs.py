@@ -13,7 +13,7 @@ from torch import Tensor
 from megapar import device
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
-from megapar.train.step import TrainState
+from megapar.train.state import TrainState
 
 Bits = dict[str, Tensor]
 

@@ -11,7 +11,8 @@ from megapar.batch import MicroBatch
 from megapar.config.options import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.launch.grid import grid_of
 from megapar.random import initialize
-from megapar.train.step import TrainState, train_step
+from megapar.train.state import TrainState
+from megapar.train.step import train_step
 from megapar.train.trainer import assemble
 
 SAMPLES = 4  # of a global batch

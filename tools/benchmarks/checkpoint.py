@@ -41,7 +41,8 @@ from megapar.random import initialize
 from megapar.system.atomic_files import write_json
 from megapar.train.checkpoints import Saver
 from megapar.train.provenance import in_a_line, provenance
-from megapar.train.step import TrainState, train_step
+from megapar.train.state import TrainState
+from megapar.train.step import train_step
 from megapar.train.trainer import assemble
 
 

@@ -1,0 +1,142 @@
+"""The state that training steps change, what a step returns, and steps that the device may still be computing.
+
+A GPU computes a step while the host queues the next one. So `megapar.train.step.queue_step` reads no number: the device
+itself decides whether the step updates weights, and `QueuedStep.finish` reads the numbers later.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from megapar import device
+from megapar.batch import MicroBatch, PipelineStage
+from megapar.config.options import Config
+from megapar.context import ParallelContext
+from megapar.data_parallel.shards import ReducedGradients, Weights
+from megapar.optimizer.optimizers import Optimizers
+from megapar.pipeline.runtime import PipelineRuntime
+from megapar.precision import LossScale
+from megapar.stage_set import StageSet
+
+
+@dataclass
+class TrainState:
+    """Everything that a step uses or changes, and what its checkpoints record.
+
+    `step` counts completed steps, including those whose update was skipped after an fp16 overflow. `consumed_samples`
+    counts the samples of these steps. `lineage` has an entry for each start or resumption that led here, oldest first:
+    its random id, and the number of steps completed before it (`megapar.checkpoint.lineage`). `data_identity` has a
+    hash of each file that the samples depend on (`megapar.train.data.identity`).
+
+    `failed` is a 0-d bool on the device. No update is made while it is True. The step sets it if its loss or norm is
+    not finite. Steps that the host has queued behind it find it set. `QueuedStep.finish` clears it, when the host reads
+    the numbers of the failed step.
+    """
+
+    config: Config
+    ctx: ParallelContext
+    stages: StageSet[PipelineStage]
+    pipeline: PipelineRuntime
+    weights: Weights
+    grads: ReducedGradients
+    optimizer: Optimizers
+    loss_scale: LossScale
+    failed: Tensor
+    step: int = 0
+    consumed_samples: int = 0
+    lineage: list[tuple[str, int]] = field(default_factory=list)
+    data_identity: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step, the same on every rank.
+
+    `step` is the number of the step, counted from 1. `loss` is the mean in nats per target token. `grad_norm` is taken
+    before clipping. `tokens` is the sum of the loss weights, which is the number of target tokens if all weights are 0
+    or 1. It is a float because weights may be fractions. `consumed_samples` counts those of this step too, unless the
+    step has failed. `stop` is True if some rank has to stop, because of a signal or launch.time_limit. `expert_counts`,
+    int64 [layers, experts], are the tokens that each expert got. They are None in a model without experts.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: float
+    consumed_samples: int
+    loss_scale: LossScale  # the one that the step used
+    stop: bool
+    expert_counts: Tensor | None = None
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the gradients overflowed fp16, so that a smaller loss scale may avoid it.
+
+        That is so if the loss is finite, the gradient norm is not, and the loss scale is dynamic and above 1.
+        """
+        scale = self.loss_scale
+        return math.isfinite(self.loss) and not self.finite and scale.dynamic and scale.scale > 1.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the step is not finite and a smaller loss scale would not avoid it. It ends the run."""
+        return not self.finite and not self.overflowed
+
+
+@dataclass(frozen=True)
+class Position:
+    """The counts of a state that a step advances."""
+
+    step: int
+    consumed_samples: int
+    updates: int
+
+
+@dataclass(frozen=True)
+class QueuedStep:
+    """A step that the device may still be computing.
+
+    `batches` are this rank's micro-batches of the step. A failed step is explained by running them again.
+    """
+
+    state: TrainState
+    batches: Sequence[MicroBatch]
+    lr: float
+    loss_scale: LossScale
+    before: Position
+    numbers: device.HostCopy  # fp32 [4]: loss, gradient norm, tokens, votes to stop
+    expert_counts: device.HostCopy | None  # int64 [layers, experts]
+
+    def finish(self) -> StepResult:
+        """Wait for the numbers of the step, and correct the state if the step made no update. Call it once.
+
+        After an overflow the loss scale is halved. After a failed step the counts of the state are those before that
+        step. Steps that were queued behind it have updated nothing either: forget them.
+        """
+        loss, grad_norm, tokens, votes = self.numbers.wait().tolist()
+        before = self.before
+        consumed = before.consumed_samples + self.state.config.train.batch_size(before.consumed_samples)
+        counts = None
+        if self.expert_counts is not None:
+            counts = self.expert_counts.wait()
+        result = StepResult(
+            before.step + 1, loss, grad_norm, self.lr, tokens, consumed, self.loss_scale, votes > 0, counts
+        )
+        if result.failed:
+            self.state.step = before.step
+            self.state.consumed_samples = before.consumed_samples
+            self.state.optimizer.step_count = before.updates
+            self.state.failed.zero_()
+            return replace(result, consumed_samples=before.consumed_samples)
+        if result.overflowed:
+            self.state.optimizer.step_count = before.updates
+        self.state.loss_scale.update(result.finite)
+        return result
