@@ -1,14 +1,23 @@
 """Types that data, models and pipeline exchange: a micro-batch of samples, and a pipeline stage that consumes it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megapar.context import ParallelContext
 from megapar.device import to_device
+
+
+class Targets(NamedTuple):
+    """A target of each position: token ids, int64 [b, s], and the weight of each in its loss, fp32 [b, s]."""
+
+    tokens_bs: Tensor
+    weights_bs: Tensor
+
+    def columns(self, positions_s: Tensor) -> "Targets":
+        return Targets(self.tokens_bs[:, positions_s], self.weights_bs[:, positions_s])
 
 
 @dataclass(frozen=True)
@@ -17,11 +26,14 @@ class MicroBatch:
 
     The columns are all positions of the samples, or one context-parallel rank's part of them (`columns`).
 
-    `weights_bs` scales the loss of each target; 0 drops the target. The sum of all weights of a step is its divisor.
+    `targets_bs` are the next tokens. `weights_bs` scales the loss of each target; 0 drops the target. The sum of all
+    weights of a step is its divisor. `later_targets` are the tokens 2, 3, ... positions ahead, as many as the model
+    asks for (`megapar.stage_set.Declared.num_targets`). Their weights do not count in the divisor.
     `sample_ids_b` are positions in the run's global sample order. Dropout masks are keyed by them, so no layout changes
     a mask. `positions_s` are the positions of the columns inside their samples. Rotary tables, learned positions and
     dropout keys read them. `sample_length` is the number of positions of a whole sample.
     `loss_scale`, 0-d fp32, multiplies the gradient of every loss (`add_loss`). It is None outside of training.
+    `loss_sums`, 0-d fp64 by name, are where losses besides the main one are added up.
     `starts` marks samples that hold several documents, which do not attend to each other. It is int32 [documents + 1]:
     the position at which each document starts, counted through all whole samples one after the other, and
     b * sample_length at the end. None means that each sample is one document. `starts_on_host` are the same numbers for
@@ -37,6 +49,8 @@ class MicroBatch:
     starts: Tensor | None = None
     loss_scale: Tensor | None = None
     starts_on_host: tuple[int, ...] | None = None
+    later_targets: tuple[Targets, ...] = ()
+    loss_sums: Mapping[str, Tensor] | None = None
 
     @classmethod
     def of_samples(
@@ -46,11 +60,13 @@ class MicroBatch:
         weights_bs: Tensor,
         sample_ids_b: Tensor,
         starts: Tensor | None = None,
+        later_targets: Sequence[Targets] = (),
     ) -> "MicroBatch":
         """A micro-batch of whole samples: the positions are 0, 1, ... s - 1."""
         length = tokens_bs.shape[1]
         positions_s = torch.arange(length, device=tokens_bs.device)
-        return cls(tokens_bs, targets_bs, weights_bs, sample_ids_b, positions_s, length, starts)
+        batch = cls(tokens_bs, targets_bs, weights_bs, sample_ids_b, positions_s, length, starts)
+        return replace(batch, later_targets=tuple(later_targets))
 
     def columns(self, positions_s: Tensor) -> "MicroBatch":
         """The part of whole samples at `positions_s`, int64. Call it before `to`: it reads `starts`."""
@@ -60,6 +76,7 @@ class MicroBatch:
             tokens_bs=self.tokens_bs[:, positions_s],
             targets_bs=self.targets_bs[:, positions_s],
             weights_bs=self.weights_bs[:, positions_s],
+            later_targets=tuple(later.columns(positions_s) for later in self.later_targets),
             positions_s=positions_s,
             starts_on_host=None if self.starts is None else tuple(self.starts.tolist()),
         )
@@ -76,7 +93,19 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {name: to_device(x, device) for name, x in values.items() if isinstance(x, Tensor)}
-        return replace(self, **moved)
+        later = [Targets(*(to_device(x, device) for x in targets)) for targets in self.later_targets]
+        return replace(self, **moved, later_targets=tuple(later))
+
+    def targets(self, ahead: int = 1) -> Targets:
+        """The tokens `ahead` positions after each column. Raises ValueError if the micro-batch has none."""
+        if ahead == 1:
+            return Targets(self.targets_bs, self.weights_bs)
+        if ahead - 2 >= len(self.later_targets):
+            raise ValueError(
+                f"the model has a loss of tokens {ahead} ahead, but the micro-batch has targets up to "
+                f"{1 + len(self.later_targets)} ahead: give it `later_targets`"
+            )
+        return self.later_targets[ahead - 2]
 
     def documents_bs(self) -> Tensor:
         """Index of the document of each column, [b, s]. Documents are counted through all samples. Needs `starts`."""
@@ -98,26 +127,39 @@ class MicroBatch:
 
 class _AddLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor, total: Tensor | None) -> Tensor:
         ctx.save_for_backward(scale)
+        # An attribute, not saved for backward: a plan counts what is saved, and this is one number.
+        ctx.value = loss.detach()
+        ctx.total = total
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (scale,) = ctx.saved_tensors
-        return grad, scale, None
+        # Here and not in the forward pass, which runs twice if activations are recomputed.
+        if ctx.total is not None:
+            ctx.total.add_(ctx.value)
+        return grad, scale, None, None
 
 
-def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch) -> Tensor:
+def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch, name: str) -> Tensor:
     """Return `x` unchanged, and make its backward pass run the backward pass of `loss` too.
 
-    `loss` is a 0-d fp32 sum over the batch's target tokens. A stage before the last adds a loss of its own this way,
-    such as the balance of a router. Its gradient has the same weight as that of the step's loss. Its value is not
-    reported.
+    `loss` is a 0-d fp32 sum over the batch's target tokens. Any stage adds a loss of its own this way, such as the
+    balance of a router. Its gradient has the same weight as that of the main loss. Its value is reported under `name`,
+    which the model declares (`megapar.stage_set.AddedLoss`). Outside of training it adds nothing.
+
+    Raises ValueError if the model does not declare the name.
     """
     if batch.loss_scale is None:
         return x
-    return _AddLoss.apply(x, loss, batch.loss_scale)
+    total = None
+    if batch.loss_sums is not None:
+        if name not in batch.loss_sums:
+            raise ValueError(f"loss {name!r} is not among those that the model declares: {list(batch.loss_sums)}")
+        total = batch.loss_sums[name]
+    return _AddLoss.apply(x, loss, batch.loss_scale, total)
 
 
 class TensorSpec(NamedTuple):
@@ -148,15 +190,6 @@ class PipelineStage(nn.Module):
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
         """Shapes and dtypes of the tensors in `x`. Empty on the first stage."""
         raise NotImplementedError
-
-    def end_step(self, ctx: ParallelContext, found_inf: Tensor) -> Mapping[int, Tensor]:
-        """Update what follows the whole batch of a step, after the weights. Called on every rank; may communicate.
-
-        `found_inf` is 0-d on the device. Unless it is zero, the step has updated no weight, and nothing may change here
-        either. Returns how many tokens of the batch each expert got, int64 [experts], by the number of the layer. A
-        stage without experts does nothing.
-        """
-        return {}
 
     def title(self) -> str:
         """Text for people that says what the stage holds."""

@@ -16,7 +16,7 @@ from megapar.config import validate as checks
 from megapar.config.options import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from megapar.expert_parallel.balance import Router
 from megapar.grid import coordinates, expert_rank_groups
-from megapar.train.metrics import expert_load
+from megapar.train.metrics import tally_load
 from megapar.train.state import TrainState
 from megapar.train.step import evaluate, train_step
 from tests.support import program
@@ -161,7 +161,7 @@ def test_a_mixture_that_resumes_is_bitwise_the_one_that_did_not_stop(
 
 
 def test_the_load_of_a_layer_is_that_of_its_fullest_expert() -> None:
-    load = expert_load(torch.tensor([[1, 2, 3, 6], [0, 0, 0, 0], [4, 4, 4, 4]]))
+    load = tally_load("expert", torch.tensor([[1, 2, 3, 6], [0, 0, 0, 0], [4, 4, 4, 4]]))
     assert load["expert_load"] == {"0": 2.0, "2": 1.0}  # layer 1 has no experts
     assert load["expert_load_max"] == 2.0
     assert load["expert_counts"] == {"0": [1, 2, 3, 6], "2": [4, 4, 4, 4]}
@@ -174,7 +174,7 @@ def colors_and_names_of_the_load(layers: int, fullest: int) -> tuple[set[tuple[f
     `fullest`, and the labels of all its axes and of its legends."""
     counts = [fullest * 100, 220, 200] + [0] * 7
     counts[-1] = 1000 - sum(counts)
-    line = {"step": 1, **expert_load(torch.tensor([counts] * layers))}
+    line = {"step": 1, **tally_load("expert", torch.tensor([counts] * layers))}
     figure = plot.load_figure("run", [line])
     assert figure is not None
     image = figure.axes[0].images[0]

@@ -233,7 +233,7 @@ class WithOwnLoss(nn.Module):
     def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         y = self.weight * (batch.tokens_bs.double() if x is None else x)
         if self.stage == 1:
-            y = add_loss(y, own_loss(self.weight, batch).float(), batch)
+            y = add_loss(y, own_loss(self.weight, batch).float(), batch, "own")
         return y if self.stage < 2 else (y.tanh() * batch.weights_bs).sum()
 
 

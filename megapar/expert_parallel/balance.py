@@ -21,7 +21,7 @@ Shapes: s positions and b samples of this rank, t = s b tokens, k experts of a t
 number of experts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +38,7 @@ from megapar.linear import LOCAL, LinearFunction
 from megapar.params import ZEROS, Init, ParamSpec, replicated
 from megapar.products import MatrixProducts
 from megapar.sharding import Sharding
+from megapar.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class Router(nn.Module):
     """The matrix that maps a token to the logits of the experts, in fp32, and the state of the balance.
 
     The weight `name`.weight [e, h] is on every tp rank. Each tp rank routes tokens of its own, so its gradient is a
-    part of the sum. The buffers are equal on all ranks after `end_step`:
+    part of the sum. `layer` is the row of its counts in the table of all layers. The buffers are equal on all ranks
+    after `end_step`:
 
     - `bias`, fp32 [e], is added to scores for the selection.
     - `last_counts`, int64 [e]: how often all ranks chose each expert in the step before. 0 in the first step.
@@ -108,8 +110,10 @@ class Router(nn.Module):
         sharding: Sharding,
         *,
         init: Init,
+        layer: int = 0,
     ):
         super().__init__()
+        self.tally = Tally("expert", layer, (sharding.tp, sharding.replicas))
         self.num_experts = num_experts
         self.rule = rule
         self.balance = balance
@@ -160,14 +164,13 @@ class Router(nn.Module):
             loss = loss + balance.z_coef * z_loss(logits_sbe, weights_sb)
         return loss
 
-    def end_step(self, counts_e: Tensor, found_inf: Tensor) -> None:
+    def end_step(self, counts_e: Tensor, skip_update: Tensor) -> None:
         """Update the state of the balance. `counts_e` is how often all ranks chose each expert in this step.
 
-        `found_inf` is 0-d on the device. If it is not zero, the step is skipped, and the state stays as it is.
+        `skip_update` is 0-d on the device. If it is not zero, the state stays as it is.
         """
-        # `torch.where`, because an `if` would wait for the device to compute `found_inf`.
-        self.step_counts.zero_()
-        skipped = found_inf != 0
+        # `torch.where`, because an `if` would wait for the device to compute `skip_update`.
+        skipped = skip_update != 0
         torch.where(skipped, self.last_counts, counts_e, out=self.last_counts)
         if self.balance.kind == "bias":
             moved_e = updated_bias(self.bias, counts_e, self.balance.bias_rate)
@@ -183,25 +186,6 @@ def _add_to_checkpoints(
         (piece,), ZEROS, decay=False, replicas=sharding.replicas, training_state=training_state, added_by=added_by
     )
     buffer_e.spec = spec  # type: ignore[attr-defined]
-
-
-@torch.no_grad()
-def end_step(routers: Iterable[Router], axes: Sequence[Axis], found_inf: Tensor) -> Tensor | None:
-    """Sum the counts of a step over all ranks that routed tokens of these layers, and update each router.
-
-    A collective over `axes`: tp and grad, whose ranks hold the same layers. `found_inf` is 0-d. If it is not zero, the
-    step is skipped: the counts of the step are dropped. Returns the sums, int64 [routers, e], or None on a rank without
-    routers.
-    """
-    routers = list(routers)
-    if not routers:
-        return None
-    totals = torch.stack([router.step_counts for router in routers])
-    for axis in axes:
-        collectives.all_reduce(totals, axis)
-    for router, counts_e in zip(routers, totals, strict=True):
-        router.end_step(counts_e, found_inf)
-    return totals
 
 
 def sequence_loss(probabilities_sbe: Tensor, indices_sbk: Tensor, weights_sb: Tensor, axes: Sequence[Axis]) -> Tensor:

@@ -254,7 +254,8 @@ def vocabulary_parameter(
 class VocabParallelEmbedding(nn.Module):
     """Token embedding cut by vocabulary rows: ids [s, b] to [s, b, h].
 
-    With sequence parallelism the output is this rank's [s/tp, b, h].
+    With sequence parallelism the output is this rank's [s/tp, b, h]. With `weight` it uses the matrix of another
+    embedding of this rank.
     """
 
     def __init__(
@@ -266,11 +267,14 @@ class VocabParallelEmbedding(nn.Module):
         *,
         init: Init,
         tied: Axis | None = None,
+        weight: nn.Parameter | None = None,
     ):
         super().__init__()
         self.sharding = sharding
         self.start, self.stop, _ = vocabulary_cut(vocab_size, sharding.tp)
-        self.weight = vocabulary_parameter(f"{name}.weight", vocab_size, hidden_size, sharding, init=init, tied=tied)
+        if weight is None:
+            weight = vocabulary_parameter(f"{name}.weight", vocab_size, hidden_size, sharding, init=init, tied=tied)
+        self.weight = weight
 
     def forward(self, ids_sb: Tensor) -> Tensor:
         partial = _Lookup.apply(ids_sb - self.start, self.weight, self.stop - self.start)

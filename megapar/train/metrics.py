@@ -91,7 +91,7 @@ class Meter:
         seconds = now - max(measured.start, self._end)
         self._end = now
         tflops = self.flops_per_token * result.tokens / seconds / self.ctx.world.size / 1e12
-        line = {
+        line: dict[str, Any] = {
             "step": result.step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -110,8 +110,10 @@ class Meter:
             line["loss_scale"] = result.loss_scale.scale
         if measured.attention_load is not None:
             line["attention_load_max"] = measured.attention_load
-        if result.expert_counts is not None:
-            line |= expert_load(result.expert_counts)
+        if result.losses:
+            line["losses"] = dict(result.losses)
+        for name, counts in result.tallies.items():
+            line |= tally_load(name, counts)
         return line
 
 
@@ -132,16 +134,20 @@ def attention_load(batches: Sequence[MicroBatch], cp: int) -> float | None:
     return cp * largest / total
 
 
-def expert_load(counts: Tensor) -> dict[str, Any]:
-    """What a line of metrics.jsonl says of the load of experts, from the tokens of each, int64 [layers, experts].
+_COUNTS = "_counts"  # the end of the keys of tables in metrics.jsonl
+
+
+def tally_load(name: str, counts: Tensor) -> dict[str, Any]:
+    """What a line of metrics.jsonl says of a tally, such as "expert": the tokens of each expert, int64 [layers, n].
 
     `expert_load` is, by the number of the layer, how many times the mean number of tokens its fullest expert got.
-    `expert_load_max` is the largest of them. `expert_counts` are the numbers of tokens, by layer. Layers without
-    experts are left out.
+    `expert_load_max` is the largest of them. `expert_counts` are the numbers of tokens, by layer. Layers that counted
+    nothing are left out.
     """
     by_layer = {str(layer): row for layer, row in enumerate(counts.tolist()) if any(row)}
     load = {layer: max(row) * len(row) / sum(row) for layer, row in by_layer.items()}
-    return {"expert_load_max": max(load.values(), default=1.0), "expert_load": load, "expert_counts": by_layer}
+    largest = max(load.values(), default=1.0)
+    return {f"{name}_load_max": largest, f"{name}_load": load, f"{name}{_COUNTS}": by_layer}
 
 
 def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str:
@@ -152,15 +158,16 @@ def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str
     mfu = ""
     if line["mfu"] is not None:  # None on a device whose peak is not known
         mfu = f" | mfu {line['mfu']:.1%}"
+    losses = "".join(f" | {name} {value:.4f}" for name, value in line.get("losses", {}).items())
     load = ""
-    if "expert_load_max" in line:
-        load = f"fullest expert {line['expert_load_max']:.2f}x | "
+    for name in (key.removesuffix(_COUNTS) for key in line if key.endswith(_COUNTS)):
+        load += f"fullest {name} {line[f'{name}_load_max']:.2f}x | "
     eta = ""
     if eta_seconds is not None:
         minutes, seconds = divmod(int(eta_seconds), 60)
         eta = f" | eta {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
     return (
-        f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f} | "
+        f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f}{losses} | "
         f"grad norm {line['grad_norm']:.3f} | lr {line['lr']:.2e} | {line['tokens_per_second']:,.0f} tokens/s{mfu} | "
         f"{load}{line['peak_memory_bytes'] / 2**20:,.0f} MiB{eta}"
     )
@@ -308,14 +315,14 @@ class Reporter:
     def step(self, line: dict[str, Any]) -> None:
         """Record a training step. Log it if it is the first or last, a multiple of `log.every`, or not finite.
 
-        `expert_counts` are recorded for logged steps alone: a large mixture has thousands of experts.
+        Tables of counts are recorded for logged steps alone: a large mixture has thousands of experts.
         """
         done = line["step"] - self._first_step
         step = line["step"]
         finite = abs(line["loss"]) + abs(line["grad_norm"]) < float("inf")
         is_logged = done == 1 or step == self._steps or step % self._options.every == 0 or not finite
         if not is_logged:
-            line.pop("expert_counts", None)
+            line = {key: value for key, value in line.items() if not key.endswith(_COUNTS)}
         self.write(line)
         if not self._speaks:
             return

@@ -58,8 +58,9 @@ class StepResult:
     `step` is the number of the step, counted from 1. `loss` is the mean in nats per target token. `grad_norm` is taken
     before clipping. `tokens` is the sum of the loss weights, which is the number of target tokens if all weights are 0
     or 1. It is a float because weights may be fractions. `consumed_samples` counts those of this step too, unless the
-    step has failed. `stop` is True if some rank has to stop, because of a signal or launch.time_limit. `expert_counts`,
-    int64 [layers, experts], are the tokens that each expert got. They are None in a model without experts.
+    step has failed. `stop` is True if some rank has to stop, because of a signal or launch.time_limit. `losses` are
+    those besides the main one by name, divided by the same number of tokens. `tallies` are what modules counted in the
+    step, by name, int64 [rows, n] (`megapar.tally`).
     """
 
     step: int
@@ -70,7 +71,8 @@ class StepResult:
     consumed_samples: int
     loss_scale: LossScale  # the one that the step used
     stop: bool
-    expert_counts: Tensor | None = None
+    losses: Mapping[str, float] = field(default_factory=dict)
+    tallies: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -112,8 +114,8 @@ class QueuedStep:
     lr: float
     loss_scale: LossScale
     before: Position
-    numbers: device.HostCopy  # fp32 [4]: loss, gradient norm, tokens, votes to stop
-    expert_counts: device.HostCopy | None  # int64 [layers, experts]
+    numbers: device.HostCopy  # fp32: loss, gradient norm, tokens, votes to stop, and the declared losses in order
+    tallies: Mapping[str, device.HostCopy]
 
     def finish(self) -> StepResult:
         """Wait for the numbers of the step, and correct the state if the step made no update. Call it once.
@@ -121,14 +123,21 @@ class QueuedStep:
         After an overflow the loss scale is halved. After a failed step the counts of the state are those before that
         step. Steps that were queued behind it have updated nothing either: forget them.
         """
-        loss, grad_norm, tokens, votes = self.numbers.wait().tolist()
+        loss, grad_norm, tokens, votes, *others = self.numbers.wait().tolist()
+        names = [declared.name for declared in self.state.stages.declared.losses]
         before = self.before
         consumed = before.consumed_samples + self.state.config.train.batch_size(before.consumed_samples)
-        counts = None
-        if self.expert_counts is not None:
-            counts = self.expert_counts.wait()
         result = StepResult(
-            before.step + 1, loss, grad_norm, self.lr, tokens, consumed, self.loss_scale, votes > 0, counts
+            step=before.step + 1,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=self.lr,
+            tokens=tokens,
+            consumed_samples=consumed,
+            loss_scale=self.loss_scale,
+            stop=votes > 0,
+            losses=dict(zip(names, others, strict=True)),
+            tallies={name: table.wait() for name, table in self.tallies.items()},
         )
         if result.failed:
             self.state.step = before.step

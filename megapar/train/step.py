@@ -1,6 +1,6 @@
 """The training step, and the evaluation of one global batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from megapar.errors import NumericError
 from megapar.optimizer.clip import clip_coefficient, reduce_norm
 from megapar.optimizer.schedule import learning_rate
 from megapar.pipeline.schedules import Event
+from megapar.tally import counting_modules, end_step, tables
 from megapar.train.state import Position, QueuedStep, StepResult, TrainState
 
 
@@ -36,6 +37,22 @@ def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext)
     return collectives.all_reduce(collectives.all_reduce(total, ctx.grad), ctx.pp) / tokens
 
 
+def start_losses(state: TrainState) -> dict[str, Tensor]:
+    """Where the losses that the model declares are added up over this rank's micro-batches (`MicroBatch.loss_sums`)."""
+    declared = state.stages.declared.losses
+    return {loss.name: torch.zeros((), dtype=torch.float64, device=state.ctx.device) for loss in declared}
+
+
+def parts_of_losses(state: TrainState, loss_sums: Mapping[str, Tensor]) -> Tensor:
+    """This rank's part of each declared loss, fp64 1-D. The sum over all ranks counts each loss once."""
+    parts = []
+    for loss in state.stages.declared.losses:
+        # Tensor ranks that add the same loss have all of it, so the first one's counts.
+        counted = loss.split_over_tp or state.ctx.tp.first
+        parts.append(loss_sums[loss.name] * float(counted))
+    return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=state.ctx.device)
+
+
 def queue_step(
     state: TrainState, batches: Sequence[MicroBatch], trace: list[Event] | None = None, *, asked_to_stop: bool = False
 ) -> QueuedStep:
@@ -50,21 +67,23 @@ def queue_step(
     scale = state.loss_scale.scale
     before = Position(state.step, state.consumed_samples, state.optimizer.step_count)
     ctx.flight.enter("forward")
-    batches = [batch.to(ctx.device) for batch in batches]
+    loss_sums = start_losses(state)
+    batches = [replace(batch.to(ctx.device), loss_sums=loss_sums) for batch in batches]
     tokens = count_targets(batches, ctx)
     max_microbatches = num_microbatches(state.config, state.config.train.batch_size(state.consumed_samples))
     state.grads.zero()
     # The divisor is known before the first backward, so no gradient needs to be rescaled after it was summed.
-    loss_sums = state.pipeline.step(batches, scale / tokens, state.grads.begin, trace, max_microbatches)
+    main_losses = state.pipeline.step(batches, scale / tokens, state.grads.begin, trace, max_microbatches)
     ctx.flight.enter("reduce")
     state.grads.finish()
-    # The votes to stop travel with the gradient norm, so that to agree costs no message of its own.
-    wants_to_stop = torch.full((1,), float(asked_to_stop), device=ctx.device)
-    norm, (stop_votes,) = reduce_norm(state.grads, ctx, wants_to_stop)
+    # The vote to stop and the losses besides the main one travel with the gradient norm: no message of their own.
+    wants_to_stop = torch.full((1,), float(asked_to_stop), dtype=torch.float64, device=ctx.device)
+    others = torch.cat([wants_to_stop, parts_of_losses(state, loss_sums)])
+    norm, (stop_votes, *losses) = reduce_norm(state.grads, ctx, others)
     norm = norm / scale
-    loss = mean_loss(loss_sums, tokens, ctx)
+    loss = mean_loss(main_losses, tokens, ctx)
     # Copied before the update: the device still has the update to compute when the host has the numbers.
-    numbers = device.HostCopy(torch.stack([loss, norm, tokens, stop_votes]))
+    numbers = device.HostCopy(torch.stack([loss, norm, tokens, stop_votes, *(x / tokens for x in losses)]))
     ctx.flight.enter("optimizer")
     lr = learning_rate(state.step, options, state.config.train.steps)
     # The gradients are still multiplied by the loss scale: the update divides them along with clipping.
@@ -80,26 +99,12 @@ def queue_step(
         state.failed |= ~finite
         skip_update = state.failed
     state.optimizer.step(lr, clip, skip_update)
-    expert_counts = _end_step(state, skip_update)
+    counts = end_step(counting_modules(state.stages.values()), skip_update)
+    tallies = tables(state.stages.declared.tallies, counts, ctx.pp, ctx.device)
+    on_host = {name: device.HostCopy(table) for name, table in tallies.items()}
     state.step += 1
     state.consumed_samples += state.config.train.batch_size(state.consumed_samples)
-    return QueuedStep(state, batches, lr, replace(state.loss_scale), before, numbers, expert_counts)
-
-
-def _end_step(state: TrainState, found_inf: Tensor) -> device.HostCopy | None:
-    """Let the stages update what follows the whole batch. Returns the tokens of each expert, int64 [layers, experts].
-
-    They are None in a model without experts.
-    """
-    model = state.config.model
-    counts = torch.zeros(model.num_hidden_layers, model.moe.num_experts, dtype=torch.int64, device=state.ctx.device)
-    for stage in state.stages.values():
-        for layer, counts_e in stage.end_step(state.ctx, found_inf).items():
-            counts[layer] = counts_e
-    if not model.moe.num_experts:
-        return None
-    # Each pipeline rank has the layers of its own stages, and zeros for the others.
-    return device.HostCopy(collectives.all_reduce(counts, state.ctx.pp))
+    return QueuedStep(state, batches, lr, replace(state.loss_scale), before, numbers, on_host)
 
 
 def train_step(

@@ -45,13 +45,18 @@ def build_stages(
     for number, rank in enumerate(ranks):
         if rank != ctx.pp.rank:
             continue
-        # If one rank has the first and the last stage, both use one parameter for the tied embedding. Otherwise the
-        # last stage makes a copy, and the gradients of both are summed.
+        # If one rank has the first and the last stage, both use one parameter for the embedding. Otherwise the last
+        # stage makes a copy, and the gradients of both are summed.
         tied = None
-        if model.tie_word_embeddings and first_rank == last_rank and 0 < number == len(layers) - 1:
+        if _last_stage_uses_embedding(model) and first_rank == last_rank and 0 < number == len(layers) - 1:
             tied = stages[0].embedding_weight()
         stages[number] = make_stage(layers[number], first=number == 0, last=number == len(layers) - 1, tied=tied)
-    return StageSet(stages, layers, ranks, fine_stages)
+    return StageSet(stages, layers, ranks, fine_stages, find(model.family).stage.declared(model))
+
+
+def _last_stage_uses_embedding(model: ModelConfig) -> bool:
+    """Whether the last stage has the embedding's matrix too: as its head, or to embed tokens."""
+    return model.tie_word_embeddings or find(model.family).stage.declared(model).embeds_on_last_stage
 
 
 def _fine_layers(stage: int, layers: Sequence[range]) -> list[range]:
@@ -90,7 +95,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
             MatrixProducts(kernels.weight_gradient),
             config.parallel.cp_attention,
         ),
-        tied_over=ctx.tied if model.tie_word_embeddings and first_rank != last_rank else None,
+        tied_over=ctx.tied if _last_stage_uses_embedding(model) and first_rank != last_rank else None,
         recompute_rule=Recompute(config.train.recompute, config.train.recompute_every),
         seed=config.train.seed,
         z_loss=config.train.z_loss,

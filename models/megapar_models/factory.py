@@ -143,10 +143,18 @@ class Factory:
         return kinds[rule.kind](name, size, rule, self.sharding, self.kernels.norm)
 
     def embedding(
-        self, name: str, vocab_size: int, hidden_size: int, *, tied_over: Axis | None
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied_over: Axis | None,
+        weight: nn.Parameter | None = None,
     ) -> VocabParallelEmbedding:
-        """`tied_over` is the axis of the pipeline ranks that hold copies of a tied embedding."""
-        return VocabParallelEmbedding(name, vocab_size, hidden_size, self.sharding, init=self.init, tied=tied_over)
+        """`tied_over` is the axis of the pipeline ranks with copies. `weight` is the matrix if there is one."""
+        return VocabParallelEmbedding(
+            name, vocab_size, hidden_size, self.sharding, init=self.init, tied=tied_over, weight=weight
+        )
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int, *, tied_over: Axis | None) -> nn.Parameter:
         """The matrix of the head, [rows of this rank, h]. `tied_over` is as in `embedding`."""

@@ -27,6 +27,9 @@ from megapar_models.forward import ForwardContext, rows_of_rank
 from megapar_models.layer_kind import LayerKind
 from megapar_models.mlp import GATED, GatedMLP
 
+ROUTER_LOSS = "router"
+"""Name of the sum of the losses that balance experts (`megapar.expert_parallel.balance`), over all layers."""
+
 
 def router_rule(moe: MoEConfig) -> RouterRule:
     """How the options of `model.moe` turn logits into experts and weights."""
@@ -65,6 +68,7 @@ class MixtureOfExperts(nn.Module):
             balance_rule(moe),
             factory.sharding,
             init=factory.init,
+            layer=number,
         )
         self.experts = factory.experts(
             f"{name}.experts",
@@ -120,7 +124,7 @@ class MixtureOfExperts(nn.Module):
         """`y_sbh`, whose backward runs that of the losses that balance the experts."""
         weights_sb = _tokens_of_rank(rows_of_rank(context.batch.weights_bs.t(), self.sharding), self.sharding)
         loss = self.router.loss(routing, weights_sb, (self.sharding.tp, self.sharding.cp))
-        return add_loss(y_sbh, loss, context.batch)
+        return add_loss(y_sbh, loss, context.batch, ROUTER_LOSS)
 
 
 def _tokens_of_rank(x_sb: Tensor, sharding: Sharding) -> Tensor:

@@ -7,16 +7,14 @@ Shapes: s positions of this context-parallel rank (s/tp between layers under seq
 h hidden, v vocabulary, d width of a head.
 """
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 
 from megapar import recompute
-from megapar.batch import MicroBatch, PipelineStage, TensorSpec
+from megapar.batch import MicroBatch, PipelineStage, Targets, TensorSpec
 from megapar.config.options import ModelConfig
-from megapar.context import Axis, ParallelContext
-from megapar.expert_parallel.balance import Router, end_step
+from megapar.context import Axis
 from megapar.recompute import Recompute
+from megapar.stage_set import AddedLoss, Declared
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.layers import column_linear, vocabulary_cut
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
@@ -24,6 +22,7 @@ from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
 from megapar_models.layer import Layer
 from megapar_models.layer_kind import LayerKind
+from megapar_models.moe import ROUTER_LOSS
 from megapar_models.norms import NormRule
 
 
@@ -31,9 +30,9 @@ class Stage(PipelineStage):
     """A pipeline stage with the layers `layers`. Families subclass it.
 
     It has the embedding if `first`, and norm, head and loss if `last`. `factory` makes its modules. `tied` is the
-    parameter of the input embedding, given to the last stage of a tied model if the first stage is on the same rank.
-    Without it the last stage holds a copy, and the gradients of both are summed over `tied_over`, the axis of the
-    pipeline ranks with copies. That is None if one rank holds all of the embedding, or if it is not tied.
+    parameter of the input embedding, given to the last stage if it uses the embedding and the first stage is on the
+    same rank. Without it the last stage holds a copy, and the gradients of both are summed over `tied_over`, the axis
+    of the pipeline ranks with copies. That is None if one rank holds all of the embedding, or if it is not tied.
 
     `seed` is that of dropout. `loss_chunk` is the number of tokens whose logits are in memory at one time; 0 takes all
     tokens of a micro-batch.
@@ -65,8 +64,10 @@ class Stage(PipelineStage):
         self.z_loss = z_loss
         self.loss_chunk = loss_chunk
         self.embedding = self.norm = None
-        if first:
-            self.embedding = factory.embedding("embedding", model.vocab_size, model.hidden_size, tied_over=tied_over)
+        if first or (last and self.declared(model).embeds_on_last_stage):
+            self.embedding = factory.embedding(
+                "embedding", model.vocab_size, model.hidden_size, tied_over=tied_over, weight=tied
+            )
         kinds = {number: self.layer_kind(model, number) for number in layers}
         self.layers = nn.ModuleDict({str(number): self.make_layer(number, kind) for number, kind in kinds.items()})
         # Each table once, in the order of the layers.
@@ -76,7 +77,7 @@ class Stage(PipelineStage):
             # One stage is the whole model: the head is the embedding's own parameter.
             if model.tie_word_embeddings and self.embedding is not None:
                 tied = self.embedding.weight
-            self.head = tied if tied is not None else self._make_head()
+            self.head = tied if model.tie_word_embeddings and tied is not None else self._make_head()
             # A loss in chunks adds the gradient of the head while it has the gradients of logits.
             self.adds_gradients_in_i = loss_chunk > 0
 
@@ -93,6 +94,16 @@ class Stage(PipelineStage):
     def make_layer(self, number: int, kind: LayerKind) -> nn.Module:
         """Make the layer with this global number. It maps (x_sbh, ForwardContext) to x_sbh."""
         return Layer(number, kind, self.model, self.factory)
+
+    @classmethod
+    def declared(cls, model: ModelConfig) -> Declared:
+        """What every rank must know of a model of this family: further targets and losses, and what modules count."""
+        moe = model.moe
+        if not moe.num_experts:
+            return Declared()
+        has_loss = moe.balance in ("sequence", "global") or moe.router_z_loss_coef != 0  # as BalanceRule.has_loss
+        losses = (AddedLoss(ROUTER_LOSS, split_over_tp=True),) if has_loss else ()
+        return Declared(losses=losses, tallies={"expert": (model.num_hidden_layers, moe.num_experts)})
 
     def embedding_weight(self) -> nn.Parameter:
         assert self.embedding is not None
@@ -135,19 +146,6 @@ class Stage(PipelineStage):
         x_sbh: Tensor = self.embedding(context.batch.tokens_bs.t())
         return x_sbh
 
-    def end_step(self, ctx: ParallelContext, found_inf: Tensor) -> Mapping[int, Tensor]:
-        """Give each router of this stage the load of its experts in the whole batch. A collective over tp and grad."""
-        routers = {
-            int(number): module
-            for number, layer in self.layers.items()
-            for module in layer.modules()
-            if isinstance(module, Router)
-        }
-        counts = end_step(routers.values(), (ctx.tp, ctx.grad), found_inf)
-        if counts is None:
-            return {}
-        return dict(zip(routers, counts, strict=True))
-
     def title(self) -> str:
         numbers = list(self.layers)
         parts = []
@@ -172,22 +170,29 @@ class Stage(PipelineStage):
     def logits(self, x_sbh: Tensor) -> Tensor:
         """The logits of this tp rank's part of the vocabulary, [s, b, its columns]. Padding comes last."""
         assert self.norm is not None
-        return column_linear(self.norm(x_sbh), self.head, None, self.factory.sharding, self.factory.products_of("head"))
+        return self._head_of(self.norm(x_sbh))
+
+    def _head_of(self, normed_sbh: Tensor) -> Tensor:
+        return column_linear(normed_sbh, self.head, None, self.factory.sharding, self.factory.products_of("head"))
 
     def loss(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
+        """The main loss, from the hidden states after the last layer: `cross_entropy` of the next tokens."""
+        assert self.norm is not None
+        return self.cross_entropy(self.norm(x_sbh), batch.targets())
+
+    def cross_entropy(self, normed_sbh: Tensor, targets: Targets) -> Tensor:
         """The sum of weight * cross entropy over targets: 0-d fp32, the same on every tp rank."""
         sharding = self.factory.sharding
         impl = self.factory.kernels.cross_entropy
         vocab_size = self.model.vocab_size
-        targets_sb = batch.targets_bs.t()
+        targets_sb = targets.tokens_bs.t()
         start, _, _ = vocabulary_cut(vocab_size, sharding.tp)
         z_loss = self.z_loss if self.training else 0.0  # a validation loss is the cross entropy alone
         # In chunks the logits of all tokens are never in memory at one time, but the backward pass computes them again.
         # A single chunk would save nothing.
         if 0 < self.loss_chunk < targets_sb.numel():
-            assert self.norm is not None
             losses_sb = linear_cross_entropy(
-                self.norm(x_sbh),
+                normed_sbh,
                 self.head,
                 targets_sb,
                 vocab_size,
@@ -201,7 +206,7 @@ class Stage(PipelineStage):
             )
         else:
             losses_sb = vocab_parallel_cross_entropy(
-                self.logits(x_sbh),
+                self._head_of(normed_sbh),
                 targets_sb,
                 vocab_size,
                 start,
@@ -210,4 +215,4 @@ class Stage(PipelineStage):
                 impl=impl,
                 inplace=True,
             )
-        return (losses_sb * batch.weights_bs.t()).sum()
+        return (losses_sb * targets.weights_bs.t()).sum()

@@ -31,7 +31,6 @@ from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.launch.grid import grid_of
 from megapar.optimizer.clip import clip_coefficient
 from megapar.random import initialize
-from megapar.train.state import TrainState
 from megapar.train.step import TrainState, evaluate, train_step
 from megapar.train.trainable import freeze_others
 from megapar.train.trainer import assemble

@@ -61,7 +61,7 @@ from megapar.context_parallel.deal import attended_pairs
 from megapar.errors import ConfigError, MegaparError
 from megapar.launch.reporting import reported
 from megapar.system.atomic_files import write_json
-from megapar.train.metrics import expert_load
+from megapar.train.metrics import tally_load
 from megapar.train.provenance import in_a_line, provenance
 
 LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2", "cp2", "moe", "moe_ep2"]
@@ -371,7 +371,7 @@ def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]
     if config.model.moe.num_experts:
         facts["expert_counts"] = chosen
         counts_le = torch.tensor(chosen).sum(0)
-        facts["expert_load"] = expert_load(counts_le)["expert_load_max"]
+        facts["expert_load"] = tally_load("expert", counts_le)["expert_load_max"]
         if config.parallel.ep > 1:
             held = [experts_of_rank(config, rank) for rank in range(config.parallel.ep)]
             rows_lr = torch.stack([counts_le[:, experts.start : experts.stop].sum(1) for experts in held], 1).double()
