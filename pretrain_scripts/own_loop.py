@@ -5,7 +5,7 @@ from contextlib import closing
 from pathlib import Path
 
 from megapar_models.build import build_stages
-from megapar_models.registry import validate
+from megapar_models.registry import num_targets, validate
 
 from megapar import device
 from megapar.config.files import load
@@ -22,7 +22,7 @@ with reported():
 run_dir = Path(config.run_dir)
 with rank_process(config, env) as process:
     ctx = join(config, env, process)
-    train_data, validation_sets = open_loaders(config, ctx)
+    train_data, validation_sets = open_loaders(config, ctx, num_targets(config))
     with lock_run_dir(run_dir, ctx):
         process.claim_run_dir(run_dir)
         state, _ = start(config, ctx, build_stages(config, ctx), identity(train_data, validation_sets))

@@ -13,6 +13,7 @@ from megapar.data.indexed import IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.samples import SHORTEST, MiddleTokens, Treatment, fill_in_the_middle, packed_starts, weights
 from megapar.data.sources import ChunkDataset
+from megapar.errors import DataError
 
 MARKS = MiddleTokens(1001, 1002, 1003)
 
@@ -115,6 +116,31 @@ def test_documents_apart_start_where_the_file_says_in_every_layout(tmp_path: Pat
     assert any(len(starts) > 2 for _, starts, _ in found.values())
     assert read(dataset, Treatment(apart=True), mbs=1, dp=3) == found
     assert all(not starts and min(weights_s) == 1 for _, starts, weights_s in read(dataset, Treatment(), 4).values())
+
+
+def test_later_targets_follow_in_the_file_and_end_with_the_document(tmp_path: Path) -> None:
+    """Three targets of each position, of which a context-parallel rank holds some; the first are as of one target."""
+    one = documents(tmp_path)
+    dataset = ChunkDataset(tmp_path / "t", S, vocab_size=240, num_targets=3)
+    firsts = {one.file.document_start(i) for i in range(len(one.file))}
+    options = {"batch_size": lambda _: 3, "micro_batch_size": 3, "seq_length": S, "columns": [5, 0, 2]}
+    loaders = [
+        Loader(Mixture([source], seed=None), **options, treatment=Treatment(apart=True), num_targets=targets)
+        for source, targets in ((dataset, 3), (one, 1))
+    ]
+    ((batch,), (expected,)) = (loader.step_after(0) for loader in loaders)
+    for ahead in (1, 2, 3):
+        targets = batch.targets(ahead)
+        assert torch.equal(targets.tokens_bs, batch.tokens_bs + ahead), "the file counts its tokens"
+        between = [[range(t + 1, t + 1 + ahead) for t in row] for row in batch.tokens_bs.tolist()]
+        assert targets.weights_bs.tolist() == [[float(firsts.isdisjoint(r)) for r in row] for row in between]
+    assert {0.0, 1.0} == set(batch.targets(3).weights_bs.flatten().tolist())
+    assert torch.equal(batch.targets_bs, expected.targets_bs)
+    assert torch.equal(batch.weights_bs, expected.weights_bs)
+    with pytest.raises(ValueError, match="tokens 2 ahead, but the micro-batch has targets up to 1"):
+        expected.targets(2)
+    with pytest.raises(DataError, match=f"needs {239 + 3}"):
+        ChunkDataset(tmp_path / "t", 239, vocab_size=240, num_targets=3)
 
 
 def test_what_is_filled_in_depends_on_seed_and_position_alone(tmp_path: Path) -> None:

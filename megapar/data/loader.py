@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megapar.batch import MicroBatch
+from megapar.batch import MicroBatch, Targets
 from megapar.data.blend import Blend, Stage
 from megapar.data.order import micro_batch_positions, sample_ids
 from megapar.data.samples import Treatment, micro_batch
@@ -30,7 +30,7 @@ class Mixture:
         return sum(map(len, self.sources))
 
     def read(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens [len(positions), seq_length + 1], int64, of the samples at `positions`."""
+        """Return the tokens [len(positions), seq_length + num_targets], int64, of the samples at `positions`."""
         return self.read_documents(positions, with_starts=False)[0]
 
     def read_documents(
@@ -91,6 +91,8 @@ class Loader:
     `columns` are the positions of each sample that the rank holds, by default all. Samples are read whole and then cut.
     A rank between the first and the last pipeline stage passes `needs_tokens=False` and gets zeros for tokens and
     targets. It still reads if documents are apart, since it must know where they begin and which targets count.
+    `num_targets` is how many of the tokens after each position are targets. The sources must have been opened for as
+    many.
     The loader draws nothing from the global random generators.
     Raises DataError if the samples do not fill one global batch.
     """
@@ -107,6 +109,7 @@ class Loader:
         columns: Sequence[int] | None = None,
         needs_tokens: bool = True,
         treatment: Treatment | None = None,
+        num_targets: int = 1,
     ):
         if len(samples) < batch_size(0):
             raise DataError(
@@ -119,6 +122,7 @@ class Loader:
         self.micro_batch_size = micro_batch_size
         self.treatment = treatment or Treatment()
         self.seq_length = seq_length
+        self.num_targets = num_targets
         self.needs_tokens = needs_tokens or self.treatment.apart
         self.dp_rank = dp_rank
         self.dp_size = dp_size
@@ -132,7 +136,8 @@ class Loader:
         size = self.batch_size(consumed_samples)
         positions = micro_batch_positions(consumed_samples, size, self.micro_batch_size, self.dp_rank, self.dp_size)
         if not self.needs_tokens:
-            return [_without_tokens(row, self.seq_length).columns(self.columns) for row in positions]
+            empty = [_without_tokens(row, self.seq_length, self.num_targets) for row in positions]
+            return [batch.columns(self.columns) for batch in empty]
         if not len(positions):
             return []
         # All samples of the step are read at once, so that their pages are fetched together.
@@ -141,15 +146,17 @@ class Loader:
         for number, positions_b in enumerate(positions):
             first = number * self.micro_batch_size
             rows = slice(first, first + self.micro_batch_size)
-            batch = micro_batch(samples[rows], positions_b, starts[rows], self.treatment)
+            batch = micro_batch(samples[rows], positions_b, starts[rows], self.treatment, self.num_targets)
             batches.append(batch.columns(self.columns))
         return batches
 
 
-def _without_tokens(positions: NDArray[np.int64], seq_length: int) -> MicroBatch:
+def _without_tokens(positions: NDArray[np.int64], seq_length: int, num_targets: int) -> MicroBatch:
     """Return a micro-batch with zeros for tokens and targets.
 
     Its shapes, weights and positions are right. A stage between the first and the last uses nothing else.
     """
     zeros_bs = torch.zeros(len(positions), seq_length, dtype=torch.int64)
-    return MicroBatch.of_samples(zeros_bs, zeros_bs, torch.ones(zeros_bs.shape), torch.from_numpy(positions.copy()))
+    ones_bs = torch.ones(zeros_bs.shape)
+    later = [Targets(zeros_bs, ones_bs)] * (num_targets - 1)
+    return MicroBatch.of_samples(zeros_bs, zeros_bs, ones_bs, torch.from_numpy(positions.copy()), later_targets=later)

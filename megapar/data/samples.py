@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megapar.batch import MicroBatch
+from megapar.batch import MicroBatch, Targets
 from megapar.data.order import mix64
 
 SHORTEST = 8  # tokens; a shorter document keeps its order, whatever `fim_rate` says
@@ -50,23 +50,31 @@ def micro_batch(
     positions: NDArray[np.int64],
     starts: Sequence[Sequence[int]],
     treatment: Treatment,
+    num_targets: int = 1,
 ) -> MicroBatch:
-    """Return inputs, targets and weights, each [b, seq_length], of `samples` [b, seq_length + 1].
+    """Return inputs, targets and weights, each [b, seq_length], of `samples` [b, seq_length + num_targets].
 
-    `positions` [b] are the samples' positions in the run. `starts` holds, for each sample, the positions within it at
-    which documents begin.
+    The `num_targets` tokens after each position are its targets. `positions` [b] are the samples' positions in the run.
+    `starts` holds, for each sample, the positions within it at which documents begin.
     """
-    length = samples.shape[1] - 1
+    length = samples.shape[1] - num_targets
     if treatment.fim_rate and treatment.marks:
         keys = mix64(np.array([treatment.seed], np.uint64)) ^ positions.astype(np.uint64)
         samples = fill_in_the_middle(samples, starts, keys, treatment.fim_rate, treatment.marks)
-    return MicroBatch.of_samples(
+
+    def targets(ahead: int) -> Targets:
+        weights_bs = weights(starts, length, ahead) if treatment.apart else torch.ones(len(samples), length)
         # The copies are contiguous, and share no memory with the caller's array.
-        tokens_bs=torch.from_numpy(samples[:, :-1].copy()),
-        targets_bs=torch.from_numpy(samples[:, 1:].copy()),
-        weights_bs=weights(starts, length) if treatment.apart else torch.ones(len(samples), length),
+        return Targets(torch.from_numpy(samples[:, ahead : ahead + length].copy()), weights_bs)
+
+    targets_bs, weights_bs = targets(1)
+    return MicroBatch.of_samples(
+        tokens_bs=torch.from_numpy(samples[:, :length].copy()),
+        targets_bs=targets_bs,
+        weights_bs=weights_bs,
         sample_ids_b=torch.from_numpy(positions.copy()),
         starts=packed_starts(starts, length) if treatment.apart else None,
+        later_targets=[targets(ahead) for ahead in range(2, num_targets + 1)],
     )
 
 
@@ -123,13 +131,15 @@ def packed_starts(starts: Sequence[Sequence[int]], length: int) -> Tensor:
     return torch.tensor([*boundaries, len(starts) * length], dtype=torch.int32)
 
 
-def weights(starts: Sequence[Sequence[int]], length: int) -> Tensor:
+def weights(starts: Sequence[Sequence[int]], length: int, ahead: int = 1) -> Tensor:
     """Return the loss weights [n, length], fp32, of n samples whose documents are trained apart.
 
-    A weight is 0 where the target is the first token of the next document: the document before says nothing about it.
-    All other weights are 1.
+    A weight is 0 where the target, the token `ahead` positions on, is in a later document: the document of the position
+    says nothing about it. All other weights are 1.
     """
     weights_bs = torch.ones(len(starts), length)
     for row, firsts in zip(weights_bs, starts, strict=True):
-        row[[first - 1 for first in firsts if first > 0]] = 0.0
+        for first in firsts:
+            if first > 0:
+                row[max(first - ahead, 0) : first] = 0.0
     return weights_bs

@@ -21,7 +21,10 @@ from megapar.errors import ConfigError, DataError
 
 
 class Dataset(Protocol):
-    """Samples of seq_length + 1 tokens. All but the last are inputs, and all but the first are targets."""
+    """Samples of seq_length + num_targets tokens: the inputs, and the tokens that follow the last of them.
+
+    The `num_targets` tokens after an input are its targets.
+    """
 
     name: str
     shuffled: bool  # False: must be read in ascending order, as a stream is
@@ -29,7 +32,7 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens [len(ids), seq_length + 1] of the samples `ids`. The same ids give the same tokens."""
+        """Return the tokens [len(ids), seq_length + num_targets] of the samples `ids`, always the same ones."""
         ...
 
     def starts(self, ids: NDArray[np.int64], samples: NDArray[np.int64]) -> list[list[int]]:
@@ -45,30 +48,38 @@ class Dataset(Protocol):
 
 
 class ChunkDataset:
-    """Fixed-length pieces of a .bin/.idx pair. Sample i is tokens [i*S, i*S + S] of the file, both ends included.
+    """Fixed-length pieces of a .bin/.idx pair. Sample i is the S + n tokens from i*S on, for n targets of an input.
 
-    Documents follow each other in a row. Neighboring samples share one token, which is the last target of one and the
-    first input of the next. `part` is the range of documents that is read, as fractions of their number.
+    Documents follow each other in a row. Neighboring samples share n tokens, which are the last targets of one and the
+    first inputs of the next. `part` is the range of documents that is read, as fractions of their number.
     Raises DataError if the files are damaged or hold no whole sample. `read` raises it for a token outside
     `vocab_size`.
     """
 
     shuffled = True
 
-    def __init__(self, prefix: str | Path, seq_length: int, vocab_size: int, part: tuple[float, float] = (0.0, 1.0)):
+    def __init__(
+        self,
+        prefix: str | Path,
+        seq_length: int,
+        vocab_size: int,
+        part: tuple[float, float] = (0.0, 1.0),
+        num_targets: int = 1,
+    ):
         self.name = str(prefix)
         self.file = IndexedDataset(prefix)
         self.seq_length = seq_length
+        self.sample_tokens = seq_length + num_targets
         self.vocab_size = vocab_size
         first, last = (round(fraction * len(self.file)) for fraction in part)  # as Megatron-LM rounds its splits
         self.first_token = self.file.document_start(first)
         tokens = self.file.document_start(last) - self.first_token
-        self.num_samples = (tokens - 1) // seq_length
+        self.num_samples = (tokens - num_targets) // seq_length
         if self.num_samples < 1:
             in_part = "" if part == (0.0, 1.0) else f" in documents {first} to {last} (data.split)"
             raise DataError(
                 f"{self.file.bin_path} holds {tokens} tokens{in_part}, a sample of train.seq_length={seq_length} "
-                f"needs {seq_length + 1}: add text or shorten the sequence"
+                f"needs {self.sample_tokens}: add text or shorten the sequence"
             )
 
     def __len__(self) -> int:
@@ -76,7 +87,7 @@ class ChunkDataset:
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         starts = self.first_token + ids * self.seq_length
-        samples = self.file.read_pieces(starts, self.seq_length + 1).astype(np.int64)
+        samples = self.file.read_pieces(starts, self.sample_tokens).astype(np.int64)
         if samples.min() < 0 or samples.max() >= self.vocab_size:
             row, column = np.argwhere((samples < 0) | (samples >= self.vocab_size))[0]
             document, offset = self.file.locate(int(starts[row] + column))
@@ -90,7 +101,7 @@ class ChunkDataset:
         # The index says where documents start. An end-of-document token would not: a file may lack it.
         starts_of_samples = []
         for first in (self.first_token + ids * self.seq_length).tolist():
-            inner = self.file.starts_between(first, first + self.seq_length + 1)
+            inner = self.file.starts_between(first, first + self.sample_tokens)
             starts_of_samples.append([0, *(start - first for start in inner)])
         return starts_of_samples
 
@@ -117,8 +128,8 @@ class SyntheticDataset:
     shuffled = True
     jump_probability = 0.1
 
-    def __init__(self, seq_length: int, vocab_size: int, seed: int, num_samples: int = 1 << 20):
-        self.seq_length = seq_length
+    def __init__(self, seq_length: int, vocab_size: int, seed: int, num_samples: int = 1 << 20, num_targets: int = 1):
+        self.sample_tokens = seq_length + num_targets
         self.seed = seed
         self.num_samples = num_samples
         length = min(vocab_size, 64)
@@ -129,7 +140,7 @@ class SyntheticDataset:
         return self.num_samples
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        columns = np.arange(self.seq_length + 1)
+        columns = np.arange(self.sample_tokens)
         keys = mix64(mix64(np.array([self.seed], np.uint64)) + ids.astype(np.uint64))
         bits = mix64(keys[:, None] + columns.astype(np.uint64))
         jumps = bits < np.uint64(self.jump_probability * 2**64)
@@ -156,9 +167,10 @@ class StreamDataset:
 
     shuffled = False
 
-    def __init__(self, spec: str, seq_length: int, vocab_size: int, tokenizer: Tokenizer):
+    def __init__(self, spec: str, seq_length: int, vocab_size: int, tokenizer: Tokenizer, num_targets: int = 1):
         self.name = spec
         self.seq_length = seq_length
+        self.sample_tokens = seq_length + num_targets
         self.tokenizer = tokenizer
         if tokenizer.vocab_size > vocab_size:
             raise DataError(f"{spec}: data.tokenizer has {tokenizer.vocab_size} ids, the vocabulary {vocab_size}")
@@ -196,9 +208,9 @@ class StreamDataset:
                     raise DataError(f"{self.name}: row {number} has no text, but {', '.join(row)}")
                 tokens += [*self.tokenizer.encode(text).tolist(), self.tokenizer.eod]
                 start = 0
-                while len(tokens) - start > self.seq_length:
-                    yield tokens[start : start + self.seq_length + 1]
-                    start += self.seq_length  # neighbors share one token, as in ChunkDataset
+                while len(tokens) - start >= self.sample_tokens:
+                    yield tokens[start : start + self.sample_tokens]
+                    start += self.seq_length  # neighbors share tokens, as in ChunkDataset
                     pieces += 1
                 del tokens[:start]
             if not pieces:  # the loop would never end
@@ -237,15 +249,22 @@ def hugging_face_rows(spec: str) -> Iterable[dict[str, Any]]:
 
 
 def open_dataset(
-    source: str, *, seq_length: int, vocab_size: int, seed: int, tokenizer: str, part: tuple[float, float] = (0.0, 1.0)
+    source: str,
+    *,
+    seq_length: int,
+    vocab_size: int,
+    seed: int,
+    tokenizer: str,
+    part: tuple[float, float] = (0.0, 1.0),
+    num_targets: int = 1,
 ) -> Dataset:
     """Open the source that an entry of `data.train` or `data.validation` names.
 
     A source is a .bin/.idx prefix, `hf:...`, or `synthetic`. Only `synthetic` uses `seed`, only `hf:...` uses
-    `tokenizer`, and only a prefix uses `part`.
+    `tokenizer`, and only a prefix uses `part`. A sample has `num_targets` tokens more than `seq_length`.
     """
     if source == "synthetic":
-        return SyntheticDataset(seq_length, vocab_size, seed)
+        return SyntheticDataset(seq_length, vocab_size, seed, num_targets=num_targets)
     if source.startswith("hf:"):
-        return StreamDataset(source, seq_length, vocab_size, load_tokenizer(tokenizer))
-    return ChunkDataset(source, seq_length, vocab_size, part)
+        return StreamDataset(source, seq_length, vocab_size, load_tokenizer(tokenizer), num_targets)
+    return ChunkDataset(source, seq_length, vocab_size, part, num_targets)

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megapar import context, device
-from megapar.batch import MicroBatch, PipelineStage
+from megapar.batch import MicroBatch, PipelineStage, Targets
 from megapar.config.derive import num_microbatches
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config, ParallelConfig
@@ -146,9 +146,9 @@ def report_rank(config: Config, build: Build, rank: int) -> RankReport:
     state = assemble(config, ctx, stages, memory_limit(config, build))
     plan = state.pipeline.plan(num_microbatches(config), backward=True)
     gathered, collected = _most_of_units(state, plan)
-    kept = {number: _kept_bytes(number, stage, config) for number, stage in stages.items()}
+    kept = {number: _kept_bytes(number, stages, config) for number in stages}
     in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
-    deferred = {number: _deferred_bytes(stages[number], config) for number in in_halves}
+    deferred = {number: _deferred_bytes(number, stages, config) for number in in_halves}
     at_peak = _at_peak(plan, kept, deferred)
     optimizer, optimizer_on_host = memory_report.optimizer_nbytes(state, planned_device(config))
     return RankReport(
@@ -200,42 +200,43 @@ def _most_of_units(state: TrainState, plan: Sequence[Item]) -> tuple[int, int]:
     return gathered, collected
 
 
-def _kept_bytes(number: int, stage: PipelineStage, config: Config) -> dict[Key, int]:
-    """Bytes that autograd keeps for the backward of one micro-batch through `stage`, by stage and kind."""
-    kept = KeptBytes({number: stage})
+def _kept_bytes(number: int, stages: StageSet[PipelineStage], config: Config) -> dict[Key, int]:
+    """Bytes that autograd keeps for the backward of one micro-batch through a stage, by stage and kind."""
+    kept = KeptBytes({number: stages[number]})
     with kept.counting():
-        _forward(stage, config)
+        _forward(number, stages, config)
     # The most is kept at the end of the forward. By now its result is freed, and with it all that was kept.
     return dict(kept.at_peak)
 
 
-def _deferred_bytes(stage: PipelineStage, config: Config) -> int:
-    """Bytes that the I of one micro-batch through `stage` keeps for its W.
+def _deferred_bytes(number: int, stages: StageSet[PipelineStage], config: Config) -> int:
+    """Bytes that the I of one micro-batch through a stage keeps for its W.
 
     The parameters must have their main gradients (`assemble`).
     """
-    output = _forward(stage, config)
+    output = _forward(number, stages, config)
     queue = WeightGradientQueue()
-    with queue.open(main_grads(stage)):
+    with queue.open(main_grads(stages[number])):
         if output.requires_grad:
             output.backward(torch.empty_like(output))
     return queue.nbytes
 
 
-def _forward(stage: PipelineStage, config: Config) -> Tensor:
+def _forward(number: int, stages: StageSet[PipelineStage], config: Config) -> Tensor:
     """The output of a stage for one micro-batch, on the meta device."""
     samples = config.train.micro_batch_size
     length = config.train.seq_length
     tokens_bs = torch.zeros((samples, length), dtype=torch.int64, device=META)
     weights_bs = torch.zeros((samples, length), device=META)
-    whole = MicroBatch.of_samples(tokens_bs, tokens_bs, weights_bs, sample_ids_b=tokens_bs[:, 0])
+    later = [Targets(tokens_bs, weights_bs)] * (stages.declared.num_targets - 1)
+    whole = MicroBatch.of_samples(tokens_bs, tokens_bs, weights_bs, sample_ids_b=tokens_bs[:, 0], later_targets=later)
     positions_s = torch.empty(length // config.parallel.cp, dtype=torch.int64, device=META)
     batch = whole.columns(positions_s)
     x_sbh = None  # the first stage receives nothing
-    specs = stage.boundary(batch)
+    specs = stages[number].boundary(batch)
     if specs:
         x_sbh = torch.empty(specs[0].shape, dtype=specs[0].dtype, device=META, requires_grad=True)
-    output: Tensor = stage(x_sbh, batch)
+    output: Tensor = stages[number](x_sbh, batch)
     return output
 
 
@@ -289,9 +290,9 @@ def memory_limit(config: Config, build: Build) -> Memory | None:
         # A schedule orders the stages of the pipeline, but with ZeRO-2 and 3 `stages` are fine stages, so their bytes
         # are added up.
         stage_of = [stage for stage, parts in enumerate(runtime.fine_stages) for _ in range(parts)]
-        for number, stage in stages.items():
-            forward[stage_of[number]] += sum(_kept_bytes(number, stage, config).values())
-            inputs[stage_of[number]] += _deferred_bytes(stage, config)
+        for number in stages:
+            forward[stage_of[number]] += sum(_kept_bytes(number, stages, config).values())
+            inputs[stage_of[number]] += _deferred_bytes(number, stages, config)
     return Memory(parallel.schedule_memory_gb * 2**30, forward, inputs)
 
 

@@ -36,8 +36,11 @@ WHOLE = (0.0, 1.0)  # the part of a source, as fractions of its documents
 ORDER = {"order": ORDER_VERSION, "blend": BLEND_VERSION}  # versions of the algorithms that order samples
 
 
-def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[str, Loader]]:
+def open_loaders(config: Config, ctx: ParallelContext, num_targets: int = 1) -> tuple[Delivery, dict[str, Loader]]:
     """Open the training data, and the validation sets by name. A collective.
+
+    `num_targets` is how many of the tokens after each position the model's losses are of
+    (`megapar_models.registry.num_targets`).
 
     Raises DataError on every rank if opening fails on one rank, or if ranks have different files.
     """
@@ -68,15 +71,16 @@ def open_loaders(config: Config, ctx: ParallelContext) -> tuple[Delivery, dict[s
             columns=positions(train.seq_length, ctx.cp.size, ctx.cp.rank),
             needs_tokens=ctx.pp.rank in embedding_ranks(config.parallel),
             treatment=treatment,
+            num_targets=num_targets,
         )
 
     def open_all() -> tuple[Loader, dict[str, Loader]]:
-        opened = _open(config, [(source, parts["train"]) for source in sources], seed)
+        opened = _open(config, [(source, parts["train"]) for source in sources], seed, num_targets)
         training = Mixture(opened, [Stage(*stage) for stage in blend_stages(config)], seed=seed)
         sets: dict[str, Loader] = {}
         for name, source, part in held_out:
             # No seed: an evaluation reads the samples in their stored order, so that losses can be compared.
-            samples = Mixture(_open(config, [(source, part)], seed + 1), seed=None)
+            samples = Mixture(_open(config, [(source, part)], seed + 1, num_targets), seed=None)
             sets[name] = loader(samples, lambda _: train.global_batch_size, Treatment(apart))
         return loader(training, train.batch_size, fim), sets
 
@@ -92,9 +96,15 @@ def _parts(split: Sequence[float]) -> list[tuple[float, float]]:
     return list(pairwise(sum(split[:n]) / sum(split) for n in range(len(split) + 1)))
 
 
-def _open(config: Config, sources: Sequence[tuple[str, tuple[float, float]]], seed: int) -> list[Dataset]:
+def _open(
+    config: Config, sources: Sequence[tuple[str, tuple[float, float]]], seed: int, num_targets: int
+) -> list[Dataset]:
     """Open each source. Raises one DataError with every unreadable source."""
-    size = {"seq_length": config.train.seq_length, "vocab_size": config.model.vocab_size}
+    size = {
+        "seq_length": config.train.seq_length,
+        "vocab_size": config.model.vocab_size,
+        "num_targets": num_targets,
+    }
     opened = []
     problems = []
     for source, part in sources:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megapar import device
-from megapar.batch import MicroBatch
+from megapar.batch import MicroBatch, Targets
 from megapar.comm import collectives
 from megapar.config.files import Resolved, load_earlier
 from megapar.config.options import Config
@@ -17,6 +17,7 @@ from megapar.context import ParallelContext, single
 from megapar.precision import model_dtype
 from megapar_models.build import balanced, stage_layers, stage_maker
 from megapar_models.counts import WholeModel
+from megapar_models.registry import num_targets
 
 _REPETITIONS = 5
 
@@ -172,10 +173,15 @@ class _Parts:
 
 
 def _random_batch(config: Config, on: torch.device) -> MicroBatch:
-    shape = config.train.micro_batch_size, config.train.seq_length + 1
-    tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    weights = torch.ones(shape[0], shape[1] - 1)
-    return MicroBatch.of_samples(tokens[:, :-1], tokens[:, 1:], weights, torch.arange(shape[0])).to(on)
+    samples = config.train.micro_batch_size
+    length = config.train.seq_length
+    targets = num_targets(config)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.model.vocab_size, (samples, length + targets), generator=generator)
+    weights = torch.ones(samples, length)
+    next_tokens, *later = (Targets(tokens[:, ahead : ahead + length], weights) for ahead in range(1, targets + 1))
+    batch = MicroBatch.of_samples(tokens[:, :length], *next_tokens, torch.arange(samples), later_targets=later)
+    return batch.to(on)
 
 
 def _seconds(run: Callable[[], None], on: torch.device) -> float:

@@ -72,3 +72,8 @@ def _window_problems(config: Config, stage: type[Stage]) -> Iterator[str]:
 def weight_options(config: Config) -> dict[str, Any]:
     """Call `compatible.weight_options` with the options that decide the sizes of the family's weights."""
     return compatible.weight_options(config, find(config.model.family).stage.sizes_of_weights)
+
+
+def num_targets(config: Config) -> int:
+    """How many of the tokens after each position the model's losses are of: what `open_loaders` must know."""
+    return find(config.model.family).stage.declared(config.model).num_targets

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from megapar_kernels.backend import Backend
 from megapar_models.build import build_stages
-from megapar_models.registry import validate
+from megapar_models.registry import num_targets, validate
 from torch import Tensor
 
 from megapar import context
-from megapar.batch import MicroBatch
+from megapar.batch import MicroBatch, Targets
 from megapar.comm import collectives
 from megapar.config.options import (
     Config,
@@ -205,13 +205,27 @@ def micro_batches(config: Config, ctx: ParallelContext, step: int, packed: bool 
     """Random tokens, a distinct weight for each of them, and one sample that is masked whole; `packed` samples are four
     documents each. A rank gets its part of their positions."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(config.model.vocab_size, (SAMPLES, LENGTH + 1), generator=generator)
+    targets = num_targets(config)
+    tokens = torch.randint(config.model.vocab_size, (SAMPLES, LENGTH + targets), generator=generator)
     weights = 0.1 + torch.rand(SAMPLES, LENGTH, generator=generator)
     weights[3] = 0.0
+    later = [
+        Targets(tokens[:, n : n + LENGTH], torch.rand(SAMPLES, LENGTH, generator=generator))
+        for n in range(2, targets + 1)
+    ]
     ids = torch.arange(SAMPLES) + step * SAMPLES
     positions = micro_batch_positions(0, SAMPLES, config.train.micro_batch_size, ctx.dp.rank, ctx.dp.size)
     rows = [torch.from_numpy(row) for row in positions]
-    batches = [MicroBatch.of_samples(tokens[r, :-1], tokens[r, 1:], weights[r], ids[r]) for r in rows]
+    batches = [
+        MicroBatch.of_samples(
+            tokens[r, :LENGTH],
+            tokens[r, 1 : LENGTH + 1],
+            weights[r],
+            ids[r],
+            later_targets=[Targets(*(x[r] for x in targets)) for targets in later],
+        )
+        for r in rows
+    ]
     if packed:
         batches = [replace(batch, starts=four_documents(row)) for batch, row in zip(batches, rows, strict=True)]
     held = torch.tensor(deal.positions(LENGTH, ctx.cp.size, ctx.cp.rank))
@@ -298,7 +312,9 @@ def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
         result = train_step(state, micro_batches(config, state.ctx, step, packed))
         if state.grads.impl == "triton":  # torch's AdamW leaves the gradient clipped
             state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
-        shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), held_weights(state)))
+        tables = {name: table.tolist() for name, table in result.tallies.items()}
+        named = (result.losses, tables)
+        shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), held_weights(state), named))
     shown["evaluation"] = evaluate(state, micro_batches(config, state.ctx, STEPS, packed))
     return shown
 
@@ -319,11 +335,13 @@ def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
     initial = layouts.assemble([rank["initial"] for rank in ranks])
     assert bitwise(initial, layouts.assemble([expected["initial"]])), "initial weights depend on the layout"
     for step in range(STEPS):
-        loss, norm, gradients, weights = expected["steps"][step]
+        loss, norm, gradients, weights, (losses, tables) = expected["steps"][step]
         tolerance = layout.tolerance if step else 1e-5
         for rank in ranks:
             assert rank["steps"][step][0] == pytest.approx(loss, rel=tolerance)
             assert rank["steps"][step][1] == pytest.approx(norm, rel=tolerance)
+            assert rank["steps"][step][4][0] == pytest.approx(losses, rel=tolerance)
+            assert rank["steps"][step][4][1] == tables
         found = [rank["steps"][step] for rank in ranks]
         layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]), tolerance)
         layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]), tolerance)
