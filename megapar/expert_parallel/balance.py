@@ -54,6 +54,10 @@ class BalanceRule:
     bias_rate: float = 0.001
     z_coef: float = 0.0
 
+    @property
+    def has_loss(self) -> bool:
+        return self.kind in ("sequence", "global") or self.z_coef != 0
+
 
 @dataclass(frozen=True)
 class Routing:

@@ -93,7 +93,7 @@ class MixtureOfExperts(nn.Module):
             shared_sbh = self.shared(x_sbh, context)
         results = self.experts(receive(arriving, dispatch), dispatch.rows_of_expert)
         y_sbh = combine(results, routing.weights, dispatch).view(own_sbh.shape)
-        if self.training:
+        if self.training and self.router.balance.has_loss:
             y_sbh = self._with_losses(y_sbh, routing, context)
         y_sbh = _tokens_of_all(y_sbh, x_sbh.shape[0], self.sharding)
         if shared_sbh is not None:

@@ -114,6 +114,7 @@ SIGMOID = of(
     routed_scaling_factor=2.5,
     balance="bias",
     router_aux_loss_coef=0.001,
+    router_z_loss_coef=0.0,
     router_bias_update_rate=0.02,
 )
 ONE = of(MIXTRAL, num_experts_per_tok=1, norm_topk_prob=False)
