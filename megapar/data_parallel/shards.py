@@ -5,7 +5,7 @@ and 1). `UnitGradients` keeps the gradients of this rank's shards alone (2 and 3
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from megapar_kernels.adamw import FlatRanges
@@ -48,6 +48,14 @@ class Weights(ABC):
     def most_nbytes(self) -> int:
         """The most bytes that the weights have taken at one time."""
         return self.flat.nbytes + self.whole.most
+
+    def unit_actions(self) -> Mapping[str, Callable[[int], None]]:
+        """What the plan of a step may ask of a unit's weights, by the kind of action. Nothing without units."""
+        return {}
+
+    def nbytes_of(self, unit: int) -> int:
+        """Bytes that a unit's weights take while they are gathered, padding included."""
+        return 0
 
     def part(self, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of the layout, which must lie in one of this rank's shards."""
@@ -110,6 +118,14 @@ class ReducedGradients(ABC):
     def most_nbytes(self) -> int:
         """The most bytes that the gradients have taken at one time."""
         return self.flat.nbytes + self.whole.most
+
+    def unit_actions(self) -> Mapping[str, Callable[[int], None]]:
+        """What the plan of a step may ask of a unit's gradient, by the kind of action. Nothing without units."""
+        return {}
+
+    def nbytes_of(self, unit: int) -> int:
+        """Bytes that a unit's gradient takes while it is collected, padding included."""
+        return 0
 
     def part(self, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of the layout, which must lie in one of this rank's shards."""

@@ -4,7 +4,7 @@ A unit is a bucket of a layout that was made with `units`. The plan of a step sa
 released, and when its gradient is reduced (`megapar.pipeline.sharding_plan`). What is here does as the plan says.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 
 import torch
@@ -74,8 +74,10 @@ class UnitWeights(Weights):
         self._whole[unit].untyped_storage().resize_(0)
         self.whole.change(-self.nbytes_of(unit))
 
+    def unit_actions(self) -> Mapping[str, Callable[[int], None]]:
+        return {"gather": self.gather_unit, "wait": self.wait_for, "release": self.release}
+
     def nbytes_of(self, unit: int) -> int:
-        """Bytes of a unit's weights, padding included."""
         bucket = self.layout.buckets[unit]
         return (bucket.stop - bucket.start) * self.layout.dtype.itemsize
 
@@ -174,8 +176,10 @@ class UnitGradients(ReducedGradients):
         else:
             self._shards[unit].add_(arrived)
 
+    def unit_actions(self) -> Mapping[str, Callable[[int], None]]:
+        return {"open": self.open, "reduce": self.reduce, "add": self.add}
+
     def nbytes_of(self, unit: int) -> int:
-        """Bytes of a unit's whole gradient, padding included."""
         bucket = self.layout.buckets[unit]
         return (bucket.stop - bucket.start) * torch.float32.itemsize
 

@@ -17,7 +17,6 @@ from megapar.config.derive import num_microbatches
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config, ParallelConfig
 from megapar.context import ParallelContext
-from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.errors import OutOfMemoryError
 from megapar.grid import rank_groups
 from megapar.launch.grid import grid_of
@@ -191,12 +190,8 @@ def _most_of_units(state: TrainState, plan: Sequence[Item]) -> tuple[int, int]:
 
     Both are 0 without ZeRO-2 and 3.
     """
-    gathered = 0
-    if isinstance(state.weights, UnitWeights):
-        gathered = most_live(plan, state.weights.nbytes_of, "gather", "release")
-    collected = 0
-    if isinstance(state.grads, UnitGradients):
-        collected = most_live(plan, state.grads.nbytes_of, "open", "add")
+    gathered = most_live(plan, state.weights.nbytes_of, "gather", "release")
+    collected = most_live(plan, state.grads.nbytes_of, "open", "add")
     return gathered, collected
 
 

@@ -108,19 +108,16 @@ def make_units(
     stages: Mapping[int, PipelineStage], weights: Weights, grads: ReducedGradients, *, overlap: bool
 ) -> Units | None:
     """What the plan of the pipeline must know of the units of ZeRO-2 and 3; None with the stages before."""
-    if not isinstance(grads, UnitGradients):
+    actions = {**grads.unit_actions(), **weights.unit_actions()}
+    if not actions:
         return None
-    actions = {"open": grads.open, "reduce": grads.reduce, "add": grads.add}
-    gathers = isinstance(weights, UnitWeights)
-    if isinstance(weights, UnitWeights):
-        actions |= {"gather": weights.gather_unit, "wait": weights.wait_for, "release": weights.release}
 
     def run(action: UnitAction) -> None:
         actions[action.kind](action.unit)
 
     of_stage = {number: grads.layout.buckets_of(stage) for number, stage in stages.items()}
     add_in_i = {number for number, stage in stages.items() if stage.adds_gradients_in_i}
-    return Units(of_stage, run, gathers, overlap, add_in_i)
+    return Units(of_stage, run, "gather" in actions, overlap, add_in_i)
 
 
 def bucket_elements(bucket_mb: float) -> int:
