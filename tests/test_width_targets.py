@@ -1,5 +1,4 @@
-"""A family that predicts two tokens ahead, as a user writes one: a second loss that shares embedding and head, and a
-module whose state changes at the end of a step. See tests/support/width.py."""
+"""A family that predicts two tokens ahead: a second loss that shares embedding and head, and state of a whole step."""
 
 from dataclasses import replace
 
@@ -16,24 +15,19 @@ from megapar.tally import Tally
 from tests.support.grid import LLAMA
 from tests.support.width import in_each_layout, trains_as_one_process
 
-KINDS = 4
-
 
 class Rarity(nn.Module):
     """The weight of the second loss: one more than the share of the rarest kind of token in the step before."""
 
-    step_counts: Tensor
-    last_counts: Tensor
-
     def __init__(self, sharding: Sharding):
         super().__init__()
         self.tally = Tally("kind", 0, (sharding.replicas,))  # tensor ranks see the same tokens
-        for name in ("step_counts", "last_counts"):
-            self.register_buffer(name, torch.zeros(KINDS, dtype=torch.int64, device=sharding.device))
+        self.register_buffer("step_counts", torch.zeros(4, dtype=torch.int64, device=sharding.device))
+        self.register_buffer("last_counts", self.step_counts.clone())
 
     def forward(self, tokens_bs: Tensor) -> Tensor:
         if self.training:
-            self.step_counts += torch.bincount((tokens_bs**2 % KINDS).flatten(), minlength=KINDS)
+            self.step_counts += torch.bincount((tokens_bs**2 % 4).flatten(), minlength=4)
         return 1 + self.last_counts[1] / self.last_counts.sum().clamp(min=1)
 
     def end_step(self, counts: Tensor, skip_update: Tensor) -> None:
@@ -43,7 +37,7 @@ class Rarity(nn.Module):
 class TwoAheadStage(LlamaStage):
     @classmethod
     def declared(cls, model: ModelConfig) -> Declared:
-        return Declared(2, (AddedLoss("two_ahead"),), {"kind": (1, KINDS)}, embeds_on_last_stage=True)
+        return Declared(2, (AddedLoss("two_ahead"),), {"kind": (1, 4)}, embeds_on_last_stage=True)
 
     def make_norm(self, name: str) -> nn.Module:
         self.second_norm = RMSNorm("second_norm", self.blueprint)
@@ -51,7 +45,6 @@ class TwoAheadStage(LlamaStage):
         return super().make_norm(name)
 
     def loss(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
-        assert self.embedding is not None
         y_sbh = self.second_norm(x_sbh + self.embedding(batch.targets_bs.t()))
         second = self.cross_entropy(y_sbh, batch.targets(ahead=2)) * self.rarity(batch.targets_bs)
         return add_loss(super().loss(x_sbh, batch), second, batch, "two_ahead")
