@@ -1,10 +1,12 @@
 """A family that predicts two tokens ahead: a second loss that shares embedding and head, and state of a whole step."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
-from megapar_models.family import Family
-from megapar_models.llama.model import LlamaStage, RMSNorm
+from megapar_models.factory import Factory
+from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
+from megapar_models.llama.model import LlamaStage
 from torch import Tensor, nn
 
 from megapar.batch import MicroBatch, add_loss
@@ -39,10 +41,11 @@ class TwoAheadStage(LlamaStage):
     def declared(cls, model: ModelConfig) -> Declared:
         return Declared(2, (AddedLoss("two_ahead"),), {"kind": (1, 4)}, embeds_on_last_stage=True)
 
-    def make_norm(self, name: str) -> nn.Module:
-        self.second_norm = RMSNorm("second_norm", self.blueprint)
-        self.rarity = Rarity(self.blueprint.sharding)
-        return super().make_norm(name)
+    def __init__(self, model: ModelConfig, factory: Factory, layers: range, *, last: bool, **common: Any):
+        super().__init__(model, factory, layers, last=last, **common)
+        if last:
+            self.second_norm = factory.norm("second_norm", model.hidden_size, self.last_norm(model))
+            self.rarity = Rarity(factory.sharding)
 
     def loss(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         y_sbh = self.second_norm(x_sbh + self.embedding(batch.targets_bs.t()))
@@ -50,7 +53,7 @@ class TwoAheadStage(LlamaStage):
         return add_loss(super().loss(x_sbh, batch), second, batch, "two_ahead")
 
 
-FAMILY = Family(name="two_ahead", stage=TwoAheadStage, activations=("silu",))
+FAMILY = replace(LLAMA_FAMILY, name="two_ahead", stage=TwoAheadStage)
 
 
 @in_each_layout
