@@ -58,8 +58,10 @@ def held(
     """
     parts = []
     for param in unique_parameters(modules):
+        if not param.numel():  # this rank holds none of the experts
+            continue
         found = values(param)
-        if found is None or not param.numel():  # this rank holds none of the experts
+        if found is None:
             continue
         spec, flat, last = spec_of(param), found.reshape(-1), 0
         for piece, first, last in spec.segments():
