@@ -63,7 +63,9 @@ def held(
         found = values(param)
         if found is None:
             continue
-        spec, flat, last = spec_of(param), found.reshape(-1), 0
+        spec = spec_of(param)
+        flat = found.reshape(-1)
+        last = 0
         for piece, first, last in spec.segments():
             partial = unsummed and any(axis.size > 1 for axis in piece.partial)
             parts.append(
@@ -98,13 +100,16 @@ def assemble(ranks: Sequence[Sequence[Held]]) -> dict[str, Tensor]:
 
 
 def _assemble_one(name: str, found: Sequence[Held]) -> Tensor:
-    shape, partial = found[0].piece.shape, found[0].partial
-    tensor, owners = found[0].values.new_zeros(shape), torch.zeros(shape, dtype=torch.int)
+    shape = found[0].piece.shape
+    partial = found[0].partial
+    tensor = found[0].values.new_zeros(shape)
+    owners = torch.zeros(shape, dtype=torch.int)
     written = torch.zeros(shape, dtype=torch.bool)
     for part in found:
         piece = part.piece
         assert (piece.shape, part.partial) == (shape, partial), f"{name}: ranks disagree on its spec"
-        place, seen = tensor[piece.held.slices], written[piece.held.slices]
+        place = tensor[piece.held.slices]
+        seen = written[piece.held.slices]
         if partial:
             place += part.values
         else:

@@ -8,25 +8,17 @@ from megapar_models.registry import validate
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config.options import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config.options import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.launch.grid import grid_of
 from megapar.random import initialize
 from megapar.train.state import TrainState
 from megapar.train.step import train_step
 from megapar.train.trainer import assemble
+from tests.support import tiny_models
 
 SAMPLES = 4  # of a global batch
 LENGTH = 8  # of a sample, in tokens
-MODEL = ModelConfig(
-    hidden_size=12,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    head_dim=4,
-    intermediate_size=20,
-    vocab_size=131,
-    tie_word_embeddings=True,
-)
+MODEL = tiny_models.small("llama", 12, 3, 20, num_key_value_heads=1, head_dim=4, tie_word_embeddings=True)
 
 
 MODEL_CONFIG = {"hidden_size": 12, "num_hidden_layers": 3}

@@ -19,18 +19,22 @@ from tests.support import layouts
 LENGTH = 48  # beyond what rope_scaling calls the original context in some tests
 
 
-def model(family: str, **changes: Any) -> ModelConfig:
-    """Two layers whose sizes are no powers of two; an eps that matters, a vocabulary that divides nothing."""
+def small(family: str, hidden_size: int, layers: int, intermediate_size: int, **changes: Any) -> ModelConfig:
+    """Four heads, and a vocabulary that divides nothing."""
     base = ModelConfig(
         family=family,
-        hidden_size=48,
-        num_hidden_layers=2,
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
         num_attention_heads=4,
-        intermediate_size=88,
+        intermediate_size=intermediate_size,
         vocab_size=131,
-        max_position_embeddings=LENGTH + 2,
-        rms_norm_eps=1e-3,
     )
+    return replace(base, **changes)
+
+
+def model(family: str, **changes: Any) -> ModelConfig:
+    """Two layers whose sizes are no powers of two; an eps that matters."""
+    base = small(family, 48, 2, 88, max_position_embeddings=LENGTH + 2, rms_norm_eps=1e-3)
     return replace(base, **changes)
 
 
