@@ -34,32 +34,29 @@ from megapar.random import initialize
 from megapar.train.step import TrainState, evaluate, train_step
 from megapar.train.trainable import freeze_others
 from megapar.train.trainer import assemble
-from tests.support import layouts
+from tests.support import layouts, tiny_models
 from tests.support.distributed import rank_device, run_ranks
 
-SAMPLES, LENGTH = 12, 24
+SAMPLES = 12
+LENGTH = 24
 STEPS = 2
 
-LLAMA = ModelConfig(
-    family="llama",
-    hidden_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
+LLAMA = tiny_models.small(
+    "llama",
+    48,
+    4,
+    76,
     num_key_value_heads=2,
     head_dim=10,
-    intermediate_size=76,
-    vocab_size=131,
     attention_bias=True,
     qk_norm=True,
     initializer_range=0.1,
 )
-GPT = ModelConfig(
-    family="gpt",
-    hidden_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    intermediate_size=76,
-    vocab_size=131,
+GPT = tiny_models.small(
+    "gpt",
+    48,
+    4,
+    76,
     max_position_embeddings=32,
     tie_word_embeddings=True,
     hidden_dropout=0.1,
@@ -291,7 +288,8 @@ def held_gradients(state: TrainState) -> list[layouts.Held]:
 def _whole_gradients(state: TrainState) -> dict[torch.nn.Parameter, Tensor]:
     """The gradients of whole parameters, of which `state.grads` holds this rank's shards."""
     found = {}
-    grads, layout = state.grads, state.grads.layout
+    grads = state.grads
+    layout = state.grads.layout
     for bucket in layout.buckets:
         axis, (start, stop) = layout.axis(bucket), layout.shard(bucket)
         whole = torch.zeros(bucket.stop - bucket.start, device=grads.flat.device)
@@ -305,8 +303,9 @@ def _whole_gradients(state: TrainState) -> dict[torch.nn.Parameter, Tensor]:
 # How every layout trains as one process does
 
 
-def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
-    """What one rank has to show: initial weights, loss, norm, gradients and weights of each step, and an evaluation."""
+def train_two_steps(config: Config, packed: bool = False, evaluation: bool = True) -> dict[str, Any]:
+    """What one rank has to show: initial weights, loss, norm, gradients and weights of each step, and an evaluation if
+    there is one."""
     state = make_state(config)
     shown: dict[str, Any] = {"initial": held_weights(state), "steps": []}
     for step in range(STEPS):
@@ -316,7 +315,8 @@ def train_two_steps(config: Config, packed: bool = False) -> dict[str, Any]:
         tables = {name: table.tolist() for name, table in result.tallies.items()}
         named = (result.losses, tables)
         shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), held_weights(state), named))
-    shown["evaluation"] = evaluate(state, micro_batches(config, state.ctx, STEPS, packed))
+    if evaluation:
+        shown["evaluation"] = evaluate(state, micro_batches(config, state.ctx, STEPS, packed))
     return shown
 
 
@@ -332,6 +332,7 @@ def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
+    """What ranks show, see `train_two_steps`, is what one process shows."""
     expected = reference(layout.model, layout.packed, layout.trainable)
     initial = layouts.assemble([rank["initial"] for rank in ranks])
     assert bitwise(initial, layouts.assemble([expected["initial"]])), "initial weights depend on the layout"
@@ -347,14 +348,26 @@ def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
         layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]), tolerance)
         layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]), tolerance)
     for rank in ranks:
-        assert rank["evaluation"] == pytest.approx(expected["evaluation"], rel=layout.tolerance)
+        assert rank.get("evaluation", expected["evaluation"]) == pytest.approx(
+            expected["evaluation"], rel=layout.tolerance
+        )
 
 
-def check_on_ranks(layout: Layout) -> None:
-    check(layout, run_ranks(layout.world, train_two_steps, layout.config(), layout.packed))
+def check_on_ranks(layout: Layout, evaluation: bool = True) -> None:
+    check(layout, run_ranks(layout.world, train_two_steps, layout.config(), layout.packed, evaluation))
 
 
-MODELS = {LLAMA: "llama", GPT: "gpt", ONE_KV_HEAD: "one_kv_head", STRADDLING: "straddling"}
+MODELS = {
+    LLAMA: "llama",
+    GPT: "gpt",
+    ONE_KV_HEAD: "one_kv_head",
+    STRADDLING: "straddling",
+    MIXTRAL: "mixtral",
+    SHARED: "shared",
+    SIGMOID: "sigmoid",
+    ONE: "one",
+    DENSE_BETWEEN: "dense_between",
+}
 SHORT = {
     "sequence_parallel": "sp",
     "tp_overlap_chunks": "overlap",

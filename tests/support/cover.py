@@ -1,0 +1,97 @@
+"""A pairwise cover: few cases in which every two values meet that may meet.
+
+A fault that needs two options, such as a schedule and a tied embedding, then shows in some case. The method is the
+greedy one of Cohen, Dalal, Fredman and Patton, "The AETG System" (IEEE Transactions on Software Engineering, 1997).
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+Case = Mapping[str, Any]
+"""A value for each factor, or for some of them."""
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+"""Two factors with a value each, in the order of their names."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Values that may not meet, and why. `allows` gets a value of each of `factors`, in this order."""
+
+    reason: str
+    factors: tuple[str, ...]
+    allows: Callable[..., bool]
+
+
+@dataclass(frozen=True)
+class Space:
+    """All cases that the rules allow. Factors that take part in many rules come first: a search then ends early."""
+
+    factors: Mapping[str, Sequence[Any]]
+    rules: Sequence[Rule]
+
+    def allows(self, case: Case) -> bool:
+        """Whether all rules do whose factors have a value in `case`."""
+        decided = [rule for rule in self.rules if all(factor in case for factor in rule.factors)]
+        return all(rule.allows(*(case[factor] for factor in rule.factors)) for rule in decided)
+
+    def complete(self, case: Case, missing_pairs: set[Pair], draw: random.Random) -> Case | None:
+        """`case` with a value for each other factor. Each in turn gets the value that meets most of `missing_pairs`
+        with the factors before it, by `draw` where several do. None if the rules allow no such case."""
+        if not self.allows(case):
+            return None
+        factor = next((factor for factor in self.factors if factor not in case), None)
+        if factor is None:
+            return case
+        choices = []
+        for value in self.factors[factor]:
+            met = sum(pair_of((factor, value), other) in missing_pairs for other in case.items())
+            choices.append((-met, draw.random(), value))
+        for _, _, value in sorted(choices, key=lambda choice: choice[:2]):
+            found = self.complete({**case, factor: value}, missing_pairs, draw)
+            if found is not None:
+                return found
+        return None
+
+    def pairs(self) -> tuple[set[Pair], set[Pair]]:
+        """The pairs that some case has, and those that no case has."""
+        draw = random.Random(0)
+        allowed: set[Pair] = set()
+        forbidden: set[Pair] = set()
+        for first, second in combinations(self.factors, 2):
+            for one in self.factors[first]:
+                for other in self.factors[second]:
+                    pair = pair_of((first, one), (second, other))
+                    if pair in allowed:
+                        continue
+                    found = self.complete(dict(pair), set(), draw)
+                    if found is None:
+                        forbidden.add(pair)
+                    else:
+                        allowed |= pairs_of(found)
+        return allowed, forbidden
+
+
+def pair_of(one: tuple[str, Any], other: tuple[str, Any]) -> Pair:
+    return (one, other) if one[0] < other[0] else (other, one)
+
+
+def pairs_of(case: Case) -> set[Pair]:
+    return {pair_of(one, other) for one, other in combinations(case.items(), 2)}
+
+
+def cover(space: Space, seed: int, cost: Callable[[Case], float], candidates: int = 16) -> list[Case]:
+    """Cases that have every pair of `space`, the same ones for the same seed. Of some candidates, each of which begins
+    with a pair that is still missing, the case that has most missing pairs for its cost comes next."""
+    draw = random.Random(seed)
+    missing, _ = space.pairs()
+    cases = []
+    while missing:
+        order = sorted(missing, key=repr)  # a set's own order changes between processes
+        found = [space.complete(dict(pair), missing, draw) for pair in draw.choices(order, k=candidates)]
+        case = max(found, key=lambda case: len(pairs_of(case) & missing) / cost(case))
+        cases.append(case)
+        missing -= pairs_of(case)
+    return cases
