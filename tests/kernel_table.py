@@ -1,5 +1,5 @@
 """Compiles every kernel in every shipped configuration for sm_80, sm_90 and sm_100, without a GPU, and tells what the
-binaries take: python tests/kernel_table.py [--only OP] [--json FILE].
+binaries take: python tests/kernel_table.py [--only OP ...] [--json FILE].
 
 It must be a process of its own, because Triton's interpreter and compiler cannot share one. Pointers and the sizes
 named in `aligned` are declared divisible by 16, as the JIT finds them to be at launch. The JIT also makes every integer
@@ -464,12 +464,12 @@ def table_of(architectures: Sequence[int], names: Sequence[str]) -> dict[str, di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="kernels whose name starts with this")
+    parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name starts with one of these")
     parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES, choices=ARCHITECTURES)
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args()
     table: dict[str, dict[str, dict[str, Any]]] = {}
-    names = [item.name for item in shipped() if item.name.startswith(options.only)]
+    names = [item.name for item in shipped() if item.name.startswith(tuple(options.only))]
     batches = [names[first : first + BATCH] for first in range(0, len(names), BATCH)]
     with multiprocessing.get_context("spawn").Pool() as pool:
         for found in pool.imap(partial(table_of, options.architectures), batches):

@@ -108,6 +108,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.slow  # tests/test_training.py resumes as well
 def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(tmp_path: Path) -> None:
     """Fault resumption-is-bitwise: weights, main weights, moments and their dtypes after the next step, in every kind
     of layout."""

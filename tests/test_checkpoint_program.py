@@ -18,7 +18,8 @@ from megapar.errors import CheckpointError
 from megapar.train.checkpoints import position
 from tests.support import program
 from tests.support.checkpoints import edit_bytes, edit_manifest, flip_bit, save_toy
-from tests.support.processes import TINY, finish, start
+from tests.support.processes import TINY
+from tests.support.sweeps import slow_but
 
 ASYNC = ("--checkpoint.every", "1", "--checkpoint.async_save", "--checkpoint.keep_last", "2")
 
@@ -27,9 +28,9 @@ ASYNC = ("--checkpoint.every", "1", "--checkpoint.async_save", "--checkpoint.kee
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run of five steps on two ranks, saved behind after each."""
     folder = tmp_path_factory.mktemp("trained")
-    code, out, err = finish(start(*ASYNC, "--launch.nproc", "2", cwd=folder))
-    assert (code, err) == (0, "")
-    assert [f"saved run/checkpoints/step_{step:08d}" in out for step in range(1, 6)] == [True] * 5
+    ended = program.run(*ASYNC, "--launch.nproc", "2", cwd=folder)
+    assert (ended.code, ended.err) == (0, "")
+    assert [f"saved run/checkpoints/step_{step:08d}" in ended.out for step in range(1, 6)] == [True] * 5
     return folder
 
 
@@ -42,9 +43,9 @@ def test_an_asynchronous_run_keeps_what_it_was_asked_to(trained: Path) -> None:
     shutil.copytree(trained, folder)
     shutil.rmtree(folder / "run/checkpoints/step_00000005")
     resumed = ("--launch.nproc", "2", "--checkpoint.every", "1", "--checkpoint.keep_last", "2")
-    code, out, err = finish(start(*resumed, cwd=folder))
-    assert (code, err) == (0, "")
-    assert "changed since: checkpoint.async_save: True -> False" in out
+    ended = program.run(*resumed, cwd=folder)
+    assert (ended.code, ended.err) == (0, "")
+    assert "changed since: checkpoint.async_save: True -> False" in ended.out
     again, first = (next(find_complete(path / "run/checkpoints")) for path in (folder, trained))
     assert again.name == first.name == "step_00000005"
     for shard in first.glob("rank_*"):
@@ -57,18 +58,18 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
+@pytest.mark.parametrize("name", slow_but([0], CORRUPTIONS))
 def test_a_damaged_checkpoint_ends_the_program(trained: Path, tmp_path: Path, name: str) -> None:
     """Faults flipped-bit, incomplete-checkpoint: exit code 4 and one line; error.json says the same."""
     corrupt, reason = CORRUPTIONS[name]
     shutil.copytree(trained / "run", tmp_path / "run")
     path = tmp_path / "run/checkpoints/step_00000005"
     corrupt(path)
-    code, _, err = finish(start("--launch.nproc", "2", "--checkpoint.resume", str(path), cwd=tmp_path))
-    assert code == 4
-    assert err.startswith("CheckpointError: ")
-    assert err.count("\n") == 1
-    assert reason in err
+    ended = program.run("--launch.nproc", "2", "--checkpoint.resume", str(path), cwd=tmp_path)
+    assert ended.code == 4
+    assert ended.err.startswith("CheckpointError: ")
+    assert ended.err.count("\n") == 1
+    assert reason in ended.err
     assert json.loads((tmp_path / "run/error.json").read_text())["exit_code"] == 4
 
 

@@ -18,6 +18,7 @@ from megapar.context import Axis, Traffic
 from megapar.errors import CommunicationError
 from megapar.grid import Grid
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
+from tests.support.sweeps import slow_but
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 SHAPES = ((12,), (12, 5), (24, 2, 3))  # dimension 0 divides by 2, 3 and 4
@@ -180,7 +181,7 @@ def check_everything(axis: Axis, device: torch.device) -> None:
 
 @pytest.mark.gpus
 @pytest.mark.parametrize("use_shared_memory", [True, False], ids=["shared memory", "groups"])
-@pytest.mark.parametrize("sizes", [{"dp": 3}, {"tp": 2, "dp": 2}, {"pp": 4}], ids=str)
+@pytest.mark.parametrize("sizes", slow_but([0, 1], [{"dp": 3}, {"tp": 2, "dp": 2}, {"pp": 4}]), ids=str)
 def test_every_function_gives_the_expected_values(sizes: dict[str, int], use_shared_memory: bool) -> None:
     """fp32, bf16 and int64; 1, 2 and 3 dimensions; tensors that are not contiguous (fault
     strided-tensors-in-collectives)."""

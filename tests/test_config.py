@@ -677,7 +677,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(config=configs)
 @example(config=Config(run_dir='\x7f \x00 " \\ \U0001f600 \u2028'))
 def test_a_written_config_loads_as_the_same(tmp_path_factory, config):

@@ -199,6 +199,7 @@ def test_gradients_weights_and_norm_equal_one_process_in_every_layout() -> None:
     assert missed, "no shard is without some parameter"
 
 
+@pytest.mark.slow  # tests/test_training.py compares copies as well
 def test_copies_of_a_parameter_stay_bitwise_equal() -> None:
     """Tied ends over 100 steps with overlap on and off (fault tied-copies-stay-equal); norms, biases and kv rows over
     tensor ranks in bf16 (fault replicated-parameters-stay-equal). Three data-parallel ranks: there a sum rounds by the

@@ -147,6 +147,7 @@ def test_a_loop_of_your_own_trains_as_the_program_does(tmp_path: Path) -> None:
     assert len(losses_in(resumed)) == 2, "it goes on from step 5"
 
 
+@pytest.mark.slow
 def test_the_tutorial_ends_in_what_transformers_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole walk, in fewer steps: transformers generates what generate.py generates."""
     pytest.importorskip("transformers")

@@ -14,6 +14,7 @@ from megapar_models.counts import WholeModel
 from megapar_models.registry import presets, validate
 from torch import Tensor
 
+from megapar.config.derive import smallest_world
 from megapar.config.files import load
 from megapar.config.messages import counted
 from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
@@ -23,6 +24,7 @@ from megapar.train.state import TrainState
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, make_state, micro_batches
 from tests.support.kernel_checks import needs_triton
+from tests.support.sweeps import slow_but
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
 CONFIGS = sorted(SCRIPTS.glob("configs/*.toml"))
@@ -41,7 +43,8 @@ class Kept:
 
     def add(self, x: Tensor, users: int) -> None:
         place = x.untyped_storage().data_ptr()
-        before, after = self.users.get(place, 0), self.users.get(place, 0) + users
+        before = self.users.get(place, 0)
+        after = self.users.get(place, 0) + users
         self.users[place] = after
         self.now += x.untyped_storage().nbytes() * ((after > 0) - (before > 0))
         self.peak = max(self.peak, self.now)
@@ -91,21 +94,24 @@ def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
 @pytest.mark.skipif(ON_GPUS, reason="GPUs have kernels of their own, which keep less")
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [
-        (Layout(LLAMA, tp=2, pp=2, sequence_parallel=True), "fp32"),
-        (Layout(ONE_KV_HEAD, pp=2, dp=2, vpp=2, schedule="interleaved"), "fp32"),
-        (Layout(GPT, tp=2, dp=2, recompute="selective", micro_batch_size=3), "fp32"),
-        (Layout(GPT, pp=4, schedule="gpipe", zero_stage=0, micro_batch_size=2), "fp32"),
-        (Layout(LLAMA, dp=4, zero_stage=1), "fp32"),
-        (Layout(LLAMA, tp=4, micro_batch_size=6), "fp32"),
-        (Layout(LLAMA, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2), "bf16"),
-        (Layout(LLAMA, dp=2, tp=2, recompute="selective", micro_batch_size=3), "bf16"),
-        (Layout(ONE_KV_HEAD, pp=4), "bf16"),
-        (Layout(LLAMA, cp=2, tp=2, sequence_parallel=True), "fp32"),
-        (Layout(ONE_KV_HEAD, cp=4, cp_attention="ring", micro_batch_size=2), "bf16"),
-        (Layout(LLAMA, cp=2, pp=2, cp_attention="ulysses", micro_batch_size=2), "fp32"),
-        (Layout(GPT, cp=2, dp=2, recompute="selective", micro_batch_size=3), "fp32"),
-    ],
+    slow_but(
+        [1, 2, 3, 6, 10],
+        [
+            (Layout(LLAMA, tp=2, pp=2, sequence_parallel=True), "fp32"),
+            (Layout(ONE_KV_HEAD, pp=2, dp=2, vpp=2, schedule="interleaved"), "fp32"),
+            (Layout(GPT, tp=2, dp=2, recompute="selective", micro_batch_size=3), "fp32"),
+            (Layout(GPT, pp=4, schedule="gpipe", zero_stage=0, micro_batch_size=2), "fp32"),
+            (Layout(LLAMA, dp=4, zero_stage=1), "fp32"),
+            (Layout(LLAMA, tp=4, micro_batch_size=6), "fp32"),
+            (Layout(LLAMA, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2), "bf16"),
+            (Layout(LLAMA, dp=2, tp=2, recompute="selective", micro_batch_size=3), "bf16"),
+            (Layout(ONE_KV_HEAD, pp=4), "bf16"),
+            (Layout(LLAMA, cp=2, tp=2, sequence_parallel=True), "fp32"),
+            (Layout(ONE_KV_HEAD, cp=4, cp_attention="ring", micro_batch_size=2), "bf16"),
+            (Layout(LLAMA, cp=2, pp=2, cp_attention="ulysses", micro_batch_size=2), "fp32"),
+            (Layout(GPT, cp=2, dp=2, recompute="selective", micro_batch_size=3), "fp32"),
+        ],
+    ),
     ids=[
         *("tp2-pp2-sp", "pp2-dp2-vpp2", "tp2-dp2-selective", "pp4-gpipe-zero0", "dp4", "tp4"),
         *("tp2-pp2-sp-bf16", "dp2-tp2-selective-bf16", "pp4-bf16"),
@@ -136,7 +142,7 @@ FUSED = {
 
 @needs_triton
 @pytest.mark.skipif(ON_GPUS, reason="compares with interpreted kernels, which run on a CPU")
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", slow_but([1, 3, 5, 7], FUSED))
 def test_predicted_bytes_are_those_that_fused_kernels_keep(name: str) -> None:
     """Fault planned-activations. In bf16, on the real bytes of interpreted kernels; for Llama torch's ops keep more."""
     layout = FUSED[name]
@@ -159,7 +165,8 @@ def test_a_plan_for_gpus_counts_what_their_kernels_keep() -> None:
         (numbers,) = predicted(replace(config, launch=launch, kernels=kernels)).values()
         return numbers[3]
 
-    gpu, cpu = activations(device="cuda", backend="auto"), activations(device="cpu", backend="auto")
+    gpu = activations(device="cuda", backend="auto")
+    cpu = activations(device="cpu", backend="auto")
     assert gpu == activations(device="cpu", backend="triton") < cpu == activations(device="cuda", backend="torch")
 
 
@@ -219,7 +226,20 @@ def pretrain() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_can_run() -> None:
+    for path in CONFIGS:
+        config = load(["--config", str(path)], presets()).config
+        validate(config, smallest_world(config.parallel))
+
+
+FEW_CONFIGS = ("llama_70b", "mixtral_8x7b", "moe_laptop", "tiny")
+
+
+@pytest.mark.parametrize(
+    "path",
+    slow_but([number for number, path in enumerate(CONFIGS) if path.stem in FEW_CONFIGS], CONFIGS),
+    ids=lambda path: path.stem,
+)
 def test_every_shipped_configuration_dry_runs(
     path: Path,
     pretrain: ModuleType,
@@ -241,14 +261,22 @@ def test_every_shipped_configuration_dry_runs(
     assert not (tmp_path / "run").exists(), "a dry run writes nothing"
 
 
-@pytest.mark.parametrize("path", presets().values(), ids=presets())
+# One model of each family.
+FEW_PRESETS = ("gpt2-124m", "llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize(
+    "path", slow_but([[*presets()].index(name) for name in FEW_PRESETS], presets().values()), ids=presets()
+)
 def test_every_preset_adds_up(path: Path) -> None:
     """Over tp x pp every parameter is held once, replicated ones on each tensor rank; bf16 weights of 2 bytes, fp32
     gradients of 4, main weights and moments of 12 cut over dp 2; little padding."""
     model = load(["--config", str(path)]).config.model
     # A dry run computes the shapes of each layer on each kind of rank; 13 layers do not divide by pp.
     model = replace(model, num_hidden_layers=min(model.num_hidden_layers, 13))
-    tp, pp, dp = (2 if model.num_attention_heads % 2 == 0 else 5), 4, 2
+    tp = 2 if model.num_attention_heads % 2 == 0 else 5
+    pp = 4
+    dp = 2
     config = Config(
         model=model,
         parallel=ParallelConfig(tp=tp, pp=pp, dp=dp, sequence_parallel=True),
@@ -305,7 +333,10 @@ def test_a_plan_counts_the_parameters_of_the_stages_that_a_rank_has(schedule: st
     counts = {rank: r.parameters for r, ranks in report(config, build_stages).items() for rank in ranks}
     embedding = 300 * 32
     layer = 4 * 32 * 32 + 3 * 32 * 4 * 32 + 2 * 32
-    first, second, third, last = embedding, layer, 2 * layer, layer + 32 + embedding
+    first = embedding
+    second = layer
+    third = 2 * layer
+    last = layer + 32 + embedding
     if schedule == "interleaved":
         assert counts == {0: first + third, 1: second + last}
     else:

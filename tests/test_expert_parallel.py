@@ -191,6 +191,7 @@ def test_zero_over_replicas_of_experts_and_ranks_without_one() -> None:
         assert [rank[0] > 0 for rank in ranks] == [case.num_experts > 1, True] * 2
 
 
+@pytest.mark.slow
 def test_splits_of_eight_ranks_equal_one_process() -> None:
     """Ranks without an expert among them: 5 experts on 8 ranks."""
     check_runs([(split, case) for split in SPLITS_OF_8 for case in (CASES[0], CASES[2], CASES[4])])

@@ -23,6 +23,7 @@ from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.grid import DENSE_BETWEEN, SHARED, SIGMOID, Layout, make_state, micro_batches
 from tests.support.runs import Bits, assert_bitwise, bits
+from tests.support.sweeps import slow_but
 from tools import plot
 
 
@@ -81,10 +82,13 @@ def of_recompute(layout: Layout) -> list[Bits]:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(SHARED, dp=2, ep=2, micro_batch_size=3),
-        Layout(DENSE_BETWEEN, tp=2, cp=2, ep=4, etp=1, sequence_parallel=True, micro_batch_size=6),
-    ],
+    slow_but(
+        [0],
+        [
+            Layout(SHARED, dp=2, ep=2, micro_batch_size=3),
+            Layout(DENSE_BETWEEN, tp=2, cp=2, ep=4, etp=1, sequence_parallel=True, micro_batch_size=6),
+        ],
+    ),
     ids=["dp2-ep2", "tp2-cp2-ep4"],
 )
 def test_recomputation_changes_no_bit(layout: Layout) -> None:

@@ -17,6 +17,7 @@ from megapar.comm import rendezvous
 from megapar.data.indexed import IndexedWriter
 from megapar.data.prepared import write_sidecar
 from megapar.launch import rank_process
+from megapar.train import trainer
 from tests.support import program
 from tests.support.processes import free_port, slurm
 from tests.support.program import Program
@@ -34,8 +35,25 @@ def on_one_host() -> None:
     """Plants nothing."""
 
 
+def with_rests(plant: Callable[[], None]) -> Callable[[], None]:
+    """`plant`, and a rest before each step: ranks that only wait for a signal leave the cores to other tests."""
+
+    def both() -> None:
+        plant()
+        real = trainer.queue_step
+
+        def queue_step(*args: Any, **options: Any) -> Any:
+            time.sleep(0.1)
+            return real(*args, **options)
+
+        trainer.queue_step = queue_step
+
+    return both
+
+
 def start(folder: Path, plant: Callable[[], None]) -> list[Program]:
     port = free_port()
+    plant = with_rests(plant)
     ranks = [program.start(*LONG, cwd=folder, env=slurm(rank, 2, port), plant=plant) for rank in (0, 1)]
     ranks[0].until(" 3/100000 | loss")
     # A rank posts its step to the store every second. On another host that is all that is known of a stopped rank.
@@ -88,7 +106,8 @@ def test_several_ranks_that_ask_get_one_answer(tmp_path: Path, number: signal.Si
         socket.gethostname = lambda: f"node-{host}"
 
     port = free_port()
-    ranks = [program.start(*LONG, *sizes, cwd=tmp_path, env=slurm(r, 4, port), plant=plant) for r in range(4)]
+    flags = (*LONG, *sizes)
+    ranks = [program.start(*flags, cwd=tmp_path, env=slurm(r, 4, port), plant=with_rests(plant)) for r in range(4)]
     ranks[0].until(" 3/100000 | loss")
     time.sleep(2.2)
     ranks[3].send(number)

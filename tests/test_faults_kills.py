@@ -23,6 +23,7 @@ from megapar.train import checkpoints, metrics, trainer
 from tests.support import faults
 from tests.support.faults import LAYOUTS, RANKS, Scene
 from tests.support.program import Ended
+from tests.support.sweeps import slow_but
 
 STEPS = 6
 ANY_MICRO_BATCH = ("--train.steps", str(STEPS), "--train.global_batch_size", "8")
@@ -215,7 +216,7 @@ def kill_and_go_on(case: Case, folder: Path, undisturbed: dict[str, Scene]) -> N
     check_whole(case.layout, scene, undisturbed)
 
 
-# The ordinary suite: one case for each kind of moment, victim and signal.
+# One case for each kind of moment, victim and signal.
 FEW = [
     Case(KILL, "rank1", "dp2", "written"),
     Case(TERM, "rank1", "tp2", "operation_7"),
@@ -238,7 +239,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("option", WAYS)
+@pytest.mark.parametrize("option", slow_but([1], WAYS))
 def test_a_killed_run_goes_on_in_another_way(option: str, tmp_path: Path) -> None:
     """Fault killed-at-any-moment: the weights are those of a run that was never killed and never changed."""
     first, second, last = WAYS[option]
@@ -281,7 +282,7 @@ def many() -> list[Case]:
     return [case for case in cases if case not in FEW]
 
 
-@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("case", slow_but([0, 2, 3, 4], FEW), ids=str)
 def test_a_kill_costs_nothing_that_was_saved(case: Case, tmp_path: Path, undisturbed: dict[str, Scene]) -> None:
     """Fault killed-at-any-moment."""
     kill_and_go_on(case, tmp_path, undisturbed)

@@ -22,6 +22,7 @@ from megapar.train import trainer
 from tests.support import program
 from tests.support.faults import FOUR, LONG, TWO, children, error, gone, on_rank
 from tests.support.program import Ended, Program
+from tests.support.sweeps import slow_but
 
 HANGS = (*LONG, "--launch.timeout_seconds", "5")  # long enough for a busy machine's steps
 IN_STEPS = " 2/100000 | loss"
@@ -48,7 +49,7 @@ def act_on(
 # A rank that hangs
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", slow_but([0], [2, 4]))
 def test_a_stopped_rank_is_named(tmp_path: Path, ranks: int) -> None:
     """Fault hung-rank: not the ranks that wait for it."""
     last = ranks - 1
@@ -75,7 +76,13 @@ EXPERTS = ("--model.family", "mixtral", "--model.moe.num_experts", "4", "--model
     ("number", "sizes", "words"),
     [
         pytest.param(signal.SIGSTOP, ("--parallel.ep", "4"), "its process is stopped", id="stopped, ep"),
-        pytest.param(signal.SIGSTOP, ("--parallel.ep", "2", "--parallel.etp", "2"), "stopped", id="stopped, ep x etp"),
+        pytest.param(
+            signal.SIGSTOP,
+            ("--parallel.ep", "2", "--parallel.etp", "2"),
+            "stopped",
+            id="stopped, ep x etp",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(signal.SIGKILL, ("--parallel.ep", "4"), "ended by SIGKILL", id="killed", marks=pytest.mark.slow),
     ],
 )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,7 @@ def test_facts_are_json_and_name_what_is_missing(tmp_path: Path) -> None:
     assert "copy_gb_per_second" not in facts, "no figure without a GPU"
 
 
+@pytest.mark.slow
 def test_a_stage_without_its_packages_says_which(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_TYRO)
     wheels = str(tmp_path / "no_wheels")

@@ -7,6 +7,7 @@ tensor from Python numbers is possible there; on a GPU it is a copy that waits f
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from megapar.train.step import queue_step, train_step
 from megapar.train.trainer import assemble
 from tests.support.grid import GPT, LLAMA, ONE_KV_HEAD, STRADDLING
 from tests.support.kernel_checks import DEVICE
+from tests.support.sweeps import slow_but
 
 META = torch.device("meta")
 FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)
@@ -118,8 +120,7 @@ def no_copies_from_python() -> Iterator[None]:
 GPT_WITH_DROPOUT = replace(GPT, hidden_dropout=0.1, attention_dropout=0.1)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("recompute", "packed"), slow_but([0, 3], product(["none", "full"], [False, True])), ids=str)
 @pytest.mark.parametrize(
     "model", [LLAMA, STRADDLING, replace(LLAMA, qk_norm=True), GPT_WITH_DROPOUT], ids=["llama", "gqa", "qk_norm", "gpt"]
 )
@@ -213,8 +214,9 @@ def test_two_queued_steps_are_the_steps_that_were_waited_for(precision: Precisio
     assert abs(losses[0][0] - losses[0][2]) > 1e-2, "the steps do something"
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize(
+    ("form", "packed"), slow_but([1, 2, 4], product(["gather", "ring", "ulysses"], [False, True])), ids=str
+)
 @pytest.mark.parametrize("model", [ONE_KV_HEAD, GPT_WITH_DROPOUT], ids=["llama", "gpt"])
 def test_context_parallel_ranks_never_wait_for_the_device(model: ModelConfig, form: Any, packed: bool) -> None:
     """What a rank attends, sends and receives follows from numbers on the host."""

@@ -19,6 +19,7 @@ from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.kernel_checks import DEVICE, compare, needs_triton, poisoned, relative_error
+from tests.support.sweeps import slow_but
 
 pytestmark = pytest.mark.gpu
 
@@ -373,7 +374,7 @@ def linear_on_ranks(size: int) -> list[dict[str, Tensor]]:
 
 @needs_triton
 @pytest.mark.gpus
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", slow_but([1], [1, 2, 4]))
 def test_linear_cross_entropy_equals_torch(tp: int) -> None:
     """Losses and the gradients of x and of every row of the weight, by chunks that do not divide the tokens, with and
     without sequence parallelism and main gradient. The gradient buffer sees one addition."""

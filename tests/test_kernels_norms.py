@@ -19,6 +19,7 @@ from tests.support.kernel_checks import (
     relative_error,
     strided,
 )
+from tests.support.sweeps import slow_but
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 
@@ -47,7 +48,7 @@ def arguments(name: str, rows: int | tuple[int, ...], columns: int) -> list[Tens
 SIZES = [(1, 5), (5, 7), (3, 127), (70, 129), (2, 1000), (3, 4096), (2, 9000), (300, 64), (131, 128), (4097, 8)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", slow_but([0, 1], [torch.float32, torch.bfloat16, torch.float16]), ids=str)
 @pytest.mark.parametrize("name", [*NORMS, *FUSED])
 def test_norms_and_their_gradients_are_exact_to_rounding(name: str, dtype: torch.dtype) -> None:
     for rows, columns in SIZES if dtype == torch.float32 else SIZES[3:-1]:
@@ -109,7 +110,7 @@ def test_one_column() -> None:
     assert [g.unique().tolist() for g in grads] == [[0.0], [0.0], [5.0]]
 
 
-@pytest.mark.parametrize("name", [*NORMS, *FUSED])
+@pytest.mark.parametrize("name", slow_but([0, 3], [*NORMS, *FUSED]))
 def test_rows_too_wide_for_registers_are_walked_in_blocks(name: str) -> None:
     """Forward beyond 32,768 columns, backward beyond 16,384 (LayerNorm and fp32: 8,192)."""
     op = {**NORMS, **FUSED}[name]
@@ -228,7 +229,7 @@ def exact_parameter_gradients(norm: Norm, batches: list[list[Tensor]], upstream:
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", [*NORMS, *FUSED])
+@pytest.mark.parametrize("name", slow_but([1, 2], [*NORMS, *FUSED]))
 def test_parameters_of_training_get_their_gradients_in_fp32(name: str, recomputed: bool) -> None:
     """The main gradient of bf16 parameters is the exact sum over the micro-batches to fp32 accuracy. Rounded to bf16
     once a micro-batch it would be off by more than 1e-3, and added by the gradient buffer's hook as well by 1."""

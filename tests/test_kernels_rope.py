@@ -17,6 +17,7 @@ from tests.support.kernel_checks import (
     relative_error,
     strided,
 )
+from tests.support.sweeps import slow_but
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +69,7 @@ def test_rotation_is_a_complex_product(impl: str, dtype: torch.dtype) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", slow_but([0, 1], [torch.float32, torch.bfloat16, torch.float16]))
 def test_kernel_equals_torch(dtype: torch.dtype) -> None:
     for shape in SHAPES:
         compare(rotate_qk, heads(*shape), dtype, wide=(2, 3))

@@ -48,11 +48,14 @@ def test_bytes_are_counted_once_and_until_the_backward_pass(model: Any, recomput
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--parallel.dp", "2", "--optimizer.zero_stage", "3"),
-        ("--parallel.pp", "2", "--parallel.schedule", "zb-h1"),
-        ("--parallel.pp", "2", "--parallel.schedule", "interleaved", "--parallel.vpp", "2"),
+        pytest.param(("--parallel.dp", "2", "--optimizer.zero_stage", "3"), id="zero3"),
+        pytest.param(("--parallel.pp", "2", "--parallel.schedule", "zb-h1"), id="zb-h1"),
+        pytest.param(
+            ("--parallel.pp", "2", "--parallel.schedule", "interleaved", "--parallel.vpp", "2"),
+            id="interleaved",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["zero3", "zb-h1", "interleaved"],
 )
 def test_a_run_measures_what_its_plan_says(flags: tuple[str, ...], tmp_path: Path) -> None:
     """To the byte: weights, gradients, optimizer, and activations of every stage and kind."""

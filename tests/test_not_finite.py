@@ -29,6 +29,7 @@ from megapar.train.trainer import Run, start, train
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.grid import LLAMA, SAMPLES, Layout
 from tests.support.runs import behind_the_host
+from tests.support.sweeps import slow_but
 
 Plant = Callable[[pytest.MonkeyPatch, TrainState], None]
 FIVE_LAYERS = replace(LLAMA, num_hidden_layers=5)
@@ -175,7 +176,7 @@ def plant_before_step_2(data: Delivery, patch: pytest.MonkeyPatch, plant: Plant,
 LATE = {**{name: words for name, (_, words) in CASES.items()}, "weight": CASES["reduction"][1]}
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
+@pytest.mark.parametrize("late", slow_but([1], [False, True]), ids=["in time", "late"])
 def test_a_bad_step_names_the_first_bad_tensor_its_rank_micro_batch_and_samples(tmp_path: Path, late: bool) -> None:
     """Fault non-finite-step. On every rank in the same words, whatever it was; nobody hangs. Nothing of a step that was
     queued before its verdict was known is seen."""

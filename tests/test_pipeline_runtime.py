@@ -17,6 +17,7 @@ from megapar.grid import Grid
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import make, placement
 from tests.support.distributed import run_ranks
+from tests.support.sweeps import slow_but
 
 WIDTH, VOCAB = 6, 11
 LAYOUTS = (("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3))
@@ -147,7 +148,7 @@ def every_schedule(pp: int) -> None:
             check_step(ctx, runtime, stages, make_batches(m, seed=m), (schedule, pp, vpp, m))
 
 
-@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("pp", slow_but([0, 1], [1, 2, 4]))
 def test_every_schedule_equals_the_unsplit_model(pp):
     """Faults pipeline-schedules-agree, ragged-micro-batches, interleaved-on-two-ranks: losses and all gradients, for
     any number of micro-batches, several tensors on each link."""

@@ -57,10 +57,10 @@ def test_slurm_ranks_train_as_one_process_does_and_go_on_as_two_others(alone: Pa
     """dp 2 under Slurm's variables; then the third to fifth step as tp 2, from the checkpoint after the second."""
     port = free_port()
     flags = ("--parallel.dp", "2", "--checkpoint.every", "2", "--data.validation", "synthetic")
-    ranks = [start(*flags, cwd=tmp_path, env=slurm(rank, 2, port)) for rank in (0, 1)]
-    ended = [finish(rank) for rank in ranks]
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    assert ended[1][1:] == ("", ""), "only the first rank speaks"
+    ranks = [program.start(*flags, cwd=tmp_path, env=slurm(rank, 2, port)) for rank in (0, 1)]
+    ended = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in ended] == [0, 0], ended
+    assert (ended[1].out, ended[1].err) == ("", ""), "only the first rank speaks"
     expected = [line["loss"] for line in metrics(alone)[:5]]
     assert [line["loss"] for line in metrics(tmp_path)[:5]] == pytest.approx(expected, rel=1e-5)
     assert metrics(tmp_path)[0]["comm_bytes"]["grad"] > 0
@@ -74,6 +74,7 @@ def test_slurm_ranks_train_as_one_process_does_and_go_on_as_two_others(alone: Pa
     assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_context_parallel_ranks_train_as_one_process_does_and_one_goes_on(alone: Path, tmp_path: Path) -> None:
     """cp 3 in a ring, evaluated; then the third to fifth step in one process, from the checkpoint after the second."""
     flags = ("--checkpoint.every", "2", "--data.validation", "synthetic")
@@ -168,6 +169,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through Linux's /proc")
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     """The other half of fault killed-saves: the run does not hang, and goes on from its newest checkpoint when it is
     started again."""

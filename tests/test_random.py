@@ -25,6 +25,7 @@ from megapar.random import initialize, keep_mask, row_keys
 from tests.support import layouts, tiny_models
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
 from tests.support.flat import flatten
+from tests.support.sweeps import slow_but
 
 # Three key/value heads on four ranks: groups of query heads straddle ranks.
 STRADDLING = tiny_models.model(
@@ -267,7 +268,7 @@ def recompute_everywhere(tp: int, precision: str) -> list[tuple[list[Tensor], Te
     return results
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", slow_but([1], ["fp32", "bf16"]))
 def test_recomputation_changes_no_bit(precision: str) -> None:
     """Fault recomputation-same-masks, on one rank and on two with sequence parallelism: masks are drawn again as they
     were, and weight gradients are added to the same fp32 buffer in the same order."""

@@ -54,9 +54,9 @@ def test_a_rank_that_ends_without_a_result_is_named() -> None:
 
 def test_ranks_that_wait_without_work_are_hung() -> None:
     with pytest.raises(AssertionError, match=r"hung ranks \[0, 1\]"):
-        run_ranks(2, sleep_on_rank_1, idle_seconds=2)
+        run_ranks(2, sleep_on_rank_1, idle_seconds=1)
 
 
 def test_ranks_that_work_are_slow_and_not_hung() -> None:
     """A machine that is several times slower fails no test."""
-    assert all(run_ranks(2, work_for_seconds, 5.0, idle_seconds=2))
+    assert all(run_ranks(2, work_for_seconds, 2.0, idle_seconds=1))

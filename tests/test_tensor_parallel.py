@@ -34,6 +34,7 @@ from megapar.tensor_parallel.regions import (
 from tests.support import layouts, reference_models, tiny_models
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.flat import flatten
+from tests.support.sweeps import slow_but
 
 CPU = torch.device("cpu")
 
@@ -391,7 +392,7 @@ def expected_of(model: ModelConfig) -> tuple[float, dict[str, Tensor]]:
     return reference_models.loss_and_gradients(full, tiny_models.random_tensors(full), batches)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", slow_but([0], [2, 4]))
 def test_tensor_parallel_models_equal_one_process(tp: int) -> None:
     """Loss and every gradient, of replicated parameters too (fault norm-gradients-under-sequence-parallelism; a mean
     over ranks would fail), of shared key/value heads and their biases (fault kv-heads-fewer-than-tp), of q/k norms with

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from tests.support.grid import GPT, LENGTH, LLAMA, SAMPLES, Layout, make_state, 
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
 from benchmarks.traffic import expected_traffic
+
+from tests.support.sweeps import slow_but
 
 PLAIN = replace(  # biases and norms of heads send gradients that the formulas leave out
     LLAMA, attention_bias=False, qk_norm=False, hidden_size=64, head_dim=16, intermediate_size=128, vocab_size=128
@@ -37,8 +40,11 @@ def with_partition(config: Config) -> Config:
     return replace(config, parallel=replace(config.parallel, partition=partition))
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "recompute"),
+    slow_but([0, 4, 5], product([False, True], ["none", "selective", "full"])),
+    ids=str,
+)
 def test_bytes_of_tensor_parallel_steps_are_those_of_the_formulas(sequence_parallel: bool, recompute: str) -> None:
     layout = Layout(PLAIN, tp=2, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch_size=BATCH)
     config = with_partition(layout.config())
@@ -46,8 +52,9 @@ def test_bytes_of_tensor_parallel_steps_are_those_of_the_formulas(sequence_paral
         assert sent == expected_traffic(config, 0)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "recompute"), slow_but([0, 3], product([False, True], ["none", "full"])), ids=str
+)
 def test_bytes_of_chunks_are_those_of_the_formulas(sequence_parallel: bool, recompute: str) -> None:
     """With parallel.tp_overlap_chunks. A recomputed layer runs its last collective too, which is part of a product."""
     layout = Layout(PLAIN, tp=2, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch_size=BATCH)
@@ -58,15 +65,20 @@ def test_bytes_of_chunks_are_those_of_the_formulas(sequence_parallel: bool, reco
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(WIDE, cp=2, dp=2, micro_batch_size=BATCH),
-        Layout(WIDE, cp=2, tp=2, sequence_parallel=True, micro_batch_size=BATCH, recompute="selective", zero_stage=0),
-        Layout(WIDE, cp=4, cp_attention="ring", micro_batch_size=BATCH, recompute="full"),
-        Layout(WIDE, cp=2, pp=2, cp_attention="ring", micro_batch_size=BATCH, recompute="selective"),
-        Layout(WIDE, cp=4, cp_attention="ulysses", micro_batch_size=BATCH),
-        Layout(WIDE, cp=2, tp=2, cp_attention="ulysses", micro_batch_size=BATCH, recompute="full"),
-        Layout(WIDE, cp=2, cp_attention="ulysses", micro_batch_size=BATCH, recompute="selective"),
-    ],
+    slow_but(
+        [1, 2, 3, 6],
+        [
+            Layout(WIDE, cp=2, dp=2, micro_batch_size=BATCH),
+            Layout(
+                WIDE, cp=2, tp=2, sequence_parallel=True, micro_batch_size=BATCH, recompute="selective", zero_stage=0
+            ),
+            Layout(WIDE, cp=4, cp_attention="ring", micro_batch_size=BATCH, recompute="full"),
+            Layout(WIDE, cp=2, pp=2, cp_attention="ring", micro_batch_size=BATCH, recompute="selective"),
+            Layout(WIDE, cp=4, cp_attention="ulysses", micro_batch_size=BATCH),
+            Layout(WIDE, cp=2, tp=2, cp_attention="ulysses", micro_batch_size=BATCH, recompute="full"),
+            Layout(WIDE, cp=2, cp_attention="ulysses", micro_batch_size=BATCH, recompute="selective"),
+        ],
+    ),
     ids=lambda layout: f"{layout.cp_attention}-cp{layout.cp}-{layout.recompute}",
 )
 def test_bytes_of_context_parallel_steps_are_those_of_the_formulas(layout: Layout) -> None:
@@ -84,7 +96,9 @@ def test_bytes_of_context_parallel_steps_are_those_of_the_formulas(layout: Layou
 
 @pytest.mark.parametrize(
     ("model", "sequence_parallel", "more"),
-    [(LLAMA, False, 2), (LLAMA, True, 3), (replace(GPT, hidden_dropout=0.0), False, 2), (GPT, False, 4)],
+    slow_but(
+        [1, 3], [(LLAMA, False, 2), (LLAMA, True, 3), (replace(GPT, hidden_dropout=0.0), False, 2), (GPT, False, 4)]
+    ),
     ids=["llama", "llama-sequence-parallel", "gpt", "gpt-hidden-dropout"],
 )
 def test_full_recompute_sends_what_the_readme_says(model, sequence_parallel: bool, more: int) -> None:

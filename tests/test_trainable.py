@@ -32,6 +32,7 @@ from megapar.train.trainer import start
 from tests.support import layouts, program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, held_weights, make_context, make_state, micro_batches
+from tests.support.sweeps import slow_but
 
 FACTS: dict[str, Any] = {"step": 1, "consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
 
@@ -53,13 +54,16 @@ def train_a_part(layout: Layout, patterns: tuple[str, ...], run_dir: Path, resum
 
 @pytest.mark.parametrize(
     ("layout", "patterns"),
-    [
-        (Layout(LLAMA, tp=2, pp=2, micro_batch_size=3), ("layers.1.*", "layers.3.mlp.*", "norm.*")),
-        # The first pipeline stage has nothing to train.
-        (Layout(GPT, dp=2, pp=2, micro_batch_size=3), ("layers.3.*", "norm.*")),
-        # Frozen weights stay whole on every rank.
-        (Layout(LLAMA, dp=2, pp=2, micro_batch_size=3, zero_stage=3), ("layers.1.*", "layers.3.mlp.*", "norm.*")),
-    ],
+    slow_but(
+        [1, 2],
+        [
+            (Layout(LLAMA, tp=2, pp=2, micro_batch_size=3), ("layers.1.*", "layers.3.mlp.*", "norm.*")),
+            # The first pipeline stage has nothing to train.
+            (Layout(GPT, dp=2, pp=2, micro_batch_size=3), ("layers.3.*", "norm.*")),
+            # Frozen weights stay whole on every rank.
+            (Layout(LLAMA, dp=2, pp=2, micro_batch_size=3, zero_stage=3), ("layers.1.*", "layers.3.mlp.*", "norm.*")),
+        ],
+    ),
     ids=["llama-tp2-pp2", "gpt-bf16-dp2-pp2", "llama-dp2-pp2-zero3"],
 )
 def test_what_is_frozen_stays_and_the_rest_trains_as_in_one_process(

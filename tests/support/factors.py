@@ -119,7 +119,7 @@ RULES = [
         ),
     ),
     Rule(
-        "tests/test_zero.py compares ZeRO 2 and 3 with ZeRO 1 on every schedule",
+        "tests/test_zero.py compares ZeRO 2 and 3 with ZeRO 1 on pipelines",
         ("schedule", "zero_stage"),
         lambda schedule, stage: schedule is None or stage not in (2, 3),
     ),

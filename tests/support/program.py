@@ -165,8 +165,10 @@ def _main(
     plant: Callable[[], None] | None,
 ) -> None:
     os.setsid()
-    # A test run in the background ignores SIGINT, and its forks would too: a program in a terminal does not.
+    # A test run in the background ignores SIGINT, under nohup also SIGHUP, and its forks would too: a program in a
+    # terminal does not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)

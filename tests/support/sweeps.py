@@ -1,0 +1,21 @@
+"""Sweeps: many cases that prove one thing. Some represent the others in the lanes; the rest run with -m slow."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(numbers: Iterable[int], cases: Iterable[Any]) -> list[Any]:
+    """`cases` for pytest.mark.parametrize. Those whose places in the list are not among `numbers` are slow. A case of
+    several arguments is a tuple."""
+    in_lanes = set(numbers)
+    marked = []
+    for number, case in enumerate(cases):
+        if number in in_lanes:
+            marked.append(case)
+        else:
+            values = case if isinstance(case, tuple) else (case,)
+            marked.append(pytest.param(*values, marks=pytest.mark.slow))
+    assert in_lanes <= set(range(len(marked))), f"there are only {len(marked)} cases"
+    return marked
