@@ -1,6 +1,7 @@
-"""Three lanes of the suite, told apart by the -m option.
+"""The lanes of the suite, told apart by the -m option.
 
 - CPU (any other -m, or none): GPUs are hidden, Triton's kernels are interpreted, ranks talk over gloo. Runs anywhere.
+  `-m "project and not slow"` is what PROJECT lists, `-m "not project and not slow"` is the proof (tests/run.sh).
 - `-m gpu`: kernels run natively in this process, on the first GPU.
 - `-m gpus`: ranks are forked and have a GPU each, over NCCL.
 
@@ -9,15 +10,25 @@ and compiler cannot share a process. What decides must be set before torch and t
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
-# The longest first, in CPU time: a process that begins with one of them last works alone at the end.
+# Files that prove nothing about training: documents, benchmarks, rules of the code, tools, the tests' own support.
+PROJECT = (
+    *("test_benchmark", "test_benchmark_checkpoint", "test_benchmark_data", "test_command", "test_docs"),
+    *("test_gpu_check", "test_house", "test_kernel_benchmarks", "test_lanes", "test_other_frameworks"),
+    *("test_plot_schedule", "test_support_distributed", "test_support_program"),
+)
+
+# The longest of both lanes first: a process that begins with one of them last works alone at the end. By CPU time: what
+# resource.getrusage says before and after each test, of the process and of its children, added up by file. On a quiet
+# machine the seconds of `--durations=0 -vv` give the same order, but for tests that wait.
 LONGEST = (
-    *("test_training", "test_docs", "test_grid", "test_kernel_benchmarks", "test_program", "test_faults_local"),
-    *("test_benchmark_data", "test_checkpoint_program", "test_benchmark", "test_faults_kills", "test_kernels_compiled"),
-    *("test_kernels_norms", "test_gpu_check", "test_checkpoint_reshard", "test_data_parallel", "test_house"),
-    *("test_kernels_cross_entropy", "test_tensor_parallel", "test_dry_run", "test_pipeline_runtime", "test_families"),
+    *("test_grid", "test_docs", "test_faults_local", "test_benchmark", "test_training", "test_house", "test_zero"),
+    *("test_gpu_check", "test_faults_hosts", "test_faults_kills", "test_dry_run", "test_convert_huggingface"),
+    *("test_data_preprocess", "test_gpu_waits", "test_command", "test_threats", "test_kernels_norms"),
+    *("test_late_numbers", "test_checkpoint_program", "test_traffic", "test_pipeline_halves", "test_program"),
 )
 
 
@@ -43,9 +54,30 @@ def same_random_numbers() -> None:
     torch.manual_seed(1234)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A lane does not import the other lane's files, which would take seconds in each process."""
+    lane = config.option.markexpr
+    of_project = collection_path.stem in PROJECT
+    if collection_path.suffix != ".py":
+        return None
+    if lane.startswith("project ") and not of_project:
+        return True
+    return True if lane.startswith("not project ") and of_project else None
+
+
+@pytest.hookimpl(optionalhook=True)  # a machine without xdist runs the tests too (tools/gpu_check.sh)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`: two processes more than cores, because tests of hung and silent ranks wait for most of their time."""
+    return len(os.sched_getaffinity(0)) + 2 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 2
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A file of kernel tests is marked gpu as a whole; those of its tests that fork ranks belong to `-m gpus` alone.
-    Long files come first."""
+    """Files of PROJECT are marked. A file of kernel tests is marked gpu as a whole; those of its tests that fork ranks
+    belong to `-m gpus` alone. Long files come first."""
+    for item in items:
+        if item.path.stem in PROJECT:
+            item.add_marker(pytest.mark.project)
     if config.option.markexpr == "gpu":
         items[:] = [item for item in items if item.get_closest_marker("gpus") is None]
     places = {name: place for place, name in enumerate(LONGEST)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import LONGEST
+from tests.conftest import LONGEST, PROJECT
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,8 +33,52 @@ def test_torch_is_imported_after_the_lane_is_chosen() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_files_that_begin_first_are_there() -> None:
-    assert [name for name in LONGEST if not (ROOT / f"tests/{name}.py").is_file()] == []
+def test_files_that_begin_first_and_those_of_the_project_are_there() -> None:
+    assert [name for name in (*LONGEST, *PROJECT) if not (ROOT / f"tests/{name}.py").is_file()] == []
+
+
+# Stands in for python: notes its words, and exits with the code of the lane that they name.
+STAND_IN = """#!/bin/sh
+echo "$*" >> "$NOTES"
+case "$*" in
+    *"-m not project and not slow"*) exit "$PROOF" ;;
+    *"-m project and not slow"*) exit "$PROJECT" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "proof", "project", "code", "lanes", "report"),
+    [
+        ((), 0, 0, 0, 2, ["proof lane: passed, ", "project lane: passed, "]),
+        (("-x", "tests/test_grid.py"), 1, 5, 1, 2, ["proof lane: ended with 1, ", "project lane: has no such test, "]),
+        ((), 0, 1, 1, 2, ["proof lane: passed, ", "project lane: ended with 1, "]),
+        (("nowhere.py",), 5, 5, 5, 2, ["proof lane: has no such test, ", "project lane: has no such test, "]),
+        (("--proof",), 0, 1, 0, 1, ["proof lane: passed, "]),
+        (("--project", "-x"), 1, 0, 0, 1, ["project lane: passed, "]),
+        (("-m", "slow"), 1, 1, 0, 1, []),
+    ],
+)
+def test_one_command_runs_the_lanes_and_tells_their_times(
+    tmp_path: Path, words: tuple[str, ...], proof: int, project: int, code: int, lanes: int, report: list[str]
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/run.sh").write_text((ROOT / "tests/run.sh").read_text())
+    (tmp_path / "pretrain_scripts").mkdir()
+    (tmp_path / "pretrain_scripts/setup.sh").write_text("")
+    (tmp_path / "python").write_text(STAND_IN)
+    (tmp_path / "python").chmod(0o755)
+    notes = tmp_path / "notes"
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "NOTES": str(notes)}
+    environment |= {"PROOF": str(proof), "PROJECT": str(project)}
+    command = ["bash", str(tmp_path / "tests/run.sh"), *words]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == code, run.stderr
+    assert [line[: line.rindex(",") + 2] for line in run.stdout.splitlines()] == report
+    started = notes.read_text().splitlines()
+    assert len(started) == lanes
+    others = [word for word in words if word not in ("--proof", "--project")]
+    assert all(line.endswith(" ".join(others)) for line in started)
 
 
 ASK_THEN_FORK = """
