@@ -71,8 +71,8 @@ CASES = [
 # There and back
 
 
-# Of each kind of model one, and each kind of scaled rotary positions.
-@pytest.mark.parametrize("case", slow_but([0, 1, 4, 6, 7, 9, 12], CASES), ids=str)
+# Each kind of model, of scaled rotary positions and of activations.
+@pytest.mark.parametrize("case", slow_but([0, 1, 2, 4, 6, 7, 9, 12], CASES), ids=str)
 def test_weights_come_back_bitwise_and_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
     """Fault hugging-face-round-trip, and fidelity of config.json (fault config-json-fidelity): the copy of it that came
     with the weights, and our own, which transformers reads as the same model."""

@@ -7,15 +7,15 @@ import pytest
 
 
 def slow_but(numbers: Iterable[int], cases: Iterable[Any]) -> list[Any]:
-    """`cases` for pytest.mark.parametrize. Those whose places in the list are not among `numbers` are slow. A case of
-    several arguments is a tuple."""
+    """`cases` for pytest.mark.parametrize. Those whose places in the list are not among `numbers` are slow. Several
+    arguments of a case are a tuple."""
     in_lanes = set(numbers)
     marked = []
     for number, case in enumerate(cases):
         if number in in_lanes:
             marked.append(case)
         else:
-            values = case if isinstance(case, tuple) else (case,)
+            values = case if type(case) is tuple else (case,)  # a NamedTuple is one argument
             marked.append(pytest.param(*values, marks=pytest.mark.slow))
     assert in_lanes <= set(range(len(marked))), f"there are only {len(marked)} cases"
     return marked
