@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_models.registry import validate
 
-from megapar.config.options import ModelConfig
+from megapar.config.options import Config, ModelConfig
 from megapar.errors import ConfigError
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
@@ -169,7 +170,7 @@ def test_layers_of_a_pipeline_in_v_balance_the_head():
         intermediate_size=704,
         vocab_size=4096,
     )
-    assert v_partition(shape, 2) == [2, 3, 2, 1]
+    assert v_partition(validate(Config(model=shape), 1).model, 2) == [2, 3, 2, 1]
 
 
 @pytest.mark.slow

@@ -9,23 +9,8 @@ import torch
 from megapar_models.build import build_stages
 from torch import Tensor, nn
 
-from benchmarks.peers import (
-    DDP,
-    FSDP2,
-    FSDP2Reshard,
-    Peer,
-    Pipeline1F1B,
-    PipelineDualPipeV,
-    PipelineZeroBubbleV,
-    Plain,
-    Result,
-    SequenceTensorParallel,
-    SequenceTensorParallelLoss,
-    TensorParallel,
-    TensorParallelLoss,
-    Weights,
-    ZeroRedundancy,
-)
+from benchmarks import peers
+from benchmarks.peers import Peer, Result, Weights
 from benchmarks.peers_context import GatherByHand
 from benchmarks.peers_deepspeed import DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3
 from benchmarks.peers_huggingface import HuggingFace, HuggingFaceDDP, HuggingFaceMixture, HuggingFaceMixtureDDP
@@ -70,7 +55,7 @@ class Megapar(Peer):
             MicroBatch.of_samples(
                 tokens, targets, torch.ones_like(targets, dtype=torch.float32), torch.zeros_like(targets[:, 0])
             ).columns(self.columns)
-            for tokens, targets in self.micro_batches(tokens_bs, targets_bs, self.ctx.dp.size)
+            for tokens, targets in self.micro_batches(tokens_bs, targets_bs)
         ]
         result = train_step(self.state, batches)
         return Result(result.loss, result.grad_norm)
@@ -122,9 +107,10 @@ class Layout:
 
     @property
     def contenders(self) -> dict[str, tuple[type[Peer], Variant]]:
-        """Class and variant by name; megapar as it is by default comes first."""
-        ours: dict[str, tuple[type[Peer], Variant]] = {name: (Megapar, variant) for name, variant in self.megapar}
-        return ours | {peer.name: (peer, WITHOUT_ZERO) for peer in self.peers}
+        """Class and variant by name; megapar as it is by default comes first, and the limit of all last."""
+        found: dict[str, tuple[type[Peer], Variant]] = {name: (Megapar, variant) for name, variant in self.megapar}
+        everybody: tuple[type[Peer], ...] = (*self.peers, Products)
+        return found | {peer.name: (peer, WITHOUT_ZERO) for peer in everybody}
 
     @property
     def base(self) -> str:
@@ -143,12 +129,12 @@ CP2 = ParallelConfig(dp=1, cp=2)
 PP2 = ParallelConfig(dp=1, pp=2)
 EP2 = ParallelConfig(dp=2, ep=2)
 LAYOUTS: dict[str, Layout] = {
-    "single": Layout(ParallelConfig(dp=1), (Plain, HuggingFace, Products)),
+    "single": Layout(ParallelConfig(dp=1), (peers.Plain, HuggingFace)),
     "dp2": Layout(
         ParallelConfig(dp=2),
         (
-            *(DDP, ZeroRedundancy, FSDP2, FSDP2Reshard, HuggingFaceDDP),
-            *(DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3, Products),
+            *(peers.DDP, peers.ZeroRedundancy, peers.FSDP2, peers.FSDP2Reshard),
+            *(HuggingFaceDDP, DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3),
         ),
         (
             ("megapar", Variant()),
@@ -161,12 +147,12 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "tp2": Layout(
         TP2,
-        (TensorParallel, TensorParallelLoss, SharedMemoryTensorParallel, MegatronCore, Products),
+        (peers.TensorParallel, peers.TensorParallelLoss, SharedMemoryTensorParallel, MegatronCore),
         (("megapar", Variant()), ("megapar, 2 chunks", Variant(parallel=replace(TP2, tp_overlap_chunks=2)))),
     ),
     "tp2+sp": Layout(
         TP2_SP,
-        (SequenceTensorParallel, SequenceTensorParallelLoss, Products),
+        (peers.SequenceTensorParallel, peers.SequenceTensorParallelLoss),
         (
             ("megapar", Variant()),
             ("megapar, 2 chunks", Variant(parallel=replace(TP2_SP, tp_overlap_chunks=2))),
@@ -175,7 +161,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "pp2": Layout(
         PP2,
-        (Pipeline1F1B, PipelineDualPipeV, PipelineZeroBubbleV, Products),
+        (peers.Pipeline1F1B, peers.PipelineDualPipeV, peers.PipelineZeroBubbleV),
         (
             ("megapar", Variant()),
             ("megapar, zb-h1", Variant(parallel=replace(PP2, schedule="zb-h1"))),
@@ -184,7 +170,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "cp2": Layout(
         CP2,
-        (GatherByHand, Products),
+        (GatherByHand,),
         (
             ("megapar, gather", Variant()),
             ("megapar, ring", Variant(parallel=replace(CP2, cp_attention="ring"))),
@@ -193,10 +179,10 @@ LAYOUTS: dict[str, Layout] = {
             ("megapar, tp2+sp", Variant(parallel=TP2_SP)),
         ),
     ),
-    "moe": Layout(ParallelConfig(dp=1), (Plain, HuggingFaceMixture, Products), experts=True),
+    "moe": Layout(ParallelConfig(dp=1), (peers.Plain, HuggingFaceMixture), experts=True),
     "moe_ep2": Layout(
         EP2,
-        (DDP, HuggingFaceMixtureDDP, MegatronCoreExperts, Products),
+        (peers.DDP, HuggingFaceMixtureDDP, MegatronCoreExperts),
         # Without ep each rank holds all experts, and their gradients are summed over ranks, as those of peers are.
         (("megapar", Variant()), ("megapar, ep 1", Variant(parallel=replace(EP2, ep=1)))),
         experts=True,

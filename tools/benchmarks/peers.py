@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -55,25 +55,29 @@ def rotate(x_bsnd: Tensor, cos_s1d: Tensor, sin_s1d: Tensor) -> Tensor:
     return x_bsnd * cos_s1d + x_bsnd.roll(x_bsnd.shape[-1] // 2, -1) * sin_s1d
 
 
+def causal_attention(q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor) -> Tensor:
+    shared = q_bnsd.shape[1] != k_bnsd.shape[1]
+    return F.scaled_dot_product_attention(q_bnsd, k_bnsd, v_bnsd, is_causal=True, enable_gqa=shared)
+
+
 class Attention(nn.Module):
     """Grouped-query attention; holds a tp slice of the heads once its projections are column parallel."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
         hidden = model.hidden_size
-        self.head_dim = model.head_dim or hidden // model.num_attention_heads
-        kv_heads = model.num_key_value_heads or model.num_attention_heads
+        self.head_dim = model.head_dim
         self.q = nn.Linear(hidden, model.num_attention_heads * self.head_dim, bias=False)
-        self.k = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
-        self.v = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
+        self.k = nn.Linear(hidden, model.num_key_value_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(hidden, model.num_key_value_heads * self.head_dim, bias=False)
         self.o = nn.Linear(model.num_attention_heads * self.head_dim, hidden, bias=False)
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
 
     def forward(self, x_bsh: Tensor, cos_s1d: Tensor, sin_s1d: Tensor) -> Tensor:
         q, k, v = (linear(x_bsh).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v))
         q = rotate(q, cos_s1d, sin_s1d)
         k = rotate(k, cos_s1d, sin_s1d)
-        q, k, v = (x_bsnd.transpose(1, 2) for x_bsnd in (q, k, v))
-        y_bnsd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        y_bnsd = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.o(y_bnsd.transpose(1, 2).flatten(2))
 
 
@@ -138,8 +142,7 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(i): Layer(model) for i in layers})
         self.norm = Norm(model.hidden_size, model.rms_norm_eps) if last else None
         self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if last else None
-        head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
-        wavelengths = model.rope_theta ** (torch.arange(0, head_dim, 2) / head_dim)
+        wavelengths = model.rope_theta ** (torch.arange(0, model.head_dim, 2) / model.head_dim)
         angles = torch.arange(seq_length)[:, None, None] / wavelengths
         # Plain attributes, for DDP sends buffers around before each forward.
         self.cos = torch.cat([angles.cos(), angles.cos()], -1)
@@ -173,8 +176,13 @@ def local(x: Tensor | None) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def is_split(param: Tensor) -> bool:
-    return isinstance(param, DTensor) and any(isinstance(placement, Shard) for placement in param.placements)
+def summed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sums of tensors over all ranks, by one all-reduce."""
+    if not tensors:
+        return []
+    flat = torch.cat([x.flatten() for x in tensors])
+    dist.all_reduce(flat)
+    return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)]
 
 
 def parameter_groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
@@ -249,25 +257,29 @@ class Peer(ABC):
     @abstractmethod
     def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result: ...
 
-    def micro_batches(self, tokens_bs: Tensor, targets_bs: Tensor, dp: int = 1) -> list[tuple[Tensor, Tensor]]:
-        """This rank's micro-batches when the batch is dealt over `dp` ranks."""
-        place = self.rank % dp
-        mine = (x.chunk(dp)[place].split(self.config.train.micro_batch_size) for x in (tokens_bs, targets_bs))
-        return list(zip(*mine, strict=True))
+    def micro_batches(self, tokens_bs: Tensor, targets_bs: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches: the batch is dealt over the data-parallel ranks."""
+        dp = self.config.parallel.dp
+        parts = (x.chunk(dp)[self.rank % dp] for x in (tokens_bs, targets_bs))
+        return list(zip(*(part.split(self.config.train.micro_batch_size) for part in parts), strict=True))
 
 
 class Plain(Peer):
-    """PyTorch in one process."""
+    """PyTorch in one process. A subclass says what its library changes."""
 
     name = "PyTorch"
+    averages: ClassVar[bool] = False
+    """Whether gradients become the mean over replicas, where the sum is wanted."""
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
+        self.replicas = config.parallel.dp * config.parallel.cp
         self.model = self.parallelize(self.build(weights))
-        params = list(self.model.parameters())
-        self.split = [p for p in params if is_split(p)]
-        self.whole = [p for p in params if not is_split(p)]
-        self.optimizer = self.make_optimizer(params)
+        self.split: list[Tensor] = []
+        self.whole: list[Tensor] = []
+        for name, param in self.model.named_parameters():
+            (self.split if self.is_split(name, param) else self.whole).append(param)
+        self.optimizer = self.make_optimizer(list(self.model.parameters()))
 
     def build(self, weights: Weights) -> nn.Module:
         """The whole model, with `weights`."""
@@ -275,6 +287,10 @@ class Plain(Peer):
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         return model
+
+    def is_split(self, name: str, param: Tensor) -> bool:
+        """Whether ranks hold different parts of a parameter."""
+        return isinstance(param, DTensor) and any(isinstance(placement, Shard) for placement in param.placements)
 
     def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return make_optimizer(params, self.config.optimizer)
@@ -292,10 +308,16 @@ class Plain(Peer):
             total += local(loss.detach())
         return total
 
-    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
+    def zero_gradients(self) -> None:
         self.optimizer.zero_grad()
-        total = self.accumulate(self.micro_batches(tokens_bs, targets_bs), 1 / targets_bs.numel())
+
+    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
+        self.zero_gradients()
+        factor = self.replicas if self.averages else 1
+        total = self.accumulate(self.micro_batches(tokens_bs, targets_bs), factor / targets_bs.numel())
         norm = self.update()
+        if self.replicas > 1:
+            dist.all_reduce(total)
         return Result(total.item() / targets_bs.numel(), norm)
 
     def update(self) -> float:
@@ -310,6 +332,7 @@ class DDP(Plain):
     """DistributedDataParallel; gradients are summed with the last micro-batch only."""
 
     name = "DDP"
+    averages = True
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -319,14 +342,6 @@ class DDP(Plain):
         with model.no_sync():
             total = super().accumulate(batch[:-1], scale)
         return total + super().accumulate(batch[-1:], scale)
-
-    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
-        self.optimizer.zero_grad()
-        # Gradients are averaged over ranks, so the sum that is wanted needs the world size.
-        total = self.accumulate(self.micro_batches(tokens_bs, targets_bs, self.world), self.world / targets_bs.numel())
-        norm = self.update()
-        dist.all_reduce(total)
-        return Result(total.item() / targets_bs.numel(), norm)
 
 
 class ZeroRedundancy(DDP):
@@ -427,11 +442,8 @@ class TensorParallel(Plain):
         under sequence parallel are partial sums, which one all-reduce completes."""
         sharded = [p for p in self.model.parameters() if isinstance(p, DTensor)]
         partial = [p for p in sharded if cast(DTensor, p.grad).placements[0].is_partial()]
-        flat = torch.cat([local(p.grad).flatten() for p in partial]) if partial else torch.zeros(0)
-        if partial:
-            dist.all_reduce(flat)
-        for param, piece in zip(partial, flat.split([p.numel() for p in partial]), strict=True):
-            param.grad = DTensor.from_local(piece.view(param.shape), param.device_mesh, [Replicate()], run_check=False)
+        for param, whole in zip(partial, summed([local(p.grad) for p in partial]), strict=True):
+            param.grad = DTensor.from_local(whole, param.device_mesh, [Replicate()], run_check=False)
         for param in sharded:
             param.grad = cast(DTensor, param.grad).redistribute(placements=param.placements)
         return super().update()
@@ -454,22 +466,33 @@ class SequenceTensorParallelLoss(TensorParallelLoss):
     sequence_parallel = True
 
 
-class Pipeline(Peer):
-    """torch.distributed.pipelining. A subclass says which layers a rank holds, and in which order it works on them."""
+class Pipeline1F1B(Peer):
+    """torch.distributed.pipelining. Stages hold the layers that `parallel.partition` says."""
+
+    name = "pipelining 1F1B"
+    schedule_class: ClassVar[Any] = Schedule1F1B
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
-        self.stages = self.make_stages(weights)
-        self.params = [param for stage in self.stages for param in stage.submod.parameters()]
+        partition = self.partition()
+        stages = []
+        for index in self.stages_of_rank():
+            first = sum(partition[:index])
+            model = build(config, weights, device, range(first, first + partition[index]))
+            stages.append(PipelineStage(model, index, len(partition), device))
+        self.params = [param for stage in stages for param in stage.submod.parameters()]
         self.optimizer = make_optimizer(self.params, config.optimizer)
-        self.holds_head = any(stage.is_last for stage in self.stages)
-        self.schedule = self.make_schedule(config.train.global_batch_size // config.train.micro_batch_size)
+        self.holds_head = any(stage.is_last for stage in stages)
+        count = config.train.global_batch_size // config.train.micro_batch_size
+        several = stages if len(stages) > 1 else stages[0]
+        self.schedule = self.schedule_class(several, count, loss_fn=self.loss, scale_grads=False)
 
-    @abstractmethod
-    def make_stages(self, weights: Weights) -> list[PipelineStage]: ...
+    def partition(self) -> Sequence[int]:
+        """The number of layers of each stage."""
+        return self.config.parallel.partition
 
-    @abstractmethod
-    def make_schedule(self, n_microbatches: int) -> Any: ...
+    def stages_of_rank(self) -> list[int]:
+        return [self.rank]
 
     def loss(self, logits: Tensor, targets_bs: Tensor) -> Tensor:
         """The part of a micro-batch in the loss of the step."""
@@ -489,50 +512,27 @@ class Pipeline(Peer):
         return Result(total.item(), norm)
 
 
-class Pipeline1F1B(Pipeline):
-    """Stages hold the layers that `parallel.partition` says."""
-
-    name = "pipelining 1F1B"
-
-    def make_stages(self, weights: Weights) -> list[PipelineStage]:
-        partition = self.config.parallel.partition
-        first = sum(partition[: self.rank])
-        model = build(self.config, weights, self.device, range(first, first + partition[self.rank]))
-        return [PipelineStage(model, self.rank, self.world, self.device)]
-
-    def make_schedule(self, n_microbatches: int) -> Any:
-        return Schedule1F1B(self.stages[0], n_microbatches, loss_fn=self.loss, scale_grads=False)
-
-
-class PipelineV(Pipeline):
+class PipelineV(Pipeline1F1B):
     """Two stages on each rank, in the form of a V: the first rank holds the first stage and the last one.
 
     The layers are those of `v_partition`. The backward pass of weights is apart from that of inputs, and fills bubbles.
     """
 
-    schedule_class: ClassVar[Any]
+    def partition(self) -> Sequence[int]:
+        return v_partition(self.config.model, self.world)
 
-    def make_stages(self, weights: Weights) -> list[PipelineStage]:
-        partition = v_partition(self.config.model, self.world)
-        stages = []
-        for index in (self.rank, 2 * self.world - 1 - self.rank):
-            first = sum(partition[:index])
-            model = build(self.config, weights, self.device, range(first, first + partition[index]))
-            stages.append(PipelineStage(model, index, 2 * self.world, self.device))
-        return stages
-
-    def make_schedule(self, n_microbatches: int) -> Any:
-        return self.schedule_class(self.stages, n_microbatches, loss_fn=self.loss, scale_grads=False)
+    def stages_of_rank(self) -> list[int]:
+        return [self.rank, 2 * self.world - 1 - self.rank]
 
 
 class PipelineDualPipeV(PipelineV):
     name = "pipelining DualPipe-V"
-    schedule_class = ScheduleDualPipeV
+    schedule_class: ClassVar[Any] = ScheduleDualPipeV
 
 
 class PipelineZeroBubbleV(PipelineV):
     name = "pipelining ZB-V"
-    schedule_class = ScheduleZBVZeroBubble
+    schedule_class: ClassVar[Any] = ScheduleZBVZeroBubble
 
 
 def v_partition(model: ModelConfig, ranks: int) -> list[int]:
@@ -540,9 +540,7 @@ def v_partition(model: ModelConfig, ranks: int) -> list[int]:
 
     Every stage has at least one layer.
     """
-    kv_heads = model.num_key_value_heads or model.num_attention_heads
-    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
-    attention = 2 * (model.num_attention_heads + kv_heads) * head_dim
+    attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
     # A product costs as many operations as its matrix has elements; the width of the model is in all of them.
     head = model.vocab_size / (attention + 3 * model.intermediate_size)
     layers = [2] * ranks

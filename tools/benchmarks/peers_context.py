@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.peers import DDP, Attention, Llama, Weights, build, rotate
+from benchmarks.peers import DDP, Attention, Llama, Weights, build
 
 
 class AllGather(torch.autograd.Function):
@@ -32,41 +32,32 @@ class AllGather(torch.autograd.Function):
         return grad[dist.get_rank()]
 
 
-class GatheredAttention(Attention):
+class GatheredAttention:
     """Attention of this rank's queries to the keys and values of all ranks."""
 
-    def __init__(self, whole: Attention, seq_length: int):
-        nn.Module.__init__(self)
-        self.head_dim = whole.head_dim
-        self.q = whole.q
-        self.k = whole.k
-        self.v = whole.v
-        self.o = whole.o
+    def __init__(self, seq_length: int, device: torch.device):
         world = dist.get_world_size()
         rank = dist.get_rank()
         size = seq_length // (2 * world)
         # Ranks' chunks in the order in which they arrive, and from that where each chunk of the sample is.
         arrived = [chunk for source in range(world) for chunk in (source, 2 * world - 1 - source)]
-        self.order = torch.tensor([arrived.index(chunk) for chunk in range(2 * world)])
+        self.order = torch.tensor([arrived.index(chunk) for chunk in range(2 * world)], device=device)
         # For each of this rank's two chunks: how many keys it may see, and which of them each query sees.
         self.ends = [(chunk + 1) * size for chunk in (rank, 2 * world - 1 - rank)]
-        self.masks = [torch.ones(size, end, dtype=torch.bool).tril(end - size) for end in self.ends]
+        self.masks = [torch.ones(size, end, dtype=torch.bool, device=device).tril(end - size) for end in self.ends]
 
-    def forward(self, x_bsh: Tensor, cos_s1d: Tensor, sin_s1d: Tensor) -> Tensor:
-        q, k, v = (linear(x_bsh).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v))
-        q = rotate(q, cos_s1d, sin_s1d)
-        k = rotate(k, cos_s1d, sin_s1d)
+    def __call__(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor) -> Tensor:
         # Keys and values are one message. Two chunks of each rank: [rank, k or v, b, h, chunk, c, d].
-        kv = torch.stack([k, v]).transpose(2, 3).unflatten(3, (2, -1))
+        kv = torch.stack([k_bnsd, v_bnsd]).unflatten(3, (2, -1))
         by_chunk = AllGather.apply(kv).movedim(4, 1).flatten(0, 1)[self.order]
         k, v = by_chunk.movedim(0, 3).flatten(3, 4)
         outputs = []
-        for q_bnsd, end, mask in zip(q.transpose(1, 2).chunk(2, dim=2), self.ends, self.masks, strict=True):
+        for q, end, mask in zip(q_bnsd.chunk(2, dim=2), self.ends, self.masks, strict=True):
             keys = k[:, :, :end]
-            values = v[:, :, :end]
-            shared = q_bnsd.shape[1] != keys.shape[1]
-            outputs.append(F.scaled_dot_product_attention(q_bnsd, keys, values, attn_mask=mask, enable_gqa=shared))
-        return cast(Tensor, self.o(torch.cat(outputs, dim=2).transpose(1, 2).flatten(2)))
+            shared = q.shape[1] != keys.shape[1]
+            attend = F.scaled_dot_product_attention
+            outputs.append(attend(q, keys, v[:, :, :end], attn_mask=mask, enable_gqa=shared))
+        return torch.cat(outputs, dim=2)
 
 
 class GatherByHand(DDP):
@@ -82,10 +73,11 @@ class GatherByHand(DDP):
         self.positions = torch.cat([chunks[self.rank], chunks[2 * self.world - 1 - self.rank]]).to(self.device)
         model.cos = model.cos[self.positions]
         model.sin = model.sin[self.positions]
+        attend = GatheredAttention(length, self.device)
         for layer in model.layers.values():
-            layer.attention = GatheredAttention(cast(Attention, layer.attention), length).to(self.device)
+            cast(Attention, layer.attention).attend = attend
         return model
 
-    def micro_batches(self, tokens_bs: Tensor, targets_bs: Tensor, dp: int = 1) -> list[tuple[Tensor, Tensor]]:
+    def micro_batches(self, tokens_bs: Tensor, targets_bs: Tensor) -> list[tuple[Tensor, Tensor]]:
         """All micro-batches of the batch, at this rank's positions."""
         return super().micro_batches(tokens_bs[:, self.positions], targets_bs[:, self.positions])

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO 1, 2 and 3 (arXiv 1910.02054) over the process group that is there."""
 
 import warnings
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 from unittest.mock import patch
 
 import torch
@@ -35,23 +35,18 @@ class DeepSpeedZeRO1(Peer):
         self.engine = deepspeed.initialize(
             model=model,
             optimizer=make_optimizer(model.parameters(), config.optimizer),
-            config=self.options(),
+            config={
+                "train_batch_size": config.train.global_batch_size,
+                "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+                "gradient_clipping": config.optimizer.clip_grad,
+                "zero_optimization": {"stage": self.stage},
+                "zero_allow_untested_optimizer": True,
+            },
             dist_init_required=False,
         )[0]
 
-    def options(self) -> dict[str, Any]:
-        """DeepSpeed's JSON options."""
-        train = self.config.train
-        return {
-            "train_batch_size": train.global_batch_size,
-            "train_micro_batch_size_per_gpu": train.micro_batch_size,
-            "gradient_clipping": self.config.optimizer.clip_grad,
-            "zero_optimization": {"stage": self.stage},
-            "zero_allow_untested_optimizer": True,
-        }
-
     def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
-        batch = self.micro_batches(tokens_bs, targets_bs, self.world)
+        batch = self.micro_batches(tokens_bs, targets_bs)
         # DeepSpeed takes the mean over ranks and over micro-batches of what should be summed.
         scale = self.world * len(batch) / targets_bs.numel()
         total = torch.zeros((), device=self.device)

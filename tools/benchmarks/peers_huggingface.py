@@ -1,6 +1,7 @@
 """Hugging Face's own models, in one process and with DistributedDataParallel: LlamaForCausalLM of transformers, and
 MixtralForCausalLM for mixtures of experts."""
 
+import importlib
 from typing import ClassVar
 
 import torch
@@ -17,14 +18,16 @@ class HuggingFace(Plain):
     name = "Hugging Face"
     package: ClassVar[str] = "transformers"
     modules: ClassVar[tuple[str, ...]] = ("transformers", "transformers.models.llama.modeling_llama")
+    family: ClassVar[str] = "Llama"
 
     def build(self, weights: Weights) -> nn.Module:
         """The model, with `weights` under Hugging Face's names."""
-        from transformers import LlamaConfig, LlamaForCausalLM
-
+        transformers = importlib.import_module("transformers")
+        # Experts are computed by torch's grouped_mm, its default, which is faster than its loop ("eager") on a CPU too.
         values = to_hugging_face(self.config.model) | {"attn_implementation": "sdpa", "use_cache": False}
+        config = getattr(transformers, f"{self.family}Config")(**values)
         with self.device:
-            model: nn.Module = LlamaForCausalLM(LlamaConfig(**values))
+            model: nn.Module = getattr(transformers, f"{self.family}ForCausalLM")(config)
         model.load_state_dict(self.named(weights))
         return model.train()
 
@@ -53,17 +56,11 @@ class HuggingFaceMixture(HuggingFace):
 
     name = "Hugging Face, Mixtral"
     modules: ClassVar[tuple[str, ...]] = ("transformers", "transformers.models.mixtral.modeling_mixtral")
+    family: ClassVar[str] = "Mixtral"
 
-    def build(self, weights: Weights) -> nn.Module:
-        """The model, with `weights` under the names of transformers 5, which stacks all experts of a layer."""
-        from transformers import MixtralConfig, MixtralForCausalLM
-
-        values = to_hugging_face(self.config.model)
-        # Experts are computed by torch's grouped_mm, its default, which is faster than its loop ("eager") on a CPU too.
-        values |= {"attn_implementation": "sdpa", "use_cache": False}
-        with self.device:
-            model: nn.Module = MixtralForCausalLM(MixtralConfig(**values))
-        named = self.named(weights)
+    def named(self, weights: Weights) -> dict[str, Tensor]:
+        """The weights under the names of transformers 5, which stacks all experts of a layer."""
+        named = super().named(weights)
         for layer in range(self.config.model.num_hidden_layers):
             theirs = f"model.layers.{layer}.block_sparse_moe"
             stacked = f"model.layers.{layer}.mlp"
@@ -72,8 +69,7 @@ class HuggingFaceMixture(HuggingFace):
             named[f"{stacked}.experts.gate_up_proj"] = torch.stack(gate_up)
             named[f"{stacked}.experts.down_proj"] = torch.stack([named.pop(f"{x}.w2.weight") for x in experts])
             named[f"{stacked}.gate.weight"] = named.pop(f"{theirs}.gate.weight")
-        model.load_state_dict(named)
-        return model.train()
+        return named
 
 
 class HuggingFaceMixtureDDP(HuggingFaceMixture, DDP):

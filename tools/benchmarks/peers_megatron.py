@@ -12,12 +12,11 @@ from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megapar_models.convert import megatron_core
 from torch import Tensor, nn
 
-from benchmarks.peers import Plain, Result, Weights
+from benchmarks.peers import Plain, Weights, summed
 from megapar.config.options import Config, ModelConfig
 
 _MOE = "megatron.core.transformer.moe"
@@ -70,14 +69,14 @@ class MegatronCore(Plain):
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         with on_cpu():
             super().__init__(config, weights, device)
-        # Norms are whole on every rank, everything else is cut.
-        params = list(self.model.parameters())
-        self.split = [param for param in params if param.ndim > 1]
-        self.whole = [param for param in params if param.ndim == 1]
         sequence = config.train.seq_length
         self.positions_1s = torch.arange(sequence)[None]
         # Without a mask, Megatron-Core would make this one on a GPU. True stands for positions that are not seen.
         self.mask_11ss = torch.ones(1, 1, sequence, sequence, dtype=torch.bool).triu(1)
+
+    def is_split(self, name: str, param: Tensor) -> bool:
+        """Norms are whole on every rank, everything else is cut."""
+        return param.ndim > 1
 
     def build(self, weights: Weights) -> nn.Module:
         """This rank's part of the model."""
@@ -91,6 +90,16 @@ class MegatronCore(Plain):
             tensor_model_parallel_size=parallel.tp, expert_model_parallel_size=parallel.ep
         )
         shape = self.config.model
+        experts: dict[str, Any] = {}
+        if shape.moe.num_experts:
+            experts = {
+                "num_moe_experts": shape.moe.num_experts,
+                "moe_router_topk": shape.moe.num_experts_per_tok,
+                "moe_ffn_hidden_size": shape.moe.moe_intermediate_size,
+                "moe_router_load_balancing_type": "none",
+                "moe_token_dispatcher_type": "alltoall",
+                "expert_model_parallel_size": parallel.ep,
+            }
         config = TransformerConfig(
             num_layers=shape.num_hidden_layers,
             hidden_size=shape.hidden_size,
@@ -109,7 +118,7 @@ class MegatronCore(Plain):
             tensor_model_parallel_size=parallel.tp,
             use_cpu_initialization=True,
             perform_initialization=False,
-            **self.mixture(),
+            **experts,
         )
         model: nn.Module = GPTModel(
             config,
@@ -123,10 +132,6 @@ class MegatronCore(Plain):
         )
         model.load_state_dict(self.local_tensors(weights))
         return model
-
-    def mixture(self) -> dict[str, Any]:
-        """The fields of TransformerConfig about experts. There are none."""
-        return {}
 
     def local_tensors(self, weights: Weights) -> dict[str, Any]:
         """This rank's part of the weights, by Megatron-Core's names."""
@@ -154,23 +159,9 @@ class MegatronCoreExperts(MegatronCore):
 
     name = "Megatron-Core EP"
 
-    def __init__(self, config: Config, weights: Weights, device: torch.device):
-        super().__init__(config, weights, device)
-        named = dict(self.model.named_parameters())
-        self.split = [param for name, param in named.items() if ".local_experts." in name]
-        self.whole = [param for name, param in named.items() if ".local_experts." not in name]
-
-    def mixture(self) -> dict[str, Any]:
-        """The fields of TransformerConfig about experts."""
-        moe = self.config.model.moe
-        return {
-            "num_moe_experts": moe.num_experts,
-            "moe_router_topk": moe.num_experts_per_tok,
-            "moe_ffn_hidden_size": moe.moe_intermediate_size,
-            "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
-            "expert_model_parallel_size": self.config.parallel.ep,
-        }
+    def is_split(self, name: str, param: Tensor) -> bool:
+        """Experts are dealt over ranks, everything else is whole on every rank."""
+        return ".local_experts." in name
 
     def local_tensors(self, weights: Weights) -> dict[str, Any]:
         """Everything but other ranks' experts."""
@@ -186,17 +177,11 @@ class MegatronCoreExperts(MegatronCore):
                 tensors |= mlp_tensors(weights, expert, f"{theirs}.experts.local_experts.{place}")
         return tensors
 
-    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
-        self.optimizer.zero_grad()
-        total = self.accumulate(self.micro_batches(tokens_bs, targets_bs, self.world), 1 / targets_bs.numel())
-        grads = [cast(Tensor, param.grad) for param in self.whole]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat)
-        for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(summed.view_as(grad))
-        norm = self.update()
-        dist.all_reduce(total)
-        return Result(total.item() / targets_bs.numel(), norm)
+    def update(self) -> float:
+        """With the sums of the gradients of weights that all ranks hold."""
+        for param, whole in zip(self.whole, summed([cast(Tensor, param.grad) for param in self.whole]), strict=True):
+            param.grad = whole
+        return super().update()
 
 
 def local_tensors(shape: ModelConfig, weights: Weights, rank: int, world: int) -> dict[str, Any]:

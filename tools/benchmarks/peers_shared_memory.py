@@ -15,8 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.peers import MLP, Attention, Plain, Weights, build
-from megapar.config.options import Config
+from benchmarks.peers import Plain, Weights, build
 
 _CACHE_LINE = 64  # bytes
 _SPINS = 2000  # looks at the other rank's number before the core is offered to others
@@ -87,52 +86,17 @@ class ReduceOutput(torch.autograd.Function):
         return grads[0], None
 
 
-def columns(whole: nn.Linear) -> nn.Linear:
-    """This rank's outputs of `whole`."""
-    return linear(whole.weight.chunk(dist.get_world_size())[dist.get_rank()])
+def cut(linear: nn.Linear, dim: int) -> None:
+    """Leave this rank's outputs (dim 0) or inputs (dim 1) of a matrix. With inputs cut, outputs of all ranks add up."""
+    part = linear.weight.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    linear.weight = nn.Parameter(part.clone(memory_format=torch.contiguous_format))
 
 
-def rows(whole: nn.Linear) -> nn.Linear:
-    """This rank's inputs of `whole`. The outputs of all ranks add up."""
-    return linear(whole.weight.chunk(dist.get_world_size(), dim=1)[dist.get_rank()])
-
-
-def linear(weight: Tensor) -> nn.Linear:
-    module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    module.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
-    return module
-
-
-class ParallelAttention(Attention):
-    """Some of the heads of `whole`."""
-
-    def __init__(self, whole: Attention, memory: SharedMemory):
-        nn.Module.__init__(self)
-        self.memory = memory
-        self.head_dim = whole.head_dim
-        self.q = columns(whole.q)
-        self.k = columns(whole.k)
-        self.v = columns(whole.v)
-        self.o = rows(whole.o)
-
-    def forward(self, x_bsh: Tensor, cos_s1d: Tensor, sin_s1d: Tensor) -> Tensor:
-        x_bsh = ReduceGradient.apply(x_bsh, self.memory)
-        return cast(Tensor, ReduceOutput.apply(super().forward(x_bsh, cos_s1d, sin_s1d), self.memory))
-
-
-class ParallelMLP(MLP):
-    """Some of the columns of `whole`."""
-
-    def __init__(self, whole: MLP, memory: SharedMemory):
-        nn.Module.__init__(self)
-        self.memory = memory
-        self.gate = columns(whole.gate)
-        self.up = columns(whole.up)
-        self.down = rows(whole.down)
-
-    def forward(self, x_bsh: Tensor) -> Tensor:
-        x_bsh = ReduceGradient.apply(x_bsh, self.memory)
-        return cast(Tensor, ReduceOutput.apply(super().forward(x_bsh), self.memory))
+def reduce_around(module: nn.Module, memory: SharedMemory, *, output: bool = True) -> None:
+    """Make the input's gradient of a module with cut matrices whole, and its output unless that stays cut."""
+    module.register_forward_pre_hook(lambda _, inputs: (ReduceGradient.apply(inputs[0], memory), *inputs[1:]))
+    if output:
+        module.register_forward_hook(lambda module, inputs, y: ReduceOutput.apply(y, memory))
 
 
 class ParallelEmbedding(nn.Module):
@@ -147,18 +111,6 @@ class ParallelEmbedding(nn.Module):
         rows_bs, elsewhere_bs = local_rows(tokens_bs, self.weight.shape[0], self.memory.rank)
         partial_bsh = F.embedding(rows_bs, self.weight).masked_fill(elsewhere_bs[..., None], 0.0)
         return cast(Tensor, ReduceOutput.apply(partial_bsh, self.memory))
-
-
-class ParallelHead(nn.Module):
-    """The logits of some token ids."""
-
-    def __init__(self, whole: nn.Linear, memory: SharedMemory):
-        super().__init__()
-        self.memory = memory
-        self.linear = columns(whole)
-
-    def forward(self, x_bsh: Tensor) -> Tensor:
-        return cast(Tensor, self.linear(ReduceGradient.apply(x_bsh, self.memory)))
 
 
 def local_rows(ids: Tensor, count: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -199,12 +151,9 @@ class SharedMemoryTensorParallel(Plain):
     name = "shared memory TP"
     cpu_only = True
 
-    def __init__(self, config: Config, weights: Weights, device: torch.device):
-        super().__init__(config, weights, device)
-        # Only norms are whole on every rank.
-        params = list(self.model.parameters())
-        self.split = [param for param in params if param.ndim > 1]
-        self.whole = [param for param in params if param.ndim == 1]
+    def is_split(self, name: str, param: Tensor) -> bool:
+        """Only norms are whole on every rank."""
+        return param.ndim > 1
 
     def build(self, weights: Weights) -> nn.Module:
         """This rank's part of the model."""
@@ -214,9 +163,14 @@ class SharedMemoryTensorParallel(Plain):
         model: Any = build(self.config, weights, self.device)
         model.embedding = ParallelEmbedding(model.embedding, self.memory)
         for layer in model.layers.values():
-            layer.attention = ParallelAttention(layer.attention, self.memory)
-            layer.mlp = ParallelMLP(layer.mlp, self.memory)
-        model.head = ParallelHead(model.head, self.memory)
+            for matrix in (layer.attention.q, layer.attention.k, layer.attention.v, layer.mlp.gate, layer.mlp.up):
+                cut(matrix, 0)
+            for matrix in (layer.attention.o, layer.mlp.down):
+                cut(matrix, 1)
+            reduce_around(layer.attention, self.memory)
+            reduce_around(layer.mlp, self.memory)
+        cut(model.head, 0)
+        reduce_around(model.head, self.memory, output=False)  # the cross entropy takes this rank's logits
         return cast(nn.Module, model)
 
     def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
