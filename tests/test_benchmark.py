@@ -1,9 +1,6 @@
-"""tools/benchmark.py at a size of seconds."""
+"""tools/benchmark.py at a size of seconds: training in every layout, the door, schedules, profiles."""
 
-import importlib.util
 import json
-import re
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,189 +8,161 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # FSDP2 and pipelining import it: once here rather than in every forked rank
 from megapar_models.registry import validate
 
 from megapar.config.options import Config, ModelConfig
 from megapar.errors import ConfigError
 
-sys.path.append(str(Path(__file__).parent.parent / "tools"))
-from benchmarks import cpu_profile, layouts, schedules
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+import benchmark
+from benchmarks import counting, cpu_profile, layouts, schedules
+from benchmarks.contenders import LAYOUTS
 from benchmarks.peers import Result, v_partition
-
-ROOT = Path(__file__).parent.parent
+from benchmarks.ranks import run_ranks
 
 # Pipelines in V have two stages on each of two ranks, so four layers and four micro-batches.
-SIZES = {"num_hidden_layers": 4, "vocab_size": 256, "seq_length": 16, "global_batch_size": 4, "steps": 1}
+SIZES: dict[str, Any] = {"hidden": (128,), "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+SIZES |= {"vocab_size": 256, "seq_length": 16, "global_batch_size": 8, "micro_batch_size": 2, "steps": 1}
 
 
-def measured_run(layout: str, **options: Any) -> dict[str, Any]:
+def measured_run(layout: str, num_hidden_layers: int) -> dict[str, Any]:
     """What the program writes about a layout, without the memory of contenders."""
-    chosen = layouts.Options(hidden=(256,), layouts=(layout,), **{**SIZES, **options})
+    chosen = layouts.Options(layouts=(layout,), **SIZES | {"num_hidden_layers": num_hidden_layers})
     layouts.check_options(chosen)
-    body = partial(layouts.measure_reference, chosen, 256, layouts.LAYOUTS[layout])
-    reference = layouts.run_ranks(1, "cpu", body)[0]
-    run = layouts.run_layout(chosen, 256, layout, [Result(*result) for result in reference])
-    assert not layouts.problems(run)
-    return run
+    for name in layouts.chosen_contenders(chosen, LAYOUTS[layout]):
+        LAYOUTS[layout].contenders[name][0].load()  # once here rather than in every forked rank
+    body = partial(layouts.measure_reference, chosen, 128, LAYOUTS[layout])
+    return layouts.run_layout(chosen, 128, layout, [Result(*result) for result in run_ranks(1, "cpu", body)[0]])
 
 
-def by_name(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {contender["name"]: contender for contender in run["contenders"]}
-
-
-def measured(layout: str, **options: Any) -> dict[str, dict[str, Any]]:
-    """What the program writes about the contenders of a layout, by name, without their memory."""
-    return by_name(measured_run(layout, **options))
-
-
-def assert_equal_to_pytorch(contender: dict[str, Any]) -> None:
-    # Gradients that are rounded to bf16 change the first update, and so the second loss.
-    assert contender["errors"]["loss"] < (1e-4 if "in bf16" in contender["name"] else 1e-5)
-    assert contender["errors"]["grad_norm"] < 1e-3
-
-
-@pytest.mark.parametrize("layout", layouts.LAYOUTS)
-def test_contenders_compute_the_same_and_bytes_equal_the_formulas(layout):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_contenders_compute_the_same_and_bytes_equal_the_formulas(layout: str) -> None:
     """Every peer that is installed agrees with plain PyTorch in loss and gradient norm, and what megapar sends is what
     the formulas say, to the byte, on every rank."""
-    layers = 4 if layout == "pp2" else 2
-    run = measured_run(layout, num_hidden_layers=layers)
-    contenders = by_name(run)
-    # The products alone train nothing, so they agree with nothing; all others are measured against them.
-    assert contenders.pop("products alone")["errors"] == {}
-    installed = [name for name, (kind, _) in layouts.LAYOUTS[layout].contenders.items() if kind.is_installed()]
-    assert [*contenders, "products alone"] == installed
-    for contender in contenders.values():
-        assert_equal_to_pytorch(contender)
+    run = measured_run(layout, 4 if layout == "pp2" else 2)
+    assert not layouts.problems(run)
+    assert [c["name"] for c in run["contenders"]] == [
+        n for n, (kind, _) in LAYOUTS[layout].contenders.items() if kind.is_installed()
+    ]
+    for contender in run["contenders"]:
+        # The products alone train nothing, so they agree with nothing; all others are measured against them.
+        assert len(contender["errors"]) == (0 if contender["name"] == "products alone" else 2)
+        # Gradients that are rounded to bf16 change the first update, and so the second loss.
+        assert contender["errors"].get("loss", 0.0) < (1e-4 if "in bf16" in contender["name"] else 1e-5)
+        assert contender["errors"].get("grad_norm", 0.0) < 1e-3
         assert contender.get("sent") == contender.get("formula")
+        assert ("sent" in contender) == contender["name"].startswith("megapar")
         assert contender["share_of_products"]["median"] > 0
-    check_loads(run)
-
-
-def check_loads(run: dict[str, Any]) -> None:
-    """The attended pairs of a deal and the tokens of experts: that all are counted, and what the largest load is."""
     expected_pairs = None
-    if run["layout"] == "cp2":
+    if layout == "cp2":
         # Of 16 positions the second rank of a contiguous deal has the last 8, which see 9 to 16 positions: 100 of 136.
         expected_pairs = {"zigzag": 1.0, "contiguous": pytest.approx(100 / 68)}
     assert run.get("attended_pairs") == expected_pairs
     tokens = SIZES["global_batch_size"] * SIZES["seq_length"]
     for contender in run["contenders"]:
-        assert ("expert_load" in contender) == ("expert_counts" in contender)
-        if "expert_counts" not in contender:
-            continue
-        # By rank, layer and expert. Each token chooses 2 of 8 experts.
-        counts = torch.tensor(contender["expert_counts"]).sum(0)
-        assert counts.shape == (2, 8)
-        assert counts.sum(1).tolist() == [2 * tokens] * 2
-        assert contender["expert_load"] == pytest.approx(counts.max().item() * 8 / (2 * tokens))
-        first, second = counts[:, :4].sum(1), counts[:, 4:].sum(1)  # tokens of the two ranks of ep, by layer
-        expected_load = pytest.approx((torch.maximum(first, second) / tokens).mean().item())
-        assert contender.get("rank_load", 1.0) == (expected_load if "ep" in contender["sent"][0] else 1.0)
-    ours = [name for name in by_name(run) if name.startswith("megapar")]
-    has_counts = [name for name in ours if "expert_counts" in by_name(run)[name]]
-    assert has_counts == (ours if run["layout"].startswith("moe") else [])
+        assert ("expert_load" in contender) == (layout.startswith("moe") and "sent" in contender)
+        if "expert_load" in contender:
+            # By rank, layer and expert. Each token chooses 2 of 8 experts.
+            counts = torch.tensor(contender["expert_counts"]).sum(0)
+            assert counts.sum(1).tolist() == [2 * tokens] * 2
+            assert contender["expert_load"] == pytest.approx(counts.max().item() * 8 / (2 * tokens))
+            by_rank = counts.view(2, 2, 4).sum(2) / tokens  # by layer and rank of ep, over the mean
+            load = pytest.approx(by_rank.amax(1).mean().item()) if "ep" in contender["sent"][0] else None
+            assert contender.get("rank_load") == load
 
 
-@pytest.mark.parametrize(
-    ("package", "module", "layout", "peers"),
-    [
-        ("deepspeed", "deepspeed", "dp2", ["DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3"]),
-        ("megatron-core", "megatron", "tp2", ["Megatron-Core TP"]),
-        ("megatron-core", "megatron", "moe_ep2", ["Megatron-Core EP"]),
-    ],
-)
-def test_a_peer_of_another_package_computes_the_same(package, module, layout, peers):
-    """With heads and micro-batches of other sizes than the derived ones."""
-    options: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2, "peers": tuple(peers)}
-    options |= {"num_attention_heads": 8, "num_key_value_heads": 2}
-    if importlib.util.find_spec(module) is None:
-        with pytest.raises(ConfigError, match=f"^--peers {peers[0]!r} needs a package: pip install {package}$"):
-            measured(layout, **options)
-        pytest.skip(f"not run: needs {package}, pip install {package}")
-    contenders = measured(layout, **options)
-    assert list(contenders) == ["megapar", *peers]
-    for contender in contenders.values():
-        assert_equal_to_pytorch(contender)
-
-
-def test_the_program_measures_the_peers_that_were_chosen(tmp_path):
+def test_the_program_measures_the_peers_that_were_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
-    sizes = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
-    command = [sys.executable, str(ROOT / "tools/benchmark.py"), *sizes, "--hidden", "256", "--json", str(file)]
-    command += ["--layouts", "tp2", "--peers", "shared memory TP"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (run,) = json.loads(file.read_text())["runs"]
+    options = layouts.Options(layouts=("tp2",), peers=("shared memory TP",), json=file, **SIZES)
+    layouts.main(options)
+    found = json.loads(file.read_text())
+    assert found["options"]["layouts"] == "('tp2',)"
+    assert {"date", "hardware", "versions", "commit"} < set(found)
+    (run,) = found["runs"]
+    printed = capsys.readouterr().out
     assert [contender["name"] for contender in run["contenders"]] == ["megapar", "shared memory TP"]
     for contender in run["contenders"]:
         assert len(contender["peak_bytes_above_start"]) == 2
         assert min(contender["peak_bytes_above_start"]) > 0
-        assert f"{contender['tokens_per_second']:,.0f}" in done.stdout
+        assert f"{contender['tokens_per_second']:,.0f}" in printed
 
 
-def test_the_first_word_chooses_the_benchmark():
+def test_the_first_word_chooses_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It must be one of those that --help of the door lists."""
-    command = [sys.executable, str(ROOT / "tools/benchmark.py")]
-    done = subprocess.run([*command, "speed"], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("ConfigError: speed: no such benchmark; layouts, checkpoint,")
-    helped = subprocess.run([*command, "manifest", "--help"], capture_output=True, text=True, timeout=120, check=False)
-    assert helped.returncode == 0, helped.stderr
-    assert "--ranks" in helped.stdout
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "speed"])
+    assert benchmark.main() == 2
+    assert capsys.readouterr().err.startswith("ConfigError: speed: no such benchmark; layouts, checkpoint,")
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "manifest", "--help"])
+    with pytest.raises(SystemExit) as end:
+        benchmark.main()
+    assert end.value.code == 0
+    assert "--ranks" in capsys.readouterr().out
+    assert [line.split()[0] for line in (benchmark.__doc__ or "").splitlines()[2:]] == list(benchmark.MODULES)
+
+
+def test_costs_and_turns() -> None:
+    """Neighbors stay neighbors in both orders, a ratio is taken within a round, and waiting takes no CPU time."""
+    assert [counting.in_turn("abc", number) for number in range(3)] == [list("cba"), list("abc"), list("cba")]
+    assert counting.ratio([2.0, 30.0, 8.0], [1.0, 10.0, 2.0]) == {"median": 3.0, "min": 2.0, "max": 4.0}
+    waited, result = counting.cost(lambda: schedules.time.sleep(0.05) or 7)
+    assert result == 7
+    assert waited.wall >= 0.05 > 2 * waited.cpu
+    held: list[torch.Tensor] = []
+    taken = counting.memory(lambda: held.append(torch.ones(2**23)), torch.device("cpu")).taken
+    assert 2**25 <= taken < 2**26
+    held.clear()
+    taken = counting.memory(lambda: held.append(torch.ones(2**10)), torch.device("cpu")).taken
+    assert taken < 2**24, "the peak of earlier work counts"
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"hidden": (384,)}, "--hidden 384 must be a multiple of 256"),
+        ({"hidden": (384,), "num_attention_heads": 0}, "--hidden 384 must be a multiple of 256"),
         ({"num_key_value_heads": 1}, "--num_key_value_heads 1 must be even"),
         ({"peers": ("DDP",), "layouts": ("pp2",)}, "--peers 'DDP': --layouts pp2 have megapar, megapar, zb-h1"),
         ({"peers": ("shared memory TP",), "device": "cuda"}, "--peers 'shared memory TP' runs on a CPU only"),
+        ({"peers": ("GPT",)}, "--peers 'GPT': --layouts single dp2 tp2 tp2.sp pp2 have megapar, PyTorch, Hugging Face"),
         ({"num_experts": 7, "layouts": ("moe",)}, "--num_experts 7 must be even"),
         ({"num_hidden_layers": 2}, "--num_hidden_layers 2: a pipeline in V needs at least 4"),
-        ({"global_batch_size": 2}, "--global_batch_size 2: a pipeline in V needs at least 4 micro-batches"),
+        ({"global_batch_size": 4}, "--global_batch_size 4: a pipeline in V needs at least 4 micro-batches"),
     ],
 )
-def test_what_a_contender_cannot_train_is_refused(options, words):
+def test_what_a_contender_cannot_train_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"^{words}"):
         layouts.check_options(layouts.Options(**{**SIZES, **options}))
 
 
-def test_layers_of_a_pipeline_in_v_balance_the_head():
+def test_layers_of_a_pipeline_in_v_balance_the_head() -> None:
     """The first rank has the head too, which costs as much as 1.4 of these layers: so it has fewer of them."""
     shape = ModelConfig(
-        hidden_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        intermediate_size=704,
+        hidden_size=256, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, intermediate_size=704,
         vocab_size=4096,
-    )
+    )  # fmt: skip
     assert v_partition(validate(Config(model=shape), 1).model, 2) == [2, 3, 2, 1]
 
 
 @pytest.mark.slow
-def test_a_profile_counts_operations_by_kind(capsys):
-    kinds = {
-        "aten::addmm_": "matrix products",
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention",
-        "aten::cat": "copies, concatenations, lookups",
-        "aten::_fused_adamw_": "optimizer and norm of gradients",
-        "_NormBackward": cpu_profile.OTHER,
-    }
-    assert {name: cpu_profile.kind_of(name) for name in kinds} == kinds
-    cpu_profile.main(cpu_profile.Arguments(hidden=256, num_hidden_layers=1, steps=1))
-    rows = dict(re.findall(r"│ ([a-z][a-z ,]*?) +│ ([\d,]+) ", capsys.readouterr().out))
-    assert set(rows) >= {*cpu_profile.KINDS, "all"} - {"optimizer and norm of gradients"}
-    assert int(rows["all"].replace(",", "")) > int(rows["matrix products"].replace(",", "")) > 0
+def test_a_profile_counts_operations_by_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small = partial(layouts.Options, seq_length=16, vocab_size=256)
+    monkeypatch.setattr(layouts, "Options", lambda **shape: small(**shape | {"global_batch_size": 2}))
+    cpu_profile.main(cpu_profile.Options(num_hidden_layers=1, steps=1, json=tmp_path / "out.json"))
+    found = json.loads((tmp_path / "out.json").read_text())["milliseconds"]
+    assert list(found) == ["megapar", "PyTorch"]
+    for times in found.values():
+        assert set(times) >= {"matrix products", "attention", "norms", "loss", "activation"}
+        assert min(times.values()) >= 0
+        assert times["matrix products"] > times["zeros"]
 
 
-def test_schedules_are_timed_beside_their_simulation(tmp_path: Path):
+def test_schedules_are_timed_beside_their_simulation(tmp_path: Path) -> None:
     """Simulated times are those of the textbook: a fill of one forward, and m forwards and backwards."""
     file = tmp_path / "out.json"
     names = ("1f1b", "zb-h1", "zb-v")
-    schedules.main(schedules.Arguments(pp=2, schedules=names, microbatches=(3,), milliseconds=4, steps=2, json=file))
+    schedules.main(schedules.Options(pp=2, schedules=names, microbatches=(3,), milliseconds=4, steps=2, json=file))
     rows = json.loads(file.read_text())["rows"]
     assert [row["schedule"] for row in rows] == list(names)
     expected = [0.004 * (3 + 9), 0.004 * (1 + 9), 0.004 * (0.5 + 9)]

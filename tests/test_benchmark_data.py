@@ -1,42 +1,29 @@
 """tools/benchmark.py data and delivery at sizes of seconds."""
 
 import json
-import subprocess
 import sys
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megapar.data.tokenizer import load_tokenizer
 
-sys.path.append(str(Path(__file__).parent.parent / "tools"))
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import build_corpus
-from benchmarks import data as benchmark_data
-from benchmarks.data import train
-
-TOOL = Path(__file__).parent.parent / "tools/benchmark.py"
-
-
-def run(what: str, file: Path, *flags: str) -> dict[str, Any]:
-    command = [sys.executable, str(TOOL), what, *flags, "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+from benchmarks import data, delivery
 
 
 @pytest.mark.slow
 def test_preprocessing_is_measured_for_each_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of a corpus this small, 3 percent for validation may be no document at all.
-    monkeypatch.setattr(benchmark_data, "CorpusArguments", partial(build_corpus.Arguments, validation_percent=50.0))
+    monkeypatch.setattr(data, "CorpusArguments", partial(build_corpus.Arguments, validation_percent=50.0))
     # One of the tokenizers: each takes many starts of processes.
-    monkeypatch.setattr(benchmark_data, "train", lambda *args: islice(train(*args), 1))
+    train = data.train
+    monkeypatch.setattr(data, "train", lambda *args: islice(train(*args), 1))
     file = tmp_path / "out.json"
-    options = {"megabytes": 0.2, "rounds": 1, "workers": (1, 2), "vocab_size": 512}
-    benchmark_data.main(benchmark_data.Options(**options, json=file))
+    data.main(data.Options(megabytes=0.2, rounds=1, workers=(1, 2), vocab_size=512, json=file))
     found = json.loads(file.read_text())
     (one,) = found["runs"]
     assert one["tokenizer"] == "spm"
@@ -48,7 +35,7 @@ def test_preprocessing_is_measured_for_each_number_of_workers(tmp_path: Path, mo
 
 def test_tokenizers_that_are_measured_restore_the_text(tmp_path: Path) -> None:
     texts = [f"{i} bottles of milk, and één more\n" for i in range(200)]
-    specs = list(train(texts, 300, tmp_path))
+    specs = list(data.train(texts, 300, tmp_path))
     assert [spec.partition(":")[0] for spec in specs] == ["spm", "hf", "tiktoken"]
     tokenizers = [load_tokenizer(spec) for spec in specs]
     assert all(tokenizer.decode(tokenizer.encode(texts[7])) == texts[7] for tokenizer in tokenizers[1:])
@@ -62,9 +49,10 @@ def test_delivery_is_measured_for_each_size_and_sums_up_what_steps_waited(tmp_pa
     steps = [(5.0, 9.0), (0.25, 2.0), (0.0, 3.0)]  # the first is the start's
     lines = [json.dumps({"data_seconds": waited, "step_seconds": seconds}) for waited, seconds in steps]
     metrics.write_text("\n".join([*lines, json.dumps({"step": 3, "validation_loss": 1.0})]))
-    flags = ("--samples", "1000", "1000000", "--steps", "3", "--documents", "1000", "--metrics", str(metrics))
-    found = run("delivery", tmp_path / "out.json", *flags)
-    assert [row["samples"] for row in found["delivery"]] == [1000, 1_000_000]
+    file = tmp_path / "out.json"
+    delivery.main(delivery.Options(samples=(1000, 10**6), steps=3, documents=1000, metrics=metrics, json=file))
+    found = json.loads(file.read_text())
+    assert [row["samples"] for row in found["delivery"]] == [1000, 10**6]
     assert all(min(row.values()) > 0 for row in found["delivery"])
     assert found["waiting"] == 0.05
     assert found["opening_seconds"] > 0

@@ -67,8 +67,8 @@ DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {
     "tools/benchmarks/checkpoint.py": ("torch.distributed.checkpoint",),
 }
 PYTORCH_CONTENDERS = {
-    "tools/benchmarks/layouts.py",
-    *(f"tools/benchmarks/{name}.py" for name in ("peers", "peers_context", "peers_deepspeed", "peers_megatron")),
+    "tools/benchmarks/ranks.py",
+    *(f"tools/benchmarks/{name}.py" for name in ("peers", "peers_context", "peers_deepspeed")),
     "tools/benchmarks/peers_shared_memory.py",
 }
 

@@ -12,9 +12,14 @@ kernels      every fused kernel on one GPU
 tune         other launch configurations of the fused kernels
 """
 
-import runpy
+import importlib
 import sys
 
+import tyro
+
+from megapar.launch.reporting import reported
+
+# Each module has Options, and main, which measures. Its docstring is its help.
 MODULES = {
     "layouts": "benchmarks.layouts",
     "checkpoint": "benchmarks.checkpoint",
@@ -36,8 +41,10 @@ def main() -> int:
     if name not in MODULES:
         print(f"ConfigError: {name}: no such benchmark; {', '.join(MODULES)} are", file=sys.stderr)
         return 2
-    # By name and not by import, so that only the modules of this one benchmark are imported.
-    runpy.run_module(MODULES[name], run_name="__main__", alter_sys=True)
+    with reported():
+        # By name, so that only the modules of this one benchmark are imported.
+        module = importlib.import_module(MODULES[name])
+        module.main(tyro.cli(module.Options, prog=f"benchmark.py {name}", description=module.__doc__))
     return 0
 
 

@@ -17,37 +17,31 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-import tyro
 from megapar_models.build import build_stages
 from megapar_models.registry import validate, weight_options
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from benchmarks.counting import Cost, cost, in_turn, ratio, spread
+from benchmarks.ranks import BenchmarkError
+from benchmarks.report import Report, table
 from megapar import context, device
 from megapar.batch import MicroBatch
 from megapar.checkpoint.load import load
 from megapar.config.options import CheckpointConfig, Config, LaunchConfig, ModelConfig, TrainConfig
-from megapar.errors import MegaparError
-from megapar.launch.reporting import reported
 from megapar.random import initialize
-from megapar.system.atomic_files import write_json
 from megapar.train.checkpoints import Saver
-from megapar.train.provenance import in_a_line, provenance
+from megapar.train.provenance import provenance
 from megapar.train.state import TrainState
-from megapar.train.step import train_step
+from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
-
-
-class BenchmarkError(MegaparError):
-    """What was loaded is not what was saved."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +82,20 @@ def make_state(options: Options, where: torch.device) -> TrainState:
     return state
 
 
-def step(state: TrainState) -> tuple[float, float]:
-    """Seconds of a training step of one sample: passed, and of this thread's CPU time, which counts no waiting."""
+def step(state: TrainState) -> Cost:
+    """What a training step of one sample costs; CPU seconds are those of this thread."""
     config = state.config
     where = state.ctx.device
     generator = torch.Generator().manual_seed(state.step)
     row = torch.randint(config.model.vocab_size, (1, config.train.seq_length + 1), generator=generator)
-    batch = MicroBatch.of_samples(
-        row[:, :-1], row[:, 1:], torch.ones(1, config.train.seq_length), torch.tensor([state.step])
-    )
-    began = time.perf_counter()
-    busy = time.thread_time()
-    train_step(state, [batch.to(where)])
-    device.synchronize(where)
-    return time.perf_counter() - began, time.thread_time() - busy
+    weights = torch.ones(1, config.train.seq_length)
+    batch = MicroBatch.of_samples(row[:, :-1], row[:, 1:], weights, torch.tensor([state.step]))
+
+    def work() -> None:
+        train_step(state, [batch.to(where)])
+        device.synchronize(where)
+
+    return cost(work, time.thread_time)[0]
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
@@ -122,12 +116,6 @@ def read(source: Path, buffer: bytearray) -> None:
     for path in source.iterdir():
         with open(path, "rb", buffering=0) as file:
             file.readinto(buffer)
-
-
-def seconds(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
 
 
 def require_equal(state: TrainState, saved: dict[str, torch.Tensor], who: str) -> None:
@@ -157,11 +145,11 @@ def bandwidth(state: TrainState, saver: Saver, root: Path, number: int) -> dict[
         "DCP load": lambda: dcp.load(tensors(state), checkpoint_id=foreign, no_dist=True),
     }
     found = {}
-    for turns in (writes, reads):
-        for name in list(turns)[:: -1 if number % 2 else 1]:
+    for works in (writes, reads):
+        for name in in_turn(works, number):
             if name == "save":
                 shutil.rmtree(path)
-            found[name] = seconds(turns[name])
+            found[name] = cost(works[name])[0].wall
             if name.endswith("load"):
                 require_equal(state, saved, name)
     for name, tensor in tensors(state).items():
@@ -175,9 +163,9 @@ def pauses(state: TrainState, root: Path) -> dict[str, float]:
     """Seconds that the training thread gives to a save of either kind, and of its steps alone and meanwhile."""
     found: dict[str, float] = {}
 
-    def note(name: str, steps: Sequence[tuple[float, float]]) -> None:
-        for what, values in zip((name, f"{name}, CPU time"), zip(*steps, strict=True), strict=True):
-            found[what] = statistics.median(values)
+    def note(name: str, steps: Sequence[Cost]) -> None:
+        found[name] = statistics.median(one.wall for one in steps)
+        found[f"{name}, CPU time"] = statistics.median(one.cpu for one in steps)
 
     note("step alone", [step(state) for _ in range(3)])
     for kind in ("synchronous", "asynchronous"):
@@ -186,12 +174,12 @@ def pauses(state: TrainState, root: Path) -> dict[str, float]:
         state.config = replace(given, checkpoint=options)
         with Saver(state, root / kind) as saver:
             if options.async_save:  # the first save makes the copy's memory, once in a run
-                found["first pause, asynchronous"] = seconds(lambda: saver.save(state))
+                found["first pause, asynchronous"] = cost(lambda: saver.save(state))[0].wall
                 list(saver.completed(wait=True))
                 step(state)
-            found[f"pause, {kind}"] = seconds(lambda: saver.save(state))
+            found[f"pause, {kind}"] = cost(lambda: saver.save(state))[0].wall
             if options.async_save:
-                meanwhile: list[tuple[float, float]] = []
+                meanwhile: list[Cost] = []
                 while not meanwhile or not list(saver.completed()):
                     meanwhile.append(step(state))
                 note("step meanwhile", meanwhile)
@@ -203,31 +191,24 @@ def pauses(state: TrainState, root: Path) -> dict[str, float]:
 def summary(rounds: Sequence[dict[str, float]], size: int) -> dict[str, Any]:
     """Medians and ranges; bandwidths in GB/s where a turn moves the checkpoint's bytes."""
     moved = {"save": "copy", "DCP save": "copy", "copy": "copy", "load": "read", "DCP load": "read", "read": "read"}
-    result: dict[str, Any] = {}
-    for name in rounds[0]:
-        values = sorted(one[name] for one in rounds)
-        result[name] = {"median": statistics.median(values), "min": values[0], "max": values[-1]}
-        if name in moved:
-            ratios = sorted(one[moved[name]] / one[name] for one in rounds)
-            result[name] |= {"gb_per_second": size / 1e9 / statistics.median(values)}
-            result[name] |= {f"speed_over_{moved[name]}": [statistics.median(ratios), ratios[0], ratios[-1]]}
+    seconds = {name: [one[name] for one in rounds] for name in rounds[0]}
+    result: dict[str, Any] = {name: spread(values) for name, values in seconds.items()}
+    for name, plain in moved.items():
+        rate = size / 1e9 / result[name]["median"]
+        result[name] |= {"gb_per_second": rate, f"speed_over_{plain}": ratio(seconds[plain], seconds[name])}
     return result
 
 
-def table(found: dict[str, Any], size: int) -> Table:
-    shown = Table(title=f"A checkpoint of {size / 1e6:,.0f} MB")
-    for column in ("what", "seconds", "range", "GB/s", "speed over the plain copy or read"):
-        shown.add_column(column, justify="left" if column == "what" else "right")
-    for name, one in found.items():
-        ratio = one.get("speed_over_copy") or one.get("speed_over_read")
-        rate = f"{one['gb_per_second']:.2f}" if ratio else ""
-        against = f"{ratio[0]:.2f}x ({ratio[1]:.2f}-{ratio[2]:.2f})" if ratio else ""
-        shown.add_row(name, f"{one['median']:.4f}", f"{one['min']:.4f}-{one['max']:.4f}", rate, against)
-    return shown
+def cells(name: str, one: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    row = [name, f"{one['median']:.4f}", f"{one['min']:.4f}-{one['max']:.4f}"]
+    if speed := one.get("speed_over_copy") or one.get("speed_over_read"):
+        row += [f"{one['gb_per_second']:.2f}", f"{speed['median']:.2f}x ({speed['min']:.2f}-{speed['max']:.2f})"]
+    return row
 
 
 def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
+    """Measure, print the table, write the JSON file; raises BenchmarkError if a load is not what was saved."""
     torch.set_num_threads(1)
     where = device.choose(options.device, 0, 1)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -239,16 +220,6 @@ def main(options: Options) -> None:
             for number in track(range(options.rounds + 1), "measuring", console=Console(stderr=True)):
                 rounds.append(bandwidth(state, saver, root, number) | pauses(state, root))
     found = summary(rounds[1:], size)
-    console = Console(width=110)
-    console.print(table(found, size))
-    facts = provenance(where)
-    console.print(in_a_line(facts))
-    if options.json:
-        facts |= {"options": {k: str(v) for k, v in asdict(options).items() if k not in ("json", "folder")}}
-        facts |= {"bytes": size, "summary": found, "rounds": rounds[1:]}
-        write_json(options.json, facts)
-
-
-if __name__ == "__main__":
-    with reported():
-        main(tyro.cli(Options, description=__doc__))
+    numbers = ("seconds", "range", "GB/s", "speed over the plain copy or read")
+    shown = table((cells(*item) for item in found.items()), ["what"], numbers, f"A checkpoint of {size / 1e6:,.0f} MB")
+    Report(options, provenance(where)).finish({"bytes": size, "summary": found, "rounds": rounds[1:]}, shown)

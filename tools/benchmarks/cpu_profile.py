@@ -5,36 +5,36 @@ of each operation without that of the operations within it. The table has the st
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
-import tyro
-from rich.console import Console
-from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.layouts import LAYOUTS, Options, build_contender, make_batches
+from benchmarks import layouts
+from benchmarks.contenders import LAYOUTS
+from benchmarks.counting import in_turn
 from benchmarks.peers import Peer
-from megapar.launch.reporting import reported
+from benchmarks.profiling import kind_of, record
+from benchmarks.report import Report, table
+from megapar.train.provenance import provenance
 
-# Tried in this order: the first kind with a part of its name in that of an operation gets its time.
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
-    "attention": ("flash_attention",),
-    "copies, concatenations, lookups": ("aten::copy_", "aten::cat", "aten::index", "aten::clone", "embedding"),
-    "norms": ("native_layer_norm", "rms_norm", "aten::mean", "aten::rsqrt", "aten::pow"),
-    "loss": ("log_softmax", "nll_loss", "aten::exp", "logsumexp", "aten::gather", "aten::scatter", "aten::amax"),
-    "activation": ("silu", "sigmoid"),
-    "optimizer and norm of gradients": ("adamw", "vector_norm", "linalg", "foreach", "aten::dot", "square"),
-    "zeros": ("aten::zero_", "aten::fill_"),
-    "additions and multiplications": ("aten::mul", "aten::add", "aten::sub", "aten::neg", "aten::sum", "aten::div"),
+KINDS = {
+    "matrix products": "aten::(mm|addmm|bmm)",
+    "attention": "flash_attention",
+    "copies, concatenations, lookups": "aten::(copy_|cat|index|clone)|embedding",
+    "norms": "native_layer_norm|rms_norm|aten::(mean|rsqrt|pow)",
+    "loss": "log_softmax|nll_loss|logsumexp|aten::(exp|gather|scatter|amax)",
+    "activation": "silu|sigmoid",
+    "optimizer and norm of gradients": "adamw|vector_norm|linalg|foreach|square|aten::dot",
+    "zeros": "aten::(zero_|fill_)",
+    "additions and multiplications": "aten::(mul|add|sub|neg|sum|div)",
 }
 OTHER = "other, functions written in Python among it"
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Options:
     """Profile training steps of one process. The default shape is that of the first table of docs/performance.md."""
 
     hidden: int = 256
@@ -43,53 +43,38 @@ class Arguments:
     """Transformer layers."""
     steps: int = 5
     """Profiled steps of each contender, after one that warms up."""
-
-
-def kind_of(operation: str) -> str:
-    """The kind of an operation, by its name in the profile."""
-    return next((kind for kind, parts in KINDS.items() if any(part in operation for part in parts)), OTHER)
+    json: Path | None = None
+    """Write all numbers to this file."""
 
 
 def milliseconds_by_kind(contender: Peer, tokens_bs: torch.Tensor, targets_bs: torch.Tensor) -> dict[str, float]:
     """The CPU time of one step."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        contender.step(tokens_bs, targets_bs)
     times: dict[str, float] = defaultdict(float)
-    for average in profiler.key_averages():
-        times[kind_of(average.key)] += average.self_cpu_time_total / 1e3
+    for kernel in record(partial(contender.step, tokens_bs, targets_bs), torch.device("cpu")):
+        times[kind_of(kernel.name, KINDS, OTHER)] += kernel.ms
     return times
 
 
-def main(arguments: Arguments) -> None:
+def main(options: Options) -> None:
+    """Measure, print the table, write the JSON file."""
     torch.set_num_threads(1)
-    options = Options(
-        hidden=(arguments.hidden,),
-        num_hidden_layers=arguments.num_hidden_layers,
+    cpu = torch.device("cpu")
+    shape = layouts.Options(
+        hidden=(options.hidden,),
+        num_hidden_layers=options.num_hidden_layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         global_batch_size=16,
         micro_batch_size=2,
     )
-    layout = LAYOUTS["single"]
     names = ("megapar", "PyTorch")
-    contenders = {name: build_contender(options, arguments.hidden, layout, name, torch.device("cpu")) for name in names}
-    batches = make_batches(contenders["megapar"].config, 1 + arguments.steps)
-    least: dict[str, dict[str, float]] = {}
-    for number, (tokens_bs, targets_bs) in enumerate(batches):
-        for name, contender in contenders.items():
-            if number == 0:
-                contender.step(tokens_bs, targets_bs)  # warms up
-                continue
-            times = milliseconds_by_kind(contender, tokens_bs, targets_bs)
-            if name not in least or sum(times.values()) < sum(least[name].values()):
-                least[name] = times
-    table = Table("CPU ms of a step", *names)
-    for kind in (*KINDS, OTHER):
-        table.add_row(kind, *(f"{least[name].get(kind, 0.0):,.0f}" for name in names))
-    table.add_row("all", *(f"{sum(least[name].values()):,.0f}" for name in names))
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    with reported():
-        main(tyro.cli(Arguments, description=__doc__, use_underscores=True))
+    built = {name: layouts.build_contender(shape, options.hidden, LAYOUTS["single"], name, cpu) for name in names}
+    profiles: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for number, batch in enumerate(layouts.make_batches(built["megapar"].config, 1 + options.steps)):
+        for name in in_turn(names, number):
+            profiles[name].append(milliseconds_by_kind(built[name], *batch))
+    # Without the first step, which warms up.
+    least = {name: min(found[1:], key=lambda times: sum(times.values())) for name, found in profiles.items()}
+    lines = [(kind, *(f"{least[name].get(kind, 0.0):,.0f}" for name in names)) for kind in (*KINDS, OTHER)]
+    lines.append(("all", *(f"{sum(least[name].values()):,.0f}" for name in names)))
+    Report(options, provenance(cpu)).finish({"milliseconds": least}, table(lines, ["CPU ms of a step"], names))

@@ -14,12 +14,10 @@ is the CPU time of as many bare processes over ours. "Of linear" is the wall-clo
 import base64
 import json
 import multiprocessing
-import os
 import statistics
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.queues import Queue
@@ -27,20 +25,18 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-import tyro
 from build_corpus import Arguments as CorpusArguments
 from build_corpus import build
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from benchmarks.counting import Cost, cost, with_children
+from benchmarks.report import Report, table
 from megapar import device
 from megapar.data.preprocess import Recipe, preprocess, read_documents
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
 from megapar.errors import ConfigError
-from megapar.launch.reporting import reported
-from megapar.system.atomic_files import write_json
-from megapar.train.provenance import in_a_line, provenance
+from megapar.train.provenance import provenance
 
 
 @dataclass(frozen=True)
@@ -57,27 +53,6 @@ class Options:
     """Ids of the tokenizers."""
     json: Path | None = None
     """Write all numbers to this file."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds on the clock, and of all processes on a CPU."""
-
-    wall: float
-    cpu: float
-
-    def __sub__(self, other: "Cost") -> "Cost":
-        return Cost(self.wall - other.wall, self.cpu - other.cpu)
-
-    def __truediv__(self, count: int) -> "Cost":
-        return Cost(self.wall / count, self.cpu / count)
-
-
-def cost(work: Callable[[], Any]) -> Cost:
-    wall = time.perf_counter()
-    cpu = sum(os.times()[:4])
-    work()
-    return Cost(time.perf_counter() - wall, sum(os.times()[:4]) - cpu)
 
 
 def train(texts: Sequence[str], vocab_size: int, folder: Path) -> Iterator[str]:
@@ -119,7 +94,7 @@ def _encode(spec: str, texts: Sequence[str], barrier: Barrier, costs: "Queue[Cos
 
     encode()  # warms its caches
     barrier.wait()
-    costs.put(cost(encode))
+    costs.put(cost(encode)[0])
 
 
 def bare(spec: str, texts: Sequence[str], processes: int) -> Cost:
@@ -147,7 +122,8 @@ def measure(spec: str, texts: Sequence[str], inputs: tuple[Path, Path], options:
     for _ in range(options.rounds):
         for workers in options.workers:
             costs["bare"][workers].append(bare(spec, texts, workers))
-            once, thrice = (cost(partial(preprocess, [path], output, recipe, workers=workers)) for path in inputs)
+            runs = [partial(preprocess, [path], output, recipe, workers=workers) for path in inputs]
+            once, thrice = (cost(run, with_children)[0] for run in runs)
             costs["preprocess"][workers].append((thrice - once) / 2)
             whole[workers].append(thrice.wall)
     plain = {who: {n: [asdict(one) for one in found] for n, found in each.items()} for who, each in costs.items()}
@@ -168,22 +144,16 @@ def rates(found: dict[str, Any], megabytes: float, options: Options) -> dict[str
     return rows
 
 
-def show(runs: Sequence[dict[str, Any]]) -> Table:
-    speeds = ("MB/s", "Mtokens/s", "MB/s of CPU time", "Mtokens/s of CPU time")
-    table = Table("tokenizer", "", *speeds, "of bare", "of linear")
-    for run in runs:
-        for name, row in run["medians"].items():
-            shares = [f"{row[key]:.0%}" if key in row else "" for key in ("of_bare", "of_linear")]
-            per_core = (f"{row['mb_per_cpu_second']:.2f}", f"{row['tokens_per_cpu_second'] / 1e6:.2f}")
-            speed = (f"{row['mb_per_second']:.2f}", f"{row['tokens_per_second'] / 1e6:.2f}")
-            table.add_row(run["tokenizer"], name, *speed, *per_core, *shares)
-    return table
+def cells(tokenizer: str, name: str, row: dict[str, float]) -> list[str]:
+    """A row of the table."""
+    speeds = [(row[f"mb_per_{unit}"], row[f"tokens_per_{unit}"] / 1e6) for unit in ("second", "cpu_second")]
+    shares = [f"{row[key]:.0%}" if key in row else "" for key in ("of_bare", "of_linear")]
+    return [tokenizer, name, *(f"{speed:.2f}" for pair in speeds for speed in pair), *shares]
 
 
 def main(options: Options) -> None:
     if options.workers[:1] != (1,) or options.rounds < 1 or not 0 < options.megabytes <= 30:
         raise ConfigError("--workers begins with 1, --rounds is at least 1, --megabytes above 0 and at most 30")
-    facts = provenance(device.choose("cpu", 0, 1))
     with tempfile.TemporaryDirectory() as folder:
         build(CorpusArguments(output=Path(folder), max_mb=options.megabytes))
         texts = list(read_documents([Path(folder) / "train.jsonl"]))
@@ -196,15 +166,8 @@ def main(options: Options) -> None:
         for spec in track(specs, "measuring", console=Console(stderr=True)):
             found = measure(spec, texts, inputs, options)
             runs.append({**found, "medians": rates(found, megabytes, options)})
-    console = Console(width=120)
-    console.print(show(runs))
-    console.print(in_a_line(facts))
-    if options.json:
-        chosen = {key: str(value) for key, value in asdict(options).items() if key != "json"}
-        report = {**facts, "options": chosen, "text_megabytes": megabytes, "documents": len(texts), "runs": runs}
-        write_json(options.json, report)
-
-
-if __name__ == "__main__":
-    with reported():
-        main(tyro.cli(Options, description=__doc__, use_underscores=True))
+    numbers = ("MB/s", "Mtokens/s", "MB/s of CPU time", "Mtokens/s of CPU time", "of bare", "of linear")
+    lines = (cells(run["tokenizer"], name, row) for run in runs for name, row in run["medians"].items())
+    facts = provenance(device.choose("cpu", 0, 1))
+    found = {"text_megabytes": megabytes, "documents": len(texts), "runs": runs}
+    Report(options, facts).finish(found, table(lines, ("tokenizer", ""), numbers, sections=1))

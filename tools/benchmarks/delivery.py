@@ -8,29 +8,24 @@ after the first, a run has waited for data is in its metrics.jsonl, and `--metri
 
 import json
 import multiprocessing
-import resource
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import tyro
-from rich.console import Console
-from rich.table import Table
+import torch
 
-from megapar import device
+from benchmarks.counting import cost, memory
+from benchmarks.report import Report, table
 from megapar.data.blend import Stage
 from megapar.data.delivery import Delivery
 from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.sources import ChunkDataset
 from megapar.errors import DataError
-from megapar.launch.reporting import reported
-from megapar.system.atomic_files import write_json
-from megapar.train.provenance import in_a_line, provenance
+from megapar.train.provenance import provenance
 
 LONGEST = 2**31 - 1  # tokens of a document that the format holds
 
@@ -70,24 +65,26 @@ def mock(prefix: Path, num_tokens: int, document: int = LONGEST) -> Path:
 
 def deliver(prefixes: list[Path], options: Options) -> dict[str, float]:
     """Seconds until the first step is there, memory that was taken meanwhile, and samples a second after it."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
-    sources = [ChunkDataset(prefix, options.seq_length, vocab_size=50_000) for prefix in prefixes]
-    mixture = Mixture(sources, [Stage(0, (0.7, 0.3)), Stage(10**6, (0.5, 0.5))], seed=1)
-    loader = Loader(
-        mixture, batch_size=lambda _: options.global_batch_size, micro_batch_size=8, seq_length=options.seq_length
-    )
-    for source in sources:
-        source.fingerprints()
-    delivery = Delivery(loader, options.workers)
-    delivery.next_step()
-    first = time.perf_counter() - start
-    for _ in range(options.steps):
+    found: dict[str, float] = {}
+
+    def read() -> None:
+        start = time.perf_counter()
+        sources = [ChunkDataset(prefix, options.seq_length, vocab_size=50_000) for prefix in prefixes]
+        mixture = Mixture(sources, [Stage(0, (0.7, 0.3)), Stage(10**6, (0.5, 0.5))], seed=1)
+        size = options.global_batch_size
+        loader = Loader(mixture, batch_size=lambda _: size, micro_batch_size=8, seq_length=options.seq_length)
+        for source in sources:
+            source.fingerprints()
+        delivery = Delivery(loader, options.workers)
         delivery.next_step()
-    rate = options.steps * options.global_batch_size / (time.perf_counter() - start - first)
-    delivery.close()
-    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {"first_batch_seconds": first, "mebibytes": taken / 1024, "samples_per_second": rate}
+        found["first_batch_seconds"] = time.perf_counter() - start
+        for _ in range(options.steps):
+            delivery.next_step()
+        seconds = time.perf_counter() - start - found["first_batch_seconds"]
+        found["samples_per_second"] = options.steps * size / seconds
+        delivery.close()
+
+    return found | {"mebibytes": memory(read, torch.device("cpu")).taken / 2**20}
 
 
 def waiting(metrics: Path) -> float:
@@ -98,39 +95,24 @@ def waiting(metrics: Path) -> float:
     return sum(line["data_seconds"] for line in lines) / sum(line["step_seconds"] for line in lines)
 
 
-def opening(prefix: Path) -> float:
-    """Seconds to open a pair."""
-    start = time.perf_counter()
-    IndexedDataset(prefix)
-    return time.perf_counter() - start
-
-
 def main(options: Options) -> None:
-    table = Table("samples", "first batch s", "memory taken MiB", "samples/s")
-    report: dict[str, Any] = provenance(device.choose("cpu", 0, 1)) | {"delivery": []}
+    """Measure, print the table, write the JSON file."""
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for count in options.samples:
             tokens = [int(count * share) * options.seq_length + 1 for share in (0.6, 0.4)]
             prefixes = [mock(Path(folder) / f"{count}_{i}", n) for i, n in enumerate(tokens)]
             # A process for each size: what one size took is not there for the next.
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                row = pool.submit(deliver, prefixes, options).result()
-            report["delivery"].append({"samples": count, **row})
-            table.add_row(f"{count:,}", *(f"{row[name]:,.3f}" for name in row))
-        report["documents"] = options.documents
-        report["opening_seconds"] = opening(mock(Path(folder) / "many", 1000 * options.documents, 1000))
-    console = Console(width=120, highlight=False)
-    console.print(table)
-    console.print(f"{options.documents:,} documents: opened and checked in {report['opening_seconds']:.3f} s")
+                rows.append({"samples": count, **pool.submit(deliver, prefixes, options).result()})
+        many = mock(Path(folder) / "many", 1000 * options.documents, 1000)
+        opening = cost(lambda: IndexedDataset(many))[0].wall
+    found = {"delivery": rows, "documents": options.documents, "opening_seconds": opening}
+    said = f"{options.documents:,} documents: opened and checked in {opening:.3f} s"
     if options.metrics:
-        report["waiting"] = waiting(options.metrics)
-        console.print(f"waited for data: {report['waiting']:.3%} of the steps of {options.metrics}")
-    console.print(in_a_line(report))
-    if options.json:
-        report |= {"options": {k: str(v) for k, v in asdict(options).items() if k not in ("json", "metrics")}}
-        write_json(options.json, report)
-
-
-if __name__ == "__main__":
-    with reported():
-        main(tyro.cli(Options, description=__doc__, use_underscores=True))
+        found["waiting"] = waiting(options.metrics)
+        said += f"\nwaited for data: {found['waiting']:.3%} of the steps of {options.metrics}"
+    figures = ("first_batch_seconds", "mebibytes", "samples_per_second")
+    lines = ([f"{row['samples']:,}", *(f"{row[name]:,.3f}" for name in figures)] for row in rows)
+    shown = table(lines, ["samples"], ("first batch s", "memory taken MiB", "samples/s"))
+    Report(options, provenance(torch.device("cpu"))).finish(found, shown, said)

@@ -1,34 +1,35 @@
 """The tables that layouts.py prints."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from benchmarks.peers import Result
 from benchmarks.products import Products
+from benchmarks.report import table
+
+Runs = Sequence[dict[str, Any]]
 
 
-def speed_table(runs: Sequence[dict[str, Any]]) -> Table:
-    """The fastest peer in bold: what megapar wants to reach."""
-    table = Table(
-        title="megapar's speed over that of each contender, whose losses and norms differ from plain PyTorch's; "
-        "limit: the share of the speed of matrix products and attention alone"
-    )
-    for column in ("hidden", "layout", "contender"):
-        table.add_column(column)
-    for column in ("tokens/s", "speed", "range", "limit", "CPU time", "peak MiB a rank", "loss", "norm"):
-        table.add_column(column, justify="right")
+def rows(runs: Runs) -> Iterator[tuple[tuple[str, str, str], dict[str, Any], dict[str, Any]]]:
+    """(width, layout and name), run and contender of every contender."""
     for run in runs:
+        for contender in run["contenders"]:
+            yield (str(run["hidden"]), run["layout"], contender["name"]), run, contender
+
+
+def speed_table(runs: Runs) -> Table:
+    """The fastest peer in bold: what megapar wants to reach."""
+    lines = []
+    for (hidden, layout, name), run, contender in rows(runs):
         peers = [c for c in run["contenders"] if "sent" not in c and c["name"] != Products.name]
         fastest = max(peers, key=lambda c: c["tokens_per_second"], default=None)
-        for contender in run["contenders"]:
-            faster = contender["megapar_is_faster"]
-            errors = contender["errors"]
-            table.add_row(
-                str(run["hidden"]),
-                run["layout"],
-                contender["name"],
+        faster = contender["megapar_is_faster"]
+        errors = contender["errors"]
+        lines.append(
+            (
+                *(hidden, layout, f"[bold]{name}[/bold]" if contender is fastest else name),
                 f"{contender['tokens_per_second']:,.0f}",
                 f"{faster['median']:.2f}x",
                 f"{faster['min']:.2f}-{faster['max']:.2f}",
@@ -36,43 +37,36 @@ def speed_table(runs: Sequence[dict[str, Any]]) -> Table:
                 f"{contender['cpu_time_over_megapar']:.2f}x",
                 " ".join(f"{n / 2**20:,.0f}" for n in contender["peak_bytes_above_start"]),
                 *(f"{errors[what]:.0e}" if what in errors else "" for what in Result._fields),
-                style="bold" if contender is fastest else None,
-                end_section=contender is run["contenders"][-1],
             )
-    return table
+        )
+    title = (
+        "megapar's speed over that of each contender, whose losses and norms differ from plain PyTorch's; "
+        "limit: the share of the speed of matrix products and attention alone"
+    )
+    numbers = ("tokens/s", "speed", "range", "limit", "CPU time", "peak MiB a rank", "loss", "norm")
+    return table(lines, ("hidden", "layout", "contender"), numbers, title, sections=2)
 
 
-def traffic_table(runs: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="Bytes that rank 0 of megapar sends in a step")
-    for column in ("hidden", "layout", "contender", "axis"):
-        table.add_column(column)
-    for column in ("measured", "formula"):
-        table.add_column(column, justify="right")
-    for run in runs:
-        for contender in (c for c in run["contenders"] if "sent" in c):
+def traffic_table(runs: Runs) -> Table:
+    lines = []
+    for words, _, contender in rows(runs):
+        if "sent" in contender:
             sent = contender["sent"][0]
             formula = contender["formula"][0]
             for axis in sorted(sent | formula):
-                numbers = (f"{bytes_.get(axis, 0):,}" for bytes_ in (sent, formula))
-                table.add_row(str(run["hidden"]), run["layout"], contender["name"], axis, *numbers)
-    return table
+                lines.append((*words, axis, *(f"{bytes_.get(axis, 0):,}" for bytes_ in (sent, formula))))
+    title = "Bytes that rank 0 of megapar sends in a step"
+    return table(lines, ("hidden", "layout", "contender", "axis"), ("measured", "formula"), title, sections=2)
 
 
-def balance_table(runs: Sequence[dict[str, Any]]) -> Table:
+def balance_table(runs: Runs) -> Table:
     """The ranks or experts with the most work set the pace."""
-    table = Table(title="The largest load over the mean")
-    for column in ("hidden", "layout", "contender", "what"):
-        table.add_column(column)
-    table.add_column("max/mean", justify="right")
+    lines = []
     for run in runs:
-        where = str(run["hidden"]), run["layout"]
         for deal, largest in run.get("attended_pairs", {}).items():
-            table.add_row(*where, "", f"attended pairs of ranks, {deal}", f"{largest:.2f}")
-        for contender in run["contenders"]:
-            if "expert_load" in contender:
-                what = "tokens of experts, in the last step"
-                table.add_row(*where, contender["name"], what, f"{contender['expert_load']:.2f}")
-            if "rank_load" in contender:
-                what = "tokens of ranks, in the last step"
-                table.add_row(*where, contender["name"], what, f"{contender['rank_load']:.2f}")
-    return table
+            lines.append((run["hidden"], run["layout"], "", f"attended pairs of ranks, {deal}", f"{largest:.2f}"))
+    for words, _, contender in rows(runs):
+        for whose in ("expert", "rank"):
+            if f"{whose}_load" in contender:
+                lines.append((*words, f"tokens of {whose}s, in the last step", f"{contender[f'{whose}_load']:.2f}"))
+    return table(lines, ("hidden", "layout", "contender", "what"), ["max/mean"], "The largest load over the mean")

@@ -24,25 +24,15 @@ Models of billions of weights in bf16 on one GPU, with MFU: gpu.py.
 Kernels: kernels/run.py.
 """
 
-import json
-import math
-import multiprocessing
-import os
 import statistics
 import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-import tyro
 from megapar_models.build import stage_layers
 from megapar_models.registry import validate
 from rich.console import Console
@@ -50,29 +40,25 @@ from rich.progress import Progress
 from torch import Tensor
 
 from benchmarks.contenders import LAYOUTS, WITHOUT_ZERO, Layout, Megapar, Variant
+from benchmarks.counting import cost, in_turn, memory, ratio
 from benchmarks.layout_tables import balance_table, speed_table, traffic_table
 from benchmarks.peers import Llama, Peer, PipelineV, Plain, Result, Weights
 from benchmarks.products import Products
+from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
+from benchmarks.report import Report
 from benchmarks.traffic import expected_traffic, experts_of_rank
 from megapar import device
-from megapar.comm import collectives
 from megapar.config.options import Config, ModelConfig, MoEConfig, OptimizerConfig, TrainConfig
 from megapar.context_parallel.deal import attended_pairs
-from megapar.errors import ConfigError, MegaparError
-from megapar.launch.reporting import reported
-from megapar.system.atomic_files import write_json
+from megapar.errors import ConfigError
 from megapar.train.metrics import tally_load
-from megapar.train.provenance import in_a_line, provenance
+from megapar.train.provenance import provenance
 
 LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2", "cp2", "moe", "moe_ep2"]
 WARMUP = 1  # steps: DTensor fills its caches, megapar learns when buckets are full, pipelining asks for shapes
 # Relative, loose for the norm's sake: torch sums squares in fp32, which errs by 6e-4 in a matrix of 2 million elements
 # on a CPU, and by as much changes the update after clipping.
 TOLERANCES = {"loss": 1e-4, "grad_norm": 1e-2}
-
-
-class BenchmarkError(MegaparError):
-    """The numbers are worthless: contenders disagree, or a rank failed."""
 
 
 @dataclass(frozen=True)
@@ -114,17 +100,18 @@ class Options:
     """Samples of one forward pass."""
 
 
+def wanted(options: Options, name: str) -> bool:
+    return not options.peers or name in options.peers
+
+
 def chosen_contenders(options: Options, layout: Layout) -> list[str]:
     """Names of the contenders of a layout that run, `Layout.base` first."""
-    return [
-        name
-        for name, (kind, _) in layout.contenders.items()
-        if name == layout.base or (runs_here(options, kind) and (not options.peers or name in options.peers))
-    ]
-
-
-def runs_here(options: Options, kind: type[Peer]) -> bool:
-    return kind.is_installed() and not (kind.cpu_only and options.device == "cuda")
+    run = [layout.base]
+    for name, (kind, _) in layout.contenders.items():
+        runs_here = kind.is_installed() and not (kind.cpu_only and options.device == "cuda")
+        if name != layout.base and runs_here and wanted(options, name):
+            run.append(name)
+    return run
 
 
 def missing_packages(options: Options) -> dict[str, list[str]]:
@@ -132,7 +119,7 @@ def missing_packages(options: Options) -> dict[str, list[str]]:
     missing: dict[str, list[str]] = {}
     for layout in options.layouts:
         for name, (kind, _) in LAYOUTS[layout].contenders.items():
-            if not kind.is_installed() and (not options.peers or name in options.peers):
+            if not kind.is_installed() and wanted(options, name):
                 missing.setdefault(kind.package, []).append(name)
     return missing
 
@@ -212,61 +199,6 @@ def make_batches(config: Config, count: int) -> list[tuple[Tensor, Tensor]]:
     return [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in samples]
 
 
-def run_ranks(world: int, where: str, body: Callable[[torch.device], Any], seconds: float | None = None) -> list[Any]:
-    """`body(device)` on `world` forked processes that can talk; returns what each returned (JSON types), by rank.
-
-    Raises BenchmarkError with the traceback of the first rank that failed, or if a rank was killed, or if the ranks are
-    not done after `seconds` (None: wait without end). Ranks that still run are ended.
-    """
-    fork = multiprocessing.get_context("fork")
-    end = math.inf if seconds is None else time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [fork.Process(target=_rank_main, args=(body, rank, world, where, folder)) for rank in range(world)]
-        for process in ranks:
-            process.start()
-        running = list(ranks)
-        while running and all(process.exitcode in (None, 0) for process in ranks) and time.monotonic() < end:
-            wait([process.sentinel for process in running], None if seconds is None else max(end - time.monotonic(), 0))
-            running = [process for process in running if process.exitcode is None]
-        codes = [process.exitcode for process in ranks]  # before the kills below
-        for process in ranks:
-            process.kill()
-            process.join()
-        for rank in range(world):
-            error = Path(folder, f"error_{rank}")
-            if error.exists():
-                raise BenchmarkError(f"rank {rank} of {world} failed:\n{error.read_text()}")
-        if lost := [code for code in codes if code]:
-            raise BenchmarkError(f"a rank ended without a result, exit code {lost[0]}")
-        if running:
-            raise BenchmarkError(f"not done after {seconds} seconds, and ended")
-        return [json.loads(Path(folder, f"result_{rank}").read_text()) for rank in range(world)]
-
-
-def _rank_main(body: Callable[[torch.device], Any], rank: int, world: int, where: str, folder: str) -> None:
-    try:
-        chosen = device.choose(where, rank, world)
-        device.prepare(chosen, threads=1, deterministic=False)
-        if world > 1:
-            store = dist.FileStore(f"{folder}/store", world)
-            collectives.initialize(device.backend(chosen), rank, world, store=store, device=chosen)
-        Path(folder, f"result_{rank}").write_text(json.dumps(body(chosen)))
-        if world > 1:
-            dist.barrier()
-    except BaseException:
-        Path(folder, f"error_{rank}").write_text(traceback.format_exc())
-        os._exit(1)
-    # No interpreter shutdown: fully_shard over gloo sometimes aborts in it, after all work is done.
-    os._exit(0)
-
-
-def resident_bytes(where: torch.device) -> int:
-    """What this process holds now: resident size, or bytes allocated on its GPU."""
-    if where.type == "cuda":
-        return torch.cuda.memory_allocated(where)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def build_contender(options: Options, hidden: int, layout: Layout, name: str, where: torch.device) -> Peer:
     kind, variant = layout.contenders[name]
     config = make_config(options, hidden, layout, variant)
@@ -278,23 +210,18 @@ def measure_time(options: Options, hidden: int, layout: Layout, names: Sequence[
     """On each rank: for each contender the seconds, results, bytes sent and counts of experts of every step, warm-up
     included."""
     contenders = {name: build_contender(options, hidden, layout, name, where) for name in names}
-    measured: dict[str, dict[str, list[Any]]] = {
-        n: {"seconds": [], "cpu": [], "results": [], "sent": [], "expert_counts": []} for n in names
-    }
+    fields = ("seconds", "cpu", "results", "sent", "expert_counts")
+    measured: dict[str, dict[str, list[Any]]] = {name: {field: [] for field in fields} for name in names}
     config = make_config(options, hidden, layout, WITHOUT_ZERO)
     for number, batch in enumerate(make_batches(config, WARMUP + options.steps)):
-        tokens_bs, targets_bs = (x.to(where) for x in batch)
-        for name in names if number % 2 else reversed(names):
+        for name in in_turn(names, number):
             contender = contenders[name]
             record = measured[name]
             before = contender.ctx.traffic() if isinstance(contender, Megapar) else {}
             synchronize(layout.world, where)
-            start = time.perf_counter()
-            start_cpu = time.process_time()
-            result = contender.step(tokens_bs, targets_bs)
-            synchronize(layout.world, where)
-            record["seconds"].append(time.perf_counter() - start)
-            record["cpu"].append(time.process_time() - start_cpu)
+            spent, result = cost(partial(whole_step, contender, [x.to(where) for x in batch]))
+            record["seconds"].append(spent.wall)
+            record["cpu"].append(spent.cpu)
             record["results"].append(result)
             if isinstance(contender, Megapar):
                 sent = contender.ctx.traffic()
@@ -303,10 +230,11 @@ def measure_time(options: Options, hidden: int, layout: Layout, names: Sequence[
     return measured
 
 
-def synchronize(world: int, where: torch.device) -> None:
-    device.synchronize(where)
-    if world > 1:
-        dist.barrier()
+def whole_step(contender: Peer, batch: Sequence[Tensor]) -> Result:
+    """A step until all ranks have done it."""
+    result = contender.step(*batch)
+    synchronize(contender.world, contender.device)
+    return result
 
 
 def measure_memory(options: Options, hidden: int, layout: Layout, name: str, where: torch.device) -> Any:
@@ -315,11 +243,13 @@ def measure_memory(options: Options, hidden: int, layout: Layout, name: str, whe
     config = make_config(options, hidden, layout, variant)
     weights = make_weights(config)
     kind.load()
-    before = resident_bytes(where)
-    contender = kind(config, weights, where)
-    for tokens_bs, targets_bs in make_batches(config, 2):
-        contender.step(tokens_bs.to(where), targets_bs.to(where))
-    return before, device.peak_memory_bytes(where)
+
+    def train() -> None:
+        contender = kind(config, weights, where)
+        for tokens_bs, targets_bs in make_batches(config, 2):
+            contender.step(tokens_bs.to(where), targets_bs.to(where))
+
+    return memory(train, where)
 
 
 def run_layout(options: Options, hidden: int, layout_name: str, reference: Sequence[Result]) -> dict[str, Any]:
@@ -409,19 +339,13 @@ def seconds_of(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
     return seconds
 
 
-def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Median and range, over rounds, of the ratio within a round."""
-    ratios = [above / below for above, below in zip(numerators, denominators, strict=True)]
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
-
-
 def cpu_seconds(ranks: Sequence[dict[str, Any]], name: str) -> float:
     """Median over steps of the CPU time of all ranks: what is left of a step when nobody waits."""
     return statistics.median(map(sum, zip(*(rank[name]["cpu"][WARMUP:] for rank in ranks), strict=True)))
 
 
-def largest_error(results: Sequence[Sequence[float]], reference: Sequence[Result], field: str) -> float:
-    """Over all steps, relative to plain PyTorch in one process."""
+def largest_error(results: Sequence[Sequence[float]], reference: Sequence[Sequence[float]], field: str) -> float:
+    """Of loss or gradient norm over all steps, relative to the reference."""
     place = Result._fields.index(field)
     return max(abs(r[place] - e[place]) / abs(e[place]) for r, e in zip(results, reference, strict=True))
 
@@ -486,8 +410,27 @@ def check_options(options: Options) -> None:
         )
 
 
+def runs_of(options: Options) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """A title for each width and layout, and what measures it."""
+    for hidden in options.hidden:
+        references: dict[bool, list[Result]] = {}  # of the dense model and of the mixture
+        for name in options.layouts:
+            yield f"hidden {hidden}, {name}", partial(run_whole, options, hidden, name, references)
+
+
+def run_whole(options: Options, hidden: int, name: str, references: dict[bool, list[Result]]) -> dict[str, Any]:
+    """Everything about one layout at one width. `references` keeps what plain PyTorch computed."""
+    layout = LAYOUTS[name]
+    if layout.experts not in references:
+        body = partial(measure_reference, options, hidden, layout)
+        references[layout.experts] = [Result(*r) for r in run_ranks(1, options.device, body)[0]]
+    run = run_layout(options, hidden, name, references[layout.experts])
+    add_memory(options, run)
+    return run
+
+
 def main(options: Options) -> None:
-    """Measure, print both tables, write the JSON file; raises BenchmarkError if the numbers are worthless."""
+    """Measure, print the tables, write the JSON file; raises BenchmarkError if the numbers are worthless."""
     check_options(options)
     torch.set_num_threads(1)
     for package, names in missing_packages(options).items():
@@ -495,32 +438,14 @@ def main(options: Options) -> None:
     runs = []
     with Progress(auto_refresh=False, console=Console(stderr=True)) as progress:
         task = progress.add_task("measuring", total=len(options.hidden) * len(options.layouts))
-        for hidden in options.hidden:
-            references: dict[bool, list[Result]] = {}  # of the dense model and of the mixture
-            for name in options.layouts:
-                progress.update(task, description=f"hidden {hidden}, {name}", refresh=True)
-                layout = LAYOUTS[name]
-                if layout.experts not in references:
-                    body = partial(measure_reference, options, hidden, layout)
-                    references[layout.experts] = [Result(*r) for r in run_ranks(1, options.device, body)[0]]
-                runs.append(run_layout(options, hidden, name, references[layout.experts]))
-                add_memory(options, runs[-1])
-                progress.update(task, advance=1, refresh=True)
-    console = Console(width=140)  # narrower, numbers would be cut
-    console.print(speed_table(runs))
-    console.print(traffic_table(runs))
+        for title, run in runs_of(options):
+            progress.update(task, description=title, refresh=True)
+            runs.append(run())
+            progress.update(task, advance=1, refresh=True)
+    tables = [speed_table(runs), traffic_table(runs)]
     if any(LAYOUTS[name].experts or LAYOUTS[name].parallel.cp > 1 for name in options.layouts):
-        console.print(balance_table(runs))
-    facts = provenance(device.choose(options.device, 0, 1))
-    console.print(in_a_line(facts))
-    if options.json:
-        facts |= {"options": {k: str(v) for k, v in asdict(options).items() if k != "json"}}
-        write_json(options.json, facts | {"runs": runs})
+        tables.append(balance_table(runs))
+    Report(options, provenance(device.choose(options.device, 0, 1))).finish({"runs": runs}, *tables)
     found = [problem for run in runs for problem in problems(run)]
     if found:
         raise BenchmarkError("\n".join(found))
-
-
-if __name__ == "__main__":
-    with reported():
-        main(tyro.cli(Options, description=__doc__))

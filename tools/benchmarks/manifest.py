@@ -10,32 +10,25 @@ that it lists are there in their sizes, but empty. Each measurement is a process
 """
 
 import math
-import multiprocessing
-import os
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
-from megapar_models.build import build_stages
+from megapar_models.build import logical_tensors
 from megapar_models.registry import validate
-from rich.console import Console
-from rich.table import Table
 
-from megapar import context
+from benchmarks.counting import cost, memory
+from benchmarks.ranks import run_ranks
+from benchmarks.report import Report, table
 from megapar.checkpoint.format import Chunk, Manifest, boxes, folder_name, is_complete, read_manifest
 from megapar.checkpoint.save import publish
 from megapar.config.options import Config, ModelConfig
-from megapar.launch.reporting import reported
-from megapar.params import spec_of
-from megapar.system.atomic_files import write_json
-from megapar.train.provenance import in_a_line, provenance
+from megapar.train.provenance import provenance
 
 MODEL = ModelConfig(
     hidden_size=8192,
@@ -66,11 +59,8 @@ class Options:
 
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
     """The model's logical tensors by name, in order."""
-    model = ModelConfig(**{**vars(MODEL), "num_hidden_layers": layers})
-    config = validate(Config(model=model), 1)
-    stages = build_stages(config, context.single(torch.device("meta")))
-    parameters = [parameter for stage in stages.values() for parameter in stage.parameters()]
-    return {piece.name: piece.shape for parameter in parameters for piece in spec_of(parameter).pieces}
+    config = validate(Config(model=replace(MODEL, num_hidden_layers=layers)), 1)
+    return {name: piece.shape for name, piece in logical_tensors(config.model).items()}
 
 
 def parts_of(tensors: dict[str, tuple[int, ...]], ranks: int) -> Parts:
@@ -103,30 +93,16 @@ def parts_of(tensors: dict[str, tuple[int, ...]], ranks: int) -> Parts:
     return parts
 
 
-def resident(field: str) -> int:
-    """Bytes of this process's memory: VmRSS now, VmHWM at most."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+def counted(action: Callable[[], object], where: torch.device) -> dict[str, float]:
+    """CPU seconds of `action`, and bytes that it took at most."""
+    costs = []
+    taken = memory(lambda: costs.append(cost(action)[0]), where).taken
+    return {"seconds": costs[0].cpu, "bytes": taken}
 
 
-def measured(action: Callable[[], Any]) -> dict[str, Any]:
-    """CPU seconds of `action` in a process of its own, bytes that it took at most, and what it returned."""
-    fork = multiprocessing.get_context("fork")
-    ours, theirs = fork.Pipe()
-
-    def run(connection: Connection) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
-        before = resident("VmRSS")
-        began = time.process_time()
-        value = action()
-        connection.send({"seconds": time.process_time() - began, "bytes": resident("VmHWM") - before, "value": value})
-        os._exit(0)
-
-    process = fork.Process(target=run, args=(theirs,))
-    process.start()
-    theirs.close()
-    found: dict[str, Any] = ours.recv()
-    process.join()
+def apart(action: Callable[[], object]) -> dict[str, float]:
+    """The same in a process of its own."""
+    found: dict[str, float] = run_ranks(1, "cpu", partial(counted, action))[0]
     return found
 
 
@@ -146,17 +122,21 @@ def measure(ranks: int, layers: int, root: Path) -> dict[str, Any]:
         if part:
             with open(temporary / part["file"], "wb") as file:
                 file.truncate(part["bytes"])
-    found = {"publish": measured(lambda: publish(temporary, root, {**FACTS, "step": ranks}, parts))}
     folder = root / folder_name(ranks)
-    found["verify"] = measured(lambda: len(read_manifest(folder).files))
+    found = {"publish": apart(lambda: publish(temporary, root, {**FACTS, "step": ranks}, parts))}
+    found["verify"] = apart(lambda: read_manifest(folder).files)
     outline = read_manifest(folder).outline()
     assert outline is not None, "the manifest can be read in parts"
     names = [f"{state}.{name}" for name in list(tensors)[: len(tensors) // PP] for state in STATE]
-    found["use"] = measured(lambda: use(folder, outline, names))
-    found["retain"] = measured(lambda: is_complete(folder))
-    for one in found.values():
-        del one["value"]
+    found["use"] = apart(partial(use, folder, outline, names))
+    found["retain"] = apart(lambda: is_complete(folder))
     return {"ranks": ranks, "manifest_bytes": (folder / "manifest.json").stat().st_size, **found}
+
+
+def cells(row: dict[str, Any], who: str) -> tuple[str, ...]:
+    """A row of the table."""
+    size = f"{row['manifest_bytes'] / 1e6:.1f} MB"
+    return f"{row['ranks']:,}", size, who, f"{row[who]['seconds']:.2f}", f"{row[who]['bytes'] / 1e6:,.0f} MB"
 
 
 def main(options: Options) -> None:
@@ -165,20 +145,6 @@ def main(options: Options) -> None:
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as name:
             rows.append(measure(ranks, options.layers, Path(name)))
-    shown = Table("ranks", "manifest", "who", "CPU seconds", "peak memory", title="Manifests of a checkpoint")
-    for row in rows:
-        for who in ("publish", "verify", "use", "retain"):
-            one = row[who]
-            size = f"{row['manifest_bytes'] / 1e6:.1f} MB"
-            shown.add_row(f"{row['ranks']:,}", size, who, f"{one['seconds']:.2f}", f"{one['bytes'] / 1e6:,.0f} MB")
-    console = Console(width=100)
-    console.print(shown)
-    facts = provenance(torch.device("cpu"))
-    console.print(in_a_line(facts))
-    if options.json:
-        write_json(options.json, {**facts, "rows": rows})
-
-
-if __name__ == "__main__":
-    with reported():
-        main(tyro.cli(Options, description=__doc__))
+    lines = (cells(row, who) for row in rows for who in ("publish", "verify", "use", "retain"))
+    shown = table(lines, ("ranks", "manifest", "who"), ("CPU seconds", "peak memory"), sections=1)
+    Report(options, provenance(torch.device("cpu"))).finish({"rows": rows}, shown)

@@ -8,18 +8,17 @@ what the runtime itself costs, and whether ranks wait where the simulation says.
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.layouts import run_ranks, synchronize
+from benchmarks.counting import cost
+from benchmarks.ranks import run_ranks, synchronize
+from benchmarks.report import Report, table
 from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.context import ParallelContext
@@ -27,7 +26,6 @@ from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.reduce import Gradients
 from megapar.errors import ConfigError
 from megapar.grid import Grid
-from megapar.launch.reporting import reported
 from megapar.linear import LOCAL, LinearFunction
 from megapar.params import Init, replicated
 from megapar.pipeline.lowering import lower
@@ -36,15 +34,14 @@ from megapar.pipeline.schedules import SCHEDULES, make, placement
 from megapar.pipeline.simulation import simulate
 from megapar.products import MatrixProducts
 from megapar.sharding import Sharding
-from megapar.system.atomic_files import write_json
-from megapar.train.provenance import in_a_line, provenance
+from megapar.train.provenance import provenance
 
 WIDTH = 8  # of the tensors that ranks send: so small that transfers cost no time
 STAGES_ON_A_RANK = {"interleaved": 2, "zb-interleaved": 2, "breadth": 2}
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Options:
     """Measure pipeline schedules on ranks that sleep."""
 
     pp: int = 4
@@ -103,28 +100,27 @@ class SleepingStage(PipelineStage):
         return y.sum() if self.last else y
 
 
-def measure(arguments: Arguments, schedule: str, where: torch.device) -> dict[str, list[float]]:
+def measure(options: Options, schedule: str, where: torch.device) -> dict[str, list[float]]:
     """On each rank: the seconds of every timed step, by number of micro-batches."""
-    ctx = context.create(Grid(pp=arguments.pp), device=where)
-    vpp = stages_on_a_rank(schedule, arguments.pp)
-    num_stages = arguments.pp * vpp
-    seconds = arguments.milliseconds / 1e3 / vpp
-    mine = [stage for stage, rank in enumerate(placement(schedule, arguments.pp, vpp)) if rank == ctx.pp.rank]
+    ctx = context.create(Grid(pp=options.pp), device=where)
+    vpp = stages_on_a_rank(schedule, options.pp)
+    num_stages = options.pp * vpp
+    seconds = options.milliseconds / 1e3 / vpp
+    mine = [stage for stage, rank in enumerate(placement(schedule, options.pp, vpp)) if rank == ctx.pp.rank]
     stages = {number: SleepingStage(number, num_stages, ctx, seconds) for number in mine}
     # Main gradients, to which stages add: without them a backward in halves has nothing to defer.
     gradients = Gradients(FlatLayout(list(stages.values()), 1 << 20, sharded=False), where)
     runtime = PipelineRuntime(stages, ctx, schedule, vpp)
     found: dict[str, list[float]] = {}
-    for count in numbers_of_microbatches(arguments):
+    for count in numbers_of_microbatches(options):
         batches = [a_batch() for _ in range(count)]
         found[str(count)] = []
-        for step in range(1 + arguments.steps):
+        for step in range(1 + options.steps):
             gradients.zero()
-            synchronize(arguments.pp, where)
-            start = time.perf_counter()
-            runtime.step(batches)
+            synchronize(options.pp, where)
+            spent, _ = cost(partial(runtime.step, batches))
             if step:
-                found[str(count)].append(time.perf_counter() - start)
+                found[str(count)].append(spent.wall)
     return found
 
 
@@ -141,22 +137,20 @@ def stages_on_a_rank(schedule: str, pp: int) -> int:
     return 2 if place(pp, 2)[-1] == 0 else 1
 
 
-def numbers_of_microbatches(arguments: Arguments) -> Sequence[int]:
-    return arguments.microbatches or (arguments.pp, 2 * arguments.pp, 4 * arguments.pp)
+def numbers_of_microbatches(options: Options) -> Sequence[int]:
+    return options.microbatches or (options.pp, 2 * options.pp, 4 * options.pp)
 
 
-def compared(
-    arguments: Arguments, schedule: str, count: int, ranks: Sequence[dict[str, list[float]]]
-) -> dict[str, Any]:
+def compared(options: Options, schedule: str, count: int, ranks: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
     """The time of a step beside the simulated one, and the shares of time in which ranks are idle."""
-    vpp = stages_on_a_rank(schedule, arguments.pp)
-    plans = lower(make(schedule, arguments.pp, vpp, count), arguments.pp * vpp)
-    unit = arguments.milliseconds / 1e3 / vpp
+    vpp = stages_on_a_rank(schedule, options.pp)
+    plans = lower(make(schedule, options.pp, vpp, count), options.pp * vpp)
+    unit = options.milliseconds / 1e3 / vpp
     timeline = simulate(plans, forward=unit, backward=2 * unit)
     # A step ends when its last rank ends.
     steps = [max(times) for times in zip(*(rank[str(count)] for rank in ranks), strict=True)]
     measured = statistics.median(steps)
-    busy = 3 * count * arguments.milliseconds / 1e3
+    busy = 3 * count * options.milliseconds / 1e3
     return {
         "schedule": schedule,
         "microbatches": count,
@@ -169,39 +163,29 @@ def compared(
     }
 
 
-def show(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table("schedule", "micro-batches", "ms", "simulated", "ratio", "idle", "simulated", "micro-batches kept")
-    for row in rows:
-        table.add_row(
-            row["schedule"],
-            str(row["microbatches"]),
-            f"{1e3 * statistics.median(row['step_seconds']):.1f}",
-            f"{1e3 * row['simulated_seconds']:.1f}",
-            f"{row['measured_over_simulated']:.3f}",
-            f"{row['idle']:.1%}",
-            f"{row['simulated_idle']:.1%}",
-            f"{row['peak_microbatches']:g}",
-        )
-    return table
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    milliseconds = (1e3 * statistics.median(row["step_seconds"]), 1e3 * row["simulated_seconds"])
+    return [
+        row["schedule"],
+        row["microbatches"],
+        *(f"{time:.1f}" for time in milliseconds),
+        f"{row['measured_over_simulated']:.3f}",
+        f"{row['idle']:.1%}",
+        f"{row['simulated_idle']:.1%}",
+        f"{row['peak_microbatches']:g}",
+    ]
 
 
-def main(arguments: Arguments) -> None:
-    unknown = [name for name in arguments.schedules if name not in SCHEDULES]
+def main(options: Options) -> None:
+    """Measure, print the table, write the JSON file."""
+    unknown = [name for name in options.schedules if name not in SCHEDULES]
     if unknown:
         raise ConfigError(f"--schedules {' '.join(unknown)}: no such schedule; there are {', '.join(SCHEDULES)}")
     rows = []
-    for schedule in arguments.schedules:
-        ranks = run_ranks(arguments.pp, "cpu", partial(measure, arguments, schedule))
-        rows += [compared(arguments, schedule, count, ranks) for count in numbers_of_microbatches(arguments)]
-    console = Console(width=120)
-    facts = provenance(torch.device("cpu"))
-    console.print(show(rows))
-    console.print(in_a_line(facts))
-    if arguments.json:
-        options = {name: value for name, value in asdict(arguments).items() if name != "json"}
-        write_json(arguments.json, {**facts, "options": options, "rows": rows})
-
-
-if __name__ == "__main__":
-    with reported():
-        main(tyro.cli(Arguments, description=__doc__, use_underscores=True))
+    for schedule in options.schedules:
+        ranks = run_ranks(options.pp, "cpu", partial(measure, options, schedule))
+        rows += [compared(options, schedule, count, ranks) for count in numbers_of_microbatches(options)]
+    numbers = ("micro-batches", "ms", "simulated", "ratio", "idle", "simulated", "micro-batches kept")
+    shown = table(map(cells, rows), ["schedule"], numbers, sections=1)
+    Report(options, provenance(torch.device("cpu"))).finish({"rows": rows}, shown)

@@ -1,0 +1,82 @@
+"""How everything on a CPU is counted: turns of contenders, seconds on the clock, CPU seconds, bytes of memory."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from megapar import device
+
+Name = TypeVar("Name")
+
+
+def in_turn(names: Iterable[Name], number: int) -> list[Name]:
+    """The contenders of round `number`. Each round has the reverse order of the one before, so that noise of the
+    machine hits neighbors alike. A ratio is taken within a round."""
+    return list(names)[:: 1 if number % 2 else -1]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds on the clock, and of CPU time, which counts no waiting and no other programs."""
+
+    wall: float
+    cpu: float
+
+    def __sub__(self, other: "Cost") -> "Cost":
+        return Cost(self.wall - other.wall, self.cpu - other.cpu)
+
+    def __truediv__(self, count: int) -> "Cost":
+        return Cost(self.wall / count, self.cpu / count)
+
+
+def cost(work: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> tuple[Cost, Any]:
+    """What `work` costs, and what it returns. `clock` counts CPU seconds: those of this process."""
+    wall = time.perf_counter()
+    cpu = clock()
+    result = work()
+    return Cost(time.perf_counter() - wall, clock() - cpu), result
+
+
+def with_children() -> float:
+    """CPU seconds of this process and of the children that it has waited for, by ticks of a hundredth."""
+    return sum(os.times()[:4])
+
+
+class Memory(NamedTuple):
+    """Bytes of this process, or of its GPU: what it held before some work, and the most that it held during it."""
+
+    before: int
+    peak: int
+
+    @property
+    def taken(self) -> int:
+        return self.peak - self.before
+
+
+def memory(work: Callable[[], object], where: torch.device) -> Memory:
+    """Resident bytes around `work`, on a GPU allocated ones."""
+    if where.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(where)
+        before = torch.cuda.memory_allocated(where)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+        before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    work()
+    return Memory(before, device.peak_memory_bytes(where))
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median and range."""
+    ordered = sorted(values)
+    return {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """Median and range, over rounds, of the ratio within a round."""
+    return spread(above / below for above, below in zip(numerators, denominators, strict=True))
