@@ -39,7 +39,6 @@ from megapar.config.options import CheckpointConfig, Config, LaunchConfig, Model
 from megapar.random import initialize
 from megapar.train.checkpoints import Saver
 from megapar.train.provenance import provenance
-from megapar.train.state import TrainState
 from megapar.train.step import TrainState, train_step
 from megapar.train.trainer import assemble
 

@@ -6,20 +6,15 @@ on fp32 main weights with fp32 moments, rounded into the bf16 weights: 18 bytes 
 is taken of fp32 logits of all tokens, attention is SDPA as it comes, and torch.compile compiles model and loss as one
 graph. With full recompute it recomputes its layers as well.
 
-MFU is tokens/s * FLOPs of a token / the GPU's dense bf16 peak (megapar.device.PEAK_TFLOPS). FLOPs of a token are
-6 * (weights of matrices, the head's included) + 6 * s * heads * head_dim * layers: forward and backward, causal
-attention counted half, no recomputation (megapar_models.counts). The first steps, which compile, are not
-counted. Every figure of megapar is printed beside what benchmarks/gpu_model.py predicts for an H200.
+MFU is tokens/s * FLOPs of a token / the GPU's dense bf16 peak (megapar.device.PEAK_TFLOPS). FLOPs of a token are those
+of megapar_models.counts: causal attention counted half, no recomputation. The first steps, which
+compile, are not counted. Every figure of megapar stands beside what benchmarks/gpu_model.py predicts for an H200, and
+its memory beside what --dry_run plans.
 
-Order: megapar on every workload, one profiled step, plain PyTorch, torch.compile. Each measurement runs alone, in a
-fresh process, for at most three minutes. The JSON file is written again after each of them, so that nothing measured is
-lost whenever the program is ended. A contender that runs out of memory, crashes or hangs ends none of the others; the
-program ends with exit code 70 if megapar failed otherwise than for memory, or if losses or norms differ.
-
-How long it takes, at the rates of gpu_model on an H200, with 8 micro-batches a step and 2 + 4 steps: megapar's steps
-take 12, 14, 18 and 44 s (1b, 3b, 8b-16-layers, 8b) and each process starts in about 20 s, 170 s in all; the profile
-takes 30 s. Eager PyTorch, about 1.4 times slower, takes 150 s, 8b ends for lack of memory. That leaves 160 s of 8.5
-minutes for torch.compile, which needs one or two minutes a model: not all of them are run, and those are named.
+Order: megapar on every workload, one profiled step, plain PyTorch, torch.compile, which needs one or two minutes a
+model. Each measurement runs alone, in a fresh process, for at most three minutes, and the JSON file is written again
+after each. A contender that runs out of memory, crashes or hangs ends none of the others; the program ends with exit
+code 70 if megapar failed otherwise than for memory, or if losses or norms differ.
 
 --dry_run does the same on the CPU with a model of thousands of weights and claims no figure.
 """
@@ -29,29 +24,31 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
-from megapar_models.counts import WholeModel
+from megapar_models.build import build_stages
 from megapar_models.registry import presets, validate
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks import gpu_profile, layouts
+from benchmarks.contenders import Megapar
+from benchmarks.counting import cost
 from benchmarks.gpu_contenders import Compiled, CompiledDry, MixedPrecision, RandomWeights
-from benchmarks.gpu_model import H200, OFF, Job, Prediction, plain_peak_bytes, predict
+from benchmarks.gpu_model import H200, OFF, Prediction, predict
+from benchmarks.layouts import largest_error, make_batches, whole_step
 from benchmarks.peers import Peer, Result
+from benchmarks.profiling import Kernel, kind_of, record
+from benchmarks.ranks import BenchmarkError, run_ranks
+from benchmarks.report import Session, number, table
 from megapar import device
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.errors import ConfigError, MegaparError, storing
-from megapar.launch.reporting import reported
-from megapar.system.atomic_files import write_json
-from megapar.train.provenance import in_a_line, provenance
+from megapar.errors import ConfigError
+from megapar.plan.dry_run import report_rank
+from megapar.train.provenance import provenance
 
 WARMUP = 2
 TOLERANCES = {"loss": 1e-2, "grad_norm": 5e-2}  # relative: bf16 activations, rounded at other places
@@ -59,10 +56,12 @@ TARGET_MFU = 0.45
 LARGE_MEMORY = 100e9  # bytes: above it is an H200, below it an H100 or A100
 CONTENDER_SECONDS = 180.0  # a contender that takes longer hangs, or would leave no time for the others
 GRACE_MINUTES = 1.0  # for what runs when --minutes are over
+NO_MEMORY = "out of memory"  # a contender's status
 
 WorkloadName = Literal["1b", "3b", "8b-16-layers", "8b", "8b-4096"]
 ContenderName = Literal["megapar", "torch", "compiled"]
 RecomputeName = Literal["none", "selective", "full"]
+Item = tuple[Literal["megapar", "torch", "compiled", "profile"], WorkloadName]
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Workload:
     """A preset of a model family and how a GPU of more than 100 GB trains it.
 
     `small_micro_batch_size` is the micro-batch of a smaller GPU, 0 if the model does not fit into 80 GB. `layers` 0
-    means all. `instead` names the workload that takes this one's place if megapar runs out of memory.
+    means all. `spare_of` names the workload whose place this one takes if megapar runs out of memory.
     """
 
     preset: str
@@ -80,7 +79,7 @@ class Workload:
     layers: int = 0
     recompute: RecomputeName = "none"
     loss_chunk: int = 0
-    instead: WorkloadName | None = None
+    spare_of: WorkloadName | None = None
 
 
 # The whole 8B takes 134.7 GiB of an H200's 140.4 before its first activation. Its logits are therefore computed in two
@@ -90,8 +89,21 @@ WORKLOADS: dict[WorkloadName, Workload] = {
     "1b": Workload("llama3.2-1b", 4096, 4, small_micro_batch_size=2),
     "3b": Workload("llama3.2-3b", 4096, 2, small_micro_batch_size=1),
     "8b-16-layers": Workload("llama3-8b", 8192, 1, layers=16),
-    "8b": Workload("llama3-8b", 8192, 1, recompute="full", loss_chunk=4096, instead="8b-4096"),
-    "8b-4096": Workload("llama3-8b", 4096, 1, recompute="full", loss_chunk=2048),
+    "8b": Workload("llama3-8b", 8192, 1, recompute="full", loss_chunk=4096),
+    "8b-4096": Workload("llama3-8b", 4096, 1, recompute="full", loss_chunk=2048, spare_of="8b"),
+}
+SPARES: dict[WorkloadName, WorkloadName] = {w.spare_of: name for name, w in WORKLOADS.items() if w.spare_of}
+
+# Kinds of kernels by their names in lower case, tried in this order. Attention comes before the matrix products,
+# because attention's kernels are built from CUTLASS too and have it in their names.
+PATTERNS = {
+    "attention": r"flash|fmha|sdpa|attention|\b_softmax_|softmax_warp|cudnn::fusion::(compute_dot_do_o|convert_dq)",
+    "norms": r"\b_norm_|rms_?norm|layer_norm|rowwisemoments|gammabeta",
+    "activation": r"\b_activation_",
+    "rope": r"\b_rotate",
+    "cross entropy": r"\b_statistics_kernel|\b_gradient_kernel|cunn_softmax|nll_loss",
+    "optimizer and norm": r"\b_adamw_|\b_square_sum|fusedadam|lpnorm",
+    "matrix products": r"nvjet|cutlass|xmma|gemm|gemv|splitk|cublas|matmul",
 }
 
 
@@ -123,18 +135,18 @@ class Options:
     profile: Literal["first", "none", "1b", "3b", "8b-16-layers", "8b", "8b-4096"] = "first"
     """The workload of which megapar's kernels are timed one by one, in one step; first: the first of --workloads."""
     json: Path = Path("runs/benchmark_gpu.json")
-    """All numbers go here, after every contender; the profile as text beside it, named ...-kernels.txt."""
+    """All numbers go here, after every contender."""
     dry_run: bool = False
     """A tiny model on the CPU, without figures."""
 
 
-class TrainingError(MegaparError):
+class TrainingError(BenchmarkError):
     """megapar failed, or contenders did not compute the same."""
 
 
 def contender_class(name: ContenderName, dry_run: bool) -> type[Peer]:
     if name == "megapar":
-        return layouts.Megapar
+        return Megapar
     if name == "torch":
         return MixedPrecision
     return CompiledDry if dry_run else Compiled
@@ -182,17 +194,9 @@ def make_config(options: Options, name: WorkloadName, large: bool) -> Config:
     return validate(config, 1)
 
 
-def job_of(config: Config) -> Job:
-    """The same for the model of time and memory."""
-    train = config.train
-    return Job(
-        config.model,
-        train.micro_batch_size,
-        train.seq_length,
-        micro_batches=num_microbatches(config),
-        recompute=train.recompute,
-        loss_chunk=config.kernels.loss_chunk,
-    )
+def planned_bytes(config: Config, _: torch.device) -> dict[str, Any]:
+    """What megapar needs by its plan, by name. Workspaces of kernels are not in it."""
+    return {"bytes": report_rank(config, build_stages, 0).rows}
 
 
 def facts_of(where: torch.device) -> dict[str, Any]:
@@ -201,19 +205,14 @@ def facts_of(where: torch.device) -> dict[str, Any]:
     return provenance(where) | {"memory_bytes": memory, "peak_tflops": device.peak_tflops(where)}
 
 
-def take_steps(contender: Peer, config: Config, steps: int, where: torch.device) -> tuple[list[float], list[Result]]:
+def take_steps(contender: Peer, config: Config, steps: int) -> tuple[list[float], list[Result]]:
     """Seconds and result of each step."""
-    seconds = []
-    results = []
-    for tokens_bs, targets_bs in layouts.make_batches(config, steps):
-        tokens = tokens_bs.to(where)
-        targets = targets_bs.to(where)
-        device.synchronize(where)
-        start = time.perf_counter()
-        results.append(contender.step(tokens, targets))
-        device.synchronize(where)
-        seconds.append(time.perf_counter() - start)
-    return seconds, results
+    found = []
+    for batch in make_batches(config, steps):
+        on_device = [x.to(contender.device) for x in batch]
+        device.synchronize(contender.device)
+        found.append(cost(partial(whole_step, contender, on_device)))
+    return [spent.wall for spent, _ in found], [result for _, result in found]
 
 
 def build(kind: type[Peer], config: Config, where: torch.device) -> Peer:
@@ -227,18 +226,31 @@ def build(kind: type[Peer], config: Config, where: torch.device) -> Peer:
 
 def measure(config: Config, kind: type[Peer], steps: int, where: torch.device) -> dict[str, Any]:
     """One contender's steps: seconds of those that count, results of all, peak bytes of device memory."""
-    contender = build(kind, config, where)
-    seconds, results = take_steps(contender, config, WARMUP + steps, where)
+    seconds, results = take_steps(build(kind, config, where), config, WARMUP + steps)
     return {"seconds": seconds[WARMUP:], "results": results, "peak_bytes": device.peak_memory_bytes(where)}
 
 
 def measure_kernels(config: Config, where: torch.device) -> dict[str, Any]:
     """megapar's kernels in one step that is not the first: (name, launches, milliseconds) and the step's own time."""
-    contender = build(layouts.Megapar, config, where)
-    seconds, _ = take_steps(contender, config, WARMUP, where)
-    tokens, targets = (x.to(where) for x in layouts.make_batches(config, 1)[0])
-    kernels = gpu_profile.record(lambda: contender.step(tokens, targets), where)
-    return {"step_ms": seconds[-1] * 1e3, "kernels": kernels}
+    contender = build(Megapar, config, where)
+    seconds, _ = take_steps(contender, config, WARMUP)
+    batch = [x.to(where) for x in make_batches(config, 1)[0]]
+    return {"step_ms": seconds[-1] * 1e3, "kernels": record(partial(whole_step, contender, batch), where)}
+
+
+def categorize(name: str) -> str:
+    """The category of `gpu_model.CATEGORIES` that a kernel's name, as the profiler prints it, belongs to."""
+    return kind_of(name.lower(), PATTERNS, "copies and other")
+
+
+def by_category(kernels: Sequence[Kernel], prediction: Prediction) -> list[dict[str, Any]]:
+    """Milliseconds and launches of a step by category beside what the model predicts."""
+    rows = []
+    for name, predicted in prediction.by_category().items():
+        of_kind = [kernel for kernel in kernels if categorize(kernel.name) == name]
+        row = {"category": name, "ms": sum(k.ms for k in of_kind), "calls": sum(k.calls for k in of_kind)}
+        rows.append(row | {"predicted_ms": predicted * num_microbatches(prediction.config)})
+    return rows
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -248,23 +260,24 @@ def out_of_memory(error: Exception) -> bool:
     return any(words in text for words in ("OutOfMemoryError", "out of memory", "STATUS_ALLOC_FAILED"))
 
 
-Kind = Literal["megapar", "torch", "compiled", "profile"]
-Item = tuple[Kind, WorkloadName]
-
-
 def default_workloads(large: bool) -> list[WorkloadName]:
     """All that take no other's place, of those that fit the GPU's memory."""
-    spare = {workload.instead for workload in WORKLOADS.values()}
-    return [name for name, w in WORKLOADS.items() if name not in spare and (large or w.small_micro_batch_size)]
+    return [name for name, w in WORKLOADS.items() if not w.spare_of and (large or w.small_micro_batch_size)]
 
 
 def plan(options: Options, names: Sequence[WorkloadName]) -> list[Item]:
-    """What is run, in order: what matters most comes first, what may take minutes to compile comes last."""
+    """What is run, in order: what matters most comes first, what may take minutes to compile comes last. Behind a
+    workload stands the one that would take its place."""
+    places: list[WorkloadName] = []
+    for name in names:
+        places.append(name)
+        if name in SPARES and SPARES[name] not in names:
+            places.append(SPARES[name])
     items: list[Item] = []
     order: tuple[ContenderName, ...] = ("megapar", "torch", "compiled")
     for contender in order:
         if contender in options.contenders:
-            items += [(contender, name) for name in names]
+            items += [(contender, name) for name in places]
         if contender == "megapar" and options.profile == "first" and contender in options.contenders:
             items.append(("profile", names[0]))
         elif contender == "megapar" and options.profile != "first" and options.profile != "none":
@@ -272,67 +285,47 @@ def plan(options: Options, names: Sequence[WorkloadName]) -> list[Item]:
     return items
 
 
-def with_instead(items: Sequence[Item], name: WorkloadName, instead: WorkloadName) -> list[Item]:
-    """The rest of the plan once megapar had no memory for `name`: `instead` comes next, and after `name` for all."""
-    changed: list[Item] = [("megapar", instead)]
-    for kind, workload in items:
-        changed.append((kind, workload))
-        if workload == name:
-            changed.append((kind, instead))
-    return changed
-
-
-class Session:
+class Training(Session):
     """Runs the plan, and keeps, prints and writes what is found."""
 
-    def __init__(self, options: Options, facts: dict[str, Any], began: float):
+    options: Options
+
+    def __init__(self, options: Options, facts: dict[str, Any]):
+        super().__init__(options, facts)
         self.options = options
-        self.began = began
-        self.facts = facts
         self.where = "cpu" if options.dry_run else "cuda"
         self.large = options.dry_run or facts["memory_bytes"] > LARGE_MEMORY
-        self.machine = replace(
-            H200,
-            memory_bytes=facts["memory_bytes"] or H200.memory_bytes,
-            peak_tflops=facts["peak_tflops"] or H200.peak_tflops,
-        )
+        self.machine = replace(H200, peak_tflops=facts["peak_tflops"] or H200.peak_tflops)
+        self.names = list(options.workloads or default_workloads(self.large))
         self.runs: dict[WorkloadName, dict[str, Any]] = {}
         self.profile: dict[str, Any] | None = None
-        self.not_run: list[str] = []
 
-    def minutes(self) -> float:
-        return (time.monotonic() - self.began) / 60
-
-    def work(self, items: Sequence[Item]) -> None:
-        """Run `items` in order, as far as the time lasts."""
-        waiting = list(items)
-        while waiting:
-            kind, name = waiting.pop(0)
-            if self.minutes() >= self.options.minutes:
-                self.not_run.append(f"{name}, {kind}")
+    def work(self) -> None:
+        """Run the plan in order, as far as the time lasts."""
+        for kind, name in plan(self.options, self.names):
+            if kind != "profile" and name not in self.names and not self.lacked_memory(name):
                 continue
-            if kind == "profile":
-                self.take_profile(name)
-            else:
-                found = self.take(kind, name)
-                instead = WORKLOADS[name].instead
-                if kind == "megapar" and found["status"] == "out of memory" and instead and instead not in self.runs:
-                    waiting = with_instead(waiting, name, instead)
-            self.write()
-        self.write()
+            if self.may_begin(f"{name}, {kind}"):
+                if kind == "profile":
+                    self.take_profile(name)
+                else:
+                    self.take(kind, name)
+            self.keep()
 
-    def predict(self, config: Config) -> Prediction:
-        return predict(job_of(config), self.machine)
+    def lacked_memory(self, spare: WorkloadName) -> bool:
+        """Whether megapar had no memory for the workload whose place `spare` would take."""
+        run = self.runs.get(WORKLOADS[spare].spare_of or spare, {"contenders": []})
+        return any(row["contender"] == "megapar" and row["status"] == NO_MEMORY for row in run["contenders"])
 
-    def apart(self, body: Any) -> dict[str, Any]:
+    def apart(self, body: Any, where: str = "") -> dict[str, Any]:
         """`body(device)` in a process of its own, with a status: ok, out of memory, or what went wrong."""
-        left = (self.options.minutes + GRACE_MINUTES - self.minutes()) * 60
+        left = (self.limit + GRACE_MINUTES - self.minutes) * 60
         try:
-            found = layouts.run_ranks(1, self.where, body, seconds=round(min(CONTENDER_SECONDS, left), 1))[0]
-        except layouts.BenchmarkError as error:
+            found = run_ranks(1, where or self.where, body, seconds=round(min(CONTENDER_SECONDS, left), 1))[0]
+        except BenchmarkError as error:
             lines = str(error).strip().splitlines()
             if out_of_memory(error):
-                return {"status": "out of memory", "detail": lines[-1][:300]}
+                return {"status": NO_MEMORY, "detail": lines[-1][:300]}
             print(error, file=sys.stderr, flush=True)
             return {"status": lines[-1][:150]}
         return {"status": "ok", **found}
@@ -340,8 +333,7 @@ class Session:
     def run_of(self, name: WorkloadName, config: Config) -> dict[str, Any]:
         """The workload's part of the file, made when its first contender is about to run."""
         if name not in self.runs:
-            prediction = self.predict(config)
-            whole = WholeModel(config.model)
+            planned = self.apart(partial(planned_bytes, config), "cpu")
             self.runs[name] = {
                 "workload": name,
                 "model": WORKLOADS[name].preset,
@@ -354,12 +346,12 @@ class Session:
                 "tokens_per_step": config.train.global_batch_size * config.train.seq_length,
                 "recompute": config.train.recompute,
                 "loss_chunk": config.kernels.loss_chunk,
-                "predicted": {"ms": prediction.ms, "bytes": prediction.bytes, "spare_bytes": prediction.spare_bytes},
+                "predicted": {"ms": predict(config, self.machine).ms, "bytes": planned.get("bytes")},
                 "contenders": [],
             }
         return self.runs[name]
 
-    def take(self, kind: ContenderName, name: WorkloadName) -> dict[str, Any]:
+    def take(self, kind: ContenderName, name: WorkloadName) -> None:
         """Measure one contender of one workload, and say what was found."""
         config = make_config(self.options, name, self.large)
         contender = contender_class(kind, self.options.dry_run)
@@ -368,25 +360,22 @@ class Session:
         row = {"name": contender.name, "contender": kind} | found | self.figures(kind, found, run, config)
         run["contenders"].append(row)
         print(in_words(run, row), flush=True)
-        return row
 
     def figures(
         self, kind: ContenderName, found: dict[str, Any], run: dict[str, Any], config: Config
     ) -> dict[str, Any]:
-        """What was measured, what the model predicts, and their ratios. None in a dry run, which measures nothing.
-
-        Of the peers the model knows memory alone.
-        """
+        """What was measured, what is predicted of megapar, and their ratios. None in a dry run, which measures
+        nothing."""
+        predicted: dict[str, float] = {}
         if kind == "megapar":
-            prediction = self.predict(config)
+            prediction = predict(config, self.machine)
             predicted = {
                 "ms": prediction.total_ms,
                 "tokens_per_second": prediction.tokens_per_second,
                 "mfu": prediction.mfu,
-                "peak_bytes": prediction.peak_bytes,
             }
-        else:
-            predicted = {"peak_bytes": plain_peak_bytes(job_of(config))}
+            if planned := run["predicted"]["bytes"]:
+                predicted["peak_bytes"] = sum(planned.values())
         measured: dict[str, float | None] = dict.fromkeys(("ms", "tokens_per_second", "mfu", "peak_bytes"))
         if found["status"] == "ok" and not self.options.dry_run:
             seconds = statistics.median(found["seconds"])
@@ -401,39 +390,31 @@ class Session:
         return measured | {"seconds": seconds_kept, "predicted": predicted, "ratios": ratios}
 
     def take_profile(self, name: WorkloadName) -> None:
-        """megapar's kernels in one step of `name`, into the file and as text beside it."""
+        """megapar's kernels in one step of `name`."""
         config = make_config(self.options, name, self.large)
         found = self.apart(partial(measure_kernels, config)) | {"workload": name}
-        if found["status"] == "ok":
-            kernels = [gpu_profile.Kernel(*kernel) for kernel in found["kernels"]]
-            predicted = self.predict(config).by_category()
-            found["categories"] = gpu_profile.by_category(kernels, predicted, num_microbatches(config))
-            if self.options.dry_run:  # what was timed are torch's ops on a CPU
-                found["step_ms"] = None
-                found["kernels"] = [[kernel.name, kernel.calls, None] for kernel in kernels]
-                found["categories"] = [row | {"ms": None} for row in found["categories"]]
-            file = self.options.json.with_name(f"{self.options.json.stem}-kernels.txt")
-            categories = gpu_profile.categories_as_text(found)
-            with storing(file):
-                file.write_text(f"{categories}\n{gpu_profile.kernels_as_text(found)}")
-            print(f"{categories}kernels: {file}", flush=True)
-        else:
-            print(f"{name}, profile: {found['status']}", flush=True)
         self.profile = found
+        if found["status"] != "ok":
+            print(f"{name}, profile: {found['status']}", flush=True)
+            return
+        kernels = [Kernel(*kernel) for kernel in found["kernels"]]
+        found["categories"] = by_category(kernels, predict(config, self.machine))
+        if self.options.dry_run:  # what was timed are torch's ops on a CPU
+            found["step_ms"] = None
+            found["kernels"] = [[kernel.name, kernel.calls, None] for kernel in kernels]
+            found["categories"] = [row | {"ms": None} for row in found["categories"]]
+        self.console.print(profile_table(found))
 
-    def write(self) -> None:
-        """The file as it stands."""
-        options = {key: str(value) for key, value in asdict(self.options).items()}
-        found = {"runs": list(self.runs.values()), "profile": self.profile, "not_run": self.not_run}
-        more = {"dry_run": self.options.dry_run, "minutes": self.minutes(), "options": options}
-        write_json(self.options.json, self.facts | more | found)
+    def found(self) -> dict[str, Any]:
+        more = {"dry_run": self.options.dry_run, "runs": list(self.runs.values()), "profile": self.profile}
+        return super().found() | more
 
 
 def in_words(run: dict[str, Any], row: dict[str, Any]) -> str:
     """One line about one contender."""
     line = f"{run['workload']}, {row['name']}: {row['status']}"
-    if row["status"] == "out of memory":
-        return f"{line}; by the model of memory it needs {row['predicted']['peak_bytes'] / 2**30:.1f} GiB"
+    if row["status"] == NO_MEMORY and "peak_bytes" in row["predicted"]:
+        return f"{line}; by plan it needs {row['predicted']['peak_bytes'] / 2**30:.1f} GiB and workspace"
     if row["ms"] is None:
         return line
     mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
@@ -446,67 +427,78 @@ def problems(run: dict[str, Any]) -> list[str]:
     A lack of memory is a result.
     """
     ours = next((row for row in run["contenders"] if row["contender"] == "megapar"), None)
-    if ours is None or ours["status"] == "out of memory":
+    if ours is None or ours["status"] == NO_MEMORY:
         return []
     if ours["status"] != "ok":
         return [f"{run['workload']}, megapar: {ours['status']}"]
     found = []
     for other in (row for row in run["contenders"] if row is not ours and row["status"] == "ok"):
-        for place, (what, tolerance) in enumerate(TOLERANCES.items()):
-            pairs = zip(ours["results"], other["results"], strict=True)
-            error = max(abs(x[place] - y[place]) / abs(y[place]) for x, y in pairs)
+        for what, tolerance in TOLERANCES.items():
+            error = largest_error(ours["results"], other["results"], what)
             if not error <= tolerance:
                 found.append(f"{run['workload']}, {other['name']}: {what} differs by {error:.1e}, above {tolerance}")
     return found
 
 
-def report(options: Options, runs: Sequence[dict[str, Any]]) -> Table:
+def mark(ratio: float | None) -> str:
+    """What stands beside a figure that is far from its prediction."""
+    return "<-- off" if ratio is not None and abs(ratio - 1) > OFF else ""
+
+
+def speed_table(options: Options, runs: Sequence[dict[str, Any]]) -> Table:
     """Contenders side by side."""
-    title = "DRY RUN on the CPU: no figures" if options.dry_run else f"Training on one GPU (aim: {TARGET_MFU:.0%} MFU)"
-    table = Table(title=title)
-    for column in ("workload", "contender", "status"):
-        table.add_column(column)
-    for column in ("tokens/s", "MFU", "peak GiB", "megapar is faster", "last loss"):
-        table.add_column(column, justify="right")
+    lines = []
     for run in runs:
         ours = next((row["tokens_per_second"] for row in run["contenders"] if row["contender"] == "megapar"), None)
         for row in run["contenders"]:
-            rate, mfu, peak = (row[key] for key in ("tokens_per_second", "mfu", "peak_bytes"))
-            table.add_row(
-                f"{run['workload']} ({run['parameters'] / 1e6:,.1f}M)",
-                row["name"],
-                row["status"],
-                f"{rate:,.0f}" if rate else "-",
-                f"{mfu:.1%}" if mfu else "-",
-                f"{peak / 2**30:.1f}" if peak else "-",
-                f"{ours / rate:.2f}x" if rate and ours else "-",
-                f"{row['results'][-1][0]:.4f}" if "results" in row else "-",
-                end_section=row is run["contenders"][-1],
+            rate, peak = (row[key] for key in ("tokens_per_second", "peak_bytes"))
+            lines.append(
+                (
+                    f"{run['workload']} ({run['parameters'] / 1e6:,.1f}M)",
+                    row["name"],
+                    row["status"],
+                    number(rate, ",.0f"),
+                    number(row["mfu"], ".1%"),
+                    number(peak and peak / 2**30, ".1f"),
+                    f"{ours / rate:.2f}x" if rate and ours else "-",
+                    f"{row['results'][-1][0]:.4f}" if "results" in row else "-",
+                )
             )
-    return table
+    title = "DRY RUN on the CPU: no figures" if options.dry_run else f"Training on one GPU (aim: {TARGET_MFU:.0%} MFU)"
+    numbers = ("tokens/s", "MFU", "peak GiB", "megapar is faster", "last loss")
+    return table(lines, ("workload", "contender", "status"), numbers, title, sections=1)
 
 
 def prediction_table(runs: Sequence[dict[str, Any]]) -> Table:
     """Every measured figure beside its prediction; those that differ by more than OFF are marked."""
-    table = Table(title="Measured beside the model of an H200 (benchmarks/gpu_model.py)")
-    for column in ("workload", "contender", "figure"):
-        table.add_column(column)
-    for column in ("measured", "predicted", "ratio", f"off by > {OFF:.0%}"):
-        table.add_column(column, justify="right")
     forms = {
         "ms": ("ms a micro-batch", 1.0, ",.1f"),
         "tokens_per_second": ("tokens/s", 1.0, ",.0f"),
         "mfu": ("MFU", 1.0, ".1%"),
         "peak_bytes": ("peak GiB", 2.0**30, ",.1f"),
     }
+    lines = []
     for run in runs:
         for row in run["contenders"]:
             for key, ratio in row["ratios"].items():
                 name, unit, form = forms[key]
-                numbers = [format(value / unit, form) for value in (row[key], row["predicted"][key])]
-                mark = "<-- off" if abs(ratio - 1) > OFF else ""
-                table.add_row(run["workload"], row["name"], name, *numbers, f"{ratio:.2f}", mark)
-    return table
+                figures = [format(value / unit, form) for value in (row[key], row["predicted"][key])]
+                lines.append((run["workload"], row["name"], name, *figures, f"{ratio:.2f}", mark(ratio)))
+    title = "Measured beside the model of an H200 (benchmarks/gpu_model.py) and the plan of memory"
+    numbers = ("measured", "predicted", "ratio", f"off by > {OFF:.0%}")
+    return table(lines, ("workload", "contender", "figure"), numbers, title, sections=1)
+
+
+def profile_table(found: dict[str, Any]) -> Table:
+    """Each category of kernels beside its prediction. `found` is what the JSON file holds."""
+    lines = []
+    for row in found["categories"]:
+        ratio = None if row["ms"] is None else row["ms"] / row["predicted_ms"]
+        figures = (number(row["ms"], ".2f"), f"{row['predicted_ms']:.2f}", number(ratio, ".2f"))
+        lines.append((row["category"], *figures, row["calls"], mark(ratio)))
+    total = sum(row["ms"] or 0.0 for row in found["categories"])
+    title = f"One step of {found['workload']}: {number(found['step_ms'], '.1f')} ms, kernels {total:.1f} ms"
+    return table(lines, ["category"], ("ms", "predicted", "ratio", "launches", ""), title)
 
 
 def main(options: Options) -> None:
@@ -516,25 +508,13 @@ def main(options: Options) -> None:
         make_config(options, name, large=True)
     if not options.dry_run and not device.cuda_devices():
         raise ConfigError("there is no GPU here; --dry_run trains a tiny model on the CPU, without figures")
-    with storing(options.json):
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-    facts = layouts.run_ranks(1, "cpu" if options.dry_run else "cuda", facts_of, seconds=CONTENDER_SECONDS)[0]
-    session = Session(options, facts, began)
-    session.write()
-    session.work(plan(options, options.workloads or default_workloads(session.large)))
+    facts = run_ranks(1, "cpu" if options.dry_run else "cuda", facts_of, seconds=CONTENDER_SECONDS)[0]
+    session = Training(options, facts)
+    session.began = began
+    session.keep()
+    session.work()
     runs = list(session.runs.values())
-    console = Console(width=130)  # narrower, numbers would be cut
-    console.print(report(options, runs))
-    if not options.dry_run:
-        console.print(prediction_table(runs))
-    for what in session.not_run:
-        console.print(f"not run, the time was up: {what}")
-    console.print(in_a_line(facts))
-    console.print(f"{session.minutes():.1f} minutes, {options.json}")
+    predicted = [] if options.dry_run else [prediction_table(runs)]
+    session.end(speed_table(options, runs), *predicted)
     if found := [problem for run in runs for problem in problems(run)]:
         raise TrainingError("; ".join(found))
-
-
-if __name__ == "__main__":
-    with reported():
-        main(tyro.cli(Options, description=__doc__))

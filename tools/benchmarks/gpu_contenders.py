@@ -6,12 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from megapar_models.counts import WholeModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.peers import Llama, Peer, Result, Weights, clip, make_optimizer
+from benchmarks.peers import Llama, Plain, Weights, loss_sum, make_optimizer
 from megapar.config.options import Config, ModelConfig
 
 
@@ -52,42 +51,39 @@ class Recomputed(nn.Module):
         return checkpoint(self.layer, x_bsh, cos_s1d, sin_s1d, use_reentrant=False)
 
 
-class MixedPrecision(Peer):
+class MixedPrecision(Plain):
     """Plain PyTorch in bf16 with fp32 main weights, gradients and moments."""
 
-    name = "PyTorch"
-    backend: str | None = None
-
-    def __init__(self, config: Config, weights: Weights, device: torch.device):
-        super().__init__(config, weights, device)
+    def build(self, weights: Weights) -> nn.Module:
+        """The model in bf16, whose tables are no parameters: as Hugging Face has them."""
+        config = self.config
         with torch.device("meta"):  # in fp32, which shall take no memory
             model = Llama(config.model, config.train.seq_length, range(config.model.num_hidden_layers)).bfloat16()
-        self.model = model.to_empty(device=device)
-        self._make_tables()
-        assert self.model.head is not None
-        assert self.model.embedding is not None
+        with self.device:
+            small = replace(config.model, vocab_size=1, num_hidden_layers=1)
+            tables = Llama(small, config.train.seq_length, range(0))
+        model = model.to_empty(device=self.device)
+        model.cos = tables.cos.bfloat16()
+        model.sin = tables.sin.bfloat16()
+        assert model.head is not None
+        assert model.embedding is not None
         if config.model.tie_word_embeddings:
-            self.model.head.weight = self.model.embedding.weight
+            model.head.weight = model.embedding.weight
         with torch.no_grad():
-            for name, param in self.model.named_parameters():
+            for name, param in model.named_parameters():
                 param.copy_(weights[name])
         if config.train.recompute == "full":
-            self.model.layers = nn.ModuleDict({n: Recomputed(layer) for n, layer in self.model.layers.items()})
-        self.params = list(self.model.parameters())
-        self.mains = [p.detach().float() for p in self.params]
-        for param, main in zip(self.params, self.mains, strict=True):
+            model.layers = nn.ModuleDict({n: Recomputed(layer) for n, layer in model.layers.items()})
+        return model
+
+    def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Of the main weights, to whose gradients those of every micro-batch are added."""
+        self.params = params
+        self.whole = [p.detach().float() for p in params]
+        for param, main in zip(params, self.whole, strict=True):
             main.grad = torch.zeros_like(main)
             param.register_post_accumulate_grad_hook(partial(self._collect, main.grad))
-        self.optimizer = make_optimizer(self.mains, config.optimizer)
-        self.loss = torch.compile(self._loss, backend=self.backend, dynamic=False) if self.backend else self._loss
-
-    def _make_tables(self) -> None:
-        """cos and sin, which are no parameters, on the device, in bf16 as Hugging Face has them."""
-        model = self.config.model
-        with self.device:
-            tables = Llama(replace(model, vocab_size=1, num_hidden_layers=1), self.config.train.seq_length, range(0))
-        self.model.cos = tables.cos.bfloat16()
-        self.model.sin = tables.sin.bfloat16()
+        return make_optimizer(self.whole, self.config.optimizer)
 
     @staticmethod
     def _collect(total: Tensor, param: Tensor) -> None:
@@ -95,27 +91,31 @@ class MixedPrecision(Peer):
         total.add_(param.grad)
         param.grad = None
 
-    def _loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
-        logits = self.model(tokens_bs).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets_bs.flatten(), reduction="sum")
-
-    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
+    def zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)
-        total = torch.zeros((), device=self.device)
-        for tokens, targets in self.micro_batches(tokens_bs, targets_bs):
-            loss = self.loss(tokens, targets)
-            (loss / targets_bs.numel()).backward()
-            total += loss.detach()
-        norm = clip([], self.mains, self.config.optimizer.clip_grad, None)
-        self.optimizer.step()
+
+    def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
+        return loss_sum(self.model(tokens_bs).float(), targets_bs)
+
+    def update(self) -> float:
+        norm = super().update()
         with torch.no_grad():
-            torch._foreach_copy_([*self.params], self.mains)
-        return Result(total.item() / targets_bs.numel(), norm)
+            torch._foreach_copy_([*self.params], self.whole)
+        return norm
 
 
 class Compiled(MixedPrecision):
+    """Model and loss as one graph of torch.compile."""
+
     name = "PyTorch, compiled"
     backend = "inductor"
+
+    def __init__(self, config: Config, weights: Weights, device: torch.device):
+        super().__init__(config, weights, device)
+        self.compiled = torch.compile(super().loss, backend=self.backend, dynamic=False)
+
+    def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
+        return self.compiled(tokens_bs, targets_bs)
 
 
 class CompiledDry(Compiled):

@@ -1,18 +1,22 @@
 """How a case is measured: inputs, comparison with torch in fp32, and times of each direction."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from megapar_kernels.dispatch import main_grad_of
+from megapar_kernels.backend import Kernels
+from megapar_kernels.dispatch import interpreting, main_grad_of
 from torch import Tensor
 
 from benchmarks.kernels import peers
 from benchmarks.kernels.ops import Case, Direction, Maker
 from benchmarks.kernels.timing import ROTATED_BYTES, Stopwatch
-from megapar.errors import NumericError
+from megapar import device
+from megapar.errors import ConfigError, NumericError
+from megapar.main_grad import main_grad_of
+from megapar.train.provenance import provenance
 
 OTHER_RESULT = 2e-2  # a contender this far from fp32 computes something else
 
@@ -33,6 +37,23 @@ class Bench:
 
     def inputs(self, case: Case, seed: int) -> tuple[Any, ...]:
         return case.make(Maker(self.where, self.dtype, seed))
+
+
+def prepare(dry_run: bool) -> tuple[Bench, Kernels, dict[str, Any]]:
+    """The first GPU, or the CPU for a dry run, with its kernels and the limits of the machine.
+
+    Raises ConfigError without a GPU.
+    """
+    if not dry_run and not device.cuda_devices():
+        raise ConfigError("there is no GPU here; --dry_run does everything on the CPU, without figures")
+    where = device.choose("cpu" if dry_run else "cuda", 0, 1)
+    device.prepare(where, threads=1, deterministic=False)
+    kernels = device.choose_kernels("triton" if not dry_run or interpreting() else "torch", where)
+    watch = Stopwatch(where, dry_run=dry_run)
+    bench = Bench(where, torch.float32 if dry_run else torch.bfloat16, watch)
+    facts = provenance(where) | {"dry_run": dry_run, "kernels": asdict(kernels), "dtype": str(bench.dtype)}
+    facts |= {"copy_gb_per_second": watch.copy_gb_per_second(), "gemm_tflops": watch.gemm_tflops()}
+    return bench, kernels, facts
 
 
 @dataclass
