@@ -164,7 +164,7 @@ def test_no_failure_ends_another_contender(
     clock = [0.0]
     file = tmp_path / "out.json"
 
-    def measure(config: Any, kind: type, steps: int, where: torch.device) -> Any:
+    def measure(config: Any, kind: type, steps: int, target: torch.device) -> Any:
         if config.kernels.loss_chunk:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         if kind is Megapar:
@@ -201,7 +201,7 @@ def test_no_failure_ends_another_contender(
 
 def test_a_process_that_hangs_is_ended() -> None:
     with pytest.raises(ranks.BenchmarkError, match=r"not done after 0\.5 seconds"):
-        ranks.run_ranks(1, "cpu", lambda where: time.sleep(600), seconds=0.5)
+        ranks.run_ranks(1, "cpu", lambda target: time.sleep(600), seconds=0.5)
 
 
 def test_lack_of_memory_is_told_from_other_failures() -> None:
@@ -314,12 +314,12 @@ def test_a_profile_is_summed_by_kernel_and_category() -> None:
 # Launch configurations
 
 
-@pytest.mark.parametrize("most", [2, pytest.param(100, marks=pytest.mark.slow)])
-def test_every_candidate_is_tried(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_every_candidate_is_tried(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At tiny shapes: candidates compute what torch does, and where kernels run, today's is among them. Without -m slow
     the first and the last of each kind."""
     candidates = tune.candidates
-    monkeypatch.setattr(tune, "candidates", lambda *args: (x := candidates(*args))[:1] + x[1:][-most + 1 :])
+    monkeypatch.setattr(tune, "candidates", lambda *args: (x := candidates(*args))[:1] + x[1:][-count + 1 :])
     tune.main(tune.Options(dry_run=True, json=tmp_path / "tune.json"))
     results = json.loads((tmp_path / "tune.json").read_text())["results"]
     assert {(r["op"], r["what"]) for r in results} == {(op, k.what) for op, knobs in tune.KNOBS.items() for k in knobs}

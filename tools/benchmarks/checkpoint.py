@@ -63,7 +63,7 @@ class Options:
     """Write all numbers to this file."""
 
 
-def make_state(options: Options, where: torch.device) -> TrainState:
+def make_state(options: Options, target: torch.device) -> TrainState:
     """A model whose weights and moments have been through a step."""
     model = ModelConfig(
         hidden_size=options.hidden,
@@ -73,7 +73,7 @@ def make_state(options: Options, where: torch.device) -> TrainState:
     )
     train = TrainConfig(global_batch_size=1)
     config = validate(Config(model=model, train=train, launch=LaunchConfig(device=options.device)), 1)
-    ctx = context.single(where)
+    ctx = context.single(target)
     stages = build_stages(config, ctx)
     initialize(stages.values(), 1)
     state = assemble(config, ctx, stages)
@@ -84,15 +84,15 @@ def make_state(options: Options, where: torch.device) -> TrainState:
 def step(state: TrainState) -> Cost:
     """What a training step of one sample costs; CPU seconds are those of this thread."""
     config = state.config
-    where = state.ctx.device
+    target = state.ctx.device
     generator = torch.Generator().manual_seed(state.step)
     row = torch.randint(config.model.vocab_size, (1, config.train.seq_length + 1), generator=generator)
     weights = torch.ones(1, config.train.seq_length)
     batch = MicroBatch.of_samples(row[:, :-1], row[:, 1:], weights, torch.tensor([state.step]))
 
     def work() -> None:
-        train_step(state, [batch.to(where)])
-        device.synchronize(where)
+        train_step(state, [batch.to(target)])
+        device.synchronize(target)
 
     return cost(work, time.thread_time)[0]
 
@@ -209,10 +209,10 @@ def cells(name: str, one: dict[str, Any]) -> list[str]:
 def main(options: Options) -> None:
     """Measure, print the table, write the JSON file; raises BenchmarkError if a load is not what was saved."""
     torch.set_num_threads(1)
-    where = device.choose(options.device, 0, 1)
+    target = device.choose(options.device, 0, 1)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         root = Path(name)
-        state = make_state(options, where)
+        state = make_state(options, target)
         size = sum(tensor.nbytes for tensor in tensors(state).values())
         rounds = []
         with Saver(state, root) as saver:
@@ -221,4 +221,4 @@ def main(options: Options) -> None:
     found = summary(rounds[1:], size)
     numbers = ("seconds", "range", "GB/s", "speed over the plain copy or read")
     shown = table((cells(*item) for item in found.items()), ["what"], numbers, f"A checkpoint of {size / 1e6:,.0f} MB")
-    Report(options, provenance(where)).finish({"bytes": size, "summary": found, "rounds": rounds[1:]}, shown)
+    Report(options, provenance(target)).finish({"bytes": size, "summary": found, "rounds": rounds[1:]}, shown)

@@ -59,16 +59,16 @@ class Memory(NamedTuple):
         return self.peak - self.before
 
 
-def memory(work: Callable[[], object], where: torch.device) -> Memory:
+def memory(work: Callable[[], object], target: torch.device) -> Memory:
     """Resident bytes around `work`, on a GPU allocated ones."""
-    if where.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(where)
-        before = torch.cuda.memory_allocated(where)
+    if target.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(target)
+        before = torch.cuda.memory_allocated(target)
     else:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
         before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     work()
-    return Memory(before, device.peak_memory_bytes(where))
+    return Memory(before, device.peak_memory_bytes(target))
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

@@ -168,6 +168,6 @@ def main(options: Options) -> None:
             runs.append({**found, "medians": rates(found, megabytes, options)})
     numbers = ("MB/s", "Mtokens/s", "MB/s of CPU time", "Mtokens/s of CPU time", "of bare", "of linear")
     lines = (cells(run["tokenizer"], name, row) for run in runs for name, row in run["medians"].items())
-    facts = provenance(device.choose("cpu", 0, 1))
+    circumstances = provenance(device.choose("cpu", 0, 1))
     found = {"text_megabytes": megabytes, "documents": len(texts), "runs": runs}
-    Report(options, facts).finish(found, table(lines, ("tokenizer", ""), numbers, sections=1))
+    Report(options, circumstances).finish(found, table(lines, ("tokenizer", ""), numbers, sections=1))

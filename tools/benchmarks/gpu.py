@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 import torch
 from megapar_models.build import build_stages
+from megapar_models.counts import WholeModel
 from megapar_models.registry import presets, validate
 from rich.table import Table
 
@@ -199,10 +200,10 @@ def planned_bytes(config: Config, _: torch.device) -> dict[str, Any]:
     return {"bytes": report_rank(config, build_stages, 0).rows}
 
 
-def facts_of(where: torch.device) -> dict[str, Any]:
+def facts_of(target: torch.device) -> dict[str, Any]:
     """The machine, found in a process of its own: this one must not start CUDA, or its children could not."""
-    memory = torch.cuda.get_device_properties(where).total_memory if where.type == "cuda" else 0
-    return provenance(where) | {"memory_bytes": memory, "peak_tflops": device.peak_tflops(where)}
+    memory = torch.cuda.get_device_properties(target).total_memory if target.type == "cuda" else 0
+    return provenance(target) | {"memory_bytes": memory, "peak_tflops": device.peak_tflops(target)}
 
 
 def take_steps(contender: Peer, config: Config, steps: int) -> tuple[list[float], list[Result]]:
@@ -215,27 +216,27 @@ def take_steps(contender: Peer, config: Config, steps: int) -> tuple[list[float]
     return [spent.wall for spent, _ in found], [result for _, result in found]
 
 
-def build(kind: type[Peer], config: Config, where: torch.device) -> Peer:
+def build(kind: type[Peer], config: Config, target: torch.device) -> Peer:
     """The contender, and on a GPU no memory that only its building needed."""
-    contender = kind(config, RandomWeights(config.model, where), where)
-    if where.type == "cuda":
+    contender = kind(config, RandomWeights(config.model, target), target)
+    if target.type == "cuda":
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
     return contender
 
 
-def measure(config: Config, kind: type[Peer], steps: int, where: torch.device) -> dict[str, Any]:
+def measure(config: Config, kind: type[Peer], steps: int, target: torch.device) -> dict[str, Any]:
     """One contender's steps: seconds of those that count, results of all, peak bytes of device memory."""
-    seconds, results = take_steps(build(kind, config, where), config, WARMUP + steps)
-    return {"seconds": seconds[WARMUP:], "results": results, "peak_bytes": device.peak_memory_bytes(where)}
+    seconds, results = take_steps(build(kind, config, target), config, WARMUP + steps)
+    return {"seconds": seconds[WARMUP:], "results": results, "peak_bytes": device.peak_memory_bytes(target)}
 
 
-def measure_kernels(config: Config, where: torch.device) -> dict[str, Any]:
+def measure_kernels(config: Config, target: torch.device) -> dict[str, Any]:
     """megapar's kernels in one step that is not the first: (name, launches, milliseconds) and the step's own time."""
-    contender = build(Megapar, config, where)
+    contender = build(Megapar, config, target)
     seconds, _ = take_steps(contender, config, WARMUP)
-    batch = [x.to(where) for x in make_batches(config, 1)[0]]
-    return {"step_ms": seconds[-1] * 1e3, "kernels": record(partial(whole_step, contender, batch), where)}
+    batch = [x.to(target) for x in make_batches(config, 1)[0]]
+    return {"step_ms": seconds[-1] * 1e3, "kernels": record(partial(whole_step, contender, batch), target)}
 
 
 def categorize(name: str) -> str:
@@ -290,12 +291,12 @@ class Training(Session):
 
     options: Options
 
-    def __init__(self, options: Options, facts: dict[str, Any]):
-        super().__init__(options, facts)
+    def __init__(self, options: Options, circumstances: dict[str, Any]):
+        super().__init__(options, circumstances)
         self.options = options
-        self.where = "cpu" if options.dry_run else "cuda"
-        self.large = options.dry_run or facts["memory_bytes"] > LARGE_MEMORY
-        self.machine = replace(H200, peak_tflops=facts["peak_tflops"] or H200.peak_tflops)
+        self.target = "cpu" if options.dry_run else "cuda"
+        self.large = options.dry_run or circumstances["memory_bytes"] > LARGE_MEMORY
+        self.machine = replace(H200, peak_tflops=circumstances["peak_tflops"] or H200.peak_tflops)
         self.names = list(options.workloads or default_workloads(self.large))
         self.runs: dict[WorkloadName, dict[str, Any]] = {}
         self.profile: dict[str, Any] | None = None
@@ -317,11 +318,11 @@ class Training(Session):
         run = self.runs.get(WORKLOADS[spare].spare_of or spare, {"contenders": []})
         return any(row["contender"] == "megapar" and row["status"] == NO_MEMORY for row in run["contenders"])
 
-    def apart(self, body: Any, where: str = "") -> dict[str, Any]:
+    def apart(self, body: Any, target: str = "") -> dict[str, Any]:
         """`body(device)` in a process of its own, with a status: ok, out of memory, or what went wrong."""
         left = (self.limit + GRACE_MINUTES - self.minutes) * 60
         try:
-            found = run_ranks(1, where or self.where, body, seconds=round(min(CONTENDER_SECONDS, left), 1))[0]
+            found = run_ranks(1, target or self.target, body, seconds=round(min(CONTENDER_SECONDS, left), 1))[0]
         except BenchmarkError as error:
             lines = str(error).strip().splitlines()
             if out_of_memory(error):
@@ -334,6 +335,7 @@ class Training(Session):
         """The workload's part of the file, made when its first contender is about to run."""
         if name not in self.runs:
             planned = self.apart(partial(planned_bytes, config), "cpu")
+            whole = WholeModel(config.model)
             self.runs[name] = {
                 "workload": name,
                 "model": WORKLOADS[name].preset,
@@ -380,7 +382,7 @@ class Training(Session):
         if found["status"] == "ok" and not self.options.dry_run:
             seconds = statistics.median(found["seconds"])
             rate = run["tokens_per_step"] / seconds
-            peak = self.facts["peak_tflops"]
+            peak = self.circumstances["peak_tflops"]
             measured["ms"] = seconds * 1e3 / run["micro_batches"]
             measured["tokens_per_second"] = rate
             measured["mfu"] = rate * run["flops_per_token"] / peak / 1e12 if peak else None
@@ -508,8 +510,8 @@ def main(options: Options) -> None:
         make_config(options, name, large=True)
     if not options.dry_run and not device.cuda_devices():
         raise ConfigError("there is no GPU here; --dry_run trains a tiny model on the CPU, without figures")
-    facts = run_ranks(1, "cpu" if options.dry_run else "cuda", facts_of, seconds=CONTENDER_SECONDS)[0]
-    session = Training(options, facts)
+    circumstances = run_ranks(1, "cpu" if options.dry_run else "cuda", facts_of, seconds=CONTENDER_SECONDS)[0]
+    session = Training(options, circumstances)
     session.began = began
     session.keep()
     session.work()

@@ -21,16 +21,16 @@ class RandomWeights(Mapping[str, Tensor]):
     no contender's memory holds a second model while it is built. A tied head is its embedding, under either name.
     """
 
-    def __init__(self, model: ModelConfig, where: torch.device):
+    def __init__(self, model: ModelConfig, target: torch.device):
         self.shapes = {name: piece.shape for name, piece in WholeModel(model).tensors().items()}
-        self.where = where
+        self.target = target
 
     def __getitem__(self, name: str) -> Tensor:
         if name == "head.weight" and name not in self.shapes:
             name = "embedding.weight"
         shape = self.shapes[name]
-        generator = torch.Generator(self.where).manual_seed(zlib.crc32(name.encode()))
-        empty = torch.empty(shape, dtype=torch.bfloat16, device=self.where)
+        generator = torch.Generator(self.target).manual_seed(zlib.crc32(name.encode()))
+        empty = torch.empty(shape, dtype=torch.bfloat16, device=self.target)
         return empty.normal_(1.0 if len(shape) == 1 else 0.0, 0.02, generator=generator)
 
     def __iter__(self) -> Iterator[str]:

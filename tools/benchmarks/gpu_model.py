@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megapar_models.build import flops_per_token, parameter_count
+from megapar_models.counts import WholeModel
 
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
@@ -89,7 +89,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        flops = flops_per_token(self.config.model, self.config.train.seq_length)
+        flops = WholeModel(self.config.model).flops_per_token(self.config.train.seq_length)
         return flops * self.tokens_per_second / (self.machine.peak_tflops * 1e12)
 
     def by_category(self) -> dict[str, float]:
@@ -114,7 +114,7 @@ def predict(config: Config, machine: Machine = H200) -> Prediction:
     head = tokens * model.hidden_size * model.vocab_size * (8 if chunked else 6)
     scores = 2.0 * tokens * train.seq_length * query * layers
     forward_tflops, backward_tflops = machine.attention_tflops[64 if model.head_dim <= 64 else 128]
-    step = parameter_count(model) / num_microbatches(config)
+    step = WholeModel(model).parameters() / num_microbatches(config)
 
     def compute(flops: float, tflops: float) -> float:
         return flops / tflops / 1e9

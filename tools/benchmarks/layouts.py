@@ -199,17 +199,17 @@ def make_batches(config: Config, count: int) -> list[tuple[Tensor, Tensor]]:
     return [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in samples]
 
 
-def build_contender(options: Options, hidden: int, layout: Layout, name: str, where: torch.device) -> Peer:
+def build_contender(options: Options, hidden: int, layout: Layout, name: str, target: torch.device) -> Peer:
     kind, variant = layout.contenders[name]
     config = make_config(options, hidden, layout, variant)
     kind.load()
-    return kind(config, make_weights(config), where)
+    return kind(config, make_weights(config), target)
 
 
-def measure_time(options: Options, hidden: int, layout: Layout, names: Sequence[str], where: torch.device) -> Any:
+def measure_time(options: Options, hidden: int, layout: Layout, names: Sequence[str], target: torch.device) -> Any:
     """On each rank: for each contender the seconds, results, bytes sent and counts of experts of every step, warm-up
     included."""
-    contenders = {name: build_contender(options, hidden, layout, name, where) for name in names}
+    contenders = {name: build_contender(options, hidden, layout, name, target) for name in names}
     fields = ("seconds", "cpu", "results", "sent", "expert_counts")
     measured: dict[str, dict[str, list[Any]]] = {name: {field: [] for field in fields} for name in names}
     config = make_config(options, hidden, layout, WITHOUT_ZERO)
@@ -218,8 +218,8 @@ def measure_time(options: Options, hidden: int, layout: Layout, names: Sequence[
             contender = contenders[name]
             record = measured[name]
             before = contender.ctx.traffic() if isinstance(contender, Megapar) else {}
-            synchronize(layout.world, where)
-            spent, result = cost(partial(whole_step, contender, [x.to(where) for x in batch]))
+            synchronize(layout.world, target)
+            spent, result = cost(partial(whole_step, contender, [x.to(target) for x in batch]))
             record["seconds"].append(spent.wall)
             record["cpu"].append(spent.cpu)
             record["results"].append(result)
@@ -237,7 +237,7 @@ def whole_step(contender: Peer, batch: Sequence[Tensor]) -> Result:
     return result
 
 
-def measure_memory(options: Options, hidden: int, layout: Layout, name: str, where: torch.device) -> Any:
+def measure_memory(options: Options, hidden: int, layout: Layout, name: str, target: torch.device) -> Any:
     """Bytes: (held before the contender was built, peak after two steps)."""
     kind, variant = layout.contenders[name]
     config = make_config(options, hidden, layout, variant)
@@ -245,11 +245,11 @@ def measure_memory(options: Options, hidden: int, layout: Layout, name: str, whe
     kind.load()
 
     def train() -> None:
-        contender = kind(config, weights, where)
+        contender = kind(config, weights, target)
         for tokens_bs, targets_bs in make_batches(config, 2):
-            contender.step(tokens_bs.to(where), targets_bs.to(where))
+            contender.step(tokens_bs.to(target), targets_bs.to(target))
 
-    return memory(train, where)
+    return memory(train, target)
 
 
 def run_layout(options: Options, hidden: int, layout_name: str, reference: Sequence[Result]) -> dict[str, Any]:
@@ -295,18 +295,18 @@ def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]
     `ranks` has what `measure_time` returned of it. The bytes of experts follow from where tokens went in that step.
     """
     chosen = [record["expert_counts"][-1] for record in ranks]
-    facts: dict[str, Any] = {"sent": [record["sent"][-1] for record in ranks]}
+    found: dict[str, Any] = {"sent": [record["sent"][-1] for record in ranks]}
     stages = config.parallel.pp > 1
-    facts["formula"] = [expected_traffic(config, rank if stages else 0, chosen, rank) for rank in range(len(ranks))]
+    found["formula"] = [expected_traffic(config, rank if stages else 0, chosen, rank) for rank in range(len(ranks))]
     if config.model.moe.num_experts:
-        facts["expert_counts"] = chosen
+        found["expert_counts"] = chosen
         counts_le = torch.tensor(chosen).sum(0)
-        facts["expert_load"] = tally_load("expert", counts_le)["expert_load_max"]
+        found["expert_load"] = tally_load("expert", counts_le)["expert_load_max"]
         if config.parallel.ep > 1:
             held = [experts_of_rank(config, rank) for rank in range(config.parallel.ep)]
             rows_lr = torch.stack([counts_le[:, experts.start : experts.stop].sum(1) for experts in held], 1).double()
-            facts["rank_load"] = (rows_lr.amax(1) / rows_lr.mean(1)).mean().item()
-    return facts
+            found["rank_load"] = (rows_lr.amax(1) / rows_lr.mean(1)).mean().item()
+    return found
 
 
 def attended_pairs_by_deal(length: int, cp: int) -> dict[str, float]:
@@ -350,12 +350,12 @@ def largest_error(results: Sequence[Sequence[float]], reference: Sequence[Sequen
     return max(abs(r[place] - e[place]) / abs(e[place]) for r, e in zip(results, reference, strict=True))
 
 
-def measure_reference(options: Options, hidden: int, layout: Layout, where: torch.device) -> Any:
+def measure_reference(options: Options, hidden: int, layout: Layout, target: torch.device) -> Any:
     """Results for every step of plain PyTorch in one process, with the model of `layout`."""
     config = make_config(options, hidden, layout.in_one_process(), WITHOUT_ZERO)
-    plain = Plain(config, make_weights(config), where)
+    plain = Plain(config, make_weights(config), target)
     batches = make_batches(config, WARMUP + options.steps)
-    return [plain.step(tokens_bs.to(where), targets_bs.to(where)) for tokens_bs, targets_bs in batches]
+    return [plain.step(tokens_bs.to(target), targets_bs.to(target)) for tokens_bs, targets_bs in batches]
 
 
 def problems(run: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megapar_models.build import logical_tensors
+from megapar_models.counts import WholeModel
 from megapar_models.registry import validate
 
 from benchmarks.counting import cost, memory
@@ -60,7 +60,7 @@ class Options:
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
     """The model's logical tensors by name, in order."""
     config = validate(Config(model=replace(MODEL, num_hidden_layers=layers)), 1)
-    return {name: piece.shape for name, piece in logical_tensors(config.model).items()}
+    return {name: piece.shape for name, piece in WholeModel(config.model).tensors().items()}
 
 
 def parts_of(tensors: dict[str, tuple[int, ...]], ranks: int) -> Parts:
@@ -93,10 +93,10 @@ def parts_of(tensors: dict[str, tuple[int, ...]], ranks: int) -> Parts:
     return parts
 
 
-def counted(action: Callable[[], object], where: torch.device) -> dict[str, float]:
+def counted(action: Callable[[], object], target: torch.device) -> dict[str, float]:
     """CPU seconds of `action`, and bytes that it took at most."""
     costs = []
-    taken = memory(lambda: costs.append(cost(action)[0]), where).taken
+    taken = memory(lambda: costs.append(cost(action)[0]), target).taken
     return {"seconds": costs[0].cpu, "bytes": taken}
 
 

@@ -20,13 +20,13 @@ class Kernel(NamedTuple):
     ms: float
 
 
-def record(step: Callable[[], object], where: torch.device) -> list[Kernel]:
+def record(step: Callable[[], object], target: torch.device) -> list[Kernel]:
     """Kernels of `step`, the longest first. On a CPU torch's operations, without the time of those within them."""
-    on_gpu = where.type == "cuda"
+    on_gpu = target.type == "cuda"
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as profiler:
         step()
-        device.synchronize(where)
+        device.synchronize(target)
     events = [event for event in profiler.events() if event.device_type == kind]
     return gather((e.name, e.time_range.elapsed_us() if on_gpu else e.self_cpu_time_total) for e in events)
 

@@ -24,7 +24,7 @@ class BenchmarkError(MegaparError):
     """The numbers are worthless: contenders disagree, or a process failed."""
 
 
-def run_ranks(world: int, where: str, body: Callable[[torch.device], Any], seconds: float | None = None) -> list[Any]:
+def run_ranks(world: int, target: str, body: Callable[[torch.device], Any], seconds: float | None = None) -> list[Any]:
     """`body(device)` on `world` forked processes that can talk; returns what each returned (JSON types), by rank.
 
     Raises BenchmarkError with the traceback of the first rank that failed, or if a rank was killed, or if the ranks are
@@ -33,7 +33,7 @@ def run_ranks(world: int, where: str, body: Callable[[torch.device], Any], secon
     fork = multiprocessing.get_context("fork")
     end = math.inf if seconds is None else time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [fork.Process(target=_rank_main, args=(body, rank, world, where, folder)) for rank in range(world)]
+        ranks = [fork.Process(target=_rank_main, args=(body, rank, world, target, folder)) for rank in range(world)]
         for process in ranks:
             process.start()
         running = list(ranks)
@@ -55,9 +55,9 @@ def run_ranks(world: int, where: str, body: Callable[[torch.device], Any], secon
         return [json.loads(Path(folder, f"result_{rank}").read_text()) for rank in range(world)]
 
 
-def _rank_main(body: Callable[[torch.device], Any], rank: int, world: int, where: str, folder: str) -> None:
+def _rank_main(body: Callable[[torch.device], Any], rank: int, world: int, target: str, folder: str) -> None:
     try:
-        chosen = device.choose(where, rank, world)
+        chosen = device.choose(target, rank, world)
         device.prepare(chosen, threads=1, deterministic=False)
         if world > 1:
             store = dist.FileStore(f"{folder}/store", world)
@@ -72,8 +72,8 @@ def _rank_main(body: Callable[[torch.device], Any], rank: int, world: int, where
     os._exit(0)
 
 
-def synchronize(world: int, where: torch.device) -> None:
+def synchronize(world: int, target: torch.device) -> None:
     """Wait for the device's work, and for the other ranks."""
-    device.synchronize(where)
+    device.synchronize(target)
     if world > 1:
         dist.barrier()

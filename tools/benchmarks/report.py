@@ -44,11 +44,11 @@ class Report:
     """The tables and the file of a benchmark. `options` are the program's, with a field `json`, and `facts` what
     `provenance` found."""
 
-    def __init__(self, options: Any, facts: Mapping[str, Any]):
+    def __init__(self, options: Any, circumstances: Mapping[str, Any]):
         self.file: Path | None = options.json
         # Paths are of this machine, and change no figure.
         given = {name: str(value) for name, value in asdict(options).items() if not isinstance(value, Path)}
-        self.facts = {**facts, "options": given}
+        self.circumstances = {**circumstances, "options": given}
         self.console = Console(width=WIDTH, highlight=False)
 
     def write(self, found: Mapping[str, Any]) -> None:
@@ -56,13 +56,13 @@ class Report:
         if self.file:
             with storing(self.file):
                 self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.file, {**self.facts, **found})
+            write_json(self.file, {**self.circumstances, **found})
 
     def finish(self, found: Mapping[str, Any], *shown: Table | str) -> None:
         """Print tables and lines, then the circumstances, and write the file."""
         for one in shown:
             self.console.print(one)
-        self.console.print(in_a_line(self.facts))
+        self.console.print(in_a_line(self.circumstances))
         self.write(found)
 
 
@@ -70,8 +70,8 @@ class Session(Report):
     """A report that grows for `options.minutes`. After each measurement all that is known is written, so that nothing
     measured is lost whenever the program is ended."""
 
-    def __init__(self, options: Any, facts: Mapping[str, Any]):
-        super().__init__(options, facts)
+    def __init__(self, options: Any, circumstances: Mapping[str, Any]):
+        super().__init__(options, circumstances)
         self.began = time.monotonic()
         self.limit = options.minutes
         self.not_run: list[str] = []

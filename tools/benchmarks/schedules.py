@@ -100,16 +100,16 @@ class SleepingStage(PipelineStage):
         return y.sum() if self.last else y
 
 
-def measure(options: Options, schedule: str, where: torch.device) -> dict[str, list[float]]:
+def measure(options: Options, schedule: str, target: torch.device) -> dict[str, list[float]]:
     """On each rank: the seconds of every timed step, by number of micro-batches."""
-    ctx = context.create(Grid(pp=options.pp), device=where)
+    ctx = context.create(Grid(pp=options.pp), device=target)
     vpp = stages_on_a_rank(schedule, options.pp)
     num_stages = options.pp * vpp
     seconds = options.milliseconds / 1e3 / vpp
     mine = [stage for stage, rank in enumerate(placement(schedule, options.pp, vpp)) if rank == ctx.pp.rank]
     stages = {number: SleepingStage(number, num_stages, ctx, seconds) for number in mine}
-    # Main gradients, to which stages add: without them a backward in halves has nothing to defer.
-    gradients = Gradients(FlatLayout(list(stages.values()), 1 << 20, sharded=False), where)
+    # Main gradients, to which stages add: without them a backward in halves has nothing to put off.
+    gradients = Gradients(FlatLayout(list(stages.values()), 1 << 20, sharded=False), target)
     runtime = PipelineRuntime(stages, ctx, schedule, vpp)
     found: dict[str, list[float]] = {}
     for count in numbers_of_microbatches(options):
@@ -117,7 +117,7 @@ def measure(options: Options, schedule: str, where: torch.device) -> dict[str, l
         found[str(count)] = []
         for step in range(1 + options.steps):
             gradients.zero()
-            synchronize(options.pp, where)
+            synchronize(options.pp, target)
             spent, _ = cost(partial(runtime.step, batches))
             if step:
                 found[str(count)].append(spent.wall)

@@ -15,7 +15,6 @@ from benchmarks.kernels.ops import Case, Direction, Maker
 from benchmarks.kernels.timing import ROTATED_BYTES, Stopwatch
 from megapar import device
 from megapar.errors import ConfigError, NumericError
-from megapar.main_grad import main_grad_of
 from megapar.train.provenance import provenance
 
 OTHER_RESULT = 2e-2  # a contender this far from fp32 computes something else
@@ -31,12 +30,12 @@ class KernelError(NumericError):
 class Bench:
     """Where and how everything is measured."""
 
-    where: torch.device
+    target: torch.device
     dtype: torch.dtype
     watch: Stopwatch
 
     def inputs(self, case: Case, seed: int) -> tuple[Any, ...]:
-        return case.make(Maker(self.where, self.dtype, seed))
+        return case.make(Maker(self.target, self.dtype, seed))
 
 
 def prepare(dry_run: bool) -> tuple[Bench, Kernels, dict[str, Any]]:
@@ -46,14 +45,14 @@ def prepare(dry_run: bool) -> tuple[Bench, Kernels, dict[str, Any]]:
     """
     if not dry_run and not device.cuda_devices():
         raise ConfigError("there is no GPU here; --dry_run does everything on the CPU, without figures")
-    where = device.choose("cpu" if dry_run else "cuda", 0, 1)
-    device.prepare(where, threads=1, deterministic=False)
-    kernels = device.choose_kernels("triton" if not dry_run or interpreting() else "torch", where)
-    watch = Stopwatch(where, dry_run=dry_run)
-    bench = Bench(where, torch.float32 if dry_run else torch.bfloat16, watch)
-    facts = provenance(where) | {"dry_run": dry_run, "kernels": asdict(kernels), "dtype": str(bench.dtype)}
-    facts |= {"copy_gb_per_second": watch.copy_gb_per_second(), "gemm_tflops": watch.gemm_tflops()}
-    return bench, kernels, facts
+    target = device.choose("cpu" if dry_run else "cuda", 0, 1)
+    device.prepare(target, threads=1, deterministic=False)
+    kernels = device.choose_kernels("triton" if not dry_run or interpreting() else "torch", target)
+    watch = Stopwatch(target, dry_run=dry_run)
+    bench = Bench(target, torch.float32 if dry_run else torch.bfloat16, watch)
+    circumstances = provenance(target) | {"dry_run": dry_run, "kernels": asdict(kernels), "dtype": str(bench.dtype)}
+    circumstances |= {"copy_gb_per_second": watch.copy_gb_per_second(), "gemm_tflops": watch.gemm_tflops()}
+    return bench, kernels, circumstances
 
 
 @dataclass
@@ -93,7 +92,7 @@ def evaluate(bench: Bench, case: Case, op: peers.Op, *, wide: bool = False) -> l
             for x, f in zip(inputs, floating, strict=True)
         )
     results = tensors(op(*inputs))
-    maker = Maker(bench.where, bench.dtype, 1)  # the same upstream gradients for all, rounded to the op's dtype
+    maker = Maker(bench.target, bench.dtype, 1)  # the same upstream gradients for all, rounded to the op's dtype
     grads = [maker.floats(*y.shape, grad=False).to(y.dtype) for y in results if "both" in case.directions]
     return [x.detach() for x in results] + gradients(inputs, results, grads)
 
@@ -127,7 +126,7 @@ class Inputs:
         copies = 1 if bench.watch.dry_run else -(-ROTATED_BYTES // nbytes)
         self.differentiable = "both" in case.directions
         self.sets = [first] + [bench.inputs(case, seed) for seed in range(1, copies)]
-        maker = Maker(bench.where, bench.dtype, 1)
+        maker = Maker(bench.target, bench.dtype, 1)
         self.upstream = [
             [maker.floats(*y.shape, grad=False).to(y.dtype) for y in tensors(op(*inputs))]
             for inputs in self.sets

@@ -54,17 +54,17 @@ TINY = Model("tiny", 8, 32, 48, 4, 2, 16, 96, (2, 8), (0, 0, 0), (384,))
 class Maker:
     """Inputs of one call: equal for equal seeds."""
 
-    def __init__(self, where: torch.device, dtype: torch.dtype, seed: int):
-        self.where = where
+    def __init__(self, target: torch.device, dtype: torch.dtype, seed: int):
+        self.target = target
         self.dtype = dtype
-        self.generator = torch.Generator(where).manual_seed(seed)
+        self.generator = torch.Generator(target).manual_seed(seed)
 
     def floats(self, *shape: int, dtype: torch.dtype | None = None, grad: bool = True, mean: float = 0.0) -> Tensor:
-        x = torch.randn(shape, generator=self.generator, device=self.where, dtype=dtype or self.dtype)
+        x = torch.randn(shape, generator=self.generator, device=self.target, dtype=dtype or self.dtype)
         return (x + mean if mean else x).requires_grad_(grad)
 
     def ids(self, *shape: int, below: int) -> Tensor:
-        return torch.randint(below, shape, generator=self.generator, device=self.where)
+        return torch.randint(below, shape, generator=self.generator, device=self.target)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _dropout_case(model: Model, impl: Implementation) -> Case:
     p = 0.1
 
     def make(m: Maker) -> tuple[Any, ...]:
-        keys = row_keys(1, 2, torch.arange(tokens, device=m.where))
+        keys = row_keys(1, 2, torch.arange(tokens, device=m.target))
         return m.floats(tokens, hidden), m.floats(tokens, hidden), keys, p
 
     return Case(
@@ -216,7 +216,7 @@ def _optimizer_cases(model: Model, elements: int, impl: Implementation) -> Itera
     def make(m: Maker) -> tuple[Any, ...]:
         grad, main, exp_avg = (m.floats(elements, dtype=torch.float32, grad=False) for _ in range(3))
         param = main.to(m.dtype)
-        clip, step = (torch.full((), x, device=m.where) for x in (0.9, 0.0))
+        clip, step = (torch.full((), x, device=m.target) for x in (0.9, 0.0))
         return grad, main, exp_avg, m.floats(elements, dtype=torch.float32, grad=False).square_(), param, clip, step
 
     def ours(

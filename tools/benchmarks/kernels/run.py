@@ -117,8 +117,8 @@ def rows(case: Case, found: dict[str, Contender], copy: float | None) -> Iterato
 class KernelSession(Session):
     """The cases, what is found about each, and the file that always holds all of it."""
 
-    def __init__(self, options: Options, bench: Bench, facts: dict[str, Any], todo: list[Case]):
-        super().__init__(options, facts)
+    def __init__(self, options: Options, bench: Bench, circumstances: dict[str, Any], todo: list[Case]):
+        super().__init__(options, circumstances)
         self.bench = bench
         self.todo = todo
         self.contenders: dict[str, dict[str, Contender]] = {}
@@ -158,7 +158,7 @@ class KernelSession(Session):
         return [f"{title}: {status}" for title, status in ours.items() if status != "ok"]
 
     def found(self) -> dict[str, Any]:
-        copy = self.facts["copy_gb_per_second"]
+        copy = self.circumstances["copy_gb_per_second"]
         measured = [case for case in self.todo if title(case) in self.contenders]
         lines = [row for case in measured for row in rows(case, self.contenders[title(case)], copy)]
         return super().found() | {"wrong": self.wrong(), "rows": lines}
@@ -171,7 +171,7 @@ def ratio(row: dict[str, Any], name: str) -> str:
     return f"{over:.2f}x" if over is not None else "ran" if status == "ok" else status[:40]
 
 
-def results_table(facts: dict[str, Any], found: dict[str, Any]) -> Table:
+def results_table(circumstances: dict[str, Any], found: dict[str, Any]) -> Table:
     lines = [
         (
             row["op"],
@@ -186,7 +186,9 @@ def results_table(facts: dict[str, Any], found: dict[str, Any]) -> Table:
         )
         for row in found["rows"]
     ]
-    name = "DRY RUN on the CPU: no figures" if facts["dry_run"] else "Fused kernels: time, and other times over it"
+    name = (
+        "DRY RUN on the CPU: no figures" if circumstances["dry_run"] else "Fused kernels: time, and other times over it"
+    )
     numbers = ("ms", "GB/s or TFLOP/s", "of copy", "peak MB", *peers.NAMES, "others")
     return table(lines, ("op", "shape", "direction"), numbers, name, sections=2)
 
@@ -205,12 +207,12 @@ def choose_cases(options: Options, kernels: Kernels) -> list[Case]:
 
 def main(options: Options) -> None:
     """Measure, report, write the file; raises KernelError if a kernel of ours is wrong."""
-    bench, kernels, facts = measuring.prepare(options.dry_run)
-    session = KernelSession(options, bench, facts, choose_cases(options, kernels))
+    bench, kernels, circumstances = measuring.prepare(options.dry_run)
+    session = KernelSession(options, bench, circumstances, choose_cases(options, kernels))
     session.work()
-    limits = (number(facts[name], ",.0f") for name in ("copy_gb_per_second", "gemm_tflops"))
+    limits = (number(circumstances[name], ",.0f") for name in ("copy_gb_per_second", "gemm_tflops"))
     said = "copy {} GB/s, GEMM {} TFLOP/s".format(*limits)
     wrong = session.wrong()
-    session.end(results_table(facts, session.found()), said, *(f"WRONG: {what}" for what in wrong))
+    session.end(results_table(circumstances, session.found()), said, *(f"WRONG: {what}" for what in wrong))
     if wrong:
         raise KernelError("; ".join(wrong))

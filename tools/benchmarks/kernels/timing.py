@@ -21,11 +21,11 @@ BURST_MS, FEWEST, MOST = 80.0, 5, 50  # how long repetitions go on, and how many
 class Stopwatch:
     """Median milliseconds of work on `where`. A dry run does everything once, and its times are None."""
 
-    def __init__(self, where: torch.device, *, dry_run: bool):
-        self.where = where
+    def __init__(self, target: torch.device, *, dry_run: bool):
+        self.target = target
         self.dry_run = dry_run
         self.side = 64 if dry_run else 8192
-        self._matrices = [torch.randn(self.side, self.side, device=where, dtype=torch.bfloat16) for _ in range(3)]
+        self._matrices = [torch.randn(self.side, self.side, device=target, dtype=torch.bfloat16) for _ in range(3)]
         self.gemm_ms = self.median_ms(self._gemm)
 
     def _gemm(self, _: int = 0) -> None:
@@ -35,7 +35,7 @@ class Stopwatch:
     def copy_gb_per_second(self) -> float | None:
         """Bytes read and written by torch's copy of a large buffer: the limit of everything that moves bytes."""
         numel = 1 << (10 if self.dry_run else 29)
-        source, target = (torch.zeros(numel, device=self.where, dtype=torch.bfloat16) for _ in range(2))
+        source, target = (torch.zeros(numel, device=self.target, dtype=torch.bfloat16) for _ in range(2))
         ms = self.median_ms(lambda _: target.copy_(source))
         return None if ms is None else 2 * source.nbytes / ms / 1e6
 
@@ -50,14 +50,14 @@ class Stopwatch:
             return None
         for i in range(3):
             run(i)
-        device.synchronize(self.where)
+        device.synchronize(self.target)
         start = time.perf_counter()
         run(0)
         queued = time.perf_counter()
-        device.synchronize(self.where)
+        device.synchronize(self.target)
         one = (time.perf_counter() - start) * 1e3
         repetitions = max(FEWEST, min(MOST, int(BURST_MS / one)))
-        events = [[torch.Event(self.where, enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
+        events = [[torch.Event(self.target, enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
         python_ms = (queued - start) * 1e3 * repetitions
         for _ in range(2 + min(200, int(1.5 * python_ms))):  # a GEMM takes a millisecond or more
             self._gemm()
@@ -65,7 +65,7 @@ class Stopwatch:
             before.record()
             run(i)
             after.record()
-        device.synchronize(self.where)
+        device.synchronize(self.target)
         return statistics.median(before.elapsed_time(after) for before, after in events)
 
     def peak_bytes(self, run: Callable[[int], object]) -> int | None:
@@ -73,12 +73,12 @@ class Stopwatch:
         if self.dry_run:
             run(0)
             return None
-        device.synchronize(self.where)
-        before = torch.accelerator.memory_allocated(self.where)
-        torch.accelerator.reset_peak_memory_stats(self.where)
+        device.synchronize(self.target)
+        before = torch.accelerator.memory_allocated(self.target)
+        torch.accelerator.reset_peak_memory_stats(self.target)
         run(0)
-        device.synchronize(self.where)
-        return torch.accelerator.max_memory_allocated(self.where) - before
+        device.synchronize(self.target)
+        return torch.accelerator.max_memory_allocated(self.target) - before
 
     def release(self) -> None:
         """Give memory back before the next op."""

@@ -269,8 +269,8 @@ def table_of(result: dict[str, Any]) -> Table:
 class Tuning(Session):
     """What is found about each op and shape, and the file that always holds all of it."""
 
-    def __init__(self, options: Options, bench: Bench, facts: dict[str, Any]):
-        super().__init__(options, facts)
+    def __init__(self, options: Options, bench: Bench, circumstances: dict[str, Any]):
+        super().__init__(options, circumstances)
         self.dry_run = options.dry_run
         self.bench = bench
         self.results: list[dict[str, Any]] = []
@@ -285,7 +285,7 @@ class Tuning(Session):
             for knob in KNOBS[case.op]:
                 tried = candidates(self.bench, case, knob, staged)
                 rows = try_all(self.bench, case, knob.direction, tried)
-                self.results.append(describe(case, knob, rows, self.facts["copy_gb_per_second"]))
+                self.results.append(describe(case, knob, rows, self.circumstances["copy_gb_per_second"]))
                 self.console.print(table_of(self.results[-1]))
                 wrong = [row for row in rows if row["status"] != "ok" and (row["today"] or self.dry_run)]
                 self.failed += [f"{title}: {row['config']}: {row['status']}" for row in wrong]
@@ -301,8 +301,8 @@ class Tuning(Session):
 def main(options: Options) -> None:
     """Try all candidates, print a table of each knob, write the JSON file after each case; raises KernelError if a
     kernel fails as it is, or in a dry run with any configuration."""
-    bench, kernels, facts = prepare(options.dry_run)
-    session = Tuning(options, bench, facts)
+    bench, kernels, circumstances = prepare(options.dry_run)
+    session = Tuning(options, bench, circumstances)
     with tempfile.TemporaryDirectory() as folder:
         staged = {1: norms} | {stages: with_stages(stages, Path(folder)) for stages in (2, 3)}
         for case in all_cases(options, kernels):
