@@ -144,7 +144,7 @@ class _AddLoss(torch.autograd.Function):
 
 
 def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch, name: str) -> Tensor:
-    """Return `x` unchanged, and make its backward pass run the backward pass of `loss` too.
+    """`x` unchanged, and make its backward pass run the backward pass of `loss` too.
 
     `loss` is a 0-d fp32 sum over the batch's target tokens. Any stage adds a loss of its own this way, such as the
     balance of a router. Its gradient has the same weight as that of the main loss. Its value is reported under `name`,

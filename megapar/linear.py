@@ -26,7 +26,7 @@ class InputRegion(Protocol):
     """
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input of the matrix product, given the input of the layer."""
+        """The input of the matrix product, given the input of the layer."""
 
     def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Start `enter`. The tensor may be read only after Pending.wait().

@@ -414,7 +414,7 @@ def copy_files(src: Path, dst: Path, names: tuple[str, ...]) -> None:
 
 
 def copied_tokenizer(src: Path, dst: Path) -> str:
-    """Return the tokenizer in `src`, as data.tokenizer names its copy in `dst`; "" if there is none."""
+    """The tokenizer in `src`, as data.tokenizer names its copy in `dst`; "" if there is none."""
     # Its name in DST: SRC may be gone when the model is trained.
     found = [f"{kind}:{dst / name}" for kind, name in TOKENIZERS.items() if (src / name).is_file()]
     return found[0] if found else ""

@@ -129,7 +129,7 @@ class Entries(Mapping[str, Entry]):
         weakref.finalize(self, os.close, self._descriptor)
 
     def __getitem__(self, name: str) -> Entry:
-        """Return the entry of a tensor.
+        """The entry of a tensor.
 
         Raises KeyError for a name that is not there, CheckpointError if the file is not the one that was indexed.
         """
@@ -209,21 +209,21 @@ class Manifest:
         return cls(**fields, tensors=tensors)
 
     def is_nonnegative(self, tensor: str) -> bool:
-        """Return whether a stored tensor may hold no negative value, by the declaration of its state."""
+        """Whether a stored tensor may hold no negative value, by the declaration of its state."""
         state, _, _ = tensor.partition(".")
         return self.states.get(state, {}).get("nonnegative") is True
 
     def optimizer_of(self, name: str) -> str:
-        """Return the optimizer that updated the logical tensor `name`, or "" if the checkpoint has no state of it."""
+        """The optimizer that updated the logical tensor `name`, or "" if the checkpoint has no state of it."""
         found = (declared["optimizer"] for state, declared in self.states.items() if f"{state}.{name}" in self.tensors)
         return next(found, "")
 
     def facts(self) -> dict[str, Any]:
-        """Return all fields but the tensors, as JSON types."""
+        """All fields but the tensors, as JSON types."""
         return {name: value for name, value in vars(self).items() if name != "tensors"}
 
     def body(self) -> dict[str, Any]:
-        """Return all fields and the format, as JSON types."""
+        """All fields and the format, as JSON types."""
         tensors = {name: entry._asdict() for name, entry in self.tensors.items()}
         return {"format": FORMAT, **vars(self), "tensors": tensors}
 
@@ -234,14 +234,14 @@ class Manifest:
         return {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}
 
     def outline(self) -> dict[str, Any] | None:
-        """Return what `from_outline` takes, as JSON types, or None if the manifest's text cannot be read in parts."""
+        """What `from_outline` takes, as JSON types, or None if the manifest's text cannot be read in parts."""
         if not isinstance(self.tensors, Entries):
             return None
         return {"facts": self.facts(), "spans": self.tensors.spans}
 
     @classmethod
     def from_outline(cls, folder: Path, outline: Mapping[str, Any]) -> "Manifest":
-        """Return the manifest of `folder` from the `outline` of a process that has verified it.
+        """The manifest of `folder` from the `outline` of a process that has verified it.
 
         Only entries that are asked for are parsed. Raises CheckpointError if the manifest cannot be opened.
         """
@@ -295,7 +295,7 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in the name of a checkpoint's folder, or 0 for a folder of another name."""
+    """The step in the name of a checkpoint's folder, or 0 for a folder of another name."""
     match = _FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else 0
 
@@ -337,7 +337,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint, once the checkpoint is known to be complete.
+    """The manifest of a checkpoint, once the checkpoint is known to be complete.
 
     It is complete if the manifest is unedited, every file is there in its full size, and every tensor is covered once.
     The contents of the files are not read here; `Reader` compares each chunk with its CRC.
@@ -351,7 +351,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_manifest(folder: Path) -> Manifest:
-    """Return the manifest, whose text is compared with its SHA-256. The checkpoint's files and chunks are not checked.
+    """The manifest, whose text is compared with its SHA-256. The checkpoint's files and chunks are not checked.
 
     Raises CheckpointError, or ForeignCheckpointError as `read_manifest` does.
     """
@@ -368,7 +368,7 @@ def open_manifest(folder: Path) -> Manifest:
 
 
 def _read_text(folder: Path) -> bytes:
-    """Return the bytes of the manifest. Raises CheckpointError if it cannot be read."""
+    """The bytes of the manifest. Raises CheckpointError if it cannot be read."""
     path = folder / MANIFEST
     try:
         return read_regular(path, _LARGEST_MANIFEST, os.O_RDONLY | os.O_NOFOLLOW)
@@ -485,7 +485,7 @@ def _reach(chunk: Chunk) -> int:
 
 
 def overlap(offset: Sizes, size: Sizes, other_offset: Sizes, other_size: Sizes) -> tuple[Sizes, Sizes] | None:
-    """Return the (first, last + 1) corners of the part that two boxes share, or None if they share nothing."""
+    """The (first, last + 1) corners of the part that two boxes share, or None if they share nothing."""
     low = tuple(map(max, offset, other_offset))
     high = tuple(min(o + s, p + t) for o, s, p, t in zip(offset, size, other_offset, other_size, strict=True))
     if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -494,7 +494,7 @@ def overlap(offset: Sizes, size: Sizes, other_offset: Sizes, other_size: Sizes) 
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """Return the folders in `root` that are named like a checkpoint, complete or not, newest step first."""
+    """The folders in `root` that are named like a checkpoint, complete or not, newest step first."""
     if not root.is_dir():
         return []
     folders = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name)]
@@ -528,7 +528,7 @@ def find_complete(root: Path, check: Check | None = None) -> Iterator[Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether the manifest is unedited and its files are there. Tensors are not checked.
+    """Whether the manifest is unedited and its files are there. Tensors are not checked.
 
     If not, a warning says why.
     """

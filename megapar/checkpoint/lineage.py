@@ -23,12 +23,12 @@ PLAN = ".abandoning"  # this file holds the new lineage while checkpoints are be
 
 
 def new_id() -> str:
-    """Return a random id for a start of a run."""
+    """A random id for a start of a run."""
     return uuid.uuid4().hex[:8]
 
 
 def lineage_of(trainer: Mapping[str, Any]) -> Lineage:
-    """Return the lineage in a manifest's trainer section. It is empty for checkpoints older than lineages.
+    """The lineage in a manifest's trainer section. It is empty for checkpoints older than lineages.
 
     Raises CheckpointError if it is not a list of (id, step).
     """
@@ -43,7 +43,7 @@ def lineage_of(trainer: Mapping[str, Any]) -> Lineage:
 
 
 def leads_to(step: int, older: Lineage, lineage: Lineage) -> bool:
-    """Return whether a checkpoint of `step` with the lineage `older` leads to `lineage`."""
+    """Whether a checkpoint of `step` with the lineage `older` leads to `lineage`."""
     if older != lineage[: len(older)]:
         return False
     # The next start of `lineage` went on from some step. Checkpoints up to that step lead to it.
@@ -88,7 +88,7 @@ def _folder(root: Path, lineage: Lineage) -> Path:
 
 
 def _abandoned(root: Path, lineage: Lineage) -> Sequence[Path]:
-    """Return the checkpoints that the run would replace, or that belong to another branch, newest first.
+    """The checkpoints that the run would replace, or that belong to another branch, newest first.
 
     A checkpoint whose manifest cannot be read stays if its step is not later, because it may be mended.
     """

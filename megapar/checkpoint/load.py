@@ -49,7 +49,7 @@ _DOING = "checkpoint not loaded"
 
 
 def choose(resume: str, root: Path, ctx: ParallelContext, check: Check | None = None) -> Path | None:
-    """Return the checkpoint that `checkpoint.resume` names, the same on every rank. A collective over `ctx.world`.
+    """The checkpoint that `checkpoint.resume` names, the same on every rank. A collective over `ctx.world`.
 
     `resume` is none, auto or the path of a folder. none gives None. auto gives the newest complete checkpoint in `root`
     that passes `check`, or None if there is no checkpoint, complete or not.
@@ -91,7 +91,7 @@ def _newest(root: Path, check: Check | None) -> str | None:
 
 
 def _named(path: Path, root: Path) -> str:
-    """Return the path if it looks like a checkpoint's folder.
+    """The path if it looks like a checkpoint's folder.
 
     Raises CheckpointError otherwise, which names checkpoints nearby.
     """
@@ -110,12 +110,12 @@ def _named(path: Path, root: Path) -> str:
 
 
 def _complete(root: Path) -> list[Path]:
-    """Return the checkpoints in `root` whose files are there, newest first."""
+    """The checkpoints in `root` whose files are there, newest first."""
     return [folder for folder in checkpoint_folders(root) if is_complete(folder)]
 
 
 def going_back(path: Path, option: str) -> str:
-    """Return advice for the end of a message: how to go on from a checkpoint older than `path`, which is damaged.
+    """Advice for the end of a message: how to go on from a checkpoint older than `path`, which is damaged.
 
     `option` is the option that names the checkpoint: resume or init_from.
     """
@@ -192,7 +192,7 @@ def weight_slices(parameters: Iterable[Tensor]) -> Iterator[StateSlice]:
 
 
 def weights_of(slices: Iterable[StateSlice]) -> list[StateSlice]:
-    """Return the slices without the optimizer's state."""
+    """The slices without the optimizer's state."""
     kept = []
     for item in slices:
         weights = {name: tensor for name, tensor in item.tensors.items() if name in WEIGHTS}
@@ -260,7 +260,7 @@ def _require_same_optimizers(
 
 
 def verified_manifest(path: Path, ctx: ParallelContext) -> Manifest:
-    """Return the manifest of a complete checkpoint. A collective over `ctx.world`.
+    """The manifest of a complete checkpoint. A collective over `ctx.world`.
 
     Raises CheckpointError on every rank if the checkpoint is not complete.
     """
@@ -325,7 +325,7 @@ def _wanted_kinds(slices: Iterable[StateSlice], ctx: ParallelContext) -> dict[st
 
 
 def _stored_dtype(name: str, tensor: Tensor) -> str:
-    """Return the dtype that a checkpoint stores. Weights are stored in fp32, whatever the model computes in."""
+    """The dtype that a checkpoint stores. Weights are stored in fp32, whatever the model computes in."""
     if name == MAIN:
         return dtype_name(torch.float32)
     return dtype_name(tensor.dtype)
@@ -334,7 +334,7 @@ def _stored_dtype(name: str, tensor: Tensor) -> str:
 def differences(
     manifest: Manifest, wanted: Mapping[str, Kind], model_config: Mapping[str, Any], *, weights_alone: bool = False
 ) -> list[str]:
-    """Return a line for each reason why the checkpoint does not fit the run; no line if it fits.
+    """A line for each reason why the checkpoint does not fit the run; no line if it fits.
 
     `wanted` are the dtype and shape of each tensor that the run asks for. With `weights_alone`, tensors of the
     checkpoint that are no weights do not matter.
@@ -441,14 +441,14 @@ class Reader:
                 out[in_out].copy_(self.chunk(name, chunk)[in_chunk])
 
     def tensor(self, name: str) -> Tensor:
-        """Return a whole logical tensor in the dtype in which it is stored."""
+        """A whole logical tensor in the dtype in which it is stored."""
         entry = self.manifest.tensors[name]
         out = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
         self.fill(name, (0,) * len(entry.shape), out)
         return out
 
     def chunk(self, name: str, chunk: Chunk) -> Tensor:
-        """Return a stored box of tensor `name`, mapped from its file. Pages are read when they are touched.
+        """A stored box of tensor `name`, mapped from its file. Pages are read when they are touched.
 
         Raises CheckpointError if the file is not a safetensors file, if the box has another shape, dtype or CRC than
         the manifest says, or if it holds values that no training could go on from.

@@ -39,19 +39,19 @@ class ManifestIndex(NamedTuple):
 
 
 def encode(body: Mapping[str, Any]) -> str:
-    """Return the text of a body. Its SHA-256 is taken of this text, so the text must be the same for the same body."""
+    """The text of a body. Its SHA-256 is taken of this text, so the text must be the same for the same body."""
     return json.dumps(body, sort_keys=True)
 
 
 def seal(body: Mapping[str, Any]) -> str:
-    """Return the text of the whole file: the body and its SHA-256."""
+    """The text of the whole file: the body and its SHA-256."""
     text = encode(body)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{_HEAD.decode()}{text}, "sha256": "{digest}"}}'
 
 
 def index(text: bytes) -> ManifestIndex | None:
-    """Return the index of a file, or None if its SHA-256 is wrong or its text is not as `seal` writes it."""
+    """The index of a file, or None if its SHA-256 is wrong or its text is not as `seal` writes it."""
     sealed = _SEAL.search(text, max(0, len(text) - _SEAL_BYTES))
     if not text.startswith(_HEAD) or sealed is None:
         return None
@@ -65,7 +65,7 @@ def index(text: bytes) -> ManifestIndex | None:
 
 
 def _index(text: bytes, first: int, stop: int) -> ManifestIndex:
-    """Return the index of the body text[first:stop].
+    """The index of the body text[first:stop].
 
     Raises ValueError, KeyError, TypeError or RecursionError where it is not as `encode` writes it.
     """
@@ -94,7 +94,7 @@ def _index(text: bytes, first: int, stop: int) -> ManifestIndex:
 
 
 def _marks(text: bytes, first: int, stop: int) -> list[int]:
-    """Return the position in text[first:stop] at which the name of each tensor ends."""
+    """The position in text[first:stop] at which the name of each tensor ends."""
     marks = []
     at = text.find(_ENTRY, first, stop)
     while at >= 0:
@@ -104,7 +104,7 @@ def _marks(text: bytes, first: int, stop: int) -> list[int]:
 
 
 def _span(text: bytes, first: int, stop: int) -> Span:
-    """Return the span of the entry text[first:stop]. Its chunks are not parsed."""
+    """The span of the entry text[first:stop]. Its chunks are not parsed."""
     end_of_chunks = text.rindex(_AFTER_CHUNKS, first, stop)
     rest = json.loads(b"{" + text[end_of_chunks + len(b"], ") : stop])
     shape = rest["shape"]

@@ -111,7 +111,7 @@ class Save:
             self.join(_PAUSE_SECONDS)
 
     def ended(self) -> bool:
-        """Return whether the checkpoint exists or any rank has failed, the same on every rank. A collective."""
+        """Whether the checkpoint exists or any rank has failed, the same on every rank. A collective."""
         return any_rank(self._published or self._problem is not None, self._ctx)
 
     def finish(self) -> Path:
@@ -245,7 +245,7 @@ def save(
 
 
 def snapshot_bytes(slices: Iterable[StateSlice]) -> int:
-    """Return the bytes of the buffer that `snapshot` needs."""
+    """The bytes of the buffer that `snapshot` needs."""
     return sum(_aligned_bytes(tensor) for item in slices for tensor in item.tensors.values())
 
 
@@ -269,12 +269,12 @@ def snapshot(slices: Iterable[StateSlice], buffer: Tensor) -> list[StateSlice]:
 
 
 def _aligned_bytes(tensor: Tensor) -> int:
-    """Return the tensor's bytes, rounded up to 8. So the next tensor starts at a multiple of any dtype's size."""
+    """The tensor's bytes, rounded up to 8. So the next tensor starts at a multiple of any dtype's size."""
     return -(-tensor.nbytes // 8) * 8
 
 
 def share(slices: Iterable[StateSlice]) -> list[StateSlice]:
-    """Return the slices that this rank writes, of those that all its replicas hold: every n-th of n replicas."""
+    """The slices that this rank writes, of those that all its replicas hold: every n-th of n replicas."""
     written = []
     # Counted for each axis of replicas apart, so that each axis divides its own slices evenly.
     counts: Counter[str] = Counter()
@@ -287,7 +287,7 @@ def share(slices: Iterable[StateSlice]) -> list[StateSlice]:
 
 
 def first_copies(slices: Iterable[StateSlice]) -> list[StateSlice]:
-    """Return the slices of ZeRO shards that this rank writes. Of several ranks with copies, the first one writes."""
+    """The slices of ZeRO shards that this rank writes. Of several ranks with copies, the first one writes."""
     return [item for item in slices if item.spec.replicas.copies.first]
 
 
@@ -298,7 +298,7 @@ def owned_boxes(item: StateSlice) -> Iterator[tuple[Piece, FlatBox]]:
 
 
 def needed_bytes(mine: Sequence[StateSlice], ctx: ParallelContext) -> int:
-    """Return an upper estimate of a checkpoint's bytes on disk. A collective.
+    """An upper estimate of a checkpoint's bytes on disk. A collective.
 
     `mine` are the slices that this rank writes. The estimate is the sum over all ranks.
     """
@@ -355,7 +355,7 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
 
 
 def _declaration(item: StateSlice, tensor: StateTensor) -> dict[str, Any]:
-    """Return what the manifest says of a state of the slice's parameter (`Manifest.states`)."""
+    """What the manifest says of a state of the slice's parameter (`Manifest.states`)."""
     return {"optimizer": item.spec.update, "initial": tensor.initial, "nonnegative": tensor.nonnegative}
 
 

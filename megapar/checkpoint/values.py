@@ -15,12 +15,12 @@ _INF = 0x7F800000  # the bits of an fp32 infinity
 
 
 def checksum(values: Tensor) -> int:
-    """Return the CRC-32 of a contiguous CPU tensor's bytes."""
+    """The CRC-32 of a contiguous CPU tensor's bytes."""
     return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def examine(name: str, values: Tensor, *, nonnegative: bool = False) -> tuple[int, str]:
-    """Return the CRC-32 of a contiguous CPU tensor, and why no training can go on from its values, or "" if it can.
+    """The CRC-32 of a contiguous CPU tensor, and why no training can go on from its values, or "" if it can.
 
     Values must be finite, and with `nonnegative` not negative either. `name` is for the message.
     """
@@ -41,13 +41,13 @@ def examine(name: str, values: Tensor, *, nonnegative: bool = False) -> tuple[in
 
 
 def _may_be_not_finite(block: NDArray[np.float32]) -> bool:
-    """Return whether the block's sum is not finite. It is not if a term is not, or if very large terms overflow it."""
+    """Whether the block's sum is not finite. It is not if a term is not, or if very large terms overflow it."""
     with np.errstate(over="ignore", invalid="ignore"):
         return not math.isfinite(np.add.reduce(block))
 
 
 def _may_be_negative_or_not_finite(block: NDArray[np.float32]) -> bool:
-    """Return whether any value may be negative, infinite or nan, by its bits as an unsigned integer.
+    """Whether any value may be negative, infinite or nan, by its bits as an unsigned integer.
 
     Of positive values, inf and nan have the largest bits. Negative values have the sign bit, so theirs are larger yet.
     """

@@ -301,7 +301,7 @@ def collect(key: str) -> Any | None:
 
 
 def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
-    """Return every rank's `value` (JSON types) on every rank, in rank order. Nothing is pickled."""
+    """Every rank's `value` (JSON types) on every rank, in rank order. Nothing is pickled."""
     if axis.size == 1:
         return [value]
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -112,7 +112,7 @@ class AxisLog:
                 _ENDED.pack_into(memory, self._at + 64 + position % RING * _RECORD.size + 40, now)
 
     def fail(self, reason: str) -> str:
-        """Return the message of a failed operation: `reason`, with the cause if a monitor knows it."""
+        """The message of a failed operation: `reason`, with the cause if a monitor knows it."""
         return self._flight.explain(reason)
 
 

@@ -62,7 +62,7 @@ TRAINING = {
 
 
 def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any]:
-    """Return the options behind the model's weights, by name without `model.`.
+    """The options behind the model's weights, by name without `model.`.
 
     A run can go on from a checkpoint only if these are equal. `sizes` are dotted paths of further options for sizes of
     this family's weights (`PipelineStage.sizes_of_weights`).
@@ -82,7 +82,7 @@ def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any
 
 
 def function_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Return parts of a message, "option (saved | now)", for the options behind another function of the same weights.
+    """Parts of a message, "option (saved | now)", for the options behind another function of the same weights.
 
     `saved` is as for `changes`. A checkpoint without an option is older than it, and has its default.
     """
@@ -93,7 +93,7 @@ def function_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def changes(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Return lines "option: saved -> now" for the changed options of a resumed run.
+    """Lines "option: saved -> now" for the changed options of a resumed run.
 
     `saved` is a flattened config, possibly from JSON. Options missing from `saved` are left out: they are newer than
     the checkpoint.

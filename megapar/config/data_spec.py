@@ -38,13 +38,13 @@ class Entry(NamedTuple):
 
 
 def blend_stages(config: Config) -> list[tuple[int, tuple[float, ...]]]:
-    """Return (first sample, weights of data.train's sources) for each stage of a validated config's blend."""
+    """(first sample, weights of data.train's sources) for each stage of a validated config's blend."""
     entries = [Entry.parse(text) for text in config.data.train]
     return [(0, _weights(config, entries)), *map(_parse_stage, config.data.stages)]
 
 
 def validation_sets(config: Config) -> list[tuple[str, str]]:
-    """Return (name, source) of each entry of data.validation. Without a name, the last part of the source is it."""
+    """(name, source) of each entry of data.validation. Without a name, the last part of the source is it."""
     sets = []
     for text in config.data.validation:
         match = re.fullmatch(r"([\w.-]+)=(.+)", text)
@@ -86,7 +86,7 @@ def data_problems(config: Config) -> Iterator[str]:
 
 
 def _named_twice(sources: Sequence[str]) -> list[str]:
-    """Return a problem for each source listed twice in data.train, also under several spellings."""
+    """A problem for each source listed twice in data.train, also under several spellings."""
     spellings: dict[str, list[str]] = {}
     for source in sources:
         spellings.setdefault(_one_spelling(source), []).append(source)
@@ -99,7 +99,7 @@ def _named_twice(sources: Sequence[str]) -> list[str]:
 
 
 def _one_spelling(source: str) -> str:
-    """Return the same text for two paths to one file. Links are not followed."""
+    """The same text for two paths to one file. Links are not followed."""
     prefix = ""
     path = source
     if source.startswith("hf:"):
@@ -109,7 +109,7 @@ def _one_spelling(source: str) -> str:
 
 
 def _entry_problem(text: str, entry: Entry) -> str:
-    """Return what is wrong with an entry of data.train by itself, or "" if nothing is. `text` is what was given."""
+    """What is wrong with an entry of data.train by itself, or "" if nothing is. `text` is what was given."""
     if not entry.source:
         return f"data.train={text}: names no source; write {text}PREFIX"
     if entry.amount is None or (math.isfinite(entry.amount) and entry.amount >= 0):
@@ -143,14 +143,14 @@ def _amounts_of_blend(config: Config, entries: Sequence[Entry]) -> Iterator[str]
 
 
 def _tokens_do_not_fit(tokens: float, run: int, *, has_rest: bool) -> bool:
-    """Return whether `tokens` leave nothing for the entry of the rest or, without one, do not fill the run."""
+    """Whether `tokens` leave nothing for the entry of the rest or, without one, do not fill the run."""
     if has_rest:
         return tokens >= run
     return abs(tokens - run) > 1e-6 * run  # the blend rounds weights to millionths
 
 
 def _blend_problem(weights: Sequence[float]) -> str:
-    """Return what is wrong with the weights of a stage, or "" if nothing is."""
+    """What is wrong with the weights of a stage, or "" if nothing is."""
     total = sum(weights)
     if not total > 0:
         return "the weights sum to 0"
@@ -184,7 +184,7 @@ def _stages(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def _parse_stage(text: str) -> tuple[int, tuple[float, ...]]:
-    """Return (first sample, weights) of an entry of data.stages. The first sample is -1 if the text cannot be read."""
+    """(first sample, weights) of an entry of data.stages. The first sample is -1 if the text cannot be read."""
     first, _, weights = text.partition(":")
     try:
         return int(first), tuple(map(float, weights.split(",")))
@@ -193,7 +193,7 @@ def _parse_stage(text: str) -> tuple[int, tuple[float, ...]]:
 
 
 def _weights(config: Config, entries: Sequence[Entry]) -> tuple[float, ...]:
-    """Return the weight of each entry. Among tokens, the entry without a number gets the rest of the run's tokens."""
+    """The weight of each entry. Among tokens, the entry without a number gets the rest of the run's tokens."""
     rest = 1.0  # a single source needs no number
     if any(entry.unit == "tokens" for entry in entries):
         run = config.train.samples() * config.train.seq_length

@@ -20,7 +20,7 @@ PARTS = BLOCK * BLOCK  # samples in a period
 
 
 def parts_of(weights: Sequence[float]) -> NDArray[np.int64]:
-    """Return `weights` in millionths of their sum, int64. They sum to PARTS: the largest remainders are rounded up.
+    """`weights` in millionths of their sum, int64. They sum to PARTS: the largest remainders are rounded up.
 
     A weight too small for a part gets 0.
     """
@@ -32,7 +32,7 @@ def parts_of(weights: Sequence[float]) -> NDArray[np.int64]:
 
 
 def block_counts(parts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number of samples of each source in each block of a period, [blocks, sources].
+    """The number of samples of each source in each block of a period, [blocks, sources].
 
     Each block gets the whole part of a source's share. The remainders are dealt by PD2 (Anderson and Srinivasan 2000),
     and meet all deadlines: after b blocks, a source of weight w has had less than one sample more or less than
@@ -93,7 +93,7 @@ class Blend:
             self._stages.append(_Period(first, taken, counts, before))
 
     def taken(self, position: int) -> NDArray[np.int64]:
-        """Return the number of samples of each source before `position`, [sources]."""
+        """The number of samples of each source before `position`, [sources]."""
         number = self._stage(position)
         block, offset = divmod(position - self._stages[number].first, BLOCK)
         sources, _ = self._block(number, block)
@@ -101,7 +101,7 @@ class Blend:
         return self._before(number, block) + inside
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the source of each of `positions` [n], and the number of earlier samples of the same source, [n]."""
+        """The source of each of `positions` [n], and the number of earlier samples of the same source, [n]."""
         sources = np.empty_like(positions)
         turns = np.empty_like(positions)
         starts = np.array([stage.first for stage in self._stages])
@@ -116,17 +116,17 @@ class Blend:
         return sources, turns
 
     def _stage(self, position: int) -> int:
-        """Return the number of the stage around `position`."""
+        """The number of the stage around `position`."""
         return sum(stage.first <= position for stage in self._stages) - 1
 
     def _before(self, number: int, block: int) -> NDArray[np.int64]:
-        """Return the number of samples of each source before a block of stage `number`, [sources]."""
+        """The number of samples of each source before a block of stage `number`, [sources]."""
         stage = self._stages[number]
         periods, inside = divmod(block, BLOCK)
         return stage.taken + periods * stage.before[-1] + stage.before[inside]
 
     def _block(self, number: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the source of each sample of a block, and how many of the same source precede it there."""
+        """The source of each sample of a block, and how many of the same source precede it there."""
         counts = self._stages[number].counts[block % BLOCK]
         dealt = np.repeat(np.arange(len(counts)), counts)
         sources = dealt[permute(np.arange(BLOCK), BLOCK, (self._seed, number, block))]

@@ -14,7 +14,7 @@ _PIECE = 1 << 13  # bytes
 
 
 def content_hash(path: str | Path) -> str:
-    """Return a hash of a file's size and bytes: of all bytes up to WHOLE, else of evenly spaced pieces.
+    """A hash of a file's size and bytes: of all bytes up to WHOLE, else of evenly spaced pieces.
 
     Raises OSError if it is no regular file.
     """

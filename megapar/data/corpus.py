@@ -70,7 +70,7 @@ class Place(NamedTuple):
     offset: int
 
     def describe(self, lines_before: int | None = None) -> str:
-        """Return the place in words. `lines_before` is the number of lines before the span.
+        """The place in words. `lines_before` is the number of lines before the span.
 
         If it is None, the file is read up to this place to count them.
         """
@@ -112,7 +112,7 @@ class BadDocuments:
 
 
 def find_files(inputs: Sequence[Path]) -> list[Path]:
-    """Return the files of `inputs`, in their order.
+    """The files of `inputs`, in their order.
 
     A folder stands for all files below it with a known suffix, sorted by path.
     Raises DataError for a missing file or an input without files. Raises ConfigError for a file with another suffix.
@@ -192,7 +192,7 @@ class SpanReader:
         self.num_bytes = self.span.num_bytes
 
     def _text(self, position: Place, raw: bytes | None) -> str | None:
-        """Return the text of a document, or None if it is bad and left out. `raw` is None for an empty cell."""
+        """The text of a document, or None if it is bad and left out. `raw` is None for an empty cell."""
         key = self.reading.text_field if self._json else None
         try:
             return parse(raw, key)
@@ -264,7 +264,7 @@ class SpanReader:
 
 
 def _parquet_path(path: Path, schema: Any, text_field: str) -> list[str]:
-    """Return the column of the text, and the fields from there to the text.
+    """The column of the text, and the fields from there to the text.
 
     Raises DataError if there is no such column or it holds no text.
     """
@@ -288,7 +288,7 @@ def _parquet_path(path: Path, schema: Any, text_field: str) -> list[str]:
 
 
 def parse(raw: bytes | None, key: str | None, mend: bool = False) -> str:
-    """Return the text of a line, file or cell. With `key`, `raw` is a JSON object with the text under this key.
+    """The text of a line, file or cell. With `key`, `raw` is a JSON object with the text under this key.
 
     With `mend`, U+FFFD replaces what is not clean. Raises BadDocument if the text is not clean. With `mend` it
     raises only if the text cannot be mended.
@@ -319,7 +319,7 @@ def parse(raw: bytes | None, key: str | None, mend: bool = False) -> str:
 
 
 def _field(line: str, key: str) -> str:
-    """Return the text under `key` of a JSON object. With dots, `key` may be a path through nested objects.
+    """The text under `key` of a JSON object. With dots, `key` may be a path through nested objects.
 
     Raises BadDocument if `line` is no JSON object or has no text there.
     """
@@ -342,7 +342,7 @@ def _field(line: str, key: str) -> str:
 
 
 def _other_keys(row: dict[str, Any]) -> str:
-    """Return advice for a line without the key of the text: the keys it has.
+    """Advice for a line without the key of the text: the keys it has.
 
     The advice is not to skip such lines, since all lines may be so.
     """
@@ -428,11 +428,11 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _all(file: IO[bytes]) -> bytes:
-    """Return the rest of a file, or its first _LONGEST bytes. A small compressed file may have far more."""
+    """The rest of a file, or its first _LONGEST bytes. A small compressed file may have far more."""
     return b"".join(islice(iter(partial(file.read, _BLOCK), b""), _LONGEST // _BLOCK))
 
 
 def _newlines(path: Path, offset: int) -> int:
-    """Return the number of newlines in the first `offset` bytes of a file."""
+    """The number of newlines in the first `offset` bytes of a file."""
     with path.open("rb") as file:
         return sum(file.read(min(_BLOCK, offset - at)).count(b"\n") for at in range(0, offset, _BLOCK))

@@ -55,7 +55,7 @@ class Delivery:
         self._asked: deque[int] = deque()
 
     def next_step(self) -> list[MicroBatch]:
-        """Return this rank's micro-batches of the next step, and ask the readers for the steps after it.
+        """This rank's micro-batches of the next step, and ask the readers for the steps after it.
 
         Raises DataError if a file is bad or a worker died.
         """
@@ -79,7 +79,7 @@ class Delivery:
         return batches
 
     def started_over(self) -> list[str]:
-        """Return a line for each source with a new epoch in the newest step."""
+        """A line for each source with a new epoch in the newest step."""
         return self.loader.samples.started_over(self._last, self.consumed_samples)
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ def _work(read: Read, parents: Connection, connection: Connection, parent: int) 
 
 
 def _values(batch: MicroBatch) -> dict[str, Any]:
-    """Return the fields of `batch`, with numpy arrays in place of tensors.
+    """The fields of `batch`, with numpy arrays in place of tensors.
 
     Arrays cross a pipe by value. Tensors would cross it through files in shared memory, and these outlive a killed
     worker.

@@ -53,5 +53,5 @@ def cross_entropies(train: NDArray[np.integer], held_out: NDArray[np.integer], v
 
 
 def _pairs(tokens: NDArray[np.integer], vocab_size: int) -> NDArray[np.int64]:
-    """Return each token and the next as one number, first * vocab_size + second. int64 holds vocab_size^2."""
+    """Each token and the next as one number, first * vocab_size + second. int64 holds vocab_size^2."""
     return tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]

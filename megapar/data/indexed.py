@@ -29,12 +29,12 @@ _BLOCK = 1 << 20  # sequences checked, or tokens copied, at a time, so that memo
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype of tokens by Megatron's rule: 2 bytes a token below 65,500 ids, else 4."""
+    """The dtype of tokens by Megatron's rule: 2 bytes a token below 65,500 ids, else 4."""
     return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
 
 
 def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]:
-    """Return the first byte of each sequence, int64: the exclusive sum of lengths * itemsize."""
+    """The first byte of each sequence, int64: the exclusive sum of lengths * itemsize."""
     # int32 would overflow in a file above 2 GiB.
     sizes = lengths.astype(np.int64) * itemsize
     return np.cumsum(sizes) - sizes
@@ -102,15 +102,15 @@ class IndexedDataset:
             self.tokens = np.frombuffer(self._map, self.dtype)
 
     def __len__(self) -> int:
-        """Return the number of documents."""
+        """The number of documents."""
         return len(self.document_indices) - 1
 
     def document(self, i: int) -> NDArray[np.integer]:
-        """Return the tokens of document `i`, a view into the mapped file."""
+        """The tokens of document `i`, a view into the mapped file."""
         return self.tokens[self.document_start(i) : self.document_start(i + 1)]
 
     def read_pieces(self, starts: NDArray[np.int64], length: int) -> NDArray[np.integer]:
-        """Return the tokens [len(starts), length] from each position in `starts` on, in the dtype of the file.
+        """The tokens [len(starts), length] from each position in `starts` on, in the dtype of the file.
 
         Raises DataError if the files have another size than when they were opened.
         """
@@ -126,20 +126,20 @@ class IndexedDataset:
         return np.stack([self.tokens[start : start + length] for start in starts.tolist()])
 
     def locate(self, token: int) -> tuple[int, int]:
-        """Return (document, offset within it) of the position `token` in the file."""
+        """(document, offset within it) of the position `token` in the file."""
         sequence = int(np.searchsorted(self.pointers, token * self.dtype.itemsize, "right")) - 1
         document = int(np.searchsorted(self.document_indices, sequence, "right")) - 1
         return document, token - self.document_start(document)
 
     def document_start(self, i: int) -> int:
-        """Return the position in `tokens` of the first token of document `i`, or len(tokens) for i = len(self)."""
+        """The position in `tokens` of the first token of document `i`, or len(tokens) for i = len(self)."""
         sequence = int(self.document_indices[i])
         if sequence == len(self.pointers):
             return len(self.tokens)
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def starts_between(self, first: int, last: int) -> list[int]:
-        """Return the positions p in the file, first < p < last, of the starts of documents, each once."""
+        """The positions p in the file, first < p < last, of the starts of documents, each once."""
         document = self.locate(first)[0] + 1
         starts = []
         start = self.document_start(document)
@@ -151,7 +151,7 @@ class IndexedDataset:
         return list(dict.fromkeys(starts))  # a document without tokens starts where the next one does
 
     def fingerprints(self) -> dict[str, str]:
-        """Return a hash of the contents of each file, by its path (see `content_hash`)."""
+        """A hash of the contents of each file, by its path (see `content_hash`)."""
         return {str(path): content_hash(path) for path in (self.idx_path, self.bin_path)}
 
     def _require_whole(self) -> None:
@@ -208,7 +208,7 @@ class IndexedDataset:
                 )
 
     def _check_pointers(self) -> int:
-        """Return the right size of the .bin in bytes.
+        """The right size of the .bin in bytes.
 
         Raises DataError unless each pointer is the sum of the lengths before it.
         """

@@ -30,13 +30,13 @@ class Mixture:
         return sum(map(len, self.sources))
 
     def read(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens [len(positions), seq_length + num_targets], int64, of the samples at `positions`."""
+        """The tokens [len(positions), seq_length + num_targets], int64, of the samples at `positions`."""
         return self.read_documents(positions, with_starts=False)[0]
 
     def read_documents(
         self, positions: NDArray[np.int64], *, with_starts: bool
     ) -> tuple[NDArray[np.int64], list[list[int]]]:
-        """Return the tokens as `read` does, and the positions within each sample at which documents begin.
+        """The tokens as `read` does, and the positions within each sample at which documents begin.
 
         Unless `with_starts`, these positions are [0] for each sample. `positions` must not be empty.
         """
@@ -59,13 +59,13 @@ class Mixture:
         return samples, starts
 
     def _ids(self, source: Dataset, turns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the ids of the samples that `source` gives as its `turns`-th ones, counted from 0 over all epochs."""
+        """The ids of the samples that `source` gives as its `turns`-th ones, counted from 0 over all epochs."""
         if self.seed is None or not source.shuffled:
             return turns % len(source)
         return sample_ids(turns, len(source), self.seed)
 
     def started_over(self, first: int, last: int) -> list[str]:
-        """Return a line for each source that begins another epoch between positions `first` and `last`."""
+        """A line for each source that begins another epoch between positions `first` and `last`."""
         before = self.blend.taken(first)
         after = self.blend.taken(last)
         lines = []
@@ -129,7 +129,7 @@ class Loader:
         self.columns = torch.tensor(range(seq_length) if columns is None else columns)
 
     def step_after(self, consumed_samples: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches of the step that follows `consumed_samples`.
+        """This rank's micro-batches of the step that follows `consumed_samples`.
 
         There are none if the step has fewer micro-batches than replicas, and this replica's turn does not come.
         """
@@ -152,7 +152,7 @@ class Loader:
 
 
 def _without_tokens(positions: NDArray[np.int64], seq_length: int, num_targets: int) -> MicroBatch:
-    """Return a micro-batch with zeros for tokens and targets.
+    """A micro-batch with zeros for tokens and targets.
 
     Its shapes, weights and positions are right. A stage between the first and the last uses nothing else.
     """

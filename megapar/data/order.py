@@ -24,7 +24,7 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def permute(index: NDArray[np.int64], n: int, key: Sequence[int]) -> NDArray[np.int64]:
-    """Return the image of each element of `index` (1-D, below n) under a keyed permutation of range(n).
+    """The image of each element of `index` (1-D, below n) under a keyed permutation of range(n).
 
     `key` is a sequence of non-negative integers. The permutation is a Feistel network over pairs (left, right), both
     below ceil(sqrt(n)). A result outside range(n) goes through the network again until it falls inside (cycle walking,
@@ -53,7 +53,7 @@ def permute(index: NDArray[np.int64], n: int, key: Sequence[int]) -> NDArray[np.
 
 
 def sample_ids(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDArray[np.int64]:
-    """Return the sample at each of `positions` of the run, in range(num_samples). The shape stays.
+    """The sample at each of `positions` of the run, in range(num_samples). The shape stays.
 
     Each epoch holds every sample once.
     """
@@ -68,7 +68,7 @@ def sample_ids(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDA
 def micro_batch_positions(
     consumed_samples: int, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> NDArray[np.int64]:
-    """Return the positions [micro-batches, micro_batch_size] of one dp rank in the step after `consumed_samples`.
+    """The positions [micro-batches, micro_batch_size] of one dp rank in the step after `consumed_samples`.
 
     The step is [consumed_samples, consumed_samples + global_batch_size). Its micro-batches are dealt in turns: rank i
     takes the i-th, then the (i + dp_size)-th, and so on. If they do not divide evenly, the last ranks have one fewer.

@@ -74,7 +74,7 @@ def _gather(
 
 
 def first_occurrences(paths: Sequence[Path]) -> NDArray[np.int64]:
-    """Return the numbers of the hashes in the files `paths` without an earlier equal, in ascending order.
+    """The numbers of the hashes in the files `paths` without an earlier equal, in ascending order.
 
     A hash is two 64-bit words. Hashes are counted from 0 through all files.
     """
@@ -115,7 +115,7 @@ def write_sidecar(prefix: str | Path, description: dict[str, Any]) -> None:
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
-    """Return the sidecar of the pair `prefix`, or None if there is none.
+    """The sidecar of the pair `prefix`, or None if there is none.
 
     Raises DataError if the file was not written by `write_sidecar`.
     """
@@ -171,7 +171,7 @@ def merge_prepared(prefixes: Sequence[Path], output: Path) -> IndexedDataset:
 
 
 def _without_location(value: Any) -> Any:
-    """Return a sidecar's value without the tokenizer's path: the same file may have stood elsewhere on another day."""
+    """A sidecar's value without the tokenizer's path: the same file may have stood elsewhere on another day."""
     return {**value, "spec": ""} if isinstance(value, dict) else value
 
 
@@ -263,7 +263,7 @@ def _verify_ends(dataset: IndexedDataset, eod: int) -> None:
 
 
 def sha256(path: Path, stop: threading.Event | None = None) -> str:
-    """Return the SHA-256 of a file.
+    """The SHA-256 of a file.
 
     Once `stop` is set, reading ends early and the result means nothing.
     """

@@ -190,7 +190,7 @@ def _shards(
 
 
 def _finished(folder: Path, shard: Shard, recipe: Recipe) -> Part | None:
-    """Return the shard's part if an earlier run left it in `folder` and `recipe` can use it."""
+    """The shard's part if an earlier run left it in `folder` and `recipe` can use it."""
     if not Path(f"{folder / shard.name}.json").is_file():
         return None
     part = _read_part(folder / shard.name)
@@ -201,7 +201,7 @@ def _finished(folder: Path, shard: Shard, recipe: Recipe) -> Part | None:
 
 
 def _read_part(name: Path) -> Part:
-    """Return the description of a finished part. Raises DataError if the file is not one."""
+    """The description of a finished part. Raises DataError if the file is not one."""
     path = Path(f"{name}.json")
     try:
         fields = json.loads(read_regular(path))
@@ -211,7 +211,7 @@ def _read_part(name: Path) -> Part:
 
 
 def _description(shards: list[Shard], parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the sidecar without its sources and hashes: these are known later.
+    """The sidecar without its sources and hashes: these are known later.
 
     The numbers of documents and tokens are those before deduplication.
     """
@@ -354,7 +354,7 @@ def _batches(readers: Iterable[SpanReader]) -> Iterator[tuple[list[tuple[Place, 
 def encode(
     documents: Sequence[tuple[Place, str]], tokenizer: Tokenizer, recipe: Recipe
 ) -> tuple[NDArray[np.int64], list[int], list[str]]:
-    """Return the tokens of the documents one after the other, the length of each in tokens, and their texts.
+    """The tokens of the documents one after the other, the length of each in tokens, and their texts.
 
     Documents without tokens are left out. Lengths include the end-of-document token if the recipe appends one.
     Raises DataError for a text refused by the tokenizer, and for an id outside its vocabulary.
@@ -384,7 +384,7 @@ def encode(
 
 
 def _work(recipe: Recipe, folder: Path) -> Callable[[Shard, Callable[[Counts], None]], None]:
-    """Return the maker of a shard's part. It is called in the worker, so each loads its own tokenizer."""
+    """The maker of a shard's part. It is called in the worker, so each loads its own tokenizer."""
     return partial(_make_part, _tokenizer(recipe), recipe, folder)
 
 

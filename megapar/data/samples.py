@@ -85,7 +85,7 @@ def fill_in_the_middle(
     rate: float,
     marks: MiddleTokens,
 ) -> NDArray[np.int64]:
-    """Return `samples` [n, tokens] with the middle moved to the end in a share `rate` of the documents.
+    """`samples` [n, tokens] with the middle moved to the end in a share `rate` of the documents.
 
     Such a document becomes prefix, suffix, middle, or as often suffix, prefix, middle. Each part follows its mark. A
     model then learns to fill in the middle (Bavarian et al., arXiv 2207.14255).
@@ -104,7 +104,7 @@ def fill_in_the_middle(
 
 
 def _moved(document: NDArray[np.int64], bits: NDArray[np.uint64], marks: MiddleTokens) -> NDArray[np.int64]:
-    """Return `document` with its middle moved to the end. `bits` are three random words."""
+    """`document` with its middle moved to the end. `bits` are three random words."""
     # Three tokens before the last one make room for the marks. So the document keeps its length, and its last token,
     # which may be the end-of-document token.
     text = document[:-4]
@@ -120,7 +120,7 @@ def _moved(document: NDArray[np.int64], bits: NDArray[np.uint64], marks: MiddleT
 
 
 def packed_starts(starts: Sequence[Sequence[int]], length: int) -> Tensor:
-    """Return `MicroBatch.starts`, int32, of samples of `length` positions.
+    """`MicroBatch.starts`, int32, of samples of `length` positions.
 
     `starts` holds, for each sample, the positions within it at which documents begin. The first is 0.
     """
@@ -132,7 +132,7 @@ def packed_starts(starts: Sequence[Sequence[int]], length: int) -> Tensor:
 
 
 def weights(starts: Sequence[Sequence[int]], length: int, ahead: int = 1) -> Tensor:
-    """Return the loss weights [n, length], fp32, of n samples whose documents are trained apart.
+    """The loss weights [n, length], fp32, of n samples whose documents are trained apart.
 
     A weight is 0 where the target, the token `ahead` positions on, is in a later document: the document of the position
     says nothing about it. All other weights are 1.

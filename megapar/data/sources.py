@@ -32,18 +32,18 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens [len(ids), seq_length + num_targets] of the samples `ids`, always the same ones."""
+        """The tokens [len(ids), seq_length + num_targets] of the samples `ids`, always the same ones."""
         ...
 
     def starts(self, ids: NDArray[np.int64], samples: NDArray[np.int64]) -> list[list[int]]:
-        """Return the positions of the starts of documents within each sample. The first is 0.
+        """The positions of the starts of documents within each sample. The first is 0.
 
         `samples` are the tokens of `read(ids)`.
         """
         ...
 
     def fingerprints(self) -> Mapping[str, str]:
-        """Return a hash of the content of each file, by its path. All ranks must have the same."""
+        """A hash of the content of each file, by its path. All ranks must have the same."""
         ...
 
 
@@ -218,7 +218,7 @@ class StreamDataset:
 
 
 def stream_fingerprints(spec: str) -> dict[str, str]:
-    """Return a hash of each local file of `hf:KIND:FILES`, by its path.
+    """A hash of each local file of `hf:KIND:FILES`, by its path.
 
     The result is empty for what is not local, such as a dataset on the Hub.
     """
@@ -229,7 +229,7 @@ def stream_fingerprints(spec: str) -> dict[str, str]:
 
 
 def hugging_face_rows(spec: str) -> Iterable[dict[str, Any]]:
-    """Return the rows of a Hugging Face dataset as a stream.
+    """The rows of a Hugging Face dataset as a stream.
 
     `hf:KIND:FILES` names local files of a kind that `datasets` reads (json, text, parquet). `hf:NAME` names the train
     split of a dataset on the Hub or in a folder.

@@ -44,11 +44,11 @@ class Tokenizer(Protocol):
     older_fingerprints: tuple[str, ...]
 
     def encode(self, text: str) -> NDArray[np.integer]:
-        """Return the ids [n] of `text`, without `eod`."""
+        """The ids [n] of `text`, without `eod`."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of `ids`. Ends of documents are left out, and broken UTF-8 becomes U+FFFD."""
+        """The text of `ids`. Ends of documents are left out, and broken UTF-8 becomes U+FFFD."""
         ...
 
 
@@ -219,7 +219,7 @@ def _array(ids: list[int]) -> NDArray[np.int64]:
 
 
 def _end_tokens(spec: str, config_path: Path, vocabulary: dict[str, int]) -> list[str]:
-    """Return the texts of possible ends of a document: `eos_token` of the config, or each usual name.
+    """The texts of possible ends of a document: `eos_token` of the config, or each usual name.
 
     Raises DataError if `eos_token` is no text.
     """
@@ -238,7 +238,7 @@ def _end_tokens(spec: str, config_path: Path, vocabulary: dict[str, int]) -> lis
 
 
 def _read_ranks(spec: str, path: Path) -> dict[bytes, int]:
-    """Return the rank of each token by its bytes. Raises DataError for a bad line or a byte without a rank."""
+    """The rank of each token by its bytes. Raises DataError for a bad line or a byte without a rank."""
     ranks: dict[bytes, int] = {}
     line_of: dict[int, int] = {}  # by rank
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -263,7 +263,7 @@ def _read_ranks(spec: str, path: Path) -> dict[bytes, int]:
 
 
 def _read_object(spec: str, path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file `path`. Raises DataError if the file holds anything else."""
+    """The JSON object in the file `path`. Raises DataError if the file holds anything else."""
     try:
         value = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -274,7 +274,7 @@ def _read_object(spec: str, path: Path) -> dict[str, Any]:
 
 
 def _fingerprint(spec: str, path: str | Path, *beside: Path) -> str:
-    """Return the SHA-256 of a tokenizer's file, followed by those of the existing files `beside`.
+    """The SHA-256 of a tokenizer's file, followed by those of the existing files `beside`.
 
     Raises DataError if `path` is not a file.
     """
@@ -291,7 +291,7 @@ def _missing(spec: str, package: str) -> ConfigError:
 
 
 def made_by(tokenizer: Tokenizer, fingerprint: str) -> bool:
-    """Return whether `tokenizer` made the data with `fingerprint` in the sidecar.
+    """Whether `tokenizer` made the data with `fingerprint` in the sidecar.
 
     An earlier version of this project may have written the sidecar, so its older fingerprints count too.
     """

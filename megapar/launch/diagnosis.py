@@ -29,7 +29,7 @@ def process_state(pid: int) -> str:
 
 
 def diagnose(logs: Mapping[int, Log], members: Sequence[Member]) -> tuple[str, int] | None:
-    """Return a sentence about why ranks wait in vain, and the rank behind it.
+    """A sentence about why ranks wait in vain, and the rank behind it.
 
     Returns None if the logs do not tell. `logs` has all readable logs by rank. Each log has a field `state`:
     running, stopped, ended, silent or failed. A rank has failed if one of its operations failed, mostly

@@ -42,7 +42,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, folder: int | No
 
 
 def read_regular(path: str | Path, max_bytes: int | None = SMALL, flags: int = os.O_RDONLY) -> bytes:
-    """Return the bytes of a regular file. Raises OSError, also for more than `max_bytes`; None: any size."""
+    """The bytes of a regular file. Raises OSError, also for more than `max_bytes`; None: any size."""
     with open(open_regular(path, flags), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if max_bytes is not None and size > max_bytes:

@@ -163,7 +163,7 @@ class OutputRegion(Protocol):
         """
 
     def enter_gradient(self, grad_y: Tensor) -> tuple[Tensor, Iterable[slice]]:
-        """Return the gradient of the product's output, and the tokens of a slice for each chunk, in order of arrival.
+        """The gradient of the product's output, and the tokens of a slice for each chunk, in order of arrival.
 
         A chunk of the gradient may be read when the iteration has come to it.
         """

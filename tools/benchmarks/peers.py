@@ -237,7 +237,7 @@ class Peer(ABC):
 
     @classmethod
     def is_installed(cls) -> bool:
-        """Return whether the package is there. It is not imported."""
+        """Whether the package is there. It is not imported."""
         return all(importlib.util.find_spec(module.partition(".")[0]) is not None for module in cls.modules)
 
     @classmethod

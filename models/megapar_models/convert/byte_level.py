@@ -98,7 +98,7 @@ def _gaps(tokenizer: TiktokenTokenizer) -> list[int]:
 
 
 def _special_in_order(tokenizer: TiktokenTokenizer) -> list[str]:
-    """Return the names of all ids from the last rank on: special tokens, and names for ids between them.
+    """The names of all ids from the last rank on: special tokens, and names for ids between them.
 
     The tokenizers library numbers special tokens in their order. Within the model's vocabulary they could have any id,
     but there ignore_merges would find them in text.
@@ -126,7 +126,7 @@ def _byte_symbols() -> list[str]:
 
 
 def tokenizers_library() -> Any:
-    """Return the `tokenizers` library. Raises ConfigError if it is not installed."""
+    """The `tokenizers` library. Raises ConfigError if it is not installed."""
     try:
         import tokenizers
     except ImportError as error:

@@ -18,7 +18,7 @@ _DERIVED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
 
 def names_of(model: ModelConfig) -> HuggingFace:
-    """Return Hugging Face's names of the model's family. Raises ConfigError if the family declares none."""
+    """Hugging Face's names of the model's family. Raises ConfigError if the family declares none."""
     names = find(model.family).hugging_face
     if names is None:
         raise ConfigError(f"model.family={model.family}: has no names at Hugging Face (Family.hugging_face)")

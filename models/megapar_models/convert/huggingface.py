@@ -45,7 +45,7 @@ class Recipe(NamedTuple):
 def recipes(
     shapes: Mapping[str, Sizes], modules: Mapping[str, str], transposed: Container[str] = ()
 ) -> dict[str, Recipe]:
-    """Return the recipe of each Hugging Face tensor by its name.
+    """The recipe of each Hugging Face tensor by its name.
 
     `shapes` are the shapes of the model's logical tensors, in order. `modules` maps each of our modules to the Hugging
     Face module, with `*` for the numbers of layer and expert. Several of our modules may have the same one, which then
@@ -92,7 +92,7 @@ class Stored(NamedTuple):
 
 
 def unstacked(name: str, stored: Stored, stacked: Mapping[str, Sequence[str]]) -> dict[str, Stored]:
-    """Return the matrices that a stored tensor holds, by name: itself, or those of all experts of a layer.
+    """The matrices that a stored tensor holds, by name: itself, or those of all experts of a layer.
 
     `stacked` is `megapar_models.family.HuggingFace.stacked`. A tensor that does not have the shape of stacked experts
     is returned as it is, so that it is reported as unexpected.
@@ -152,7 +152,7 @@ class Weights:
             self.tensors[name] = stored
 
     def _listed(self) -> dict[str, str]:
-        """Return the file of each tensor by the index; nothing if there is no index."""
+        """The file of each tensor by the index; nothing if there is no index."""
         path = self.folder / INDEX
         if not path.exists():
             return {}
@@ -195,7 +195,7 @@ class Weights:
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def read(self, name: str) -> Tensor:
-        """Return a mapped tensor. Its pages may be released when the tensor is."""
+        """A mapped tensor. Its pages may be released when the tensor is."""
         stored = self.tensors[name]
         with safe_open(self.folder / stored.file, "pt") as opened:
             whole: Tensor = opened.get_tensor(stored.key)
@@ -247,7 +247,7 @@ class Place(NamedTuple):
 
 
 def places(wanted: Mapping[str, Recipe]) -> dict[str, Place]:
-    """Return the place of each native tensor by its name: the inverse of the recipes."""
+    """The place of each native tensor by its name: the inverse of the recipes."""
     by_name = {}
     for source, recipe in wanted.items():
         first = 0
@@ -258,7 +258,7 @@ def places(wanted: Mapping[str, Recipe]) -> dict[str, Place]:
 
 
 def native_tensor(weights: Weights, source: Place) -> Tensor:
-    """Return the logical tensor at `source`, fp32 and contiguous."""
+    """The logical tensor at `source`, fp32 and contiguous."""
     stored = weights.read(source.source)
     if source.transposed:
         stored = stored.t()
@@ -267,7 +267,7 @@ def native_tensor(weights: Weights, source: Place) -> Tensor:
 
 
 def hugging_face_tensor(path: Path, manifest: Manifest, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """Return a recipe's tensor from the native checkpoint `path`. Raises CheckpointError if a chunk is damaged."""
+    """A recipe's tensor from the native checkpoint `path`. Raises CheckpointError if a chunk is damaged."""
     out = torch.empty(recipe.shape, dtype=dtype)
     rows = out.t() if recipe.transposed else out
     first = 0

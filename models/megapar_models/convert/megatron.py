@@ -118,11 +118,11 @@ class MegatronCheckpoint:
     args: Mapping[str, Any]
 
     def tensor(self, name: str) -> Tensor:
-        """Return the logical tensor `name`, fp32."""
+        """The logical tensor `name`, fp32."""
         return self._joined(name, self.parts[_fused(name)]).float()
 
     def gathered(self, name: str) -> Tensor:
-        """Return a tensor of `parts` as a single tensor rank of Megatron would hold it, with the padding rows."""
+        """A tensor of `parts` as a single tensor rank of Megatron would hold it, with the padding rows."""
         parts = self.parts[name]
         if name.endswith(_COLUMNS):
             return torch.cat(parts, 1)
@@ -158,7 +158,7 @@ class MegatronCheckpoint:
             raise CheckpointError(f"{self.folder}: not the model of its args: {first_few(problems, separator='; ')}")
 
     def _copies_are_equal(self) -> bool:
-        """Return whether the last stage's copy of a tied embedding, if there is one, equals the first stage's.
+        """Whether the last stage's copy of a tied embedding, if there is one, equals the first stage's.
 
         Raises CheckpointError for values that are not finite: NaN would differ from itself.
         """
@@ -169,7 +169,7 @@ class MegatronCheckpoint:
         )
 
     def _problem(self, name: str, shape: Sizes) -> list[str]:
-        """Return what is wrong with the parts of the logical tensor `name`: one line or none."""
+        """What is wrong with the parts of the logical tensor `name`: one line or none."""
         parts = self.parts[_fused(name)]
         try:
             # Meta tensors have shapes alone, so that no weight is read.
@@ -210,7 +210,7 @@ class MegatronCheckpoint:
 
 
 def _fused(name: str) -> str:
-    """Return the name in `parts` of the fused tensor that holds the logical tensor `name`."""
+    """The name in `parts` of the fused tensor that holds the logical tensor `name`."""
     return re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name).replace(".mlp.gate.", ".mlp.up.")
 
 
@@ -289,7 +289,7 @@ def _no_ranks(folder: Path) -> str:
 
 
 def find_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the file of each (tensor rank, pipeline rank). Raises CheckpointError unless they fill a grid."""
+    """The file of each (tensor rank, pipeline rank). Raises CheckpointError unless they fill a grid."""
     files = {}
     for path in sorted(folder.glob("mp_rank_*")):
         ranks = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)
@@ -306,7 +306,7 @@ def find_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """Return a rank's dict, with its storages mapped from the file.
+    """A rank's dict, with its storages mapped from the file.
 
     It has tensors, containers, plain values and `args`. Other objects are replaced by empty ones.
     Raises CheckpointError if the pickle names anything not stored by Megatron. No code has been run then.
@@ -391,7 +391,7 @@ def megatron_families() -> Iterator[tuple[str, Megatron]]:
 
 
 def _family(args: Mapping[str, Any], folder: Path) -> tuple[str, str]:
-    """Return (family, hidden_act). Raises CheckpointError about an option of no family, or of the other one."""
+    """(family, hidden_act). Raises CheckpointError about an option of no family, or of the other one."""
     swiglu = bool(args.get("swiglu"))
     family, needs = next((name, megatron) for name, megatron in megatron_families() if megatron.swiglu == swiglu)
     rotary = "rope" if args.get("use_rotary_position_embeddings") else "learned_absolute"
@@ -436,7 +436,7 @@ def _rope_scaling(args: Mapping[str, Any], folder: Path) -> RopeScaling:
 
 
 def chunks(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Return the tensors of each model chunk of a rank, by Megatron's dotted names. Nested dicts are flattened."""
+    """The tensors of each model chunk of a rank, by Megatron's dotted names. Nested dicts are flattened."""
     names = ("model", *(f"model{number}" for number in range(len(state))))
     models = [state[name] for name in names if isinstance(state.get(name), Mapping)]
     return [flatten(model) for model in models]
@@ -445,7 +445,7 @@ def chunks(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 def collect(
     ranks: Mapping[tuple[int, int], list[dict[str, Tensor]]], tp: int, pp: int, folder: Path
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Return every tensor rank's part of each tensor, by our names with global layer numbers.
+    """Every tensor rank's part of each tensor, by our names with global layer numbers.
 
     Chunk c of pipeline rank p is stage c * pp + p. Its layers follow those of the stage before.
     Raises CheckpointError for unknown names, names stored twice, or missing on some tensor rank.

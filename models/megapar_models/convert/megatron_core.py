@@ -60,7 +60,7 @@ _OUTSIDE = {
 
 
 def is_installed() -> bool:
-    """Return whether Megatron-Core can be imported. It is not imported here."""
+    """Whether Megatron-Core can be imported. It is not imported here."""
     return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 
 
@@ -97,7 +97,7 @@ class MegatronModel:
 
     @torch.no_grad()
     def logits(self, tokens_s: Tensor) -> Tensor:
-        """Return the logits [s, v] of the tokens [s]. v includes the padding rows of Megatron's vocabulary."""
+        """The logits [s, v] of the tokens [s]. v includes the padding rows of Megatron's vocabulary."""
         positions_s = torch.arange(len(tokens_s))
         # Without a mask, Megatron-Core would make this one on a GPU. True stands for positions that are not seen.
         mask_bass = torch.ones(1, 1, len(tokens_s), len(tokens_s), dtype=torch.bool).triu(1)
@@ -155,7 +155,7 @@ def _activation(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Megatron-Core's GPTModel itself, from `args`."""
+    """The arguments of Megatron-Core's GPTModel itself, from `args`."""
     # Without rope_scaling_factor: gpt_builder does not pass it, so GPTModel uses its default of 8, whatever the arg is.
     return {
         "max_sequence_length": args["max_position_embeddings"],
@@ -169,13 +169,13 @@ def model_values(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _position_embedding(args: Mapping[str, Any]) -> str:
-    """Return the kind of positions. Older versions of Megatron-LM state it by another arg."""
+    """The kind of positions. Older versions of Megatron-LM state it by another arg."""
     older = "rope" if args.get("use_rotary_position_embeddings") else "learned_absolute"
     return args.get("position_embedding_type") or older
 
 
 def _values_of(model: ModelConfig) -> dict[str, Any]:
-    """Return what `config_values` and `model_values` would return for the args of `model`."""
+    """What `config_values` and `model_values` would return for the args of `model`."""
     from megatron.core.activations import squared_relu
 
     described = FAMILIES[model.family].megatron
@@ -220,7 +220,7 @@ def _shown(value: Any) -> str:
 
 
 def _weights(source: MegatronCheckpoint) -> dict[str, Tensor]:
-    """Return all tensors, by Megatron-Core's names, as one tensor and one pipeline rank would hold them."""
+    """All tensors, by Megatron-Core's names, as one tensor and one pipeline rank would hold them."""
     tensors = {}
     for name in source.parts:
         # The last pipeline stage has a copy of a tied embedding. A model in one stage has none.
@@ -234,7 +234,7 @@ def _weights(source: MegatronCheckpoint) -> dict[str, Tensor]:
 
 
 def _build(config: Mapping[str, Any], model: Mapping[str, Any], rows: int) -> nn.Module:
-    """Return GPTModel without its weights. `rows` is the number of token ids, padding included."""
+    """GPTModel without its weights. `rows` is the number of token ids, padding included."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -44,7 +44,7 @@ def saved_config(manifest: Manifest, **train: Any) -> Config:
 
 
 def load_model(checkpoint: Path, **train: Any) -> tuple[Config, Stage]:
-    """Return the options and the model of a checkpoint. The model is one stage on the CPU, in evaluation mode.
+    """The options and the model of a checkpoint. The model is one stage on the CPU, in evaluation mode.
 
     `train` is as in `saved_config`. Raises CheckpointError if the checkpoint is damaged.
     """

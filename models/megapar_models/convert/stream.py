@@ -106,7 +106,7 @@ def write_file(path: Path, plan: Plan, make: Callable[[str], Tensor]) -> None:
 
 
 def _bytes(name: str, values: Tensor, info: TensorInfo) -> memoryview:
-    """Return the bytes of a tensor. Raises CheckpointError if it is not as planned, or not finite."""
+    """The bytes of a tensor. Raises CheckpointError if it is not as planned, or not finite."""
     if (tuple(values.shape), values.dtype) != info:
         raise CheckpointError(f"{name}: {dtype_name(values.dtype)} {list(values.shape)}, {info} was planned")
     check_finite(name, values)
@@ -114,7 +114,7 @@ def _bytes(name: str, values: Tensor, info: TensorInfo) -> memoryview:
 
 
 def check_finite(name: str, values: Tensor) -> Tensor:
-    """Return `values`. Raises CheckpointError if one of them is NaN or infinite."""
+    """`values`. Raises CheckpointError if one of them is NaN or infinite."""
     # The bounds are NaN if any value is. Unlike `isfinite` of all values, they need no second tensor of this size.
     if values.numel() and not all(bound.isfinite() for bound in values.aminmax()):
         raise CheckpointError(

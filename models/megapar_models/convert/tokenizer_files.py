@@ -65,7 +65,7 @@ TEXTS = (
 
 
 def check_texts(symbols: Iterable[str]) -> list[str]:
-    """Return TEXTS and three texts for each of `symbols`, such as special tokens: alone, at the start, inside words."""
+    """TEXTS and three texts for each of `symbols`, such as special tokens: alone, at the start, inside words."""
     texts = list(TEXTS)
     for symbol in symbols:
         texts += [symbol, f"{symbol} a{symbol}b", f"one {symbol}\n{symbol}two"]
@@ -114,7 +114,7 @@ def decoding_differences(tokenizer: Tokenizer, decode: Any, texts: Iterable[str]
 
 
 def _ids_of_bytes(tokenizer: Tokenizer) -> list[int]:
-    """Return the id of each byte, or an empty list if the tokenizer is not made of bytes."""
+    """The id of each byte, or an empty list if the tokenizer is not made of bytes."""
     if isinstance(tokenizer, ByteTokenizer):
         return list(range(256))
     if isinstance(tokenizer, TiktokenTokenizer):
@@ -267,7 +267,7 @@ def _config(names: dict[str, str], context: int) -> dict[str, Any]:
 
 
 def _name(path: Path, token: int) -> str:
-    """Return the text of the token id `token` in a tokenizer.json."""
+    """The text of the token id `token` in a tokenizer.json."""
     import tokenizers
 
     name = tokenizers.Tokenizer.from_file(str(path)).id_to_token(token)
@@ -279,7 +279,7 @@ def _name(path: Path, token: int) -> str:
 
 
 def sentencepiece_names(model_file: Path) -> dict[str, str]:
-    """Return the special tokens of a sentencepiece model by the names of tokenizer_config.json, such as eos_token."""
+    """The special tokens of a sentencepiece model by the names of tokenizer_config.json, such as eos_token."""
     model = _proto(model_file)
     ids = {"bos_token": model.trainer_spec.bos_id, "eos_token": model.trainer_spec.eos_id}
     ids |= {"unk_token": model.trainer_spec.unk_id, "pad_token": model.trainer_spec.pad_id}
@@ -287,7 +287,7 @@ def sentencepiece_names(model_file: Path) -> dict[str, str]:
 
 
 def sentencepiece_json(tokenizer: SentencePieceTokenizer, model_file: Path) -> str:
-    """Return the sentencepiece model in `model_file` as a tokenizer.json.
+    """The sentencepiece model in `model_file` as a tokenizer.json.
 
     Raises InexpressibleError if the model is neither unigram nor BPE, or if the tokenizer.json would encode any of the
     check texts differently from the sentencepiece library.
@@ -301,7 +301,7 @@ def sentencepiece_json(tokenizer: SentencePieceTokenizer, model_file: Path) -> s
 
 
 def _proto(model_file: Path) -> Any:
-    """Return the parsed sentencepiece model file (sentencepiece_model.proto). Raises ConfigError without protobuf."""
+    """The parsed sentencepiece model file (sentencepiece_model.proto). Raises ConfigError without protobuf."""
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
@@ -312,7 +312,7 @@ def _proto(model_file: Path) -> Any:
 
 
 def _converted(library: Any, model: Any) -> Any:
-    """Return a `tokenizers.Tokenizer` of the pieces, scores and normalizer of a sentencepiece model.
+    """A `tokenizers.Tokenizer` of the pieces, scores and normalizer of a sentencepiece model.
 
     Raises InexpressibleError unless the model is unigram or BPE.
     """
@@ -376,7 +376,7 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 
 
 def _normalizer(library: Any, spec: Any) -> Any:
-    """Return the normalizer of a sentencepiece model."""
+    """The normalizer of a sentencepiece model."""
     steps = []
     if spec.precompiled_charsmap:
         steps.append(library.normalizers.Precompiled(spec.precompiled_charsmap))
@@ -392,7 +392,7 @@ def _normalizer(library: Any, spec: Any) -> Any:
 
 
 def _decoder(library: Any, model: Any) -> Any:
-    """Return the decoder of a sentencepiece model."""
+    """The decoder of a sentencepiece model."""
     steps = [library.decoders.Replace("▁", " ")]
     if model.trainer_spec.byte_fallback:
         steps.append(library.decoders.ByteFallback())

@@ -24,7 +24,7 @@ from megapar_models.registry import find, validate
 
 
 def mixture_of(dense: Config, family: str, experts: int, experts_per_token: int, seed: int) -> Config:
-    """Return the options of the mixture, validated. `seed` becomes train.seed.
+    """The options of the mixture, validated. `seed` becomes train.seed.
 
     Raises ConfigError if the model has experts already, or if the family cannot be one of this model.
     """

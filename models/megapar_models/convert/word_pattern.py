@@ -193,7 +193,7 @@ class _Reader:
         return _literal(escaped) if escaped in _ESCAPABLE else f"\\{escaped}"
 
     def _next(self) -> str:
-        """Return the next character, or "" at the end."""
+        """The next character, or "" at the end."""
         return self._pattern[self.at : self.at + 1]
 
     def _take(self, text: str) -> bool:
@@ -205,10 +205,10 @@ class _Reader:
 
 
 def _is_char(member: str) -> bool:
-    """Return whether a member of a set is one character, not a class of them."""
+    """Whether a member of a set is one character, not a class of them."""
     return len(member) == 1 or (len(member) == 2 and member[1] not in _CLASSES)
 
 
 def _literal(char: str) -> str:
-    """Return the character as Oniguruma takes it for itself, within a set and outside."""
+    """The character as Oniguruma takes it for itself, within a set and outside."""
     return f"\\{char}" if char in _OPERATORS else char
