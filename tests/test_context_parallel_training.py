@@ -8,13 +8,15 @@ import pytest
 import torch
 from megapar_models.build import build_stages
 from megapar_models.forward import ForwardContext, hidden_keys
+from megapar_models.layer_kind import LayerKind
+from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
+from megapar_models.llama.model import LlamaStage
 from megapar_models.registry import validate
-from megapar_models.stage import Stage
 from torch import Tensor, nn
 
 from megapar import context
 from megapar.batch import MicroBatch, add_loss
-from megapar.config.options import Config
+from megapar.config.options import Config, ModelConfig
 from megapar.context_parallel import deal
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.data.loader import Loader, Mixture
@@ -23,6 +25,7 @@ from megapar.data.sources import SyntheticDataset
 from megapar.errors import ConfigError
 from megapar.random import keep_mask
 from megapar.sharding import Sharding
+from megapar.stage_set import AddedLoss, Declared
 from megapar.train.metrics import attention_load
 from megapar.train.step import train_step
 from tests.support import layouts
@@ -247,15 +250,27 @@ class _WithOwnLoss(nn.Module):
     def forward(self, x_sbh: Tensor, info: ForwardContext) -> Tensor:
         x_sbh = self.layer(x_sbh, info)
         loss = (x_sbh.sum(-1).square() * info.batch.positions_s[:, None]).sum()
-        return add_loss(x_sbh, loss, info.batch)
+        return add_loss(x_sbh, loss, info.batch, "own")
+
+
+class OwnLossStage(LlamaStage):
+    """Llama with a loss of the third layer."""
+
+    @classmethod
+    def declared(cls, model: ModelConfig) -> Declared:
+        return Declared(losses=(AddedLoss("own"),))
+
+    def make_layer(self, number: int, kind: LayerKind) -> nn.Module:
+        layer = super().make_layer(number, kind)
+        return _WithOwnLoss(layer) if number == 2 else layer
+
+
+OWN_LOSS = replace(LLAMA_FAMILY, name="own loss", stage=OwnLossStage)
 
 
 def gradients_of_own_loss(config: Config) -> list[layouts.Held]:
     """Gradients of a loss of the third layer alone: no token has a weight in the cross entropy."""
     state = make_state(without_clipping(config))
-    for stage in state.stages.values():
-        assert isinstance(stage, Stage)
-        stage.layers["2"] = _WithOwnLoss(stage.layers["2"])
     train_step(state, [nothing(batch) for batch in micro_batches(config, state.ctx, 0)])
     return held_gradients(state)
 
@@ -263,8 +278,9 @@ def gradients_of_own_loss(config: Config) -> list[layouts.Held]:
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_loss_beside_the_cross_entropy_has_the_same_weight(cp: int) -> None:
     """Fault cp-auxiliary-losses: its gradient alone, with every token of the cross entropy masked."""
-    layout = Layout(LLAMA, cp=cp, micro_batch_size=6)
-    alone = gradients_of_own_loss(Layout(LLAMA, micro_batch_size=12).config())
+    model = replace(LLAMA, family=f"{__name__}:OWN_LOSS")
+    layout = Layout(model, cp=cp, micro_batch_size=6)
+    alone = gradients_of_own_loss(Layout(model, micro_batch_size=12).config())
     ranks = run_ranks(cp, gradients_of_own_loss, layout.config())
     expected = layouts.assemble([alone])
     layouts.assert_close(layouts.assemble(ranks), expected)

@@ -173,7 +173,7 @@ def zero(case: Case) -> list[float]:
     (mixture(case.inputs(ctx.world.rank)) * case.coefficients(ctx.world.rank)).sum().backward()
     flat.gradients.finish()
     counted = sum(flat.grads[start:stop].double().square().sum().item() for start, stop in flat.layout.norm_ranges())
-    flat.adamw(OptimizerConfig(zero_stage=1)).step(lr=0.1)
+    flat.optimizers(OptimizerConfig(zero_stage=1)).step(lr=0.1)
     calls = sum(ctx.expert_grad.traffic.calls.values())
     return [calls, counted, *(param.detach().double().square().sum().item() for param in mixture.parameters())]
 
@@ -495,7 +495,7 @@ def test_initial_weights_are_the_same_in_every_layout() -> None:
 def rank_slices(split: dict[str, int], rank: int, zero_stage: int) -> list[StateSlice]:
     ctx = planned(rank, split)
     flat = flatten([Mixture(Case(), ctx)], ctx, zero_stage=zero_stage, bucket_mb=0.001, overlap=False)
-    return list(flat.adamw(OptimizerConfig(zero_stage=zero_stage)).slices())  # type: ignore[arg-type]
+    return list(flat.optimizers(OptimizerConfig(zero_stage=zero_stage)).slices())  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_of_any_split_loads_into_any_other(tmp_path: Path) -> None:

@@ -34,12 +34,12 @@ from tests.support.grid import (
     Layout,
     bitwise,
     check,
-    held_gradients,
     held_weights,
     make_state,
     micro_batches,
     name,
     of,
+    shown_of_step,
 )
 from tests.support.sweeps import slow_but
 
@@ -61,8 +61,7 @@ def train_at_stages(layout: Layout) -> dict[int, Any]:
         shown[stage] = {"initial": held_weights(state), "steps": []}
         for step in range(STEPS):
             result = train_step(state, micro_batches(state.config, state.ctx, step, layout.packed))
-            found = (result.loss, result.grad_norm, held_gradients(state), held_weights(state))
-            shown[stage]["steps"].append(found)
+            shown[stage]["steps"].append(shown_of_step(state, result))
         shown[stage]["evaluation"] = evaluate(state, micro_batches(state.config, state.ctx, STEPS, layout.packed))
     return shown
 

@@ -31,7 +31,8 @@ from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.launch.grid import grid_of
 from megapar.optimizer.clip import clip_coefficient
 from megapar.random import initialize
-from megapar.train.step import TrainState, evaluate, train_step
+from megapar.train.state import StepResult, TrainState
+from megapar.train.step import evaluate, train_step
 from megapar.train.trainable import freeze_others
 from megapar.train.trainer import assemble
 from tests.support import layouts, tiny_models
@@ -303,6 +304,12 @@ def _whole_gradients(state: TrainState) -> dict[torch.nn.Parameter, Tensor]:
 # How every layout trains as one process does
 
 
+def shown_of_step(state: TrainState, result: StepResult) -> tuple[Any, ...]:
+    """What `check` compares after a step: loss, norm, gradients, weights, and the losses and tallies by name."""
+    tables = {name: table.tolist() for name, table in result.tallies.items()}
+    return result.loss, result.grad_norm, held_gradients(state), held_weights(state), (result.losses, tables)
+
+
 def train_two_steps(config: Config, packed: bool = False, evaluation: bool = True) -> dict[str, Any]:
     """What one rank has to show: initial weights, loss, norm, gradients and weights of each step, and an evaluation if
     there is one."""
@@ -312,9 +319,7 @@ def train_two_steps(config: Config, packed: bool = False, evaluation: bool = Tru
         result = train_step(state, micro_batches(config, state.ctx, step, packed))
         if state.grads.impl == "triton":  # torch's AdamW leaves the gradient clipped
             state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
-        tables = {name: table.tolist() for name, table in result.tallies.items()}
-        named = (result.losses, tables)
-        shown["steps"].append((result.loss, result.grad_norm, held_gradients(state), held_weights(state), named))
+        shown["steps"].append(shown_of_step(state, result))
     if evaluation:
         shown["evaluation"] = evaluate(state, micro_batches(config, state.ctx, STEPS, packed))
     return shown
