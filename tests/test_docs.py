@@ -25,7 +25,7 @@ from megapar import errors
 from megapar.config.options import option_types
 from megapar.config.other_frameworks.table import TABLE
 from tests.support.program import Program
-from tests.support.source_tree import ROOT, TESTS, setup_argument, tree
+from tests.support.source_tree import ROOT, TESTS, imports, setup_argument, tree
 from tools import docs_hooks, draw_architecture
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -44,15 +44,14 @@ def test_links_of_the_documents_lead_somewhere() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_commits_that_contributing_names_exist() -> None:
-    hashes = re.findall(r"git show ([0-9a-f]{7,})", (ROOT / "CONTRIBUTING.md").read_text())
-    assert len(hashes) > 8
-    git = ["git", "-C", str(ROOT)]
-    if subprocess.run([*git, "cat-file", "-e", "HEAD~100"], capture_output=True, check=False).returncode:
-        pytest.skip("needs a git checkout with its history")
-    for short in hashes:
-        ancestor = [*git, "merge-base", "--is-ancestor", short, "HEAD"]
-        assert subprocess.run(ancestor, capture_output=True, check=False).returncode == 0, short
+def test_files_that_contributing_names_exist() -> None:
+    """It sends nobody to a commit: files move, and their history says little to a newcomer."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert "git show" not in text
+    named = set(re.findall(r"`((?:megapar|models|kernels|tools|tests)/[\w/]+\.\w+)`", text))
+    assert len(named) > 30
+    missing = sorted(name for name in named if not (ROOT / name).exists())
+    assert not missing, missing
 
 
 def fenced(document: Path, language: str) -> list[str]:
@@ -208,12 +207,39 @@ def test_exit_codes_are_those_of_the_classes_and_signals() -> None:
     assert listed == expected
 
 
+def files_to_read(text: str) -> list[str]:
+    """All files in the numbered rows of docs/reading.md."""
+    rows = re.findall(r"^\| \d+ \|.*$", text, re.MULTILINE)
+    return [name for row in rows for name in re.findall(r"\]\(\.\./([^)]+\.py)\)", row)]
+
+
+# What these rooms do is plain from the page, or from the names of their functions.
+BY_NAME = ("config", "comm", "system", "launch", "plan", "data", "checkpoint", "train", "errors", "device")
+
+
+def test_the_files_to_read_need_no_other_file() -> None:
+    """Each module of ours that they import is one of them, or the page says what it does."""
+    text = (ROOT / "docs/reading.md").read_text()
+    missing = []
+    for name in files_to_read(text):
+        for module in imports(ROOT / name):
+            room = module.split(".")[1] if module.startswith("megapar.") else ""
+            if not module.startswith(("megapar.", "megapar_models.")) or room in BY_NAME:
+                continue
+            parts = module.split(".")
+            while parts and not (ROOT / ("models" if room == "" else ".") / Path(*parts)).with_suffix(".py").exists():
+                parts.pop()
+            if parts and f"{parts[-1]}.py" not in text:
+                missing.append(f"{name}: {'.'.join(parts)}")
+    assert not missing, missing
+
+
 def test_the_files_to_read_have_about_as_many_lines_as_documents_say() -> None:
     text = (ROOT / "docs/reading.md").read_text()
-    files = re.findall(r"^\| \d+ \| \[[^]]*\]\(\.\./([^)]+)\)", text, re.MULTILINE)
+    files = files_to_read(text)
     assert len(files) > 15
     lines = sum((ROOT / name).read_text().count("\n") for name in files)
-    assert 2500 < lines < 3800, "about 3,000 lines: leave out what is not needed to know how a step works"
+    assert lines <= 4300, "leave out what is not needed to know how a step works"
     for document, pattern in (("README.md", r"these ([\d,]+) lines"), ("docs/reading.md", r"About ([\d,]+) lines")):
         found = re.search(pattern, (ROOT / document).read_text())
         assert found, document

@@ -5,14 +5,14 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from megapar.comm.store import StoreUser
 from megapar.config.options import option_types
-from tests.support.source_tree import LIBRARY, ROOT, SOURCES, TESTS, dotted, relative, setup_argument, tree
+from tests.support.source_tree import LIBRARY, ROOT, SOURCES, TESTS, dotted, imports, relative, setup_argument, tree
 
 # Who may import whom. A module is in the room of the longest name here that it starts with; each room may import itself
 # and the rooms behind it. `main` are the programs that a person starts: they alone name a model family.
@@ -96,16 +96,6 @@ def module_name(path: Path) -> str:
     if len(parts) > 2 and parts[1] in (MODELS, KERNELS):
         parts = parts[1:]
     return ".".join(part for part in parts if part != "__init__")
-
-
-def imports(path: Path) -> Iterator[str]:
-    """Dotted names of all that a file imports, at its top or inside functions: `from a import b` is a.b."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{relative(path)}:{node.lineno}: imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def names_used(path: Path) -> set[str]:

@@ -1,6 +1,7 @@
 """The files of the project, and what their syntax trees say. Tests of the house and of documents read them."""
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,3 +41,13 @@ def setup_argument(name: str) -> Any:
         if isinstance(node, ast.Call) and dotted(node.func) == "setup"
     )
     return ast.literal_eval(next(keyword.value for keyword in call.keywords if keyword.arg == name))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names of all that a file imports, at its top or inside functions: `from a import b` is a.b."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{relative(path)}:{node.lineno}: imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
