@@ -1,8 +1,8 @@
-"""File work that succeeds on all ranks or fails on all ranks with the same message.
+"""File work with one outcome for all ranks: success, or failure with the same message.
 
-File work may take any time, but a collective that takes longer than launch.timeout_seconds ends the run. So no rank
+File work may take any time, but a collective ends the run if it takes longer than launch.timeout_seconds. So no rank
 does file work while other ranks wait for it inside a collective. The work runs in a thread instead. Meanwhile the ranks
-repeat a short collective that asks whether all of them are done.
+ask each other in short collectives whether all of them are done.
 """
 
 import json
@@ -27,8 +27,8 @@ def on_all_ranks(action: Callable[[], T], ctx: ParallelContext, kind: type[Megap
     """Run `action` on every rank and return this rank's result. A collective over `ctx.world`.
 
     `action` runs in a thread and calls no collective. It may take longer than launch.timeout_seconds. `doing` says in
-    words what failed. If `action` fails on any rank, every rank raises `kind` with a message that names the first rank
-    that failed. Every rank raises NumericError instead if that rank did.
+    words what failed. If `action` fails on any rank, every rank raises `kind`, and the message names the first of these
+    ranks. If the error of that rank was a NumericError, every rank raises NumericError instead.
     """
     task = _Task(action, ctx.device)
     if ctx.world.size == 1:
@@ -74,7 +74,7 @@ def any_rank(flag: bool, ctx: ParallelContext) -> bool:
 
 
 def until_all(done: Event, ctx: ParallelContext) -> None:
-    """Wait until `done` is set on every rank, however long that takes. A collective over `ctx.world`."""
+    """Wait until `done` is set on every rank, without a time limit. A collective over `ctx.world`."""
     while any_rank(not done.wait(_PAUSE_SECONDS), ctx):
         pass
 
@@ -82,7 +82,7 @@ def until_all(done: Event, ctx: ParallelContext) -> None:
 def from_first(value: Any, ctx: ParallelContext) -> Any:
     """Return rank 0's `value` (JSON types) on every rank. A collective over `ctx.world`.
 
-    Use this instead of `gather_json` where only rank 0 has a value: `gather_json` allocates one row for each rank.
+    If only rank 0 has a value, use this instead of `gather_json`, which allocates one row for each rank.
     """
     # The other ranks contribute zeros, so the element-wise maximum is what rank 0 sent.
     text = json.dumps(value).encode() if ctx.world.first else b""
@@ -95,7 +95,7 @@ def from_first(value: Any, ctx: ParallelContext) -> Any:
 
 
 def relayed(error: BaseException) -> Problem:
-    """The part of an error that is sent to the other ranks: its class and its message."""
+    """The part of an error for the other ranks: its class and its message."""
     return [type(error).__name__, in_one_line(error)]
 
 
@@ -110,7 +110,7 @@ def in_one_line(error: BaseException) -> str:
 def shared_error(problems: Sequence[Problem | None], kind: type[MegaparError], doing: str) -> MegaparError | None:
     """Build one exception, the same on all ranks, from the problems of all ranks.
 
-    `problems` are in rank order, None for a rank that succeeded. `kind` is the class of the exception. `doing` says in
+    `problems` are in rank order, None for a rank without one. `kind` is the class of the exception. `doing` says in
     words what failed. Returns None if all ranks succeeded.
     """
     failed = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]

@@ -2,8 +2,8 @@
 
 The axis's transport (megapar.comm.transport) moves the tensors. This module does what is the same for all of them. It
 checks a call, and counts it and its bytes. It logs each operation in the axis's flight log (megapar.comm.flight) when
-it starts, when its wait begins and when it has ended. So a rank that waits too long can tell which rank is missing. On
-an axis of one rank nothing is sent, counted or logged.
+it starts, when its wait begins and when it has ended. So a rank can tell which rank is missing after it has waited too
+long. On an axis of one rank nothing is sent, counted or logged.
 
 Bytes are what this rank sends with ring algorithms, for n ranks and a full tensor of B bytes: all-reduce 2 B (n-1)/n,
 all-gather and reduce-scatter B (n-1)/n, point-to-point B.
@@ -29,9 +29,9 @@ _FIRST_RUN = 1 << 14  # elements, see `_round_in_place`
 
 
 def _begin(axis: Axis, operation: str, x: Tensor, sent_bytes: int) -> int:
-    """Check, count and log a collective that is about to start. Returns its position in the log, -1 without a log.
+    """Check, count and log a collective before it starts. Returns its position in the log, -1 without a log.
 
-    Raises RuntimeError if `x` needs a gradient, which a raw collective would lose. Inside a forward pass use the
+    Raises RuntimeError if `x` needs a gradient, because a raw collective would lose it. Inside a forward pass use the
     autograd functions of tensor_parallel.regions.
     """
     if axis.size > 1 and x.requires_grad and torch.is_grad_enabled():
@@ -114,8 +114,8 @@ def all_gather_async(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
 def all_gather_slices_async(x: Tensor, slices: Sequence[Tensor], axis: Axis) -> Pending:
     """Start copying the `x` of position i into slices[i], on every rank. Read the slices after `wait`.
 
-    `x` and the slices have equal shapes. Each slice is contiguous, but slices may lie apart in memory. For slices that
-    follow each other `all_gather_async` is faster: NCCL gathers into memory of its own, and then copies to the slices.
+    `x` and the slices have equal shapes. Each slice is contiguous, but slices may lie apart in memory. For adjacent
+    slices `all_gather_async` is faster: NCCL gathers into memory of its own, and then copies to the slices.
     """
     position = _begin(axis, "all_gather", x, x.nbytes * (axis.size - 1))
     return axis.transport.all_gather_slices(x, slices).logged(axis.log, position, position)
@@ -149,7 +149,7 @@ def all_to_all_async(
 
 
 def all_to_all(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
-    """`all_to_all_async`, and wait for it. Returns the rows that arrived."""
+    """Do `all_to_all_async`, and wait for it. Returns the rows from all positions."""
     out, pending = all_to_all_async(x, sent_rows, received_rows, axis)
     pending.wait()
     return out
@@ -158,8 +158,8 @@ def all_to_all(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]
 def reduce_scatter_async(x: Tensor, axis: Axis, out: Tensor | None = None) -> tuple[Tensor, Pending]:
     """Start summing `x` over `axis`. The result is this rank's slice of dimension 0. Read it after `wait`.
 
-    It is written into `out`, which must be contiguous, or into new memory. Raises ValueError if dimension 0 does not
-    divide by the axis.
+    It is written into the contiguous `out`, or into new memory. Raises ValueError if dimension 0 does not divide by the
+    axis.
     """
     if x.shape[0] % axis.size:
         raise ValueError(
@@ -191,8 +191,8 @@ def reduce_scatter_shard_async(flat: Tensor, axis: Axis) -> Pending:
 def reduce_scatter_shard_in_bf16_async(flat: Tensor, axis: Axis) -> Pending:
     """Do as `reduce_scatter_shard_async` with an fp32 buffer, but let ranks send each other bf16: half the bytes.
 
-    Each rank rounds its whole part to bf16. The parts are summed in fp32, in rank order. So the sum does not depend on
-    which rank computes it. What is sent lies in the first half of the memory of `flat`, what arrives in the second.
+    Each rank rounds its whole part to bf16. The parts are summed in fp32, in rank order. So every rank would compute
+    the same sum. The first half of the memory of `flat` holds the elements to send, the second half those received.
     """
     if axis.size == 1:
         return Pending()  # nothing is sent, so nothing is rounded
@@ -272,7 +272,7 @@ def _posted() -> dist.Store:
 
 
 def post(key: str, value: Any) -> None:
-    """Store `value` (JSON types) under `key` in the world's store, where another rank finds it by `collect`.
+    """Store `value` (JSON types) under `key` in the world's store. Another rank finds it there by `collect`.
 
     This is no collective: any thread may call it. The value is compressed and cut into pieces, because TCPStore closes
     the connection at a value above 8 MiB.

@@ -20,7 +20,7 @@ from megapar.context import Axis
 
 
 class ArrivingRows:
-    """Rows that are on their way to this rank. `start_exchange` makes it, and `wait` returns the rows."""
+    """Rows on their way to this rank. `start_exchange` makes it, and `wait` returns the rows."""
 
     def __init__(self, x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis):
         # Copies of the counts: backward needs them, and the caller may change its lists.
@@ -34,7 +34,7 @@ class ArrivingRows:
             self._memory = _Start.apply(x, self)
 
     def wait(self) -> Tensor:
-        """The rows that arrived: those from position 0, then those from position 1, and so on. Call it once."""
+        """The rows received: those from position 0, then those from position 1, and so on. Call it once."""
         memory = self._memory
         assert memory is not None, "ArrivingRows.wait() was called twice"
         self._memory = None
@@ -75,15 +75,15 @@ class _Finish(torch.autograd.Function):
 
 
 def start_exchange(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> ArrivingRows:
-    """Start sending rows of `x` [rows, ...] to every position of `axis`. `ArrivingRows.wait` returns what arrives here.
+    """Start sending rows of `x` [rows, ...] to every position of `axis`. `ArrivingRows.wait` returns the rows received.
 
     The first `sent_rows[0]` rows go to position 0, the next `sent_rows[1]` to position 1, and so on. `received_rows[i]`
-    rows arrive from position i. Backward sends the gradient of each row back to where the row came from.
-    Raises ValueError unless both have a count for each position and `x` has as many rows as are sent.
+    rows arrive from position i. Backward sends the gradient of each row back to the sender of the row. Raises
+    ValueError unless both have a count for each position and `x` has as many rows as are sent.
     """
     return ArrivingRows(x, sent_rows, received_rows, axis)
 
 
 def exchange_rows(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
-    """`start_exchange`, and wait for it. Returns the rows that arrive here."""
+    """Do `start_exchange`, and wait for it. Returns the rows received."""
     return start_exchange(x, sent_rows, received_rows, axis).wait()

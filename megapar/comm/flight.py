@@ -1,13 +1,13 @@
-"""The flight log: what each rank is doing and which operations it has started, in memory that outlives its process.
+"""The flight log: the current work of each rank and the operations it has started, in memory that outlives its process.
 
 A rank writes its step, its phase and its newest operations on each axis into a memory map. That takes no lock, no
-system call and no wait for the device. Other processes that share the map can read it at any time, also after the rank
-was stopped, killed or aborted. These are the local launcher, which made the maps before it started its ranks, and other
-ranks on the same host, which open a file (megapar.comm.flight_file).
+system call and no wait for the device. Other processes sharing the map can read it at any time, also after the rank was
+stopped, killed or aborted. One of these is the local launcher: it made the maps before it started its ranks. Other
+ranks on the same host open a file (megapar.comm.flight_file).
 
 Collectives of an axis have the same number on all its ranks. Messages are numbered for each link and direction: the
-k-th message sent to a peer is the k-th that the peer receives from here. So a comparison of two logs shows which rank
-has not arrived, and where two ranks do different things.
+k-th message sent to a peer is the k-th it receives from here. So a comparison of two logs shows the missing rank, or
+the first operation in which two ranks differ.
 """
 
 import json
@@ -60,7 +60,7 @@ Memory = mmap.mmap | memoryview
 
 
 class AxisLog:
-    """The operations of one rank on one axis. Only the thread that starts operations may call its methods."""
+    """The operations of one rank on one axis. Only the thread starting operations may call its methods."""
 
     def __init__(self, flight: "Flight", index: int):
         self._flight = flight
@@ -72,11 +72,11 @@ class AxisLog:
     def begin(
         self, operation: str, sent: int, dtype: object, peer: int = -1, *, module: str = "", depth: int = 2
     ) -> int:
-        """Log an operation that is about to start. Returns its position in the log.
+        """Log an operation before it starts. Returns its position in the log.
 
-        `sent` are its bytes. `peer` is the other end of a message on the axis, -1 for a collective. The call site that
-        is logged is the first caller outside of the file `module`. The search starts `depth` frames above
-        `Flight.site`: 2 is the caller of this method.
+        `sent` are its bytes. `peer` is the other end of a message on the axis, -1 for a collective. The logged call
+        site is the first caller outside of the file `module`. The search starts `depth` frames above `Flight.site`: 2
+        is the caller of this method.
         """
         flight = self._flight
         code = _CODES[operation]
@@ -100,11 +100,11 @@ class AxisLog:
         return position
 
     def wait(self, first: int, last: int) -> None:
-        """Log that the process begins to wait for the operations `first` to `last`."""
+        """Log the start of the wait for the operations `first` to `last`."""
         _WAIT.pack_into(self._flight.memory, _AT_WAIT, self._index + 1, first, last, time.time())
 
     def end(self, first: int, last: int) -> None:
-        """Log that the operations `first` to `last` have ended."""
+        """Log the end of the operations `first` to `last`."""
         memory = self._flight.memory
         now = time.time()
         for position in range(first, last + 1):
@@ -141,12 +141,12 @@ class Flight:
         self.enter("start")
 
     def enter(self, phase: Phase) -> None:
-        """Log that the rank begins `phase` of the current step."""
+        """Log the start of `phase` in the current step."""
         self.phase = phase
         _BEAT.pack_into(self.memory, _AT_BEAT, self.step, self._code[phase], time.time())
 
     def checkpoint(self, step: int) -> None:
-        """Log that the checkpoint of `step` is complete."""
+        """Log the checkpoint of `step` as complete."""
         self.last_checkpoint = step
         _INTEGER.pack_into(self.memory, _AT_CHECKPOINT, step)
 
@@ -163,7 +163,7 @@ class Flight:
         return has_flag(self.memory, name)
 
     def post_error(self, facts: dict[str, Any]) -> None:
-        """Store the error that ends this rank, as JSON types, for the launcher. Only the first call stores one."""
+        """Store this rank's final error, as JSON types, for the launcher. Only the first call stores one."""
         text = json.dumps(facts).encode()
         if len(text) > _ERROR_BYTES:
             # Such as a table of all ranks, which the launcher can make anew from their logs, or a very long message. A
@@ -182,7 +182,7 @@ class Flight:
         return log
 
     def site(self, module: str, depth: int) -> int:
-        """Number of the source line that called into the file `module`. The search starts `depth` frames up."""
+        """The number of the source line with the call into the file `module`. The search starts `depth` frames up."""
         # Each frame object costs microseconds, so the search starts where it nearly always ends.
         frame = sys._getframe(depth)
         while frame.f_code.co_filename == module and frame.f_back is not None:
@@ -285,9 +285,9 @@ def _read_record(memory: Memory, at: int, position: int) -> dict[str, Any]:
 
 
 class Board:
-    """The flight logs of all ranks that a launcher starts, by rank.
+    """The flight logs of all ranks of a launcher, by rank.
 
-    The memory has no name in the file system, so the kernel frees it with the last process that uses it.
+    The memory has no name in the file system, so the kernel frees it when the last process using it ends.
     """
 
     def __init__(self, ranks: int):

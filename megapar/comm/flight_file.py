@@ -1,4 +1,4 @@
-"""The flight log of a rank that torchrun or Slurm started, as a file that other ranks of its host can read."""
+"""The flight log of a rank started by torchrun or Slurm, as a file for the other ranks of its host."""
 
 import mmap
 import os
@@ -17,9 +17,8 @@ _LOG = "log"
 class FlightFile:
     """A rank's flight log as a file. Ranks of this host and user find it by the process number, even after its end.
 
-    The file lies in a folder of its own in the first of `places` that has room, /dev/shm or a temporary folder by
-    default. The folders of ranks that have ended are removed here, when a rank starts later. Raises StorageError if no
-    place has room.
+    The file lies in a folder of its own in the first of `places` with room, /dev/shm or a temporary folder by default.
+    The folders of ended ranks are removed here, when a rank starts later. Raises StorageError if no place has room.
     """
 
     def __init__(self, *places: Path):
@@ -72,7 +71,7 @@ class FlightFile:
         return True
 
     def remove(self) -> None:
-        """Remove the file of this process. The log of a rank that has succeeded is not needed."""
+        """Remove the file of this process. The log of a rank is not needed after its success."""
         self._folder.remove()
 
     @contextmanager

@@ -5,7 +5,7 @@ the job's store. Of each pair of ranks the higher one connects to the lower one.
 its memory. Then the folder is removed, and nobody can connect any more.
 
 Other users cannot enter the folder, so they cannot connect. A rank follows no path into another user's folder, and both
-ends ask the kernel for the user at the other end. A rank takes the ranks that it expects, each once, and the first one
+ends ask the kernel for the user at the other end. A rank takes the ranks it expects, each once, and the first one
 stays. docs/threats.md says what follows.
 """
 
@@ -72,7 +72,7 @@ def _meet(rank: int, store: Store, barrier: Callable[[], None], timeout_seconds:
 
 
 class _Party:
-    """This rank at the meeting. `path` is its folder, "" where the system has not what the exchange takes."""
+    """This rank at the meeting. `path` is its folder, "" if the system lacks something the exchange needs."""
 
     def __init__(self, rank: int):
         self.path = ""
@@ -122,7 +122,7 @@ class _Party:
             self._folder = None
 
     def ask(self, paths: Mapping[int, str]) -> None:
-        """Connect to the ranks that listen in the folders of `paths`, and say who this is."""
+        """Connect to the ranks listening in the folders of `paths`, and say who this is."""
         for peer, path in paths.items():
             connection = _connect(path) if self.path and path else None
             if connection is not None and self._introduce(connection):
@@ -141,7 +141,7 @@ class _Party:
                 awaited.remove(peer)
 
     def hear_answers(self) -> None:
-        """Receive the answers of the ranks that this one has asked."""
+        """Receive the answers of the ranks asked by this one."""
         for peer, connection in self._asked.items():
             self._hear(connection, {peer})
 
@@ -162,7 +162,7 @@ class _Party:
         return True
 
     def _hear(self, connection: socket.socket, awaited: Collection[int]) -> int | None:
-        """Keep `connection` if one of the `awaited` ranks introduces itself; returns that rank.
+        """Keep `connection` if one of the `awaited` ranks introduces itself. Returns this rank.
 
         Otherwise closes the connection and returns None.
         """
@@ -179,7 +179,7 @@ class _Party:
 
 
 def _connect(path: str) -> socket.socket | None:
-    """Connect to the rank that listens in the folder `path`; None if it is not on this host."""
+    """Connect to the rank listening in the folder `path`. Returns None if it is not on this host."""
     with opened(Path(path)) as folder:
         if folder is None:
             return None

@@ -13,7 +13,7 @@ from megapar.system import limits
 
 @contextmanager
 def as_communication_errors(log: AxisLog | None = None) -> Iterator[None]:
-    """Raise CommunicationError in place of RuntimeError, by which backends report a peer that is gone or too late.
+    """Raise CommunicationError in place of RuntimeError. Backends report a missing or late peer by a RuntimeError.
 
     `log` is the flight log of the operation's axis. Raises OutOfMemoryError if no more sockets can be opened.
     """
@@ -35,11 +35,11 @@ class Work(Protocol):
 
 
 class Pending:
-    """Operations in flight and the tensors that they use.
+    """Operations in flight and the tensors they use.
 
-    A second wait on a gloo point-to-point work never returns. A tensor that is freed in flight is a use-after-free, and
-    a work that is dropped in flight loses its message. So this object holds works and tensors until the first `wait`,
-    and later calls of `wait` do nothing. `wait` raises CommunicationError if a peer is gone or too late.
+    A second wait on a gloo point-to-point work never returns. Freeing a tensor in flight is a use-after-free, and
+    dropping a work in flight loses its message. So this object holds works and tensors until the first `wait`, and
+    later calls of `wait` do nothing. `wait` raises CommunicationError if a peer is gone or too late.
     """
 
     def __init__(self, works: Sequence[Work | None] = (), tensors: Sequence[Tensor] = ()):
@@ -76,6 +76,6 @@ class Pending:
         return self
 
     def logged(self, log: AxisLog | None, first: int, last: int) -> "Pending":
-        """Say that the works are the operations `first` to `last` of an axis's log. Returns this object."""
+        """Mark the works as the operations `first` to `last` of an axis's log. Returns this object."""
         self._logged = None if log is None else (log, first, last)
         return self

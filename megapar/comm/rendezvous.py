@@ -1,8 +1,8 @@
-"""Before they connect, ranks compare what they must share: options, code, versions, the kind of device.
+"""The comparison of ranks before they connect: options, code, versions and the kind of device must be the same.
 
 Each rank stores a message in the job's store, and counts itself. The last one to come says so. Rank 0 then reads all
-messages and stores a verdict, which every rank reads. So a job of n ranks needs a few requests a rank, and every rank
-ends with the same words.
+messages and stores a verdict for every rank. So a job of n ranks needs a few requests per rank, and every rank ends
+with the same words.
 """
 
 import json
@@ -30,7 +30,7 @@ ERRORS = {"ConfigError": ConfigError, "CommunicationError": CommunicationError}
 
 
 class Store(Protocol):
-    """The methods of torch.distributed's stores that are used here."""
+    """The methods of torch.distributed's stores used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -51,12 +51,12 @@ class Member:
 
 
 def this_member(rank: int, device: str, gpu: str) -> Member:
-    """The member that describes this process."""
+    """The member for this process."""
     return Member(rank, socket.gethostname(), device, gpu, os.getpid())
 
 
 def hashes_of_files(also: Collection[str] = ()) -> dict[str, str]:
-    """A hash of each source file that this process has imported from our packages and from the packages `also`.
+    """A hash of each source file this process has imported from our packages and from the packages `also`.
 
     The key is "code " and the module's name.
     """
@@ -87,12 +87,12 @@ def meet(
 ) -> Meeting:
     """Wait for all ranks of the job, and compare `shared` (JSON types) and GPUs.
 
-    `outlives_ranks` means that the store keeps what earlier ranks of the job have left: torchrun's agent serves it, and
-    has started the ranks again.
+    With `outlives_ranks` the store still has the keys of earlier ranks of the job: torchrun's agent serves it, and has
+    started the ranks again.
 
-    Raises CommunicationError that names the ranks that did not come. Raises ConfigError that names each difference with
-    values, ranks and hosts. Both are raised on every rank, with the same words. Raises ConfigError on a second process
-    of one rank alone.
+    Raises CommunicationError with the names of missing ranks. Raises ConfigError with each difference: its values,
+    ranks and hosts. Both are raised on every rank, with the same words. If one rank has two processes, the second one
+    alone raises ConfigError.
     """
     # Rank 0 may come just before the timeout, and then wait for other ranks until its own timeout. The 10 seconds more
     # let its verdict arrive.
@@ -118,9 +118,9 @@ def meet(
 
 
 def _begin(store: Store) -> int:
-    """Begin a meeting in a store that may have seen others; returns its number. Rank 0 calls this.
+    """Begin a meeting, perhaps not the first in this store. Returns its number. Rank 0 calls this.
 
-    The restarts that a launcher counts would be no such number: under torchrun each node counts its own.
+    A launcher's count of restarts cannot serve as this number: under torchrun each node counts its own.
     """
     number = store.add(_BEGUN, 1)
     store.set(_ANY_BEGUN, "")
@@ -195,7 +195,8 @@ def _follow(
 ) -> tuple[int, dict[str, Any]]:
     """Come to the meeting and wait for rank 0's verdict. Returns the meeting's number and the verdict.
 
-    In a store that outlives ranks the meeting may turn out to be one of earlier ranks. Then the next one is waited for.
+    If the store outlives ranks, the meeting may turn out to be one of earlier ranks. This rank then waits for the next
+    one.
     """
     is_first = _come(store, number, member, world_size, shared)
     while is_first or outlives_ranks:
@@ -219,7 +220,7 @@ def _follow(
 
 
 def _newest(store: Store, member: Member, deadline: float) -> int:
-    """The number of the newest meeting that a rank 0 has begun, which may have ended."""
+    """The number of the newest meeting begun by a rank 0. It may have ended."""
     # Nobody comes to a meeting before that: who came and ended would be taken for a rank that is there.
     _wait_for_first(store, _ANY_BEGUN, "", member, deadline)
     return store.add(_BEGUN, 0)
@@ -234,7 +235,7 @@ def _verdict(store: Store, number: int, member: Member, deadline: float) -> dict
 
 
 def _wait_for_first(store: Store, key: str, its_message: str, member: Member, deadline: float) -> None:
-    """Wait for a key that rank 0 sets. `its_message` is the key of rank 0's message, "" if it has none yet."""
+    """Wait for a key to be set by rank 0. `its_message` is the key of rank 0's message, "" if it has none yet."""
     began = time.monotonic()
     try:
         store.wait([key], timedelta(seconds=max(0.1, deadline - began)))
@@ -254,7 +255,7 @@ def _publish(store: Store, number: int, verdict: Mapping[str, Any]) -> None:
 
 
 def _shared_gpus(members: Sequence[Member]) -> list[str]:
-    """A line for each GPU that several ranks use. NCCL would hang, or fail without saying which GPU and ranks."""
+    """A line for each GPU used by several ranks. NCCL would hang, or fail without naming the GPU and the ranks."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for member in members:
         if member.gpu:
@@ -269,7 +270,7 @@ def _shared_gpus(members: Sequence[Member]) -> list[str]:
 
 
 def differences(members: Sequence[Member], shared: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each name in `shared` whose value differs between ranks. The most common value comes first."""
+    """A line for each name in `shared` with different values on different ranks. The most common value comes first."""
     if all(values == shared[0] for values in shared):
         return []
     lines = []

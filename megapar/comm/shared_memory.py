@@ -1,19 +1,19 @@
 """Messages between the ranks of one host: large ones through shared memory, small ones through Unix sockets.
 
-Every pair of ranks on a host has one socket. A rank that sends a large message copies it into a block of memory that
-both ranks have mapped, and tells the receiver through the socket where the message lies. The receiver reads the message
-there, and says with its next message that the block is free again. So a message takes one copy, and no thread has to
-run for it.
+Every pair of ranks on a host has one socket. The sender of a large message copies it into a block of memory mapped by
+both ranks, and tells the receiver its place through the socket. The receiver reads the message there, and returns the
+block with its own next message. So a message takes one copy, and no thread has to run for it.
 
-Sends and receives on a socket are ordered by the operating system, so a receiver that has read the message of the
-socket sees all that the sender had written before. No rank ever polls memory that another rank writes.
+The operating system orders sends and receives on a socket. So after reading the message of the socket, the receiver
+sees everything the sender wrote before it. No rank ever polls memory written by another rank.
 
-A rank that waits sleeps in the kernel. When a process ends, however it ends, the kernel closes its sockets, and the
-ranks that wait for it find out at once. The memory has no name in the file system (Linux's memfd), so nothing is left
-behind, and the size of /dev/shm does not matter.
+A waiting rank sleeps in the kernel. When a process ends, however it ends, the kernel closes its sockets, and the ranks
+waiting for it find out at once. The memory has no name in the file system (Linux's memfd), so nothing is left behind,
+and the size of /dev/shm does not matter.
 
 All descriptors are opened when the ranks meet (megapar.comm.host_meeting): for each other rank its socket and its
-memory, and this rank's own memory and epoll. That is twice the number of ranks on the host, for any number of blocks.
+memory, and this rank's own memory and epoll. Their number is twice the number of ranks on the host, for any number of
+blocks.
 """
 
 import ctypes
@@ -59,7 +59,7 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Connection:
-    """The connection to another rank: a socket, and a descriptor of the memory in which that rank makes its blocks."""
+    """The connection to another rank: a socket, and a descriptor of the memory for the blocks of the other rank."""
 
     socket: socket.socket
     memory: int
@@ -70,7 +70,7 @@ class Connection:
 
 
 class _Block:
-    """A range of this rank's memory that others have mapped too.
+    """A range of this rank's memory, also mapped by others.
 
     It is free when `readers` is 0 and its writer has let it go. `memory` is the descriptor of the rank's memory.
     """
@@ -126,7 +126,7 @@ def _map(memory: int, offset: int, size: int) -> mmap.mmap:
 
 
 class Message:
-    """A message that this rank expects, or has got. Read `content` after it has arrived, then call `release`."""
+    """A message to this rank, expected or arrived. Read `content` after it has arrived, then call `release`."""
 
     def __init__(self, link: "_Link"):
         self._link = link
@@ -141,7 +141,7 @@ class Message:
 
     @property
     def sender(self) -> int:
-        """The rank that sends it."""
+        """The sending rank."""
         return self._link.rank
 
     @property
@@ -172,7 +172,7 @@ class Message:
         self._memory = bytearray()
 
     def fill(self, memory: mmap.mmap | bytearray, block: int, offset: int, size: int) -> None:
-        """Note that it has arrived: `size` bytes of `memory` at `offset`, in the sender's `block` (-1 for none)."""
+        """Note its arrival: `size` bytes of `memory` at `offset`, in the sender's `block` (-1 for none)."""
         self._memory = memory
         self._block = block
         self._offset = offset
@@ -202,7 +202,7 @@ class _Link:
         return self._socket.fileno()
 
     def send(self, kind: _Kind, channel: int = 0, block: int = 0, size: int = 0, payload: bytes = b"") -> None:
-        """Send a packet, or queue it if the socket is full. It also says which blocks have been read."""
+        """Send a packet, or queue it if the socket is full. It also lists the blocks read since the last packet."""
         number = len(self._read)
         read = self._read + [0] * (_MOST_READ - number)
         self._read = []
@@ -240,7 +240,7 @@ class _Link:
         return True
 
     def expect(self, channel: int) -> Message:
-        """The next message of `channel`, which may not have arrived yet."""
+        """The next message of `channel`. It may not have arrived yet."""
         early = self._early.get(channel)
         if early:
             return early.popleft()
@@ -261,7 +261,7 @@ class _Link:
         return bool(self._unsent)
 
     def receive(self) -> None:
-        """Receive one packet. If the other rank has ended, and all that it sent has been received, close the link."""
+        """Receive one packet. If the other rank has ended and all its packets have been received, close the link."""
         try:
             packet = self._socket.recv(_LARGEST_PACKET)
         except BlockingIOError:
@@ -283,7 +283,7 @@ class _Link:
             self._blocks[block] = _map(self._memory, offset, size)
 
     def _arrive(self, channel: int) -> Message:
-        """The message object that the next packet of `channel` fills."""
+        """The message object for the next packet of `channel`."""
         expected = self._expected.get(channel)
         if expected:
             return expected.popleft()
@@ -299,7 +299,7 @@ class _Link:
 
 
 Steps = Generator[Sequence[Message], None, None]
-"""What an operation does: it sends, yields the messages that it needs, and goes on when they have arrived."""
+"""The steps of an operation: it sends, yields the messages it needs, and goes on when they have arrived."""
 
 
 class Operation:
@@ -309,18 +309,18 @@ class Operation:
         self._steps = steps
         self._host = host
         self.needs: Sequence[Message] = ()
-        """The messages without which it cannot go on; empty if it has ended."""
+        """The messages it needs before it can go on; empty if it has ended."""
         self.go_on()
         if self.needs:
             host.start(self)
 
     def go_on(self) -> None:
-        """Go on. Called when all messages that it needs have arrived."""
+        """Go on. Called when all messages it needs have arrived."""
         # Steps may yield no messages: then there is nothing to wait for, and they go on at once.
         self.needs = next((messages for messages in self._steps if messages), ())
 
     def wait(self) -> None:
-        """Wait until it has ended. Raises RuntimeError if a rank that it needs has ended, or is too late."""
+        """Wait until it has ended. Raises RuntimeError if a rank it needs has ended, or is too late."""
         if self.needs:
             self._host.wait(self)
 
@@ -328,7 +328,7 @@ class Operation:
 class Host:
     """The ranks of this host, as one of them sees them: sends messages to the others and waits for theirs.
 
-    `memory` is a descriptor of the memory in which this rank makes its blocks. Only one thread may call the methods.
+    `memory` is a descriptor of the memory for this rank's blocks. Only one thread may call the methods.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, Connection], memory: int, timeout_seconds: float):
@@ -398,11 +398,11 @@ class Host:
         return link
 
     def expect(self, peer: int, channel: int) -> Message:
-        """The next message of rank `peer` on `channel`. Messages are expected in the order in which they are sent."""
+        """The next message of rank `peer` on `channel`. Messages are expected in the order they are sent."""
         return self._links[peer].expect(channel)
 
     def start(self, operation: Operation) -> None:
-        """Take over `operation`: whenever this rank sends or waits, those whose messages have arrived go on."""
+        """Take over `operation`: whenever this rank sends or waits, operations go on if their messages have arrived."""
         self._operations.append(operation)
         self.progress(0.0)
 
@@ -426,7 +426,7 @@ class Host:
         self._operations = unfinished
 
     def wait(self, operation: Operation) -> None:
-        """Wait until `operation` has ended. Raises RuntimeError if a rank that it needs has ended, or is too late."""
+        """Wait until `operation` has ended. Raises RuntimeError if a rank it needs has ended, or is too late."""
         self._go_on()
         start = time.monotonic()
         deadline = start + self._timeout_seconds
@@ -442,7 +442,7 @@ class Host:
             self.progress(0.0 if now < spin_until else deadline - now)
 
     def flush(self) -> None:
-        """Wait until the sockets have taken all packets. Raises RuntimeError if that takes too long."""
+        """Wait until the sockets have taken all packets. Raises RuntimeError if this takes too long."""
         deadline = time.monotonic() + self._timeout_seconds
         while any(link.has_unsent for link in self._links.values()):
             if not self.progress(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:

@@ -1,4 +1,4 @@
-"""The store through which the ranks of a job find each other: torch's TCPStore, or its FileStore for forked ranks.
+"""The store for the ranks of a job to find each other: torch's TCPStore, or its FileStore for forked ranks.
 
 Each user of the store has a prefix of its own (`StoreUser`), so that no two users can meet in one key.
 """
@@ -40,9 +40,9 @@ class StoreUser(StrEnum):
 
 
 def part_of(store: dist.Store, user: StoreUser, meeting: int | None = None) -> dist.Store:
-    """The keys of `user` in `store`. `meeting` is the number of the meeting that they belong to, if to one.
+    """The keys of `user` in `store`. `meeting` is the number of their meeting, if they belong to one.
 
-    Ranks that torchrun has restarted meet again, and must not read what the ranks before them have left.
+    After a restart by torchrun the ranks meet again, and must not read the keys of the ranks before them.
     """
     if meeting is None:
         return dist.PrefixStore(user, store)
@@ -52,8 +52,8 @@ def part_of(store: dist.Store, user: StoreUser, meeting: int | None = None) -> d
 def connect(meeting: str, rank: int, world_size: int, *, serves_store: bool, timeout_seconds: float) -> dist.Store:
     """Connect to the job's store.
 
-    `meeting` is "tcp://host:port" or "file://path". `serves_store` means that this process opens the TCP store. Raises
-    CommunicationError that names address and rank.
+    `meeting` is "tcp://host:port" or "file://path". With `serves_store` this process opens the TCP store. Raises
+    CommunicationError with address and rank.
     """
     address = urlsplit(meeting)
     timeout = timedelta(seconds=timeout_seconds)
@@ -87,8 +87,9 @@ def answered(call: Callable[[], T], seconds: float) -> T:
 
     TCPStore waits without a limit for the answer to most requests, its first handshake included: for ever, if another
     program has the port or the store's process is stopped. This wait is in C++, and nothing but the end of the process
-    ends it. So it is done by a thread that ends with the process, and this process ends soon after a TimeoutError. A
-    handshake of our own before the first request would have to know torch's protocol, which may change.
+    ends it. So a thread makes the call. The thread ends with the process, and this process ends soon after a
+    TimeoutError. A handshake of our own before the first request would depend on torch's protocol, and the protocol may
+    change.
     """
     answer: Future[T] = Future()
 
@@ -110,7 +111,7 @@ def answered(call: Callable[[], T], seconds: float) -> T:
 def quiet_log() -> Iterator[None]:
     """Keep torch's C++ code from logging in the block. Its errors are raised as well, and told in one line.
 
-    Standard error is left alone, so that nobody else's words are lost.
+    Standard error is left alone, so nobody else's words are lost.
     """
     level = _log_level()
     # A user who has set TORCH_CPP_LOG_LEVEL=INFO wants to see more.
@@ -126,9 +127,9 @@ def quiet_log() -> Iterator[None]:
 
 
 def _log_level() -> ctypes.c_int | None:
-    """The variable in which torch keeps the lowest level that its C++ code logs.
+    """Torch's variable for the lowest level its C++ code logs.
 
-    torch reads TORCH_CPP_LOG_LEVEL when it is imported, and has no function that sets the level later.
+    torch reads TORCH_CPP_LOG_LEVEL when it is imported, and has no function to set the level later.
     """
     suffix = "dylib" if sys.platform == "darwin" else "so"
     with suppress(OSError, ValueError):  # a torch that is built otherwise: its lines come before our one
@@ -138,7 +139,7 @@ def _log_level() -> ctypes.c_int | None:
 
 
 def _no_store(meeting: str, rank: int, serves_store: bool, timeout_seconds: float, error: Exception) -> str:
-    """The message of a rank that cannot open or reach the store."""
+    """The message of a rank if it cannot open or reach the store."""
     text = str(error).strip()
     reason = text.splitlines()[0].rstrip(".") if text else "no answer"
     if serves_store and "EADDRINUSE" in text:

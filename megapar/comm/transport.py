@@ -18,15 +18,15 @@ from torch import Tensor
 from megapar.comm.pending import Pending
 
 Transfers = Sequence[tuple[Tensor, int]]
-"""Tensors, each with the position on the axis that it is sent to or received from."""
+"""Tensors, each with its destination or source: a position on the axis."""
 _FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 class Transport(Protocol):
     """Starts operations between the ranks of one axis. Read a result after `Pending.wait`.
 
-    `out` and slices are contiguous. `x` may be strided, except in `all_reduce`. It stays as it is, except where it
-    shares memory with `out`.
+    `out` and slices are contiguous. `x` may be strided, except in `all_reduce`. It stays as it is, except for memory
+    shared with `out`.
     """
 
     name: ClassVar[str]
@@ -70,7 +70,7 @@ def put(x: Tensor, out: Tensor) -> Tensor:
 
 
 def fold(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
-    """Reduce at least two `parts` in their order into `out`, which may be one of them."""
+    """Reduce at least two `parts` in their order into `out`. `out` may be one of them."""
     # `out` is written before the third part is read.
     later = [part.clone() if part.data_ptr() == out.data_ptr() else part for part in parts[2:]]
     _FOLDS[op](parts[0], parts[1], out=out)
@@ -93,7 +93,7 @@ def rows_by_exchange(
 
 
 class OneRank:
-    """The transport of an axis of size 1: all that arrives comes from this rank itself."""
+    """The transport of an axis of size 1. Everything received comes from this rank itself."""
 
     name: ClassVar[str] = "one rank"
     sends: ClassVar[bool] = False
@@ -128,7 +128,7 @@ ALONE = OneRank()
 
 
 class Meta:
-    """The transport of ranks that exist only in a plan. Results have their shapes and no values.
+    """The transport of ranks without processes, in a plan. Results have their shapes and no values.
 
     Each method raises RuntimeError on a tensor that is not on the meta device: its values would be wrong.
     """

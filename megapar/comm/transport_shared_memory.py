@@ -1,7 +1,7 @@
 """Collectives between CPU ranks of one host, through shared memory (`megapar.comm.shared_memory`).
 
-Each is a method that starts it, and a generator: it sends what this rank contributes, yields the messages that it
-needs, and goes on when they have arrived. `shared_memory.Operation` runs it.
+Each is a method that starts it, and a generator: it sends this rank's part, yields the messages it needs, and goes on
+when they have arrived. `shared_memory.Operation` runs it.
 
 Reductions add the ranks' parts in the order of ranks. So a sum rounds the same way wherever an element lies, and the
 same way as over gloo.
@@ -108,7 +108,7 @@ class SharedMemory:
 
 
 def _fold_arrived(arriving: Mapping[int, Message], own: Tensor, out: Tensor, axis: SharedMemory, op: str) -> None:
-    """Reduce this rank's tensor `own` and those that have arrived from the other positions into `out`."""
+    """Reduce this rank's tensor `own` and those received from the other positions into `out`."""
     parts = [arriving[position].content(own) if position in arriving else own for position in range(axis.size)]
     fold(parts, out, op)
     for message in arriving.values():
@@ -134,7 +134,7 @@ def _all_reduce_in_slices(x: Tensor, axis: SharedMemory, op: str) -> Steps:
 
 
 def _reduce_own(slices: Sequence[Tensor], out: Tensor, axis: SharedMemory, op: str) -> Steps:
-    """Reduce the parts of this rank's slice, which the other ranks have sent, into `out`."""
+    """Reduce the parts of this rank's slice, sent by the other ranks, into `out`."""
     own = slices[axis.rank]
     arriving = {position: axis.expect(position) for position in axis.peers()}
     yield list(arriving.values())
@@ -151,7 +151,7 @@ def _receive(receives: Sequence[tuple[Tensor, int]], axis: SharedMemory, phase: 
 
 
 def _reduce_scatter(slices: Sequence[Tensor], out: Tensor, axis: SharedMemory) -> Steps:
-    """Sum `slices[i]` of all ranks on position i, into its `out`, which may be its own slice."""
+    """Sum `slices[i]` of all ranks on position i, into its `out`. `out` may be its own slice."""
     for position in axis.peers():
         axis.send(slices[position], [position])
     yield from _reduce_own(slices, out, axis, "sum")

@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed itself, which NCCL serves between GPUs."""
+"""The collectives of torch.distributed itself. Between GPUs NCCL serves them."""
 
 from collections.abc import Sequence
 from typing import ClassVar
