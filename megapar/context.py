@@ -1,4 +1,4 @@
-"""Where this rank stands in the rank grid, and how it reaches the other ranks.
+"""This rank's place in the rank grid, and its connections to the other ranks.
 
 The rest of the code receives a `ParallelContext`: one `Axis` for each direction of the grid (`megapar.grid`), with its
 transport.
@@ -40,12 +40,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of the rank grid: the ranks that differ from this rank in this direction alone.
+    """One direction of the rank grid: the ranks differing from this rank in this direction alone.
 
     `ranks` are global ranks. `rank` is this rank's position among them. `transport` moves tensors between the ranks.
     Without it an axis of several ranks is a plan's. `log` keeps the newest operations; it is None at size 1 and in a
-    plan. `inner` and `outer` are set if the axis is split: into groups of neighbors, and the ranks that have one
-    position in these groups.
+    plan. `inner` and `outer` are set if the axis is split: into groups of neighbors, and the ranks of one position in
+    these groups.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Axis:
 
     @property
     def shards(self) -> "Axis":
-        """The ranks over which ZeRO shards: all of them, or a group of neighbors (optimizer.shard_ranks)."""
+        """The ranks ZeRO shards over: all of them, or a group of neighbors (optimizer.shard_ranks)."""
         return self.inner or self
 
     @property
     def copies(self) -> "Axis":
-        """The ranks that hold copies of this rank's shard: this rank alone, or one of each group of neighbors."""
+        """The ranks with copies of this rank's shard: this rank alone, or one of each group of neighbors."""
         return self.outer or Axis(f"{self.name}_copies")
 
     @property
@@ -85,13 +85,12 @@ class Axis:
 class ParallelContext:
     """The position of this rank in the grid, its device and its flight log.
 
-    `grad` is dp x cp: gradients are summed and ZeRO shards are cut over it. `tied` holds the ranks of this pipeline
-    that hold copies of a tied embedding, and has size 1 on all other ranks. `flight` is the log in which this rank
-    writes what it is doing.
+    `grad` is dp x cp: gradients are summed and ZeRO shards are cut over it. `tied` has the ranks of this pipeline with
+    copies of a tied embedding, and size 1 on all other ranks. `flight` is this rank's flight log.
 
-    Experts lie on a grid of their own over the same ranks: experts are dealt over `ep`, each is cut over `etp`, and
-    `expert_grad` are the ranks that hold the same experts, over which their gradients are summed.
-    The three have size 1 in a model without experts.
+    Experts lie on a grid of their own over the same ranks: experts are dealt over `ep`, and each is cut over `etp`. The
+    ranks of `expert_grad` hold the same experts, and sum their gradients. The three have size 1 in a model without
+    experts.
     """
 
     tp: Axis
@@ -114,7 +113,7 @@ class ParallelContext:
         return (*dense, self.etp, self.ep, self.expert_grad, self.tied, self.world, *parts)
 
     def traffic(self) -> dict[str, int]:
-        """Bytes sent so far by this rank, by name of the axis. Axes over which nothing was sent are left out."""
+        """Bytes sent so far by this rank, by name of the axis. Axes without traffic are left out."""
         return {axis.name: axis.traffic.total() for axis in self.axes if axis.traffic.total()}
 
 
@@ -125,7 +124,7 @@ def single(device: torch.device | None = None, flight: Flight | None = None) -> 
 
 
 def planned(grid: Grid, rank: int, *, device: torch.device) -> ParallelContext:
-    """The context that `create` would give to `rank`, but without process groups.
+    """The context of `rank` as `create` would return it, but without process groups.
 
     Collectives work with it on the meta device alone, where they compute shapes.
     """
@@ -157,9 +156,9 @@ def create(
 ) -> ParallelContext:
     """Make the process groups. A collective: every rank of an initialized world calls it with the same arguments.
 
-    Collectives that take longer than `timeout_seconds` raise an error. `flight` is the log of this rank's operations,
-    by default private. With `use_shared_memory` the axes of a gloo job whose ranks are all on one host exchange through
-    shared memory.
+    Collectives raise an error after `timeout_seconds`. `flight` is the log of this rank's operations, by default
+    private. With `use_shared_memory`, the axes of a gloo job exchange through shared memory if all its ranks are on one
+    host.
 
     Raises ValueError if the grid's sizes do not multiply to the world size, or if ep * etp does not divide
     tp * cp * dp.
@@ -202,7 +201,7 @@ class _AxisMaker:
         self._axes = 0
 
     def make(self, name: str, groups: Groups) -> Axis:
-        """The axis of this rank, given all groups of ranks that differ in its direction."""
+        """The axis of this rank, given all groups of ranks in its direction."""
         self._axes += 1
         # new_group is a collective over the world, so every rank makes the groups of all ranks in the same order.
         for ranks in groups:

@@ -1,4 +1,4 @@
-"""The rank grid: which ranks form each tensor, context, data and pipeline group.
+"""The rank grid: the ranks of each tensor, context, data and pipeline group.
 
 All of it is arithmetic on sizes, so it can be tested for thousands of ranks without a process. `megapar.context` makes
 process groups of it.
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 DEFAULT_ORDER = "tp-cp-dp-pp"
 EXPERT_ORDER = "etp-ep-expert_grad"
-"""Rank order of the expert grid, fastest axis first. So the ranks that share an expert are neighbors."""
+"""Rank order of the expert grid, fastest axis first. So the ranks sharing an expert are neighbors."""
 EXPERT_AXES = tuple(EXPERT_ORDER.split("-"))
 GRADIENT_AXES = ("grad", "expert_grad")
-"""The axes over which gradients are summed, which `Grid.shard_ranks` splits."""
+"""The axes of gradient sums. `Grid.shard_ranks` splits them."""
 TIED_AXIS = "tied"
-"""Name of the axis of the pipeline ranks that hold copies of a tied embedding (`ParallelContext.tied`)."""
+"""Name of the axis of the pipeline ranks with copies of a tied embedding (`ParallelContext.tied`)."""
 
 Groups = list[tuple[int, ...]]
 
@@ -26,7 +26,7 @@ class Grid:
 
     `order` names the dense axes, the fastest first. `ep` and `etp` are sizes of the expert grid. An `ep` of 0 stands
     for a model without experts. ZeRO shards over groups of `shard_ranks` neighbors on the axes of gradients, 0 for all
-    ranks. `tied` are the pipeline ranks that hold a tied embedding, by default the first and the last.
+    ranks. `tied` are the pipeline ranks with a tied embedding, by default the first and the last.
 
     Raises ValueError if `order` does not name each axis once.
     """
@@ -66,11 +66,11 @@ class Grid:
 
     @property
     def with_embedding(self) -> tuple[int, ...]:
-        """The pipeline ranks that hold a tied embedding, sorted, each once."""
+        """The pipeline ranks with a tied embedding, sorted, each once."""
         return tuple(sorted({0, self.pp - 1} if self.tied is None else set(self.tied)))
 
     def groups(self) -> dict[str, Groups]:
-        """For each axis, by name, all groups of ranks that differ in its direction.
+        """For each axis, by name, all groups of ranks in its direction.
 
         The order of axes and groups is the same on every rank. In a model without experts the axes of the expert grid
         have no group. Raises ValueError if ep * etp does not divide tp * cp * dp.
@@ -109,7 +109,7 @@ class Grid:
         return found
 
     def _index(self, position: Mapping[str, int], axes: Sequence[str]) -> int:
-        """The position of a rank among the ranks that differ from it on `axes` alone."""
+        """The position of a rank among the ranks differing from it on `axes` alone."""
         index = 0
         stride = 1
         for name in self.order.split("-"):
@@ -128,9 +128,9 @@ def coordinates(rank: int, sizes: Mapping[str, int], order: str = DEFAULT_ORDER)
 
 
 def rank_groups(sizes: Mapping[str, int], axes: Sequence[str], order: str = DEFAULT_ORDER) -> Groups:
-    """All groups of ranks that differ only in their position on `axes`, as Megatron's RankGenerator lists them.
+    """All groups of ranks differing only in their position on `axes`, in the order of Megatron's RankGenerator.
 
-    Ranks ascend within a group, so among `axes` the one that comes first in `order` varies fastest.
+    Ranks ascend within a group, so among `axes` the first one in `order` varies fastest.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     # Ranks that agree on all other axes are in one group.
@@ -144,11 +144,11 @@ def rank_groups(sizes: Mapping[str, int], axes: Sequence[str], order: str = DEFA
 def expert_rank_groups(
     sizes: Mapping[str, int], expert_sizes: Mapping[str, int], axes: Sequence[str], order: str = DEFAULT_ORDER
 ) -> Groups:
-    """All groups of ranks that differ only in their position on `axes` of the expert grid.
+    """All groups of ranks differing only in their position on `axes` of the expert grid.
 
-    The expert grid is a second factorization of the ranks that have one position on pp: etp x ep x expert_grad ranks,
-    the same as tp x cp x dp (arXiv 2504.14960, where expert_grad is edp). `sizes` are those of the dense grid.
-    `expert_sizes` has etp, ep and expert_grad. Raises ValueError if both products differ.
+    The expert grid is a second factorization of the ranks at one position on pp: etp x ep x expert_grad ranks, the same
+    as tp x cp x dp (arXiv 2504.14960; expert_grad is its edp). `sizes` are those of the dense grid. `expert_sizes` has
+    etp, ep and expert_grad. Raises ValueError if both products differ.
     """
     if math.prod(expert_sizes.values()) * sizes["pp"] != math.prod(sizes.values()):
         raise ValueError(f"the expert grid {dict(expert_sizes)} has other ranks than tp, cp and dp of {dict(sizes)}")
@@ -162,7 +162,7 @@ def expert_rank_groups(
 def _split(groups: Groups, shard_ranks: int) -> tuple[Groups, Groups]:
     """Cut each group of ranks into groups of `shard_ranks` neighbors.
 
-    Returns these groups, and the groups of ranks that have one position in them.
+    Returns these groups, and the groups of ranks of one position in them.
     """
     inner = [group[i : i + shard_ranks] for group in groups for i in range(0, len(group), shard_ranks)]
     outer = [group[i::shard_ranks] for group in groups for i in range(shard_ranks)]

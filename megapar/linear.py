@@ -1,4 +1,4 @@
-"""Linear layers: forward, and a backward that overlaps communication with matrix products.
+"""Linear layers: forward, and a backward with communication overlapped with matrix products.
 
 `megapar.products` computes the products. An `InputRegion` says what is communicated before the product in forward and
 after it in backward. `megapar.tensor_parallel.regions` has all regions.
@@ -31,8 +31,8 @@ class InputRegion(Protocol):
     def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Start `enter`. The tensor may be read only after Pending.wait().
 
-        Backward calls it to recompute the input of the matrix product, which the weight gradient needs. If the weight
-        gradient is deferred, W calls it.
+        Backward calls it to recompute the input of the matrix product for the weight gradient. If the weight gradient
+        is deferred, W calls it.
         """
 
     def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:

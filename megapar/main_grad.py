@@ -1,4 +1,4 @@
-"""Deferred weight gradients: those that a layer computes, or adds to its main gradient, later.
+"""Deferred weight gradients: a layer computes them, or adds them to its main gradient, later.
 
 A parameter's main gradient is the fp32 sum of its gradients over micro-batches (`megapar_kernels.dispatch.MainGrad`). A
 pipeline schedule may run a backward pass in two halves, I and W (`megapar.pipeline.actions.Action`). In I, layers
@@ -29,14 +29,14 @@ def _without_communication(x: Tensor) -> tuple[Tensor, Pending]:
 
 @dataclass(frozen=True)
 class DeferredWeightGradient:
-    """A gradient of a parameter that is still to be added to its main gradient, and for a matrix still to be computed.
+    """A parameter's gradient, still to be added to its main gradient, and for a matrix still to be computed.
 
     `x` is the input of the layer, and `grad_y` the gradient of the matrix product's output. `enter(x)` starts the
-    communication before the product, such as a gather over tensor-parallel ranks. It returns the input of the product,
-    which may be read after Pending.wait(). `add(total, grad_y, input, overwrite)` computes the gradient and adds it to
-    `total`, fp32 of the parameter's shape. With `overwrite` the values of `total` count as zero.
+    communication before the product, such as a gather over tensor-parallel ranks. It returns the input of the product.
+    Read it after Pending.wait(). `add(total, grad_y, input, overwrite)` computes the gradient and adds it to `total`,
+    fp32 of the parameter's shape. With `overwrite` the values of `total` count as zero.
 
-    For a gradient that autograd has computed, `grad_y` and `x` are both that gradient.
+    For a gradient computed by autograd, `grad_y` and `x` are both this gradient.
     """
 
     main_grad: MainGrad
@@ -46,7 +46,7 @@ class DeferredWeightGradient:
     enter: Callable[[Tensor], tuple[Tensor, Pending]] = _without_communication
 
     def add_or_defer(self) -> None:
-        """Append this gradient to the queue that is open on the main gradient. If there is none, add it now."""
+        """Append this gradient to the queue open on the main gradient. If there is none, add it now."""
         if self.main_grad.queue is not None:
             self.main_grad.queue.append(self)
             return
@@ -62,10 +62,9 @@ class DeferredWeightGradient:
 
 
 class WeightGradientQueue:
-    """The weight gradients that the I of one micro-batch on one stage leaves to its W.
+    """The weight gradients left by the I of one micro-batch on one stage to its W.
 
-    `run` adds them in the order in which a B would. So if all W run in the order of their I, the sums have the same
-    bits as with B.
+    `run` adds them in the order of a B. So if all W run in the order of their I, the sums have the same bits as with B.
     """
 
     def __init__(self) -> None:
@@ -88,7 +87,7 @@ class WeightGradientQueue:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept for `run`. A storage that several tensors share is counted once."""
+        """Bytes kept for `run`. A storage shared by several tensors is counted once."""
         nbytes_of_storage: dict[int, int] = {}
         for entry in self._entries:
             for x in (entry.grad_y, entry.x):
@@ -109,7 +108,8 @@ class WeightGradientQueue:
     def _begin_next(self) -> tuple[DeferredWeightGradient, Tensor, Pending] | None:
         """Start the communication of the next weight gradient.
 
-        Returns (weight gradient, input of its product, what to wait for before that is read). None if none is left.
+        Returns (weight gradient, input of its product, what to wait for before reading the input). None if none is
+        left.
         """
         if not self._entries:
             return None

@@ -1,4 +1,4 @@
-"""The declaration of a parameter (`ParamSpec`), made once by the layer that creates it.
+"""The declaration of a parameter (`ParamSpec`), made once by the layer creating it.
 
 Initialization, gradient sums, gradient norm, weight decay, the optimizer, ZeRO ownership and the boxes of a checkpoint
 all follow from `ParamSpec`. A parameter without one is an error. How a parameter is treated follows from its spec
@@ -55,7 +55,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one logical tensor that this rank holds.
+    """This rank's part of one logical tensor.
 
     A logical tensor is the whole tensor, as a checkpoint stores it. It is the same under every parallel layout. `name`
     and `shape` are those of the logical tensor.
@@ -64,7 +64,7 @@ class Piece:
     name: str
     shape: Sizes
     held: Box
-    """The box of the logical tensor that this rank holds."""
+    """The box of the logical tensor held by this rank."""
     owned: Box | None
     """The box inside `held` that this rank counts in norms and writes to checkpoints.
 
@@ -72,11 +72,11 @@ class Piece:
     owned boxes are disjoint and cover the tensor.
     """
     replicated: tuple[Axis, ...] = ()
-    """The axes within a data-parallel replica on which all ranks hold the same box."""
+    """The axes within a data-parallel replica with the same box on all their ranks."""
     partial: tuple[Axis, ...] = ()
-    """The axes on which each rank computes only a part of the gradient. The parts of all ranks must be added.
+    """The axes with a partial gradient on each rank. The parts of all ranks must be added.
 
-    Gradients are partial for norm weights under sequence parallelism, for rows that several tensor-parallel ranks hold,
+    Gradients are partial for norm weights under sequence parallelism, for rows held by several tensor-parallel ranks,
     and for the two copies of a tied embedding.
     """
 
@@ -90,12 +90,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The declaration that is attached to a parameter."""
+    """The declaration attached to a parameter."""
 
     pieces: tuple[Piece, ...]
-    """The pieces that the parameter consists of, one after the other in flat memory.
+    """The pieces of the parameter, one after the other in flat memory.
 
-    Padding rows that nothing uses may follow the last piece.
+    Unused padding rows may follow the last piece.
     """
     init: Init
     decay: bool
@@ -108,7 +108,7 @@ class ParamSpec:
     update: str = "adamw"
     """The optimizer: a name of `megapar.optimizer.table.OPTIMIZERS`, or MODULE:NAME for one of your own."""
     token_share: Fraction = Fraction(1)
-    """The share of tokens that the parameter is used for: num_experts_per_tok / num_experts for those of experts.
+    """The share of tokens using the parameter: num_experts_per_tok / num_experts for those of experts.
 
     Counts of active parameters and of FLOPs read it.
     """
@@ -120,13 +120,13 @@ class ParamSpec:
     training_state: bool = False
     """Of a buffer: whether training alone needs it. A checkpoint of weights alone does not have it."""
     added_by: str = ""
-    """Of a buffer: the option, without `model.`, that adds it to a model.
+    """For a buffer: the option adding it to a model, without `model.`.
 
-    A run may start from weights whose model was made without this option. The buffer then keeps its initial value.
+    A run may start from weights of a model made without this option. The buffer then keeps its initial value.
     """
 
     def names_to_select(self) -> list[str]:
-        """The logical tensors of which train.trainable must select all or none, sorted, each once."""
+        """The logical tensors that train.trainable must select together or not at all, sorted, each once."""
         return sorted({*self.selected_with, *(piece.name for piece in self.pieces)})
 
     @property
@@ -135,7 +135,7 @@ class ParamSpec:
         return "+".join(piece.name for piece in self.pieces)
 
     def replicated_over(self) -> tuple[str, ...]:
-        """Sorted names of the axes on which all ranks hold the same part of every piece."""
+        """Sorted names of the axes with the same part of every piece on all their ranks."""
         # The pieces of a fused parameter may be cut in different ways.
         common = {axis.name for axis in self.pieces[0].replicated}
         for piece in self.pieces[1:]:
@@ -160,7 +160,7 @@ class ParamSpec:
             start = stop
 
     def owned_ranges(self) -> list[tuple[int, int]]:
-        """Flat ranges [start, stop) of the local parameter that this rank owns (see `Piece.owned`)."""
+        """Flat ranges [start, stop) of the local parameter owned by this rank (see `Piece.owned`)."""
         ranges = []
         for piece, piece_start, _ in self.segments():
             if piece.owned is None:
@@ -225,10 +225,10 @@ def make_piece(name: str, shape: Sequence[int], cuts: Mapping[int, tuple[int, in
 
 
 def replicated(name: str, shape: Sequence[int], axis: Axis, *, partial: bool = False) -> Piece:
-    """The piece of a tensor that every rank of `axis` holds whole. The first rank owns it.
+    """The piece of a tensor held whole by every rank of `axis`. The first rank owns it.
 
-    `partial` means that each rank computes a part of the gradient, and the parts are added over `axis`. Otherwise every
-    rank computes the same gradient.
+    With `partial`, each rank computes a part of the gradient, and the parts are added over `axis`. Otherwise every rank
+    computes the same gradient.
     """
     return held_by_all(make_piece(name, shape, {}), axis, partial=partial)
 
@@ -267,7 +267,7 @@ MAIN = "main"
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor that an optimizer keeps for every parameter: as many elements as the parameter.
+    """A tensor kept by an optimizer for every parameter, with as many elements as the parameter.
 
     `initial` is the value of each element before the first update. Padding has it too. A checkpoint with a negative
     value of a `nonnegative` tensor is damaged.
@@ -284,7 +284,7 @@ class StateSlice:
     """Flat elements [start, stop) of a local parameter, and the optimizer state of these elements on this rank.
 
     `tensors` are 1-D. A checkpoint names each of them by its key, a dot and the name of the piece: main.norm.weight.
-    `states` declares those that the optimizer keeps besides the main weights.
+    `states` declares those besides the main weights.
     """
 
     param: Tensor

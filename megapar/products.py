@@ -1,6 +1,6 @@
 """The matrix products of linear layers in one number format: forward, input gradient and weight gradient.
 
-For another number format, write a subclass of `MatrixProducts`, and give it to the layers that shall compute in it.
+For another number format, write a subclass of `MatrixProducts`, and give it to the layers meant to compute in it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,19 +34,19 @@ class MatrixProducts:
         """The input x [..., in] of a layer as it is sent, multiplied and kept for backward: [..., any number].
 
         Another format overrides this to quantize x before ranks gather it. The result is one tensor of any dtype, so
-        that one message carries all of it: a row of uint8 may have the bytes of the values, and behind them those of
-        their scales. Each row must follow from the same row of x alone, because rows are gathered and cut in chunks. A
+        one message carries all of it: a row of uint8 may have the bytes of the values, and behind them those of their
+        scales. Each row must follow from the same row of x alone, because rows are gathered and cut in chunks. A
         row-parallel layer has only this rank's columns of x. Scales of blocks of columns are the same in every layout
         if tp cuts between the blocks.
 
-        Backward takes the gradient of the result for that of x, as if nothing had been rounded.
+        Backward takes the gradient of the result as the gradient of x, as if nothing had been rounded.
         """
         return x
 
     def convert_weight(self, weight: Tensor) -> Any:
         """The weight [out, in], or [groups, out, in] of experts, as products get it. Here that is the weight itself.
 
-        What another format returns is kept beside the parameter until its values change (see `ConvertedWeight`). A plan
+        Another format's result is kept beside the parameter until its values change (see `ConvertedWeight`). A plan
         does not count those bytes.
         """
         return weight
@@ -56,7 +56,7 @@ class MatrixProducts:
         return F.linear(x, weight, bias)
 
     def forward_into(self, out: Tensor, x_2d: Tensor, weight: Tensor) -> Tensor:
-        """`forward` of x_2d [tokens, in] without a bias, into the memory of `out`, which is returned."""
+        """`forward` of x_2d [tokens, in] without a bias. The result is `out`, overwritten."""
         return torch.mm(x_2d, weight.t(), out=out)
 
     def forward_slices(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -71,7 +71,7 @@ class MatrixProducts:
         return grad_y @ weight
 
     def input_gradient_into(self, out: Tensor, grad_2d: Tensor, weight: Tensor) -> Tensor:
-        """`input_gradient` of grad_2d [tokens, out], into the memory of `out`, which is returned."""
+        """`input_gradient` of grad_2d [tokens, out]. The result is `out`, overwritten."""
         return torch.mm(grad_2d, weight, out=out)
 
     def input_gradient_slices(self, out: Tensor, grad: Tensor, weight: Tensor) -> None:
@@ -135,16 +135,16 @@ class MatrixProducts:
 
 
 TORCH_PRODUCTS = MatrixProducts()
-"""The products of torch, in the dtype of the inputs. Layers that are given no others use them."""
+"""The products of torch, in the dtype of the inputs. Layers use them by default."""
 
 
 class ConvertedWeight:
     """What `MatrixProducts.convert_weight` made of a parameter's values. It is the parameter's attribute `converted`.
 
-    It is made once for all forward passes, input gradients and recomputations until the values change. Changes that
-    torch counts (`Tensor._version`) are seen here. An optimizer updates a flat buffer, and ZeRO-3 frees its memory,
-    which torch does not count for the parameter. Both call `forget_converted`. Products that return the weight itself
-    keep nothing.
+    It is made once for all forward passes, input gradients and recomputations until the values change. Changes counted
+    by torch (`Tensor._version`) are seen here. An optimizer updates a flat buffer, and ZeRO-3 frees its memory. Torch
+    does not count these for the parameter, so both call `forget_converted`. If products return the weight itself,
+    nothing is kept.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class ConvertedWeight:
 
     @classmethod
     def of(cls, param: Tensor) -> "ConvertedWeight":
-        """That of `param`. Read it in forward, because the tensor that backward unpacks may have no attributes."""
+        """The converted weight of `param`. Read it in forward: tensors unpacked in backward may have no attributes."""
         found: ConvertedWeight | None = getattr(param, "converted", None)
         if found is None:
             found = cls()
@@ -185,9 +185,9 @@ def forget_converted(params: Iterable[Tensor]) -> None:
 
 
 def _batched_product(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
-    """out[i] = x[i] @ matrix + bias for each slice i. The slices are read and written where they lie.
+    """out[i] = x[i] @ matrix + bias for each slice i. The slices are read and written in place.
 
-    One product of all slices would need them side by side, which is a copy of the layer's whole input or output. One
+    One product of all slices would need them side by side, and so a copy of the layer's whole input or output. One
     product for each slice would be too small to fill a GPU.
     """
     matrices = matrix.expand(x.shape[0], -1, -1)  # takes no memory: the stride between the matrices is 0

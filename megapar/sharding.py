@@ -48,7 +48,7 @@ class Sharding:
         overlap_chunks: int = 1,
         allocate: bool = True,
     ) -> "Sharding":
-        """That of a rank: its axes and its device."""
+        """The sharding of a rank: its axes and its device."""
         return cls(
             tp=ctx.tp,
             replicas=ctx.grad,

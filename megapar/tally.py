@@ -1,4 +1,4 @@
-"""State that changes at the end of a step, by what was counted in it. A module declares it, as it declares parameters.
+"""State that changes at the end of a step, by counts made in the step. A module declares it, as it declares parameters.
 
 A router is such a module: it counts the tokens of its experts, and moves its selection bias at the end of the step.
 """
@@ -29,7 +29,7 @@ class Tally:
 
 
 class Counting(Protocol):
-    """What a module has that counts. It is found by its attribute `tally`."""
+    """A module that counts. It is found by its attribute `tally`."""
 
     tally: Tally
     step_counts: Tensor
@@ -43,7 +43,7 @@ class Counting(Protocol):
 
 
 def counting_modules(stages: Iterable[nn.Module]) -> list[Counting]:
-    """The modules of `stages` that declare a tally, in their order."""
+    """The modules of `stages` with a tally, in their order."""
     modules: list[Counting] = []
     for stage in stages:
         modules += [module for module in stage.modules() if hasattr(module, "tally")]  # type: ignore[misc]
