@@ -34,7 +34,7 @@ class MainGradView:
 
 
 def _add(total: Tensor, grad: Tensor, same: Tensor, overwrite: bool) -> None:
-    """Add a gradient that autograd has computed already."""
+    """Add a gradient already computed by autograd."""
     if overwrite:
         total.copy_(grad)
     else:
@@ -55,7 +55,7 @@ def make_main_grads(layout: FlatLayout, flat: Tensor, on_added: Callable[[int], 
 
 
 def view_of_slot(flat: Tensor, slot: Slot, offset: int) -> Tensor:
-    """The view of a slot's parameter in `flat`, a 1-D buffer that begins at the element `offset` of the layout."""
+    """The view of a slot's parameter in `flat`, a 1-D buffer beginning at the element `offset` of the layout."""
     return flat[slot.start - offset : slot.stop - offset].view(slot.param.shape)
 
 
@@ -65,7 +65,7 @@ def zero_padding(flat: Tensor, slot: Slot, offset: int) -> None:
 
 
 def attach(main_grad: MainGradView, param: nn.Parameter) -> None:
-    """Make `main_grad` that of `param`. A gradient that autograd leaves in `.grad` is added to it too."""
+    """Make `main_grad` that of `param`. A gradient left by autograd in `.grad` is added to it too."""
     param.main_grad = main_grad  # type: ignore[attr-defined]
     param.register_post_accumulate_grad_hook(_move_grad)
 

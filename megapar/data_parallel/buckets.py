@@ -12,13 +12,13 @@ Range = tuple[int, int]
 ALIGNMENT = 64
 """In elements. Parameters and shards start at multiples of it.
 
-Vectorized code handles the elements that do not fill a vector with scalar code, which rounds differently. With this
-alignment only padding is left for the scalar code, so rounding does not depend on where the buffer is cut.
+Vectorized code handles the elements that do not fill a vector with scalar code, and scalar code rounds differently.
+With this alignment only padding is left for the scalar code, so rounding does not depend on where the buffer is cut.
 """
 
 
 class Bucket(NamedTuple):
-    """Contiguous elements of the buffers that are reduced in one collective.
+    """Contiguous elements of the buffers, reduced in one collective.
 
     They are the elements [start, stop), padding included. The bucket holds the parameters [first_param, end_param), by
     position in the layout.
@@ -37,10 +37,10 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketGroup:
-    """Parameters that may share buckets.
+    """Parameters allowed to share buckets.
 
-    `sizes` are their numbers of elements. Each bucket is cut into `shards` equal slices. `whole` means that no
-    parameter may lie in two slices.
+    `sizes` are their numbers of elements. Each bucket is cut into `shards` equal slices. With `whole`, no parameter may
+    lie in two slices.
     """
 
     sizes: Sequence[int]
@@ -111,7 +111,7 @@ def _place_whole(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
 
 
 def _slices_needed(sizes: Sequence[int], length: int) -> int:
-    """Number of slices of `length` elements that hold parameters of these sizes in order, none of them cut."""
+    """The number of slices of `length` elements needed for parameters of these sizes in order, none of them cut."""
     needed = 1
     filled = 0
     for size in sizes:
@@ -128,7 +128,7 @@ def _divide_up(dividend: int, divisor: int) -> int:
 
 
 def _round_up(size: int, multiple: int) -> int:
-    """The least number from `size` on that `multiple` divides."""
+    """The least multiple of `multiple` not below `size`."""
     return _divide_up(size, multiple) * multiple
 
 
@@ -144,7 +144,7 @@ def merge(ranges: Iterable[Range]) -> list[Range]:
 
 
 def intersect(left: Sequence[Range], right: Sequence[Range]) -> list[Range]:
-    """The elements that are in both lists of ranges."""
+    """The elements in both lists of ranges."""
     common = []
     i = j = 0
     while i < len(left) and j < len(right):

@@ -1,12 +1,12 @@
 """The layout of parameters in a rank's flat buffers. Weights, gradients and optimizer state share these offsets.
 
-Parameters are in reverse registration order, which is about the order in which their gradients become final. They are
-grouped into buckets. One optimizer updates all parameters of a bucket. One collective reduces their gradients over
-their data-parallel axis (`ParamSpec.replicas`). Under ZeRO each rank of that axis updates an equal slice of the bucket,
-its shard (Rajbhandari et al., arXiv 1910.02054).
+Parameters are in reverse registration order. Their gradients become final in about this order. They are grouped into
+buckets. One optimizer updates all parameters of a bucket. One collective reduces their gradients over their
+data-parallel axis (`ParamSpec.replicas`). Under ZeRO each rank of that axis updates an equal slice of the bucket, its
+shard (Rajbhandari et al., arXiv 1910.02054).
 
-With ZeRO-2 and 3 a bucket is a unit: the parameters of one fine stage (`megapar.pipeline.refine`) that may share a
-bucket. Then a buffer may hold this rank's shards alone (`megapar.data_parallel.placement`).
+With ZeRO-2 and 3 a bucket is a unit: parameters of one fine stage (`megapar.pipeline.refine`), as far as they may share
+a bucket. Then a buffer may hold this rank's shards alone (`megapar.data_parallel.placement`).
 """
 
 import sys
@@ -24,7 +24,7 @@ from megapar.params import ParamSpec, spec_of
 
 @dataclass(frozen=True)
 class Slot:
-    """The elements [start, stop) of the buffers that hold a parameter. [stop, end) is padding, which stays zero."""
+    """A parameter's elements [start, stop) of the buffers. [stop, end) is padding, and stays zero."""
 
     param: nn.Parameter
     spec: ParamSpec
@@ -46,8 +46,8 @@ class FlatLayout:
 
     `modules` are this rank's stages in order. A bucket has about `bucket_elements` elements. `sharded` selects ZeRO:
     each rank of a bucket's axis updates a slice of it. Otherwise each rank updates all of it. With `units`, a bucket
-    holds parameters of one module alone. A parameter that several modules use is in a bucket that all of them use.
-    `whole` names the optimizers (`ParamSpec.update`) that need each parameter in one shard: ZeRO then never cuts it.
+    holds parameters of one module alone. A parameter used by several modules is in a bucket used by all of them.
+    `whole` names the optimizers (`ParamSpec.update`) needing each parameter in one shard: ZeRO then never cuts it.
 
     Raises TypeError if a parameter has no ParamSpec, or if parameters are not all fp32, all bf16 or all fp16.
     """
@@ -78,24 +78,24 @@ class FlatLayout:
 
     @classmethod
     def of_units(cls, modules: Sequence[nn.Module], *, whole: Collection[str] = ()) -> "FlatLayout":
-        """The layout of ZeRO-2 and 3, whose buckets are units."""
+        """The layout of ZeRO-2 and 3. Its buckets are units."""
         return cls(modules, sys.maxsize, sharded=True, units=True, whole=whole)
 
     def buckets_of(self, module: nn.Module) -> list[int]:
-        """The indices of the buckets that hold parameters of `module`. A frozen parameter is in none."""
+        """The indices of the buckets with parameters of `module`. A frozen parameter is in none."""
         wanted = {id(param) for param in module.parameters()}
         return sorted({slot.bucket_index for slot in self.slots if id(slot.param) in wanted})
 
     def axis(self, bucket: Bucket) -> Axis:
-        """The axis over which ZeRO shards a bucket. Without ZeRO, the one over which its gradients are summed."""
+        """The axis over which ZeRO shards a bucket. Without ZeRO, the axis of its gradient sum."""
         return self.slots[bucket.first_param].spec.replicas.shards
 
     def copies(self, bucket: Bucket) -> Axis:
-        """The ranks that hold copies of this rank's shard of a bucket, over which its sum goes on."""
+        """The ranks with copies of this rank's shard of a bucket. Its sum goes on over them."""
         return self.slots[bucket.first_param].spec.replicas.copies
 
     def shard(self, bucket: Bucket) -> Range:
-        """The part of a bucket that this rank's optimizer updates."""
+        """The part of a bucket updated by this rank's optimizer."""
         if not self.sharded:
             return bucket.start, bucket.stop
         axis = self.axis(bucket)
@@ -107,23 +107,24 @@ class FlatLayout:
         return [(0, self.numel)]
 
     def update(self, bucket: Bucket) -> str:
-        """The name of the optimizer that updates a bucket (`ParamSpec.update`)."""
+        """The name of a bucket's optimizer (`ParamSpec.update`)."""
         return self.slots[bucket.first_param].spec.update
 
     def shards(self) -> list[Range]:
-        """The elements that this rank's optimizers update, in as few ranges as possible."""
+        """The elements updated by this rank's optimizers, in as few ranges as possible."""
         return merge(self.shard(bucket) for bucket in self.buckets)
 
     def shards_of(self, update: str) -> list[Range]:
-        """Those of `shards` that the optimizer of this name updates."""
+        """Those of `shards` updated by the optimizer of this name."""
         return merge(self.shard(bucket) for bucket in self.buckets if self.update(bucket) == update)
 
     def norm_ranges(self) -> list[Range]:
-        """The elements that this rank counts in the gradient norm, and padding between them, which is zero.
+        """The elements this rank counts in the gradient norm, and the padding between them. Padding is zero.
 
-        Over all ranks each element of the model is counted once. Of the ranks of a replica that hold copies of it, the
-        one whose `Piece.owned` has it counts it. Of the replicas, the one whose ZeRO shard has it counts it, the first
-        of several that have copies of the shard, or the first replica without ZeRO.
+        Over all ranks each element of the model is counted once. Several ranks of a replica may hold copies of it: the
+        rank with the element in its `Piece.owned` counts it. Of the replicas, the one with the element in its ZeRO
+        shard counts it, and the first one if several have copies of the shard. Without ZeRO the first replica counts
+        it.
         """
         owned = []
         for slot in self.slots:
@@ -137,7 +138,7 @@ class FlatLayout:
         return intersect(merge(owned), self.shards())
 
     def uncounted_ranges(self) -> list[Range]:
-        """The elements of this rank's shards that are not in `norm_ranges`.
+        """The elements of this rank's shards outside of `norm_ranges`.
 
         They are padding, or another rank counts its own copy of them.
         """
@@ -150,7 +151,7 @@ class FlatLayout:
 
 
 def _collect(modules: Sequence[nn.Module]) -> list[Declared]:
-    """Each distinct parameter that needs a gradient, once, in reverse registration order.
+    """Each distinct parameter needing a gradient, once, in reverse registration order.
 
     A parameter without elements has no place in buffers: a rank may hold none of a layer's experts.
     """
@@ -180,14 +181,15 @@ def _common_dtype(params: Sequence[Declared]) -> torch.dtype:
 
 
 def _in_groups(params: Sequence[Declared], *, single_axes: bool) -> list[list[Declared]]:
-    """Group parameters that may share buckets.
+    """Group parameters by whether they may share buckets.
 
-    They have the same optimizer. They are summed over the same axis, and replicated over the same other axes.
+    The parameters of a group have the same optimizer. They are summed over the same axis, and replicated over the same
+    other axes.
 
     The rounding of a sum over three or more ranks depends on an element's position in its bucket. Copies of a parameter
-    must not drift apart. So the buckets of the copies must be laid out alike on all ranks that hold a copy, however
-    other parameters are cut. On an axis of one rank there are no copies. Without `single_axes` such axes do not count,
-    so that a layer has fewer units.
+    must not drift apart. So the buckets of the copies must be laid out alike on all ranks with a copy, however other
+    parameters are cut. On an axis of one rank there are no copies. Without `single_axes` such axes do not count, and a
+    layer has fewer units.
     """
     groups: dict[tuple[tuple[str, ...], str, str], list[Declared]] = {}
     for param, spec in params:
@@ -204,7 +206,7 @@ def _in_groups(params: Sequence[Declared], *, single_axes: bool) -> list[list[De
 
 
 def _by_users(group: Sequence[Declared], modules: Sequence[nn.Module]) -> list[list[Declared]]:
-    """Split a group of parameters by the modules that use them, in the order of the group."""
+    """Split a group of parameters by the modules using them, in the order of the group."""
     users: dict[int, list[int]] = {}  # by id of the parameter
     for number, module in enumerate(modules):
         for param in module.parameters():

@@ -1,8 +1,8 @@
-"""Sums gradients of which each rank has computed only a part. This comes in addition to the sum over replicas.
+"""Sums of partial gradients: each rank has computed only a part. They come in addition to the sum over replicas.
 
-Examples are norm weights under sequence parallelism, where each tensor rank sees its part of the sequence, key and
-value heads that several tensor ranks hold, and the copies of a tied embedding on two pipeline stages. `Piece.partial`
-names the axes.
+Examples are norm weights under sequence parallelism (each tensor rank sees its part of the sequence), key and value
+heads held by several tensor ranks, and the copies of a tied embedding on two pipeline stages. `Piece.partial` names the
+axes.
 """
 
 import math
@@ -48,11 +48,11 @@ class _Aligned:
 
 @dataclass(frozen=True)
 class _Overlapping:
-    """Boxes that differ from rank to rank and overlap, such as heads that two neighbors hold.
+    """Boxes that differ from rank to rank and overlap, such as heads held by two neighbors.
 
-    Each rank copies the elements that it has reduced to their places in the whole tensors, with zeros elsewhere. All
-    ranks then add the same numbers in the same order, so their copies stay bitwise equal. `runs` are (offset among all
-    whole tensors, start, stop) of the elements in this rank's shards. `numel` counts the elements of all whole tensors.
+    Each rank copies its reduced elements to their places in the whole tensors, with zeros elsewhere. All ranks then add
+    the same numbers in the same order, so their copies stay bitwise equal. `runs` are (offset among all whole tensors,
+    start, stop) of the elements in this rank's shards. `numel` counts the elements of all whole tensors.
     """
 
     axis: Axis
@@ -78,9 +78,9 @@ PartialSum = _Aligned | _Overlapping
 
 
 def partial_sums(layout: FlatLayout, placement: Placement) -> list[PartialSum]:
-    """The sums that a layout needs, in a buffer of `placement`.
+    """The sums needed by a layout, in a buffer of `placement`.
 
-    All ranks that take part in a sum have it in the same order.
+    All ranks taking part in a sum have it in the same order.
     """
     # Sorted by name: ranks that do not agree on the order of their collectives would wait for each other.
     axes = {axis.name: axis for slot in layout.slots for axis in slot.spec.partial_axes()}
@@ -92,7 +92,7 @@ def partial_sums(layout: FlatLayout, placement: Placement) -> list[PartialSum]:
 
 
 def _aligned(layout: FlatLayout, placement: Placement, axis: Axis) -> list[PartialSum]:
-    """The sum of pieces that every rank of `axis` holds alike, as a list of one sum or none."""
+    """The sum of pieces held alike by every rank of `axis`, as a list of one sum or none."""
     held = []
     for slot in layout.slots:
         if axis.name not in slot.spec.replicated_over():
@@ -106,7 +106,7 @@ def _aligned(layout: FlatLayout, placement: Placement, axis: Axis) -> list[Parti
 
 
 def _overlapping(layout: FlatLayout, placement: Placement, axis: Axis) -> list[PartialSum]:
-    """The sums of pieces whose boxes differ between ranks of `axis`, one for each axis of replicas."""
+    """The sums of pieces with boxes differing between ranks of `axis`, one for each axis of replicas."""
     by_replicas: dict[str, tuple[Axis, list[tuple[Piece, int]]]] = {}
     for slot in layout.slots:
         if axis.name in slot.spec.replicated_over():

@@ -1,4 +1,4 @@
-"""Where the elements of a layout lie in a buffer that holds all of them, or this rank's shards alone."""
+"""The places of a layout's elements in a buffer of all of them, or of this rank's shards alone."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from megapar.data_parallel.layout import FlatLayout
 
 
 class Placement:
-    """Where the elements of a layout lie in a buffer.
+    """The places of a layout's elements in a buffer.
 
     A buffer holds all elements, at the offsets of the layout, or with `shards_only` this rank's shards, one after the
     other. `numel` is the length of the buffer.
@@ -18,7 +18,7 @@ class Placement:
         self.numel = sum(stop - start for start, stop in self._held)
 
     def place(self, ranges: Sequence[Range]) -> list[Range]:
-        """Where `ranges` lie in the buffer. Elements that it does not hold are left out."""
+        """The places of `ranges` in the buffer. Elements outside of the buffer are left out."""
         placed = []
         base = 0  # where the held elements [start, stop) begin in the buffer
         i = 0
@@ -34,6 +34,6 @@ class Placement:
         return merge(placed)
 
     def slice(self, start: int, stop: int) -> slice:
-        """The slice of the buffer that holds the elements [start, stop), which must lie in one shard."""
+        """The slice of the buffer with the elements [start, stop). They must lie in one shard."""
         ((first, last),) = self.place([(start, stop)])
         return slice(first, last)

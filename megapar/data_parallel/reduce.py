@@ -1,9 +1,9 @@
 """Reduces gradients over data-parallel replicas, bucket by bucket, while the last backward of a step still runs.
 
 The last backward of a step is the last action of this rank that adds gradients of matrices: the backward of one
-micro-batch through one of the rank's stages, or its second half (W of `megapar.pipeline.schedules.Action`).
-A bucket is complete when all its gradients have been added. A complete bucket is all-reduced (ZeRO stage 0) or
-reduce-scattered (stage 1). All ranks reduce the buckets in the same order.
+micro-batch through one of the rank's stages, or its second half (W of `megapar.pipeline.schedules.Action`). A bucket is
+complete when all its gradients have been added. A complete bucket is all-reduced (ZeRO stage 0) or reduce-scattered
+(stage 1). All ranks reduce the buckets in the same order.
 
     call        when                                effect
     zero()      at the start of a step              gradients count as zero
@@ -71,8 +71,8 @@ class Gradients(ReducedGradients):
     def begin(self, last_backward: Hashable = None) -> None:
         """Reduce complete buckets from now on. Call it right before the last backward of the step on this rank.
 
-        `last_backward` tells what runs last: its stage, and whether it is a backward or its second half. Which
-        gradients that adds is learned for each of them.
+        `last_backward` tells what runs last: its stage, and whether it is a backward or its second half. The gradients
+        added by it are learned for each of them.
         """
         if self._phase is not _Phase.ADDING:
             raise RuntimeError("Gradients.begin() after begin() or finish(): call finish(), then zero() first")
@@ -82,7 +82,7 @@ class Gradients(ReducedGradients):
         self._reduce_complete_buckets()
 
     def finish(self) -> None:
-        """Reduce the remaining buckets, wait for all, then add up gradients that several ranks computed in part."""
+        """Reduce the remaining buckets, wait for all, then add up the partial gradients of several ranks."""
         if self._phase is _Phase.REDUCED:
             raise RuntimeError("Gradients.finish() called twice: the gradients are reduced, call zero() first")
         while len(self._started) < len(self.layout.buckets):
@@ -142,14 +142,14 @@ class Gradients(ReducedGradients):
 class _Progress:
     """Tells which buckets are complete. It learns from earlier steps how many additions each parameter receives.
 
-    - The expected number of a parameter is the largest number of gradients that were added to it in the last backward
-      of an earlier step.
+    - The expected number of a parameter is the largest number of gradients added to it in the last backward of an
+      earlier step.
     - Steps with other numbers of micro-batches may end with the backward of another stage, or with W instead of a whole
-      backward, which adds to other parameters. So each kind of last backward has numbers of its own.
+      backward. These add to other parameters. So each kind of last backward has numbers of its own.
     - A bucket is complete when each of its parameters has received the expected number since begin().
     - The number is learned rather than taken as 1, because a model may use a parameter several times.
-    - A parameter that expects none has its final gradient at begin(). It belongs to another stage of this rank, or it
-      is a head whose loss is computed in chunks, to which I has added.
+    - A parameter expecting none has its final gradient at begin(). It belongs to another stage of this rank, or to a
+      head with its loss computed in chunks: there I has added the gradient.
     - In the first step with its last backward nothing is known, and no bucket is complete before finish().
     """
 

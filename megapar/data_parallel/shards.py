@@ -20,7 +20,7 @@ from megapar.data_parallel.placement import Placement
 
 
 class Peak:
-    """The bytes that something takes besides its buffer, now and at most."""
+    """The bytes of something besides its buffer, now and at most."""
 
     def __init__(self) -> None:
         self._live = 0
@@ -33,9 +33,9 @@ class Peak:
 
 
 class Weights(ABC):
-    """The weights of a rank. `flat` is 1-D, in the model's dtype. `placement` says where elements lie in it.
+    """The weights of a rank. `flat` is 1-D, in the model's dtype. `placement` has the places of elements in it.
 
-    `whole` counts what units take while they are whole (ZeRO-3).
+    `whole` counts the bytes of units while they are whole (ZeRO-3).
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device, *, shards_only: bool):
@@ -46,7 +46,7 @@ class Weights(ABC):
 
     @property
     def most_nbytes(self) -> int:
-        """The most bytes that the weights have taken at one time."""
+        """The most bytes taken by the weights at one time."""
         return self.flat.nbytes + self.whole.most
 
     def unit_actions(self) -> Mapping[str, Callable[[int], None]]:
@@ -54,11 +54,11 @@ class Weights(ABC):
         return {}
 
     def nbytes_of(self, unit: int) -> int:
-        """Bytes that a unit's weights take while they are gathered, padding included."""
+        """The bytes of a unit's weights while they are gathered, padding included."""
         return 0
 
     def part(self, start: int, stop: int) -> Tensor:
-        """The elements [start, stop) of the layout, which must lie in one of this rank's shards."""
+        """The elements [start, stop) of the layout. They must lie in one of this rank's shards."""
         return self.flat[self.placement.slice(start, stop)]
 
     def gather(self) -> None:
@@ -75,22 +75,22 @@ class Weights(ABC):
         """Wait for all gathers in flight."""
 
     def not_finite(self) -> list[str]:
-        """Names of the parameters that hold an infinite or NaN element in `flat`, in the model's order."""
+        """Names of the parameters with an infinite or NaN element in `flat`, in the model's order."""
         return slots_not_finite(self.flat, self.placement, self.layout, self.layout.everything)[::-1]
 
 
 class ReducedGradients(ABC):
     """The gradients of a rank, and their reduction over data-parallel replicas.
 
-    `flat` is 1-D fp32. `placement` says where elements lie in it. `whole` counts what units take while they are
-    collected (ZeRO-2 and 3). `impl` is the implementation that adds up squares for the gradient norm.
+    `flat` is 1-D fp32. `placement` has the places of elements in it. `whole` counts the bytes of units while they are
+    collected (ZeRO-2 and 3). `impl` is the implementation of the sums of squares for the gradient norm.
 
         call        when                                effect
         zero()      at the start of a step              gradients count as zero
         begin()     right before the last backward      may start reductions
         finish()    after the last backward             `flat` holds the gradient of the global batch in the shards
 
-    With the `reduce_dtype` bf16, ranks send each other gradients that are rounded to it.
+    With the `reduce_dtype` bf16, ranks send each other gradients rounded to it.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class ReducedGradients(ABC):
         self.flat = torch.zeros(self.placement.numel, dtype=torch.float32, device=device)
         self.impl: Implementation = impl
         self.norm_ranges = FlatRanges.of(self.placement.place(layout.norm_ranges()), device)
-        """The elements of `flat` that this rank counts in the gradient norm."""
+        """The elements of `flat` counted by this rank in the gradient norm."""
         self.uncounted_ranges = FlatRanges.of(self.placement.place(layout.uncounted_ranges()), device)
-        """Elements of `flat` in this rank's shards that other ranks count, from copies of their own."""
+        """Elements of `flat` in this rank's shards, counted by other ranks from copies of their own."""
         self._partial_sums = partial_sums(layout, self.placement)
 
     @property
     def most_nbytes(self) -> int:
-        """The most bytes that the gradients have taken at one time."""
+        """The most bytes taken by the gradients at one time."""
         return self.flat.nbytes + self.whole.most
 
     def unit_actions(self) -> Mapping[str, Callable[[int], None]]:
@@ -124,11 +124,11 @@ class ReducedGradients(ABC):
         return {}
 
     def nbytes_of(self, unit: int) -> int:
-        """Bytes that a unit's gradient takes while it is collected, padding included."""
+        """The bytes of a unit's gradient while it is collected, padding included."""
         return 0
 
     def part(self, start: int, stop: int) -> Tensor:
-        """The elements [start, stop) of the layout, which must lie in one of this rank's shards."""
+        """The elements [start, stop) of the layout. They must lie in one of this rank's shards."""
         return self.flat[self.placement.slice(start, stop)]
 
     @abstractmethod
@@ -141,13 +141,13 @@ class ReducedGradients(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Complete all reductions, then add up gradients that several ranks computed in part."""
+        """Complete all reductions, then add up the partial gradients of several ranks."""
 
     def not_finite(self, *, reduced: bool = True) -> list[str]:
-        """Names of the parameters whose gradient is not finite, in the order of the layout.
+        """Names of the parameters with a gradient that is not finite, in the order of the layout.
 
-        That is about the order of the backward pass. After the reduction only this rank's shards count. Without
-        `reduced` all elements that `flat` holds do.
+        This is about the order of the backward pass. After the reduction only this rank's shards count. Without
+        `reduced`, all elements of `flat` count.
         """
         ranges = self.layout.everything
         if reduced:
@@ -165,13 +165,13 @@ class ReducedGradients(ABC):
         return collectives.reduce_scatter_shard_async(whole, axis)
 
     def _add_partial_sums(self) -> None:
-        """Call it after the reductions, which change the same elements."""
+        """Call it after the reductions, because they change the same elements."""
         for partial_sum in self._partial_sums:
             partial_sum.sum(self.flat)
 
 
 def slots_not_finite(flat: Tensor, placement: Placement, layout: FlatLayout, ranges: Sequence[Range]) -> list[str]:
-    """Names of the parameters of which `flat` holds an infinite or NaN element within `ranges` of the layout."""
+    """Names of the parameters with an infinite or NaN element in `flat`, within `ranges` of the layout."""
     names = []
     for slot in layout.slots:
         held = placement.place(intersect([(slot.start, slot.stop)], ranges))

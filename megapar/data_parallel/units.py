@@ -1,7 +1,7 @@
-"""Weights and gradients that exist whole only while a unit of them is used (ZeRO-2 and 3, arXiv 1910.02054).
+"""Weights and gradients existing whole only while a unit of them is used (ZeRO-2 and 3, arXiv 1910.02054).
 
-A unit is a bucket of a layout that was made with `units`. The plan of a step says when its weights are gathered and
-released, and when its gradient is reduced (`megapar.pipeline.sharding_plan`). What is here does as the plan says.
+A unit is a bucket of a layout made with `units`. The plan of a step says when its weights are gathered and released,
+and when its gradient is reduced (`megapar.pipeline.sharding_plan`). The classes here follow the plan.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -22,9 +22,9 @@ from megapar.random import fill
 class UnitWeights(Weights):
     """The weights of this rank's shards (ZeRO-3). The constructor cuts them out of the parameters.
 
-    Parameters are views of memory that is allocated when their unit is gathered, and freed when it is released. Each
-    unit keeps one storage object, whose size goes from zero to the whole and back. So tensors that autograd has saved
-    for backward see the weights again when the unit is gathered again.
+    Parameters are views of their unit's memory. It is allocated when the unit is gathered, and freed when it is
+    released. Each unit keeps one storage object, and its size goes from zero to the whole and back. So tensors saved
+    for backward by autograd see the weights again when the unit is gathered again.
 
     With a `seed`, weights are initialized from it here, a unit at a time: parameters need no memory before, and a rank
     never holds more than one unit whole. Without it they keep their values.
@@ -66,8 +66,8 @@ class UnitWeights(Weights):
     def release(self, unit: int) -> None:
         """Free the memory of a unit's weights.
 
-        On a GPU the kernels that read it may still be queued. The allocator gives the memory only to work that is
-        queued behind them.
+        On a GPU the kernels that read it may still be queued. The allocator gives the memory only to work queued behind
+        them.
         """
         bucket = self.layout.buckets[unit]
         forget_converted(slot.param for slot in self.layout.slots[bucket.first_param : bucket.end_param])
@@ -97,7 +97,7 @@ class UnitWeights(Weights):
 class UnitGradients(ReducedGradients):
     """The gradients of this rank's shards (ZeRO-2 and 3).
 
-    The gradient of a unit is collected in memory that `open` allocates. `reduce` starts to sum it over all ranks, and
+    The gradient of a unit is collected in memory allocated by `open`. `reduce` starts to sum it over all ranks, and
     `add` adds the sum to this rank's shard. The first sum of a step overwrites the shard.
     """
 
@@ -131,7 +131,7 @@ class UnitGradients(ReducedGradients):
         """Do nothing: the plan says when gradients are reduced."""
 
     def finish(self) -> None:
-        """Add up gradients that several ranks computed in part. The plan has reduced all others."""
+        """Add up the partial gradients of several ranks. The plan has reduced all others."""
         if self._collected:
             raise RuntimeError("UnitGradients.finish() while gradients are collected: the plan must reduce them first")
         for unit in self._untouched:
@@ -140,7 +140,7 @@ class UnitGradients(ReducedGradients):
         self._add_partial_sums()
 
     def open(self, unit: int) -> None:
-        """Allocate the memory in which the gradient of a unit is collected."""
+        """Allocate the memory for collecting the gradient of a unit."""
         bucket = self.layout.buckets[unit]
         whole = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self._device)
         self._collected[unit] = whole
@@ -184,7 +184,7 @@ class UnitGradients(ReducedGradients):
         return (bucket.stop - bucket.start) * torch.float32.itemsize
 
     def _note_addition(self, index: int) -> None:
-        """Raise RuntimeError for a gradient that came after its unit was reduced."""
+        """Raise RuntimeError for a gradient coming after its unit was reduced."""
         slot = self.layout.slots[index]
         if slot.bucket_index not in self._collected or slot.bucket_index in self._travelling:
             raise RuntimeError(f"gradient of {slot.name} added while the plan does not collect it")

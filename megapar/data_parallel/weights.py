@@ -45,7 +45,7 @@ class FlatWeights(Weights):
         """Make each layer of `stages` wait for its own weights when its forward begins, and each stage for the others.
 
         The layers of a stage are the modules in its attribute `layers`, a ModuleDict. A stage without it waits for all
-        its weights. Gathers then start in the order in which forward passes need them.
+        its weights. Gathers then start in the order of their use in forward passes.
         """
         first_uses: list[int] = []
         for stage in stages:
@@ -62,7 +62,7 @@ class FlatWeights(Weights):
         self._order = list(dict.fromkeys(first_uses))  # each bucket once
 
     def _buckets_of(self, params: Iterable[nn.Parameter]) -> list[int]:
-        """The indices of the buckets that hold `params`. A frozen parameter is in none."""
+        """The indices of the buckets with `params`. A frozen parameter is in none."""
         wanted = {id(param) for param in params}
         return sorted({slot.bucket_index for slot in self.layout.slots if id(slot.param) in wanted})
 
