@@ -13,7 +13,7 @@ from megapar.params import StateTensor
 
 @dataclass(frozen=True)
 class AdamWOptions:
-    """The options that AdamW reads (`OptimizerConfig`)."""
+    """The options of AdamW (`OptimizerConfig`)."""
 
     betas: tuple[float, float]
     eps: float
@@ -23,8 +23,8 @@ class AdamWOptions:
 class AdamW(Optimizer):
     """AdamW with fp32 moments.
 
-    Weight decay applies to the parameters whose spec says so. Padding stays zero, because its gradients and weights
-    are zero.
+    Weight decay applies to a parameter if its spec says so. Padding stays zero, because its gradients and weights are
+    zero.
     """
 
     STATE = (StateTensor("exp_avg"), StateTensor("exp_avg_sq", nonnegative=True))

@@ -19,10 +19,10 @@ from megapar.params import StateTensor
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [start, stop) of the layout that this rank updates.
+    """Elements [start, stop) of the layout, updated by this rank.
 
     `main` are their main weights. `state` are 1-D tensors by name. All have stop - start elements. `slots` are the
-    parameters of which these are elements.
+    parameters of these elements.
     """
 
     start: int
@@ -32,7 +32,7 @@ class Shard:
     slots: Sequence[Slot]
 
     def part(self, start: int, stop: int) -> "Shard":
-        """Views of the elements [start, stop) of the layout, which must lie in this shard."""
+        """Views of the elements [start, stop) of the layout. They must lie in this shard."""
         inside = slice(start - self.start, stop - self.start)
         state = {name: tensor[inside] for name, tensor in self.state.items()}
         slots = [slot for slot in self.slots if slot.start < stop and start < slot.stop]
@@ -43,7 +43,7 @@ class Shard:
 class Step:
     """What the update number `number`, counted from 1, has besides gradients: `lr` is the learning rate.
 
-    The gradient is multiplied by `clip`, 0-d fp32 on the device of the state, or by 1 if that is None. `found_inf` is
+    The gradient is multiplied by `clip`, 0-d fp32 on the device of the state, or by 1 if `clip` is None. `found_inf` is
     None unless the optimizer takes it (`takes_found_inf`). Then it is 0-d on the device, and unless it is zero, an
     update must change no weight and no state.
     """
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Visit:
-    """A part of a shard that is updated at one time, and the views of its weights and of its gradient."""
+    """A part of a shard updated at one time, and the views of its weights and of its gradient."""
 
     shard: Shard
     grad: Tensor
@@ -65,7 +65,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The options of an optimizer that reads none of its own."""
+    """The options of an optimizer without options of its own."""
 
 
 class Optimizer(ABC):
@@ -80,13 +80,13 @@ class Optimizer(ABC):
     """What it keeps for each element besides the main weight. No other optimizer of the run may use these names."""
 
     OPTIONS: ClassVar[type] = NoOptions
-    """A dataclass. Its fields have the names of the options of OptimizerConfig that this optimizer alone reads."""
+    """A dataclass. Its fields have the names of the options of OptimizerConfig read by this optimizer alone."""
 
     WHOLE: ClassVar[bool] = False
     """Whether it needs whole parameters. ZeRO then never cuts one, and `update` is called for one at a time.
 
-    A parameter that tensor ranks cut is whole if this rank's part is. Where sizes differ, its parts may then belong to
-    different replicas on different tensor ranks.
+    A parameter cut by tensor ranks counts as whole if this rank's part is whole. If sizes differ, its parts may then
+    belong to different replicas on different tensor ranks.
     """
 
     ON_HOST: ClassVar[bool] = False
@@ -111,7 +111,7 @@ class Optimizer(ABC):
         config: OptimizerConfig,
         impl: Implementation = "torch",
     ):
-        """`name` is that of `ParamSpec.update`. `impl` is the implementation of the update, where there are several."""
+        """`name` is the one in `ParamSpec.update`. `impl` is the implementation of the update, if there are several."""
         self.name = name
         self.ctx = ctx
         self.options: Any = self.OPTIONS(**{field.name: getattr(config, field.name) for field in fields(self.OPTIONS)})
@@ -129,14 +129,15 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
-        """Update `shard` once with its reduced gradient `grad`, 1-D fp32, which may be changed.
+        """Update `shard` once with its reduced gradient `grad`, 1-D fp32. The update may change `grad`.
 
-        `params` are the 16-bit weights, into which the new main weights are rounded. They are None if the main weights
-        are the parameters, and for state on the host: its main weights are copied into the parameters afterwards.
+        `params` are the 16-bit weights. The new main weights are rounded into them. `params` is None if the main
+        weights are the parameters, and for state on the host: its main weights are copied into the parameters
+        afterwards.
         """
 
     def step(self, step: Step) -> None:
-        """Update all shards. An optimizer whose update takes several passes over them overrides this."""
+        """Update all shards. An optimizer overrides this if its update takes several passes over them."""
         for visit in self.visits:
             if not self.ON_HOST:
                 self.update(visit.shard, visit.grad, None if self.aliased else visit.params, step)
@@ -145,14 +146,14 @@ class Optimizer(ABC):
             visit.params.copy_(visit.shard.main)
 
     def ranges_where_decayed(self, shard: Shard) -> list[Range]:
-        """The ranges of `shard`, counted from its start, to which weight decay applies. Padding is in them."""
+        """The ranges of `shard` with weight decay, counted from its start. Padding is in them."""
         slots = [(slot.start, slot.end) for slot in self.slots if slot.spec.decay]
         inside = intersect(slots, [(shard.start, shard.stop)])
         return [(start - shard.start, stop - shard.start) for start, stop in inside]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of state on this rank. This includes main weights that are not the parameters themselves."""
+        """Bytes of state on this rank. This includes main weights unless they are the parameters themselves."""
         total = sum(tensor.nbytes for shard in self.shards for tensor in shard.state.values())
         if not self.aliased:  # otherwise they are counted as weights
             total += sum(shard.main.nbytes for shard in self.shards)
@@ -172,7 +173,7 @@ class Optimizer(ABC):
         return Shard(start, stop, main, state, self.slots)
 
     def _cut(self, shard: Shard) -> list[Range]:
-        """The ranges of the layout that are updated at one time."""
+        """The ranges of the layout updated at one time."""
         if self.WHOLE:
             return [(slot.start, slot.stop) for slot in self.slots if shard.start <= slot.start < shard.stop]
         length = shard.stop - shard.start

@@ -1,4 +1,4 @@
-"""The global gradient norm, which counts each element of the model once, and the factor of clipping."""
+"""The global gradient norm, counting each element of the model once, and the factor of clipping."""
 
 import torch
 from megapar_kernels.adamw import square_sum
@@ -20,9 +20,9 @@ def reduce_norm(gradients: ReducedGradients, ctx: ParallelContext, others: Tenso
     """L2 norm of the gradient of the global batch, 0-d fp32, and the sums of `others` over all ranks, fp32.
 
     `others` are this rank's numbers, 1-D. This is a collective, and its results are equal on all ranks. Call it after
-    `gradients.finish()`. Squares are summed in fp64, so that the norm does not depend on how layouts and buckets cut
-    the gradient. The norm is NaN also if a gradient that this rank does not count is not finite: its copy of a gradient
-    that another rank counts. That copy updates weights here.
+    `gradients.finish()`. Squares are summed in fp64, so the norm does not depend on how layouts and buckets cut the
+    gradient. This rank may hold the copy of a gradient counted by another rank. If this copy is not finite, the norm is
+    NaN too, because the copy updates weights here.
     """
     # The other numbers are in the same tensor as the sum of squares, so they need no message of their own.
     sums = torch.zeros(1 + others.numel(), dtype=torch.float64, device=gradients.flat.device)
@@ -40,8 +40,8 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """The factor that reduces the norm of gradients to at most `max_norm`: 0-d, at most 1, NaN if `norm` is NaN.
 
     `max_norm` 0 means no limit. The factor is max_norm / (norm + 1e-6), as in torch.nn.utils.clip_grad_norm_. So a norm
-    between max_norm - 1e-6 and max_norm is scaled down a little as well. With a max_norm near 1e-6 or below so is any
-    norm.
+    between max_norm - 1e-6 and max_norm is scaled down a little as well. With a max_norm near 1e-6 or below, any norm
+    is scaled down.
     """
     if max_norm == 0:
         return torch.ones_like(norm)

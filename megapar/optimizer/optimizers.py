@@ -43,7 +43,7 @@ class Optimizers:
         """Update the weights with the reduced gradients times `clip_coefficient`, then gather all shards.
 
         `found_inf` is 0-d on the device. Unless it is zero, no weight and no state changes. `step_count` counts the
-        update even then: whoever learns that it was left out takes the count back.
+        update even then. Whoever learns of the skipped update takes the count back.
 
         With optimizer.overlap_param_gather the gathers only start: the next forward pass waits for them, layer by
         layer. Call `Weights.wait` before weights are read elsewhere.
@@ -81,7 +81,7 @@ class Optimizers:
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of optimizer state that stays in host memory, whatever the device is (`Optimizer.ON_HOST`)."""
+        """Bytes of optimizer state kept in host memory, whatever the device is (`Optimizer.ON_HOST`)."""
         return sum(optimizer.nbytes for optimizer in self.each if optimizer.ON_HOST)
 
     def slices(self) -> Iterator[StateSlice]:

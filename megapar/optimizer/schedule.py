@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that a resumed run needs no state of a scheduler."""
+"""The learning rate as a pure function of the step. So a resumed run needs no state of a scheduler."""
 
 import math
 
@@ -50,7 +50,7 @@ def _between(config: OptimizerConfig, share: float) -> float:
 
 
 def change_of_rate(step: int, then: OptimizerConfig, now: OptimizerConfig, steps_then: int, steps_now: int) -> str:
-    """A line for the user if a run that goes on behind `step` has another learning rate than its options gave before.
+    """A line for the user if a run continued after `step` has another learning rate than its options gave before.
 
     `then` and `steps_then` are its options and train.steps until now. Returns "" if the rate is the same.
     """

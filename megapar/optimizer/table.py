@@ -1,4 +1,4 @@
-"""The table of optimizers, and the options that each of them reads."""
+"""The table of optimizers, and the options of each."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
@@ -14,7 +14,7 @@ from megapar.optimizer.base import Optimizer
 from megapar.params import MAIN, spec_of
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW}
-"""The optimizers by the name that `ParamSpec.update` gives them. A class declares its options (`Optimizer.OPTIONS`)."""
+"""The optimizers by their name in `ParamSpec.update`. A class declares its options (`Optimizer.OPTIONS`)."""
 
 
 def find(name: str) -> type[Optimizer]:
@@ -32,15 +32,15 @@ def names_of(modules: Iterable[nn.Module]) -> list[str]:
 
 
 def needing_whole(modules: Iterable[nn.Module]) -> list[str]:
-    """Those of `names_of` that need whole parameters (`Optimizer.WHOLE`)."""
+    """Those of `names_of` needing whole parameters (`Optimizer.WHOLE`)."""
     return [name for name in names_of(modules) if find(name).WHOLE]
 
 
 def check(config: OptimizerConfig, names: Collection[str]) -> None:
     """Raise ConfigError if these optimizers, all those of a run, cannot update it with these options.
 
-    That is so if an option differs from its default and none of them reads it, or if two of them name a state alike.
-    An option that no optimizer of the table declares is one of every optimizer.
+    They cannot if an option differs from its default and none of them reads it, or if two of them give a state the same
+    name. An option declared by no optimizer of the table belongs to every optimizer.
     """
     classes = {name: find(name) for name in sorted(names)}
     declared = {field.name for optimizer in OPTIMIZERS.values() for field in fields(optimizer.OPTIONS)}
