@@ -2,8 +2,8 @@
 
 The axis's transport (megapar.comm.transport) moves the tensors. This module does what is the same for all of them. It
 checks a call, and counts it and its bytes. It logs each operation in the axis's flight log (megapar.comm.flight) when
-it starts, when its wait begins and when it has ended. So a rank can tell which rank is missing after it has waited too
-long. On an axis of one rank nothing is sent, counted or logged.
+it starts, when its wait begins and when it has ended. So after too long a wait, a rank can tell which rank is missing.
+On an axis of one rank nothing is sent, counted or logged.
 
 Bytes are what this rank sends with ring algorithms, for n ranks and a full tensor of B bytes: all-reduce 2 B (n-1)/n,
 all-gather and reduce-scatter B (n-1)/n, point-to-point B.

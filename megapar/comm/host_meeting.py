@@ -162,7 +162,7 @@ class _Party:
         return True
 
     def _hear(self, connection: socket.socket, awaited: Collection[int]) -> int | None:
-        """Keep `connection` if one of the `awaited` ranks introduces itself. Returns this rank.
+        """Keep `connection` if one of the `awaited` ranks introduces itself. Returns the rank.
 
         Otherwise closes the connection and returns None.
         """

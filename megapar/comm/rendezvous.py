@@ -90,9 +90,9 @@ def meet(
     With `outlives_ranks` the store still has the keys of earlier ranks of the job: torchrun's agent serves it, and has
     started the ranks again.
 
-    Raises CommunicationError with the names of missing ranks. Raises ConfigError with each difference: its values,
-    ranks and hosts. Both are raised on every rank, with the same words. If one rank has two processes, the second one
-    alone raises ConfigError.
+    Raises CommunicationError naming the missing ranks. Raises ConfigError naming each difference with values, ranks and
+    hosts. Both are raised on every rank, with the same words. If one rank has two processes, the second one alone
+    raises ConfigError.
     """
     # Rank 0 may come just before the timeout, and then wait for other ranks until its own timeout. The 10 seconds more
     # let its verdict arrive.

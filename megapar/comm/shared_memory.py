@@ -1,8 +1,8 @@
 """Messages between the ranks of one host: large ones through shared memory, small ones through Unix sockets.
 
 Every pair of ranks on a host has one socket. The sender of a large message copies it into a block of memory mapped by
-both ranks, and tells the receiver its place through the socket. The receiver reads the message there, and returns the
-block with its own next message. So a message takes one copy, and no thread has to run for it.
+both ranks, and tells the receiver through the socket where the message lies. The receiver reads the message there, and
+says with its next message that the block is free again. So a message takes one copy, and no thread has to run for it.
 
 The operating system orders sends and receives on a socket. So after reading the message of the socket, the receiver
 sees everything the sender wrote before it. No rank ever polls memory written by another rank.
@@ -12,7 +12,7 @@ waiting for it find out at once. The memory has no name in the file system (Linu
 and the size of /dev/shm does not matter.
 
 All descriptors are opened when the ranks meet (megapar.comm.host_meeting): for each other rank its socket and its
-memory, and this rank's own memory and epoll. Their number is twice the number of ranks on the host, for any number of
+memory, and this rank's own memory and epoll. Together these are two for each rank on the host, for any number of
 blocks.
 """
 

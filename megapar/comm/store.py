@@ -1,4 +1,4 @@
-"""The store for the ranks of a job to find each other: torch's TCPStore, or its FileStore for forked ranks.
+"""The store through which the ranks of a job find each other: torch's TCPStore, or its FileStore for forked ranks.
 
 Each user of the store has a prefix of its own (`StoreUser`), so that no two users can meet in one key.
 """

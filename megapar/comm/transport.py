@@ -128,7 +128,7 @@ ALONE = OneRank()
 
 
 class Meta:
-    """The transport of ranks without processes, in a plan. Results have their shapes and no values.
+    """The transport of ranks existing only in a plan. Results have their shapes and no values.
 
     Each method raises RuntimeError on a tensor that is not on the meta device: its values would be wrong.
     """
