@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that the optimizer does not update: frozen parameters, and buffers that are state."""
+"""Tensors of a checkpoint not updated by the optimizer: frozen parameters, and state kept in buffers."""
 
 from collections.abc import Iterable, Iterator
 
@@ -13,8 +13,8 @@ def fixed_slices(modules: Iterable[nn.Module], *, to_save: bool = False) -> Iter
     """Yield a slice for each frozen parameter of `modules`, and for each buffer with a ParamSpec as its `spec`.
 
     Each slice covers a whole local tensor, and each tensor occurs once. All replicas hold these tensors.
-    A slice's tensor is a view, so that a load can fill it. With `to_save`, weights are fp32, as a checkpoint stores
-    them. Those of a 16-bit model are copies then.
+    A slice's tensor is a view, so a load can fill it. With `to_save`, weights are fp32, as a checkpoint stores them.
+    Those of a 16-bit model are copies then.
     """
     seen: set[int] = set()
     for module in modules:

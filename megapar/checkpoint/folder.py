@@ -33,7 +33,7 @@ def exclusive(run_dir: Path, root: Path, ctx: ParallelContext) -> Iterator[None]
     """Lock `run_dir` against other jobs for the block, and sweep `root`, its folder of checkpoints. A collective.
 
     Raises StorageError on every rank if the folder cannot be written, or if another job holds the lock. The message
-    then names that process. Ranks wait for the sweep, which may take longer than launch.timeout_seconds.
+    then names the other process. Ranks wait for the sweep, even longer than launch.timeout_seconds.
     """
 
     with ExitStack() as held:  # it closes the lock's file, also if the sweep fails
@@ -53,7 +53,7 @@ def exclusive(run_dir: Path, root: Path, ctx: ParallelContext) -> Iterator[None]
 
 
 def _lock(path: Path, descriptor: int) -> None:
-    """Lock the file `path`, which is open, and write host and process to it.
+    """Lock the open file `path`, and write host and process to it.
 
     Raises StorageError if another job holds the lock.
     """
@@ -70,7 +70,7 @@ def _lock(path: Path, descriptor: int) -> None:
 
 
 class Ownership:
-    """Checks that the run folder is still the one that this process locked. Only rank 0 uses it."""
+    """Checks whether the run folder is still the one locked by this process. Only rank 0 uses it."""
 
     def __init__(self, run_dir: Path):
         self._path = run_dir / LOCK
@@ -85,7 +85,7 @@ class Ownership:
             )
 
     def _look(self) -> tuple[int, int] | None:
-        """Return device and inode of the lock file, which identify it, or None if it is not there."""
+        """The device and inode of the lock file, its identity, or None if it is not there."""
         try:
             status = os.stat(self._path)
         except FileNotFoundError:
@@ -146,7 +146,7 @@ def require_space(root: Path, needed: int) -> None:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which complete checkpoints are kept: the newest `last`, and those of steps that `every` divides.
+    """The complete checkpoints to keep: the newest `last`, and those of steps divisible by `every`.
 
     `last` of 0 keeps all. `every` of 0 keeps no others.
     """
@@ -159,11 +159,11 @@ KEEP_ALL = Keep()
 
 
 def prune(root: Path, step: int, keep: Keep) -> None:
-    """Remove the complete checkpoints that `keep` does not name, now that the one of `step` is complete.
+    """Remove the complete checkpoints not named by `keep`, once the one of `step` is complete.
 
-    Incomplete checkpoints are neither removed nor counted. Nor are those of later steps, which a run that went back has
-    left.
-    If a checkpoint cannot be removed, that is only a warning, because the new one is saved.
+    Incomplete checkpoints are neither removed nor counted. Nor are those of later steps, left over from before a run
+    went back.
+    A failure to remove a checkpoint is only a warning, because the new one is saved.
     """
     if not keep.last:
         return

@@ -1,4 +1,4 @@
-"""The format of a checkpoint: boxes of logical tensors in safetensors files, and a JSON manifest that is written last.
+"""The format of a checkpoint: boxes of logical tensors in safetensors files, and a JSON manifest, written last.
 
     run/checkpoints/step_00001200/        exists only when complete: renamed from .tmp-step_00001200-<random>
         manifest.json                     {"sha256": ..., "body": {...}}
@@ -114,7 +114,7 @@ class Entry(NamedTuple):
 
 
 class ForeignCheckpointError(CheckpointError):
-    """A checkpoint that may be whole but that this version cannot read. It must not be passed over or replaced."""
+    """A checkpoint this version cannot read, although it may be whole. It must not be passed over or replaced."""
 
 
 class Entries(Mapping[str, Entry]):
@@ -131,7 +131,7 @@ class Entries(Mapping[str, Entry]):
     def __getitem__(self, name: str) -> Entry:
         """The entry of a tensor.
 
-        Raises KeyError for a name that is not there, CheckpointError if the file is not the one that was indexed.
+        Raises KeyError for a missing name, CheckpointError if the file is no longer the indexed one.
         """
         if name not in self._parsed:
             span = self.spans[name]
@@ -165,9 +165,9 @@ def _entry_of(path: Path, name: str, text: bytes) -> Entry:
 class Manifest:
     """The description of a checkpoint's contents.
 
-    `files` maps each file's name to its bytes. `layout` is the layout that wrote the checkpoint. It is for people and
-    is never needed to read the checkpoint. `states` has an object for each state of an optimizer, by its name: the name
-    of the `optimizer` (`ParamSpec.update`), and what it declares (`StateTensor`).
+    `files` maps each file's name to its bytes. `layout` is the layout of the writing job. It is for people and is never
+    needed to read the checkpoint. `states` has an object for each state of an optimizer, by its name: the name of the
+    `optimizer` (`ParamSpec.update`), and what it declares (`StateTensor`).
     """
 
     step: int
@@ -184,7 +184,7 @@ class Manifest:
     def from_body(cls, body: Mapping[str, Any]) -> "Manifest":
         """Make a manifest of a parsed body.
 
-        Raises KeyError, TypeError or ValueError where the body does not have this format's shape.
+        Raises KeyError, TypeError or ValueError if the body does not have this format's shape.
         """
         return cls.from_facts(body, {name: read_entry(entry) for name, entry in body["tensors"].items()})
 
@@ -192,7 +192,7 @@ class Manifest:
     def from_facts(cls, facts: Mapping[str, Any], tensors: Mapping[str, Entry]) -> "Manifest":
         """Make a manifest of a parsed body without tensors, and of `tensors`.
 
-        Raises KeyError or TypeError where the body does not have this format's shape.
+        Raises KeyError or TypeError if the body does not have this format's shape.
         """
         facts = {"states": _UNDECLARED, **facts}
         fields = {name: facts[name] for name in cls.__dataclass_fields__ if name != "tensors"}
@@ -214,7 +214,7 @@ class Manifest:
         return self.states.get(state, {}).get("nonnegative") is True
 
     def optimizer_of(self, name: str) -> str:
-        """The optimizer that updated the logical tensor `name`, or "" if the checkpoint has no state of it."""
+        """The optimizer of the logical tensor `name`, or "" if the checkpoint has no state of it."""
         found = (declared["optimizer"] for state, declared in self.states.items() if f"{state}.{name}" in self.tensors)
         return next(found, "")
 
@@ -243,7 +243,7 @@ class Manifest:
     def from_outline(cls, folder: Path, outline: Mapping[str, Any]) -> "Manifest":
         """The manifest of `folder` from the `outline` of a process that has verified it.
 
-        Only entries that are asked for are parsed. Raises CheckpointError if the manifest cannot be opened.
+        Entries are parsed only when asked for. Raises CheckpointError if the manifest cannot be opened.
         """
         spans = {
             name: Span(first, stop, crc32, dtype, tuple(shape))
@@ -260,7 +260,7 @@ class Manifest:
 def read_entry(entry: Mapping[str, Any]) -> Entry:
     """Make an entry of parsed JSON.
 
-    Raises KeyError, TypeError or ValueError where it does not have this format's shape.
+    Raises KeyError, TypeError or ValueError if it does not have this format's shape.
     """
     chunks = tuple(
         Chunk(str(file), str(key), _sizes(offset), _sizes(size), crc)
@@ -279,11 +279,12 @@ def _sizes(values: Iterable[Any]) -> Sizes:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The name of `dtype` without "torch.", such as float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return torch's dtype of this name, such as float32. Raises ValueError for a name that is no dtype."""
+    """Torch's dtype of this name, such as float32. Raises ValueError if the name is no dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
@@ -291,6 +292,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def folder_name(step: int) -> str:
+    """The name of the folder of the checkpoint at `step`."""
     return f"step_{step:08d}"
 
 
@@ -301,7 +303,7 @@ def step_of(folder: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the folder's names to the disk, so that they survive a power cut."""
+    """Write the folder's names to the disk, so they survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -341,8 +343,8 @@ def read_manifest(folder: Path) -> Manifest:
 
     It is complete if the manifest is unedited, every file is there in its full size, and every tensor is covered once.
     The contents of the files are not read here; `Reader` compares each chunk with its CRC.
-    Raises CheckpointError if it is not complete. The subclass ForeignCheckpointError says that a later version wrote
-    the checkpoint, or that a tool turned files into links.
+    Raises CheckpointError if it is not complete. The subclass ForeignCheckpointError stands for a checkpoint of a later
+    version, or for files turned into links by a tool.
     """
     manifest = open_manifest(folder)
     check_files(folder, manifest.files)
@@ -351,7 +353,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_manifest(folder: Path) -> Manifest:
-    """The manifest, whose text is compared with its SHA-256. The checkpoint's files and chunks are not checked.
+    """The manifest, after a comparison of its text with its SHA-256. The checkpoint's files and chunks are not checked.
 
     Raises CheckpointError, or ForeignCheckpointError as `read_manifest` does.
     """
@@ -382,7 +384,7 @@ def _read_text(folder: Path) -> bytes:
 
 
 def _parse_whole(path: Path, text: bytes) -> Manifest:
-    """Parse a text that is not as `seal` writes it. It may be spaced otherwise, edited, damaged or newer.
+    """Parse a text in another form than `seal` writes. It may be spaced otherwise, edited, damaged or newer.
 
     Raises CheckpointError unless it is this format's and its SHA-256 is right.
     """
@@ -464,7 +466,7 @@ def _problem(entry: Entry, files: Mapping[str, int]) -> str | None:
 
 
 def _overlapping(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Return two chunks that share an element, or None. They are found by a sweep along dimension 0."""
+    """Two chunks with an element in common, or None. A sweep along dimension 0 finds them."""
     active: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
         # Chunks come in ascending order, so one that ends before this chunk meets none of the later ones either.
@@ -485,7 +487,7 @@ def _reach(chunk: Chunk) -> int:
 
 
 def overlap(offset: Sizes, size: Sizes, other_offset: Sizes, other_size: Sizes) -> tuple[Sizes, Sizes] | None:
-    """The (first, last + 1) corners of the part that two boxes share, or None if they share nothing."""
+    """The (first, last + 1) corners of the overlap of two boxes, or None if they share nothing."""
     low = tuple(map(max, offset, other_offset))
     high = tuple(min(o + s, p + t) for o, s, p, t in zip(offset, size, other_offset, other_size, strict=True))
     if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -494,7 +496,7 @@ def overlap(offset: Sizes, size: Sizes, other_offset: Sizes, other_size: Sizes) 
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """The folders in `root` that are named like a checkpoint, complete or not, newest step first."""
+    """The folders in `root` named like a checkpoint, complete or not, newest step first."""
     if not root.is_dir():
         return []
     folders = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name)]
@@ -507,8 +509,8 @@ Check = Callable[[Manifest], object]
 def find_complete(root: Path, check: Check | None = None) -> Iterator[Path]:
     """Yield the complete checkpoints in `root`, newest step first.
 
-    Incomplete ones are skipped with a warning, and so are those for which `check` raises CheckpointError. Folders of
-    other names, such as those that a killed save leaves, are no checkpoints.
+    Incomplete ones are skipped with a warning, and so are those refused by `check` with CheckpointError. Folders of
+    other names, such as those left by a killed save, are no checkpoints.
     Raises ForeignCheckpointError when it comes to such a checkpoint.
     """
     for folder in checkpoint_folders(root):

@@ -1,9 +1,9 @@
-"""Lineage: it tells the checkpoints of the current branch of a run from those of branches that were left.
+"""Lineage: it tells the checkpoints of a run's current branch from those of abandoned branches.
 
-Each start of a run has a random id. A checkpoint's lineage lists the starts that led to it, each with the step that it
-went on from: [["a1b2c3d4", 0], ["0f0f0f0f", 200]]. A start that goes back to step 100, or begins anew, makes a branch.
-The checkpoints that do not lead to this branch are then moved to the folder abandoned-<id of the start>. One branch is
-left, and a resumption goes on from its newest step. Nothing is deleted.
+Each start of a run has a random id. A checkpoint's lineage lists the starts leading to it, each with the step it went
+on from: [["a1b2c3d4", 0], ["0f0f0f0f", 200]]. A start that goes back to step 100, or begins anew, makes a branch. The
+checkpoints not leading to this branch are then moved to the folder abandoned-<id of the start>. One branch is left, and
+a resumption goes on from its newest step. Nothing is deleted.
 """
 
 import json
@@ -52,9 +52,9 @@ def leads_to(step: int, older: Lineage, lineage: Lineage) -> bool:
 
 
 def set_aside(root: Path, lineage: Lineage) -> list[str]:
-    """Move the checkpoints that do not lead to `lineage`, the lineage of the run that starts now, to another folder.
+    """Move the checkpoints not leading to `lineage`, the lineage of the run now starting, to another folder.
 
-    Returns a line that names them, or no line if there are none.
+    Returns a line with their names, or no line if there are none.
     """
     abandoned = _abandoned(root, lineage)
     if not abandoned:
@@ -68,7 +68,7 @@ def set_aside(root: Path, lineage: Lineage) -> list[str]:
 
 
 def complete_plan(root: Path) -> None:
-    """Move the checkpoints that a plan on disk names, if there is a plan, and then remove the plan."""
+    """Move the checkpoints named by a plan on disk, if there is a plan, and then remove the plan."""
     plan = root / PLAN
     if not plan.exists():
         return
@@ -88,9 +88,9 @@ def _folder(root: Path, lineage: Lineage) -> Path:
 
 
 def _abandoned(root: Path, lineage: Lineage) -> Sequence[Path]:
-    """The checkpoints that the run would replace, or that belong to another branch, newest first.
+    """The checkpoints the run would replace, and those of another branch, newest first.
 
-    A checkpoint whose manifest cannot be read stays if its step is not later, because it may be mended.
+    A checkpoint with an unreadable manifest stays if its step is not later, because it may be mended.
     """
     step = lineage[-1][1]
     return [path for path in checkpoint_folders(root) if step_of(path) > step or not _leads_to(path, lineage)]

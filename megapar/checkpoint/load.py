@@ -1,4 +1,4 @@
-"""Reading a checkpoint into any layout. Each rank reads the boxes that it holds from the files that have them."""
+"""Reading a checkpoint into any layout. Each rank reads its own boxes from the files that have them."""
 
 import json
 import math
@@ -49,7 +49,7 @@ _DOING = "checkpoint not loaded"
 
 
 def choose(resume: str, root: Path, ctx: ParallelContext, check: Check | None = None) -> Path | None:
-    """The checkpoint that `checkpoint.resume` names, the same on every rank. A collective over `ctx.world`.
+    """The checkpoint named by `checkpoint.resume`, the same on every rank. A collective over `ctx.world`.
 
     `resume` is none, auto or the path of a folder. none gives None. auto gives the newest complete checkpoint in `root`
     that passes `check`, or None if there is no checkpoint, complete or not.
@@ -93,7 +93,7 @@ def _newest(root: Path, check: Check | None) -> str | None:
 def _named(path: Path, root: Path) -> str:
     """The path if it looks like a checkpoint's folder.
 
-    Raises CheckpointError otherwise, which names checkpoints nearby.
+    Raises CheckpointError otherwise, with the names of checkpoints nearby.
     """
     if os.path.lexists(path / MANIFEST):
         return str(path)
@@ -110,14 +110,14 @@ def _named(path: Path, root: Path) -> str:
 
 
 def _complete(root: Path) -> list[Path]:
-    """The checkpoints in `root` whose files are there, newest first."""
+    """The checkpoints in `root` with all their files, newest first."""
     return [folder for folder in checkpoint_folders(root) if is_complete(folder)]
 
 
 def going_back(path: Path, option: str) -> str:
-    """Advice for the end of a message: how to go on from a checkpoint older than `path`, which is damaged.
+    """Advice for the end of a message: how to go on from a checkpoint older than the damaged `path`.
 
-    `option` is the option that names the checkpoint: resume or init_from.
+    `option` is the option with the checkpoint's name: resume or init_from.
     """
     folders = checkpoint_folders(path.parent)
     step = step_of(path)
@@ -139,19 +139,19 @@ def load(
     model_config: Mapping[str, Any],
     why: Callable[[Manifest], str] = _no_reason,
 ) -> Manifest:
-    """Fill `slices`, which are all that this rank holds, from the checkpoint `path` and return its manifest.
+    """Fill `slices`, all those of this rank, from the checkpoint `path` and return its manifest.
 
     A collective over `ctx.world`. Any layout may have written the checkpoint. Values are equal bit for bit, and padding
     is as before the first update. The manifest says where the run stood: `step`, `consumed_samples`, `trainer` and
     `data`.
 
     The caller then refreshes the model's parameters from the main weights: `param = main.to(param.dtype)` in each
-    slice, and under ZeRO the all-gather that ends an optimizer step. The caller also sets step counts, learning rate
-    and data position from the manifest.
+    slice, and under ZeRO the all-gather at the end of an optimizer step. The caller also sets step counts, learning
+    rate and data position from the manifest.
 
     Raises CheckpointError on every rank. If names, shapes, dtypes, `model_config` or a parameter's optimizer differ, or
     a file is missing or cut, nothing has been changed then. If a chunk's contents are damaged, slices may be filled in
-    part. For a checkpoint that does not fit, `why` may give the reason, which the message then begins with.
+    part. If a checkpoint does not fit, `why` may give the reason. The message then begins with it.
     """
     return _load(path, list(slices), ctx, model_config, why=why)
 
@@ -171,7 +171,7 @@ def load_weights(
 def load_fitting(
     path: Path, *, slices: Iterable[StateSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
 ) -> list[str]:
-    """Load the weights that fit: tensors of the same name and shape, in fp32. All others are left as they are.
+    """Load the fitting weights: tensors of the same name and shape, in fp32. All others are left as they are.
 
     Returns a line for each tensor that does not fit, and for each difference of the models. Otherwise as
     `load_weights`.
@@ -293,7 +293,7 @@ def _differences(
     *,
     weights_alone: bool,
 ) -> list[str]:
-    """Return on every rank the `differences` that rank 0 finds."""
+    """Return on every rank the `differences` found by rank 0."""
     lines: list[str] = []
     if ctx.world.first:
         lines = differences(manifest, wanted, model_config, weights_alone=weights_alone)
@@ -302,13 +302,13 @@ def _differences(
 
 
 def _everywhere(error: CheckpointError) -> CheckpointError:
-    """Mark the error as one that all ranks raise with the same words, so that rank 0 alone prints it."""
+    """Mark the error as raised by all ranks with the same words. Rank 0 alone then prints it."""
     error.everywhere = True
     return error
 
 
 def _wanted_kinds(slices: Iterable[StateSlice], ctx: ParallelContext) -> dict[str, Kind]:
-    """Return dtype and shape of every tensor that any rank holds a part of, by its name in a checkpoint. A collective.
+    """The dtype and shape of every tensor of which any rank holds a part, by its name in a checkpoint. A collective.
 
     Names are those of the checkpoint, such as main.norm.weight.
     """
@@ -325,7 +325,7 @@ def _wanted_kinds(slices: Iterable[StateSlice], ctx: ParallelContext) -> dict[st
 
 
 def _stored_dtype(name: str, tensor: Tensor) -> str:
-    """The dtype that a checkpoint stores. Weights are stored in fp32, whatever the model computes in."""
+    """The dtype in a checkpoint. Weights are stored in fp32, whatever the model computes in."""
     if name == MAIN:
         return dtype_name(torch.float32)
     return dtype_name(tensor.dtype)
@@ -336,8 +336,8 @@ def differences(
 ) -> list[str]:
     """A line for each reason why the checkpoint does not fit the run; no line if it fits.
 
-    `wanted` are the dtype and shape of each tensor that the run asks for. With `weights_alone`, tensors of the
-    checkpoint that are no weights do not matter.
+    `wanted` are the dtype and shape of each tensor of the run. With `weights_alone`, the checkpoint's tensors other
+    than weights do not matter.
     """
     stored = flatten(manifest.model_config)
     ours = flatten(json.loads(json.dumps(model_config)))  # JSON turns tuples into lists, as in the manifest
@@ -387,8 +387,8 @@ def fill(
 ) -> None:
     """Fill `slices` from the checkpoint `path`, or only their elements of the tensors `names`.
 
-    Elements that belong to no logical tensor get their initial value: zero, unless the optimizer declares another one
-    of its state. Raises CheckpointError if a chunk cannot be read or is bad.
+    Elements outside every logical tensor get their initial value: zero, unless the optimizer declares another one of
+    its state. Raises CheckpointError if a chunk cannot be read or is bad.
     """
     with Reader(path, manifest) as reader:
         for item in slices:
@@ -407,8 +407,8 @@ def fill(
 class Reader:
     """Reads a checkpoint's chunks. Each is compared with its CRC at its first use. Files are opened when needed.
 
-    Values that no training could go on from, such as nan, are refused too. `judge=False` lets them through, so that a
-    tool can show them.
+    Values unfit for further training, such as nan, are refused too. `judge=False` lets them through, for a tool to show
+    them.
     """
 
     def __init__(self, path: Path, manifest: Manifest, *, judge: bool = True):
@@ -428,7 +428,7 @@ class Reader:
         self._stack.close()
 
     def fill(self, name: str, offset: Sizes, out: Tensor) -> None:
-        """Fill `out` with the box of tensor `name` that starts at `offset` and has the shape of `out`.
+        """Fill `out` with the box of tensor `name` at `offset`, in the shape of `out`.
 
         Values are cast to the dtype of `out`.
         """
@@ -441,7 +441,7 @@ class Reader:
                 out[in_out].copy_(self.chunk(name, chunk)[in_chunk])
 
     def tensor(self, name: str) -> Tensor:
-        """A whole logical tensor in the dtype in which it is stored."""
+        """A whole logical tensor in its stored dtype."""
         entry = self.manifest.tensors[name]
         out = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
         self.fill(name, (0,) * len(entry.shape), out)
@@ -451,7 +451,7 @@ class Reader:
         """A stored box of tensor `name`, mapped from its file. Pages are read when they are touched.
 
         Raises CheckpointError if the file is not a safetensors file, if the box has another shape, dtype or CRC than
-        the manifest says, or if it holds values that no training could go on from.
+        the manifest says, or if it holds values unfit for further training.
         """
         path = self.path / chunk.file
         expected = dtype_of(self.manifest.tensors[name].dtype)

@@ -1,9 +1,9 @@
 """The text of manifest.json, indexed without parsing all of it.
 
 The file is one line of JSON with sorted keys: {"body": {..., "tensors": {NAME: {"chunks": ..., "dtype": ..., "shape":
-...}, ...}, "trainer": ...}, "sha256": "..."}. The tensors' chunks are nearly all of the text: 83 MB for a model of
-70 billion parameters on 4,096 ranks. As Python objects they would take over a gigabyte. A rank needs the chunks of a
-few tensors. So this module finds where the text of each tensor lies, and parses everything else.
+...}, ...}, "trainer": ...}, "sha256": "..."}. The tensors' chunks are nearly all of the text: 83 MB for a model of 70
+billion parameters on 4,096 ranks. As Python objects they would take over a gigabyte. A rank needs the chunks of a few
+tensors. So this module finds the place of each tensor's text, and parses everything else.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def index(text: bytes) -> ManifestIndex | None:
 def _index(text: bytes, first: int, stop: int) -> ManifestIndex:
     """The index of the body text[first:stop].
 
-    Raises ValueError, KeyError, TypeError or RecursionError where it is not as `encode` writes it.
+    Raises ValueError, KeyError, TypeError or RecursionError if it is not as `encode` writes it.
     """
     marks = _marks(text, first, stop)
     if not marks:

@@ -1,7 +1,7 @@
 """Writing a checkpoint.
 
-Each rank writes the boxes that it owns, and rank 0 writes the manifest. One rename then makes the checkpoint exist.
-Threads do all of it. A synchronous save waits for them. An asynchronous save gives them a copy of the state.
+Each rank writes the boxes it owns, and rank 0 writes the manifest. One rename then makes the checkpoint exist. Threads
+do all of it. A synchronous save waits for them. An asynchronous save gives them a copy of the state.
 """
 
 import math
@@ -55,10 +55,10 @@ class Save:
     """A save in progress. A thread of each rank writes the rank's part. Rank 0's thread waits for all and publishes.
 
     Making a Save is a collective over `ctx.world`.
-    `mine` are all slices that this rank writes. Their tensors must not change until `finish`. `facts` are the
-    manifest's fields besides files and tensors. The thread first waits for the thread of the save `after`, so that one
-    save writes at a time. Rank 0 calls `require` before it makes a folder. It calls `ready` in its thread, before the
-    checkpoint gets its name.
+    `mine` are all slices written by this rank. Their tensors must not change until `finish`. `facts` are the manifest's
+    fields besides files and tensors. The thread first waits for the thread of the save `after`, so only one save writes
+    at a time. Rank 0 calls `require` before it makes a folder. It calls `ready` in its thread, before the checkpoint
+    gets its name.
 
     Raises StorageError on every rank if rank 0 cannot make a folder or has too little space for all ranks' parts.
     """
@@ -102,11 +102,11 @@ class Save:
         self._thread.start()
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait for this rank's thread, which may remove old checkpoints after `finish`. No collective."""
+        """Wait for this rank's thread. It may still remove old checkpoints after `finish`. No collective."""
         self._thread.join(seconds)
 
     def settle(self) -> None:
-        """Wait until no rank's thread is running, so that old checkpoints are removed. A collective."""
+        """Wait until no rank's thread is running. Old checkpoints are removed then. A collective."""
         while any_rank(self._thread.is_alive(), self._ctx):
             self.join(_PAUSE_SECONDS)
 
@@ -118,8 +118,8 @@ class Save:
         """Wait until the checkpoint exists, and return its folder. A collective.
 
         Old checkpoints may still be being removed.
-        Raises StorageError on every rank if any rank failed, and NumericError if one held a value that is not finite.
-        Older checkpoints are untouched then.
+        Raises StorageError on every rank if any rank failed, and NumericError if one held a non-finite value. Older
+        checkpoints are untouched then.
         """
         # Ranks poll. A rank that waited within a collective for slow writing would run into the collective's timeout.
         while not self.ended():
@@ -227,9 +227,9 @@ def save(
     """Write the checkpoint `root`/step_<step>, complete or not at all, and return its folder.
 
     A collective over `ctx.world`.
-    `slices` are all that this rank holds of the optimizer's state. `replicated` says that all replicas hold the same
-    slices in the same order (ZeRO stage 0). Each replica then writes its share of them. The mappings hold JSON types.
-    A checkpoint of the same step is replaced once this one is whole.
+    `slices` are all of the optimizer's state on this rank. With `replicated`, all replicas hold the same slices in the
+    same order (ZeRO stage 0). Each replica then writes its share of them. The mappings hold JSON types. A checkpoint of
+    the same step is replaced once this one is whole.
 
     Raises StorageError on every rank if any rank fails. Complete checkpoints in `root` are untouched then.
     """
@@ -245,7 +245,7 @@ def save(
 
 
 def snapshot_bytes(slices: Iterable[StateSlice]) -> int:
-    """The bytes of the buffer that `snapshot` needs."""
+    """The bytes of the buffer for `snapshot`."""
     return sum(_aligned_bytes(tensor) for item in slices for tensor in item.tensors.values())
 
 
@@ -274,7 +274,7 @@ def _aligned_bytes(tensor: Tensor) -> int:
 
 
 def share(slices: Iterable[StateSlice]) -> list[StateSlice]:
-    """The slices that this rank writes, of those that all its replicas hold: every n-th of n replicas."""
+    """The slices this rank writes, of those held by all its replicas: every n-th of n replicas."""
     written = []
     # Counted for each axis of replicas apart, so that each axis divides its own slices evenly.
     counts: Counter[str] = Counter()
@@ -287,12 +287,12 @@ def share(slices: Iterable[StateSlice]) -> list[StateSlice]:
 
 
 def first_copies(slices: Iterable[StateSlice]) -> list[StateSlice]:
-    """The slices of ZeRO shards that this rank writes. Of several ranks with copies, the first one writes."""
+    """The slices of ZeRO shards this rank writes. Of several ranks with copies, the first one writes."""
     return [item for item in slices if item.spec.replicas.copies.first]
 
 
 def owned_boxes(item: StateSlice) -> Iterator[tuple[Piece, FlatBox]]:
-    """Yield the boxes that this rank stores of a slice. One rank of a replica owns each element of a logical tensor."""
+    """Yield the boxes of a slice stored by this rank. One rank of a replica owns each element of a logical tensor."""
     for first, last in item.spec.owned_ranges():
         yield from logical_boxes(item.spec, max(first, item.start), min(last, item.stop))
 
@@ -300,7 +300,7 @@ def owned_boxes(item: StateSlice) -> Iterator[tuple[Piece, FlatBox]]:
 def needed_bytes(mine: Sequence[StateSlice], ctx: ParallelContext) -> int:
     """An upper estimate of a checkpoint's bytes on disk. A collective.
 
-    `mine` are the slices that this rank writes. The estimate is the sum over all ranks.
+    `mine` are the slices written by this rank. The estimate is the sum over all ranks.
     """
     needed = 0
     for item in mine:
@@ -311,11 +311,11 @@ def needed_bytes(mine: Sequence[StateSlice], ctx: ParallelContext) -> int:
 
 
 def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[str, Any] | None:
-    """Write the boxes that this rank owns of `slices` to its file in `folder`, and flush the file to the disk.
+    """Write the boxes of `slices` owned by this rank to its file in `folder`, and flush the file to the disk.
 
     Returns the file's name, its bytes, the entries of its tensors and what is declared of their states, as JSON types.
     A rank that owns nothing writes no file and returns None.
-    Raises NumericError, before anything is written, for a value that no training could go on from.
+    Raises NumericError, before anything is written, for a value unfit for further training.
     """
     file = f"rank_{rank:05d}.safetensors"
     tensors: dict[str, Tensor] = {}
@@ -360,7 +360,7 @@ def _declaration(item: StateSlice, tensor: StateTensor) -> dict[str, Any]:
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file and flush it to the disk. Raises StorageError, which names the bytes needed and free."""
+    """Write a safetensors file and flush it to the disk. Raises StorageError with the bytes needed and free."""
     try:
         save_file(tensors, path)
         # safetensors makes files that only their owner may read. They get the permissions of the folder.

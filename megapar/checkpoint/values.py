@@ -1,4 +1,4 @@
-"""The values that a checkpoint may hold: their checksum, and those that no training can go on from."""
+"""The values of a checkpoint: their checksum, and those unfit for further training."""
 
 import math
 import zlib
