@@ -29,9 +29,9 @@ class Choice(NamedTuple):
     schedule: str
     vpp: int
     costs: tuple[float, ...]
-    """parallel.schedule_costs: mean times of F, I and W, where the time of F is 1."""
+    """parallel.schedule_costs: mean times of F, I and W, in units of the time of F."""
     idle: float
-    """The share of a step in which ranks compute nothing, from 0 to 1."""
+    """The idle share of the ranks' time in a step, from 0 to 1."""
 
 
 class StageTimes(NamedTuple):
@@ -51,9 +51,9 @@ def choose(
 ) -> Choice:
     """The schedule of FAMILY with the shortest step.
 
-    `vpps` are the numbers of stages on a rank that may be chosen. For each of them, `times_of(vpp)` returns the times
-    of all stages, and `memory_of(vpp)` returns what a rank may keep for backward passes. None means that it may keep as
-    much as with 1F1B. Equal arguments give equal results. Raises ConfigError if no schedule keeps to the memory.
+    `vpps` are the allowed numbers of stages on a rank. For each of them, `times_of(vpp)` returns the times of all
+    stages, and `memory_of(vpp)` returns what a rank may keep for backward passes. With None it may keep as much as with
+    1F1B. Equal arguments give equal results. Raises ConfigError if no schedule keeps to the memory.
     """
     best: Choice | None = None
     best_makespan = math.inf
@@ -85,7 +85,7 @@ def choose(
 
 
 def _candidates(vpps: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Yield each schedule of FAMILY with each vpp that it can have."""
+    """Yield each schedule of FAMILY with each vpp it can have."""
     for name in FAMILY:
         for vpp in vpps:
             fits = find(name).vpp.nearest_to(vpp) == vpp
@@ -96,7 +96,7 @@ def _candidates(vpps: Sequence[int]) -> Iterator[tuple[str, int]]:
 
 
 def _relative_costs(times: Sequence[StageTimes]) -> tuple[float, ...]:
-    """The times of F, I and W over all stages, divided by that of F, and rounded for config.toml."""
+    """The times of F, I and W over all stages, divided by the time of F, and rounded for config.toml."""
     forward = sum(stage.forward for stage in times)
     inputs = sum(stage.inputs for stage in times)
     weights = sum(stage.weights for stage in times)

@@ -1,4 +1,4 @@
-"""Replaces parallel.schedule=auto by the schedule with the shortest step, or by the one that an earlier start chose."""
+"""Replaces parallel.schedule=auto by the schedule with the shortest step, or by the choice of an earlier start."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from megapar.plan.choice import Choice, StageTimes, choose
 from megapar.plan.dry_run import Build, memory_limit
 
 TimesOfStages = Callable[[Config], Sequence[tuple[float, float, float]]]
-"""Returns the times of F, I and W of each stage of a config, whose parallel.vpp may differ from the run's."""
+"""Returns the times of F, I and W of each stage of a config. Its parallel.vpp may differ from the run's."""
 
 
 def with_chosen_schedule(
@@ -32,10 +32,9 @@ def with_chosen_schedule(
 ) -> tuple[Resolved, Config]:
     """Fill in parallel.schedule, vpp and schedule_costs if the schedule is auto. A collective over `ctx.world`.
 
-    A run that is resumed keeps its schedule: rank 0 takes the choice that config.toml in the run folder holds from an
-    earlier start. If there is none, rank 0 calls `measure` and chooses. It prints where the choice is from. Returns
-    both configurations with the choice. Raises ConfigError on every rank if no schedule keeps to
-    parallel.schedule_memory_gb.
+    A resumed run keeps its schedule: rank 0 takes an earlier start's choice from config.toml in the run folder. If
+    there is none, rank 0 calls `measure` and chooses. It prints where the choice is from. Returns both configurations
+    with the choice. Raises ConfigError on every rank if no schedule keeps to parallel.schedule_memory_gb.
     """
     if config.parallel.schedule != "auto":
         return resolved, config
@@ -91,15 +90,15 @@ def _find_on_first_rank(
 
 
 def _options(schedule: str, vpp: int, costs: Sequence[float]) -> dict[str, object]:
-    """The options of `parallel` that a choice sets."""
+    """The options of `parallel` set by a choice."""
     return {"schedule": schedule, "vpp": vpp, "schedule_costs": costs}
 
 
 def check_schedule(given: Config, config: Config, build: Build) -> Config:
     """Raise ConfigError if parallel.schedule does not exist, or does not fit the run's ranks and micro-batches.
 
-    Valid options make sure that the schedules of `schedules.SCHEDULES` fit. A file, or a schedule in a module of the
-    user's, may not fit.
+    With valid options the schedules of `schedules.SCHEDULES` fit. A file, or a schedule in a module of the user's, may
+    not fit.
 
     Returns `config`. In a dry run, auto is replaced by the best schedule for equal times of all stages and actions,
     because a dry run measures nothing. `given` has the options as the user gave them.
@@ -125,7 +124,7 @@ def _equal_times(config: Config) -> Sequence[tuple[float, float, float]]:
 
 
 def _choose(config: Config, given: ParallelConfig, times_of: TimesOfStages, build: Build) -> Choice:
-    """The best schedule for the numbers of stages that the options allow.
+    """The best schedule for the numbers of stages allowed by the options.
 
     `given` has the options as the user gave them. `config` has them filled in.
     """
@@ -147,7 +146,7 @@ def _choose(config: Config, given: ParallelConfig, times_of: TimesOfStages, buil
 
 
 def _allowed_vpps(config: Config, given: ParallelConfig) -> list[int]:
-    """The numbers of stages on a rank that may be chosen. `given` has the options as the user gave them."""
+    """The allowed numbers of stages on a rank. `given` has the options as the user gave them."""
     pp = config.parallel.pp
     if given.vpp:
         return [given.vpp]

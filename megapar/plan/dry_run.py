@@ -43,12 +43,12 @@ Build = Callable[[Config, ParallelContext], StageSet[PipelineStage]]
 
 @dataclass(frozen=True)
 class RankReport:
-    """The memory that one rank needs, in bytes.
+    """The memory needed by one rank, in bytes.
 
     `pp` is the rank's position on axis pp, and `stages` says in words what it holds. `parameters` is a number of
-    elements. `kept` is the most that the rank keeps for backward passes at one time of its schedule, by name
+    elements. `kept` is the most kept for backward passes at one time of the rank's schedule, by name
     (`memory_report.by_name`). `optimizer_on_host` is in host memory beside the device's, and in no total. Not counted
-    are workspaces of kernels, and memory that the caching allocator holds free.
+    are workspaces of kernels, and free memory held by the caching allocator.
     """
 
     pp: int
@@ -62,26 +62,28 @@ class RankReport:
 
     @property
     def rows(self) -> dict[str, int]:
-        """The bytes by the names that the report of train.memory_report uses."""
+        """The bytes by the names in the report of train.memory_report."""
         rows = memory_report.rows(self.weights, self.gradients, self.optimizer, dict(self.kept))
         return rows | memory_report.on_host(self.optimizer_on_host)
 
     @property
     def activations(self) -> int:
+        """The bytes kept for backward passes."""
         return sum(size for _, size in self.kept)
 
     @property
     def total(self) -> int:
+        """All bytes in the device's memory."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 def report(config: Config, build: Build) -> dict[RankReport, list[int]]:
-    """The reports of the ranks, each with the ranks that it is for.
+    """The reports of the ranks, each with the ranks it is for.
 
     Data-parallel replicas need the same memory, and so do context-parallel ranks. So only the first of them is listed.
-    If they hold different numbers of experts, the first of those that hold the same experts is listed. Tensor ranks
-    whose parameters have the same shapes need the same memory too. All of them are listed. To save time, only the first
-    of them is planned.
+    If they hold different numbers of experts, the first of those with the same experts is listed. Tensor ranks with
+    parameters of the same shapes need the same memory too. All of them are listed. To save time, only the first of them
+    is planned.
 
     Raises ConfigError if train.trainable does not fit the model's parameters, or if an option is set that no optimizer
     reads.
@@ -123,7 +125,7 @@ def _local_shapes(stages: Mapping[int, PipelineStage]) -> tuple[object, ...]:
 
 
 def planned_device(config: Config) -> str:
-    """The device that `launch.device` names, "cuda" or "cpu". For auto, the one that this machine would choose."""
+    """The device named by `launch.device`, "cuda" or "cpu". For auto, the one this machine would choose."""
     if config.launch.device != "auto":
         return config.launch.device
     return "cuda" if device.cuda_devices() else "cpu"
@@ -137,7 +139,7 @@ def _with_kernels_of_the_planned_device(config: Config) -> Config:
 
 
 def report_rank(config: Config, build: Build, rank: int) -> RankReport:
-    """The memory that `rank` needs. Activations are those that the planned device's kernels keep."""
+    """The memory needed by `rank`. Activations are those kept by the planned device's kernels."""
     config = _with_kernels_of_the_planned_device(config)
     ctx = context.planned(grid_of(config), rank, device=META)
     stages = build(config, ctx)
@@ -186,7 +188,7 @@ def _titles(stages: StageSet[PipelineStage]) -> str:
 
 
 def _most_of_units(state: TrainState, plan: Sequence[Item]) -> tuple[int, int]:
-    """The most bytes that gathered weights take at one time, and the most that collected gradients take.
+    """The most bytes of gathered weights at one time, and the most of collected gradients.
 
     Both are 0 without ZeRO-2 and 3.
     """
@@ -196,7 +198,7 @@ def _most_of_units(state: TrainState, plan: Sequence[Item]) -> tuple[int, int]:
 
 
 def _kept_bytes(number: int, stages: StageSet[PipelineStage], config: Config) -> dict[Key, int]:
-    """Bytes that autograd keeps for the backward of one micro-batch through a stage, by stage and kind."""
+    """Bytes kept by autograd for the backward of one micro-batch through a stage, by stage and kind."""
     kept = KeptBytes({number: stages[number]})
     with kept.counting():
         _forward(number, stages, config)
@@ -205,7 +207,7 @@ def _kept_bytes(number: int, stages: StageSet[PipelineStage], config: Config) ->
 
 
 def _deferred_bytes(number: int, stages: StageSet[PipelineStage], config: Config) -> int:
-    """Bytes that the I of one micro-batch through a stage keeps for its W.
+    """Bytes kept by the I of one micro-batch through a stage for its W.
 
     The parameters must have their main gradients (`assemble`).
     """
@@ -236,10 +238,10 @@ def _forward(number: int, stages: StageSet[PipelineStage], config: Config) -> Te
 
 
 def _at_peak(plan: Sequence[Item], kept: Mapping[int, Mapping[Key, int]], deferred: Mapping[int, int]) -> Counter[Key]:
-    """The bytes that are kept for backward passes, by stage and kind, when their sum is largest during the plan.
+    """The bytes kept for backward passes, by stage and kind, when their sum is largest during the plan.
 
-    For one micro-batch of a stage, `kept` has the bytes that are kept from F to its B or I, and `deferred` those that
-    are kept from I to W. With recomputation `deferred` may be more.
+    For one micro-batch of a stage, `kept` has the bytes kept from F to its B or I, and `deferred` those kept from I to
+    W. With recomputation `deferred` may be more.
     """
     live: Counter[Key] = Counter()
     peak = 0
@@ -383,14 +385,14 @@ def explaining_out_of_memory(config: Config, build: Build, rank: int) -> Iterato
 
 
 def memory_report_of(config: Config, build: Build, rank: int) -> MemoryReport | None:
-    """The report of `rank` that train.memory_report asks for, or None."""
+    """The report of `rank` for train.memory_report, or None."""
     if not config.train.memory_report:
         return None
     return MemoryReport(report_rank(config, build, rank).rows)
 
 
 def _in_words(needs: RankReport | None) -> str:
-    """The memory that a rank needs by plan, in words. `needs` is None if it could not be planned."""
+    """The memory a rank needs by plan, in words. `needs` is None if it could not be planned."""
     if needs is None:
         return "out of memory"
     sizes = {
@@ -404,7 +406,7 @@ def _in_words(needs: RankReport | None) -> str:
 
 
 def _what_would_help(config: Config) -> str:
-    """Name the first three options that would save memory here. Those that cost least come first."""
+    """Name the first three options to save memory here. The least costly come first."""
     parallel = config.parallel
     train = config.train
     zero_stage = config.optimizer.zero_stage

@@ -26,7 +26,7 @@ _IDLE = "#f0f0f0"
 def draw(events: Sequence[Event], path: str | Path, title: str, unit: str = "s") -> None:
     """Draw a timeline at `path`, with a row for each rank and the numbers of micro-batches in the boxes.
 
-    The format is that of the file's name, such as .png or .svg. Raises ValueError if there are no events.
+    The extension of the file's name, such as .png or .svg, gives the format. Raises ValueError if there are no events.
     """
     draw_over_each_other({title: events}, path, unit)
 
@@ -54,7 +54,7 @@ def draw_over_each_other(timelines: Mapping[str, Sequence[Event]], path: str | P
 
 
 def write_chrome_trace(timelines: Mapping[str, Sequence[Event]], path: str | Path, seconds: float) -> None:
-    """Write timelines as a trace that chrome://tracing and ui.perfetto.dev open. The keys are their titles.
+    """Write timelines as a trace for chrome://tracing and ui.perfetto.dev. The keys are their titles.
 
     Each timeline is a process and each rank a thread. `seconds` is how long the unit of the events' times is.
     """
@@ -79,7 +79,7 @@ def write_chrome_trace(timelines: Mapping[str, Sequence[Event]], path: str | Pat
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events that a run with log.timeline has written to its timeline.json."""
+    """The events in timeline.json, written by a run with log.timeline."""
     rows = json.loads(path.read_text())
     return [Event(rank, Action(kind, stage, mb), start, end) for rank, kind, stage, mb, start, end in rows]
 
@@ -89,7 +89,7 @@ def _span(events: Sequence[Event]) -> float:
 
 
 def _draw_panel(axes: Axes, title: str, events: Sequence[Event], ranks: int, width: float) -> None:
-    """Draw one timeline. `width` is the time that the axis shows."""
+    """Draw one timeline. `width` is the time on the axis."""
     origin = min(event.start for event in events)
     span = _span(events)
     for rank in range(ranks):
