@@ -44,7 +44,7 @@ def lock_run_dir(run_dir: Path, ctx: ParallelContext) -> AbstractContextManager[
 
 
 class Saver:
-    """Saves the checkpoints of a run. It is a context manager: leaving it waits for the saves that are being written.
+    """Saves the checkpoints of a run. It is a context manager: leaving it waits for the saves in progress.
 
     It is made before the first step. If the options ask for checkpoints and the folder cannot take them, making it
     raises StorageError on every rank. All methods are collectives.
@@ -71,10 +71,10 @@ class Saver:
     def save(self, state: TrainState, ready: Callable[[], None] = lambda: None) -> list[Path]:
         """Save the weights, moments and position, completely or not at all.
 
-        Returns the checkpoints that have become complete since the last call. An asynchronous save returns when the
-        state is copied. If two saves are under way already, it first waits for the older one. Rank 0 calls `ready` in
-        another thread before the checkpoint gets its name. Raises StorageError on every rank if this save or an
-        earlier one failed, and NumericError if a value is not finite.
+        Returns the checkpoints completed since the last call. An asynchronous save returns when the state is copied. If
+        two saves are under way already, it first waits for the older one. Rank 0 calls `ready` in another thread before
+        the checkpoint gets its name. Raises StorageError on every rank if this save or an earlier one failed, and
+        NumericError if a value is not finite.
         """
         paths = []
         if len(self._saves) == _UNDER_WAY:
@@ -104,7 +104,7 @@ class Saver:
         return paths if self._options.async_save else [self._finish()]
 
     def completed(self, wait: bool = False) -> Iterator[Path]:
-        """Yield the checkpoints that have become complete; with `wait`, wait for all of them.
+        """Yield the newly completed checkpoints; with `wait`, wait for all of them.
 
         Raises StorageError on every rank if a save failed.
         """
@@ -126,7 +126,7 @@ class Saver:
             self._last.settle()  # every rank is here, so they can wait for the removal of old checkpoints together
 
     def _copied(self, slices: list[Any], source: torch.device) -> tuple[list[Any], Tensor]:
-        """Copies of the slices in host memory, and the buffer that holds them. `source` is the device of the slices."""
+        """Copies of the slices in host memory, and the buffer holding them. `source` is the device of the slices."""
         buffer = self._idle.pop() if self._idle else device.host_buffer(snapshot_bytes(slices), source)
         copies = snapshot(slices, buffer)
         # Copies to pinned memory are asynchronous: the thread that writes must not read them before they are done.
@@ -175,7 +175,7 @@ def _weight_options(state: TrainState) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Position:
-    """The state of the trainer in a checkpoint: the fields that not every checkpoint has."""
+    """The state of the trainer in a checkpoint: the fields missing from some checkpoints."""
 
     updates: int
     loss_scale: LossScale | None
@@ -213,12 +213,11 @@ def _loss_scale(saved: object, prefix: str) -> LossScale | None:
 
 
 def resume(state: TrainState, run_dir: Path) -> list[str]:
-    """Restore the checkpoint that `checkpoint.resume` names; returns lines for the user.
+    """Restore the checkpoint named by `checkpoint.resume`; returns lines for the user.
 
     If there is none, the run starts from the weights of `checkpoint.init_from`. Weights and moments are restored bit
-    for bit, whatever layout wrote them. Checkpoints of a branch that the run leaves are set aside. Raises
-    CheckpointError on every rank if the checkpoint is damaged or of another model, and DataError if its training read
-    other data.
+    for bit, whatever layout wrote them. Checkpoints of a branch left by the run are set aside. Raises CheckpointError
+    on every rank if the checkpoint is damaged or of another model, and DataError if its training read other data.
     """
     root = run_dir / FOLDER
     ctx = state.ctx
@@ -248,7 +247,7 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
 
 
 def _other_training_state(manifest: Manifest, config: Config) -> str:
-    """The reason why a checkpoint lacks state of training that the run needs, or has other.
+    """The reason why a checkpoint lacks state of training needed by the run, or has other.
 
     It is "" or a part of a message.
     """
@@ -309,7 +308,7 @@ def _all_slices(state: TrainState) -> list[StateSlice]:
 
 
 def _go_on(state: TrainState, manifest: Manifest, saved: Position) -> list[str]:
-    """Set the position of the state after its tensors are loaded; returns a line for each option that changed."""
+    """Set the position of the state after its tensors are loaded; returns a line for each changed option."""
     state.optimizer.step_count = saved.updates
     # The checkpoint holds the fp32 main weights alone. The parameters are rounded from them.
     state.optimizer.refresh_params_from_main()
@@ -323,7 +322,7 @@ def _go_on(state: TrainState, manifest: Manifest, saved: Position) -> list[str]:
 
 
 def _change_of_rate(state: TrainState, saved: dict[str, Any]) -> list[str]:
-    """A line if the run's next learning rate is not the one that its saved options give."""
+    """A line if the run's next learning rate is not the one given by its saved options."""
     config = state.config
     if state.step >= config.train.steps:
         return []
@@ -336,7 +335,7 @@ def _change_of_rate(state: TrainState, saved: dict[str, Any]) -> list[str]:
 
 
 def _start_from_weights(state: TrainState) -> list[str]:
-    """Load the weights that `checkpoint.init_from` names, at step 0; returns lines for the user.
+    """Load the weights named by `checkpoint.init_from`, at step 0; returns lines for the user.
 
     They fill the optimizer's main weights, and the parameters are rounded from those.
     """
@@ -359,8 +358,8 @@ def _start_from_weights(state: TrainState) -> list[str]:
 def _without_new_biases(path: Path, state: TrainState) -> tuple[list[StateSlice], dict[str, Any], list[str]]:
     """The slices to load from the checkpoint, the options to compare with its own, and lines for the user.
 
-    A model that was trained without a selection bias, such as Mixtral, has none in its files. The biases of its routers
-    then start at 0, where they prefer no expert, and are not loaded. A collective.
+    A model trained without a selection bias, such as Mixtral, has none in its files. The biases of its routers then
+    start at 0 and prefer no expert. They are not loaded. A collective.
     """
     slices = _all_slices(state)
     model_config = _weight_options(state)

@@ -155,7 +155,7 @@ def _check_tokenizer(source: str, spec: str) -> None:
 
 
 def _agree(loaders: Sequence[Loader], ctx: ParallelContext) -> None:
-    """Raise DataError on every rank if a file's content differs from that on rank 0."""
+    """Raise DataError on every rank if a file's content differs from rank 0's."""
     files = _fingerprints(loaders)
     # One digest a rank is compared first: with thousands of files and ranks all lists would be gigabytes.
     digest = hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()
@@ -192,12 +192,12 @@ def identity(train: Delivery, validation_sets: Mapping[str, Loader]) -> dict[str
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, *, accept: bool) -> list[str]:
-    """Compare the data of a checkpoint's training with that of this run; returns lines for the user.
+    """Compare the data of a checkpoint's training with this run's; returns lines for the user.
 
-    `saved` is the `data` section of the manifest of `path`, `now` is that of this run. Paths and weights are options,
-    and options are compared elsewhere. This function finds changes nobody asked for: a file with other contents, or
-    another order of samples. The run would then repeat or skip samples. Raises DataError on every rank if
-    it finds one, unless `accept` is set. The lines tell of large files written since, with equal hashes.
+    `saved` is the `data` section of the manifest of `path`, `now` is this run's. Paths and weights are options, and
+    options are compared elsewhere. This function finds changes nobody asked for: a file with other contents, or another
+    order of samples. The run would then repeat or skip samples. Raises DataError on every rank if it finds one, unless
+    `accept` is set. The lines tell of large files written since, with equal hashes.
     """
     lines = [
         f"{name}: {saved[name]} -> {version}" for name, version in ORDER.items() if saved.get(name, version) != version

@@ -33,15 +33,15 @@ class MemoryReport:
 
     @contextmanager
     def measuring(self, state: TrainState) -> Iterator[None]:
-        """A context around the step that is measured. Counting what is kept takes a part of its time."""
+        """A context around the measured step. Counting what is kept takes a part of its time."""
         self._kept = KeptBytes(state.stages, state.pipeline.deferred_nbytes)
         with self._kept.counting():
             yield
 
     def write(self, state: TrainState, run_dir: Path) -> str:
-        """Write run_dir/memory.json, which has all ranks. A collective.
+        """Write run_dir/memory.json, with all ranks in it. A collective.
 
-        Returns a table of the rank that has the largest peak on the first rank, and "" on the others.
+        Returns a table of the rank with the largest peak on the first rank, and "" on the others.
         """
         rows = {"planned": self.planned, "measured": self._measured(state)}
         ranks = collectives.gather_json(rows, state.ctx.world, state.ctx.device)
@@ -76,13 +76,13 @@ def on_host(nbytes: int) -> dict[str, int]:
 
 
 def frozen_nbytes(stages: Iterable[nn.Module]) -> int:
-    """Bytes of the parameters that are not trained. They are in no buffer."""
+    """Bytes of the untrained parameters. They are in no buffer."""
     params = {id(p): p for stage in stages for p in stage.parameters() if not p.requires_grad}
     return sum(param.nbytes for param in params.values())
 
 
 def by_name(kept: Mapping[Key, int], stages: StageSet[PipelineStage]) -> dict[str, int]:
-    """Bytes of activations by the name that the report gives them. `stages` are those of the rank."""
+    """Bytes of activations by their name in the report. `stages` are those of the rank."""
     # Fine stages are as many as layers, so their sum is shown.
     several = len(stages) > 1 and not stages.fine_stages
     found: dict[str, int] = {}

@@ -67,6 +67,7 @@ class Meter:
     _end: float = 0.0  # when the result of the newest step was known
 
     def start(self) -> None:
+        """Begin to measure the time and the traffic of the next step."""
         self._sent = self.ctx.traffic()
         self._start = time.perf_counter()
 

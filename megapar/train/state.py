@@ -1,4 +1,4 @@
-"""The state that training steps change, what a step returns, and steps that the device may still be computing.
+"""The state changed by training steps, what a step returns, and steps possibly still in progress on the device.
 
 A GPU computes a step while the host queues the next one. So `megapar.train.step.queue_step` reads no number: the device
 itself decides whether the step updates weights, and `QueuedStep.finish` reads the numbers later.
@@ -24,16 +24,16 @@ from megapar.stage_set import StageSet
 
 @dataclass
 class TrainState:
-    """Everything that a step uses or changes, and what its checkpoints record.
+    """Everything a step uses or changes, and what its checkpoints record.
 
-    `step` counts completed steps, including those whose update was skipped after an fp16 overflow. `consumed_samples`
-    counts the samples of these steps. `lineage` has an entry for each start or resumption that led here, oldest first:
+    `step` counts completed steps, including those with an update skipped after an fp16 overflow. `consumed_samples`
+    counts the samples of these steps. `lineage` has an entry for each start or resumption leading here, oldest first:
     its random id, and the number of steps completed before it (`megapar.checkpoint.lineage`). `data_identity` has a
     hash of each file that the samples depend on (`megapar.train.data.identity`).
 
     `failed` is a 0-d bool on the device. No update is made while it is True. The step sets it if its loss or norm is
-    not finite. Steps that the host has queued behind it find it set. `QueuedStep.finish` clears it, when the host reads
-    the numbers of the failed step.
+    not finite. Steps queued behind it by the host find it set. `QueuedStep.finish` clears it, when the host reads the
+    numbers of the failed step.
     """
 
     config: Config
@@ -56,11 +56,11 @@ class StepResult:
     """The result of a step, the same on every rank.
 
     `step` is the number of the step, counted from 1. `loss` is the mean in nats per target token. `grad_norm` is taken
-    before clipping. `tokens` is the sum of the loss weights, which is the number of target tokens if all weights are 0
-    or 1. It is a float because weights may be fractions. `consumed_samples` counts those of this step too, unless the
-    step has failed. `stop` is True if some rank has to stop, because of a signal or launch.time_limit. `losses` are
-    those besides the main one by name, divided by the same number of tokens. `tallies` are what modules counted in the
-    step, by name, int64 [rows, n] (`megapar.tally`).
+    before clipping. `tokens` is the sum of the loss weights: the number of target tokens if all weights are 0 or 1. It
+    is a float because weights may be fractions. `consumed_samples` counts those of this step too, unless the step has
+    failed. `stop` is True if some rank has to stop, because of a signal or launch.time_limit. `losses` are those
+    besides the main one by name, divided by the same number of tokens. `tallies` are what modules counted in the step,
+    by name, int64 [rows, n] (`megapar.tally`).
     """
 
     step: int
@@ -76,11 +76,12 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
+        """Whether the loss and the gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
     def overflowed(self) -> bool:
-        """Whether the gradients overflowed fp16, so that a smaller loss scale may avoid it.
+        """Whether the gradients overflowed fp16, and a smaller loss scale may avoid it.
 
         That is so if the loss is finite, the gradient norm is not, and the loss scale is dynamic and above 1.
         """
@@ -95,7 +96,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Position:
-    """The counts of a state that a step advances."""
+    """The counts of a state advanced by a step."""
 
     step: int
     consumed_samples: int
@@ -104,7 +105,7 @@ class Position:
 
 @dataclass(frozen=True)
 class QueuedStep:
-    """A step that the device may still be computing.
+    """A queued step, possibly still in progress on the device.
 
     `batches` are this rank's micro-batches of the step. A failed step is explained by running them again.
     """
@@ -120,8 +121,8 @@ class QueuedStep:
     def finish(self) -> StepResult:
         """Wait for the numbers of the step, and correct the state if the step made no update. Call it once.
 
-        After an overflow the loss scale is halved. After a failed step the counts of the state are those before that
-        step. Steps that were queued behind it have updated nothing either: forget them.
+        After an overflow the loss scale is halved. After a failed step the counts of the state are those before the
+        failed step. Steps queued behind it have updated nothing either: forget them.
         """
         loss, grad_norm, tokens, votes, *others = self.numbers.wait().tolist()
         names = [declared.name for declared in self.state.stages.declared.losses]

@@ -38,7 +38,7 @@ def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext)
 
 
 def start_losses(state: TrainState) -> dict[str, Tensor]:
-    """Where the losses that the model declares are added up over this rank's micro-batches (`MicroBatch.loss_sums`)."""
+    """A zero for each loss declared by the model, to add up over this rank's micro-batches (`MicroBatch.loss_sums`)."""
     declared = state.stages.declared.losses
     return {loss.name: torch.zeros((), dtype=torch.float64, device=state.ctx.device) for loss in declared}
 
@@ -112,8 +112,8 @@ def train_step(
 ) -> StepResult:
     """`queue_step`, then `finish`: the step is complete when this returns.
 
-    Raises NumericError if the loss or the norm is not finite. The step has then changed nothing. After an overflow of
-    fp16 that a smaller loss scale may avoid it returns: see `StepResult.overflowed`.
+    Raises NumericError if the loss or the norm is not finite. The step has then changed nothing. After an fp16 overflow
+    it returns if a smaller loss scale may avoid the overflow: see `StepResult.overflowed`.
     """
     result = queue_step(state, batches, trace, asked_to_stop=asked_to_stop).finish()
     if result.failed:

@@ -46,9 +46,9 @@ from megapar.train.trainable import freeze_others
 
 
 def initializes_by_unit(config: Config) -> bool:
-    """Whether `start` takes stages whose parameters have no memory. A rank of ZeRO-3 then never holds all of them.
+    """Whether `start` takes stages without memory for their parameters. A rank of ZeRO-3 then never holds all of them.
 
-    Parameters that are frozen are in no unit. With some of them all have memory from the beginning.
+    Frozen parameters are in no unit. With some of them all have memory from the beginning.
     """
     return config.optimizer.zero_stage == 3 and not config.train.trainable
 
@@ -121,7 +121,7 @@ def make_units(
 
 
 def bucket_elements(bucket_mb: float) -> int:
-    """How many fp32 gradients `bucket_mb` MiB hold. Raises ValueError if that is none."""
+    """The number of fp32 gradients in `bucket_mb` MiB. Raises ValueError if it is 0."""
     elements = int(bucket_mb * 2**20 / 4)
     if elements < 1:
         raise ValueError(f"bucket_mb is {bucket_mb}: validate() fills in the 0 of optimizer.bucket_mb")
@@ -152,11 +152,11 @@ def start(
     data: Mapping[str, Any] | None = None,
     memory: Memory | None = None,
 ) -> tuple[TrainState, list[str]]:
-    """Build the state at step 0 or at the checkpoint that `checkpoint.resume` names; returns it and lines for the user.
+    """Build the state at step 0 or at the checkpoint named by `checkpoint.resume`; returns it and lines for the user.
 
-    `stages` have memory for their parameters unless `initializes_by_unit`. `data` is the `identity` of the data that
-    the run reads. That of the checkpoint must be equal. `memory` is what the schedule may keep
-    (`dry_run.memory_limit`). Raises ConfigError if an option is set that no optimizer of the run reads.
+    `stages` have memory for their parameters unless `initializes_by_unit`. `data` is the `identity` of the run's data.
+    The checkpoint's must be equal. `memory` is what the schedule may keep (`dry_run.memory_limit`). Raises ConfigError
+    if an option is set that no optimizer of the run reads.
     """
     # In this order: the optimizer copies the initialized weights, and makes state for trained parameters alone.
     seed = config.train.seed
@@ -178,7 +178,7 @@ def start(
 
 
 def _numbers_of_microbatches(state: TrainState) -> list[tuple[int, int]]:
-    """How many micro-batches this rank runs in a step, and the most of any replica, for each global batch that follows.
+    """How many micro-batches this rank runs in a step, and the most of any replica, for each global batch to come.
 
     The sizes differ if train.batch_ramp grows the global batch.
     """
@@ -197,8 +197,8 @@ def _numbers_of_microbatches(state: TrainState) -> list[tuple[int, int]]:
 class _Steps:
     """Runs the steps of a run and reports them.
 
-    A GPU is one step behind the host: step t is reported when step t + 1 is queued, so that the GPU always has work. A
-    CPU has computed a step when it is queued, and that step is reported at once.
+    A GPU is one step behind the host: step t is reported when step t + 1 is queued, so the GPU always has work. A CPU
+    has computed a step when it is queued, so each step is reported at once.
     """
 
     def __init__(self, run: Run, data: Delivery, reporter: Reporter):
@@ -229,7 +229,7 @@ class _Steps:
         self._queued.append((step, self._meter.queued()))
 
     def report(self, *, everything: bool) -> bool:
-        """Report the steps that the device has computed; with `everything`, wait for all that are queued.
+        """Report the steps the device has computed; with `everything`, wait for all queued steps.
 
         Returns whether some rank has to stop. Then every step is reported. Raises NumericError if a step has failed.
         """
@@ -250,9 +250,9 @@ class _Steps:
 def train(run: Run) -> str:
     """Train to `train.steps`; report, evaluate and save on the way. Returns why the run stopped before, or "".
 
-    A run that is asked to stop saves at the end of the step that all ranks agree on. Raises NumericError at the first
-    step whose loss or gradient norm is not finite. That step has not updated the weights. After an fp16 overflow only
-    the step's update is skipped, unless the loss scale is 1 already.
+    A run asked to stop saves at the end of a step agreed on by all ranks. Raises NumericError at the first step with a
+    non-finite loss or gradient norm. This step has not updated the weights. After an fp16 overflow only the step's
+    update is skipped, unless the loss scale is 1 already.
     """
     state = run.state
     options = run.state.config
@@ -329,7 +329,7 @@ def _reporter(run: Run) -> Reporter:
 def _explain_not_finite(
     state: TrainState, batches: Sequence[MicroBatch], result: StepResult, reporter: Reporter
 ) -> None:
-    """Report the gradients that overflowed fp16. Raises NumericError if a smaller loss scale would not avoid it."""
+    """Report gradients beyond the range of fp16. Raises NumericError if a smaller loss scale would not avoid it."""
     if result.failed:
         cause = not_finite.explain(state, batches, result)
         raise NumericError(
@@ -353,7 +353,7 @@ def _explain_not_finite(
 def write_timeline(trace: Sequence[Event], ctx: ParallelContext, run_dir: Path) -> None:
     """Write the events of the first replica's pipeline to run_dir/timeline.json. A collective over `ctx.pp`.
 
-    Ranks on other machines have other clocks, which are not aligned.
+    Ranks on other machines have other clocks. They are not aligned.
     """
     rows = collectives.gather_json([[e.rank, *e.action, e.start, e.end] for e in trace], ctx.pp, ctx.device)
     if ctx.world.first:
