@@ -1,4 +1,4 @@
-"""Types that data, models and pipeline exchange: a micro-batch of samples, and a pipeline stage that consumes it."""
+"""Types exchanged by data, models and pipeline: a micro-batch of samples, and a pipeline stage that consumes it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,12 +17,13 @@ class Targets(NamedTuple):
     weights_bs: Tensor
 
     def columns(self, positions_s: Tensor) -> "Targets":
+        """The targets of the columns `positions_s`, int64."""
         return Targets(self.tokens_bs[:, positions_s], self.weights_bs[:, positions_s])
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that go through the model together. Shapes: b samples, s columns.
+    """Samples going through the model together. Shapes: b samples, s columns.
 
     The columns are all positions of the samples, or one context-parallel rank's part of them (`columns`).
 
@@ -33,11 +34,11 @@ class MicroBatch:
     a mask. `positions_s` are the positions of the columns inside their samples. Rotary tables, learned positions and
     dropout keys read them. `sample_length` is the number of positions of a whole sample.
     `loss_scale`, 0-d fp32, multiplies the gradient of every loss (`add_loss`). It is None outside of training.
-    `loss_sums`, 0-d fp64 by name, are where losses besides the main one are added up.
-    `starts` marks samples that hold several documents, which do not attend to each other. It is int32 [documents + 1]:
-    the position at which each document starts, counted through all whole samples one after the other, and
-    b * sample_length at the end. None means that each sample is one document. `starts_on_host` are the same numbers for
-    the host, which would have to wait for a GPU to read them. Only `columns` sets them.
+    `loss_sums`, 0-d fp64 by name, add up the losses besides the main one.
+    `starts` is for samples of several documents, without attention between them. It is int32 [documents + 1]: the
+    position of each document's start, counted through all whole samples one after the other, and b * sample_length at
+    the end. With None each sample is one document. `starts_on_host` are the same numbers for the host. Otherwise it
+    would have to wait for a GPU to read them. Only `columns` sets them.
     """
 
     tokens_bs: Tensor  # int64
@@ -83,6 +84,7 @@ class MicroBatch:
 
     @property
     def size(self) -> int:
+        """The number of samples."""
         return self.tokens_bs.shape[0]
 
     @property
@@ -91,6 +93,7 @@ class MicroBatch:
         return self.tokens_bs.shape[1]
 
     def to(self, device: torch.device) -> "MicroBatch":
+        """The micro-batch with its tensors on `device`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {name: to_device(x, device) for name, x in values.items() if isinstance(x, Tensor)}
         later = [Targets(*(to_device(x, device) for x in targets)) for targets in self.later_targets]
@@ -147,8 +150,8 @@ def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch, name: str) -> Tensor:
     """`x` unchanged, and make its backward pass run the backward pass of `loss` too.
 
     `loss` is a 0-d fp32 sum over the batch's target tokens. Any stage adds a loss of its own this way, such as the
-    balance of a router. Its gradient has the same weight as that of the main loss. Its value is reported under `name`,
-    which the model declares (`megapar.stage_set.AddedLoss`). Outside of training it adds nothing.
+    balance of a router. Its gradient has the same weight as the main loss's. Its value is reported under `name`,
+    declared by the model (`megapar.stage_set.AddedLoss`). Outside of training it adds nothing.
 
     Raises ValueError if the model does not declare the name.
     """
@@ -163,7 +166,7 @@ def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch, name: str) -> Tensor:
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of one tensor that a pipeline stage sends to the next.
+    """Shape and dtype of one tensor sent from a pipeline stage to the next.
 
     Both ends derive it from the micro-batch, so no shapes are sent.
     """
@@ -177,8 +180,8 @@ class PipelineStage(nn.Module):
 
     `x` is what the previous stage returned, None on the first stage. The last stage returns the sum of the losses, an
     fp32 scalar. The other stages return hidden states. Each micro-batch may have its own shapes. A stage may return
-    several tensors, as a tuple. Floating-point tensors get a gradient, which is zero if the next stage did not use
-    them. Other tensors get none.
+    several tensors, as a tuple. Floating-point tensors get a gradient. It is zero if the next stage did not use them.
+    Other tensors get none.
     """
 
     sizes_of_weights: tuple[str, ...] = ()
@@ -192,5 +195,5 @@ class PipelineStage(nn.Module):
         raise NotImplementedError
 
     def title(self) -> str:
-        """Text for people that says what the stage holds."""
+        """Text for people about the contents of the stage."""
         return type(self).__name__
