@@ -1,6 +1,6 @@
 """The router of a layer, and what keeps its experts evenly loaded: auxiliary losses and a selection bias.
 
-    sequence    the loss E sum_e f_e P_e of each sample: f_e is the share of the sample's choices that are expert e, and
+    sequence    the loss E sum_e f_e P_e of each sample: f_e is the share of expert e in the sample's choices, and
                 P_e is the mean probability of expert e (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20)
     global      the same loss over all tokens of a step (arXiv 2501.11873), with the shares f_e of the step before. In
                 the first step all shares are equal
@@ -10,10 +10,10 @@
 None of these depends on the layout:
 
 - A rank computes its part of a loss as a sum over its own tokens. Each term is a factor times what the router computed
-  for the token. The factors have no gradient, and are the same on all ranks that hold parts of a sample.
-- Tokens have the weights that they have in the language loss. So the step divides all losses by one number
+  for the token. The factors have no gradient, and are the same on all ranks with parts of a sample.
+- Tokens have the same weights as in the language loss. So the step divides all losses by one number
   (`megapar.batch.add_loss`).
-- Numbers of tokens are whole numbers, whose sums over ranks are exact.
+- Numbers of tokens are whole numbers, with exact sums over ranks.
 
 The loss over a micro-batch (Switch, arXiv 2101.03961) is left out, because it depends on the size of the micro-batch.
 
@@ -46,7 +46,7 @@ class BalanceRule:
     """How the load of a layer's experts is balanced. The docstring of the module explains the kinds.
 
     `coef` is the factor of the loss of kind "sequence" or "global". `bias_rate` is how far kind "bias" moves an
-    expert's bias in a step. `z_coef` is the factor of the z-loss, which can be combined with every kind.
+    expert's bias in a step. `z_coef` is the factor of the z-loss. It can be combined with every kind.
     """
 
     kind: Literal["none", "sequence", "global", "bias"] = "none"
@@ -56,6 +56,7 @@ class BalanceRule:
 
     @property
     def has_loss(self) -> bool:
+        """Whether the rule adds a loss to the main one."""
         return self.kind in ("sequence", "global") or self.z_coef != 0
 
 
@@ -136,8 +137,8 @@ class Router(nn.Module):
     def forward(self, x_sbh: Tensor, indices: Tensor | None = None) -> Routing:
         """Choose the experts of this rank's tokens, and compute their weights.
 
-        A recomputed forward pass gives the `indices` that the first forward pass chose. In training, choices are
-        counted when they are made, so a recomputed forward pass does not count them again.
+        A recomputed forward pass gives the `indices` chosen in the first forward pass. In training, choices are counted
+        when they are made, so a recomputed forward pass does not count them again.
         """
         logits = LinearFunction.apply(x_sbh.flatten(0, -2), self.weight, None, LOCAL, Float32Products())
         if indices is None:
@@ -184,7 +185,7 @@ class Router(nn.Module):
 def _add_to_checkpoints(
     buffer_e: Tensor, name: str, sharding: Sharding, *, training_state: bool = False, added_by: str = ""
 ) -> None:
-    """Give a buffer a spec, so that checkpoints hold it. All ranks hold the same values."""
+    """Give a buffer a spec, so checkpoints hold it. All ranks hold the same values."""
     piece = replicated(name, buffer_e.shape, sharding.tp)
     spec = ParamSpec(
         (piece,), ZEROS, decay=False, replicas=sharding.replicas, training_state=training_state, added_by=added_by
@@ -241,7 +242,7 @@ def z_loss(logits_sbe: Tensor, weights_sb: Tensor) -> Tensor:
 
 
 def updated_bias(bias_e: Tensor, counts_e: Tensor, rate: float) -> Tensor:
-    """`bias_e`, moved by `rate`: up for experts that were chosen less often than the mean, down for more often.
+    """`bias_e`, moved by `rate`: up for experts chosen less often than the mean, down for more often.
 
     Then the mean of the bias is subtracted. Selection does not depend on the mean, which would drift otherwise.
     """

@@ -1,12 +1,12 @@
-"""Dispatch: the hidden states of tokens travel to the ranks that hold their experts, and the results travel back.
+"""Dispatch: the hidden states of tokens travel to the ranks of their experts, and the results travel back.
 
 A row is the hidden state of one token for one of its experts.
 
     function    what it does                                                                  axis
     send        copies each token's hidden state once for each of its experts
                 sorts these rows by expert
-                all-to-all: each row goes to the position that holds its expert               ep
-    receive     gathers the rows of all ranks that hold other parts of the same experts       etp
+                all-to-all: each row goes to the position of its expert                       ep
+    receive     gathers the rows of all ranks with other parts of the same experts            etp
                 sorts the rows by expert
     (experts)   `megapar.expert_parallel.experts` computes one result row for each row
     combine     undoes the sort of receive
@@ -14,9 +14,9 @@ A row is the hidden state of one token for one of its experts.
                 all-to-all: each result row goes back to the rank of its token                ep
                 sums the result rows of each token, multiplied by the weights of its experts
 
-No row is dropped: there is one row for each expert that each token chose. Every rank takes part in every exchange, even
-if it has no token, or holds no expert. The weights of experts never travel: the token's rank multiplies by them when
-the results are back.
+No row is dropped: there is one row for each token and each of its experts. Every rank takes part in every exchange,
+even if it has no token, or holds no expert. The weights of experts never travel: the token's rank multiplies by them
+when the results are back.
 
 Shapes: t tokens of this rank, k experts of a token, h hidden; E experts of the layer, or e experts of this rank;
 p positions of ep, q positions of etp.
@@ -54,26 +54,26 @@ class Dispatch:
     row_of_choice: Tensor
     """int64 [t, k]: for each choice of each token, its index among these rows."""
     sent_rows: tuple[int, ...]
-    """The number of rows that this rank sends to each position of ep."""
+    """The number of rows sent by this rank to each position of ep."""
     received_rows: tuple[int, ...]
-    """The number of rows that this rank receives from each position of ep."""
+    """The number of rows received by this rank from each position of ep."""
     brought_rows: tuple[int, ...]
-    """The number of rows that each position of etp has received over ep."""
+    """The number of rows received over ep by each position of etp."""
     rows_of_expert: tuple[int, ...]
     """The number of rows of each expert of this rank."""
     expert_order: Tensor | None
     """int64 [rows]: the indices of the arrived rows in the order of experts. None if rows arrive in this order."""
     arrival_order: Tensor | None
-    """int64 [rows]: the inverse permutation. It brings rows back into the order in which they arrived."""
+    """int64 [rows]: the inverse permutation. It brings rows back into their order of arrival."""
 
     @property
     def rows(self) -> int:
-        """The number of rows that this rank's experts work on."""
+        """The number of rows for this rank's experts to work on."""
         return sum(self.rows_of_expert)
 
 
 def experts_of(num_experts: int, ep: Axis) -> range:
-    """The global numbers of the experts that this rank holds. There may be none."""
+    """The global numbers of this rank's experts. There may be none."""
     return range(*cut(num_experts, ep))
 
 
@@ -111,10 +111,10 @@ def plan_dispatch(indices_tk: Tensor, num_experts: int, ep: Axis, etp: Axis) -> 
 
 
 def _count_rows(chosen: Tensor, num_experts: int, ep: Axis, etp: Axis) -> tuple[Tensor, Tensor]:
-    """Count the rows that this rank sends, int64 [E] by expert, and the rows that arrive, int64 [q, p, e].
+    """Count the rows sent by this rank, int64 [E] by expert, and the arriving rows, int64 [q, p, e].
 
-    The element [q, p, e] of the second is the number of rows for this rank's e-th expert that position q of etp
-    receives from position p of ep.
+    The element [q, p, e] of the second is the number of rows for this rank's e-th expert received by position q of etp
+    from position p of ep.
     """
     experts = experts_of(num_experts, ep)
     if chosen.is_meta:
@@ -140,7 +140,7 @@ def _on_host(sent_e: Tensor, arriving_qpe: Tensor) -> tuple[Tensor, Tensor]:
 def _order_by_expert(arriving_qpe: Tensor, rows: int, device: torch.device) -> Tensor | None:
     """The permutation that sorts arrived rows by expert, on `device`. None if they arrive sorted.
 
-    `rows` is the sum of `arriving_qpe`. Rows of one expert stay in the order in which they arrive.
+    `rows` is the sum of `arriving_qpe`. Rows of one expert stay in their order of arrival.
     """
     etp_size, ep_size, experts = arriving_qpe.shape
     if etp_size * ep_size == 1 or experts <= 1:
@@ -190,7 +190,7 @@ def _gather_rows(rows: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor
 
 
 def _sum_rows(parts: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor:
-    """The sum, in the order of ranks, of all etp ranks' parts of the rows that this rank received over ep."""
+    """The sum, in the order of ranks, of all etp ranks' parts of the rows received by this rank over ep."""
     if etp.size == 1:
         return parts
     mine = brought_rows[etp.rank]

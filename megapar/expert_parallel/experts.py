@@ -30,9 +30,9 @@ from megapar.sharding import Sharding
 class Experts(nn.Module):
     """down_e(act(gate_e x) * up_e x) for the rows of each expert e of this rank.
 
-    `name` is that of the logical tensors up to the number of the expert, such as layers.3.mlp.experts. `activation`
-    maps [rows, gate then up] to [rows, f/etp] (`megapar_kernels.activations`). `token_share` is the share of tokens
-    that an expert gets if the load is even, for `ParamSpec`.
+    `name` is the name of the logical tensors up to the number of the expert, such as layers.3.mlp.experts. `activation`
+    maps [rows, gate then up] to [rows, f/etp] (`megapar_kernels.activations`). `token_share` is an expert's share of
+    the tokens if the load is even, for `ParamSpec`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Experts(nn.Module):
     def _parameter(
         self, name: str, matrices: Sequence[str], shape: tuple[int, int], cut_dim: int, init: Init
     ) -> nn.Parameter:
-        """The parameter that holds these matrices of each expert of the rank, whose logical shape is `shape`.
+        """The parameter with these matrices of each expert of the rank. Their logical shape is `shape`.
 
         etp cuts them along `cut_dim`.
         """
@@ -107,7 +107,7 @@ class Experts(nn.Module):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """y = x W_e^T, [rows, out], for rows [rows, in] that are sorted by expert. The weight is [experts * out, in].
+    """y = x W_e^T, [rows, out], for rows [rows, in] sorted by expert. The weight is [experts * out, in].
 
     The weight gradient goes straight to the main gradient if the weight has one. An expert without rows adds nothing to
     it, and its gradient is zero if it has none from earlier micro-batches.

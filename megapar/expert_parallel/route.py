@@ -1,8 +1,8 @@
 """Routing: which experts a token goes to, and with which weights.
 
 `select` chooses the experts, without a gradient. `weights` computes the weights of chosen experts, with a gradient.
-They are two functions, so that a recomputed forward pass can use the experts that the first forward pass chose. If it
-chose again, logits that differ in the last bit could give other experts.
+They are two functions, so a recomputed forward pass can use the experts chosen by the first one. If it chose again,
+logits with a different last bit could give other experts.
 
 Shapes: t tokens of this rank, e experts, k experts of a token. Scores are computed in fp32, or in fp64 if logits are
 fp64.
@@ -26,8 +26,8 @@ class RouterRule:
 
     The scores of a token are the softmax or the sigmoid of its logits. The `top_k` experts with the highest scores are
     chosen. Their scores are their weights. With `norm_topk_prob` the weights are divided by their sum. Then they are
-    multiplied by `routed_scaling_factor`. The paper on Mixtral writes a softmax over the chosen logits alone, which
-    gives the same weights as "softmax" with `norm_topk_prob`.
+    multiplied by `routed_scaling_factor`. The paper on Mixtral writes a softmax over the chosen logits alone. It gives
+    the same weights as "softmax" with `norm_topk_prob`.
 
     With `n_group` above 1, consecutive experts form `n_group` groups of equal size. Experts are then chosen only from
     the best `topk_group` groups. The score of a group is the sum of its best top_k / topk_group scores. `n_group` must
@@ -51,7 +51,7 @@ def scores(logits_te: Tensor, rule: RouterRule) -> Tensor:
 
 
 def probabilities(logits_te: Tensor, rule: RouterRule) -> Tensor:
-    """The scores [t, e] as probabilities, whose sum is 1, for the losses that balance experts."""
+    """The scores [t, e] as probabilities with the sum 1, for the losses that balance experts."""
     scores_te = scores(logits_te, rule)
     if rule.scoring_func == "softmax":
         return scores_te  # their sum is 1 already
@@ -62,7 +62,7 @@ def probabilities(logits_te: Tensor, rule: RouterRule) -> Tensor:
 def select(logits_te: Tensor, rule: RouterRule, bias_e: Tensor | None = None) -> Tensor:
     """The experts of each token, int64 [t, k], the best one first.
 
-    `bias_e` is added to the scores. It changes which experts are chosen, but not their weights. Of experts with equal
+    `bias_e` is added to the scores. It changes the choice of experts, but not their weights. Of experts with equal
     scores, those with the lowest numbers are chosen.
     """
     biased_te = scores(logits_te, rule)
@@ -88,7 +88,7 @@ def weights(logits_te: Tensor, indices_tk: Tensor, rule: RouterRule) -> Tensor:
 
 @torch.no_grad()
 def counts(indices: Tensor, num_experts: int) -> Tensor:
-    """How often each expert occurs in `indices`, which may have any shape: int64 [num_experts]."""
+    """How often each expert occurs in `indices`, of any shape: int64 [num_experts]."""
     flat = indices.reshape(-1)
     # Not torch.bincount, which waits for the GPU to read the largest index.
     return flat.new_zeros(num_experts).index_add_(0, flat, torch.ones_like(flat))
