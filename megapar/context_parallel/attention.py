@@ -21,11 +21,11 @@ from megapar.context_parallel.whole import are_equal_runs, whole_attention
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v of one layer, where each rank of `cp` holds a part of the positions of each sample.
+    """softmax(q k^T / sqrt(d)) v of one layer, with a part of each sample's positions on each rank of `cp`.
 
-    `form` is the option parallel.cp_attention. `kv_heads[i]` is the local key/value head that the local query head i
-    reads. `qk_width` is d and `v_width` is e. A position reads `window` keys at most, its own among them; 0: all up to
-    its own.
+    `form` is the option parallel.cp_attention. `kv_heads[i]` is the local key/value head read by the local query head
+    i. `qk_width` is d and `v_width` is e. A position reads `window` keys at most, its own among them; 0: all up to its
+    own.
     """
 
     kv_index: Tensor | None
@@ -65,7 +65,7 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Map q and k of width d and v of width e to [s, b, n * e]. q is [s, b, n, d]; k and v may have fewer heads.
 
-        The s positions are the columns of `batch`, which are those of this rank.
+        The s positions are the columns of `batch` on this rank.
         """
         if self.ulysses is not None:
             y: Tensor = self.ulysses(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels)
@@ -81,7 +81,7 @@ class CoreAttention(nn.Module):
         return rearrange(y, "b n s d -> s b (n d)")
 
     def flops_per_token(self, seq_length: int) -> int:
-        """The FLOPs of the two products for one token, forward: with the keys that it reads, on average."""
+        """The FLOPs of the two products for one token, forward: with the keys it reads, on average."""
         keys = seq_length / 2  # half of the s^2 scores
         if 0 < self.window < seq_length:
             keys = self.window - self.window**2 / (2 * seq_length)

@@ -1,4 +1,4 @@
-"""Which positions of a sample each context-parallel rank holds, and which positions attend to which. Without tensors.
+"""The positions of a sample on each context-parallel rank, and the positions they attend to. Without tensors.
 
 A sample is cut into 2 cp chunks of equal length. Rank r holds the chunks r and 2 cp - 1 - r ("zigzag"; Llama 3, arXiv
 2407.21783, section 3.3.2). Under a causal mask every rank then has the same number of pairs of a query and a key. If
@@ -33,7 +33,7 @@ def positions(length: int, cp: int, rank: int) -> list[int]:
 
 
 def holders(cp: int) -> list[tuple[int, int]]:
-    """For each chunk of a sample in order: the rank that holds it, and 0 or 1 for the rank's first or second chunk.
+    """For each chunk of a sample in order: its rank, and 0 or 1 for the rank's first or second chunk.
 
     `order.whole_of` and `order.parts_of` use it to put the ranks' chunks into the order of positions, and back.
     """
@@ -43,7 +43,7 @@ def holders(cp: int) -> list[tuple[int, int]]:
 
 
 class Block(NamedTuple):
-    """Queries that attend the same run of keys, in some samples. `queries` and `keys` are slices of local rows.
+    """Queries attending the same run of keys, in some samples. `queries` and `keys` are slices of local rows.
 
     If `causal`, only the last query attends all of the keys. The query before it attends all but the last key, and so
     on. Otherwise each query attends all of the keys.
@@ -56,10 +56,10 @@ class Block(NamedTuple):
 
 
 def blocks(queries: Ranges, keys: Ranges, length: int, starts: Sequence[int] | None = None) -> list[Block]:
-    """The blocks in which queries at the positions `queries` attend keys at the positions `keys`.
+    """The blocks of queries at the positions `queries`, attending keys at the positions `keys`.
 
     A query attends the positions of its document up to its own. `starts` are the starts of documents as in
-    `MicroBatch.starts`, for samples of `length` positions. None means that each sample is one document.
+    `MicroBatch.starts`, for samples of `length` positions. With None each sample is one document.
 
     `keys` must hold the positions of all queries, or of none of them.
     """
@@ -72,7 +72,7 @@ def blocks(queries: Ranges, keys: Ranges, length: int, starts: Sequence[int] | N
 
 
 def documents(length: int, starts: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the bounds of the documents of each sample: the positions at which they start, and then `length`."""
+    """Yield the bounds of the documents of each sample: the positions of their starts, and then `length`."""
     # `starts` counts positions through all samples, and ends with their number.
     for first in range(0, starts[-1], length):
         starts_in_sample = starts[bisect_left(starts, first) : bisect_left(starts, first + length)]
@@ -80,7 +80,7 @@ def documents(length: int, starts: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _blocks_of_samples(samples: slice, queries: Ranges, keys: Ranges, bounds: Sequence[int]) -> list[Block]:
-    """The blocks of `samples`, each of whose documents goes from one of the `bounds` to the next."""
+    """The blocks of `samples`. Each of their documents goes from one of the `bounds` to the next."""
     found: list[Block] = []
     for start, stop in queries:
         for document_start, document_stop in pairwise(bounds):
@@ -101,7 +101,7 @@ def _blocks_of_samples(samples: slice, queries: Ranges, keys: Ranges, bounds: Se
 
 
 def _held_before(ranges: Ranges, position: int) -> int:
-    """The number of positions in `ranges` that are below `position`. It is also the local row of `position`."""
+    """The number of positions in `ranges` below `position`. It is also the local row of `position`."""
     return sum(min(max(position - start, 0), stop - start) for start, stop in ranges)
 
 
@@ -126,9 +126,9 @@ def _continues(last: Block, block: Block) -> bool:
 
 
 def square(found: Sequence[Block]) -> list[Block]:
-    """The same attention with causal blocks that have as many keys as queries.
+    """The same attention, with as many keys as queries in each causal block.
 
-    A causal block with more keys is cut in two: its last keys, and then a block that is not causal of its earlier keys.
+    A causal block with more keys is cut in two: its last keys, and then a non-causal block of its earlier keys.
     """
     parts = []
     for block in found:
@@ -143,7 +143,7 @@ def square(found: Sequence[Block]) -> list[Block]:
 
 
 def attended_pairs(length: int, cp: int, rank: int, starts: Sequence[int] | None = None) -> int:
-    """The number of pairs of a query of `rank` and a key that it attends.
+    """The number of pairs of a query of `rank` and a key it attends.
 
     It is for all samples of `starts`. If `starts` is None, it is for one sample.
     """
@@ -160,11 +160,11 @@ def attended_pairs(length: int, cp: int, rank: int, starts: Sequence[int] | None
 
 @dataclass(frozen=True)
 class Ring:
-    """How far the keys and values of each rank travel in a ring, in which each rank sends to the next one.
+    """How far the keys and values of each rank travel in a ring. Each rank sends to the next one.
 
-    A rank that is n hops after `source` has the distance n from it. `attended_at[source]` are the distances of the
-    other ranks with queries that attend the keys of `source`, ascending. The keys travel to the farthest of these
-    ranks. Their gradients start at the nearest of them, and travel on around the ring until they are back at `source`.
+    A rank n hops after `source` has the distance n from it. `attended_at[source]` are the distances of the other ranks
+    with queries attending the keys of `source`, ascending. The keys travel to the farthest of these ranks. Their
+    gradients start at the nearest of them, and travel on around the ring until they are back at `source`.
     """
 
     attended_at: tuple[tuple[int, ...], ...]
@@ -200,9 +200,9 @@ def ring(length: int, cp: int, starts: Sequence[int] | None = None) -> Ring:
 
 
 def _reach_of_chunks(length: int, size: int, starts: Sequence[int] | None) -> list[int]:
-    """For each chunk of `size` positions, the end of the document that holds its last position.
+    """For each chunk of `size` positions, the end of the document of its last position.
 
-    Of several samples, it is the end in the sample where it is farthest.
+    With several samples it is the farthest of their ends.
     """
     num_chunks = length // size
     if starts is None:

@@ -1,4 +1,4 @@
-"""Dropout of attention probabilities, with masks that no layout changes."""
+"""Dropout of attention probabilities, with the same masks in every layout."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class AttentionDropout:
     positions_s: Tensor
 
     def keep(self, keys_k: Tensor, samples: slice = ALL, queries: slice = ALL) -> Tensor:
-        """The mask, bool [b, n, q, k], which is True where a probability is kept.
+        """The mask, bool [b, n, q, k]: True for kept probabilities.
 
         `samples` and `queries` are slices of local rows. `keys_k` are the positions of the keys.
         """

@@ -1,4 +1,4 @@
-"""Keys and values in one flat tensor, so that one message carries both. Their widths may differ."""
+"""Keys and values in one flat tensor, so one message carries both. Their widths may differ."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class KeysValues(NamedTuple):
 
     @classmethod
     def of(cls, flat: Tensor, k_shape: torch.Size, v_shape: torch.Size) -> "KeysValues":
-        """Keys and values of these shapes in `flat`, whose size is the sum of both."""
+        """Keys and values of these shapes in `flat`. Its size is the sum of both."""
         k, v = flat.split((k_shape.numel(), v_shape.numel()))
         return cls(flat, k.view(k_shape), v.view(v_shape))
 
@@ -33,7 +33,7 @@ class KeysValues(NamedTuple):
         return self.with_flat(torch.zeros_like(self.flat, dtype=dtype))
 
     def of_ranks(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys [r, b, h, s, d] and the values [r, b, h, s, e] of r ranks, whose flat tensors are joined in `flat`.
+        """The keys [r, b, h, s, d] and the values [r, b, h, s, e] of r ranks. Their flat tensors are joined in `flat`.
 
         Both are views.
         """

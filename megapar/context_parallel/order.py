@@ -1,4 +1,4 @@
-"""Puts the chunks that context-parallel ranks hold into the order of positions, and back.
+"""Puts the chunks of the context-parallel ranks into the order of positions, and back.
 
 Shapes: r ranks, s positions of a rank, r * s positions of a sample, d width.
 """

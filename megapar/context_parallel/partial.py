@@ -34,7 +34,7 @@ class Dropped:
             self._keys = torch.cat([torch.arange(start, stop, device=device) for start, stop in keys])
 
     def keep(self, block: Block) -> Tensor | None:
-        """The mask of a block, bool [b, n, q, k], which is True where a probability is kept. None without dropout."""
+        """The mask of a block, bool [b, n, q, k]: True for kept probabilities. None without dropout."""
         if self._dropout is None:
             return None
         return self._dropout.keep(self._keys[block.keys], block.samples, block.queries)

@@ -28,7 +28,7 @@ from megapar.context_parallel.partial import Dropped, Gradient, Result
 class _Round:
     """One round of the ring, as one rank sees it: what it attends in each step, and what it sends and receives.
 
-    `blocks[step]` and `dropped[step]` are the blocks and the dropout masks of the keys that it holds in `step`.
+    `blocks[step]` and `dropped[step]` are the blocks and the dropout masks of the keys it holds in `step`.
     """
 
     def __init__(self, length: int, cp: Axis, starts: Sequence[int] | None, dropout: AttentionDropout | None):
@@ -66,7 +66,7 @@ class _Round:
     ) -> tuple[KeysValues | None, Pending]:
         """Start to send `grad_kv`, the gradients of the keys held in `step`, and to receive those of the next step.
 
-        The gradients that arrive after the last step are those of this rank's own keys. Otherwise as `pass_keys`.
+        The gradients arriving after the last step belong to this rank's own keys. Otherwise as `pass_keys`.
         """
         sends = self._ring.gradients_leave(self.source(step), step)
         # What arrives is sent by the rank before this one. It is `step` hops after `source(step + 1)`.
@@ -77,7 +77,7 @@ class _Round:
     def _exchange(self, sent: KeysValues | None, like: KeysValues | None) -> tuple[KeysValues | None, Pending]:
         """Start to send `sent` to the next rank, and to receive what is like `like` from the one before it.
 
-        None means that nothing is sent, or received. Returns (what is received, or None; what to wait for).
+        With None nothing is sent, or received. Returns (what is received, or None; what to wait for).
         """
         cp = self.cp
         sends = []

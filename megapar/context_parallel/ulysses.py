@@ -25,9 +25,9 @@ from megapar.context_parallel.whole import are_equal_runs, whole_attention
 class Ulysses(nn.Module):
     """The attention of one layer with the exchanges before and after it.
 
-    `kv_heads[i]` is the local key/value head that the local query head i reads, ascending. cp must divide the number of
-    query heads. Each rank gets a run of query heads, and the key/value heads that they read. A key/value head that
-    several ranks read is sent to each of them, and the backward pass sums their gradients of it. `window` is as in
+    `kv_heads[i]` is the local key/value head read by the local query head i, ascending. cp must divide the number of
+    query heads. Each rank gets a run of query heads, and the key/value heads they read. A key/value head read by
+    several ranks is sent to each of them, and the backward pass sums their gradients of it. `window` is as in
     `whole_attention`.
     """
 

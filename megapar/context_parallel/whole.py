@@ -24,8 +24,9 @@ def whole_attention(
     kernels: Kernels,
     window: int = 0,
 ) -> Tensor:
-    """Causal attention, [s, b, n * e], within the documents of `batch`, whose columns are all positions of its samples.
+    """Causal attention, [s, b, n * e], within the documents of `batch`.
 
+    The columns of `batch` are all positions of its samples.
     q [s, b, n, d] may have a multiple of the heads of k and v. Then a run of consecutive heads of q reads each head of
     k and v. The width e of v may differ from d. With a `window`, a position reads that many keys at most, its own among
     them. Such attention takes no dropout.
@@ -50,7 +51,7 @@ def whole_attention(
 def are_equal_runs(kv_heads: Sequence[int]) -> bool:
     """Whether runs of equal length of consecutive query heads read the key/value heads 0, 1, and so on.
 
-    `kv_heads[i]` is the key/value head that query head i reads. torch's attention takes only such runs.
+    `kv_heads[i]` is the key/value head read by query head i. torch's attention takes only such runs.
     """
     num_kv_heads = kv_heads[-1] + 1
     if len(kv_heads) % num_kv_heads:
