@@ -26,7 +26,7 @@ from megapar.pipeline.sharding_plan import Item, UnitAction, Units, first_microb
 def preload(pp: int) -> None:
     """Import what torch imports when a backward pass is first given a gradient, as on all stages but the last one.
 
-    A launcher calls this before it forks its ranks, so that not every rank spends half a second on it.
+    A launcher calls this before it forks its ranks. Otherwise every rank would spend half a second on it.
     """
     if pp > 1:
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
@@ -35,8 +35,8 @@ def preload(pp: int) -> None:
 class PipelineRuntime:
     """The stages of this rank, and the order in which micro-batches go through them.
 
-    `stages` maps stage numbers to modules. The schedule says on which rank each of the pp * vpp stages lives. A
-    pipeline of one rank is no special case: it has no messages, and with one stage it is gradient accumulation.
+    `stages` maps stage numbers to modules. The schedule assigns each of the pp * vpp stages to a rank. A pipeline of
+    one rank is no special case: it has no messages, and with one stage it is gradient accumulation.
 
     `fine_stages` is the number of fine stages of each of the pp * vpp stages (see `megapar.pipeline.refine`). `stages`
     are then fine stages, and so are those of `num_stages` and of actions. `units` tells which units they use.
@@ -90,11 +90,11 @@ class PipelineRuntime:
         `scale`, in the order of `batches` on the rank of the last stage, and [] elsewhere.
 
         `on_last_backward` is called once, right before the last action that adds gradients of matrices: a B or a W. Its
-        argument is the kind and the stage of that action, or None if there are no micro-batches. At that time all other
-        stages of this rank have their final gradients. Those of the last one become final while it runs.
+        argument is the action's kind and stage, or None if there are no micro-batches. By then all other stages of this
+        rank have their final gradients. Those of the last one become final while it runs.
 
         `trace` collects an Event for each action, in seconds of this machine's monotonic clock. An event starts when
-        the inputs of its action have arrived. On an accelerator, tracing waits for each action, which slows the step.
+        the inputs of its action have arrived. On an accelerator, tracing waits for each action and so slows the step.
         """
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
         # A stage before the last may add a loss of its own (megapar.batch.add_loss). It scales the gradient itself.
@@ -113,7 +113,7 @@ class PipelineRuntime:
         return run.finish()
 
     def deferred_nbytes(self) -> Counter[int]:
-        """Bytes that the deferred weight gradients keep now, by stage."""
+        """Bytes kept now by the deferred weight gradients, by stage."""
         found: Counter[int] = Counter()
         for (stage, _), queue in self.deferred.items():
             found[stage] += queue.nbytes
@@ -130,7 +130,7 @@ class PipelineRuntime:
     def prepare(self, numbers_of_microbatches: Iterable[tuple[int, int]]) -> None:
         """Make the plans of steps now: those of (micro-batches of this rank, most of any replica).
 
-        A plan of thousands of actions takes up to a second, during which a step would stall.
+        A plan of thousands of actions takes up to a second. Made in a step, it would stall the step.
         """
         for number, max_microbatches in numbers_of_microbatches:
             self.plan(number, max_microbatches, backward=True)
@@ -181,7 +181,7 @@ class _Saved:
 
 
 class _Execution:
-    """One run of a plan: tensors that have arrived, tensors to send, and what forwards have saved for backward."""
+    """One run of a plan: arrived tensors, tensors to send, and what forwards have saved for backward."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class _Execution:
         return [self._losses[m] for m in sorted(self._losses)]
 
     def _post(self, messages: MessageBatch) -> None:
-        """Start `messages`. Allocates the tensors that are received."""
+        """Start `messages`. Allocates the tensors to receive."""
         # One batch with sends in flight at most, so that what was sent is freed (see lowering.MessageBatch).
         if messages.sends:
             self._sending.wait()
@@ -273,7 +273,7 @@ class _Execution:
             self._sending = pending
 
     def _buffers(self, action: Action) -> tuple[Tensor, ...]:
-        """Allocate the tensors that `action` receives."""
+        """Allocate the tensors received by `action`."""
         if action.kind == "F":
             specs = self._runtime.stages[action.stage].boundary(self._batches[action.microbatch])
         else:
@@ -325,7 +325,7 @@ class _Execution:
 
 
 def _takers(plan: Sequence[Item]) -> dict[tuple[bool, int, int], Action]:
-    """The action that takes each result on this rank or on another one: (is forward, stage, micro-batch) to action.
+    """The action taking each result on this rank or on another one: (is forward, stage, micro-batch) to action.
 
     A gradient is taken by a B or by an I.
     """
