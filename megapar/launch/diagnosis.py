@@ -193,7 +193,7 @@ def mismatch(
 
 
 def _key(record: Mapping[str, Any], position: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Two tuples: the identity of the operation on its axis, and its properties, equal on all ranks that take part."""
+    """Two tuples: the identity of the operation on its axis, and its properties, equal on all ranks taking part."""
     if record["operation"] == "all_to_all":
         # No bytes: each rank sends as many rows as its tokens chose experts elsewhere.
         return ("all", record["number"]), (record["operation"], record["dtype"])

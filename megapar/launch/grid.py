@@ -1,4 +1,4 @@
-"""The rank grid that a run's options ask for."""
+"""The rank grid for a run's options."""
 
 from megapar.config.options import Config
 from megapar.grid import Grid
