@@ -25,8 +25,8 @@ class Heads:
     """The query heads [q_start, q_stop) of a rank and the key/value heads [kv_start, kv_stop) that they read.
 
     Ranks share key/value heads if there are fewer of them than tp, or if the query heads of one lie on two ranks. The
-    first rank that holds a key/value head owns it: [kv_own_start, kv_stop) are this rank's own. `shared` is the same on
-    every rank: whether any two ranks share a head. `kv_heads` has the local key/value head of each local query head.
+    first rank with a key/value head owns it: [kv_own_start, kv_stop) are this rank's own. `shared` is the same on every
+    rank: whether any two ranks share a head. `kv_heads` has the local key/value head of each local query head.
     """
 
     q_start: int

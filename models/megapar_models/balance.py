@@ -27,8 +27,8 @@ def with_measured_partition(
 ) -> tuple[Resolved, Config, list[str]]:
     """Fill in parallel.partition if parallel.balance asks for measured costs and no partition is given. A collective.
 
-    Rank 0 measures, or takes the partition that the run folder's config.toml holds from an earlier start: a run that is
-    resumed keeps its stages. Returns both configurations with the partition, and lines that say where it is from.
+    Rank 0 measures, or takes the partition of an earlier start from the run folder's config.toml: a resumed run keeps
+    its stages. Returns both configurations with the partition, and lines about its origin.
     """
     parallel = config.parallel
     if parallel.balance != "measured" or parallel.partition or parallel.pp * parallel.vpp == 1:
@@ -47,7 +47,7 @@ def with_measured_partition(
 def _earlier_partition(config: Config) -> tuple[list[int], str] | None:
     """The partition in the config.toml of the run folder, if it was measured for the same model and layout.
 
-    `config` has its options as they were given, as that file has.
+    `config` has its options as they were given, as the file has them.
     """
     earlier = load_earlier(config.run_dir)
     if earlier is None:
@@ -92,9 +92,9 @@ def measure(config: Config, on: torch.device) -> tuple[list[float], float, float
 
 
 def times_of_stages(config: Config, on: torch.device) -> Callable[[Config], list[Times]]:
-    """Measure as `measure` does, F, I and W apart. Returns a function: the times of the stages of a config.
+    """Measure as `measure` does, F, I and W apart. Returns a function from a config to the times of its stages.
 
-    That config may have other stages than `config`, and nothing else that is different.
+    This config may differ from `config` in its stages alone.
     """
     parts = _Parts(config, on)
     layers, first, last = parts.of_all(lambda layers, first, last: parts.times(layers, first=first, last=last))
@@ -120,7 +120,7 @@ T = TypeVar("T")
 
 
 class _Parts:
-    """The parts of a model that are timed, each as a stage of its own with random inputs."""
+    """The timed parts of a model, each as a stage of its own with random inputs."""
 
     def __init__(self, config: Config, on: torch.device):
         self._model = config.model

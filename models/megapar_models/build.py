@@ -24,7 +24,7 @@ def build_stages(
 ) -> StageSet[Stage]:
     """Build this rank's stages on the context's device, uninitialized.
 
-    The schedule decides which rank has which stage. `config` must be validated. With a context on the meta device the
+    The schedule assigns the stages to the ranks. `config` must be validated. With a context on the meta device the
     stages have shapes and no memory. Without `allocate` parameters have no memory yet (`megapar.train.trainer.start`).
     With optimizer.zero_stage 2 and 3 the stages are fine stages: the embedding, each layer, and norm with head are one
     each. `layers` are those of `stage_layers(config)`, if they are known.
@@ -70,9 +70,9 @@ def _fine_layers(stage: int, layers: Sequence[range]) -> list[range]:
 
 
 def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) -> Callable[..., Stage]:
-    """Call the result as the class of the family's stage is called, with the layers of a stage, `first` and `last`.
+    """The class of the family's stage, with the arguments common to all stages of this rank given already.
 
-    All that the stages of this rank have in common is given already. `allocate` is as in `build_stages`.
+    Call it with the layers of a stage, `first` and `last`. `allocate` is as in `build_stages`.
     """
     model = config.model
     family = find(model.family)
@@ -104,7 +104,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
 
 
 def stage_layers(config: Config) -> list[range]:
-    """The layers of each of the pp * vpp stages: those of `parallel.partition`, or a split that balances the cost.
+    """The layers of each of the pp * vpp stages: those of `parallel.partition`, or a split of balanced cost.
 
     The cost is in multiplications per token. Head and loss count on the last stage. The embedding's lookup is nearly
     free.

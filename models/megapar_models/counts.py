@@ -1,8 +1,8 @@
 """Counts a model: its tensors, parameters and FLOPs, as its parameters and modules declare them.
 
-A parameter declares its tensors (`ParamSpec`). A module with products that have no weights, such as attention's scores,
-declares their FLOPs: it has a method `flops_per_token(seq_length)`, which returns those of one token's forward pass as
-an int. They are of the whole module on one rank, without those of the modules inside it.
+A parameter declares its tensors (`ParamSpec`). A module with products without weights, such as attention's scores,
+declares their FLOPs by a method `flops_per_token(seq_length)`. It returns the FLOPs of one token's forward pass as an
+int: those of the whole module on one rank, without those of the modules inside it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from megapar_models.registry import find
 
 
 class WholeModel:
-    """A model in one stage on the meta device, from which all is counted.
+    """A model in one stage on the meta device, the source of all counts.
 
     A large one takes tenths of a second to build. `declarations` has every logical tensor by name, with the declaration
     of its parameter. A fused parameter declares several tensors. A tied embedding is listed once.
@@ -47,12 +47,12 @@ class WholeModel:
         return sum(torch.Size(piece.shape).numel() for piece, _ in self.declarations.values())
 
     def active_parameters(self) -> int:
-        """The number of parameters that a token is computed with: of a mixture, those of its own experts alone."""
+        """The number of parameters in the computation of a token: of a mixture, those of its own experts alone."""
         counts = (torch.Size(piece.shape).numel() * spec.token_share for piece, spec in self.declarations.values())
         return round(sum(counts))  # a whole number: each layer has num_experts_per_tok times an expert's parameters
 
     def size_in_words(self) -> str:
-        """The number of parameters, and of active ones if there are experts that not every token uses."""
+        """The number of parameters, and of active ones if some tokens do not use all experts."""
         total = self.parameters()
         active = self.active_parameters()
         return f"{total:,} parameters" if active == total else f"{total:,} parameters, {active:,} active"
@@ -84,16 +84,16 @@ class WholeModel:
         return costs
 
     def flops_per_token(self, seq_length: int, trainable: Sequence[str] = ()) -> int:
-        """The FLOPs of forward and backward for one token, where train.trainable is `trainable`.
+        """The FLOPs of forward and backward for one token, with `trainable` as train.trainable.
 
         Each weight of a matrix product counts 2 for the forward pass, 2 for the gradient of the product's input, and 2
-        for its own gradient: those of the head do, those of the embedding's lookup do not. Of a mixture's experts those
-        count that a token is sent to. Products without weights count what their modules declare for the forward pass,
-        and twice as much for the backward pass. As in Megatron-LM, attention counts over the whole sample, also if
+        for its own gradient: those of the head do, those of the embedding's lookup do not. Of a mixture's experts only
+        the token's own count. Products without weights count what their modules declare for the forward pass, and twice
+        as much for the backward pass. As in Megatron-LM, attention counts over the whole sample, also if
         data.documents=apart computes less.
 
-        Frozen weights have no gradient of their own. Gradients of inputs are counted back to the first layer that holds
-        a trained parameter, and for all products of that layer. Layers before it need none.
+        Frozen weights have no gradient of their own. Gradients of inputs are counted back to the first layer with a
+        trained parameter, and for all products of this layer. Layers before it need none.
         """
         layers = self.model.num_hidden_layers
         trained: set[str] = set()
@@ -118,14 +118,14 @@ class WholeModel:
         return round(total)  # a whole number: each layer has num_experts_per_tok times an expert's FLOPs
 
     def _products(self, seq_length: int) -> Iterator[tuple[int, int]]:
-        """Yield (depth, FLOPs of one token's forward pass) of each module that declares products of its own."""
+        """Yield (depth, FLOPs of one token's forward pass) of each module with declared products of its own."""
         for name, module in self._stage.named_modules():
             declared = getattr(module, "flops_per_token", None)
             if declared is not None:
                 yield self._depth(name), declared(seq_length)
 
     def _products_of_layers(self, seq_length: int) -> list[int]:
-        """The FLOPs of one token's forward pass through each layer that its modules declare."""
+        """The FLOPs of one token's forward pass through each layer, as its modules declare them."""
         layers = [0] * self.model.num_hidden_layers
         for depth, flops in self._products(seq_length):
             if 0 <= depth < len(layers):

@@ -1,8 +1,7 @@
 """Makes the modules of a model by name: linear layers, experts, norms, the embedding and the core of attention.
 
-The layers of all families are made of these. A run may add modules by name here, before a parameter is declared. So
-everything that follows from declarations (initial weights, optimizer state, checkpoints, counts) follows for an adapter
-too.
+The layers of all families are made of these. A run may add modules by name here, before a parameter is declared. So an
+adapter also gets everything derived from declarations: initial weights, optimizer state, checkpoints, counts.
 """
 
 import math
@@ -139,6 +138,7 @@ class Factory:
         )
 
     def norm(self, name: str, size: int, rule: NormRule) -> RMSNorm | LayerNorm:
+        """A norm over the last dimension, of `size` elements."""
         kinds: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
         return kinds[rule.kind](name, size, rule, self.sharding, self.kernels.norm)
 
@@ -226,6 +226,6 @@ class _RowsBeside(RowParallelLinear):
 
 
 def initializations(model: ModelConfig) -> tuple[Init, Init]:
-    """Those of matrices, and of the two that add to the residual stream: GPT-2 scales them by the depth."""
+    """Initializations of matrices, and of the two that add to the residual stream: GPT-2 scales them by the depth."""
     std = model.initializer_range
     return Init("normal", std), Init("normal", std / math.sqrt(2 * model.num_hidden_layers))

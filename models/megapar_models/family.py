@@ -1,4 +1,4 @@
-"""Describes a model family: its modules, the options that it reads, and its names in other frameworks."""
+"""Describes a model family: its modules, its options, and its names in other frameworks."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ class ModelType:
     """One `model_type` of Hugging Face's config.json."""
 
     defaults: Raw
-    """Values that transformers takes for absent fields. A size without a default here must be in the file."""
+    """transformers' defaults for absent fields. A size without a default here must be in the file."""
     fixed: Raw
-    """Fields that, if present, must have this value. With another value the model computes something else."""
+    """Fields with a required value, if they are present. With another value the model computes something else."""
 
 
 def _no_lines(*_: Any) -> list[str]:
@@ -34,7 +34,7 @@ def _nothing_further(_: Raw, __: str) -> tuple[dict[str, Any], list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace:
-    """A family's names at Hugging Face, and the config.json files that it can represent."""
+    """A family's names at Hugging Face, and the config.json files it can represent."""
 
     model_types: Mapping[str, ModelType]
     modules: dict[str, str]
@@ -47,32 +47,32 @@ class HuggingFace:
     activations: Mapping[str, str]
     """From their names of activations to ours."""
     tied: Mapping[str, str]
-    """Redundant tensors that a file of a tied model may hold, each with the tensor that it must equal."""
+    """Redundant tensors in files of tied models, each with its original. The two must be equal."""
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Their tensors [experts, rows, columns] of all experts, each with the modules of an expert that it holds.
+    """Their tensors [experts, rows, columns] of all experts, each with the modules of an expert inside it.
 
     The rows of an expert are divided evenly among these modules, in order. Such a tensor is read as if the file held
-    NAME.EXPERT.MODULE.weight for each expert and module, where NAME is the tensor's name without its last component.
+    NAME.EXPERT.MODULE.weight for each expert and module. NAME is the tensor's name without its last component.
     """
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Parts of stored names, each with the part that stands for it in `modules`."""
+    """Parts of stored names, each with its counterpart in `modules`."""
     transposed: Collection[str] = ()
-    """Their modules whose weights are [in, out]."""
+    """Their modules with weights [in, out]."""
     base_prefix: str = ""
-    """The prefix that is missing from tensor names if a model was saved without its head."""
+    """The prefix missing from tensor names if a model was saved without its head."""
     write: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]]
     """Make the config.json of a validated model from its `fields`. Raises ConfigError if no model_type fits."""
     read: Callable[[Raw, str], tuple[dict[str, Any], list[str]]] = _nothing_further
-    """From a config.json and its model_type: values of our options that `fields` does not list, and problems."""
+    """From a config.json and its model_type: values of our options beyond those in `fields`, and problems."""
     judge: Callable[[Raw, str], Iterable[str]] = _no_lines
     """Further problems of a config.json. It is called only if all fields are present and understood."""
     warnings: Callable[[Raw], list[str]] = _no_lines
-    """Warnings about fields of a config.json that have no option here and do not change what the model computes."""
+    """Warnings about fields of a config.json without an option here and without effect on what the model computes."""
 
 
 @dataclass(frozen=True)
 class Megatron:
-    """The arguments of Megatron-LM with which its GPT model is this family."""
+    """The arguments that make Megatron-LM's GPT model this family."""
 
     swiglu: bool
     normalization: str
@@ -82,7 +82,7 @@ class Megatron:
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ModelRules):
-    """All that the project knows of a model family.
+    """All the project knows of a model family.
 
     A family outside this repository needs only `stage`. It needs names in other frameworks only for conversions.
     """
@@ -97,7 +97,7 @@ class Family(ModelRules):
 
 
 def wrong_types(values: Mapping[str, Any], section: type) -> Iterator[str]:
-    """Yield a problem for each of `values` whose type is not that of its field in the dataclass `section`."""
+    """Yield a problem for each of `values` of another type than its field in the dataclass `section`."""
     for name, expected in get_type_hints(section).items():
         if name not in values:
             continue
@@ -113,6 +113,6 @@ def wrong_types(values: Mapping[str, Any], section: type) -> Iterator[str]:
 
 
 def typed(values: Mapping[str, Any], section: type) -> dict[str, Any]:
-    """Convert JSON's whole numbers to floats for the options of `section` that are floats."""
+    """`values` with JSON's whole numbers as floats, if the option of `section` is a float."""
     types = get_type_hints(section)
     return {name: float(value) if types[name] is float else value for name, value in values.items()}

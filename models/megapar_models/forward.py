@@ -18,7 +18,7 @@ class ForwardContext:
     """What every layer needs in a forward pass.
 
     `batch` has the positions, the sample numbers and the documents. `rotary` has the tables cos and sin of every
-    `Rotary` in the layers of the stage. `seed` is that of dropout. `recomputes_attention` says whether backward
+    `Rotary` in the layers of the stage. `seed` is the seed of dropout. `recomputes_attention` says whether backward
     computes core attention again (`Recompute.attention`). `dispatches` has, by the number of a layer, the experts of
     the tokens, as the first forward pass of the micro-batch chose them. Recomputation uses them again.
     """
@@ -31,8 +31,8 @@ class ForwardContext:
 
 
 class DropoutSite(IntEnum):
-    """The places where a model applies dropout. Their numbers are part of a mask's key (`dropout_use`): do not change
-    them, or a resumed run draws other masks."""
+    """The places of dropout in a model. Their numbers are part of a mask's key (`dropout_use`): do not change them, or
+    a resumed run draws other masks."""
 
     EMBEDDING = 0
     ATTENTION_PROBABILITIES = 1
@@ -55,7 +55,7 @@ def hidden_keys(context: ForwardContext, use: int, sharding: Sharding) -> Tensor
 
 
 def rows_of_rank(x_s: Tensor, sharding: Sharding) -> Tensor:
-    """The part of [s, ...] that this rank holds between layers: all, or [s/tp, ...] under sequence parallelism."""
+    """This rank's part of [s, ...] between layers: all, or [s/tp, ...] under sequence parallelism."""
     if not sharding.splits_sequence:
         return x_s
     return x_s.chunk(sharding.tp.size)[sharding.tp.rank]

@@ -1,10 +1,10 @@
 """A mixture of experts in place of a layer's MLP (Shazeer et al., arXiv 1701.06538).
 
-Each token goes to a few of the experts, which lie on the ranks of ep. The rows of tokens travel there and back
+The experts lie on the ranks of ep, and each token goes to a few of them. The rows of tokens travel there and back
 (`megapar.expert_parallel.dispatch`). No token is dropped. Mixtral's page has the names of the weights
 (`megapar_models.mixtral.model`).
 
-Shapes: s sequence (s/tp under sequence parallelism), b micro-batch, h hidden, t tokens that this rank routes, k experts
+Shapes: s sequence (s/tp under sequence parallelism), b micro-batch, h hidden, t tokens routed by this rank, k experts
 of a token.
 """
 
@@ -28,7 +28,7 @@ from megapar_models.layer_kind import LayerKind
 from megapar_models.mlp import GATED, GatedMLP
 
 ROUTER_LOSS = "router"
-"""Name of the sum of the losses that balance experts (`megapar.expert_parallel.balance`), over all layers."""
+"""Name of the sum of the experts' balance losses (`megapar.expert_parallel.balance`), over all layers."""
 
 
 def router_rule(moe: MoEConfig) -> RouterRule:
@@ -101,16 +101,16 @@ class MixtureOfExperts(nn.Module):
         return y_sbh
 
     def _copied(self, x_sbh: Tensor) -> Tensor:
-        """`x_sbh`. If all tp ranks have the same, backward adds up their gradients, each of which covers one part."""
+        """`x_sbh`. If all tp ranks have the same, backward adds up their gradients: each covers one part."""
         if self.sharding.sequence_parallel:
             return x_sbh
         return copy_to_tp(x_sbh, self.sharding.tp)
 
     def _route(self, own_sbh: Tensor, context: ForwardContext) -> tuple[Routing, Dispatch]:
-        """The experts of each token of this rank, and where their rows go.
+        """The experts of each token of this rank, and the dispatch of their rows.
 
-        A forward pass that is recomputed gets the experts that the first one chose: its logits may differ in the last
-        bit on a GPU, and other experts would be another function.
+        A recomputed forward pass gets the experts of the first one: its logits may differ in the last bit on a GPU, and
+        other experts would be another function.
         """
         dispatch = context.dispatches.get(self.number)
         if dispatch is not None:
@@ -121,17 +121,17 @@ class MixtureOfExperts(nn.Module):
         return routing, dispatch
 
     def _with_losses(self, y_sbh: Tensor, routing: Routing, context: ForwardContext) -> Tensor:
-        """`y_sbh`, whose backward runs that of the losses that balance the experts."""
+        """`y_sbh`. Its backward also runs the backward of the experts' balance losses."""
         weights_sb = _tokens_of_rank(rows_of_rank(context.batch.weights_bs.t(), self.sharding), self.sharding)
         loss = self.router.loss(routing, weights_sb, (self.sharding.tp, self.sharding.cp))
         return add_loss(y_sbh, loss, context.batch, ROUTER_LOSS)
 
 
 def _tokens_of_rank(x_sb: Tensor, sharding: Sharding) -> Tensor:
-    """The tokens that this rank routes, of hidden states [s, b, h] or weights [s, b].
+    """The tokens routed by this rank, of hidden states [s, b, h] or weights [s, b].
 
-    Under sequence parallelism each tp rank has tokens of its own already. Otherwise all have the same, and each takes
-    a part of the sequence, so that no token is routed twice. The parts may be uneven.
+    Under sequence parallelism each tp rank has tokens of its own already. Otherwise all have the same, and each takes a
+    part of the sequence, so no token is routed twice. The parts may be uneven.
     """
     tp = sharding.tp
     if tp.size == 1 or sharding.sequence_parallel:
@@ -141,7 +141,7 @@ def _tokens_of_rank(x_sb: Tensor, sharding: Sharding) -> Tensor:
 
 
 def _tokens_of_all(y_sbh: Tensor, length: int, sharding: Sharding) -> Tensor:
-    """The inverse for results: the tokens of all tp ranks, [length, b, h], where they had the same before."""
+    """The inverse for results: the tokens of all tp ranks, [length, b, h], if they had the same before."""
     tp = sharding.tp
     if tp.size == 1 or sharding.sequence_parallel:
         return y_sbh

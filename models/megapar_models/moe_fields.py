@@ -1,4 +1,4 @@
-"""The fields of a mixture of experts in a config.json of Hugging Face, for the families that have experts."""
+"""The fields of a mixture of experts in a config.json of Hugging Face, for the families with experts."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,9 +13,9 @@ from megapar_models.rope import factor_warnings
 def read_moe(raw: Raw, names: Mapping[str, str], defaults: Raw) -> tuple[dict[str, Any], list[str]]:
     """Read the options `model.moe` from a config.json; returns their values and problems.
 
-    `names` maps the fields of config.json to options. `defaults` has what transformers takes for absent fields. A field
+    `names` maps the fields of config.json to options. `defaults` has transformers' defaults for absent fields. A field
     without a default must be there. Several fields may name the same option, if they agree: transformers 5 writes
-    num_local_experts where version 4 wrote num_experts.
+    num_local_experts, version 4 wrote num_experts.
     """
     values: dict[str, Any] = {}
     problems = []
@@ -39,7 +39,7 @@ def read_moe(raw: Raw, names: Mapping[str, str], defaults: Raw) -> tuple[dict[st
 
 
 def mixture_warnings(raw: Raw) -> list[str]:
-    """Lines about fields that transformers reads otherwise: YaRN's factor, and its loss of balance."""
+    """Lines about fields with another meaning in transformers: YaRN's factor, and its loss of balance."""
     lines = factor_warnings(raw)
     if raw.get("output_router_logits"):
         # Its loss depends on the micro-batch.
@@ -50,9 +50,9 @@ def mixture_warnings(raw: Raw) -> list[str]:
 
 
 def refuse_unwritable(model: ModelConfig, model_type: str, fixed: Mapping[str, Any], because: Iterable[str]) -> None:
-    """Raise ConfigError that names every option of model.moe which the config.json of `model_type` cannot hold.
+    """Raise ConfigError with every option of model.moe the config.json of `model_type` cannot hold.
 
-    `fixed` has the values of further options that transformers' model always has. `because` are other problems.
+    `fixed` has further options, each with its only value in transformers' model. `because` are other problems.
     """
     problems = list(because)
     always: dict[str, Any] = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "n_group": 1}

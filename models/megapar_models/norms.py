@@ -17,8 +17,8 @@ from megapar.tensor_parallel.layers import replicated_vector
 class NormRule:
     """How a family normalizes.
 
-    `kind` is RMSNorm, or LayerNorm, which also subtracts the mean and adds a bias. RMSNorm is x / rms(x) * (`offset` +
-    w). The weight w starts at 1 - offset, which is 0 in Gemma.
+    `kind` is RMSNorm or LayerNorm. LayerNorm also subtracts the mean and adds a bias. RMSNorm is x / rms(x) * (`offset`
+    + w). The weight w starts at 1 - offset: in Gemma, at 0.
 
     RMSNorm of 16-bit hidden states is computed in fp32 and rounded once, after the product with the weight. With
     `cast_first` it is rounded before the product, and the product is rounded again, as in Hugging Face's Llama.
@@ -95,7 +95,7 @@ class LayerNorm(nn.Module):
 
 
 class NoNorm(nn.Module):
-    """Stands where a layer has no norm."""
+    """Takes the place of a norm in a layer without one."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x

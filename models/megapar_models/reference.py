@@ -1,7 +1,7 @@
 """What the plain versions of several families share, in eager PyTorch. Tests compare the models with these versions.
 
 Nothing here or in a family's reference.py is shared with the models under test but the numbers in `ModelConfig` and the
-names of logical tensors. Any float dtype works: the dtype of the given tensors is that of all arithmetic.
+names of logical tensors. Any float dtype works: all arithmetic is in the dtype of the given tensors.
 Letters: b samples, s positions, h hidden, n heads, d width of a head, v vocabulary, t tokens, e experts, k experts of a
 token, g groups of experts.
 """
@@ -31,7 +31,7 @@ def heads(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Ten
 
 
 def attend(q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor) -> Tensor:
-    """Causal attention; returns [b, s, n d]. k and v may have fewer heads than q, each of which serves a group."""
+    """Causal attention; returns [b, s, n d]. k and v may have fewer heads than q: each then serves a group."""
     query_heads = q_bnsd.shape[1]
     key_heads = k_bnsd.shape[1]
     s = q_bnsd.shape[2]
@@ -45,7 +45,7 @@ def attend(q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor) -> Tensor:
 
 
 def activate(model: ModelConfig, x: Tensor) -> Tensor:
-    """The function that model.hidden_act names."""
+    """The activation function named by model.hidden_act."""
     if model.hidden_act == "silu":
         return x * x.sigmoid()
     if model.hidden_act == "relu2":
@@ -54,7 +54,7 @@ def activate(model: ModelConfig, x: Tensor) -> Tensor:
 
 
 def mixture(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor, mlp: Part) -> Tensor:
-    """A mixture of experts, each of which is `mlp`: the sum of a token's experts, times their weights."""
+    """A mixture of experts, each computed by `mlp`: the sum of a token's experts, times their weights."""
     b, s, h = x_bsh.shape
     x_th = x_bsh.reshape(b * s, h)  # t tokens
     experts_tk, weights_tk = _route(model, tensors, f"{name}.router", x_th)
@@ -72,7 +72,7 @@ def mixture(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor, mlp:
 
 
 def _route(model: ModelConfig, tensors: Tensors, name: str, x_th: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts [t, k] that each token chooses, and their weights."""
+    """The experts [t, k] chosen by each token, and their weights."""
     moe = model.moe
     logits_te = x_th @ tensors[f"{name}.weight"].t()
     scores_te = logits_te.sigmoid() if moe.scoring_func == "sigmoid" else logits_te.softmax(-1)

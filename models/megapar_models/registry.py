@@ -27,7 +27,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def find(name: str) -> Family:
-    """The family that model.family names: a key of FAMILIES, or MODULE:NAME. Raises ConfigError if there is none."""
+    """The family named by model.family: a key of FAMILIES, or MODULE:NAME. Raises ConfigError if there is none."""
     return named("model.family", name, FAMILIES, Family)
 
 

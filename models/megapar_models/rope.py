@@ -1,6 +1,6 @@
-"""Options of rotary embeddings: which of `model.rope_scaling` each rope type reads, and their fields in a config.json.
+"""Options of rotary embeddings: those of `model.rope_scaling` by rope type, and their fields in a config.json.
 
-The families with rotary positions share it. The tables of angles are computed in rotary.py.
+All families with rotary positions share this module. rotary.py computes the tables of angles.
 """
 
 import math
@@ -25,12 +25,12 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
 
 
 def _fields(rope_type: str) -> tuple[str, ...]:
-    """The fields of `RopeScaling` that the rope type reads, but `rope_type` itself."""
+    """The fields of `RopeScaling` read by the rope type, without `rope_type` itself."""
     return (*_REQUIRED[rope_type], *_OPTIONAL.get(rope_type, ()))
 
 
 def scaling_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of model.rope_scaling: options that its type does not use, and values that contradict."""
+    """Yield the problems of model.rope_scaling: options unused by its type, and contradictory values."""
     defaults = flatten(Config())
     values = flatten(config)
     scaling = config.model.rope_scaling
@@ -98,7 +98,7 @@ def _rope(raw: Raw, default_theta: float) -> dict[str, Any]:
 
 
 def _yarn(rope: dict[str, Any], raw: Raw) -> dict[str, Any]:
-    """The fields of YaRN without those that transformers ignores, and with the sizes that it takes for absent ones."""
+    """The fields of YaRN without those ignored by transformers, and with its sizes for absent ones."""
     longest = raw.get("max_position_embeddings")
     # transformers 5 prefers the field beside `rope_parameters`, as Phi-3 has it.
     original = raw.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", longest))
@@ -116,7 +116,7 @@ def _yarn(rope: dict[str, Any], raw: Raw) -> dict[str, Any]:
 
 
 def _rope_problems(rope: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem for an unknown rope_type, and for fields that are missing, superfluous or of a wrong type."""
+    """Yield a problem for an unknown rope_type, and for each field missing, superfluous or of a wrong type."""
     rope_type = rope["rope_type"]
     if rope_type not in _REQUIRED:
         yield f"rope_type={rope_type!r} is not supported; {', '.join(_REQUIRED)} are"
@@ -133,7 +133,7 @@ def _rope_problems(rope: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """The fields `rope_theta` and `rope_scaling` of a config.json, which transformers 4 and 5 read."""
+    """The fields `rope_theta` and `rope_scaling` of a config.json, in a form for both transformers 4 and 5."""
     scaling = model.rope_scaling
     if scaling.rope_type == "default":
         return {"rope_theta": model.rope_theta, "rope_scaling": None}

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., arXiv 2104.09864): the tables of cos and sin that rotate queries and keys.
+"""Rotary positions (Su et al., arXiv 2104.09864): the tables of cos and sin to rotate queries and keys.
 
 Layers may have different tables, or none. A stage makes each table of its layers once for a micro-batch.
 """
@@ -32,7 +32,7 @@ class Rotary:
 
     @classmethod
     def of(cls, model: ModelConfig) -> "Rotary":
-        """The table of a model whose layers share one."""
+        """The one table for all layers of a model."""
         return cls(model.rope_theta, model.head_dim, model.rope_scaling)
 
     def tables(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -77,13 +77,13 @@ class Rotary:
     def _yarn_keep_weight(self, device: torch.device) -> Tensor:
         """The weight [d/2], fp32, of the unchanged frequency in YaRN's mixture (arXiv 2309.00071, section 3.2).
 
-        It is 1 for pairs of dimensions that turn more than beta_fast times within the original context, and 0 for those
-        that turn less than beta_slow times. Between the two it falls linearly with the number of the pair.
+        It is 1 for pairs of dimensions with more than beta_fast turns within the original context, and 0 for those with
+        less than beta_slow turns. Between the two it falls linearly with the number of the pair.
         """
         scaling = self.scaling
 
         def pair_that_turns(times: float) -> float:
-            """The number of the pair, which may lie between two, that turns so often within the original context."""
+            """The number of the pair with so many turns within the original context. It may lie between two pairs."""
             radians = scaling.original_max_position_embeddings / (2 * math.pi * times)
             return self.width * math.log(radians) / (2 * math.log(self.theta))
 
@@ -103,7 +103,7 @@ class Rotary:
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:
-    """The factor of cos and sin, whose square scales the attention scores (arXiv 2309.00071, section 3.4)."""
+    """The factor of cos and sin. Its square scales the attention scores (arXiv 2309.00071, section 3.4)."""
     if scaling.attention_factor:
         return scaling.attention_factor
     if scaling.factor <= 1:

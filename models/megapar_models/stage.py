@@ -1,7 +1,7 @@
 """One pipeline stage of a decoder-only transformer.
 
 A stage has consecutive layers. The first stage also has the embedding, and the last one the norm, head and loss. Layers
-keep their global numbers, so that the names of weights do not depend on the split into stages.
+keep their global numbers, so the names of weights do not depend on the split into stages.
 
 Shapes: s positions of this context-parallel rank (s/tp between layers under sequence parallelism), b micro-batch,
 h hidden, v vocabulary, d width of a head.
@@ -32,9 +32,10 @@ class Stage(PipelineStage):
     It has the embedding if `first`, and norm, head and loss if `last`. `factory` makes its modules. `tied` is the
     parameter of the input embedding, given to the last stage if it uses the embedding and the first stage is on the
     same rank. Without it the last stage holds a copy, and the gradients of both are summed over `tied_over`, the axis
-    of the pipeline ranks with copies. That is None if one rank holds all of the embedding, or if it is not tied.
+    of the pipeline ranks with copies. `tied_over` is None if one rank holds all of the embedding, or if the embedding
+    is not tied.
 
-    `seed` is that of dropout. `loss_chunk` is the number of tokens whose logits are in memory at one time; 0 takes all
+    `seed` is the seed of dropout. `loss_chunk` is the number of tokens with logits in memory at one time; 0 takes all
     tokens of a micro-batch.
     """
 
@@ -88,7 +89,7 @@ class Stage(PipelineStage):
 
     @classmethod
     def last_norm(cls, model: ModelConfig) -> NormRule:
-        """The rule of the norm before the head: that of the last layer."""
+        """The rule of the norm before the head: the last layer's."""
         return cls.layer_kind(model, model.num_hidden_layers - 1).norm
 
     def make_layer(self, number: int, kind: LayerKind) -> nn.Module:
@@ -106,6 +107,7 @@ class Stage(PipelineStage):
         return Declared(losses=losses, tallies={"expert": (model.num_hidden_layers, moe.num_experts)})
 
     def embedding_weight(self) -> nn.Parameter:
+        """The weight of the input embedding, for a stage that has it."""
         assert self.embedding is not None
         return self.embedding.weight
 
@@ -147,6 +149,7 @@ class Stage(PipelineStage):
         return x_sbh
 
     def title(self) -> str:
+        """The parts of this stage in words, such as "embedding, layers 0-3"."""
         numbers = list(self.layers)
         parts = []
         if self.first:
@@ -158,7 +161,7 @@ class Stage(PipelineStage):
         return ", ".join(parts)
 
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
-        """The tensors that arrive from the previous stage: hidden states, and none on the first stage."""
+        """The tensors from the previous stage: hidden states, and none on the first stage."""
         if self.first:
             return ()
         sharding = self.factory.sharding

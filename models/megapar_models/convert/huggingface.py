@@ -37,6 +37,7 @@ class Recipe(NamedTuple):
 
     @property
     def shape(self) -> Sizes:
+        """The shape of the Hugging Face tensor."""
         first = self.parts[0][1]
         stacked = (sum(shape[0] for _, shape in self.parts), *first[1:])
         return stacked[::-1] if self.transposed else stacked
@@ -48,7 +49,7 @@ def recipes(
     """The recipe of each Hugging Face tensor by its name.
 
     `shapes` are the shapes of the model's logical tensors, in order. `modules` maps each of our modules to the Hugging
-    Face module, with `*` for the numbers of layer and expert. Several of our modules may have the same one, which then
+    Face module, with `*` for the numbers of layer and expert. Several of our modules may have the same one: it then
     holds them stacked. 2-D weights of the Hugging Face modules in `transposed` are transposed.
     """
     made: dict[str, Recipe] = {}
@@ -64,7 +65,7 @@ def recipes(
 
 
 def starred(name: str) -> tuple[str, list[str]]:
-    """Put * in the place of each component of a dotted name that is a number. Returns it and the numbers, in order."""
+    """Put * in the place of each numeric component of a dotted name. Returns the name and the numbers, in order."""
     components = name.split(".")
     numbers = [component for component in components if component.isdecimal()]
     return ".".join("*" if component.isdecimal() else component for component in components), numbers
@@ -92,10 +93,10 @@ class Stored(NamedTuple):
 
 
 def unstacked(name: str, stored: Stored, stacked: Mapping[str, Sequence[str]]) -> dict[str, Stored]:
-    """The matrices that a stored tensor holds, by name: itself, or those of all experts of a layer.
+    """The matrices in a stored tensor, by name: the tensor itself, or the matrices of all experts of a layer.
 
-    `stacked` is `megapar_models.family.HuggingFace.stacked`. A tensor that does not have the shape of stacked experts
-    is returned as it is, so that it is reported as unexpected.
+    `stacked` is `megapar_models.family.HuggingFace.stacked`. A tensor without the shape of stacked experts is returned
+    as it is, and so reported as unexpected.
     """
     pattern, _ = starred(name)
     modules = stacked.get(pattern, ())
@@ -116,8 +117,8 @@ def unstacked(name: str, stored: Stored, stacked: Mapping[str, Sequence[str]]) -
 class Weights:
     """The safetensors files of a Hugging Face folder. A tensor is mapped from its file when it is asked for.
 
-    `canonical` returns the name that the recipes use for a stored name, or None if the tensor is no weight. `stacked`
-    names tensors of all experts, which count as one tensor for each matrix of an expert (`unstacked`).
+    `canonical` returns the recipes' name for a stored name, or None if the tensor is no weight. `stacked` names tensors
+    of all experts: each counts as one tensor for each matrix of an expert (`unstacked`).
     Raises CheckpointError if files are missing, are not safetensors, do not hold what the index says, or hold a tensor
     under two names.
     """
@@ -190,7 +191,7 @@ class Weights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of all tensors if they have the same, else fp32, which holds the values of each dtype we read."""
+        """The common dtype of all tensors. If they differ, fp32: it holds the values of each dtype we read."""
         dtypes = {stored.info.dtype for stored in self.tensors.values()}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
@@ -207,7 +208,7 @@ class Weights:
     def check(self, wanted: Mapping[str, Recipe], tied: Mapping[str, str]) -> None:
         """Raise CheckpointError unless the tensors are those of the recipes and have their shapes.
 
-        A name in `tied` may also be stored, if its tensor equals the one that it is tied to. It is then dropped.
+        A name in `tied` may also be stored, if its tensor equals the one it is tied to. It is then dropped.
         """
         for copy in tied.keys() & self.tensors.keys() - wanted.keys():
             if tied[copy] in self.tensors and not torch.equal(
@@ -235,7 +236,7 @@ class Weights:
 
 
 class Place(NamedTuple):
-    """The part of a Hugging Face tensor that is a native one: its rows from `first` on.
+    """The place of a native tensor in a Hugging Face tensor: the rows from `first` on.
 
     With `transposed`, they are rows of the Hugging Face tensor's transpose.
     """

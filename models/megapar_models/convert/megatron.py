@@ -8,7 +8,7 @@ if a pipeline rank holds several chunks). Optimizer and random states are not re
 chunk. Both of Megatron's model classes are read: the legacy one, and Megatron Core's with local or Transformer Engine
 layers.
 
-No code in a file is run. Storages are mapped, so that a tensor's bytes are read when it is converted.
+No code in a file is run. Storages are mapped: a tensor's bytes are read only when it is converted.
 """
 
 import json
@@ -93,7 +93,7 @@ _FUSED_ROWS = ("attention.qkv.weight", "attention.qkv.bias")
 
 
 class _Left:
-    """Stands for an unpickled object that is not needed. It takes any arguments and state, and keeps none of it."""
+    """Stands in for an unpickled object we do not need. It takes any arguments and state, and keeps none of it."""
 
     def __init__(self, *_: Any):
         super().__init__()
@@ -104,11 +104,11 @@ class _Left:
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """A checkpoint of Megatron-LM whose files are mapped.
+    """A checkpoint of Megatron-LM with its files mapped into memory.
 
     `parts` holds every tensor rank's part of each tensor, in the order of the ranks. Its names are ours, but q/k/v and
     gate/up are fused, as Megatron stores them. Pages are read when a tensor is made, and the system may drop them
-    again. `args` are Megatron's, without those whose values are objects of its classes.
+    again. `args` are Megatron's, without objects of its own classes.
     """
 
     folder: Path
@@ -137,7 +137,7 @@ class MegatronCheckpoint:
     def check(self, shapes: Mapping[str, Sizes]) -> None:
         """Raise CheckpointError unless the parts make exactly the tensors of `shapes`.
 
-        Tensors that several ranks hold must be equal on all: norms, row biases, positions, tied embeddings. No other
+        Tensors held by several ranks must be equal on all: norms, row biases, positions, tied embeddings. No other
         weight is read.
         """
         sources = {_fused(name) for name in shapes}
@@ -160,7 +160,7 @@ class MegatronCheckpoint:
     def _copies_are_equal(self) -> bool:
         """Whether the last stage's copy of a tied embedding, if there is one, equals the first stage's.
 
-        Raises CheckpointError for values that are not finite: NaN would differ from itself.
+        Raises CheckpointError if values are not finite: NaN would differ from itself.
         """
         copies = zip(self.parts.get("embedding.weight", ()), self.parts.get("head.weight", ()), strict=False)
         return all(
@@ -210,18 +210,18 @@ class MegatronCheckpoint:
 
 
 def _fused(name: str) -> str:
-    """The name in `parts` of the fused tensor that holds the logical tensor `name`."""
+    """The name in `parts` for the logical tensor `name`: its fused tensor's, if it is part of one."""
     return re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name).replace(".mlp.gate.", ".mlp.up.")
 
 
 def read(source: Path, vocab_size: int = 0, accepted: Collection[str] = ()) -> MegatronCheckpoint:
     """Open the checkpoint in `source`. No weight is read yet.
 
-    `source` is an iteration's folder, or the folder whose tracker file names the iteration.
-    `vocab_size` is the true number of token ids, which Megatron's file does not always state. 0 takes what it states.
-    `accepted` are names of args that the user knows not to change what the model computes.
-    Raises CheckpointError for files that are missing, damaged or not safe to unpickle, and for models that ours cannot
-    be.
+    `source` is an iteration's folder, or the folder above it: the tracker file there then names the iteration.
+    `vocab_size` is the true number of token ids. Megatron's file does not always state it; 0 takes what it states.
+    `accepted` are names of args. The user knows that they do not change what the model computes.
+    Raises CheckpointError if files are missing, damaged or not safe to unpickle, or if no model of ours computes the
+    same.
     """
     folder = find(source)
     files = find_files(folder)

@@ -1,4 +1,4 @@
-"""The GPT-2 family: the options that it reads, and its names at Hugging Face and in Megatron-LM."""
+"""The GPT-2 family: its options, and its names at Hugging Face and in Megatron-LM."""
 
 from collections.abc import Mapping
 from typing import Any

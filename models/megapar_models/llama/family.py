@@ -1,4 +1,4 @@
-"""The Llama family: the options that it reads, and its names at Hugging Face and in Megatron-LM.
+"""The Llama family: its options, and its names at Hugging Face and in Megatron-LM.
 
 It reads `model_type` llama, mistral, qwen2 and qwen3, as transformers 4 and 5 write them.
 """
@@ -63,7 +63,7 @@ def _read(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], list
 
 
 def _window_problems(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
-    """Yield a problem if a sliding window applies to positions of the model. A window that never applies is allowed."""
+    """Yield a problem if a sliding window applies to positions of the model. Any other window is allowed."""
     # transformers takes 4096 for an absent window. Qwen's applies only with use_sliding_window, and from the layer
     # max_window_layers on.
     window = raw.get("sliding_window", 4096)
@@ -79,7 +79,7 @@ def _window_problems(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
 
 
 def applied_window(window: int | None, raw: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem if the window of a model that uses it is shorter than the longest sequence."""
+    """Yield a problem if a window in use is shorter than the longest sequence."""
     if window is not None and window < raw["max_position_embeddings"]:
         yield (
             f"sliding_window={window} is not supported below max_position_embeddings="

@@ -43,7 +43,7 @@ def _rope_frequency(model: ModelConfig, pair: int) -> float:
 
 
 def _yarn_mixed_pairs(model: ModelConfig) -> tuple[float, float]:
-    """YaRN: the last pair whose frequency is kept, and the first one whose frequency is divided by the factor."""
+    """YaRN: the last pair with its frequency kept, and the first one with its frequency divided by the factor."""
     scaling = model.rope_scaling
     ends = []
     for turns in (scaling.beta_fast, scaling.beta_slow):
@@ -81,7 +81,7 @@ def _rotate(model: ModelConfig, x_bnsd: Tensor) -> Tensor:
 
 
 def attention(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
-    """Causal attention with rotary positions; with biases and norms of q and k where the model has them."""
+    """Causal attention with rotary positions; with biases and norms of q and k if the model has them."""
     q, k, v = (heads(model, tensors, f"{name}.{letter}", x_bsh) for letter in "qkv")
     if model.qk_norm:
         q = rms_norm(model, tensors, f"{name}.q_norm", q)

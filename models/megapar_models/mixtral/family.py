@@ -1,4 +1,4 @@
-"""The Mixtral family (arXiv 2401.04088): the options that it reads, and its names at Hugging Face."""
+"""The Mixtral family (arXiv 2401.04088): its options, and its names at Hugging Face."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

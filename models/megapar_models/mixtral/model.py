@@ -1,6 +1,6 @@
 """Mixtral (arXiv 2401.04088): Llama with a mixture of experts in place of the MLP.
 
-These are the weights that Llama does not have (see megapar_models.llama.model for the others). Sizes are h hidden,
+These are the weights beyond those of Llama (megapar_models.llama.model has the others). Sizes are h hidden,
 f the width of an expert, and E experts:
 
     layers.N.mlp.router.weight                  [E, h]    on every tp rank; each computes a part of its gradient

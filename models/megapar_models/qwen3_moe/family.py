@@ -1,4 +1,4 @@
-"""Qwen3's mixtures (arXiv 2505.09388): the options that they read, and their names at Hugging Face (qwen3_moe)."""
+"""Qwen3's mixtures (arXiv 2505.09388): their options, and their names at Hugging Face (qwen3_moe)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -46,9 +46,9 @@ def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _dense_layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
-    """The layers without experts, and problems of the two fields that say so.
+    """The layers without experts, and problems of the two fields about them.
 
-    With decoder_sparse_step n every n-th layer has experts, except the layers that mlp_only_layers lists.
+    With decoder_sparse_step n every n-th layer has experts, except the layers in mlp_only_layers.
     """
     step = raw.get("decoder_sparse_step", 1)
     listed = raw.get("mlp_only_layers") or []

@@ -1,7 +1,7 @@
 """Qwen3-MoE (arXiv 2505.09388): Mixtral's layers with norms of q and k, and some layers with a plain MLP.
 
-Its weights are those of Mixtral (megapar_models.mixtral.model). The layers that model.moe.mlp_only_layers names have
-those of Llama.
+Its weights are those of Mixtral (megapar_models.mixtral.model). The layers in model.moe.mlp_only_layers have those of
+Llama.
 """
 
 from dataclasses import replace
