@@ -15,7 +15,7 @@ from megapar_kernels import apex
 from megapar_kernels.dispatch import Implementation, fused, tl, triton
 
 UNIT = 64
-"""Elements. A table has a byte for each UNIT that says whether weight decay applies.
+"""Elements. A table says for each UNIT, in one byte, whether weight decay applies.
 
 So weight decay may begin and end only at multiples of UNIT.
 """
@@ -27,7 +27,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Decayed:
-    """The elements of a flat shard that weight decay applies to.
+    """The elements of a flat shard with weight decay.
 
     `ranges` are [start, stop), sorted, and `others` are all other elements. `units` says the same as bool [elements /
     UNIT, rounded up] on the device: with it one launch serves a shard of any number of ranges.
@@ -87,7 +87,7 @@ def _apex_step(
 def _runs(
     flat: tuple[Tensor, ...], weight_decay: float, decayed: Decayed | None
 ) -> Iterator[tuple[float, list[list[Tensor]]]]:
-    """Yield (weight decay, views of each tensor of `flat`) for the elements that decay, then for the others."""
+    """Yield (weight decay, views of each tensor of `flat`) for the elements with decay, then for the others."""
     # One call has one weight decay, so the two groups need a call each.
     groups = [(weight_decay, decayed.ranges), (0.0, decayed.others)] if decayed else [(weight_decay, None)]
     for decay, ranges in groups:
@@ -97,7 +97,7 @@ def _runs(
 
 
 def _views(x: Tensor, ranges: tuple[Range, ...] | None) -> list[Tensor]:
-    """The views of 1-D `x` that `ranges` name; None names all of it."""
+    """The views of 1-D `x` at `ranges`; None stands for all of it."""
     if ranges is None:
         return [x]
     return [x[start:stop] for start, stop in ranges]
@@ -187,7 +187,7 @@ def adamw_step(
 
 @dataclass(frozen=True)
 class FlatRanges:
-    """The elements of a flat buffer that a sum counts.
+    """The elements of a flat buffer counted by a sum.
 
     `ranges` are [start, stop), sorted and disjoint. `tiles` is int64 [programs, 2] on the device: the elements [start,
     stop) of each program of the kernel. With it one launch serves any number of ranges.

@@ -30,7 +30,7 @@ CUDNN_FIRST = [
 class _UnlikeWidths(torch.autograd.Function):
     """Causal attention of [b, n, s, d] with values [b, n, s, e]. It keeps its inputs, its result and an lse a row.
 
-    torch's SDPA would hold all scores in memory where its fused kernels take one width only, as on a CPU.
+    On a device with fused kernels for one width only, such as a CPU, torch's SDPA would hold all scores in memory.
     """
 
     @staticmethod
@@ -49,9 +49,9 @@ class _UnlikeWidths(torch.autograd.Function):
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: Literal["torch", "cudnn"] = "torch") -> Tensor:
-    """torch's causal scaled_dot_product_attention of [b, n, s, d]. `impl` is the backend that torch tries first.
+    """torch's causal scaled_dot_product_attention of [b, n, s, d]. `impl` is the backend torch tries first.
 
-    If the widths d and e differ, it is that of `attention_block`.
+    If the widths d and e differ, `attention_block` computes it.
     """
     if q.shape[-1] != v.shape[-1]:
         return _UnlikeWidths.apply(q, k, v)
@@ -171,7 +171,7 @@ def packed_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, star
 
 
 def varlen_serves(q: Tensor, v: Tensor) -> bool:
-    """Whether torch's varlen_attn, which is FlashAttention 2, takes the dtype and width of `q` [..., d].
+    """Whether torch's varlen_attn (FlashAttention 2) takes the dtype and width of `q` [..., d].
 
     Values `v` [..., e] may be narrower, because they can be padded. Queries cannot: they are scaled by their width.
     """
@@ -185,7 +185,7 @@ def masked_causal_attention(
 ) -> Tensor:
     """`packed_causal_attention` for any dtype and widths, with a mask of b * s * s booleans.
 
-    With a `window`, each position reads that many keys at most, its own among them (arXiv 2004.05150). Without `starts`
+    With a `window`, each position reads `window` keys at most, its own among them (arXiv 2004.05150). Without `starts`
     each sample is one document. The mask then has s * s booleans.
     """
     length, samples = q_sbnd.shape[:2]

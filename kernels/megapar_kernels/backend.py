@@ -24,7 +24,7 @@ class Kernels:
     adamw: Implementation = "torch"
     weight_gradient: Implementation = "torch"
     attention: Literal["torch", "cudnn"] = "torch"
-    """The backend that torch's SDPA tries first; "torch" leaves that to torch."""
+    """The backend torch's SDPA tries first; "torch" leaves the choice to torch."""
 
     def __str__(self) -> str:
         """Each implementation with its ops, or one name if all ops have the same implementation."""
@@ -52,10 +52,10 @@ APEX = replace(FUSED, norm="apex", adamw="apex", weight_gradient="apex")
 
 
 def select(backend: Backend, device: torch.device, attention: Literal["torch", "cudnn"] = "torch") -> Kernels:
-    """The implementations that `kernels.backend` means on `device`.
+    """The implementations meant by `kernels.backend` on `device`.
 
     auto means triton on a GPU if triton is installed, else torch. With apex, norms, AdamW and weight gradients are
-    apex's, and the rest is triton. Raises ValueError with one line for a backend that was asked for and cannot be used.
+    apex's, and the rest is triton. Raises ValueError with one line if a backend was asked for and cannot be used.
     """
     # On the meta device nothing is computed, so nothing needs to be installed. auto means torch there. The norms of
     # apex and triton keep the same for the backward pass, so triton stands for apex.

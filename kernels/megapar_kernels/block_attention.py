@@ -19,7 +19,7 @@ _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which results of blocks are added: fp64 for fp64, else fp32."""
+    """The dtype for adding the results of blocks: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -30,7 +30,7 @@ def _flash_serves(q: Tensor, v: Tensor) -> bool:
 
 
 def _scale(q: Tensor) -> float:
-    """1 / sqrt(d), by which scores are multiplied. `q` is not padded."""
+    """1 / sqrt(d), the factor of scores. `q` is not padded."""
     return 1.0 / math.sqrt(q.shape[-1])
 
 
@@ -38,7 +38,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
     """`x` with columns of zeros up to `width`.
 
     torch's fused operations take one width for keys and values. Zeros in q and k add nothing to a score. Zeros in v
-    give columns of zeros, which `_cut` takes off.
+    give columns of zeros: `_cut` takes them off.
     """
     if x.shape[-1] == width:
         return x
@@ -46,7 +46,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 def _cut(x: Tensor, width: int) -> Tensor:
-    """The first `width` columns of `x`, in memory of their own, so that the padding does not stay in memory."""
+    """The first `width` columns of `x`, in memory of their own, so the padding does not stay in memory."""
     if x.shape[-1] == width:
         return x
     return x.narrow(-1, 0, width).clone()

@@ -140,7 +140,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 def statistics_config(columns: int) -> tuple[int, int, int]:
     """The steps and lanes of a tile, and the warps.
 
-    A thread has 8 lanes, which are 16 bytes of bf16, and up to 4 loads of them in flight.
+    A thread has 8 lanes (16 bytes of bf16) and up to 4 loads of them in flight.
     """
     lanes = min(max(next_power_of_2(columns), 256), 1024)
     steps = min(max(next_power_of_2(columns) // lanes, 1), 4)
@@ -190,7 +190,7 @@ def gradient(
 ) -> Tensor:
     """scale * exp(z - maximum), at the target column less grad_loss, in z's dtype.
 
-    `maximum`, `scale` and `grad_loss` are [rows]. This is the gradient of the loss if `maximum` is that over the whole
+    `maximum`, `scale` and `grad_loss` are [rows]. This is the gradient of the loss if `maximum` is over the whole
     vocabulary, and scale = d loss / d logsumexp * grad_loss / (sum of exp(z - maximum)). With `inplace` the gradient
     overwrites the logits, and autograd is told so.
     """

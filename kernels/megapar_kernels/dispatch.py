@@ -88,7 +88,7 @@ def interpreting() -> bool:
 
 
 class GradientQueue(Protocol):
-    """Takes gradients whose addition is deferred."""
+    """Takes gradients, to add them later."""
 
     def append(self, entry: Any) -> None: ...
 
@@ -99,17 +99,17 @@ class MainGrad(Protocol):
     Megatron's attribute of the same name is the tensor itself.
 
     Whoever computes a parameter's gradient adds it here, and returns None for it to autograd. So the gradient is
-    neither rounded to the parameter's dtype nor added a second time. A parameter that is used several times gets
-    several additions. A kernel calls `add`. A layer that adds a matrix product straight to `tensor`, which has the
-    shape of the parameter, calls `note_added` after each addition.
+    neither rounded to the parameter's dtype nor added a second time. A parameter used several times gets several
+    additions. A kernel calls `add`. A layer may also add a matrix product straight to `tensor`, of the parameter's
+    shape. It then calls `note_added` after each addition.
 
-    While `is_stale` is True, `tensor` holds values of an earlier step, which count as zero. So the first addition of a
+    While `is_stale` is True, `tensor` holds values of an earlier step. They count as zero, so the first addition of a
     step overwrites them. `note_added` sets `is_stale` to False.
 
     While `queue` is not None, gradients are appended to it instead: their addition is deferred.
 
     Read the attribute `main_grad` in the forward pass. Under activation checkpointing, backward unpacks another tensor,
-    which has no attributes.
+    without attributes.
     """
 
     tensor: Tensor
@@ -124,7 +124,7 @@ class MainGrad(Protocol):
 
 
 def main_grad_of(param: Tensor | None) -> MainGrad | None:
-    """The `main_grad` of `param`. None if it has none, so that autograd adds its gradient to `.grad`, or for None."""
+    """The `main_grad` of `param`. None for None, and if it has none: autograd then adds its gradient to `.grad`."""
     return getattr(param, "main_grad", None)
 
 
@@ -134,5 +134,5 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is at least `n`, and at least 1. Triton's tiles need powers of two."""
+    """The least power of two >= max(n, 1). Triton's tiles need powers of two."""
     return 1 << max(n - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""Dropout and residual add, with masks that are a function of row key and column alone.
+"""Dropout and residual add, with masks computed from row key and column alone.
 
 A mask is never stored. MurmurHash3's 32-bit finalizer (Appleby, 2011) computes it from a row's key and the column, and
 gives the same mask on every device and in every layout. In bf16 the forward moves 6 bytes for each element, the

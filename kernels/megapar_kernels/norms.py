@@ -3,12 +3,12 @@
 Sources: Zhang and Sennrich, arXiv 1910.07467; Ba et al., arXiv 1607.06450.
 
 For each element of bf16 the forward moves at least 4 bytes and the backward 6. With the residual both move 8.
-Statistics are fp32. The backward keeps the tensor that was normalized and the statistics of its rows, never y. The
-weight may have a wider dtype than the input, such as fp32 with bf16.
+Statistics are fp32. The backward keeps the norm's input and the statistics of its rows, never y. The weight may have a
+wider dtype than the input, such as fp32 with bf16.
 
-A program has tiles of whole rows in registers. Rows that are too wide for that are read in blocks, twice, and the
-gradient of their weight takes a pass of its own (10 bytes). The same kernels compute both norms: with a pointer for the
-means they subtract the mean, as LayerNorm does.
+A program has tiles of whole rows in registers. Rows too wide for registers are read in blocks, twice, and the gradient
+of their weight takes a pass of its own (10 bytes). The same kernels compute both norms: with a pointer for the means
+they subtract the mean, as LayerNorm does.
 """
 
 from typing import Any
@@ -312,7 +312,7 @@ def _tile(columns: int, elements_a_thread: int) -> tuple[int, int, int] | None:
 
 
 def forward_config(columns: int) -> tuple[int, int, int] | None:
-    """The rows and columns of a tile and the warps that share it; None if a row is too wide for a tile."""
+    """The rows and columns of a tile, and its warps; None if a row is too wide for a tile."""
     return _tile(columns, 8) or _tile(columns, 16) or _tile(columns, 32)
 
 
@@ -326,7 +326,7 @@ def backward_config(columns: int, bytes_an_element: int, layer_norm: bool) -> tu
 
 
 def _programs(device: torch.device, warps: int) -> int:
-    """The number of programs that run at the same time on `device`."""
+    """The number of programs running at the same time on `device`."""
     if device.type == "cuda":
         return multiprocessors(device) * (MOST_WARPS // warps)
     return 2  # interpreted, for tests: with two, each program has several tiles as on a GPU

@@ -92,7 +92,7 @@ def _launch(
 ) -> None:
     """Write the rotated q and k to q_out and k_out by the kernel.
 
-    All are [s, b, n, d], of any strides. Only that of the width must be 1 in q_out and k_out.
+    All are [s, b, n, d], of any strides. Only the stride of the width must be 1 in q_out and k_out.
     """
     # The kernel takes any strides but the last, so that slices of a fused q/k/v projection need no copy.
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
@@ -262,7 +262,7 @@ def split_and_rotate_qkv(
     """q, k and v, each [s, b, n, d], from the fused projection [s, b, c]. q and k are rotated.
 
     c = (q_heads + 2 * kv_heads) * d: the query heads, then the heads of k, then those of v. The results are in the
-    order in memory that torch's SDPA prefers on their device. The tables [s, d] get no gradient. The gradient of the
+    order in memory preferred by torch's SDPA on their device. The tables [s, d] get no gradient. The gradient of the
     projection is written once. Raises ValueError for an odd d, or shapes that do not fit.
     """
     width = cos_sd.shape[-1]

@@ -1,4 +1,4 @@
-"""Softmax of scaled, masked scores, for attention that needs its probabilities.
+"""Softmax of scaled, masked scores, for attention with explicit probabilities.
 
 One program computes a whole row, with statistics in fp32 and one rounding. For a score in bf16 the forward moves 4
 bytes and the backward 6. The backward keeps only the result. Causal scores above the diagonal are not read.
@@ -16,7 +16,7 @@ LONGEST = 16384  # the most columns that one program holds in registers; torch c
 
 
 def _reference(scores: Tensor, masked: Tensor, scale: float) -> Tensor:
-    """The softmax by torch's ops, in fp32 or wider, not rounded. A row that is masked completely has equal values."""
+    """The softmax by torch's ops, in fp32 or wider, not rounded. A completely masked row has equal values."""
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     return wide.masked_fill(masked, torch.finfo(wide.dtype).min).softmax(-1)
 
@@ -136,8 +136,8 @@ def scaled_causal_softmax(scores: Tensor, scale: float, impl: Implementation = "
 def scaled_masked_softmax(scores: Tensor, mask: Tensor, scale: float, impl: Implementation = "torch") -> Tensor:
     """softmax(scale * scores) over the last dimension of [b, n, q, k] or fewer dimensions, in their dtype.
 
-    bool `mask` broadcasts against the scores. Scores whose mask is True become zero. A row that is masked completely
-    becomes zero.
+    bool `mask` broadcasts against the scores. Scores become zero under a mask of True, and so does every column of a
+    completely masked row.
     """
     # The kernel reads the mask by its strides, so an expanded mask takes no memory.
     if fused(impl, scores) and scores.shape[-1] <= LONGEST and 2 <= scores.ndim <= 4:
