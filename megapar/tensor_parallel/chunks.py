@@ -11,7 +11,7 @@ chunks.
 A chunk has the same tokens of every rank's slice of the sequence. So every rank contributes to every chunk, and its
 collective uses all links. The whole sequence is in the order of ranks, so the chunk's tokens lie apart in it: viewed
 as [tp, t, features] they are [:, tokens]. No copy is needed for that, because the product reads or writes this view
-(`MatrixProducts.forward_slices`), and the collective has the product's other side, which is contiguous. The exception
+(`MatrixProducts.forward_slices`), and the collective has the product's other side, a contiguous tensor. The exception
 is the gradient of ChunkedScatterSum: NCCL copies its chunks into their places.
 """
 
@@ -35,9 +35,9 @@ _Result = TypeVar("_Result")
 
 
 def cut_in_chunks(tokens: int, chunks: int) -> list[slice]:
-    """Cut `tokens` tokens into `chunks` ranges whose lengths differ by one at most, or into fewer if there are fewer.
+    """Cut `tokens` tokens into `chunks` ranges, or into `tokens` if these are fewer. Lengths differ by one at most.
 
-    There is at least one range, which is empty if there are no tokens.
+    There is at least one range: an empty one if there are no tokens.
     """
     number = max(1, min(chunks, tokens))
     edges = [tokens * i // number for i in range(number + 1)]
@@ -49,7 +49,7 @@ def _one_ahead(
 ) -> Iterator[tuple[slice, _Result]]:
     """Yield (chunk, result of begin(chunk)) when the chunk's communication has ended. The next one's has begun by then.
 
-    Only one begins ahead, so that the memory of few chunks is in use.
+    Only one begins ahead, so the memory of few chunks is in use.
     """
     begun = begin(chunks[0])
     for position, chunk in enumerate(chunks):
@@ -180,7 +180,7 @@ def _in_slices(x: Tensor, slices: int) -> Tensor:
 
 
 class _GatherLinear(torch.autograd.Function):
-    """LinearFunction whose input enters in chunks in forward. Its backward is the same, as that hides all it can."""
+    """LinearFunction with its input entering in chunks in forward. Its backward is the same: this hides all it can."""
 
     @staticmethod
     def forward(

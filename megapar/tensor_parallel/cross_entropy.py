@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are cut by vocabulary over the tensor-parallel axis (arXiv 1909.08053, section 3)."""
+"""Cross entropy of logits cut by vocabulary over the tensor-parallel axis (arXiv 1909.08053, section 3)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from megapar.context import Axis
 class CrossEntropy:
     """The loss function, and this rank's part of the vocabulary.
 
-    The loss of a token with target t, where z are its logits over the whole vocabulary and lse = log-sum-exp(z):
+    The loss of a token with target t, its logits z over the whole vocabulary, and lse = log-sum-exp(z):
 
         lse - z[t] + z_loss * lse^2
 
@@ -35,7 +35,7 @@ class CrossEntropy:
     def of(
         cls, width: int, vocab_size: int, start: int, tp: Axis, z_loss: float, impl: Implementation
     ) -> "CrossEntropy":
-        """The loss for `width` local columns, the first of which is id `start`."""
+        """The loss for `width` local columns, from id `start` on."""
         # Padding is at the end of the vocabulary. A rank may hold padding alone.
         columns = max(0, min(width, vocab_size - start))
         return cls(start, columns, z_loss, tp, impl)
@@ -113,7 +113,7 @@ def vocab_parallel_cross_entropy(
     2204.02311). Communicates one max and one sum of [s, b] statistics.
 
     `inplace` lets the gradient overwrite the logits, for callers that use them nowhere else. autograd then raises
-    RuntimeError at a second backward, or where another op needs the logits.
+    RuntimeError at a second backward, or if another op needs the logits.
     """
     logits = logits_sbv.reshape(-1, logits_sbv.shape[-1])
     target = targets_sb.reshape(-1)

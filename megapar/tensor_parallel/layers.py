@@ -55,7 +55,7 @@ class Columns:
     """This rank's outputs of one matrix in a column-parallel layer.
 
     The logical tensors are `name`.weight [size, in] and `name`.bias [size]. This rank holds their rows [start, stop)
-    and owns [own_start, own_stop). `shared` means that several ranks hold some of the rows.
+    and owns [own_start, own_stop). With `shared` several ranks hold some of the rows.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Columns:
         return cls(name, size, start, stop, start, stop)
 
     def piece(self, kind: Literal["weight", "bias"], shape: tuple[int, ...], tp: Axis) -> Piece:
-        """The piece of the weight or of the bias, whose logical shape is `shape`.
+        """The piece of the weight or of the bias, with logical shape `shape`.
 
         If several ranks hold a row, each computes a part of its gradient.
         """
@@ -117,12 +117,12 @@ class ColumnParallelLinear(nn.Module):
         return column_linear(x_sbi, self.weight, self.bias, self.sharding, self.products)
 
     def product(self, x_sbi: Tensor) -> Tensor:
-        """The output without the bias, for callers that add the bias in a kernel of their own."""
+        """The output without the bias, for callers adding the bias in a kernel of their own."""
         return column_linear(x_sbi, self.weight, None, self.sharding, self.products)
 
 
 class RowParallelLinear(nn.Module):
-    """A matrix that is cut by its inputs: y_sbo = (sum over tp of x_sbi W^T) + b.
+    """A matrix cut by its inputs: y_sbo = (sum over tp of x_sbi W^T) + b.
 
     The input is this rank's [s, b, i/tp]. The output is [s, b, o] on every rank, or this rank's [s/tp, b, o] with
     sequence parallelism.
@@ -167,17 +167,17 @@ class RowParallelLinear(nn.Module):
 
 
 def replicated_vector(name: str, size: int, init: Init, sharding: Sharding, *, partial: bool = False) -> nn.Parameter:
-    """A vector that every tp rank holds, such as a norm weight or a row bias. It is never decayed.
+    """A vector on every tp rank, such as a norm weight or a row bias. It is never decayed.
 
-    `partial` means that this rank sees only its slice of the heads, so that its gradient is a part of the sum. The same
-    holds under sequence parallelism, where this rank sees only its slice of the sequence.
+    With `partial` this rank sees only its slice of the heads, so its gradient is a part of the sum. The same holds
+    under sequence parallelism: this rank then sees only its slice of the sequence.
     """
     piece = replicated(name, (size,), sharding.tp, partial=partial or sharding.sequence_parallel)
     return sharding.parameter((piece,), (size,), init, decay=False)
 
 
 class _Lookup(torch.autograd.Function):
-    """Look up rows of `weight`, zero where `ids` is outside [0, rows). Gradients are added to these rows alone."""
+    """Look up rows of `weight`, zero for `ids` outside [0, rows). Gradients are added to these rows alone."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, rows: int) -> Tensor:
@@ -209,7 +209,7 @@ def _local_ids(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _add_rows(rows_held: int, total: Tensor, grad: Tensor, ids: Tensor, overwrite: bool) -> None:
-    """Add each row of `grad` [..., h] to the row of `total` that `ids` [...] names, if that is in [0, rows_held)."""
+    """Add each row of `grad` [..., h] to the row `ids` [...] of `total`. Rows outside [0, rows_held) are left out."""
     if overwrite:
         total.zero_()
     local, outside = _local_ids(ids, rows_held)
@@ -241,8 +241,8 @@ def vocabulary_parameter(
 ) -> nn.Parameter:
     """This rank's [rows, h] of a vocabulary matrix.
 
-    `tied` is the axis of the pipeline stages that hold copies of the matrix. Their gradients are summed. The first
-    stage owns the matrix.
+    `tied` is the axis of the pipeline stages with copies of the matrix. Their gradients are summed. The first stage
+    owns the matrix.
     """
     start, stop, rows = vocabulary_cut(vocab_size, sharding.tp)
     piece = make_piece(name, (vocab_size, hidden_size), {0: (start, stop)})

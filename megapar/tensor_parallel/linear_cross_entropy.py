@@ -1,7 +1,7 @@
 """Output layer and cross entropy together, over chunks of tokens. Neither pass holds all logits at once.
 
 Forward keeps statistics of each token. Backward computes the logits of each chunk again and turns them into their
-gradient in place. That takes 8 T h v operations for T tokens instead of 6. Shapes: s sequence, b micro-batch, h hidden,
+gradient in place. This takes 8 T h v operations for T tokens instead of 6. Shapes: s sequence, b micro-batch, h hidden,
 v this rank's rows of the vocabulary.
 """
 
@@ -24,7 +24,7 @@ from megapar.tensor_parallel.regions import input_region
 def _chunks(ctx: Any, x_2d: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield (range of rows, their logits in the weight's dtype). The next range's overwrite those of the last.
 
-    There is at least one range, which is empty if there are no rows, so that callers can concatenate results.
+    There is at least one range, so callers can concatenate results. It is empty if there are no rows.
     """
     rows = x_2d.shape[0]
     converted = ctx.converted.get(weight, ctx.products)
@@ -119,8 +119,8 @@ def linear_cross_entropy(
     The logits of at most `chunk_rows` tokens are held at a time. `x_sbh` is [s, b, h], the same on every rank, or with
     `sequence_parallel` this rank's [s/tp, b, h]. `weight` is this rank's [v, h]. Its first row is token id `start`. The
     other arguments mean what they mean there. Communicates one max and one sum of [s, b] statistics, and what a
-    column-parallel layer communicates. The weight's gradient is summed in fp32: in its main gradient, which counts as
-    one addition, or else in a buffer of its own. Raises ValueError if `chunk_rows` is below 1.
+    column-parallel layer communicates. The weight's gradient is summed in fp32: in its main gradient, as one addition,
+    or else in a buffer of its own. Raises ValueError if `chunk_rows` is below 1.
     """
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
