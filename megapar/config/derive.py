@@ -65,7 +65,7 @@ def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
 def num_microbatches(config: Config, batch_size: int = 0) -> int:
     """The largest number of micro-batches of a data-parallel replica in one step. Others may have one fewer.
 
-    The step has `batch_size` samples, or train.global_batch_size if that is 0.
+    The step has `batch_size` samples, or train.global_batch_size if `batch_size` is 0.
     """
     samples = config.train.micro_batch_size * config.parallel.dp
     return -(-(batch_size or config.train.global_batch_size) // samples)

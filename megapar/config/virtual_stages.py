@@ -5,19 +5,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class VirtualStages:
-    """The numbers of stages that a schedule can have on a rank."""
+    """The possible numbers of stages on a rank under a schedule."""
 
     only: int = 0
-    """The only number that works; 0: every number does."""
+    """The only working number; 0: every number works."""
     default: int = 1
-    """The number that parallel.vpp 0 means if several work."""
+    """The meaning of parallel.vpp 0 if several numbers work."""
 
     def meant_by(self, vpp: int) -> int:
-        """The number that the option parallel.vpp asks for."""
+        """The number meant by the option parallel.vpp."""
         return vpp or self.only or self.default
 
     def nearest_to(self, vpp: int) -> int:
-        """`vpp` if it works, otherwise the number that does."""
+        """`vpp` if it works, otherwise the only number."""
         return self.only or vpp
 
 
@@ -25,4 +25,4 @@ ANY = VirtualStages()
 ONE = VirtualStages(only=1)
 TWO = VirtualStages(only=2)
 SEVERAL = VirtualStages(default=2)
-"""Of a schedule that is another one if each rank has one stage, such as interleaved, which is 1f1b then."""
+"""Of a schedule such as interleaved. With one stage on each rank it would be another one: interleaved would be 1f1b."""
