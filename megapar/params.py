@@ -68,10 +68,10 @@ class Piece:
     owned: Box | None
     """The box inside `held` that this rank counts in norms and writes to checkpoints.
 
-    It is None if other ranks own all of `held`. Over the ranks of one data-parallel replica (see ParamSpec.replicas),
+    It is None if other ranks own all of `held`. Over the ranks of one data-parallel replica (see ParamSpec.grad_axis),
     owned boxes are disjoint and cover the tensor.
     """
-    replicated: tuple[Axis, ...] = ()
+    same_on: tuple[Axis, ...] = ()
     """The axes within a data-parallel replica with the same box on all their ranks."""
     partial: tuple[Axis, ...] = ()
     """The axes with a partial gradient on each rank. The parts of all ranks must be added.
@@ -100,7 +100,7 @@ class ParamSpec:
     init: Init
     decay: bool
     """Whether weight decay applies."""
-    replicas: Axis
+    grad_axis: Axis
     """The data-parallel axis (`ParallelContext.grad`). Each of its ranks computes the gradient of its own samples.
 
     Gradients are summed over it. Under ZeRO the optimizer state is sharded over it.
@@ -134,12 +134,12 @@ class ParamSpec:
         """The logical name. The names of the pieces of a fused parameter are joined with '+'."""
         return "+".join(piece.name for piece in self.pieces)
 
-    def replicated_over(self) -> tuple[str, ...]:
+    def same_over(self) -> tuple[str, ...]:
         """Sorted names of the axes with the same part of every piece on all their ranks."""
         # The pieces of a fused parameter may be cut in different ways.
-        common = {axis.name for axis in self.pieces[0].replicated}
+        common = {axis.name for axis in self.pieces[0].same_on}
         for piece in self.pieces[1:]:
-            common &= {axis.name for axis in piece.replicated}
+            common &= {axis.name for axis in piece.same_on}
         return tuple(sorted(common))
 
     def partial_axes(self) -> list[Axis]:
@@ -224,7 +224,7 @@ def make_piece(name: str, shape: Sequence[int], cuts: Mapping[int, tuple[int, in
     return Piece(name, tuple(shape), held, held)
 
 
-def replicated(name: str, shape: Sequence[int], axis: Axis, *, partial: bool = False) -> Piece:
+def shared_piece(name: str, shape: Sequence[int], axis: Axis, *, partial: bool = False) -> Piece:
     """The piece of a tensor held whole by every rank of `axis`. The first rank owns it.
 
     With `partial`, each rank computes a part of the gradient, and the parts are added over `axis`. Otherwise every rank
@@ -234,11 +234,11 @@ def replicated(name: str, shape: Sequence[int], axis: Axis, *, partial: bool = F
 
 
 def held_by_all(piece: Piece, axis: Axis, *, partial: bool) -> Piece:
-    """Mark `piece` as held by every rank of `axis`. The first rank owns it. `partial` is as in `replicated`."""
+    """Mark `piece` as held by every rank of `axis`. The first rank owns it. `partial` is as in `shared_piece`."""
     # One owner only, so that norms count each element once and checkpoints hold it once.
     owned = piece.owned if axis.first else None
     partial_axes = (*piece.partial, axis) if partial else piece.partial
-    return replace(piece, owned=owned, replicated=(*piece.replicated, axis), partial=partial_axes)
+    return replace(piece, owned=owned, same_on=(*piece.same_on, axis), partial=partial_axes)
 
 
 def parameter(spec: ParamSpec, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

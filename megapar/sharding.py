@@ -15,9 +15,9 @@ from megapar.params import Init, ParamSpec, Piece, parameter
 class Sharding:
     """The axes over which weights and activations are cut.
 
-    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `replicas`. The positions of a
-    sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
-    `expert_replicas` (see ParallelContext).
+    Weights are cut over `tp`. Gradients are summed, and optimizer state is sharded, over `grad_axis`. The positions of
+    a sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
+    `expert_grad_axis` (see ParallelContext).
 
     `update` names the optimizer of the parameters (`ParamSpec.update`).
 
@@ -26,7 +26,7 @@ class Sharding:
     """
 
     tp: Axis
-    replicas: Axis
+    grad_axis: Axis
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
@@ -34,7 +34,7 @@ class Sharding:
     cp: Axis = field(default_factory=partial(Axis, "cp"))
     ep: Axis = field(default_factory=partial(Axis, "ep"))
     etp: Axis = field(default_factory=partial(Axis, "etp"))
-    expert_replicas: Axis = field(default_factory=partial(Axis, "expert_grad"))
+    expert_grad_axis: Axis = field(default_factory=partial(Axis, "expert_grad"))
     allocate: bool = True
     update: str = "adamw"
 
@@ -51,7 +51,7 @@ class Sharding:
         """The sharding of a rank: its axes and its device."""
         return cls(
             tp=ctx.tp,
-            replicas=ctx.grad,
+            grad_axis=ctx.grad,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=ctx.device,
@@ -59,7 +59,7 @@ class Sharding:
             cp=ctx.cp,
             ep=ctx.ep,
             etp=ctx.etp,
-            expert_replicas=ctx.expert_grad,
+            expert_grad_axis=ctx.expert_grad,
             allocate=allocate,
         )
 
@@ -70,7 +70,7 @@ class Sharding:
     def parameter(self, pieces: tuple[Piece, ...], shape: Sequence[int], init: Init, *, decay: bool) -> nn.Parameter:
         """Make an uninitialized parameter of the local `shape`: `pieces`, one after the other, then padding rows."""
         return self.parameter_of(
-            ParamSpec(pieces, init, decay=decay, replicas=self.replicas, update=self.update), shape
+            ParamSpec(pieces, init, decay=decay, grad_axis=self.grad_axis, update=self.update), shape
         )
 
     def parameter_of(self, spec: ParamSpec, shape: Sequence[int]) -> nn.Parameter:

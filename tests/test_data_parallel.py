@@ -131,12 +131,12 @@ def train(case: Case, ctx: ParallelContext) -> dict[str, Any]:
         "sizes": {slot.name: slot.param.numel() for slot in buffer.slots},
         "line": (ctx.tp.rank, ctx.pp.rank),
         "places": {
-            (slot.name, 0 if "tp" in slot.spec.replicated_over() else ctx.tp.rank): (
+            (slot.name, 0 if "tp" in slot.spec.same_over() else ctx.tp.rank): (
                 slot.start - bucket.start,
                 bucket.stop - bucket.start,
             )
             for slot, bucket in ((slot, buffer.layout.buckets[slot.bucket_index]) for slot in buffer.slots)
-            if slot.spec.replicated_over()
+            if slot.spec.same_over()
         },
     }
 

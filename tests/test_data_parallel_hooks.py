@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megapar import context
 from megapar.context import Axis, ParallelContext
 from megapar.grid import Grid
-from megapar.params import ONES, ParamSpec, parameter, replicated
+from megapar.params import ONES, ParamSpec, parameter, shared_piece
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, column_linear
 from tests.support.distributed import run_ranks
@@ -23,10 +23,10 @@ STEPS, MICROBATCHES, WIDTH = 3, 3, 16
 Use = Callable[[int, int, int], bool]  # (data-parallel rank, step, micro-batch) -> whether the parameter is used
 
 
-def plain(name: str, *shape: int, dtype: torch.dtype = torch.float32, replicas: Axis | None = None) -> nn.Parameter:
+def plain(name: str, *shape: int, dtype: torch.dtype = torch.float32, grad_axis: Axis | None = None) -> nn.Parameter:
     """A parameter that every tensor rank holds, drawn from its shape."""
     spec = ParamSpec(
-        (replicated(name, shape, context.single().tp),), ONES, decay=True, replicas=replicas or Axis("grad")
+        (shared_piece(name, shape, context.single().tp),), ONES, decay=True, grad_axis=grad_axis or Axis("grad")
     )
     param = parameter(spec, shape, dtype=dtype, device="cpu")
     param.data.copy_(torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 0.5)
@@ -37,12 +37,12 @@ class Net(nn.Module):
     """Branches of layers that add weight gradients themselves, a matrix used as embedding and as head, and a `gate`
     that may be left out."""
 
-    def __init__(self, replicas: Axis) -> None:
+    def __init__(self, grad_axis: Axis) -> None:
         super().__init__()
-        sharding = Sharding(context.single().tp, replicas, False, torch.float32, torch.device("cpu"))
+        sharding = Sharding(context.single().tp, grad_axis, False, torch.float32, torch.device("cpu"))
         self.sharding = sharding
-        self.word = plain("word", 10, WIDTH, replicas=replicas)
-        self.gate = plain("gate", WIDTH, replicas=replicas)
+        self.word = plain("word", 10, WIDTH, grad_axis=grad_axis)
+        self.gate = plain("gate", WIDTH, grad_axis=grad_axis)
         columns = [Columns.even(name, WIDTH, sharding.tp) for name in ("left", "right", "twice")]
         self.left, self.right, self.twice = (
             ColumnParallelLinear(WIDTH, [column], sharding, init=ONES, bias=True) for column in columns
@@ -165,8 +165,8 @@ def two_stages_on_a_rank() -> list[list[int]]:
     ctx = context.create(Grid(dp=2))
     first, second = nn.Module(), nn.Module()
     first.weight, second.weight = (
-        plain("first", WIDTH, WIDTH, replicas=ctx.grad),
-        plain("second", WIDTH, replicas=ctx.grad),
+        plain("first", WIDTH, WIDTH, grad_axis=ctx.grad),
+        plain("second", WIDTH, grad_axis=ctx.grad),
     )
     buffer = flatten([first, second], ctx, zero_stage=0, bucket_mb=TINY, overlap=True)
     seen = []
@@ -198,7 +198,7 @@ def accumulate_bf16() -> tuple[Tensor, Tensor]:
     """One gradient of about 1, then 255 of about 1e-3, all bf16, on each of two ranks; the sum and that in fp64."""
     ctx = context.create(Grid(dp=2))
     module = nn.Module()
-    module.weight = plain("weight", 50, dtype=torch.bfloat16, replicas=ctx.grad)
+    module.weight = plain("weight", 50, dtype=torch.bfloat16, grad_axis=ctx.grad)
     buffer = flatten([module], ctx, zero_stage=1, bucket_mb=ALL, overlap=True)
     exact = torch.zeros(50, dtype=torch.float64)
     for rank in range(2):

@@ -8,7 +8,7 @@ from megapar_kernels import norms
 from torch import Tensor, nn
 
 from megapar import context, recompute
-from megapar.params import ONES, ParamSpec, parameter, replicated
+from megapar.params import ONES, ParamSpec, parameter, shared_piece
 from tests.support.flat import flatten
 from tests.support.kernel_checks import (
     DEVICE,
@@ -207,7 +207,10 @@ class Norm(nn.Module):
         generator = torch.Generator().manual_seed(columns)
         for kind in ("weight", "bias") if "layer" in name else ("weight",):
             spec = ParamSpec(
-                (replicated(kind, (columns,), context.single().tp),), ONES, decay=False, replicas=context.single().grad
+                (shared_piece(kind, (columns,), context.single().tp),),
+                ONES,
+                decay=False,
+                grad_axis=context.single().grad,
             )
             param = parameter(spec, (columns,), dtype=torch.bfloat16, device=DEVICE)
             param.data.copy_(1 + 0.2 * torch.randn(columns, generator=generator))

@@ -16,7 +16,7 @@ from megapar.grid import Grid
 from megapar.optimizer.base import Optimizer, Shard, Step
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.optimizer.optimizers import Optimizers
-from megapar.params import ZEROS, ParamSpec, StateTensor, parameter, replicated
+from megapar.params import ZEROS, ParamSpec, StateTensor, parameter, shared_piece
 from tests.support.distributed import run_ranks
 from tests.support.flat import Flat, flatten
 from tests.support.kernel_checks import needs_triton
@@ -33,8 +33,8 @@ def make(dtype: torch.dtype, bucket_mb: float = 64.0, update: str = "adamw") -> 
     ctx = context.single()
     module = nn.Module()
     for name, shape in SHAPES.items():
-        piece = replicated(name, shape, ctx.tp)
-        spec = ParamSpec((piece,), ZEROS, decay=DECAY[name], replicas=ctx.grad, update=update)
+        piece = shared_piece(name, shape, ctx.tp)
+        spec = ParamSpec((piece,), ZEROS, decay=DECAY[name], grad_axis=ctx.grad, update=update)
         param = parameter(spec, shape, dtype=dtype, device="cpu")
         param.data.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))))
         module.register_parameter(name, param)
@@ -158,7 +158,7 @@ def test_the_norm_of_many_elements_is_exact() -> None:
     """4 million: a plain fp32 sum of squares errs by 1e-4 here (fault norm-counts-elements-once)."""
     module = nn.Module()
     ctx = context.single()
-    spec = ParamSpec((replicated("w", (2**22,), ctx.tp),), ZEROS, decay=True, replicas=ctx.grad)
+    spec = ParamSpec((shared_piece("w", (2**22,), ctx.tp),), ZEROS, decay=True, grad_axis=ctx.grad)
     module.w = parameter(spec, (2**22,), dtype=torch.float32, device="cpu")
     buffer = flatten([module], ctx, zero_stage=0, bucket_mb=64.0, overlap=True)
     buffer.grads.normal_(generator=torch.Generator().manual_seed(0))

@@ -31,7 +31,7 @@ from megapar.tensor_parallel.layers import (
     Columns,
     VocabParallelEmbedding,
     column_linear,
-    replicated_vector,
+    shared_vector,
 )
 from megapar.train.data import open_loaders
 from megapar.train.step import train_step
@@ -256,7 +256,7 @@ class Net(PipelineStage):
         self.word = VocabParallelEmbedding("word", VOCAB, WIDTH, sharding, init=init) if stage == 0 else None
         columns = [Columns.even(f"{stage}.twice", WIDTH, ctx.tp)]
         self.twice = ColumnParallelLinear(WIDTH, columns, sharding, init=init, bias=True)
-        self.gate = replicated_vector(f"{stage}.gate", WIDTH, ONES, sharding)
+        self.gate = shared_vector(f"{stage}.gate", WIDTH, ONES, sharding)
         self.head = None
         if stage == num_stages - 1:
             self.head = self.word or VocabParallelEmbedding("head", VOCAB, WIDTH, sharding, init=init)

@@ -202,7 +202,7 @@ class Balanced(nn.Module):
         super().__init__()
         piece = make_piece("bias", (10,), {0: cut(10, ctx.tp)})
         buffer = values[piece.held.slices].clone()
-        buffer.spec = ParamSpec((piece,), ZEROS, decay=False, replicas=ctx.grad)  # type: ignore[attr-defined]
+        buffer.spec = ParamSpec((piece,), ZEROS, decay=False, grad_axis=ctx.grad)  # type: ignore[attr-defined]
         self.register_buffer("bias", buffer)
 
 

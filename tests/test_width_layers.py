@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megapar import context
 from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
-from megapar.params import ZEROS, Init, replicated
+from megapar.params import ZEROS, Init, shared_piece
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import Columns
 from tests.support import tiny_models
@@ -212,7 +212,7 @@ class Replicated(nn.Module):
     def __init__(self, factory: Factory, name: str, shape: tuple[int, int], init: Init):
         super().__init__()
         sharding = factory.sharding
-        piece = replicated(f"{name}.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
+        piece = shared_piece(f"{name}.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
         self.weight = sharding.parameter((piece,), shape, init, decay=True)
 
     def forward(self, x_sbi: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class Rarity(nn.Module):
 
     def __init__(self, sharding: Sharding):
         super().__init__()
-        self.tally = Tally("kind", 0, (sharding.replicas,))  # tensor ranks see the same tokens
+        self.tally = Tally("kind", 0, (sharding.grad_axis,))  # tensor ranks see the same tokens
         self.register_buffer("step_counts", torch.zeros(4, dtype=torch.int64, device=sharding.device))
         self.register_buffer("last_counts", self.step_counts.clone())
 

@@ -13,7 +13,7 @@ from megapar.context import Axis, ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.grid import Grid
-from megapar.params import ONES, Init, ParamSpec, Piece, parameter, replicated
+from megapar.params import ONES, Init, ParamSpec, Piece, parameter, shared_piece
 from megapar.random import initial_values
 from megapar.train.trainer import initializes_by_unit, start
 from tests.support.distributed import run_ranks
@@ -23,16 +23,16 @@ TINY = [(1,), (2, 1), (3,), (5,), (7,), (1, 1)]
 
 
 class Tiny(nn.Module):
-    def __init__(self, names: Sequence[str], replicas: Axis, shared: nn.Parameter | None = None):
+    def __init__(self, names: Sequence[str], grad_axis: Axis, shared: nn.Parameter | None = None):
         super().__init__()
         for number, name in enumerate(names):
-            self.register_parameter(name, tiny(name, TINY[number % len(TINY)], replicas))
+            self.register_parameter(name, tiny(name, TINY[number % len(TINY)], grad_axis))
         if shared is not None:
             self.shared = shared
 
 
-def tiny(name: str, shape: tuple[int, ...], replicas: Axis) -> nn.Parameter:
-    spec = ParamSpec((replicated(name, shape, context.single().tp),), ONES, decay=True, replicas=replicas)
+def tiny(name: str, shape: tuple[int, ...], grad_axis: Axis) -> nn.Parameter:
+    spec = ParamSpec((shared_piece(name, shape, context.single().tp),), ONES, decay=True, grad_axis=grad_axis)
     param = parameter(spec, shape, dtype=torch.float32, device="cpu")
     param.data.copy_(values(name, shape))
     return param

@@ -279,16 +279,16 @@ def share(slices: Iterable[StateSlice]) -> list[StateSlice]:
     # Counted for each axis of replicas apart, so that each axis divides its own slices evenly.
     counts: Counter[str] = Counter()
     for item in slices:
-        replicas = item.spec.replicas
-        if counts[replicas.name] % replicas.size == replicas.rank:
+        grad_axis = item.spec.grad_axis
+        if counts[grad_axis.name] % grad_axis.size == grad_axis.rank:
             written.append(item)
-        counts[replicas.name] += 1
+        counts[grad_axis.name] += 1
     return written
 
 
 def first_copies(slices: Iterable[StateSlice]) -> list[StateSlice]:
     """The slices of ZeRO shards this rank writes. Of several ranks with copies, the first one writes."""
-    return [item for item in slices if item.spec.replicas.copies.first]
+    return [item for item in slices if item.spec.grad_axis.copies.first]
 
 
 def owned_boxes(item: StateSlice) -> Iterator[tuple[Piece, FlatBox]]:

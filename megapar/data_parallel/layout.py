@@ -2,7 +2,7 @@
 
 Parameters are in reverse registration order. Their gradients become final in about this order. They are grouped into
 buckets. One optimizer updates all parameters of a bucket. One collective reduces their gradients over their
-data-parallel axis (`ParamSpec.replicas`). Under ZeRO each rank of that axis updates an equal slice of the bucket, its
+data-parallel axis (`ParamSpec.grad_axis`). Under ZeRO each rank of that axis updates an equal slice of the bucket, its
 shard (Rajbhandari et al., arXiv 1910.02054).
 
 With ZeRO-2 and 3 a bucket is a unit: parameters of one fine stage (`megapar.pipeline.refine`), as far as they may share
@@ -70,8 +70,8 @@ class FlatLayout:
         bucket_groups = []
         for group in groups:
             sizes = [param.numel() for param, _ in group]
-            _, spec = group[0]  # `replicas` and `update` are the same for all parameters of a group
-            bucket_groups.append(BucketGroup(sizes, spec.replicas.shards.size, spec.update in whole))
+            _, spec = group[0]  # `grad_axis` and `update` are the same for all parameters of a group
+            bucket_groups.append(BucketGroup(sizes, spec.grad_axis.shards.size, spec.update in whole))
         starts, self.buckets = lay_out(bucket_groups, bucket_elements)
         self.slots = _slots([pair for group in groups for pair in group], starts, self.buckets)
         self.numel = self.buckets[-1].stop if self.buckets else 0
@@ -88,11 +88,11 @@ class FlatLayout:
 
     def axis(self, bucket: Bucket) -> Axis:
         """The axis over which ZeRO shards a bucket. Without ZeRO, the axis of its gradient sum."""
-        return self.slots[bucket.first_param].spec.replicas.shards
+        return self.slots[bucket.first_param].spec.grad_axis.shards
 
     def copies(self, bucket: Bucket) -> Axis:
         """The ranks with copies of this rank's shard of a bucket. Its sum goes on over them."""
-        return self.slots[bucket.first_param].spec.replicas.copies
+        return self.slots[bucket.first_param].spec.grad_axis.copies
 
     def shard(self, bucket: Bucket) -> Range:
         """The part of a bucket updated by this rank's optimizer."""
@@ -128,8 +128,8 @@ class FlatLayout:
         """
         owned = []
         for slot in self.slots:
-            replicas = slot.spec.replicas
-            if not replicas.copies.first or not (self.sharded or replicas.first):
+            grad_axis = slot.spec.grad_axis
+            if not grad_axis.copies.first or not (self.sharded or grad_axis.first):
                 continue
             for start, stop in slot.spec.owned_ranges():
                 # Include the padding after a parameter, so that neighboring ranges join: fewer ranges are faster.
@@ -193,9 +193,9 @@ def _in_groups(params: Sequence[Declared], *, single_axes: bool) -> list[list[De
     """
     groups: dict[tuple[tuple[str, ...], str, str], list[Declared]] = {}
     for param, spec in params:
-        sizes = {axis.name: axis.size for piece in spec.pieces for axis in piece.replicated}
-        replicated = tuple(name for name in spec.replicated_over() if single_axes or sizes[name] > 1)
-        key = (replicated, spec.replicas.name, spec.update)
+        sizes = {axis.name: axis.size for piece in spec.pieces for axis in piece.same_on}
+        replicated = tuple(name for name in spec.same_over() if single_axes or sizes[name] > 1)
+        key = (replicated, spec.grad_axis.name, spec.update)
         groups.setdefault(key, []).append((param, spec))
     # Sorted by name, because the stage at the other end may have registered its copies in another order.
     for (replicated, _, _), group in groups.items():

@@ -56,7 +56,7 @@ class _Overlapping:
     """
 
     axis: Axis
-    replicas: Axis
+    grad_axis: Axis
     sharded: bool
     runs: Sequence[tuple[int, int, int]]
     numel: int
@@ -69,7 +69,7 @@ class _Overlapping:
         collectives.all_reduce(packed, self.axis)
         # An element may be in the shard of one replica here, and of another replica on a neighbor.
         if self.sharded:
-            collectives.all_reduce(packed, self.replicas.shards)
+            collectives.all_reduce(packed, self.grad_axis.shards)
         for offset, start, stop in self.runs:
             grads[start:stop] = packed[offset : offset + stop - start]
 
@@ -95,7 +95,7 @@ def _aligned(layout: FlatLayout, placement: Placement, axis: Axis) -> list[Parti
     """The sum of pieces held alike by every rank of `axis`, as a list of one sum or none."""
     held = []
     for slot in layout.slots:
-        if axis.name not in slot.spec.replicated_over():
+        if axis.name not in slot.spec.same_over():
             continue
         for piece, first, last in slot.spec.segments():
             if piece.is_partial_over(axis.name):
@@ -109,21 +109,21 @@ def _overlapping(layout: FlatLayout, placement: Placement, axis: Axis) -> list[P
     """The sums of pieces with boxes differing between ranks of `axis`, one for each axis of replicas."""
     by_replicas: dict[str, tuple[Axis, list[tuple[Piece, int]]]] = {}
     for slot in layout.slots:
-        if axis.name in slot.spec.replicated_over():
+        if axis.name in slot.spec.same_over():
             continue
         for piece, first, _ in slot.spec.segments():
             if piece.is_partial_over(axis.name):
-                _, pieces = by_replicas.setdefault(slot.spec.replicas.name, (slot.spec.replicas, []))
+                _, pieces = by_replicas.setdefault(slot.spec.grad_axis.name, (slot.spec.grad_axis, []))
                 pieces.append((piece, slot.start + first))
     sums: list[PartialSum] = []
     for name in sorted(by_replicas):
-        replicas, pieces = by_replicas[name]
+        grad_axis, pieces = by_replicas[name]
         runs: list[tuple[int, int, int]] = []
         numel = 0
         for piece, position in pieces:
             runs += _runs(piece, position, numel, layout.shards(), placement)
             numel += math.prod(piece.shape)
-        sums.append(_Overlapping(axis, replicas, layout.sharded, runs, numel))
+        sums.append(_Overlapping(axis, grad_axis, layout.sharded, runs, numel))
     return sums
 
 

@@ -35,7 +35,7 @@ from megapar.context import Axis
 from megapar.expert_parallel import route
 from megapar.expert_parallel.route import RouterRule
 from megapar.linear import LOCAL, LinearFunction
-from megapar.params import ZEROS, Init, ParamSpec, replicated
+from megapar.params import ZEROS, Init, ParamSpec, shared_piece
 from megapar.products import MatrixProducts
 from megapar.sharding import Sharding
 from megapar.tally import Tally
@@ -118,11 +118,11 @@ class Router(nn.Module):
         layer: int = 0,
     ):
         super().__init__()
-        self.tally = Tally("expert", layer, (sharding.tp, sharding.replicas))
+        self.tally = Tally("expert", layer, (sharding.tp, sharding.grad_axis))
         self.num_experts = num_experts
         self.rule = rule
         self.balance = balance
-        piece = replicated(f"{name}.weight", (num_experts, hidden_size), sharding.tp, partial=True)
+        piece = shared_piece(f"{name}.weight", (num_experts, hidden_size), sharding.tp, partial=True)
         self.weight = sharding.parameter((piece,), piece.shape, init, decay=True)
         device = sharding.device
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32, device=device))
@@ -186,9 +186,9 @@ def _add_to_checkpoints(
     buffer_e: Tensor, name: str, sharding: Sharding, *, training_state: bool = False, added_by: str = ""
 ) -> None:
     """Give a buffer a spec, so checkpoints hold it. All ranks hold the same values."""
-    piece = replicated(name, buffer_e.shape, sharding.tp)
+    piece = shared_piece(name, buffer_e.shape, sharding.tp)
     spec = ParamSpec(
-        (piece,), ZEROS, decay=False, replicas=sharding.replicas, training_state=training_state, added_by=added_by
+        (piece,), ZEROS, decay=False, grad_axis=sharding.grad_axis, training_state=training_state, added_by=added_by
     )
     buffer_e.spec = spec  # type: ignore[attr-defined]
 

@@ -85,7 +85,7 @@ class Experts(nn.Module):
             tuple(pieces),
             init,
             decay=True,
-            replicas=sharding.expert_replicas,
+            grad_axis=sharding.expert_grad_axis,
             update=sharding.update,
             token_share=self.token_share,
             # Those of other ranks too: which experts share a parameter depends on ep.

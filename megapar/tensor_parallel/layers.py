@@ -28,7 +28,7 @@ from megapar.params import (
     cut,
     held_by_all,
     make_piece,
-    replicated,
+    shared_piece,
 )
 from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.sharding import Sharding
@@ -145,7 +145,7 @@ class RowParallelLinear(nn.Module):
         start, stop = cut(in_features, sharding.tp)
         weight = make_piece(f"{name}.weight", (out_features, in_features), {1: (start, stop)})
         self.weight = sharding.parameter((weight,), weight.local_shape, init, decay=True)
-        self.bias = replicated_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
+        self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
 
     def forward(self, x_sbi: Tensor) -> Tensor:
         y = self._product_and_sum(x_sbi)
@@ -166,13 +166,13 @@ class RowParallelLinear(nn.Module):
         return reduce_from_tp(partial, sharding.tp)
 
 
-def replicated_vector(name: str, size: int, init: Init, sharding: Sharding, *, partial: bool = False) -> nn.Parameter:
+def shared_vector(name: str, size: int, init: Init, sharding: Sharding, *, partial: bool = False) -> nn.Parameter:
     """A vector on every tp rank, such as a norm weight or a row bias. It is never decayed.
 
     With `partial` this rank sees only its slice of the heads, so its gradient is a part of the sum. The same holds
     under sequence parallelism: this rank then sees only its slice of the sequence.
     """
-    piece = replicated(name, (size,), sharding.tp, partial=partial or sharding.sequence_parallel)
+    piece = shared_piece(name, (size,), sharding.tp, partial=partial or sharding.sequence_parallel)
     return sharding.parameter((piece,), (size,), init, decay=False)
 
 

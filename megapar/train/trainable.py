@@ -53,7 +53,7 @@ def freeze(modules: Iterable[nn.Module], patterns: Sequence[str]) -> Frozen:
         param.requires_grad_(is_trained)
         owned = 0
         # The first replica counts. Experts have fewer replicas than other parameters.
-        if spec.replicas.first:
+        if spec.grad_axis.first:
             owned = sum(last - first for first, last in spec.owned_ranges())
         total += owned
         if is_trained:

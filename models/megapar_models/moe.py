@@ -19,7 +19,7 @@ from megapar.config.options import ModelConfig, MoEConfig
 from megapar.expert_parallel.balance import BalanceRule, Router, Routing
 from megapar.expert_parallel.dispatch import Dispatch, combine, plan_dispatch, receive, send
 from megapar.expert_parallel.route import RouterRule
-from megapar.params import cut, replicated
+from megapar.params import cut, shared_piece
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
 from megapar_models.factory import Factory
@@ -162,7 +162,7 @@ class SharedExpert(nn.Module):
             sharding = factory.sharding
             # Every rank multiplies the tokens that it has: all of them, or its part under sequence parallelism.
             shape = (1, model.hidden_size)
-            piece = replicated(f"{name}.shared_gate.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
+            piece = shared_piece(f"{name}.shared_gate.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
             self.gate = sharding.parameter((piece,), shape, factory.init, decay=True)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megapar.params import ONES, ZEROS
 from megapar.sharding import Sharding
-from megapar.tensor_parallel.layers import replicated_vector
+from megapar.tensor_parallel.layers import shared_vector
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class NormRule:
             raise ValueError("NormRule: offset and cast_first are those of RMSNorm; LayerNorm has neither")
 
     def weight(self, name: str, size: int, sharding: Sharding, *, partial: bool = False) -> nn.Parameter:
-        """The weight [size] on every tp rank. `partial` is as in `replicated_vector`."""
+        """The weight [size] on every tp rank. `partial` is as in `shared_vector`."""
         init = ZEROS if self.offset else ONES
-        return replicated_vector(name, size, init, sharding, partial=partial)
+        return shared_vector(name, size, init, sharding, partial=partial)
 
     def rms(self, x: Tensor, weight: Tensor, impl: Implementation) -> Tensor:
         """RMSNorm of x [..., size]."""
@@ -84,7 +84,7 @@ class LayerNorm(nn.Module):
         self.eps = rule.eps
         self.impl = impl
         self.weight = rule.weight(f"{name}.weight", size, sharding)
-        self.bias = replicated_vector(f"{name}.bias", size, ZEROS, sharding)
+        self.bias = shared_vector(f"{name}.bias", size, ZEROS, sharding)
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps, self.impl)

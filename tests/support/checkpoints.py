@@ -39,7 +39,7 @@ STATE = ("main", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 
 
 def spec_of_piece(*pieces: Piece) -> ParamSpec:
-    return ParamSpec(pieces, ZEROS, decay=True, replicas=Axis("grad"))
+    return ParamSpec(pieces, ZEROS, decay=True, grad_axis=Axis("grad"))
 
 
 def whole_spec(name: str, shape: Sequence[int]) -> ParamSpec:

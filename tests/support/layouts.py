@@ -17,7 +17,7 @@ from megapar.params import Piece, spec_of
 @dataclass(frozen=True)
 class Held:
     """One rank's part of a logical tensor. `partial`: the tensor is the sum of the parts that ranks hold of it, else
-    these are equal. Ranks of an axis of replicas (`ParamSpec.replicas`) are `replica`s of each other."""
+    these are equal. Ranks of an axis of replicas (`ParamSpec.grad_axis`) are `replica`s of each other."""
 
     piece: Piece
     values: Tensor
@@ -70,7 +70,7 @@ def held(
             partial = unsummed and any(axis.size > 1 for axis in piece.partial)
             parts.append(
                 Held(
-                    _without_axes(piece), flat[first:last].view(piece.local_shape).clone(), partial, spec.replicas.rank
+                    _without_axes(piece), flat[first:last].view(piece.local_shape).clone(), partial, spec.grad_axis.rank
                 )
             )
         assert not flat[last:].any(), f"{spec.name}: padding is not zero"
@@ -79,7 +79,7 @@ def held(
 
 def _without_axes(piece: Piece) -> Piece:
     """To be sent to the test's process: process groups stay where they are."""
-    return replace(piece, replicated=(), partial=())
+    return replace(piece, same_on=(), partial=())
 
 
 def assemble(ranks: Sequence[Sequence[Held]]) -> dict[str, Tensor]:

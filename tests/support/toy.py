@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megapar.config.options import OptimizerConfig
 from megapar.context import Axis, ParallelContext
 from megapar.optimizer.clip import clip_coefficient
-from megapar.params import ZEROS, Box, ParamSpec, Piece, cut, held_by_all, make_piece, parameter, replicated, spec_of
+from megapar.params import ZEROS, Box, ParamSpec, Piece, cut, held_by_all, make_piece, parameter, shared_piece, spec_of
 
 Q_HEADS, HEAD, WIDTH = 6, 2, 40
 DECAYED = {"embed", "q", "k", "v", "row"}
@@ -66,17 +66,17 @@ def specs(ctx: ParallelContext, kv_heads: int) -> dict[str, ParamSpec]:
     q = make_piece("q", wanted["q"], {0: (q_first * HEAD, q_last * HEAD)})
 
     def spec(*pieces: Piece, decay: bool) -> ParamSpec:
-        return ParamSpec(pieces, ZEROS, decay=decay, replicas=ctx.grad)
+        return ParamSpec(pieces, ZEROS, decay=decay, grad_axis=ctx.grad)
 
     first = {
         "embed": spec(embed, decay=True),
         "qkv": spec(q, kv_piece("k", kv_heads, tp), kv_piece("v", kv_heads, tp), decay=True),
-        "norm": spec(replicated("norm", wanted["norm"], tp, partial=True), decay=False),
+        "norm": spec(shared_piece("norm", wanted["norm"], tp, partial=True), decay=False),
     }
     last = {
         "row": spec(make_piece("row", wanted["row"], {1: cut(90, tp)}), decay=True),
-        "bias": spec(replicated("bias", wanted["bias"], tp), decay=False),
-        "scale": spec(replicated("scale", wanted["scale"], tp), decay=False),
+        "bias": spec(shared_piece("bias", wanted["bias"], tp), decay=False),
+        "scale": spec(shared_piece("scale", wanted["scale"], tp), decay=False),
         "embed": spec(embed, decay=True),
     }
     if ctx.pp.size == 1:

@@ -12,7 +12,7 @@ from megapar_kernels.dropout import dropout_add, keep_mask
 from torch import Tensor, nn
 
 from megapar.config.options import ModelConfig
-from megapar.params import replicated
+from megapar.params import shared_piece
 from megapar.tensor_parallel.layers import Columns
 from megapar_models.attention import Attention
 from megapar_models.factory import Factory
@@ -93,7 +93,7 @@ class GPTStage(Stage):
             shape = (model.max_position_embeddings, model.hidden_size)
             # Under sequence parallelism each tp rank adds the positions of its part of the sequence. Its gradient of
             # the table is then a partial sum.
-            piece = replicated("positions.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
+            piece = shared_piece("positions.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
             self.positions = sharding.parameter((piece,), shape, factory.init, decay=True)
 
     @classmethod
