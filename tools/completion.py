@@ -1,4 +1,4 @@
-"""Prints a script that completes the commands, flags and choices of `megapar` in bash or zsh.
+"""Prints a script to complete the commands, flags and choices of `megapar` in bash or zsh.
 
 It takes some seconds, because it asks every command for its flags. So write it to a file, and again after an update:
 
@@ -59,7 +59,7 @@ class Arguments:
 def specification(command: str) -> dict[str, Any]:
     """What tyro knows of a command's flags: "options", each with "flags" and maybe "choices", and "subcommands".
 
-    Raises MegaparError if tyro writes it in another form than the one that is known here.
+    Raises MegaparError if tyro writes them in a form unknown here.
     """
     program = importlib.import_module(module_of(command, "megapar"))
     script = StringIO()

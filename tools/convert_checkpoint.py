@@ -172,8 +172,8 @@ class Upcycle:
 def hf_to_native(options: HfToNative) -> None:
     """Convert a Hugging Face folder.
 
-    Raises ConfigError for an unsupported config.json, and CheckpointError if the tensors are not those that it
-    describes. Both are raised before anything is written.
+    Raises ConfigError for an unsupported config.json, and CheckpointError if the tensors do not match it. Both are
+    raised before anything is written.
     """
     check_transformers(options.verify)
     raw = read_json(options.src / HF_CONFIG)
@@ -253,7 +253,7 @@ def native_to_hf(options: NativeToHf) -> None:
 def megatron_to_native(options: MegatronToNative) -> None:
     """Convert Megatron-LM's checkpoint.
 
-    Raises CheckpointError for files that are damaged, unsafe or of an unsupported model, and ConfigError if --verify is
+    Raises CheckpointError for damaged or unsafe files and for an unsupported model, and ConfigError if --verify is
     given and Megatron-Core is not installed. Both are raised before anything is written.
     """
     if options.verify and not megatron_core.is_installed():
@@ -292,8 +292,8 @@ def native_to_dcp(options: NativeToDcp) -> None:
 def upcycle_dense(options: Upcycle) -> None:
     """Make a mixture of a dense checkpoint.
 
-    Raises ConfigError for options that do not fit the model, and CheckpointError if it is damaged or not dense. Both
-    are raised before DST exists.
+    Raises ConfigError if the options do not fit the model, and CheckpointError if it is damaged or not dense. Both are
+    raised before DST exists.
     """
     manifest = read_manifest(options.src)
     experts = (options.experts, options.experts_per_token)
@@ -333,10 +333,10 @@ def whole_config(model: ModelConfig) -> Config:
 
 
 def described_by(config: Config, options: NativeToHf) -> Path | None:
-    """The folder whose config.json and generation settings the export takes; None if the export makes its own.
+    """The folder to take the config.json and generation settings of the export from; None if the export makes its own.
 
-    It is --like, else SRC if it has a config.json. Raises ConfigError if that describes another model. Else it is the
-    folder of the weights or of the tokenizer that the training began with, if it describes this model.
+    It is --like, else SRC if it has a config.json. Raises ConfigError if this config.json describes another model. Else
+    it is the training's first folder of weights or tokenizer, if it describes this model.
     """
     for folder in (options.like, options.src):
         if folder is not None and (folder == options.like or (folder / HF_CONFIG).is_file()):
@@ -360,7 +360,7 @@ def _describes(path: Path, model: ModelConfig) -> bool:
 
 
 def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The config.json of the folder `origin`, or a new one whose end token is that of the training's tokenizer."""
+    """The config.json of the folder `origin`, or a new one with the end token of the training's tokenizer."""
     if origin is not None:
         raw = read_json(origin / HF_CONFIG)
         raw.pop("dtype", None)  # transformers 5's name of torch_dtype
@@ -373,7 +373,7 @@ def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) 
 
 
 def computed(model: ModelConfig) -> ModelConfig:
-    """The model without the options that matter only in training."""
+    """The model without the options used only in training."""
     # A bias is part of the model. The losses that balance experts are not.
     balance: Literal["bias", "none"] = "bias" if model.moe.balance == "bias" else "none"
     moe = replace(
@@ -435,7 +435,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class Training(NamedTuple):
-    """The tokenizer that made the data of a training, and its file. If it is not known, `why` has the reason."""
+    """The tokenizer of a training's data, and its file. If it is not known, `why` has the reason."""
 
     tokenizer: Tokenizer | None
     spec: str
@@ -466,7 +466,8 @@ def training_tokenizer(config: Config, options: NativeToHf) -> Training:
 
 
 def made_of_bytes(config: Config) -> bool:
-    """Whether the data says that `bytes` made it, or was encoded while it was read, as Hugging Face datasets are."""
+    """Whether the data was made with `bytes` by its own description, or encoded while it was read, like Hugging Face
+    datasets."""
     for entry in map(Entry.parse, config.data.train):
         sidecar = read_sidecar(entry.source)
         if entry.source.startswith("hf:") or (sidecar and sidecar["tokenizer"]["sha256"] == "bytes"):

@@ -1,9 +1,9 @@
 """Makes pages of the documentation from the code, for mkdocs. mkdocs.yml names this file as a hook.
 
 - `options.md`: every option, from the dataclasses of the configuration and the sentence under each field.
-- `api/*.md`: a page for each package, whose docstrings mkdocstrings renders.
-- README.md, CONTRIBUTING.md and CHANGELOG.md as pages, so that no text exists twice.
-- A page for each file of the repository that a document links to, so that links work here as they do in the repository.
+- `api/*.md`: a page for each package; mkdocstrings renders its docstrings.
+- README.md, CONTRIBUTING.md and CHANGELOG.md as pages, so no text exists twice.
+- A page for each linked file of the repository, so links work here as they do in the repository.
 """
 
 import ast
@@ -71,9 +71,9 @@ def site_path(repository_path: str) -> str:
 
 
 def rewrite_links(markdown: str, origin: str) -> str:
-    """The text of document `origin`, a path in the repository, with links that lead to the same files on the site.
+    """The text of document `origin`, a path in the repository, with links to the same files on the site.
 
-    A link to a file that does not exist stays as it is, and mkdocs reports it as an error.
+    A link to a missing file stays as it is, and mkdocs reports it as an error.
     """
     folder = posixpath.dirname(site_path(origin))
 
@@ -87,7 +87,7 @@ def rewrite_links(markdown: str, origin: str) -> str:
 
 
 def repository_target(link: str, origin: str) -> str | None:
-    """The file of the repository that `link` in document `origin` names; None if there is no such file."""
+    """The file of the repository behind `link` in document `origin`; None if there is no such file."""
     if "://" in link:
         return None
     target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
@@ -95,7 +95,7 @@ def repository_target(link: str, origin: str) -> str | None:
 
 
 def linked_files() -> set[str]:
-    """The files outside docs/ that documents link to."""
+    """The files outside docs/ linked from documents."""
     documents = [ROOT / name for name in DOCUMENTS] + sorted((ROOT / "docs").rglob("*.md"))
     targets = set()
     for document in documents:
@@ -108,7 +108,7 @@ def linked_files() -> set[str]:
 
 
 def file_page(repository_path: str) -> str:
-    """A page that shows the content of a file."""
+    """A page with the content of a file."""
     # Excluded from the search, and fenced by six backticks, because a file may hold three.
     path = ROOT / repository_path
     language = LANGUAGES.get(path.suffix, "text")
@@ -152,7 +152,7 @@ def options_page() -> str:
 
 
 def _sections(options: Any, prefix: str) -> Iterator[str]:
-    """Yield a heading, a sentence and a table for each section. Nested sections follow the section that holds them."""
+    """Yield a heading, a sentence and a table for each section. Nested sections follow their outer section."""
     for name, section in get_type_hints(options).items():
         if not is_dataclass(section):
             continue
@@ -192,7 +192,7 @@ def _default(field: Field[Any]) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """The values that an option takes, in words."""
+    """The possible values of an option, in words."""
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:

@@ -1,9 +1,9 @@
-"""Draw docs/images/architecture.svg: who may import whom, from the table that tests/test_house.py enforces.
+"""Draw docs/images/architecture.svg: who may import whom, from the table enforced by tests/test_house.py.
 
-A box is a room: a package, or modules that count as one. It is drawn above all rooms that it may import. An arrow is
-left out if it follows from others. All places are computed, so the picture stays whole when rooms and modules are
-added: no box covers another, and no arrow crosses a box. An arrow to a deeper floor passes the floors between in a
-lane, which takes its place beside their boxes.
+A box is a room: a package, or modules counted as one. It is drawn above all rooms it may import. An arrow is left out
+if it follows from others. All places are computed, so the picture stays whole when rooms and modules are added: no box
+covers another, and no arrow crosses a box. An arrow to a deeper floor passes the floors between in a lane beside their
+boxes.
 """
 
 import random
@@ -36,7 +36,7 @@ COLORS = ("#eceff1", "#e3f2fd", "#e8f5e9", "#fff8e1", "#fbe9e7", "#f3e5f5")  # o
 
 @dataclass(frozen=True)
 class Item:
-    """What stands on a floor: a room, or the lane in which all arrows to a room of a lower floor pass this one."""
+    """What stands on a floor: a room, or the lane past it of all arrows to a room of a lower floor."""
 
     floor: int
     room: str
@@ -45,7 +45,7 @@ class Item:
 
 @dataclass
 class Box:
-    """Where an item stands. A lane is a box that nobody sees."""
+    """The place of an item. A lane is an invisible box."""
 
     x: float
     width: float
@@ -62,7 +62,7 @@ Order = dict[int, list[Item]]  # the items of each floor, from the left
 
 
 def floors(may_import: Mapping[str, set[str]]) -> dict[str, int]:
-    """Each room's floor: 0 for a room that imports nothing, else one above the highest room that it may import."""
+    """Each room's floor: 0 for a room without imports, else one above its highest permitted import."""
     known: dict[str, int] = {}
 
     def floor(room: str) -> int:
@@ -76,7 +76,7 @@ def floors(may_import: Mapping[str, set[str]]) -> dict[str, int]:
 
 
 def direct(may_import: Mapping[str, set[str]]) -> dict[str, list[str]]:
-    """The rooms that each room may import, without those that follow from another of them (transitive reduction)."""
+    """The permitted imports of each room, without those implied by another of them (transitive reduction)."""
     kept = {}
     for room, below in may_import.items():
         implied = {deeper for other in below for deeper in may_import[other]}
@@ -103,7 +103,7 @@ def links(may_import: Mapping[str, set[str]]) -> list[Link]:
 def spread(wanted: Sequence[float], widths: Sequence[float], gap: float, left: float, right: float) -> list[float]:
     """Centers for things of these widths: in order, `gap` apart, from `left` to `right`, and else as `wanted`.
 
-    The sum of the squared distances from the `wanted` centers is the least that there is (isotonic regression).
+    The sum of the squared distances from the `wanted` centers is the least possible (isotonic regression).
     """
     packed = []  # the centers if all stood at 0 without room between them
     end = 0.0
@@ -137,10 +137,9 @@ def widths_of(texts: Mapping[str, str]) -> dict[str, float]:
 
 
 def lay_out(order: Order, connected: Iterable[Link], widths: Mapping[str, float]) -> dict[Item, Box]:
-    """Place all items horizontally: each as near as it can be to the middle of what it is linked to below.
+    """Place all items horizontally: each as near as it can be to the middle of its links below.
 
-    The rooms of the widest floor fill the picture. Those of other floors are wider than they need,
-    where there is room.
+    The rooms of the widest floor fill the picture. Those of other floors are wider than they need, if there is room.
     """
     below: dict[Item, list[Item]] = {}
     for upper, lower in connected:
@@ -174,7 +173,7 @@ def disorder(boxes: Mapping[Item, Box], connected: Sequence[Link]) -> tuple[int,
 
 
 def best_order(may_import: Mapping[str, set[str]], widths: Mapping[str, float]) -> Order:
-    """The tidiest order of the items of each floor that is found from some random orders, always the same ones."""
+    """The tidiest order of the items of each floor found from some random orders, always the same ones."""
     connected = links(may_import)
     rooms = [Item(floor, room) for room, floor in floors(may_import).items()]
     items = dict.fromkeys([*rooms, *(item for link in connected for item in link)])
@@ -206,7 +205,7 @@ def _improved(order: Order, connected: Sequence[Link], widths: Mapping[str, floa
 
 
 def ports(boxes: Mapping[Item, Box], connected: Sequence[Link]) -> dict[Link, tuple[float, float]]:
-    """Where each link leaves the upper box and meets the lower one, so that it goes straight down if it can."""
+    """The places of each link on the edges of the upper and lower box. It goes straight down if it can."""
     ends: dict[Link, float] = {}
     for lower, box in boxes.items():
         arriving = sorted((link for link in connected if link[1] == lower), key=lambda link: boxes[link[0]].center)

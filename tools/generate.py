@@ -32,7 +32,7 @@ class Arguments:
 
 @torch.no_grad()
 def next_logits(stage: Stage, ids: list[int], vocab_size: int) -> torch.Tensor:
-    """The logits [vocab_size], fp32, of the token that follows `ids`."""
+    """The logits [vocab_size], fp32, of the token after `ids`."""
     tokens_bs = torch.tensor([ids])
     zero = torch.zeros(1, dtype=torch.int64)
     batch = MicroBatch.of_samples(tokens_bs, tokens_bs, torch.zeros(tokens_bs.shape), zero)

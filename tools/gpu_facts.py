@@ -1,8 +1,8 @@
 """Prints facts about this machine's GPUs as JSON: python tools/gpu_facts.py [--json FILE] [--missing].
 
 The facts are the versions of Python, torch, CUDA, Triton and the driver; the name, memory and multiprocessors of each
-GPU; the speed of torch's copy of a large buffer and of an 8192^3 bf16 matrix product; and the packages of this project
-that are not installed. It needs only torch, so it also runs if packages are missing.
+GPU; the speed of torch's copy of a large buffer and of an 8192^3 bf16 matrix product; and the missing packages of this
+project. It needs only torch, so it also runs if packages are missing.
 """
 
 import argparse
@@ -28,7 +28,7 @@ REPETITIONS = 20
 
 
 def missing_packages() -> list[str]:
-    """Modules that this project imports and this Python does not have, from setup.py's install_requires."""
+    """Modules of setup.py's install_requires missing from this Python."""
     tree = ast.parse((ROOT / "setup.py").read_text())
     call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup")
     lines = next(ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg == "install_requires")
@@ -79,7 +79,7 @@ def product_tflops() -> float:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """The properties of each GPU that torch sees."""
+    """The properties of each GPU visible to torch."""
     rows = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

@@ -1,6 +1,6 @@
-"""Shows what a checkpoint holds, checks that it is complete, and compares it with another.
+"""Shows the content of a checkpoint, checks it for completeness, and compares it with another.
 
-It needs neither a GPU nor the layout that wrote the checkpoint.
+It needs neither a GPU nor the layout of the run behind the checkpoint.
 """
 
 import json
@@ -64,7 +64,7 @@ def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def verify_chunks(path: Path, manifest: Manifest, console: Console) -> None:
-    """Read every chunk. Raises CheckpointError at the first one that is damaged."""
+    """Read every chunk. Raises CheckpointError at the first damaged one."""
     chunks = [(name, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks]
     with Reader(path, manifest) as reader:
         for name, chunk in track(chunks, "verifying", console=console, transient=True, disable=not console.is_terminal):
@@ -120,7 +120,7 @@ def _tensor_difference(name: str, left_reader: Reader, right_reader: Reader) -> 
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print the report: a row for each logical tensor, with the states that the checkpoint has of it."""
+    """Print the report: a row for each logical tensor, with its states in the checkpoint."""
     table = Table("tensor", "shape", "dtype", "states", "chunks")
     by_name: dict[str, list[str]] = {}
     for full in report["tensors"]:

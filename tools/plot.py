@@ -134,7 +134,7 @@ def draw_load(run_dir: Path, lines: list[dict[str, Any]]) -> Path | None:
 
 
 def draw_timeline(run_dir: Path) -> Path | None:
-    """Draw the timeline that the run recorded; returns the file, or None if the run recorded none."""
+    """Draw the timeline recorded by the run; returns the file, or None if the run recorded none."""
     source = run_dir / "timeline.json"
     if not source.is_file():
         return None

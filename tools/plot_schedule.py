@@ -1,4 +1,4 @@
-"""Prints a pipeline schedule, simulates it, and draws it. With --run, beside the timeline that a run has measured."""
+"""Prints a pipeline schedule, simulates it, and draws it. With --run, beside the measured timeline of a run."""
 
 import math
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class Arguments:
 
 
 def orders_of(args: Arguments) -> tuple[Orders, int]:
-    """The orders that the arguments name, and their number of stages."""
+    """The orders for the arguments, and their number of stages."""
     name = args.schedule
     schedule = find(name)
     only = schedule.vpp.only
@@ -73,7 +73,7 @@ def orders_of(args: Arguments) -> tuple[Orders, int]:
 
 
 def durations_of(made_for: str) -> Durations | None:
-    """The times that a schedule is made for. None if they are not known."""
+    """The times to make a schedule for. None if they are not known."""
     if not made_for:
         return None
     try:
@@ -105,7 +105,7 @@ def measured_in(run: Path) -> list[Event]:
 
 
 def as_measured(events: Sequence[Event]) -> tuple[Orders, Timeline]:
-    """The orders in which the ranks of a run acted, and a simulation with the median times of each kind and stage."""
+    """The orders of a run's ranks, and a simulation with the median times of each kind and stage."""
     num_stages = 1 + max(event.action.stage for event in events)
     by_rank: Orders = [[] for _ in range(1 + max(event.rank for event in events))]
     for event in sorted(events, key=lambda event: event.start):

@@ -1,7 +1,7 @@
 """Turn text into tokens: files or folders of documents into a PREFIX.bin / PREFIX.idx pair, described by PREFIX.json.
 
-Input files are .jsonl with a text in each line, plain text (.txt, .md, .py), both also as .gz and .zst, and .parquet.
-A run that was killed continues when it is started again. Further commands, each with its own --help:
+Input files are .jsonl with a text in each line, plain text (.txt, .md, .py), both also as .gz and .zst, and .parquet. A
+killed run continues when it is started again. Further commands, each with its own --help:
 
   merge    one pair out of several
   split    a pair into train, validation and test, by documents
@@ -104,7 +104,7 @@ COMMANDS: dict[str, type[Tokenize | Merge | Split | Verify]] = {"merge": Merge, 
 
 
 def reporter(progress: Progress, total: int) -> Callable[[Counts], None]:
-    """A function that shows counts on a progress bar."""
+    """A function to show counts on a progress bar."""
     bar = progress.add_task("starting", total=total)
     start = time.perf_counter()
     before = list[int]()

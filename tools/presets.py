@@ -24,7 +24,7 @@ class Arguments:
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence of the comment that a TOML file begins with."""
+    """The first sentence of the comment at the head of a TOML file."""
     lines = re.match(r"(?:#.*\n)*", text)
     assert lines
     comment = " ".join(line.removeprefix("#").strip() for line in lines[0].splitlines())

@@ -1,1 +1,1 @@
-"""Everything that measures; python tools/benchmark.py starts it."""
+"""All measuring programs; python tools/benchmark.py starts them."""

@@ -1,15 +1,15 @@
-"""Saving and loading beside a plain copy of the same bytes and torch's distributed checkpoint, and what an asynchronous
-save costs training.
+"""Saving and loading beside a plain copy of the same bytes and torch's distributed checkpoint, and the cost of an
+asynchronous save to training.
 
-One process, one model, one folder. In each round all take turns, in an order that is reversed every round, so that the
-disk's and the machine's moods hit neighbors alike; a ratio is taken within a round. Every write ends in an fsync;
-reads find their file in memory, as it was just written. The bytes are those of main weights and both moments.
+One process, one model, one folder. In each round all take turns. Every round reverses the order, so the disk's and the
+machine's moods hit neighbors alike; a ratio is taken within a round. Every write ends in an fsync; reads find their
+file in memory, as it was just written. The bytes are those of main weights and both moments.
 
-- save: megapar's, with a CRC-32 of each chunk; copy: shutil.copyfile of the files that it wrote; DCP: torch's.
-- load: megapar's, each CRC compared; read: of the same files into memory; DCP: torch's. What is loaded must be bitwise
-  what was saved, or the exit code is 70.
+- save: megapar's, with a CRC-32 of each chunk; copy: shutil.copyfile of megapar's files; DCP: torch's.
+- load: megapar's, each CRC compared; read: of the same files into memory; DCP: torch's. Loaded and saved values must be
+  bitwise equal, or the exit code is 70.
 - pause: how long `save` keeps the training thread, when it waits for the disk and when it leaves a copy to a thread;
-  and the steps that train meanwhile beside steps that train alone.
+  and training steps meanwhile beside training steps alone.
 """
 
 import os
@@ -64,7 +64,7 @@ class Options:
 
 
 def make_state(options: Options, target: torch.device) -> TrainState:
-    """A model whose weights and moments have been through a step."""
+    """A model with weights and moments of one training step."""
     model = ModelConfig(
         hidden_size=options.hidden,
         num_hidden_layers=options.num_hidden_layers,
@@ -111,7 +111,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def read(source: Path, buffer: bytearray) -> None:
-    """The folder's files into memory that is there already, as the tensors that a load fills are."""
+    """The folder's files into memory allocated before, like the tensors of a load."""
     for path in source.iterdir():
         with open(path, "rb", buffering=0) as file:
             file.readinto(buffer)
@@ -159,7 +159,7 @@ def bandwidth(state: TrainState, saver: Saver, root: Path, number: int) -> dict[
 
 
 def pauses(state: TrainState, root: Path) -> dict[str, float]:
-    """Seconds that the training thread gives to a save of either kind, and of its steps alone and meanwhile."""
+    """Seconds of the training thread: for a save of either kind, for its steps alone, and for its steps meanwhile."""
     found: dict[str, float] = {}
 
     def note(name: str, steps: Sequence[Cost]) -> None:
@@ -188,7 +188,7 @@ def pauses(state: TrainState, root: Path) -> dict[str, float]:
 
 
 def summary(rounds: Sequence[dict[str, float]], size: int) -> dict[str, Any]:
-    """Medians and ranges; bandwidths in GB/s where a turn moves the checkpoint's bytes."""
+    """Medians and ranges; bandwidths in GB/s for turns with the checkpoint's bytes."""
     moved = {"save": "copy", "DCP save": "copy", "copy": "copy", "load": "read", "DCP load": "read", "read": "read"}
     seconds = {name: [one[name] for one in rounds] for name in rounds[0]}
     result: dict[str, Any] = {name: spread(values) for name, values in seconds.items()}

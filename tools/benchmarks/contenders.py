@@ -82,7 +82,7 @@ def load_weights(modules: Iterable[nn.Module], weights: Weights) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """Options in which several contenders of megapar differ. `parallel` None: the layout's own."""
+    """Options to tell several contenders of megapar apart. `parallel` None: the layout's own."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     parallel: ParallelConfig | None = None
@@ -114,7 +114,7 @@ class Layout:
 
     @property
     def base(self) -> str:
-        """The name of the contender that all others are compared with."""
+        """The name of the contender to compare all others with."""
         return self.megapar[0][0]
 
     def in_one_process(self) -> "Layout":

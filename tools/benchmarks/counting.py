@@ -16,14 +16,14 @@ Name = TypeVar("Name")
 
 
 def in_turn(names: Iterable[Name], number: int) -> list[Name]:
-    """The contenders of round `number`. Each round has the reverse order of the one before, so that noise of the
-    machine hits neighbors alike. A ratio is taken within a round."""
+    """The contenders of round `number`. Each round has the reverse order of the one before, so noise of the machine
+    hits neighbors alike. A ratio is taken within a round."""
     return list(names)[:: 1 if number % 2 else -1]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds on the clock, and of CPU time, which counts no waiting and no other programs."""
+    """Seconds on the clock, and of CPU time: without waiting, and without other programs."""
 
     wall: float
     cpu: float
@@ -44,12 +44,12 @@ def cost(work: Callable[[], Any], clock: Callable[[], float] = time.process_time
 
 
 def with_children() -> float:
-    """CPU seconds of this process and of the children that it has waited for, by ticks of a hundredth."""
+    """CPU seconds of this process and of its children after their `wait`, by ticks of a hundredth."""
     return sum(os.times()[:4])
 
 
 class Memory(NamedTuple):
-    """Bytes of this process, or of its GPU: what it held before some work, and the most that it held during it."""
+    """Bytes of this process, or of its GPU: held before some work, and held at most during it."""
 
     before: int
     peak: int

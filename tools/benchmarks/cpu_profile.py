@@ -1,7 +1,7 @@
-"""Where the CPU time of a training step goes, by kind of operation, in one process: megapar beside plain PyTorch.
+"""The CPU time of a training step by kind of operation, in one process: megapar beside plain PyTorch.
 
 Each contender trains the model of the benchmark of layouts (layouts.py) on one thread. torch.profiler counts the time
-of each operation without that of the operations within it. The table has the step that took least in all.
+of each operation without the operations within it. The table shows the shortest step.
 """
 
 from collections import defaultdict

@@ -1,14 +1,15 @@
 """Preprocessing beside the bare tokenizer library on the same text: MB/s and tokens/s of a core, and over cores.
 
 The text is the Python standard library's own sources, the tokenizers are trained on its beginning. "Bare" is the
-library's encode on texts that are in memory, in one thread of as many processes as there are workers: cores that share
-a chip slow each other down, whatever runs on them. Preprocessing reads the texts from .jsonl, checks, tokenizes and
-writes. Its speed is marginal: what a run over the text three times in a row takes beyond a run over it once, so that
-the start of processes, a second each, counts for nothing; `run_seconds` has it in. Work is dealt in pieces of 4 MB:
-with less than 8 MB a worker, the slowest decides. Rounds alternate; tables have the medians.
+library's encode on texts in memory, in one thread of as many processes as there are workers: cores of one chip slow
+each other down, whatever runs on them. Preprocessing reads the texts from .jsonl, checks, tokenizes and writes. Its
+speed is marginal: the time of a run over the text three times in a row, less the time of a run over it once. So the
+start of processes, a second each, counts for nothing; `run_seconds` has it in. Work is dealt in pieces of 4 MB: with
+less than 8 MB a worker, the slowest decides. Rounds alternate; tables have the medians.
 
-Time is wall clock, and CPU time of all processes together, which other programs on the machine disturb less. "Of bare"
-is the CPU time of as many bare processes over ours. "Of linear" is the wall-clock speed over that of one, per process.
+Time is wall clock, and CPU time of all processes together; other programs on the machine disturb the latter less. "Of
+bare" is the CPU time of as many bare processes over ours. "Of linear" is the wall-clock speed per process over the
+speed of one process.
 """
 
 import base64

@@ -1,9 +1,9 @@
 """What delivery costs: from a start to the first batch, memory, and samples a second, for corpora of any size.
 
-Corpora are mock files: .bin files without content (sparse, of zeros) under a whole index, so that ten billion samples
-fit on any disk. Their documents are as long as may be: the index, 20 bytes a document, is checked when it is opened,
-which a last corpus of many documents shows. Each size is measured in a process of its own. What share of its steps,
-after the first, a run has waited for data is in its metrics.jsonl, and `--metrics` sums it up.
+Corpora are mock files: .bin files without content (sparse, of zeros) under a whole index, so ten billion samples fit on
+any disk. Their documents are as long as may be: the index, 20 bytes a document, is checked on opening, and a last
+corpus of many documents shows the cost of this check. Each size is measured in a process of its own. The metrics.jsonl
+of a run has the share of each step spent waiting for data, and `--metrics` sums it up over all steps but the first.
 """
 
 import json
@@ -64,7 +64,7 @@ def mock(prefix: Path, num_tokens: int, document: int = LONGEST) -> Path:
 
 
 def deliver(prefixes: list[Path], options: Options) -> dict[str, float]:
-    """Seconds until the first step is there, memory that was taken meanwhile, and samples a second after it."""
+    """Seconds until the first step is there, memory taken meanwhile, and samples a second after it."""
     found: dict[str, float] = {}
 
     def read() -> None:
@@ -88,7 +88,7 @@ def deliver(prefixes: list[Path], options: Options) -> dict[str, float]:
 
 
 def waiting(metrics: Path) -> float:
-    """Share of the time of all steps but the first that was spent waiting for data."""
+    """Share of the time of all steps but the first spent waiting for data."""
     lines = [line for line in map(json.loads, metrics.read_text().splitlines()) if "data_seconds" in line][1:]
     if not lines:
         raise DataError(f"--metrics {metrics}: no second step")

@@ -1,20 +1,20 @@
 """Trains Llamas of 1B to 8B in bf16 on one GPU: megapar beside the same model in plain PyTorch, eager and compiled.
 
-All start from the same weights and see the same batches. The peer does what megapar does in torch's own ops: bf16
+All start from the same weights and see the same batches. The peer does the same as megapar in torch's own ops: bf16
 weights and activations, gradients of every micro-batch added to fp32 buffers, clipped by their global norm, fused AdamW
 on fp32 main weights with fp32 moments, rounded into the bf16 weights: 18 bytes a parameter in both. Its cross entropy
 is taken of fp32 logits of all tokens, attention is SDPA as it comes, and torch.compile compiles model and loss as one
 graph. With full recompute it recomputes its layers as well.
 
-MFU is tokens/s * FLOPs of a token / the GPU's dense bf16 peak (megapar.device.PEAK_TFLOPS). FLOPs of a token are those
-of megapar_models.counts: causal attention counted half, no recomputation. The first steps, which
-compile, are not counted. Every figure of megapar stands beside what benchmarks/gpu_model.py predicts for an H200, and
-its memory beside what --dry_run plans.
+MFU is tokens/s * FLOPs of a token / the GPU's dense bf16 peak (megapar.device.PEAK_TFLOPS). megapar_models.counts has
+the FLOPs of a token: causal attention counted half, no recomputation. The first steps compile and are not counted.
+Every figure of megapar stands beside the prediction of benchmarks/gpu_model.py for an H200, and its memory beside the
+plan of --dry_run.
 
-Order: megapar on every workload, one profiled step, plain PyTorch, torch.compile, which needs one or two minutes a
-model. Each measurement runs alone, in a fresh process, for at most three minutes, and the JSON file is written again
-after each. A contender that runs out of memory, crashes or hangs ends none of the others; the program ends with exit
-code 70 if megapar failed otherwise than for memory, or if losses or norms differ.
+Order: megapar on every workload, one profiled step, plain PyTorch, torch.compile with its one or two minutes a model.
+Each measurement runs alone, in a fresh process, for at most three minutes, and the JSON file is written again after
+each. If a contender runs out of memory, crashes or hangs, the others go on. The program ends with exit code 70 if
+megapar failed otherwise than for memory, or if losses or norms differ.
 
 --dry_run does the same on the CPU with a model of thousands of weights and claims no figure.
 """
@@ -70,7 +70,7 @@ class Workload:
     """A preset of a model family and how a GPU of more than 100 GB trains it.
 
     `small_micro_batch_size` is the micro-batch of a smaller GPU, 0 if the model does not fit into 80 GB. `layers` 0
-    means all. `spare_of` names the workload whose place this one takes if megapar runs out of memory.
+    means all. `spare_of` names another workload: this one takes its place if megapar runs out of memory.
     """
 
     preset: str
@@ -154,8 +154,8 @@ def contender_class(name: ContenderName, dry_run: bool) -> type[Peer]:
 
 
 def model_of(workload: Workload, layers: int, dry_run: bool) -> ModelConfig:
-    """The preset, cut to `layers` layers (0: the workload's own number), without stretched wavelengths, which cost
-    nothing and which the peer lacks."""
+    """The preset, cut to `layers` layers (0: the workload's own number), without stretched wavelengths: they cost
+    nothing, and the peer lacks them."""
     preset = tomllib.loads(presets()[workload.preset].read_text())["model"]
     model = ModelConfig(**{key: value for key, value in preset.items() if key != "rope_scaling"})
     model = replace(model, num_hidden_layers=layers or workload.layers or model.num_hidden_layers)
@@ -168,7 +168,7 @@ def model_of(workload: Workload, layers: int, dry_run: bool) -> ModelConfig:
 def make_config(options: Options, name: WorkloadName, large: bool) -> Config:
     """What is trained, derived values filled in; `large`: on a GPU of more than 100 GB.
 
-    Raises ConfigError for numbers that do not fit.
+    Raises ConfigError if the numbers do not fit each other.
     """
     workload = WORKLOADS[name]
     own = workload.micro_batch_size if large else workload.small_micro_batch_size or 1
@@ -217,7 +217,7 @@ def take_steps(contender: Peer, config: Config, steps: int) -> tuple[list[float]
 
 
 def build(kind: type[Peer], config: Config, target: torch.device) -> Peer:
-    """The contender, and on a GPU no memory that only its building needed."""
+    """The contender; on a GPU, memory needed only for its building is free again."""
     contender = kind(config, RandomWeights(config.model, target), target)
     if target.type == "cuda":
         torch.accelerator.empty_cache()
@@ -226,13 +226,13 @@ def build(kind: type[Peer], config: Config, target: torch.device) -> Peer:
 
 
 def measure(config: Config, kind: type[Peer], steps: int, target: torch.device) -> dict[str, Any]:
-    """One contender's steps: seconds of those that count, results of all, peak bytes of device memory."""
+    """One contender's steps: seconds of the counted ones, results of all, peak bytes of device memory."""
     seconds, results = take_steps(build(kind, config, target), config, WARMUP + steps)
     return {"seconds": seconds[WARMUP:], "results": results, "peak_bytes": device.peak_memory_bytes(target)}
 
 
 def measure_kernels(config: Config, target: torch.device) -> dict[str, Any]:
-    """megapar's kernels in one step that is not the first: (name, launches, milliseconds) and the step's own time."""
+    """megapar's kernels in one step after the first: (name, launches, milliseconds) and the step's own time."""
     contender = build(Megapar, config, target)
     seconds, _ = take_steps(contender, config, WARMUP)
     batch = [x.to(target) for x in make_batches(config, 1)[0]]
@@ -240,7 +240,7 @@ def measure_kernels(config: Config, target: torch.device) -> dict[str, Any]:
 
 
 def categorize(name: str) -> str:
-    """The category of `gpu_model.CATEGORIES` that a kernel's name, as the profiler prints it, belongs to."""
+    """The category of `gpu_model.CATEGORIES` for a kernel's name as the profiler prints it."""
     return kind_of(name.lower(), PATTERNS, "copies and other")
 
 
@@ -255,20 +255,19 @@ def by_category(kernels: Sequence[Kernel], prediction: Prediction) -> list[dict[
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether a contender's traceback says that the device's memory was exhausted: by torch, cuBLAS, cuDNN or
-    Triton."""
+    """Whether a contender's traceback tells of exhausted device memory: by torch, cuBLAS, cuDNN or Triton."""
     text = str(error)
     return any(words in text for words in ("OutOfMemoryError", "out of memory", "STATUS_ALLOC_FAILED"))
 
 
 def default_workloads(large: bool) -> list[WorkloadName]:
-    """All that take no other's place, of those that fit the GPU's memory."""
+    """All workloads for the GPU's memory, without spares of others."""
     return [name for name, w in WORKLOADS.items() if not w.spare_of and (large or w.small_micro_batch_size)]
 
 
 def plan(options: Options, names: Sequence[WorkloadName]) -> list[Item]:
-    """What is run, in order: what matters most comes first, what may take minutes to compile comes last. Behind a
-    workload stands the one that would take its place."""
+    """All runs in order: the most important ones first, those with minutes of compilation last. Behind a workload
+    stands its spare."""
     places: list[WorkloadName] = []
     for name in names:
         places.append(name)
@@ -314,7 +313,7 @@ class Training(Session):
             self.keep()
 
     def lacked_memory(self, spare: WorkloadName) -> bool:
-        """Whether megapar had no memory for the workload whose place `spare` would take."""
+        """Whether megapar ran out of memory on the workload replaced by `spare`."""
         run = self.runs.get(WORKLOADS[spare].spare_of or spare, {"contenders": []})
         return any(row["contender"] == "megapar" and row["status"] == NO_MEMORY for row in run["contenders"])
 
@@ -366,8 +365,7 @@ class Training(Session):
     def figures(
         self, kind: ContenderName, found: dict[str, Any], run: dict[str, Any], config: Config
     ) -> dict[str, Any]:
-        """What was measured, what is predicted of megapar, and their ratios. None in a dry run, which measures
-        nothing."""
+        """Measured figures, megapar's predictions, and their ratios. None in a dry run: it measures nothing."""
         predicted: dict[str, float] = {}
         if kind == "megapar":
             prediction = predict(config, self.machine)
@@ -424,7 +422,7 @@ def in_words(run: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def problems(run: dict[str, Any]) -> list[str]:
-    """What makes the numbers worthless: megapar that failed, or others that computed something else.
+    """What makes the numbers worthless: a failure of megapar, or another contender with other losses or norms.
 
     A lack of memory is a result.
     """
@@ -443,7 +441,7 @@ def problems(run: dict[str, Any]) -> list[str]:
 
 
 def mark(ratio: float | None) -> str:
-    """What stands beside a figure that is far from its prediction."""
+    """What stands beside a figure far from its prediction."""
     return "<-- off" if ratio is not None and abs(ratio - 1) > OFF else ""
 
 
@@ -472,7 +470,7 @@ def speed_table(options: Options, runs: Sequence[dict[str, Any]]) -> Table:
 
 
 def prediction_table(runs: Sequence[dict[str, Any]]) -> Table:
-    """Every measured figure beside its prediction; those that differ by more than OFF are marked."""
+    """Every measured figure beside its prediction, marked if they differ by more than OFF."""
     forms = {
         "ms": ("ms a micro-batch", 1.0, ",.1f"),
         "tokens_per_second": ("tokens/s", 1.0, ",.0f"),

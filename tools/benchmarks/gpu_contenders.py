@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py compares megapar with, and the weights that all start from."""
+"""What benchmarks/gpu.py compares megapar with, and the first weights of all."""
 
 import zlib
 from collections.abc import Iterator, Mapping
@@ -15,10 +15,10 @@ from megapar.config.options import Config, ModelConfig
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Logical tensors of a model in bf16, each drawn when it is asked for: matrices N(0, 0.02), norms near 1.
+    """Logical tensors of a model in bf16, each drawn on request: matrices N(0, 0.02), norms near 1.
 
-    A tensor is drawn from a seed of its own, so that all contenders have equal weights whatever order they ask in, and
-    no contender's memory holds a second model while it is built. A tied head is its embedding, under either name.
+    A tensor is drawn from a seed of its own, so all contenders have equal weights whatever order they ask in, and no
+    contender's memory holds a second model while it is built. A tied head is its embedding, under either name.
     """
 
     def __init__(self, model: ModelConfig, target: torch.device):
@@ -41,7 +41,7 @@ class RandomWeights(Mapping[str, Tensor]):
 
 
 class Recomputed(nn.Module):
-    """A layer that keeps its input alone and runs its forward again in the backward pass."""
+    """A layer with full recompute: it keeps its input alone and runs its forward again in the backward pass."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -55,7 +55,7 @@ class MixedPrecision(Plain):
     """Plain PyTorch in bf16 with fp32 main weights, gradients and moments."""
 
     def build(self, weights: Weights) -> nn.Module:
-        """The model in bf16, whose tables are no parameters: as Hugging Face has them."""
+        """The model in bf16. Its tables are no parameters, as with Hugging Face."""
         config = self.config
         with torch.device("meta"):  # in fp32, which shall take no memory
             model = Llama(config.model, config.train.seq_length, range(config.model.num_hidden_layers)).bfloat16()
@@ -77,7 +77,7 @@ class MixedPrecision(Plain):
         return model
 
     def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """Of the main weights, to whose gradients those of every micro-batch are added."""
+        """Of the main weights; the gradients of every micro-batch are added to theirs."""
         self.params = params
         self.whole = [p.detach().float() for p in params]
         for param, main in zip(params, self.whole, strict=True):
@@ -119,6 +119,6 @@ class Compiled(MixedPrecision):
 
 
 class CompiledDry(Compiled):
-    """Traced and differentiated as a graph, without code generation, which takes a CPU a minute."""
+    """Traced and differentiated as a graph, without code generation, for this takes a CPU a minute."""
 
     backend = "aot_eager"

@@ -4,16 +4,16 @@ Pure arithmetic for the Llama family without biases in bf16, with the fused kern
 process. Symbols: T tokens of a micro-batch, s sequence, h hidden, L layers, n query heads, k key/value heads, d width
 of a head, f width of the MLP, V vocabulary, P parameters.
 
-Time is work divided by the rate that such work reaches (`Machine`); launches, Python and idle time are not in it.
+Time is work divided by the rate reached by such work (`Machine`); launches, Python and idle time are not in it.
 
 - Matrix products: 6 T (matrices + h V) FLOPs (forward 2, backward 4: Kaplan et al., arXiv 2001.08361, section 2.1).
-- Attention, causal, half of the scores: forward 2 s n d FLOPs a token and layer, backward 2.5 times that, for it
-  computes five matrix products where forward has two (Dao, arXiv 2307.08691, section 3.1.2 and 4.1).
-- All other kernels move bytes. The counts below are the least that each can move, of bf16 elements, forward plus
-  backward; the docstrings of kernels/megapar_kernels state them.
+- Attention, causal, half of the scores: forward 2 s n d FLOPs a token and layer, backward 2.5 times as many, for it
+  computes five matrix products instead of two (Dao, arXiv 2307.08691, section 3.1.2 and 4.1).
+- All other kernels move bytes. The counts below are the least possible ones, of bf16 elements, forward plus backward;
+  the docstrings of kernels/megapar_kernels state them.
 
-Computing logits in chunks costs two more FLOPs a weight of the head; what it moves (the fp32 gradient of the head, once
-a chunk) is hidden by them. Memory is predicted by the plan that --dry_run prints (megapar.plan.dry_run).
+Computing logits in chunks costs two more FLOPs a weight of the head; its traffic (the fp32 gradient of the head, once a
+chunk) is hidden by them. Memory is predicted by the plan of --dry_run (megapar.plan.dry_run).
 """
 
 import math
@@ -123,7 +123,7 @@ def predict(config: Config, machine: Machine = H200) -> Prediction:
         return bytes_ / machine.kernel_tb_per_second / 1e9
 
     def twice(forward: int, backward: int) -> int:
-        """Bytes of an element; forward counts twice where layers are recomputed."""
+        """Bytes of an element; forward counts twice if layers are recomputed."""
         return forward * (2 if recomputed else 1) + backward
 
     wide = layers * tokens * model.hidden_size

@@ -1,4 +1,4 @@
-"""The tables that layouts.py prints."""
+"""The tables of layouts.py."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,24 +1,24 @@
 """megapar beside PyTorch's own ways to train and beside other packages, in one run.
 
 All train the same Llama from the same weights on the same batches, in fp32, on one thread each. In the layouts moe and
-moe_ep2 it is a Mixtral, whose MLPs are mixtures of experts without a loss that balances them. Each package has another
-such loss, and all contenders must compute the same. In the layout cp2 each rank has a part of every sample's positions:
-megapar's three forms of attention are there, and its tensor with sequence parallelism beside them. What is measured:
+moe_ep2 it is a Mixtral: its MLPs are mixtures of experts without a balancing loss. Each package has another such loss,
+and all contenders must compute the same. In the layout cp2 each rank has a part of every sample's positions: megapar's
+three forms of attention are there, and its tensor with sequence parallelism beside them. Measured are:
 
-- Time: in each layout all contenders live in the same processes and take turns step by step, in an order that is
-  reversed every round, so that noise of the machine hits neighbors alike. A ratio is taken within a round; the table
-  has the median over rounds and the range. CPU time is beside it: it does not count waiting, nor other programs.
-- Limit: how long the matrix products and the attention of the step take alone (products.py), and which share of that
-  speed each contender reaches.
-- Memory: each contender alone in fresh processes, the highest resident size (on a GPU, allocated bytes) above what the
-  process held when torch, the contender's package, the process group and the weights to load were there.
+- Time: in each layout all contenders live in the same processes and take turns step by step. Every round reverses the
+  order, so noise of the machine hits neighbors alike. A ratio is taken within a round; the table has the median over
+  rounds and the range. CPU time is beside it: it does not count waiting, nor other programs.
+- Limit: the time of the step's matrix products and attention alone (products.py), and each contender's share of this
+  speed.
+- Memory: each contender alone in fresh processes, the highest resident size (on a GPU, allocated bytes) above the size
+  of the process with torch, the contender's package, the process group and the weights to load.
 - Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`. Those of experts follow from
-  the experts that the tokens of the step chose.
+  the experts chosen for the tokens of the step.
 - Load: the attended pairs of the rank with the most over the mean (cp2), and the tokens of the fullest expert and rank.
-- Agreement: losses and gradient norms of every step against plain PyTorch in one process. Contenders that compute
-  something else, or bytes that differ from the formulas, end the run with exit code 70.
+- Agreement: losses and gradient norms of every step against plain PyTorch in one process. If a contender computes
+  something else, or bytes differ from the formulas, the run ends with exit code 70.
 
-Peers whose packages are not installed are left out, with a line that says how to install them.
+Peers without their packages are left out, with a line on how to install them.
 
 Models of billions of weights in bf16 on one GPU, with MFU: gpu.py.
 Kernels: kernels/run.py.
@@ -105,7 +105,7 @@ def wanted(options: Options, name: str) -> bool:
 
 
 def chosen_contenders(options: Options, layout: Layout) -> list[str]:
-    """Names of the contenders of a layout that run, `Layout.base` first."""
+    """Names of the contenders to run in a layout, `Layout.base` first."""
     run = [layout.base]
     for name, (kind, _) in layout.contenders.items():
         runs_here = kind.is_installed() and not (kind.cpu_only and options.device == "cuda")
@@ -115,7 +115,7 @@ def chosen_contenders(options: Options, layout: Layout) -> list[str]:
 
 
 def missing_packages(options: Options) -> dict[str, list[str]]:
-    """Names of the contenders that were chosen and that cannot run, by the package that each needs."""
+    """Names of the chosen contenders without their package, by package."""
     missing: dict[str, list[str]] = {}
     for layout in options.layouts:
         for name, (kind, _) in LAYOUTS[layout].contenders.items():
@@ -127,7 +127,7 @@ def missing_packages(options: Options) -> dict[str, list[str]]:
 def make_config(options: Options, hidden: int, layout: Layout, variant: Variant) -> Config:
     """What is trained, derived values filled in, with megapar's balance of stages written out, for the peer as well.
 
-    Raises ConfigError for a shape that not all contenders can train.
+    Raises ConfigError for a shape beyond some contender.
     """
     heads = options.num_attention_heads or hidden // 64
     kv_heads = options.num_key_value_heads or heads // 2
@@ -173,7 +173,7 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
 def make_mixture(options: Options, mlp: int) -> MoEConfig:
     """The experts of a layer, in place of an MLP of the width `mlp`.
 
-    Nothing balances their load: each package has its own loss for that, and all must train the same function.
+    Nothing balances their load: each package has a balancing loss of its own, and all must train the same function.
     """
     return MoEConfig(
         num_experts=options.num_experts,
@@ -184,7 +184,7 @@ def make_mixture(options: Options, mlp: int) -> MoEConfig:
 
 
 def make_weights(config: Config) -> Weights:
-    """Logical tensors: matrices N(0, 0.02), norms near 1 but not 1, so that a norm left out shows."""
+    """Logical tensors: matrices N(0, 0.02), norms near 1 but not 1, so a norm left out shows."""
     with torch.device("meta"):
         shapes = Llama(config.model, 1, range(config.model.num_hidden_layers)).state_dict()
     generator = torch.Generator().manual_seed(1)
@@ -192,7 +192,7 @@ def make_weights(config: Config) -> Weights:
 
 
 def make_batches(config: Config, count: int) -> list[tuple[Tensor, Tensor]]:
-    """(tokens, targets) [samples, s] of each step; low ids are likelier, so that there is something to learn."""
+    """(tokens, targets) [samples, s] of each step; low ids are likelier, so there is something to learn."""
     generator = torch.Generator().manual_seed(2)
     shape = config.train.global_batch_size, config.train.seq_length + 1
     samples = [(config.model.vocab_size * torch.rand(shape, generator=generator) ** 3).long() for _ in range(count)]
@@ -290,7 +290,7 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
 def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What a contender of megapar sent in the last step, by rank, the formulas, and the load of its experts.
 
-    `expert_load` is the largest number of tokens of an expert over the mean, in the layer where that is most.
+    `expert_load` is the largest number of tokens of an expert over the mean, in the layer with the largest ratio.
     `rank_load` is the same of the ranks of ep, in the mean of all layers: ranks wait for each other in every layer.
     `ranks` has what `measure_time` returned of it. The bytes of experts follow from where tokens went in that step.
     """
@@ -310,7 +310,7 @@ def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]
 
 
 def attended_pairs_by_deal(length: int, cp: int) -> dict[str, float]:
-    """Pairs of a query and a key that it attends: those of the rank with the most over the mean, by deal.
+    """Pairs of a query and an attended key: those of the rank with the most over the mean, by deal.
 
     megapar deals positions in zigzag. With a contiguous deal each rank holds one run of positions.
     """

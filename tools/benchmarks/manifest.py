@@ -1,7 +1,7 @@
 """What a checkpoint's manifest costs with many ranks: seconds and memory of those who write it, verify it and use it.
 
 The manifest is that of a model of 70 billion parameters, cut as tensor, pipeline and ZeRO ranks would cut it; the files
-that it lists are there in their sizes, but empty. Each measurement is a process of its own.
+in it exist in their sizes, but empty. Each measurement is a process of its own.
 
 - publish: rank 0 puts the parts of all ranks together, checks them and writes the manifest.
 - verify: rank 0 reads it at a resume, and looks at every file and chunk.
@@ -64,7 +64,7 @@ def shapes(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def parts_of(tensors: dict[str, tuple[int, ...]], ranks: int) -> Parts:
-    """What each rank would say that it wrote: rows of a tensor over tensor-parallel ranks, each piece over replicas."""
+    """What each rank would report as written: rows of a tensor over tensor-parallel ranks, each piece over replicas."""
     dp = ranks // (TP * PP)
     written: list[dict[str, Any]] = [defaultdict(dict) for _ in range(ranks)]
     sizes = [0] * ranks
@@ -94,7 +94,7 @@ def parts_of(tensors: dict[str, tuple[int, ...]], ranks: int) -> Parts:
 
 
 def counted(action: Callable[[], object], target: torch.device) -> dict[str, float]:
-    """CPU seconds of `action`, and bytes that it took at most."""
+    """CPU seconds of `action`, and its peak of bytes."""
     costs = []
     taken = memory(lambda: costs.append(cost(action)[0]), target).taken
     return {"seconds": costs[0].cpu, "bytes": taken}
@@ -107,7 +107,7 @@ def apart(action: Callable[[], object]) -> dict[str, float]:
 
 
 def use(folder: Path, outline: dict[str, Any], names: list[str]) -> int:
-    """Parse the tensors `names` as a rank does that rank 0 has sent the outline; how many chunks they have."""
+    """Parse the tensors `names` like a rank with the outline from rank 0; how many chunks they have."""
     manifest = Manifest.from_outline(folder, outline)
     return sum(len(manifest.tensors[name].chunks) for name in names)
 

@@ -1,9 +1,9 @@
 """What megapar is measured against: the same Llama written in plain PyTorch, trained by torch's own parallelisms.
 
-Each peer is the strongest plain use of its library that we know: fused AdamW, one all-reduce for the gradient norm, no
+Each peer is the strongest plain use of its library known to us: fused AdamW, one all-reduce for the gradient norm, no
 gradient sum before the last micro-batch. All compute the same step: the loss is the sum over targets divided by the
-number of targets of the global batch, gradients are clipped by their global norm, matrices decay.
-Module names are the logical names of megapar's parameters, so one dict of tensors loads everywhere.
+number of targets of the global batch, gradients are clipped by their global norm, matrices decay. Module names are the
+logical names of megapar's parameters, so one dict of tensors loads everywhere.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ class MLP(nn.Module):
 
 class Mixture(nn.Module):
     """The sum of each token's experts, times their weights: the softmax over the chosen experts' logits (Mixtral, arXiv
-    2401.04088). Rows are sorted by expert once, so that each expert reads a run of rows."""
+    2401.04088). Rows are sorted by expert once, so each expert reads a run of rows."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
@@ -186,7 +186,7 @@ def summed(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def parameter_groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups of an optimizer. Matrices decay. Fused kernels refuse lists that mix DTensor and Tensor, so each has its
+    """Groups of an optimizer. Matrices decay. Fused kernels refuse mixed lists of DTensor and Tensor, so each has its
     own groups."""
     groups: dict[tuple[bool, bool], list[Tensor]] = {}
     for param in params:
@@ -201,9 +201,9 @@ def make_optimizer(params: Iterable[Tensor], options: OptimizerConfig) -> torch.
 
 
 def clip(split: Sequence[Tensor], whole: Sequence[Tensor], max_norm: float, group: dist.ProcessGroup | None) -> float:
-    """Scale gradients to a global norm of at most `max_norm`; the norm before that. One all-reduce of one number.
+    """Scale gradients to a global norm of at most `max_norm`; the norm before scaling. One all-reduce of one number.
 
-    Every rank's gradients of `split` parameters count; those of `whole` ones, which all ranks hold, count once.
+    Every rank's gradients of `split` parameters count. All ranks hold the `whole` ones, so theirs count once.
     """
     grads_split, grads_whole = ([local(p.grad) for p in params if p.grad is not None] for params in (split, whole))
     squared = torch.zeros((), device=next(iter([*split, *whole])).device)
@@ -230,9 +230,9 @@ class Peer(ABC):
 
     name: str
     package: ClassVar[str] = ""
-    """What `pip install` calls the package that this peer needs; empty if it is PyTorch."""
+    """The name of the peer's package for `pip install`; empty if it is PyTorch."""
     modules: ClassVar[tuple[str, ...]] = ()
-    """The modules of that package that the peer uses."""
+    """The modules of this package in the peer's use."""
     cpu_only: ClassVar[bool] = False
 
     @classmethod
@@ -269,7 +269,7 @@ class Plain(Peer):
 
     name = "PyTorch"
     averages: ClassVar[bool] = False
-    """Whether gradients become the mean over replicas, where the sum is wanted."""
+    """Whether gradients become the mean over replicas, although the sum is wanted."""
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
@@ -439,7 +439,7 @@ class TensorParallel(Plain):
 
     def update(self) -> float:
         """Give gradients their parameters' placements first: the embedding's is whole on each rank, those of norms
-        under sequence parallel are partial sums, which one all-reduce completes."""
+        under sequence parallel are partial sums, completed by one all-reduce."""
         sharded = [p for p in self.model.parameters() if isinstance(p, DTensor)]
         partial = [p for p in sharded if cast(DTensor, p.grad).placements[0].is_partial()]
         for param, whole in zip(partial, summed([local(p.grad) for p in partial]), strict=True):
@@ -467,7 +467,7 @@ class SequenceTensorParallelLoss(TensorParallelLoss):
 
 
 class Pipeline1F1B(Peer):
-    """torch.distributed.pipelining. Stages hold the layers that `parallel.partition` says."""
+    """torch.distributed.pipelining. Stages hold the layers of `parallel.partition`."""
 
     name = "pipelining 1F1B"
     schedule_class: ClassVar[Any] = Schedule1F1B
@@ -515,7 +515,8 @@ class Pipeline1F1B(Peer):
 class PipelineV(Pipeline1F1B):
     """Two stages on each rank, in the form of a V: the first rank holds the first stage and the last one.
 
-    The layers are those of `v_partition`. The backward pass of weights is apart from that of inputs, and fills bubbles.
+    The layers are those of `v_partition`. The backward pass of weights is apart from the one of inputs, and fills
+    bubbles.
     """
 
     def partition(self) -> Sequence[int]:
@@ -536,7 +537,8 @@ class PipelineZeroBubbleV(PipelineV):
 
 
 def v_partition(model: ModelConfig, ranks: int) -> list[int]:
-    """Layers of the 2 * ranks stages of a V, such that the first rank, which has the head as well, has not more to do.
+    """Layers of the 2 * ranks stages of a V. The first rank has the head as well, and gets so few layers as not to have
+    more to do than the others.
 
     Every stage has at least one layer.
     """

@@ -1,8 +1,8 @@
 """Context parallelism as one writes it by hand in PyTorch: attention to gathered keys and values (Llama 3, arXiv
 2407.21783, section 3.3.2).
 
-A sample is cut into 2 n chunks for n ranks, and rank r holds the chunks r and 2 n - 1 - r, so that all ranks have about
-the same work under a causal mask. Weights are whole on every rank, and DDP sums their gradients.
+A sample is cut into 2 n chunks for n ranks, and rank r holds the chunks r and 2 n - 1 - r, so all ranks have about the
+same work under a causal mask. Weights are whole on every rank, and DDP sums their gradients.
 """
 
 from typing import Any, cast
@@ -61,7 +61,7 @@ class GatheredAttention:
 
 
 class GatherByHand(DDP):
-    """The plain model, whose attention gathers keys and values over gloo or NCCL."""
+    """The plain model with attention to keys and values gathered over gloo or NCCL."""
 
     name = "all-gather by hand"
 

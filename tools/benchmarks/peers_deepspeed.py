@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1, 2 and 3 (arXiv 1910.02054) over the process group that is there."""
+"""DeepSpeed ZeRO 1, 2 and 3 (arXiv 1910.02054) over the existing process group."""
 
 import warnings
 from typing import ClassVar, Literal

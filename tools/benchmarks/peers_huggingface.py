@@ -59,7 +59,7 @@ class HuggingFaceMixture(HuggingFace):
     family: ClassVar[str] = "Mixtral"
 
     def named(self, weights: Weights) -> dict[str, Tensor]:
-        """The weights under the names of transformers 5, which stacks all experts of a layer."""
+        """The weights under the names of transformers 5, with all experts of a layer stacked."""
         named = super().named(weights)
         for layer in range(self.config.model.num_hidden_layers):
             theirs = f"model.layers.{layer}.block_sparse_moe"

@@ -1,4 +1,4 @@
-"""Megatron-Core's own GPTModel with tensor parallelism, or with experts that are dealt over ranks, on a CPU over gloo.
+"""Megatron-Core's own GPTModel with tensor parallelism, or with experts dealt over ranks, on a CPU over gloo.
 
 The model, its matrices, its collectives and its cross entropy are Megatron-Core's. The optimizer is PyTorch's fused
 AdamW, because Megatron-Core's makes tensors on CUDA devices. It has no sequence parallelism without kernels for GPUs.
@@ -23,7 +23,8 @@ _MOE = "megatron.core.transformer.moe"
 
 
 def _as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron-Core's maybe_move_tensor_to_cpu, which does not heed `as_numpy` if the tensor is on the host already."""
+    """Megatron-Core's maybe_move_tensor_to_cpu. The original does not heed `as_numpy` if the tensor is on the host
+    already."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -153,7 +154,7 @@ class MegatronCore(Plain):
 class MegatronCoreExperts(MegatronCore):
     """Megatron-Core's expert parallelism: its dispatcher "alltoall", and one MLP after the other on each rank.
 
-    Its data parallelism makes tensors on CUDA devices. So the gradients of weights that all ranks hold are summed here,
+    Its data parallelism makes tensors on CUDA devices. So the gradients of weights common to all ranks are summed here,
     by one all-reduce after the last micro-batch.
     """
 
@@ -178,7 +179,7 @@ class MegatronCoreExperts(MegatronCore):
         return tensors
 
     def update(self) -> float:
-        """With the sums of the gradients of weights that all ranks hold."""
+        """With the sums of the gradients of weights common to all ranks."""
         for param, whole in zip(self.whole, summed([cast(Tensor, param.grad) for param in self.whole]), strict=True):
             param.grad = whole
         return super().update()

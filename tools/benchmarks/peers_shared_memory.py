@@ -1,9 +1,9 @@
-"""Tensor parallelism as one writes it by hand in PyTorch, with an all-reduce through memory that the ranks share.
+"""Tensor parallelism as one writes it by hand in PyTorch, with an all-reduce through shared memory.
 
 The cut is Megatron's (arXiv 1909.08053): column and row parallel matrices, embedding, head and cross entropy parallel
-over the vocabulary. The all-reduce is the least that adds two tensors on one host: each rank copies its tensor into a
-slot, waits for the others, and adds all slots. It trusts that other cores see a core's stores in their order, which is
-true of x86 and not of every processor.
+over the vocabulary. The all-reduce does the least to add two tensors on one host: each rank copies its tensor into a
+slot, waits for the others, and adds all slots. Other cores must see a core's stores in their order: true of x86, not of
+every processor.
 """
 
 import tempfile
@@ -22,7 +22,7 @@ _SPINS = 2000  # looks at the other rank's number before the core is offered to 
 
 
 class SharedMemory:
-    """All-reduce of fp32 tensors of up to `elements` elements among all ranks, which are on one host."""
+    """All-reduce of fp32 tensors of up to `elements` elements among all ranks of one host."""
 
     def __init__(self, elements: int):
         self.rank = dist.get_rank()
@@ -93,14 +93,14 @@ def cut(linear: nn.Linear, dim: int) -> None:
 
 
 def reduce_around(module: nn.Module, memory: SharedMemory, *, output: bool = True) -> None:
-    """Make the input's gradient of a module with cut matrices whole, and its output unless that stays cut."""
+    """Make the input's gradient of a module with cut matrices whole, and its output unless it stays cut."""
     module.register_forward_pre_hook(lambda _, inputs: (ReduceGradient.apply(inputs[0], memory), *inputs[1:]))
     if output:
         module.register_forward_hook(lambda module, inputs, y: ReduceOutput.apply(y, memory))
 
 
 class ParallelEmbedding(nn.Module):
-    """The rows of some token ids. Other ids give zeros, to which the all-reduce adds another rank's row."""
+    """The rows of some token ids. Other ids give zeros; the all-reduce adds another rank's row."""
 
     def __init__(self, whole: nn.Embedding, memory: SharedMemory):
         super().__init__()
@@ -114,9 +114,9 @@ class ParallelEmbedding(nn.Module):
 
 
 def local_rows(ids: Tensor, count: int, rank: int) -> tuple[Tensor, Tensor]:
-    """(rows, elsewhere): where the token ids are among the `count` of this rank, and which are another rank's.
+    """(rows, elsewhere): the places of the token ids among the `count` of this rank, and a mask of another rank's.
 
-    Those of another rank have row 0.
+    Another rank's ids have row 0.
     """
     rows = ids - rank * count
     elsewhere = (rows < 0) | (rows >= count)
@@ -124,7 +124,7 @@ def local_rows(ids: Tensor, count: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 class ParallelCrossEntropy(torch.autograd.Function):
-    """The sum of the cross entropies of this rank's logits [n, v] and targets [n], which are any token ids."""
+    """The sum of the cross entropies of this rank's logits [n, v] and targets [n], any token ids."""
 
     @staticmethod
     def forward(ctx: Any, logits_nv: Tensor, targets_n: Tensor, memory: SharedMemory) -> Tensor:

@@ -15,8 +15,8 @@ class Products(Peer):
     """What one rank has to multiply in a step. It trains nothing, so `step` returns no numbers.
 
     Every product is there three times, as in training: forward, gradient of the input, gradient of the weight. Layers
-    have their own weights and gradients; activations, which would change with every layer, are one tensor for each
-    shape.
+    have their own weights and gradients; activations would change with every layer, but are one tensor for each shape
+    here.
     """
 
     name = "products alone"
@@ -69,7 +69,8 @@ class Products(Peer):
         return Result(float("nan"), float("nan"))
 
     def product(self, rows: int, weight: Tensor, weight_grad: Tensor) -> None:
-        """The three products of one matrix. The gradient of the weight is added to that of earlier micro-batches."""
+        """The three products of one matrix. The gradient of the weight is added to the sum over earlier
+        micro-batches."""
         outputs, inputs = weight.shape
         x = self.activations[rows, inputs]
         y_grad = self.activations[rows, outputs]

@@ -1,4 +1,4 @@
-"""Where the time of one training step goes: torch.profiler's operations, or a GPU's kernels, by kind."""
+"""The time of one training step by kind: of torch.profiler's operations, or of a GPU's kernels."""
 
 import re
 from collections import defaultdict
@@ -41,5 +41,5 @@ def gather(launches: Iterable[tuple[str, float]]) -> list[Kernel]:
 
 
 def kind_of(name: str, patterns: Mapping[str, str], other: str) -> str:
-    """The first kind whose pattern is found in `name`."""
+    """The first kind with its pattern found in `name`."""
     return next((kind for kind, pattern in patterns.items() if re.search(pattern, name)), other)

@@ -1,4 +1,4 @@
-"""Processes of their own for what is measured: forked ranks that can talk."""
+"""Processes of their own to measure in: forked ranks with a process group."""
 
 import json
 import math
@@ -25,10 +25,11 @@ class BenchmarkError(MegaparError):
 
 
 def run_ranks(world: int, target: str, body: Callable[[torch.device], Any], seconds: float | None = None) -> list[Any]:
-    """`body(device)` on `world` forked processes that can talk; returns what each returned (JSON types), by rank.
+    """`body(device)` on `world` forked processes with a process group; returns what each returned (JSON types), by
+    rank.
 
-    Raises BenchmarkError with the traceback of the first rank that failed, or if a rank was killed, or if the ranks are
-    not done after `seconds` (None: wait without end). Ranks that still run are ended.
+    Raises BenchmarkError with the traceback of the first failed rank, or if a rank was killed, or if the ranks are not
+    done after `seconds` (None: wait without end). Ranks still running are ended.
     """
     fork = multiprocessing.get_context("fork")
     end = math.inf if seconds is None else time.monotonic() + seconds

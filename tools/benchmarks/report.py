@@ -24,8 +24,8 @@ def number(value: float | None, form: str) -> str:
 def table(
     rows: Iterable[Sequence[object]], words: Sequence[str], numbers: Sequence[str], title: str = "", sections: int = 0
 ) -> Table:
-    """Columns `words`, then columns `numbers`, which stand to the right. A line is drawn between rows whose first
-    `sections` cells differ."""
+    """Columns `words`, then columns `numbers`, aligned to the right. A line is drawn between rows with different first
+    `sections` cells."""
     shown = Table(title=title or None)
     for name in words:
         shown.add_column(name)
@@ -67,8 +67,8 @@ class Report:
 
 
 class Session(Report):
-    """A report that grows for `options.minutes`. After each measurement all that is known is written, so that nothing
-    measured is lost whenever the program is ended."""
+    """A report growing for `options.minutes`. After each measurement all results so far are written, so nothing is lost
+    whenever the program is ended."""
 
     def __init__(self, options: Any, circumstances: Mapping[str, Any]):
         super().__init__(options, circumstances)
@@ -88,7 +88,7 @@ class Session(Report):
         return False
 
     def found(self) -> dict[str, Any]:
-        """All that is known. Subclasses add to it."""
+        """All results so far. Subclasses add to them."""
         return {"minutes": self.minutes, "not_run": self.not_run}
 
     def keep(self) -> None:

@@ -1,8 +1,8 @@
-"""Times pipeline schedules whose stages sleep, beside the simulation of the same plans.
+"""Times pipeline schedules of sleeping stages, beside the simulation of the same plans.
 
 Each rank has 1/pp of the model's work: a forward of --milliseconds, and as much for the gradient of inputs and for the
-gradients of weights. Stages sleep instead of computing, so four ranks run at full speed on two cores. What is left is
-what the runtime itself costs, and whether ranks wait where the simulation says.
+gradients of weights. Stages sleep instead of computing, so four ranks run at full speed on two cores. The difference to
+the simulation is the cost of the runtime itself. Ranks should wait at the places of the simulation.
 """
 
 import statistics
@@ -60,7 +60,7 @@ class Options:
 
 @dataclass(frozen=True)
 class SleepingProducts(MatrixProducts):
-    """Matrix products of which each takes `seconds`."""
+    """Matrix products of `seconds` each."""
 
     seconds: float = 0.0
 
@@ -78,7 +78,7 @@ class SleepingProducts(MatrixProducts):
 
 
 class SleepingStage(PipelineStage):
-    """One linear layer, whose three products take as long."""
+    """One linear layer with three products as long."""
 
     def __init__(self, number: int, num_stages: int, ctx: ParallelContext, seconds: float):
         super().__init__()
@@ -142,7 +142,7 @@ def numbers_of_microbatches(options: Options) -> Sequence[int]:
 
 
 def compared(options: Options, schedule: str, count: int, ranks: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
-    """The time of a step beside the simulated one, and the shares of time in which ranks are idle."""
+    """The time of a step beside the simulated one, and the ranks' shares of idle time."""
     vpp = stages_on_a_rank(schedule, options.pp)
     plans = lower(make(schedule, options.pp, vpp, count), options.pp * vpp)
     unit = options.milliseconds / 1e3 / vpp

@@ -1,10 +1,10 @@
 """Bytes that a rank of megapar sends in a training step: from the configuration, and for experts from the counts of
-tokens that chose each.
+tokens routed to each.
 
-For an untied Llama in fp32 whose key/value heads divide by tp and whose weights are multiples of 128 elements, so that
-buckets have no padding. With experts it is a Mixtral on data-parallel ranks alone, whose routers have no loss. Ring
-algorithms among n ranks: an all-reduce of B bytes sends 2 B (n-1)/n, a gather to B bytes
-or a reduce-scatter of B bytes B (n-1)/n.
+For an untied Llama in fp32. Its key/value heads divide by tp, and its weights are multiples of 128 elements, so buckets
+have no padding. With experts it is a Mixtral on data-parallel ranks alone, and its routers have no loss. Ring
+algorithms among n ranks: an all-reduce of B bytes sends 2 B (n-1)/n, a gather to B bytes or a reduce-scatter of B bytes
+B (n-1)/n.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def local_parameters(config: Config, pp_rank: int) -> int:
 
 
 def expected_traffic(config: Config, pp_rank: int, choices: Choices = (), rank: int = 0) -> dict[str, int]:
-    """Bytes by axis; axes that send nothing are left out. `choices` and the number of the `rank` are for experts."""
+    """Bytes by axis, without axes that send nothing. `choices` and the number of the `rank` are for experts."""
     everything = {
         "tp": tensor_parallel(config, pp_rank),
         "cp": context_parallel(config, pp_rank),
@@ -91,10 +91,10 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
     parallel 2 halves and, the head's input being gathered twice, 3. The loss takes a maximum and two sums of fp32
     numbers per token.
 
-    A layer that is recomputed does its forward's 4 halves once more, but for its last collective: torch's checkpoint
-    stops when it has all that the backward pass needs, and nothing needs the MLP's sum. So 2 halves more, and with
-    sequence parallel, where that collective is a reduce-scatter, 3. With tp_overlap_chunks that collective is part of
-    the MLP's last product, which is recomputed: all 4 halves.
+    A recomputed layer does its forward's 4 halves once more, but for its last collective: torch's checkpoint stops with
+    all needs of the backward pass met, and nothing needs the MLP's sum. So 2 halves more. With sequence parallel this
+    collective is a reduce-scatter: 3 halves more. With tp_overlap_chunks it is part of the MLP's last product and
+    recomputed with it: all 4 halves.
 
     A step: the squared gradient norm and the votes to stop (fp64 each), and with sequence parallel the gradients of
     norm weights.
@@ -119,11 +119,11 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
 
 
 def context_parallel(config: Config, pp_rank: int) -> int:
-    """A layer and micro-batch, where KV are the keys and values of one rank: gather and ring send (c-1) KV forward, and
+    """A layer and micro-batch, KV being the keys and values of one rank: gather and ring send (c-1) KV forward, and
     backward as much again and the gradients of it in fp32. Ulysses sends (c-1)/c of q, k, v and of the output, forward
-    and backward; a head of k and v that several ranks read is sent to each.
+    and backward; a head of k and v is sent to each of its readers.
 
-    What is recomputed sends its forward again. With recompute selective torch's checkpoint stops before the last
+    Recomputed layers send their forward again. With recompute selective torch's checkpoint stops before the last
     collective, the way back of the output.
     """
     model = config.model
@@ -175,11 +175,11 @@ def data_parallel(config: Config, pp_rank: int) -> int:
 def gradients_and_weights(config: Config, pp_rank: int) -> int:
     """Gradients are all-reduced (zero_stage 0), or reduce-scattered and the new weights gathered, in fp32.
 
-    With grad_reduce_dtype bf16 gradients are reduced in half the bytes.
-    With zero_stage 2 and 3 gradients are reduce-scattered in every backward, and with 3 weights are gathered for every
-    forward and backward, and not after the update. A unit that the next action uses too stays: the head between a
-    forward and its backward, the embedding between a backward and the next forward. With schedule breadth all
-    micro-batches share them. Stages 2 and 3 are for one pipeline rank.
+    With grad_reduce_dtype bf16 gradients are reduced in half the bytes. With zero_stage 2 and 3 gradients are
+    reduce-scattered in every backward, and with 3 weights are gathered for every forward and backward, and not after
+    the update. A unit stays if the next action uses it too: the head between a forward and its backward, the embedding
+    between a backward and the next forward. With schedule breadth all micro-batches share them. Stages 2 and 3 are for
+    one pipeline rank.
     """
     dp = config.parallel.dp * config.parallel.cp
     weights = 4 * local_parameters(config, pp_rank)
@@ -224,7 +224,7 @@ def expert_parallel(config: Config, choices: Choices, rank: int) -> int:
 
 
 def replicas_of_experts(config: Config, rank: int) -> int:
-    """A step: the gradients of experts, over the ranks that hold the same ones; as those of other weights."""
+    """A step: the gradients of experts, over the ranks with the same ones; as for other weights."""
     model = config.model
     one_expert = 3 * model.moe.moe_intermediate_size * model.hidden_size
     elements = model.num_hidden_layers * len(experts_of_rank(config, rank)) * one_expert

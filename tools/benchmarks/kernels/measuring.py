@@ -28,7 +28,7 @@ class KernelError(NumericError):
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how everything is measured."""
+    """How and on which device everything is measured."""
 
     target: torch.device
     dtype: torch.dtype
@@ -73,7 +73,7 @@ def tensors(results: Any) -> list[Tensor]:
 
 
 def gradients(inputs: Sequence[Any], results: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Of all inputs that want one; of weights whose gradient the op adds to their main gradient, that."""
+    """Of all inputs with one; of weights, the main gradient if the op adds to it."""
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     if not wanted:
         return []
@@ -98,7 +98,7 @@ def evaluate(bench: Bench, case: Case, op: peers.Op, *, wide: bool = False) -> l
 
 
 def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
-    """Relative norms of the differences; NaN where a NaN is in either."""
+    """Relative norms of the differences; NaN if a NaN is in either."""
     norms = [
         (torch.linalg.vector_norm(x.float() - e.float()), torch.linalg.vector_norm(e.float()))
         for x, e in zip(found, exact, strict=True)
@@ -117,8 +117,8 @@ def check(case: Case, found: Sequence[Tensor], exact: Sequence[Tensor]) -> float
 
 
 class Inputs:
-    """Sets of inputs of a case, enough that the device's cache holds none when its turn comes again, and the gradients
-    that backward starts from."""
+    """Sets of inputs of a case, and the gradients to start backward from. With so many sets, none is still in the
+    device's cache at its next turn."""
 
     def __init__(self, bench: Bench, case: Case, op: peers.Op):
         first = bench.inputs(case, 0)

@@ -1,4 +1,4 @@
-"""What is measured: every op at the shapes of a model, and the least bytes or FLOPs that it takes."""
+"""What is measured: every op at the shapes of a model, and its least bytes or FLOPs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ BOTH: tuple[Direction, ...] = ("forward", "backward", "both")
 
 
 class Model(NamedTuple):
-    """Sizes that decide an op's shape. `tokens` are those of one micro-batch."""
+    """Sizes for an op's shape; `tokens` of one micro-batch."""
 
     name: str
     tokens: int
@@ -92,7 +92,7 @@ class Case:
 
 
 def cases(model: Model, kernels: Kernels) -> Iterator[Case]:
-    """All ops, those first that are the farthest from what others reach."""
+    """All ops, beginning with the farthest from what others reach."""
     tokens = model.tokens
     vocab = model.vocab
     (other_vocab, wide_rows, wide_columns) = model.others
@@ -294,7 +294,7 @@ def _weight_gradient_case(model: Model) -> Case:
 
 
 def _linear_cross_entropy_case(model: Model, impl: Implementation) -> Case:
-    """Gradients may be computed in either direction, so that only both together compare."""
+    """Gradients may be computed in either direction, so only both together compare."""
     tokens = model.tokens
     hidden = model.hidden
     vocab = model.vocab

@@ -1,5 +1,5 @@
 """What the kernels are measured against: the same functions as one writes them in torch, for eager mode and
-torch.compile, and Liger-Kernel's, where it is installed (pip install liger-kernel)."""
+torch.compile, and Liger-Kernel's, if installed (pip install liger-kernel)."""
 
 import importlib
 import math
@@ -128,7 +128,7 @@ def compiled(op: Op, *, dry_run: bool) -> Op:
 
 
 def liger() -> dict[str, Op]:
-    """Liger-Kernel's ops by the names of ours, with its own defaults. Raises ImportError where it is not installed."""
+    """Liger-Kernel's ops by the names of ours, with its own defaults. Raises ImportError if it is not installed."""
     ops = importlib.import_module("liger_kernel.ops")
 
     def rope(q_sbnd: Tensor, k_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> tuple[Tensor, ...]:

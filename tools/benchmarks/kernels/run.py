@@ -2,13 +2,12 @@
 
 First the limits of the machine, torch's copy and an 8192^3 bf16 GEMM; then each op, forward and backward, at the shapes
 of Llama 8B and 70B with 8192 tokens. Each is compared with torch in fp32 before it is timed; a wrong one ends the run
-with exit code 70, after all others. GB/s are those of the fewest bytes that the op can move, and a share of the
-measured copy; a contender's speed is the ratio of its time to ours.
+with exit code 70, after all others. GB/s count the fewest possible bytes of the op, also as a share of the measured
+copy; a contender's speed is the ratio of its time to ours.
 
-Three rounds: our kernels and eager torch for all ops, then Liger-Kernel, then torch.compile, whose compilation takes
-longest. After every op of every round all that is known is written to the JSON file. --dry_run does all of it once on
-the CPU, at tiny shapes, and claims no figure (TRITON_INTERPRET=1 interprets the kernels; without it torch's own ops
-stand in).
+Three rounds: our kernels and eager torch for all ops, then Liger-Kernel, then torch.compile with its long compilation.
+After every op of every round all results so far are written to the JSON file. --dry_run does all of it once on the CPU,
+at tiny shapes, and claims no figure (TRITON_INTERPRET=1 interprets the kernels; without it torch's own ops stand in).
 """
 
 import sys
@@ -63,7 +62,7 @@ def compete(bench: Bench, case: Case, ops: Mapping[str, peers.Op | None]) -> dic
 
 
 def challenge(bench: Bench, case: Case, name: str, op: peers.Op | None, exact: list[Tensor]) -> Contender:
-    """One implementation. Only what computes the same is timed, where another's should be the same."""
+    """One implementation. If its results should equal another's and do not, it is not timed."""
     if op is None:
         return Contender("has none")
     contender = Contender()
@@ -86,8 +85,8 @@ def title(case: Case) -> str:
 
 
 def rows(case: Case, found: dict[str, Contender], copy: float | None) -> Iterator[dict[str, Any]]:
-    """One row of the report for each direction, as it goes into the JSON file. Contenders that are still missing have
-    the status NOT_RUN."""
+    """One row of the report for each direction, as it goes into the JSON file. Contenders still missing have the status
+    NOT_RUN."""
     found = found | {name: Contender(NOT_RUN) for name in peers.NAMES if name not in found}
     for direction in case.directions:
         least = {"forward": case.least[0], "backward": case.least[1], "both": sum(case.least)}[direction]
@@ -115,7 +114,7 @@ def rows(case: Case, found: dict[str, Contender], copy: float | None) -> Iterato
 
 
 class KernelSession(Session):
-    """The cases, what is found about each, and the file that always holds all of it."""
+    """The cases, the results of each, and the file with all of them at any time."""
 
     def __init__(self, options: Options, bench: Bench, circumstances: dict[str, Any], todo: list[Case]):
         super().__init__(options, circumstances)
@@ -143,7 +142,7 @@ class KernelSession(Session):
         return {"torch.compile": op}
 
     def round(self, name: str, ops_of: Callable[[Case], Mapping[str, peers.Op | None]]) -> None:
-        """The same contenders for all cases, of those that the rounds before have reached."""
+        """The same contenders for all cases reached by the rounds before."""
         with Progress(console=Console(stderr=True), auto_refresh=False) as progress:
             for case in progress.track(self.todo, description=name):
                 progress.refresh()
@@ -165,7 +164,7 @@ class KernelSession(Session):
 
 
 def ratio(row: dict[str, Any], name: str) -> str:
-    """How many times the contender's time is ours, or why that is unknown."""
+    """How many times the contender's time is ours, or why this is unknown."""
     over = row["over"][name]
     status = row["contenders"][name]["status"]
     return f"{over:.2f}x" if over is not None else "ran" if status == "ok" else status[:40]
@@ -194,7 +193,7 @@ def results_table(circumstances: dict[str, Any], found: dict[str, Any]) -> Table
 
 
 def choose_cases(options: Options, kernels: Kernels) -> list[Case]:
-    """Each op and shape once, of those that --only names. Raises ConfigError if it names none."""
+    """Each op and shape of --only once. Raises ConfigError if there is none."""
     models: tuple[Model, ...] = (TINY,) if options.dry_run else (LLAMA_8B, LLAMA_70B)
     every = [case for model in models for case in cases(model, kernels)]
     once = {(case.op, case.shape): case for case in reversed(every)}  # models share a vocabulary

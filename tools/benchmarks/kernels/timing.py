@@ -1,8 +1,8 @@
-"""Times by the device's own events, on a device that is kept busy, over buffers that its cache cannot hold.
+"""Times by the device's own events, on a busy device, over buffers too large for its cache.
 
-Traps that this avoids: a GPU that waits for Python (GEMMs are queued before a burst, long enough for Python to queue
-the burst behind them); inputs left in L2 by the last repetition (buffers rotate); kernels that overwrite what backward
-reads (forward is run again before each backward, and its own time is subtracted).
+Traps avoided here: a GPU waiting for Python (GEMMs are queued before a burst, long enough for Python to queue the burst
+behind them); inputs left in L2 by the last repetition (buffers rotate); kernels overwriting the inputs of backward
+(forward is run again before each backward, and its own time is subtracted).
 """
 
 import gc
@@ -19,7 +19,7 @@ BURST_MS, FEWEST, MOST = 80.0, 5, 50  # how long repetitions go on, and how many
 
 
 class Stopwatch:
-    """Median milliseconds of work on `where`. A dry run does everything once, and its times are None."""
+    """Median milliseconds of work on the device. A dry run does everything once, and its times are None."""
 
     def __init__(self, target: torch.device, *, dry_run: bool):
         self.target = target
@@ -33,7 +33,7 @@ class Stopwatch:
         torch.mm(a, b, out=c)
 
     def copy_gb_per_second(self) -> float | None:
-        """Bytes read and written by torch's copy of a large buffer: the limit of everything that moves bytes."""
+        """Bytes read and written by torch's copy of a large buffer: the limit of all kernels bound by bytes."""
         numel = 1 << (10 if self.dry_run else 29)
         source, target = (torch.zeros(numel, device=self.target, dtype=torch.bfloat16) for _ in range(2))
         ms = self.median_ms(lambda _: target.copy_(source))
@@ -44,7 +44,7 @@ class Stopwatch:
         return None if self.gemm_ms is None else 2 * self.side**3 / self.gemm_ms / 1e9
 
     def median_ms(self, run: Callable[[int], object]) -> float | None:
-        """`run(i)` queues repetition i, which uses the i-th of the rotating buffers."""
+        """`run(i)` queues repetition i with the i-th of the rotating buffers."""
         if self.dry_run:
             run(0)
             return None
@@ -69,7 +69,7 @@ class Stopwatch:
         return statistics.median(before.elapsed_time(after) for before, after in events)
 
     def peak_bytes(self, run: Callable[[int], object]) -> int | None:
-        """Device memory that `run(0)` takes beyond what is there before, its results included."""
+        """Device memory taken by `run(0)` beyond the memory in use before, its results included."""
         if self.dry_run:
             run(0)
             return None

@@ -1,17 +1,17 @@
 """Times other launch configurations of the Triton kernels than today's, on one GPU, for a person to choose from.
 
-For each op and shape a grid of candidates takes the place of the functions that choose a configuration in
+For each op and shape a grid of candidates takes the place of the functions choosing a configuration in
 kernels/megapar_kernels. Each candidate is first compared with torch in fp32, then timed; a wrong one is listed and not
-timed. Nothing is tuned when megapar trains: what is better here is written into the sources by hand.
+timed. Nothing is tuned when megapar trains: a better candidate is written into the sources by hand.
 
-- norms: elements a thread (8, 16, 32), which decides the warps. Backward also stages of its loop over rows (1, 2, 3:
-  rows that are on their way at a time), in a copy of the kernel whose loop asks for them.
+- norms: elements a thread (8, 16, 32), and with them the warps. Backward also stages of its loop over rows (1, 2, 3:
+  rows on their way at a time), in a copy of the kernel with this number in its loop.
 - cross entropy: steps, lanes and warps of the statistics; columns and warps of the gradient.
 - AdamW: units and warps. RoPE: positions, heads and warps of a tile.
 
-The JSON file is written after every op and shape. What fails at today's configuration ends the program with exit code
-70, after all others. --dry_run runs each candidate once on the CPU at tiny shapes, where no candidate may fail: with
-TRITON_INTERPRET=1 the candidates themselves, interpreted, else torch's own ops in their place.
+The JSON file is written after every op and shape. A failure at today's configuration ends the program with exit code
+70, after all others. --dry_run runs each candidate once on the CPU at tiny shapes, and no candidate may fail there:
+with TRITON_INTERPRET=1 the candidates themselves, interpreted, else torch's own ops in their place.
 """
 
 import importlib.util
@@ -63,7 +63,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration and what must be replaced so that the kernel takes it: (module, attribute, new value)."""
+    """A configuration and its replacements in the kernel's modules: (module, attribute, new value)."""
 
     label: str
     today: bool
@@ -80,11 +80,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Knob:
-    """A function of kernels/megapar_kernels that chooses a configuration, and what is tried in its place.
+    """A function of kernels/megapar_kernels choosing a configuration, and the candidates for its place.
 
-    `what` says which kernel it is for, and `direction` whose time it changes. `names` are those of a configuration's
-    numbers. `values` makes the others to try: of today's, or of `usual` where torch's own ops stand in, so that no
-    launch tells today's.
+    `what` names the kernel, and `direction` the changed time: forward or backward. `names` are the names of a
+    configuration's numbers. `values` makes the others to try: from today's, or from `usual` if torch's own ops stand
+    in, for then no launch tells today's.
     """
 
     what: str
@@ -134,7 +134,7 @@ def candidates(bench: Bench, case: Case, knob: Knob, staged: Mapping[int, Module
 
 
 def with_stages(stages: int, folder: Path) -> ModuleType:
-    """megapar_kernels.norms with a backward kernel that loads `stages` rows ahead.
+    """megapar_kernels.norms with a backward kernel loading `stages` rows ahead.
 
     Triton takes kernels' sources from files, so the changed text is written to `folder`. Raises ValueError if the loop
     is not what this program knows.
@@ -214,8 +214,7 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
 
 
 def all_cases(options: Options, kernels: Kernels) -> list[Case]:
-    """Of the ops that --only names, those first that are farthest from what others reach. Raises ConfigError if --only
-    names none."""
+    """The ops of --only, beginning with the farthest from what others reach. Raises ConfigError if there is none."""
     model = TINY if options.dry_run else LLAMA_8B
     widths = (model.hidden,) if options.dry_run else NORM_COLUMNS
     # Other widths are for norms alone, and other vocabularies and wide norms are not tuned.
@@ -230,7 +229,7 @@ def all_cases(options: Options, kernels: Kernels) -> list[Case]:
 
 
 def try_all(bench: Bench, case: Case, direction: Direction, tried: Iterable[Candidate]) -> list[dict[str, Any]]:
-    """Each candidate's time in `direction`, the fastest first; a status other than ok where there is none."""
+    """Each candidate's time in `direction`, the fastest first; without a time a status other than ok."""
     exact = evaluate(bench, case, case.exact or case.torch, wide=True)
     inputs = Inputs(bench, case, case.ours)
     found = []
@@ -267,7 +266,7 @@ def table_of(result: dict[str, Any]) -> Table:
 
 
 class Tuning(Session):
-    """What is found about each op and shape, and the file that always holds all of it."""
+    """The results of each op and shape, and the file with all of them at any time."""
 
     def __init__(self, options: Options, bench: Bench, circumstances: dict[str, Any]):
         super().__init__(options, circumstances)
@@ -277,7 +276,7 @@ class Tuning(Session):
         self.failed: list[str] = []
 
     def work(self, case: Case, staged: Mapping[int, ModuleType]) -> None:
-        """All knobs of a case, unless the time is up. What fails is kept, so that other cases go on."""
+        """All knobs of a case, unless the time is up. A failure is kept, and other cases go on."""
         title = f"{case.op} {case.shape}"
         if not self.may_begin(title):
             return
