@@ -32,7 +32,7 @@ from megapar.train.trainer import Run, initializes_by_unit, start, train
 
 
 def check(resolved: Resolved, world_size: int) -> Config:
-    """Check that `world_size` ranks can run the configuration; returns it with derived values filled in."""
+    """Check the configuration for `world_size` ranks; returns it with derived values filled in."""
     config = validate(resolved.config, world_size)
     if needs_tokenizer(config):
         config = with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
@@ -40,7 +40,7 @@ def check(resolved: Resolved, world_size: int) -> Config:
 
 
 def run(resolved: Resolved, config: Config, env: device.Environment, board: Board | None = None) -> None:
-    """Train on one rank. `board` is where ranks of the local launcher log what they do."""
+    """Train on one rank. Ranks of the local launcher log what they do on `board`."""
     explained = partial(dry_run.explaining_out_of_memory, config, build_stages, env.rank)
     # The outer one covers the start of `rank_process`'s threads, the inner one makes an error that it reports.
     with explained(), rank_process(config, env, board) as process, explained():
