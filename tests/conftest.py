@@ -6,7 +6,7 @@
 - `-m gpus`: ranks are forked and have a GPU each, over NCCL.
 
 They need processes of their own: CUDA cannot be used in a fork of a process that has used it, and Triton's interpreter
-and compiler cannot share a process. What decides must be set before torch and triton are imported.
+and compiler cannot share a process. The deciding variables must be set before torch and triton are imported.
 """
 
 import os
@@ -48,14 +48,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
-    """A test draws the same numbers whatever ran before it, so that a failure can be repeated."""
+    """A test draws the same numbers whatever ran before it, so a failure can be repeated."""
     import torch
 
     torch.manual_seed(1234)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A lane does not import the other lane's files, which would take seconds in each process."""
+    """A lane does not import the other lane's files: this would take seconds in each process."""
     lane = config.option.markexpr
     of_project = collection_path.stem in PROJECT
     if collection_path.suffix != ".py":
@@ -73,8 +73,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files of PROJECT are marked. A file of kernel tests is marked gpu as a whole; those of its tests that fork ranks
-    belong to `-m gpus` alone. Long files come first."""
+    """Files of PROJECT are marked. A file of kernel tests is marked gpu as a whole; its tests with forked ranks belong
+    to `-m gpus` alone. Long files come first."""
     for item in items:
         if item.path.stem in PROJECT:
             item.add_marker(pytest.mark.project)

@@ -1,1 +1,1 @@
-"""Helpers that several test files share."""
+"""Helpers of several test files."""

@@ -1,4 +1,4 @@
-"""Small checkpoints without a model, ways to damage them, and processes that die while they work on them."""
+"""Small checkpoints without a model, ways to damage them, and processes dying at work on them."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ def spec_of_piece(*pieces: Piece) -> ParamSpec:
 
 
 def whole_spec(name: str, shape: Sequence[int]) -> ParamSpec:
-    """A parameter that one rank holds whole."""
+    """A parameter held whole by one rank."""
     return spec_of_piece(make_piece(name, shape, {}))
 
 
@@ -52,7 +52,7 @@ def make_slice(spec: ParamSpec, start: int, stop: int, **tensors: Tensor) -> Sta
 
 
 def toy_slices(step: int = 1, columns: int = 5) -> list[Any]:
-    """Two whole parameters with values that the step decides."""
+    """Two whole parameters with values by the step."""
     slices = []
     for number, shape in enumerate([(6, columns), (7,)]):
         spec = whole_spec(f"p{number}", shape)
@@ -66,7 +66,7 @@ def toy_slices(step: int = 1, columns: int = 5) -> list[Any]:
 
 
 def save_toy(root: Path, step: int, trainer: Mapping[str, Any] | None = None) -> Path:
-    """Save the toy's state after `step`; `trainer` is that section of the manifest."""
+    """Save the toy's state after `step`; `trainer` is the manifest's section of this name."""
     return save(
         root,
         slices=toy_slices(step),
@@ -82,7 +82,7 @@ def save_toy(root: Path, step: int, trainer: Mapping[str, Any] | None = None) ->
 
 
 def exported(path: Path) -> bytes:
-    """The weights in fp32 that tools/convert_checkpoint.py writes for Hugging Face, and its config.json."""
+    """The weights in fp32 as written by tools/convert_checkpoint.py for Hugging Face, and its config.json."""
     target = path.with_name("hf")
     options = NativeToHf(path, target, dtype="float32", verify=False, verify_tokenizer=False)
     native_to_hf(options)
@@ -111,7 +111,7 @@ def edit_bytes(path: Path, edit: Callable[[bytearray], None]) -> None:
 
 
 def edit_tensor(path: Path, key: str, edit: Callable[[torch.Tensor], Any]) -> None:
-    """Change a stored box, to which the manifest then attests, as if it had been saved so."""
+    """Change a stored box and the manifest with it, as if it had been saved so."""
     tensors = load_file(path / FILE)
     edit(tensors[key])
     save_file(tensors, path / FILE)
@@ -175,7 +175,7 @@ def files_limited_to(size: int) -> Iterator[None]:
 
 
 def outcome(action: Any) -> tuple[str, int, str]:
-    """Class, exit code and words of the error that `action` raises; "", 0 and "" if it raises none."""
+    """Class, exit code and words of the error raised by `action`; "", 0 and "" if there is none."""
     try:
         action()
     except MegaparError as error:

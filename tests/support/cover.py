@@ -1,7 +1,7 @@
-"""A pairwise cover: few cases in which every two values meet that may meet.
+"""A pairwise cover: few cases with a meeting of every two values, unless a rule forbids it.
 
-A fault that needs two options, such as a schedule and a tied embedding, then shows in some case. The method is the
-greedy one of Cohen, Dalal, Fredman and Patton, "The AETG System" (IEEE Transactions on Software Engineering, 1997).
+A fault of two options, such as a schedule and a tied embedding, then shows in some case. The method is the greedy one
+of Cohen, Dalal, Fredman and Patton, "The AETG System" (IEEE Transactions on Software Engineering, 1997).
 """
 
 import random
@@ -18,7 +18,7 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Rule:
-    """Values that may not meet, and why. `allows` gets a value of each of `factors`, in this order."""
+    """Values not allowed to meet, and why. `allows` gets a value of each of `factors`, in this order."""
 
     reason: str
     factors: tuple[str, ...]
@@ -27,19 +27,19 @@ class Rule:
 
 @dataclass(frozen=True)
 class Space:
-    """All cases that the rules allow. Factors that take part in many rules come first: a search then ends early."""
+    """All cases allowed by the rules. Factors of many rules come first: a search then ends early."""
 
     factors: Mapping[str, Sequence[Any]]
     rules: Sequence[Rule]
 
     def allows(self, case: Case) -> bool:
-        """Whether all rules do whose factors have a value in `case`."""
+        """Whether all rules allow `case`. A rule counts if all its factors have a value there."""
         decided = [rule for rule in self.rules if all(factor in case for factor in rule.factors)]
         return all(rule.allows(*(case[factor] for factor in rule.factors)) for rule in decided)
 
     def complete(self, case: Case, missing_pairs: set[Pair], draw: random.Random) -> Case | None:
-        """`case` with a value for each other factor. Each in turn gets the value that meets most of `missing_pairs`
-        with the factors before it, by `draw` where several do. None if the rules allow no such case."""
+        """`case` with a value for each other factor. Each in turn gets the value with most of `missing_pairs` among the
+        factors before it, by `draw` if there are several. None if the rules allow no such case."""
         if not self.allows(case):
             return None
         factor = next((factor for factor in self.factors if factor not in case), None)
@@ -56,7 +56,7 @@ class Space:
         return None
 
     def pairs(self) -> tuple[set[Pair], set[Pair]]:
-        """The pairs that some case has, and those that no case has."""
+        """The pairs of some case, and the pairs of none."""
         draw = random.Random(0)
         allowed: set[Pair] = set()
         forbidden: set[Pair] = set()
@@ -83,8 +83,8 @@ def pairs_of(case: Case) -> set[Pair]:
 
 
 def cover(space: Space, seed: int, cost: Callable[[Case], float], candidates: int = 16) -> list[Case]:
-    """Cases that have every pair of `space`, the same ones for the same seed. Of some candidates, each of which begins
-    with a pair that is still missing, the case that has most missing pairs for its cost comes next."""
+    """Cases with every pair of `space`, the same ones for the same seed. Each of some candidates begins with a missing
+    pair; the case with most missing pairs for its cost comes next."""
     draw = random.Random(seed)
     missing, _ = space.pairs()
     cases = []

@@ -1,7 +1,7 @@
 """Runs a function on several real ranks: forked processes, over gloo on the CPU.
 
-In the lane `-m gpus` (tests/run.sh --gpus) ranks have a GPU each and use NCCL; a test whose world is larger than the
-machine's number of GPUs then says so and counts as skipped.
+In the lane `-m gpus` (tests/run.sh --gpus) ranks have a GPU each and use NCCL; a test with more ranks than the machine
+has GPUs then says so and counts as skipped.
 """
 
 import gc
@@ -27,7 +27,7 @@ ON_GPUS = os.environ.get("MEGAPAR_TEST_LANE") == "gpus"  # set by tests/conftest
 
 
 def rank_device(rank: int) -> torch.device:
-    """Where a test's tensors live on this rank."""
+    """The device of a test's tensors on this rank."""
     return torch.device("cuda", rank) if ON_GPUS else torch.device("cpu")
 
 
@@ -85,7 +85,7 @@ def _start(world: int, body: Callable[..., Any], folder: str, args: tuple[Any, .
 
 
 def _join(ranks: list[ForkProcess], idle_seconds: float) -> list[int]:
-    """Wait for the end of all ranks; those that hung, which are killed."""
+    """Wait for the end of all ranks; the hung ones, killed here."""
     watch = Watch(idle_seconds, lambda: [process.pid for process in ranks if process.pid and process.is_alive()])
     for process in ranks:
         while process.is_alive() and not watch.hung():

@@ -31,7 +31,7 @@ def make_run(folder: Path, model: ModelConfig, **sections: Any) -> Path:
 
 
 def make_checkpoint(folder: Path, kind: str = "llama", vocab_size: int = 800, **sections: Any) -> Path:
-    """One of a model that transformers calls `kind`."""
+    """One of a model called `kind` in transformers."""
     model = tiny_models.model(**{"num_hidden_layers": 1, "vocab_size": vocab_size} | KINDS[kind])
     return make_run(folder, model, **sections)
 

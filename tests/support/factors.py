@@ -1,6 +1,6 @@
-"""What the grid varies: factors, their values, and which values do not meet (tests/test_grid.py).
+"""What the grid varies: factors, their values, and values not to meet (tests/test_grid.py).
 
-None means that a layout has no such thing. Precision is no factor: a comparison to 1e-5 needs fp32.
+None means: the layout has no such thing. Precision is no factor: a comparison to 1e-5 needs fp32.
 """
 
 from dataclasses import replace

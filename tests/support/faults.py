@@ -1,4 +1,4 @@
-"""What the tests of faults share: layouts, ways to end processes, and what must be left of a run that was ended."""
+"""What the tests of faults share: layouts, ways to end processes, and checks on the remains of an ended run."""
 
 import contextlib
 import json
@@ -82,9 +82,9 @@ def weights(folder: Path, at: int) -> dict[str, bytes]:
 
 
 class Scene:
-    """A folder in which programs run one after the other, and what they must leave there.
+    """A folder for programs run one after the other, and checks on what they leave there.
 
-    Programs run in `work`. Their temporary files go to `tmp`, so that a file that one leaves behind is found.
+    Programs run in `work`. Their temporary files go to `tmp`, so a file left behind is found.
     """
 
     def __init__(self, folder: Path):
@@ -104,13 +104,12 @@ class Scene:
         plant: Callable[[], None] | None = None,
         timeout_seconds: float = 60,
     ) -> Ended:
-        """Run a program to its end, and assert that nothing of it is left."""
+        """Run a program to its end, and assert: nothing of it is left."""
         running = self.start(*flags, env=env, plant=plant)
         return self.finish(running, timeout_seconds)
 
     def finish(self, running: Program, timeout_seconds: float = 60) -> Ended:
-        """Wait for the end, and assert that no process, no temporary file, no shared memory and no traceback is
-        left."""
+        """Wait for the end, and assert: no process, no temporary file, no shared memory and no traceback is left."""
         ended = running.wait(timeout_seconds)
         pids = [running.pid, *members(self.work)]
         for _ in range(500):
@@ -130,8 +129,8 @@ class Scene:
         return self.work / "run/checkpoints"
 
     def check_checkpoints(self, out: str = "") -> list[int]:
-        """Assert that each folder of a checkpoint is complete, and that those are there which `out` says are saved;
-        the steps of all, the newest first."""
+        """Assert: each folder of a checkpoint is complete, and none reported as saved in `out` is missing. Returns the
+        steps of all, the newest first."""
         folders = checkpoint_folders(self.checkpoints)
         assert list(find_complete(self.checkpoints)) == folders
         said = [Path(line.partition("| saved ")[2]).name for line in out.splitlines() if "| saved " in line]

@@ -18,7 +18,7 @@ from megapar.optimizer.optimizers import Optimizers
 
 @dataclass(frozen=True)
 class Flat:
-    """A rank's flat buffers; `optimizers` makes the optimizers that the parameters name."""
+    """A rank's flat buffers; `optimizers` makes the optimizers named by the parameters."""
 
     ctx: ParallelContext
     layout: FlatLayout

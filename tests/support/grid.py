@@ -1,4 +1,4 @@
-"""The models, layouts and batches of tests that train in many layouts."""
+"""The models, layouts and batches of tests training in many layouts."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -201,7 +201,7 @@ class Layout:
 
 
 def micro_batches(config: Config, ctx: ParallelContext, step: int, packed: bool = False) -> list[MicroBatch]:
-    """Random tokens, a distinct weight for each of them, and one sample that is masked whole; `packed` samples are four
+    """Random tokens, a distinct weight for each of them, and one sample masked whole; `packed` samples are four
     documents each. A rank gets its part of their positions."""
     generator = torch.Generator().manual_seed(step)
     targets = num_targets(config)
@@ -287,7 +287,7 @@ def held_gradients(state: TrainState) -> list[layouts.Held]:
 
 
 def _whole_gradients(state: TrainState) -> dict[torch.nn.Parameter, Tensor]:
-    """The gradients of whole parameters, of which `state.grads` holds this rank's shards."""
+    """The gradients of whole parameters, out of this rank's shards in `state.grads`."""
     found = {}
     grads = state.grads
     layout = state.grads.layout

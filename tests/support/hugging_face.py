@@ -18,7 +18,7 @@ POSITIONS = 2048 + 64
 
 @dataclass(frozen=True)
 class Case:
-    """A model_type and the fields of its config.json that differ from `sizes`."""
+    """A model_type and the fields of its config.json other than in `sizes`."""
 
     kind: str
     changes: Mapping[str, Any] = field(default_factory=dict)

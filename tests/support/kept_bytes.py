@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps, counted in another way than `megapar.train.kept` does."""
+"""Bytes kept by autograd, counted in another way than `megapar.train.kept` does."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def kept_for_backward(forward: Callable[[], object], without: Iterable[Tensor]) -> int:
-    """Run `forward()`; returns the bytes of the storages that autograd keeps for its backward pass.
+    """Run `forward()`; returns the bytes of the storages kept by autograd for its backward pass.
 
-    The storages of the tensors `without` are not counted. A storage that several tensors share is counted once.
+    The storages of the tensors `without` are not counted. A storage of several tensors is counted once.
     """
     known = {x.untyped_storage()._cdata for x in without}
     kept: dict[int, torch.UntypedStorage] = {}

@@ -24,15 +24,15 @@ dispatch.SMALL = 0  # tensors of tests are small, and kernels are what they test
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
-    """|x - exact| / |exact| in fp64; NaN, which is below no limit, if a NaN is in either."""
+    """|x - exact| / |exact| in fp64; NaN if a NaN is in either, for it is below no limit."""
     x, exact = x.detach().double(), exact.detach().double()
     return float((x - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that torch hands out uninitialized holds NaN (integers: their largest number): what a kernel forgets to
-    write is seen."""
+    """Uninitialized memory from torch holds NaN (integers: their largest number), so elements forgotten by a kernel are
+    seen."""
 
     def poison(x: Tensor) -> Tensor:
         if x.dtype == torch.bool:
@@ -73,7 +73,7 @@ Op = Callable[..., Any]
 
 
 def _run(op: Op, inputs: Sequence[Any], impl: str, grads: Sequence[Tensor] | None) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and gradients of those inputs that require one for the upstream gradients `grads`."""
+    """Outputs, and gradients of the inputs requiring one for the upstream gradients `grads`."""
     with poisoned():
         y = op(*inputs, impl=impl)
         outputs = [y] if isinstance(y, Tensor) else list(y)
@@ -90,9 +90,8 @@ def compare(
 ) -> dict[str, float]:
     """Check `op(*inputs, how="triton")` and its derivatives against how="torch" in fp64, and against torch's own error.
 
-    `inputs` are fp64 tensors (float ones are rounded to `dtype`, those numbered in `wide` to fp32), some of which
-    require a gradient, and anything else. `layout` is how float inputs lie in memory: guarded or strided. Returns the
-    errors.
+    `inputs` are fp64 tensors (float ones are rounded to `dtype`, those numbered in `wide` to fp32), some requiring a
+    gradient, and anything else. `layout` is how float inputs lie in memory: guarded or strided. Returns the errors.
     """
     guards: list[Guarded] = []
 

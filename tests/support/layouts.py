@@ -1,4 +1,4 @@
-"""Between a layout's local parameters and the logical tensors that they are cut from.
+"""Between a layout's local parameters and their logical tensors.
 
 Ranks call `held` and return its list; the parent calls `assemble` on all of them. `fill` is the inverse.
 """
@@ -16,8 +16,8 @@ from megapar.params import Piece, spec_of
 
 @dataclass(frozen=True)
 class Held:
-    """One rank's part of a logical tensor. `partial`: the tensor is the sum of the parts that ranks hold of it, else
-    these are equal. Ranks of an axis of replicas (`ParamSpec.grad_axis`) are `replica`s of each other."""
+    """One rank's part of a logical tensor. `partial`: the tensor is the sum of the ranks' parts of it, else these are
+    equal. Ranks of an axis of replicas (`ParamSpec.grad_axis`) are `replica`s of each other."""
 
     piece: Piece
     values: Tensor
@@ -53,7 +53,7 @@ def held(
 ) -> list[Held]:
     """This rank's part of every logical tensor, for `assemble`; `values` picks weights or gradients, or None of it.
 
-    `unsummed`: the values are gradients before the sums over tp and over tied ends that their specs ask for. Raises
+    `unsummed`: the values are gradients before the sums over tp and over tied ends in their specs. Raises
     AssertionError if a padding row is not zero.
     """
     parts = []
@@ -136,7 +136,8 @@ def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], r
     """Names are the same, and every tensor differs from its namesake by a norm of at most `rtol` times the latter's.
 
     Norms below a thousandth of that of all tensors together count as so much: some gradients are zero but for rounding
-    (gpt's key biases, to which a softmax is blind). Raises AssertionError that names every tensor in error.
+    (gpt's key biases, because a softmax is blind to them). Raises AssertionError with the name of every tensor in
+    error.
     """
     assert set(actual) == set(expected), sorted(set(actual) ^ set(expected))
     norms = {name: tensor.double().norm().item() for name, tensor in expected.items()}

@@ -38,7 +38,7 @@ MODELS = {
 
 
 class Backend(Enum):
-    """What Megatron's settings hold besides plain values; its class lies in a module that nobody has here."""
+    """What Megatron's settings hold besides plain values; its class lies in a module missing here."""
 
     AUTO = 5
 
@@ -120,7 +120,7 @@ def padded(rows: Tensor, tp: int) -> Tensor:
 def stage_parts(
     model: ModelConfig, tensors: dict[str, Tensor], layers: list[int], style: str, tp: int, rank: int, ends: str
 ) -> dict[str, Any]:
-    """One tensor rank's model chunk; `ends` has "first" and "last" where the chunk is."""
+    """One tensor rank's model chunk; `ends` has "first" and "last" if the chunk is there."""
     legacy = style in ("legacy", "oldest")
     block: dict[str, Any] = {}
     for local, number in enumerate(layers):

@@ -24,7 +24,7 @@ NAME = "layers.3.mlp"
 
 @dataclass(frozen=True)
 class Case:
-    """A mixture and where its tokens go.
+    """A mixture and the routes of its tokens.
 
     `routing`: "free" by random logits; "one": all to expert 1, as far as top_k allows; "ties": all logits are equal.
     `tokens` of each rank in turn.
@@ -41,7 +41,7 @@ class Case:
         return self.tokens[(rank + micro_batch) % len(self.tokens)]
 
     def inputs(self, rank: int, micro_batch: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The tokens [t, h] of a rank. Their first column is 1, by which a router can send all to one expert."""
+        """The tokens [t, h] of a rank. Their first column is 1, so a router can send all to one expert."""
         generator = torch.Generator().manual_seed(100 * rank + micro_batch)
         x = torch.randn(self.tokens_of(rank, micro_batch), HIDDEN, generator=generator, dtype=torch.float64)
         x[:, 0] = 1

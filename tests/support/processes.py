@@ -1,6 +1,6 @@
 """Runs pretrain.py in an interpreter of its own, as a person or Slurm starts it: about four seconds a start.
 
-tests/support/program.py is faster, where the start of the interpreter is not what is tested.
+tests/support/program.py is faster, unless the start of the interpreter is tested.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Runs pretrain.py in a forked process: a case takes about a second, because torch is imported already.
 
 The fork has its own session, working folder, environment variables and command line. Its standard output and standard
-error go to files, so a test can read them while the program runs. A test that must see the real start of the
-interpreter uses a subprocess instead (tests/test_program.py).
+error go to files, so a test can read them while the program runs. Tests of the interpreter's real start use a
+subprocess instead (tests/test_program.py).
 """
 
 import gc
@@ -33,7 +33,7 @@ TINY = (
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended. `code` is its exit code, or minus the number of the signal that ended it."""
+    """How a program ended. `code` is its exit code, or minus the number of the fatal signal."""
 
     code: int
     out: str
@@ -41,7 +41,7 @@ class Ended:
 
 
 class Program:
-    """A program that runs in a fork of this process.
+    """A program in a fork of this process.
 
     `plant`, if given, is called in the fork before the program: it may replace functions to plant a fault.
     """
@@ -88,7 +88,7 @@ class Program:
         os.killpg(self.pid, number)
 
     def children(self) -> list[int]:
-        """Process numbers of the direct children that live: the local ranks, in the order of their start."""
+        """Process numbers of the living direct children: the local ranks, in the order of their start."""
         text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         return [int(word) for word in text.split()]
 

@@ -9,7 +9,7 @@ BUSY = 0.02  # of one core: who waits for a peer and looks up ten times a second
 
 
 def cpu_ticks(pid: int) -> int:
-    """CPU time of a process and of its children that have ended, in clock ticks of 10 ms; 0 once it is gone."""
+    """CPU time of a process and of its ended children, in clock ticks of 10 ms; 0 once it is gone."""
     try:
         fields = _stat(pid)
     except OSError:  # it ended between two looks
@@ -18,7 +18,7 @@ def cpu_ticks(pid: int) -> int:
 
 
 def processes_of_session(session: int) -> list[int]:
-    """All processes of a session, such as a program and the ranks that it has started."""
+    """All processes of a session, such as a program and its ranks."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -31,15 +31,15 @@ def processes_of_session(session: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the program's name, which may contain blanks."""
+    """The fields of /proc/PID/stat behind the program's name. The name may contain blanks."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 class Watch:
     """Watches processes, together: `hung` once they have used almost no CPU time for `idle_seconds`.
 
-    Where there is no /proc to tell their CPU time, `idle_seconds` count from the beginning. Elsewhere no time is too
-    long before `cap_seconds`.
+    Without a /proc to tell their CPU time, `idle_seconds` count from the beginning. Elsewhere no time is too long
+    before `cap_seconds`.
     """
 
     def __init__(self, idle_seconds: float, pids: Callable[[], Iterable[int]], cap_seconds: float = CAP_SECONDS):

@@ -1,5 +1,5 @@
-"""Loss and gradients of the plain PyTorch version that each model family has (its `Family.reference`): what every
-layout must agree with."""
+"""Loss and gradients of each model family's plain PyTorch version (its `Family.reference`): every layout must agree
+with them."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Configurations that are refused, and what a person would do who reads the refusal.
+"""Refused configurations, and what the reader of the refusal would do.
 
 A line is "OPTION=VALUE, OPTION=VALUE: why; what would work". What would work has these forms, joined by ";" or ", or".
 Each of them must work by itself. NAME is an option of the line, with or without its section, or any option in full.
@@ -111,13 +111,13 @@ SECTIONS = ("model.", "model.moe.", "model.rope_scaling.", "parallel.", "train."
 
 @dataclass(frozen=True)
 class Drawn:
-    """A configuration and the number of ranks that it is to run on."""
+    """A configuration and the number of ranks to run it on."""
 
     values: dict[str, Any]
     world: int
 
     def problems(self) -> list[str]:
-        """The lines with which the configuration is refused; none if it may run."""
+        """The lines of the configuration's refusal; none if it may run."""
         try:
             validate(unflatten(self.values), self.world)
         except ConfigError as error:
@@ -126,7 +126,7 @@ class Drawn:
 
 
 def draw(chance: random.Random) -> Drawn:
-    """A configuration in which some options have values of VALUES."""
+    """A configuration with values of VALUES for some options."""
     paths = chance.sample(sorted(VALUES), chance.randint(1, 12))
     if chance.random() < 0.5:
         section = chance.choice(SECTIONS)
@@ -157,7 +157,7 @@ _RANGES = (("must be at least 0 and below 1", 0.5), ("must be at least 0", 0), (
 
 
 def remedies(line: str) -> list[Change]:
-    """What a line says would work: changes of which each does by itself."""
+    """The remedies in a line: changes, each working by itself."""
     head, _, text = line.partition(": ")
     options = re.findall(r"([a-z]\w*(?:\.\w+)+)=", head)
     found = []
@@ -196,7 +196,7 @@ def _changes(match: re.Match[str], options: list[str]) -> list[Change]:
 
 
 def _option(name: str, options: list[str]) -> str:
-    """The option that a word of a line names, or "" if it names none."""
+    """The option named by a word of a line, or "" if it names none."""
     if name in TYPES:
         return name
     return next((path for path in options if path.rpartition(".")[2] == name), "")
@@ -236,7 +236,7 @@ def _value(option: str, text: str) -> Any:
 
 
 def contradictions(lines: list[str]) -> list[str]:
-    """Options for which two lines name values, and none that is the same."""
+    """Options named in two lines with values, and with no value in common."""
     named: dict[str, list[set[Any]]] = {}
     for line in lines:
         values: dict[str, set[Any]] = {}
@@ -249,7 +249,7 @@ def contradictions(lines: list[str]) -> list[str]:
 
 
 def apply(drawn: Drawn, lines: list[str], chance: random.Random) -> Drawn:
-    """Do what each line says, one of its remedies by chance. An option that a line before has set stays as it is."""
+    """Do what each line says, one of its remedies by chance. An option set by an earlier line stays as it is."""
     values = dict(drawn.values)
     world = drawn.world
     changed = set[str]()

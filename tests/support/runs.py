@@ -19,7 +19,7 @@ Bits = dict[str, Tensor]
 
 
 def bits(state: TrainState) -> Bits:
-    """All that this rank carries from step to step: weights as the model has them, main weights and moments."""
+    """All state of this rank from step to step: weights as the model has them, main weights and moments."""
     found = {"weights": state.weights.flat.clone()}
     for place, item in enumerate(state.optimizer.slices()):
         for name in ("main", "exp_avg", "exp_avg_sq"):
@@ -50,5 +50,5 @@ def stored(path: Path) -> dict[str, Tensor]:
 
 
 def behind_the_host() -> AbstractContextManager[Any]:
-    """CPUs count as devices that compute behind the host: updates are judged and numbers are read as on a GPU."""
+    """CPUs count as devices computing behind the host: updates are judged and numbers are read as on a GPU."""
     return patch.object(device, "is_asynchronous", return_value=True)

@@ -1,4 +1,4 @@
-"""A schedule that a newcomer adds without editing megapar. It trains in the grid (tests/test_grid.py)."""
+"""A newcomer's schedule, added without editing megapar. It trains in the grid (tests/test_grid.py)."""
 
 from megapar.config.virtual_stages import TWO
 from megapar.pipeline.schedules import Action, Schedule

@@ -43,7 +43,7 @@ def make_state(config: Config, seed: int = 1) -> TrainState:
 
 
 def step(state: TrainState) -> None:
-    """Train on samples that the step number decides."""
+    """Train on samples decided by the step number."""
     ctx = state.ctx
     tokens = torch.randint(131, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(state.step))
     batches = []

@@ -1,4 +1,4 @@
-"""Another user of this machine: processes that have given up root's rights and do what they like in shared places."""
+"""Another user of this machine: processes without root's rights, doing what they like in shared places."""
 
 import multiprocessing
 import os

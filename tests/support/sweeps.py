@@ -1,4 +1,4 @@
-"""Sweeps: many cases that prove one thing. Some represent the others in the lanes; the rest run with -m slow."""
+"""Sweeps: many cases to prove one thing. Some represent the others in the lanes; the rest run with -m slow."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def slow_but(numbers: Iterable[int], cases: Iterable[Any]) -> list[Any]:
-    """`cases` for pytest.mark.parametrize. Those whose places in the list are not among `numbers` are slow. Several
+    """`cases` for pytest.mark.parametrize. Cases with a place in the list outside of `numbers` are slow. Several
     arguments of a case are a tuple."""
     in_lanes = set(numbers)
     marked = []

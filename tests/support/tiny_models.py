@@ -1,4 +1,4 @@
-"""Models of a few thousand weights, their batches and random weights, for tests that compare gradients."""
+"""Models of a few thousand weights, their batches and random weights, for comparisons of gradients."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ LENGTH = 48  # beyond what rope_scaling calls the original context in some tests
 
 
 def small(family: str, hidden_size: int, layers: int, intermediate_size: int, **changes: Any) -> ModelConfig:
-    """Four heads, and a vocabulary that divides nothing."""
+    """Four heads, and a prime vocabulary size."""
     base = ModelConfig(
         family=family,
         hidden_size=hidden_size,
@@ -33,7 +33,7 @@ def small(family: str, hidden_size: int, layers: int, intermediate_size: int, **
 
 
 def model(family: str, **changes: Any) -> ModelConfig:
-    """Two layers whose sizes are no powers of two; an eps that matters."""
+    """Two layers of sizes other than powers of two; an eps large enough to matter."""
     base = small(family, 48, 2, 88, max_position_embeddings=LENGTH + 2, rms_norm_eps=1e-3)
     return replace(base, **changes)
 

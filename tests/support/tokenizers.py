@@ -13,7 +13,7 @@ TEXT = Path(__file__).parents[2] / "megapar/config/options.py"
 
 
 def hugging_face(folder: Path, **added: Any) -> Path:
-    """A byte-level BPE tokenizer.json as the library saves it, which truncates, pads and puts a token first."""
+    """A byte-level BPE tokenizer.json as the library saves it; it truncates, pads and puts a token first."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -41,7 +41,7 @@ def byte_pairs(path: Path, *merges: bytes) -> Path:
 
 
 def trained_byte_pairs(path: Path, count: int, *more: bytes, **facts: Any) -> Path:
-    """A file of `count` ranks that byte pair encoding learns from TEXT, then those of `more`. `facts` go beside it."""
+    """A file of `count` ranks learned by byte pair encoding from TEXT, then those of `more`. `facts` go beside it."""
     words = [[bytes([byte]) for byte in f" {word}".encode()] for word in TEXT.read_text().split()[:2000]]
     learned: list[bytes] = []
     while len(learned) < count:

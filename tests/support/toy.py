@@ -1,6 +1,6 @@
-"""A model whose right gradients are known in closed form in every layout: each element p of each tensor contributes
-c (p - t)^2 / 2 a sample, with c and t drawn from the tensor's name and the sample. Where several ranks hold an element,
-each computes a different share of its gradient."""
+"""A model with right gradients known in closed form in every layout: each element p of each tensor contributes c (p -
+t)^2 / 2 a sample, with c and t drawn from the tensor's name and the sample. If several ranks hold an element, each
+computes a different share of its gradient."""
 
 import math
 import zlib
@@ -44,7 +44,7 @@ def draw(kv_heads: int, *key: object) -> dict[str, Tensor]:
 
 
 def held_rows(kv_heads: int, rank: int, size: int) -> tuple[int, int]:
-    """Rows of k and v that a tensor rank needs for its query heads; neighbors overlap."""
+    """Rows of k and v for the query heads of a tensor rank; neighbors overlap."""
     group = Q_HEADS // kv_heads
     first, last = rank * Q_HEADS // size, (rank + 1) * Q_HEADS // size
     return first // group * HEAD, -(-last // group) * HEAD
@@ -104,7 +104,7 @@ class Toy(nn.Module):
             self.register_parameter(name, param)
 
     def share(self, spec: ParamSpec, sample: int) -> Tensor:
-        """What this rank computes of each element's gradient; adds up to 1 over the ranks that hold the element."""
+        """What this rank computes of each element's gradient; adds up to 1 over the ranks with the element."""
         tp, tied = self.ctx.tp, self.ctx.tied
         weights = [1 + (3 * rank + 2 * sample) % 5 for rank in range(tp.size)]
         whole = {}

@@ -1,5 +1,5 @@
 """Repairs of Triton's interpreter (3.6, 3.9) for tests: bf16 rounds to nearest even; bf16 arithmetic, reductions and
-dots are right; lanes that a masked load leaves undefined hold NaN or a huge number, as if they were a GPU's leftovers.
+dots are right; lanes left undefined by a masked load hold NaN or a huge number, as if they were a GPU's leftovers.
 
 As it comes, the interpreter truncates to bf16 and computes on the bit patterns; masked lanes read as zero.
 """
@@ -46,7 +46,7 @@ def repair() -> None:
 
 
 def _repair_index(interpreter: Any) -> None:
-    """Of triton 3.6: it takes int() of an array of one element, which numpy 2.4 refuses."""
+    """Of triton 3.6: it takes int() of an array of one element, and numpy 2.4 refuses this."""
     patch = interpreter._patch_lang_tensor
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
@@ -58,7 +58,7 @@ def _repair_index(interpreter: Any) -> None:
 
 def _patch_once_a_launch(interpreter: Any, tl: Any) -> None:
     """The interpreter replaces the members of triton.language at each call of a function inside a kernel, tl.sum too.
-    That takes half of the time. A launch restores them at its end, so once a launch is enough."""
+    These replacements take half of the time. A launch restores them at its end, so once a launch is enough."""
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched: set[tuple[bool, bool]] = set()
 

@@ -1,4 +1,4 @@
-"""Proves that what a newcomer adds without an edit of megapar trains in three layouts as in one process."""
+"""Proves a newcomer's addition without an edit of megapar: it trains in three layouts as in one process."""
 
 import pytest
 
@@ -16,6 +16,6 @@ in_each_layout = pytest.mark.parametrize("sizes", list(LAYOUTS.values()), ids=li
 def trains_as_one_process(model: ModelConfig, sizes: dict[str, object]) -> None:
     """Two steps on the ranks of a layout: loss, norm, and every gradient and weight are those of one process.
 
-    `model` has at least four layers, so that each of the two pipeline ranks has two stages.
+    `model` has at least four layers, so each of the two pipeline ranks has two stages.
     """
     check_on_ranks(Layout(model, **sizes))  # type: ignore[arg-type]
