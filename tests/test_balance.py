@@ -1,4 +1,4 @@
-"""Stages balanced by measured costs: what is measured, what follows from it, and that a resumed run keeps it."""
+"""Stages balanced by measured costs: what is measured, what follows from it, and its persistence in a resumed run."""
 
 import tomllib
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def test_what_is_timed_is_a_layer_the_embedding_and_the_head(family: str, monkey
 
 
 def test_layers_of_other_kinds_are_timed_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a mixture with some plain layers, each kind once; computed costs count the experts that a token is sent to."""
+    """Of a mixture with some plain layers, each kind once; computed costs count the chosen experts of a token."""
     timed = []
     monkeypatch.setattr(balance, "_seconds", lambda run, where: timed.append(run) or float(len(timed)))
     moe = MoEConfig(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, mlp_only_layers=(0, 1))

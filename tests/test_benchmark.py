@@ -38,8 +38,8 @@ def measured_run(layout: str, num_hidden_layers: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_contenders_compute_the_same_and_bytes_equal_the_formulas(layout: str) -> None:
-    """Every peer that is installed agrees with plain PyTorch in loss and gradient norm, and what megapar sends is what
-    the formulas say, to the byte, on every rank."""
+    """Every installed peer agrees with plain PyTorch in loss and gradient norm, and megapar sends what the formulas
+    say, to the byte, on every rank."""
     run = measured_run(layout, 4 if layout == "pp2" else 2)
     assert not layouts.problems(run)
     assert [c["name"] for c in run["contenders"]] == [
@@ -91,7 +91,7 @@ def test_the_program_measures_the_peers_that_were_chosen(tmp_path: Path, capsys:
 def test_the_first_word_chooses_the_benchmark(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It must be one of those that --help of the door lists."""
+    """It must be one of those listed by --help of the door."""
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "speed"])
     assert benchmark.main() == 2
     assert capsys.readouterr().err.startswith("ConfigError: speed: no such benchmark; layouts, checkpoint,")
@@ -137,7 +137,7 @@ def test_what_a_contender_cannot_train_is_refused(options: dict[str, Any], words
 
 
 def test_layers_of_a_pipeline_in_v_balance_the_head() -> None:
-    """The first rank has the head too, which costs as much as 1.4 of these layers: so it has fewer of them."""
+    """The first rank has the head too, at the cost of 1.4 of these layers: so it has fewer of them."""
     shape = ModelConfig(
         hidden_size=256, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, intermediate_size=704,
         vocab_size=4096,

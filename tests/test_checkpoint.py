@@ -1,4 +1,4 @@
-"""Saving and loading over real ranks: bitwise resume, other layouts, failures that all ranks share, and kill -9."""
+"""Saving and loading over real ranks: bitwise resume, other layouts, failures shared by all ranks, and kill -9."""
 
 import math
 import resource
@@ -70,7 +70,7 @@ def load_state(state: TrainState, path: Path) -> None:
 
 
 def contents(state: TrainState) -> list[Tensor]:
-    """All that a step reads of this rank's past."""
+    """All of this rank's past read by a step."""
     kept = [item.tensors[name].clone() for item in state.optimizer.slices() for name in STATE]
     return [*kept, state.weights.flat.clone(), torch.tensor([state.step, state.optimizer.step_count])]
 
@@ -156,7 +156,7 @@ def test_a_checkpoint_wanders_through_layouts_unchanged(tmp_path: Path) -> None:
 
 
 def upcycled_weights(path: Path) -> bytes:
-    """The weights of a mixture that is made of the checkpoint."""
+    """The weights of a mixture made of the checkpoint."""
     target = path.with_name("mixture")
     upcycle_dense(Upcycle(path, target, experts=2, experts_per_token=1, verify=False))
     (file,) = target.glob("*.safetensors")
@@ -185,8 +185,8 @@ def fail_in_turn(root: str) -> list[tuple[str, int, str]]:
 
 
 def test_a_failed_save_is_reported_on_every_rank_and_leaves_what_was_there(tmp_path: Path) -> None:
-    """Fault disk-without-space: one rank cannot write, elements missing or twice, too little space, a path that is a
-    file."""
+    """Fault disk-without-space: one rank cannot write, elements missing or twice, too little space, a file at the
+    path."""
     ranks = run_ranks(4, fail_in_turn, str(tmp_path))
     said = ["(rank 2): ", "(rank 0): ", "(rank 0): ", "(rank 0): ", "(rank 0): "]
     why = ["rank_00002.safetensors", "cover 450 of 600", "overlap", "free some space", "manifest.json"]
@@ -290,7 +290,7 @@ def test_a_checkpoint_asked_for_by_name_must_be_complete(tmp_path: Path) -> None
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_state_on_a_gpu_is_saved_and_loaded_bitwise(tmp_path: Path) -> None:
-    """Boxes that are cut within rows, so that copies into the device's memory are strided."""
+    """Boxes cut within rows, so copies into the device's memory are strided."""
     device = torch.device("cuda", 0)
     ctx, piece = context.single(device), make_piece("p", (6, 5), {})
 
@@ -326,7 +326,7 @@ def initialized(config: Config, run_dir: Path, init_from: Path, strict: bool = T
 
 
 def test_a_run_starts_from_another_runs_weights(tmp_path: Path) -> None:
-    """Faults loaded-weights-survive, missing-tensors: at step 0 with moments 0, strict unless asked; a run that resumes
+    """Faults loaded-weights-survive, missing-tensors: at step 0 with moments 0, strict unless asked; a resuming run
     does not start over."""
     config = make_config(precision="bf16", dp=1)
     source = make_state(config, seed=1)

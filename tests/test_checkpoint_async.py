@@ -1,4 +1,4 @@
-"""Saving while training goes on: the state of one moment, two saves at a time, failures that every rank hears of."""
+"""Saving while training goes on: the state of one moment, two saves at a time, failures told to every rank."""
 
 import json
 import logging
@@ -168,7 +168,7 @@ def test_an_error_of_the_run_waits_for_the_writer(tmp_path: Path, monkeypatch: p
 
 
 def write_behind_for_ever(root: Path, first: int, done: Connection) -> None:
-    """Saves follow each other from copies of slices that change at once."""
+    """Saves follow each other from copies of slices, and these change at once."""
     under_way: list[Save] = []
     number = first
     while True:

@@ -1,4 +1,4 @@
-"""Values that no training can go on from: neither saved nor loaded, and never in place of those that were good."""
+"""Values no training can go on from: neither saved nor loaded, and never in place of good ones."""
 
 import math
 import zlib
@@ -53,7 +53,8 @@ def test_one_pass_finds_the_crc_and_any_bad_value(size: int) -> None:
 
 
 def spoil_and_save(root: str) -> list[tuple[str, int, str]]:
-    """Each state in turn holds one bad value on rank 1, in a synchronous and an asynchronous save that keep one."""
+    """Each state in turn holds one bad value on rank 1, in a synchronous and an asynchronous save with one checkpoint
+    kept."""
     outcomes = []
     for kind in ("sync", "async"):
         options = CheckpointConfig(async_save=kind == "async", keep_last=1)
@@ -124,7 +125,7 @@ def spoil_after_update() -> None:
 
 
 def enlarge(value: float) -> Callable[[], None]:
-    """Plants that the update of the third step leaves a weight of this size."""
+    """Plant a weight of this size after the update of the third step."""
 
     def plant() -> None:
         original = Optimizers.step
@@ -146,7 +147,7 @@ def enlarge(value: float) -> Callable[[], None]:
 def test_weights_beyond_the_precision_are_not_saved(
     precision: str, fits: float, too_large: float, tmp_path: Path
 ) -> None:
-    """Fault weights-beyond-precision: finite in fp32, infinite where the model computes. Nothing is removed."""
+    """Fault weights-beyond-precision: finite in fp32, infinite in the model's precision. Nothing is removed."""
     flags = ("--checkpoint.every", "1", "--checkpoint.keep_last", "1", "--log.no-tensorboard")
     flags = (*flags, "--train.precision", precision, "--train.steps", "3")
     folder = tmp_path / "run" / FOLDER
@@ -177,7 +178,7 @@ def test_weights_beyond_the_precision_are_not_loaded(start: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", STATE)
 def test_a_checkpoint_that_holds_a_bad_value_is_refused_with_the_tensors_name(tmp_path: Path, name: str) -> None:
-    """Fault non-finite-state: one that an older version saved, its CRC right."""
+    """Fault non-finite-state: one saved by an older version, its CRC right."""
     save_toy(tmp_path, 2)
     path = save_toy(tmp_path, 3)
     edit_tensor(path, f"{name}.p1#0", lambda values: values[4].fill_(NONE[name]))
@@ -198,7 +199,7 @@ def test_a_checkpoint_that_holds_a_bad_value_is_refused_with_the_tensors_name(tm
 
 
 def test_a_flipped_bit_names_the_checkpoint_before_as_a_command(tmp_path: Path) -> None:
-    """Fault flipped-bit: of those before, the newest complete one; the only one says that there is none."""
+    """Fault flipped-bit: of those before, the newest complete one; for the only one the line says there is none."""
     path = save_toy(tmp_path, 1)
     edit_bits(path)
     with pytest.raises(CheckpointError, match="no older checkpoint lies beside it"):

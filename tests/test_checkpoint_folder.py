@@ -32,7 +32,7 @@ def steps(root: Path) -> list[int]:
 
 def test_the_newest_and_the_milestones_stay(tmp_path: Path) -> None:
     """Fault retention-keeps-complete-checkpoints: ten incomplete folders neither count nor go, nor do later steps of a
-    run that went back."""
+    run gone back."""
     for step in (10, 20, 30, 40, 50, 90):
         save_toy(tmp_path, step)
     incomplete = [tmp_path / f"step_{step:08d}" for step in range(51, 61)] + [tmp_path / ".tmp-step_00000061-abc"]
@@ -78,8 +78,8 @@ COMMITS += [(saving.shutil, "rmtree"), (Path, "replace")]
 
 @pytest.mark.parametrize(("again", "number"), product((False, True), range(6)))
 def test_a_kill_at_each_commit_point(tmp_path: Path, again: bool, number: int) -> None:
-    """Fault killed-between-commits: the newest complete checkpoint loads after a sweep, which leaves nothing else; a
-    step that is being replaced is there as it was or as it will be."""
+    """Fault killed-between-commits: the newest complete checkpoint loads after a sweep, and nothing else is left; a
+    step being replaced is there as it was or as it will be."""
     save_toy(tmp_path, 1)
     if again:
         save_toy(tmp_path, 2)
@@ -95,8 +95,8 @@ def test_a_kill_at_each_commit_point(tmp_path: Path, again: bool, number: int) -
 
 
 def test_a_second_job_is_refused_and_a_dead_ones_lock_is_not(tmp_path: Path) -> None:
-    """Fault second-job-in-folder: the message names host and process; a lock ends with the process that held it,
-    however it ended."""
+    """Fault second-job-in-folder: the message names host and process; a lock ends with its process, however it
+    ended."""
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
 
@@ -128,7 +128,7 @@ def test_a_second_job_is_refused_and_a_dead_ones_lock_is_not(tmp_path: Path) -> 
 def test_a_sweep_that_fails_leaves_the_folder_to_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This process goes on, so that a lock's file that stays open would refuse every later start in the folder."""
+    """This process goes on, so a lock's file left open would refuse every later start in the folder."""
 
     def fail(_: Path) -> None:
         raise OSError(5, "Input/output error")
@@ -159,8 +159,8 @@ def check_in_turn(root: str) -> list[tuple[str, int, str]]:
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """Fault unwritable-folder: a path that is a file, no permission, no space, a rank that sees another disk; the same
-    words everywhere."""
+    """Fault unwritable-folder: a file at the path, no permission, no space, a rank on another disk; the same words
+    everywhere."""
     (tmp_path / "file").write_text("")
     ranks = run_ranks(2, check_in_turn, str(tmp_path))
     assert ranks[0] == ranks[1]

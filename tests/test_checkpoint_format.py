@@ -1,4 +1,4 @@
-"""Boxes, coverage, discovery, and every way in which a checkpoint can be wrong."""
+"""Boxes, coverage, discovery, and every way for a checkpoint to be wrong."""
 
 import itertools
 import math
@@ -104,7 +104,7 @@ def test_a_gap_as_large_as_an_overlap_is_found() -> None:
 def test_owned_boxes_cover_each_logical_tensor_once(
     rows: int, columns: int, tp: int, padding: int, data: st.DataObject
 ) -> None:
-    """Fused pieces, one with rows that neighboring ranks share; slices cut anywhere."""
+    """Fused pieces, one with rows shared by neighboring ranks; slices cut anywhere."""
     counts = {"a": torch.zeros(rows, columns), "b": torch.zeros(rows, columns)}
     for rank in range(tp):
         start, stop = rank * rows // tp, (rank + 1) * rows // tp
@@ -125,7 +125,7 @@ def test_owned_boxes_cover_each_logical_tensor_once(
 
 
 def test_padding_is_loaded_as_it_was_before_the_first_update(tmp_path: Path) -> None:
-    """Rows behind the last piece are in no checkpoint. An optimizer may keep state that does not begin at zero."""
+    """Rows behind the last piece are in no checkpoint. An optimizer may keep state with another beginning than zero."""
     saved, target = toy_slices(1)[1], toy_slices(2)[1]
     save_toy(tmp_path, 1)
     longer = {name: torch.full((9,), 5.0) for name in target.tensors}
@@ -152,7 +152,7 @@ def test_load_returns_what_was_saved_and_only_whole_folders_have_names(tmp_path:
 
 
 def swap_file(path: Path, content: bytes) -> None:
-    """Another file in place of the shard, to which the manifest attests."""
+    """Another file in place of the shard, with a manifest to match."""
     (path / FILE).write_bytes(content)
     edit_manifest(path, lambda body: body["files"].update({FILE: len(content)}))
 
@@ -234,7 +234,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_corruption_is_one_line_naming_the_file(tmp_path: Path, name: str) -> None:
     """Faults truncated-file, missing-file, flipped-bit, incomplete-checkpoint, nothing-is-unpickled,
-    paths-leaving-the-folder, lying-headers: no corruption loads, and the message says where it is."""
+    paths-leaving-the-folder, lying-headers: no corruption loads, and the message names its place."""
     corrupt, culprit, reason = CORRUPTIONS[name]
     path = save_toy(tmp_path, 3)
     corrupt(path)
@@ -306,7 +306,7 @@ def test_discovery_takes_the_newest_complete_one(tmp_path: Path, caplog: pytest.
 
 
 def test_a_path_that_is_no_checkpoint_is_answered_with_those_that_are(tmp_path: Path) -> None:
-    """Fault path-without-checkpoint: names that people try, in place of a checkpoint's folder."""
+    """Fault path-without-checkpoint: names tried by people in place of a checkpoint's folder."""
     root = tmp_path / "run/checkpoints"
     for step in (5, 12):
         save_toy(root, step)
@@ -318,7 +318,7 @@ def test_a_path_that_is_no_checkpoint_is_answered_with_those_that_are(tmp_path: 
 
 
 def test_resuming_among_broken_checkpoints_alone_is_an_error(tmp_path: Path) -> None:
-    """A run that lost its state must not start over in silence (fault killed-saves)."""
+    """A run without its state must not start over in silence (fault killed-saves)."""
     assert choose("auto", tmp_path / "absent", context.single()) is None
     assert choose("auto", tmp_path, context.single()) is None
     (save_toy(tmp_path, 3) / MANIFEST).unlink()

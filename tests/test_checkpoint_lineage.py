@@ -1,4 +1,4 @@
-"""Runs that go back, begin anew or come from elsewhere: which checkpoints and which lines of metrics stay theirs."""
+"""Runs going back, beginning anew or coming from elsewhere: their own checkpoints and lines of metrics."""
 
 import json
 import os
@@ -56,8 +56,7 @@ def test_a_lineage_of_another_shape_is_refused(lineage: Any) -> None:
 
 
 def test_what_is_set_aside_is_what_does_not_lead_here(tmp_path: Path) -> None:
-    """Fault abandoned-branch: later steps and other branches, damaged ones too; earlier steps that cannot be read
-    stay."""
+    """Fault abandoned-branch: later steps and other branches, damaged ones too; unreadable earlier steps stay."""
     a, b = ("a", 0), ("b", 4)
     for step in (2, 4, 6):
         save_of(tmp_path, step, [a])

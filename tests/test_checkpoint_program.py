@@ -101,7 +101,7 @@ def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_goes_on_with_the_function_that_it_trained(four_steps: Path, tmp_path: Path) -> None:
-    """Fault options-fixed-on-resumption: refused on a resumption, told of weights that another run starts from."""
+    """Fault options-fixed-on-resumption: refused on a resumption, told of weights to start another run from."""
     shutil.copytree(four_steps / "run", tmp_path / "run")
     other = ("--model.rms_norm_eps", "0.001", "--model.rope_theta", "500")
     refused = program.run(*ONE, "6", *other, cwd=tmp_path)
@@ -248,7 +248,7 @@ def remove_run_folder(again: bool) -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["deleted", "replaced"])
 def test_a_run_folder_that_is_taken_away_is_noticed_at_the_next_save(tmp_path: Path, again: bool) -> None:
-    """Fault replaced-run-folder: nothing is written into a folder that may be another job's."""
+    """Fault replaced-run-folder: nothing is written into the new folder, for it may be another job's."""
     ended = program.run(*ONE, "6", cwd=tmp_path, plant=lambda: remove_run_folder(again))
     assert ended.code == 7, ended.out
     assert "checkpoint of step 4 not saved: run/.lock is not the file that this run locked" in ended.err

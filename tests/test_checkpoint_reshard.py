@@ -80,7 +80,7 @@ class Layout:
         return validate(Config(model=model, parallel=parallel, train=train, optimizer=optimizer), self.world)
 
     def context(self, rank: int) -> ParallelContext:
-        """Where `rank` stands, without process groups: enough to build its part of the model."""
+        """The place of `rank`, without process groups: enough to build its part of the model."""
         axes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp, "ep": self.ep, "etp": self.etp or self.tp}
         return context.planned(Grid(**axes, shard_ranks=self.shard_ranks), rank, device=torch.device("cpu"))
 

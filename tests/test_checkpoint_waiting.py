@@ -1,4 +1,4 @@
-"""Slow work on rank 0's disk: nobody waits for it inside a collective, which would end the run by its timeout.
+"""Slow work on rank 0's disk: nobody waits for it inside a collective, for its timeout would end the run.
 
 In each test the work ends only after the ranks have met in several further collectives. So if they waited for it inside
 one, the test would not end.
@@ -68,7 +68,7 @@ def slowly(owner: Any, name: str, wait: Any) -> None:
 
 
 def prune_slowly(root: str, async_save: bool) -> list[str]:
-    """Three saves that keep one; each removal ends only after training has gone on."""
+    """Three saves with one kept; each removal ends only after training has gone on."""
     options = CheckpointConfig(async_save=async_save, keep_last=1)
     state = make_state(replace(make_config(dp=2), checkpoint=options))
     trained = threading.Event()

@@ -1,4 +1,4 @@
-"""Every collective and transfer on real ranks: values, shapes, strides, and the bytes that are counted."""
+"""Every collective and transfer on real ranks: values, shapes, strides, and the counted bytes."""
 
 import gc
 import importlib
@@ -25,7 +25,7 @@ SHAPES = ((12,), (12, 5), (24, 2, 3))  # dimension 0 divides by 2, 3 and 4
 
 
 def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Whole numbers so small that their sums are exact in bf16, distinct by rank and place."""
+    """Whole numbers with exact sums in bf16, distinct by rank and place."""
     place = torch.arange(torch.Size(shape).numel()).reshape(shape)
     return ((7 * place + 5 * rank + place * rank) % 23 - 11).to(dtype).to(rank_device(dist.get_rank()))
 
@@ -70,7 +70,7 @@ def check_gathers_and_scatters(axis: Axis, all_x: list[Tensor], variant: str) ->
 
 
 def check_given_memory(axis: Axis, x: Tensor, whole: Tensor, total: Tensor) -> None:
-    """Gathers into slices that lie apart, and a sum of slices into memory that is given; what lies beside is left."""
+    """Gathers into slices lying apart, and a sum of slices into given memory; the memory beside is left alone."""
     apart = torch.full((axis.size, x.shape[0] + 2, *x.shape[1:]), -1, dtype=x.dtype, device=x.device)
     collectives.all_gather_slices_async(x, [places[1:-1] for places in apart], axis).wait()
     assert torch.equal(apart[:, 1:-1].flatten(0, 1), whole)
@@ -127,7 +127,7 @@ def check_exchange(axis: Axis) -> None:
 
 
 def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
-    """Position i sends (3 i + 2 j) % 4 rows to position j, so that some send nothing; strided, and by autograd."""
+    """Position i sends (3 i + 2 j) % 4 rows to position j, so some send nothing; strided, and by autograd."""
     counts = [[(3 * i + 2 * j) % 4 for j in range(axis.size)] for i in range(axis.size)]
     sent = counts[axis.rank]
     received = [row[axis.rank] for row in counts]
@@ -183,13 +183,12 @@ def check_everything(axis: Axis, device: torch.device) -> None:
 @pytest.mark.parametrize("use_shared_memory", [True, False], ids=["shared memory", "groups"])
 @pytest.mark.parametrize("sizes", slow_but([0, 1], [{"dp": 3}, {"tp": 2, "dp": 2}, {"pp": 4}]), ids=str)
 def test_every_function_gives_the_expected_values(sizes: dict[str, int], use_shared_memory: bool) -> None:
-    """fp32, bf16 and int64; 1, 2 and 3 dimensions; tensors that are not contiguous (fault
-    strided-tensors-in-collectives)."""
+    """fp32, bf16 and int64; 1, 2 and 3 dimensions; strided tensors (fault strided-tensors-in-collectives)."""
     run_ranks(torch.Size(sizes.values()).numel(), every_function, sizes, use_shared_memory)
 
 
 def sums_of_noise(use_shared_memory: bool) -> list[Tensor]:
-    """One number in many places of tensors below and above the size that is exchanged directly; sums of slices."""
+    """One number in many places of tensors below and above the size of direct exchange; sums of slices."""
     axis = context.create(Grid(dp=4), use_shared_memory=use_shared_memory).dp
     noise = float(torch.randn((), generator=torch.Generator().manual_seed(axis.rank)))
     small = collectives.all_reduce(torch.full((1000,), noise), axis)
@@ -334,7 +333,7 @@ def refusals() -> None:
 
 @pytest.mark.gpus
 def test_what_would_lose_a_gradient_or_a_result_is_refused() -> None:
-    """Fault derivatives-of-collectives: a raw collective in a forward pass that autograd records raises."""
+    """Fault derivatives-of-collectives: a raw collective in a forward pass recorded by autograd raises."""
     run_ranks(2, refusals)
 
 

@@ -27,7 +27,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
 def copied_by_dockerfile() -> list[str]:
-    """The files and folders that the image is made of."""
+    """The files and folders of the image."""
     return [word for words in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for word in words.split()]
 
 
@@ -48,7 +48,7 @@ def build(kind: str, source: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what an installation is made from, so that nothing is built in the checkout."""
+    """A copy of an installation's sources, so nothing is built in the checkout."""
     folder = tmp_path_factory.mktemp("source")
     for name in copied_by_dockerfile():
         if (ROOT / name).is_dir():
@@ -73,7 +73,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(installed: Path, line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command line in folder `cwd`, where `megapar` is that of the installation."""
+    """Run a command line in folder `cwd`, with the `megapar` of the installation."""
     path = os.pathsep.join([str(installed / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -179,7 +179,7 @@ def test_the_installed_command_trains_a_config_by_name(installed: Path, tmp_path
 
 
 def test_exit_codes_and_names_of_commands_reach_the_user(installed: Path, tmp_path: Path) -> None:
-    """A program's own exit code, and in its messages the name by which it was called."""
+    """A program's own exit code, and in its messages the name it was called by."""
     ended = run(installed, f"{sys.executable} -m megapar entropy", tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "python -m megapar entropy --help" in ended.stderr
@@ -339,7 +339,7 @@ def test_completion_for_zsh_reads_the_functions_of_bash(
 
 
 def test_the_dockerfile_copies_what_is_there_and_pins_what_setup_pins() -> None:
-    """It cannot be built in a test. The fixtures above build the wheel from the files that it copies, no others."""
+    """It cannot be built in a test. The fixtures above build the wheel from the files copied by it, no others."""
     assert all((ROOT / name).exists() for name in copied_by_dockerfile())
     instructions = re.findall(r"^([A-Z]+) ", re.sub(r"\\\n", " ", DOCKERFILE), re.MULTILINE)
     assert instructions[0] == "FROM"

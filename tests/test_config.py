@@ -1,4 +1,4 @@
-"""Options: where each value comes from, what a wrong one is told, and that every shipped config is sound."""
+"""Options: the source of each value, the message for a wrong one, and the soundness of every shipped config."""
 
 import ast
 import json
@@ -401,7 +401,7 @@ def test_what_decides_the_weights_is_told_from_what_may_change_on_resume():
 
 
 def test_each_option_of_the_model_is_classified():
-    """Fault options-fixed-on-resumption: put a new option into the set that says what its change would do."""
+    """Fault options-fixed-on-resumption: put a new option into the set for the effect of its change."""
     of_model = {path for path in flatten(Config()) if path.startswith("model.")}
     sets = (compatible.WEIGHTS, compatible.FUNCTION, compatible.TRAINING)
     assert of_model == set().union(*sets)
@@ -409,7 +409,7 @@ def test_each_option_of_the_model_is_classified():
 
 
 def test_what_makes_another_function_of_the_weights_is_named():
-    """Fault options-fixed-on-resumption: an option that a checkpoint lacks had its default."""
+    """Fault options-fixed-on-resumption: an option missing in a checkpoint had its default."""
     moe = MoEConfig(num_experts=8, num_experts_per_tok=3, scoring_func="sigmoid", router_z_loss_coef=0.1)
     model = ModelConfig(family="mixtral", moe=moe, rope_scaling=RopeScaling("linear", 2.0), initializer_range=0.1)
     config = Config(model)
@@ -726,7 +726,7 @@ def frozen_options() -> list[str]:
 
 
 def test_the_set_of_options_is_this_and_below_a_hundred():
-    """An option is added or renamed here too, on purpose. Those of `model` describe models, which differ."""
+    """An option is added or renamed here too, on purpose. Those of `model` describe models, and models differ."""
     assert sorted(option_types()) == sorted(frozen_options())
     of_runs = [path for path in option_types() if not path.startswith("model.")]
     assert len(of_runs) + len(["config"]) < 100

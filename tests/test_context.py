@@ -1,4 +1,4 @@
-"""The rank grid: arithmetic for thousands of ranks, and the groups that `create` makes in torch's fake world."""
+"""The rank grid: arithmetic for thousands of ranks, and the groups made by `create` in torch's fake world."""
 
 import math
 from collections.abc import Iterator
@@ -71,7 +71,8 @@ def grids(draw: st.DrawFn) -> tuple[dict[str, int], str]:
 @settings(max_examples=25, deadline=None)
 @given(grid=grids())
 def test_groups_partition_any_world(grid: tuple[dict[str, int], str]) -> None:
-    """Against numpy's idea of the same grid: an array of ranks whose last dimension is the first axis of the order."""
+    """Against numpy's idea of the same grid: an array of ranks with the first axis of the order as its last
+    dimension."""
     sizes, order = grid
     names = order.split("-")[::-1]
     world = math.prod(sizes.values())
@@ -89,7 +90,7 @@ def test_groups_partition_any_world(grid: tuple[dict[str, int], str]) -> None:
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
-    """Make this process a rank of a world in which collectives do nothing."""
+    """Make this process a rank of a world without working collectives."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism: who holds which positions, attention in blocks, and its three forms on real ranks.
+"""Context parallelism: the positions of each rank, attention in blocks, and its three forms on real ranks.
 
 The grid (tests/test_grid.py) trains whole models with it.
 """
@@ -257,7 +257,7 @@ def test_a_block_on_a_gpu_has_its_shapes(causal: bool, v_width: int) -> None:
 
 
 def test_a_block_that_attends_nothing_changes_nothing() -> None:
-    """Before the first block, and after it; rows that attend nothing at all give no NaN."""
+    """Before the first block, and after it; rows attending nothing at all give no NaN."""
     q, k, v = random_qkv(2, 2, 5, torch.float32)
     part, part_lse = attention_block(q, k, v, causal=False)
     nothing, nothing_lse = torch.zeros_like(part), torch.full_like(part_lse, -torch.inf)
@@ -275,7 +275,7 @@ def test_a_block_that_attends_nothing_changes_nothing() -> None:
 
 
 def test_blocks_merged_are_the_whole() -> None:
-    """Keys in three blocks, whose shares differ by many orders of magnitude. Values are wider than keys."""
+    """Keys in three blocks with shares different by many orders of magnitude. Values are wider than keys."""
     q, k, v = random_qkv(2, 1, 9, torch.float64, v_width=7)
     k[:, :, 3:6] *= 40
     mask = torch.ones(2, 9, 9, dtype=torch.bool)
@@ -402,7 +402,7 @@ def test_each_form_is_one_process(cp: int) -> None:
 
 
 def differentiate(cp: int, form: str) -> bool:
-    """gradcheck of attention as a function of the whole q, k and v, which every rank gives alike."""
+    """gradcheck of attention as a function of the whole q, k and v, the same on every rank."""
     axis = context.create(Grid(cp=cp)).cp
     length = 2 * cp
     held = torch.tensor(deal.positions(length, cp, axis.rank))
@@ -455,7 +455,7 @@ def traffic_of(
     recomputes: bool = False,
     starts: tuple[int, ...] | None = None,
 ) -> int:
-    """Bytes that this rank sends in one layer's forward and backward pass in fp32."""
+    """Bytes sent by this rank in one layer's forward and backward pass in fp32."""
     before = axis.traffic.total()
     tensors = qkv_and_gradient(heads, kv_heads, LENGTH, v_width)
     attend(axis, form, tensors, starts, 0.0, recomputes, torch.float32)

@@ -173,7 +173,7 @@ def test_masks_are_those_of_whole_samples() -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("model", [FOUR_KV_HEADS, GPT_WITHOUT_DROPOUT], ids=["llama", "gpt"])
 def test_activations_are_divided_by_cp(model: Any, form: Any) -> None:
-    """Fault cp-option-ignored: by the plan, whose bytes are those of real ranks (tests/test_dry_run.py)."""
+    """Fault cp-option-ignored: by the plan, and its bytes equal those of real ranks (tests/test_dry_run.py)."""
     from megapar.plan.dry_run import report
 
     kept = {}

@@ -1,4 +1,4 @@
-"""Exports of runs with tokenizers of bytes and of byte pairs have a tokenizer.json that encodes as training did."""
+"""Exports of runs with tokenizers of bytes and of byte pairs: their tokenizer.json encodes as training did."""
 
 import json
 import random
@@ -65,7 +65,7 @@ ODD = st.text("aeginrt IMPORT'sdſK0123\u0663²½\r\n\t\u00a0\u3000\x00\x7fée\u
 @example(text="import <s>import<|endoftext|> zqxzqx 1234567", data=b"")
 @settings(max_examples=250, deadline=None)
 def test_random_texts_and_bytes_are_encoded_and_decoded_as_in_training(export: Export, text: str, data: bytes) -> None:
-    """Fault exported-tokenizer: bytes that are no UTF-8 are decoded alike too."""
+    """Fault exported-tokenizer: bytes other than UTF-8 are decoded alike too."""
     ids = export.ours.encode(text).tolist()
     assert export.auto(text)["input_ids"] == ids
     assert export.auto.decode(ids) == export.ours.decode(ids)
@@ -101,7 +101,7 @@ def encoder(made: str) -> Any:
 
 @pytest.mark.parametrize("pattern", [r"[^\n1]+", O200K])
 def test_random_ranks(pattern: str, tmp_path: Path) -> None:
-    """The order of ranks is not that of any training, so a token may be made of tokens with higher ranks.
+    """No training gives such an order of ranks: a token may be made of tokens with higher ranks.
 
     One pattern leaves text out.
     """
@@ -125,7 +125,7 @@ def test_random_ranks(pattern: str, tmp_path: Path) -> None:
 
 
 def pieces(pattern: str, text: str) -> list[str]:
-    """The parts of `text` that tiktoken matches."""
+    """The parts of `text` matched by tiktoken."""
     every = {text[first:last] for first in range(len(text)) for last in range(first + 1, len(text) + 1)}
     ranks = {bytes([byte]): byte for byte in range(256)}
     ranks |= {part.encode(): 256 + at for at, part in enumerate(sorted(every)) if len(part.encode()) > 1}

@@ -85,7 +85,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
 
 
 def test_a_damaged_source_or_an_existing_target_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Fault flipped-bit: a flipped bit is an error here, where DCP itself would load it."""
+    """Fault flipped-bit: a flipped bit is an error here, although DCP itself would load it."""
     native(tmp_path / "native")
     file = sorted((tmp_path / "native").glob("*.safetensors"))[2]
     damaged = bytearray(file.read_bytes())

@@ -113,7 +113,7 @@ def test_experts_come_back_bitwise_and_logits_are_those_of_transformers(case: Ca
 
 
 def test_a_bf16_mixture_comes_back_with_its_own_config(tmp_path: Path) -> None:
-    """In shards of stacked experts, each of which is read from where it lies."""
+    """In shards of stacked experts, each read from its place."""
     source = save_model(tmp_path / "hf", CASES[2], torch.bfloat16)
     stacked = save_model(
         tmp_path / "stacked", CASES[2], torch.bfloat16, save_original_format=False, max_shard_size="20KB"
@@ -247,7 +247,7 @@ def test_a_config_of_a_mixture_that_we_cannot_be_is_refused_by_the_field(
 
 
 def test_layers_without_experts_are_read_as_transformers_counts_them() -> None:
-    """Every n-th layer has experts, but those that are listed; layers that the model lacks do not matter."""
+    """Every n-th layer has experts, but for a list of exceptions; listed layers beyond the model do not matter."""
     qwen = {**sizes("qwen3_moe"), "num_hidden_layers": 7}
     assert model_of(qwen).moe.mlp_only_layers == ()
     assert model_of({**qwen, "decoder_sparse_step": 3}).moe.mlp_only_layers == (0, 1, 3, 4, 6)
@@ -402,7 +402,7 @@ def test_a_converted_mixture_starts_with_selection_biases_of_zero(tmp_path: Path
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch: one process, as we mean it
 def test_experts_and_biases_of_routers_are_exported_for_dtensors(tmp_path: Path) -> None:
-    """Fault converted-experts-lost: each expert under its global number, and the bias, which is no parameter."""
+    """Fault converted-experts-lost: each expert under its global number, and the bias, although it is no parameter."""
     config = tiny_models.config(tiny_models.model("mixtral", moe=MoEConfig(3, 2, balance="bias")))
     weights = tiny_models.random_tensors(config.model)
     biases = {f"layers.{layer}.mlp.router.bias": torch.randn(3) for layer in range(2)}

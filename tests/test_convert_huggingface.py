@@ -74,8 +74,8 @@ CASES = [
 # Each kind of model, of scaled rotary positions and of activations.
 @pytest.mark.parametrize("case", slow_but([0, 1, 2, 4, 6, 7, 9, 12], CASES), ids=str)
 def test_weights_come_back_bitwise_and_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
-    """Fault hugging-face-round-trip, and fidelity of config.json (fault config-json-fidelity): the copy of it that came
-    with the weights, and our own, which transformers reads as the same model."""
+    """Fault hugging-face-round-trip, and fidelity of config.json (fault config-json-fidelity): the copy of it from the
+    weights' folder, and our own, read by transformers as the same model."""
     source, native = save_model(tmp_path / "hf", case), tmp_path / "native"
     hf_to_native(HfToNative(source, native))
     assert_parity(native)
@@ -174,7 +174,7 @@ def first_loss_and_save(model: ModelConfig, native: Path, run: Path, layout: dic
 def test_training_starts_from_converted_weights_in_any_layout(
     case: Case, layout: dict[str, int], tmp_path: Path
 ) -> None:
-    """The first loss is that of one process; what the layout saves converts back to the same bits (fault
+    """The first loss equals one process's; the layout's checkpoint converts back to the same bits (fault
     hugging-face-round-trip)."""
     changes = {"num_hidden_layers": 4}
     if case.kind == "gpt2":
@@ -279,7 +279,7 @@ YARN_PUBLISHED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("published", YARN_PUBLISHED, ids=str)
 def test_yarn_frequencies_are_those_of_transformers(published: dict[str, Any]) -> None:
-    """Bit by bit, from both spellings of a config.json, and again from the one that we write."""
+    """Bit by bit, from both spellings of a config.json, and again from our own."""
     utils = pytest.importorskip("transformers.modeling_rope_utils", reason="not run: needs transformers")
     from transformers import AutoConfig
 
@@ -355,8 +355,8 @@ def test_tensors_that_are_not_the_models_are_named(words: str, edit: Edit, tmp_p
 
 
 def test_folders_that_lie_are_refused(tmp_path: Path) -> None:
-    """An index that names other files or tensors (fault paths-leaving-the-folder), pickles (fault
-    nothing-is-unpickled), a tied copy that differs, no room for output."""
+    """An index of other files or tensors (fault paths-leaving-the-folder), pickles (fault nothing-is-unpickled), a
+    different tied copy, no room for output."""
     source = save_model(tmp_path / "hf", CASES[2])
     options = HfToNative(source, tmp_path / "native", verify=False)
     index, weights = source / "model.safetensors.index.json", source / "model.safetensors"
@@ -418,8 +418,8 @@ def test_dropouts_that_differ_are_told_and_not_refused(tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_not_finite_are_refused_by_name(value: float, tmp_path: Path) -> None:
-    """Fault non-finite-weights: on the way in, on the way out, and where a dtype is too small. The conversion is not
-    blamed."""
+    """Fault non-finite-weights: on the way in, on the way out, and by a dtype with too small a range. The conversion is
+    not blamed."""
     source = save_model(tmp_path / "hf", CASES[0])
     stored = tensors(source)
     hf_to_native(HfToNative(source, tmp_path / "native", verify=False))
@@ -444,7 +444,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["names", "rope"])
 def test_parity_refuses_a_wrong_conversion(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values exchanged; long wavelengths not stretched, which shows beyond the original context."""
+    """Keys and values exchanged; long wavelengths not stretched: an error visible beyond the original context."""
     source = save_model(tmp_path / "hf", replace(CASES[0]))
     if wrong == "names":
         names = FAMILIES["llama"].hugging_face
@@ -467,7 +467,7 @@ def test_without_transformers_verification_is_refused_in_one_line(
 
 
 def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """2 for a config that we cannot be, 4 for tensors that are missing; a line on stderr."""
+    """2 for a config beyond our models, 4 for missing tensors; a line on stderr."""
     source = tmp_path / "hf"
     source.mkdir()
     command = ["convert_checkpoint.py", "hf-to-native", str(source), str(tmp_path / "native"), "--no-verify"]
@@ -524,7 +524,7 @@ def stacked(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_conversion_needs_no_more_than_two_of_the_largest_tensor(tmp_path: Path) -> None:
-    """And 24 MiB, of which modules imported on the way and the allocator's leftovers are most. Of a file of stacked
+    """And 24 MiB, most of it for modules imported on the way and the allocator's leftovers. Of a file of stacked
     experts the largest tensor is a matrix of one expert."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("not run: needs /proc/self/clear_refs to reset the peak of memory")

@@ -98,7 +98,7 @@ class Payload:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A folder of two tensor and two pipeline ranks, without objects of classes that nobody has."""
+    """A folder of two tensor and two pipeline ranks, without objects of unknown classes."""
     shape = MODELS["llama"]
     tensors = tiny_models.random_tensors(shape)
     return megatron_folder(tmp_path / "megatron", shape, tensors, tp=2, pp=2, attention_backend=None)
@@ -147,7 +147,7 @@ def test_a_pickle_that_would_run_code_is_refused_before_it_runs(
 
 
 def test_an_object_of_megatron_is_left_out_without_being_imported(tmp_path: Path) -> None:
-    """Its settings hold an enumeration of Megatron's, which is not installed here."""
+    """Its settings hold an enumeration of Megatron's, and Megatron is not installed here."""
     shape = MODELS["llama"]
     root = megatron_folder(tmp_path / "megatron", shape, tiny_models.random_tensors(shape))
     assert "megatron" not in sys.modules
@@ -235,7 +235,7 @@ DEFAULTS = {
 
 
 def test_an_option_that_we_do_not_know_is_refused_if_its_name_speaks_of_the_arithmetic(small: Path) -> None:
-    """Fault megatron-options: Megatron renames options, and a conversion that ignores one is silently wrong. Its
+    """Fault megatron-options: Megatron renames options, and a conversion without one of them is silently wrong. Its
     defaults pass."""
     rewrite(first_file(small), lambda state: vars(state["args"]).update(DEFAULTS, **dict.fromkeys(UNKNOWN)))
     imported(small)
@@ -304,8 +304,8 @@ def test_rotary_scaling_is_megatrons(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_belong_together_are_refused(small: Path, tmp_path: Path) -> None:
-    """Faults missing-file, missing-tensors: a missing rank or tensor, another iteration, stages or ranks that disagree
-    on what both hold."""
+    """Faults missing-file, missing-tensors: a missing rank or tensor, another iteration, stages or ranks in
+    disagreement on tensors held by both."""
 
     def refused(change: Callable[[dict[str, Any]], Any], words: str) -> None:
         path = small / "iter_0000012" / "mp_rank_01_001" / FILE
@@ -332,7 +332,7 @@ def test_files_that_do_not_belong_together_are_refused(small: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.weight"])
 def test_weights_that_are_not_finite_are_refused_by_name(name: str, small: Path, tmp_path: Path) -> None:
-    """Fault non-finite-weights: one that all tensor ranks hold, and one that they share."""
+    """Fault non-finite-weights: one whole on all tensor ranks, and one dealt over them."""
     rewrite(small / "iter_0000012" / "mp_rank_01_001" / FILE, lambda state: state["model"][name][3:].fill_(torch.nan))
     with pytest.raises(CheckpointError, match=r"(norm|mlp\.(gate|up))\.weight: holds NaN"):
         convert_checkpoint.megatron_to_native(MegatronToNative(small, tmp_path / "native"))

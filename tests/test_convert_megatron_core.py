@@ -1,7 +1,7 @@
 """Fault megatron-core-logits: a conversion of a Megatron checkpoint against Megatron-Core's own model of it.
 
-`test_convert_megatron.py` compares with what we know of Megatron. Here an argument that we do not know, or read
-wrongly, must show. These tests need the package megatron-core; that its absence is told in one line needs nothing.
+`test_convert_megatron.py` compares with our knowledge of Megatron. Here an unknown or wrongly read argument must show.
+These tests need the package megatron-core, but for one test: of the line telling its absence.
 """
 
 import importlib.util
@@ -85,7 +85,7 @@ def test_an_argument_that_is_read_wrongly_is_refused_by_name(
 def test_an_argument_that_is_not_read_at_all_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our list of arguments lacks it, and the user says that it does no harm."""
+    """Our list of arguments lacks it, and by the user's word it does no harm."""
     listed = megatron_args.UNUSED
     for field, value, words in (
         ("rotary_percent", 0.5, r"logits differ from those of megatron-core .*rotary_percent is 0\.5 there, 1\.0 here"),
@@ -100,7 +100,7 @@ def test_an_argument_that_is_not_read_at_all_is_refused_by_name(
 
 @needs_megatron_core
 def test_a_factor_that_megatrons_gpt_ignores_is_refused(tmp_path: Path) -> None:
-    """Megatron-LM does not hand --rope-scaling-factor to its GPT, which so computes with 8."""
+    """Megatron-LM does not hand --rope-scaling-factor to its GPT, so the GPT computes with 8."""
     source = folder(tmp_path / "megatron", MODELS["llama"], use_rope_scaling=True, rope_scaling_factor=32.0)
     refused(source, tmp_path / "native", r"rope_scaling_factor is 8\.0 there, 32\.0 here")
 

@@ -1,5 +1,5 @@
-"""A model that is exported to Hugging Face is given the tokenizer that it was trained with, whatever class transformers
-chooses for its files; or the export is refused."""
+"""A model exported to Hugging Face is given its training's tokenizer, whatever class transformers chooses for its
+files; or the export is refused."""
 
 import importlib.util
 import io
@@ -108,7 +108,7 @@ def test_a_tokenizer_that_transformers_would_rebuild_is_read_as_it_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault exported-tokenizer: for model_type qwen2 transformers cuts words as Qwen does, whatever tokenizer.json and
-    tokenizer_class say. An auto_map ends that, with and without trust_remote_code."""
+    tokenizer_class say. An auto_map ends this, with and without trust_remote_code."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     spec = make_tokenizer(tmp_path / "tokenizer", name)
     source = make_checkpoint(tmp_path / "native", "qwen2", data=DataConfig(tokenizer=spec))
@@ -185,8 +185,7 @@ def test_a_tokenizer_file_that_cannot_be_read_is_refused_unless_nothing_is_verif
 
 
 def test_no_end_token_follows_from_the_default_tokenizer(tmp_path: Path) -> None:
-    """Fault tokens-in-config-json: `bytes` is what data.tokenizer is where nobody named one, and 256 then is a word
-    like any other."""
+    """Fault tokens-in-config-json: `bytes` is the default of data.tokenizer, and 256 then is a word like any other."""
 
     def end(source: Path, name: str, **options: Any) -> Any:
         native_to_hf(NativeToHf(source, tmp_path / name, verify=False, **options))
@@ -208,7 +207,7 @@ def test_no_end_token_follows_from_the_default_tokenizer(tmp_path: Path) -> None
 
 
 def test_start_and_end_tokens_and_generation_settings_outlast_a_training(tmp_path: Path) -> None:
-    """Fault tokens-in-config-json: a run that began with a converted folder is exported without --like."""
+    """Fault tokens-in-config-json: a run begun with a converted folder is exported without --like."""
     shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 88}
     config = transformers.LlamaConfig(
         **shape, vocab_size=800, max_position_embeddings=64, bos_token_id=0, eos_token_id=[1, 2]
@@ -241,7 +240,7 @@ def test_start_and_end_tokens_and_generation_settings_outlast_a_training(tmp_pat
 
 
 def test_a_sentencepiece_model_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    """Newline as a symbol of a model that normalizes newlines away; a model of characters."""
+    """Newline as a symbol of a model with newlines normalized away; a model of characters."""
     for name, options in (
         ("protected", {"model_type": "unigram", "user_defined_symbols": ["\n"]}),
         ("characters", {"model_type": "char"}),

@@ -41,7 +41,7 @@ TIES = (500, 500, 500, 250, 500, 500, 750, 750, 750, 995_000)
     "weights", [TIES, (0.001, 0.999), (1, 1, 1), (5, 0, 3), (1e-6, 1), (0.7, 0.3), (3,), (1,) * 7 + (90,)]
 )
 def test_blends_at_the_edges(weights: tuple[float, ...]):
-    """Fault blend-proportions. Rare sources, sources of weight 0, weights that divide nothing."""
+    """Fault blend-proportions. Rare sources, sources of weight 0, weights without common divisors."""
     counts = block_counts(parts_of(weights))
     share = np.array(weights) / sum(weights)
     assert (abs(counts - share * BLOCK) < 1.001).all()
@@ -92,7 +92,7 @@ def test_samples_beyond_32_bits_are_placed():
 
 
 class Numbers:
-    """A source whose sample i is [i]."""
+    """A source with [i] as its sample i."""
 
     name, shuffled = "numbers", True
 
@@ -110,8 +110,8 @@ class Numbers:
 
 
 def test_each_sample_is_read_once_an_epoch_of_its_source_and_epochs_are_told():
-    """Fault samples-independent-of-layout. 300 samples of weight 0.7 beside 2,000 of weight 0.3, of which stages make
-    0.1."""
+    """Fault samples-independent-of-layout. 300 samples of weight 0.7 beside 2,000 of weight 0.3; the second stage makes
+    it 0.1."""
     sources = [Numbers(300), Numbers(2000)]
     mixture = Mixture(sources, [Stage(0, (0.7, 0.3)), Stage(1500, (0.9, 0.1))], seed=5)
     positions = np.arange(4000)

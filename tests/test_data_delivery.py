@@ -1,4 +1,4 @@
-"""Steps read ahead: the same for all workers, layouts and restarts; dead workers named; nodes that agree on files."""
+"""Steps read ahead: the same for all workers, layouts and restarts; dead workers named; nodes in agreement on files."""
 
 import os
 import signal
@@ -97,7 +97,7 @@ def test_a_delivery_goes_on_from_where_it_is_set(tmp_path: Path):
 
 
 class Slow:
-    """Stands in for a loader whose reading takes its time, in `reading` and `read` steps."""
+    """A stand-in for a slow loader: after its first step it sets `reading` and waits for `may_go_on`."""
 
     def __init__(self) -> None:
         self.reading, self.may_go_on = threading.Event(), threading.Event()
@@ -139,7 +139,7 @@ def test_workers_draw_no_random_number_and_errors_come_through(tmp_path: Path):
 
 
 class Stuck:
-    """A loader that never answers."""
+    """A loader without any answer."""
 
     def batch_size(self, consumed: int) -> int:
         return 1
@@ -166,7 +166,7 @@ def test_a_killed_worker_is_named_with_its_signal():
 
 
 class Empty(Stuck):
-    """A loader that answers at once."""
+    """A loader with an immediate answer."""
 
     def step_after(self, consumed: int) -> list[MicroBatch]:
         return []
@@ -175,8 +175,8 @@ class Empty(Stuck):
 def test_workers_of_a_run_that_handles_signals_end_with_it():
     """Fault killed-worker: a fork has the handlers of its parent.
 
-    A scheduler's SIGTERM to all processes is for the parent to answer. `close` must not wait for a worker that has only
-    noted a signal.
+    A scheduler's SIGTERM to all processes is for the parent to answer. `close` must not wait for a worker after it has
+    only noted a signal.
     """
     noted: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
@@ -246,7 +246,7 @@ def test_ramps_that_do_not_fit_are_refused(ramp: tuple[int, ...], said: str):
 
 
 def opened(prefixes: list[Path], data: DataConfig) -> tuple[str, int]:
-    """What opening says on a rank whose node's folder is its own; exit code."""
+    """What opening says on a rank with a folder of its node's own; exit code."""
     os.chdir(prefixes[dist.get_rank()].parent)
     config = Config(
         model=ModelConfig(vocab_size=250),

@@ -35,8 +35,8 @@ def tokens(prefix: Path, seed: int, count: int = 9000) -> str:
 
 
 def test_data_of_another_program_needs_no_tokenizer_and_its_ids_are_compared(tmp_path: Path) -> None:
-    """Fault token-ids-beyond-vocabulary: 131 ids are fewer than those of the default, `bytes`; a vocabulary that is too
-    small ends the run before its first step."""
+    """Fault token-ids-beyond-vocabulary: 131 ids are fewer than those of the default, `bytes`; too small a vocabulary
+    ends the run before its first step."""
     tokens(tmp_path / "foreign", 0)
     flags = ("--data.train", "foreign", "--log.no-tensorboard", "--train.steps", "2", "--checkpoint.no-save_last")
     fits = program.run(*flags, "--model.vocab_size", "131", cwd=tmp_path)
@@ -89,8 +89,8 @@ def test_the_same_path_with_other_bytes_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_paths_and_weights_are_told_and_old_checkpoints_go_on(tmp_path: Path) -> None:
-    """Fault other-training-data: what the user asked for is no error; nor is a checkpoint without hashes, but that is
-    told."""
+    """Fault other-training-data: what the user asked for is no error; nor is a checkpoint without hashes, but its lack
+    is told."""
     for seed, name in enumerate(("one", "two")):
         tokens(tmp_path / name, seed)
     assert program.run("--data.train", "0.5:one", "0.5:two", *FLAGS, "2", cwd=tmp_path).code == 0
@@ -152,7 +152,7 @@ def test_an_order_of_another_version_is_refused() -> None:
 
 
 class Files:
-    """A loader of which only the hashes of its files are asked."""
+    """A loader asked only for the hashes of its files."""
 
     def __init__(self, files: dict[str, str]):
         self.samples = self
@@ -193,7 +193,7 @@ def test_ranks_compare_digests_and_send_lists_only_to_name_a_difference() -> Non
 
 
 def test_a_token_in_the_middle_is_found_in_files_that_are_read_whole(tmp_path: Path) -> None:
-    """Fault other-training-data: of equal size, between the places that were sampled before."""
+    """Fault other-training-data: of equal size, between the places sampled before."""
     tokens(tmp_path / "one", 0, 1_000_000)
     assert program.run("--data.train", "one", *FLAGS, "2", cwd=tmp_path).code == 0
     path = tmp_path / "one.bin"
@@ -207,7 +207,7 @@ def test_a_token_in_the_middle_is_found_in_files_that_are_read_whole(tmp_path: P
 
 
 def test_a_large_file_that_was_written_since_is_told(tmp_path: Path) -> None:
-    """Fault other-training-data: what was not compared is said. A pair that was made anew has another description."""
+    """Fault other-training-data: what was not compared is said. A pair made anew has another description."""
     tokens(tmp_path / "one", 0, 3_000_000)
     tokenizer = {"spec": "bytes", "sha256": "bytes", "vocab_size": 257, "eod": 256}
     facts = {"documents": 30_000, "tokens": 3_000_000, "tokenizer": tokenizer, "append_eod": False, "sources": []}

@@ -1,4 +1,4 @@
-"""The .bin/.idx pair: Megatron's bytes, and a refusal of everything that is not whole."""
+"""The .bin/.idx pair: Megatron's bytes, and a refusal of everything not whole."""
 
 import re
 import struct
@@ -147,7 +147,7 @@ def test_a_file_of_more_than_two_billion_tokens_is_read(tmp_path: Path):
 
 
 def refused(prefix: Path, *parts: str) -> None:
-    """Opening fails with one line that holds every part."""
+    """Opening fails with every part in one line."""
     with pytest.raises(DataError, match=".*".join(map(re.escape, parts))) as caught:
         IndexedDataset(prefix)
     assert "\n" not in str(caught.value)

@@ -89,7 +89,7 @@ def test_validation_reads_in_file_order(tmp_path: Path):
 
 
 def test_loading_draws_no_random_number(tmp_path: Path):
-    """Fault loading-draws-nothing. torch's and numpy's global generators stay where they were."""
+    """Fault loading-draws-nothing. torch's and numpy's global generators keep their states."""
     datasets = [ChunkDataset(token_file(tmp_path, 200), S, vocab_size=200), SyntheticDataset(S, 200, seed=3)]
     torch.manual_seed(0)
     np.random.seed(0)

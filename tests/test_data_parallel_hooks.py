@@ -1,4 +1,4 @@
-"""When gradients are added and when buckets are reduced: unused and reused parameters, orders that differ by rank."""
+"""When gradients are added and when buckets are reduced: unused and reused parameters, different orders by rank."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Use = Callable[[int, int, int], bool]  # (data-parallel rank, step, micro-batch)
 
 
 def plain(name: str, *shape: int, dtype: torch.dtype = torch.float32, grad_axis: Axis | None = None) -> nn.Parameter:
-    """A parameter that every tensor rank holds, drawn from its shape."""
+    """A parameter of every tensor rank, drawn from its shape."""
     spec = ParamSpec(
         (shared_piece(name, shape, context.single().tp),), ONES, decay=True, grad_axis=grad_axis or Axis("grad")
     )
@@ -34,8 +34,8 @@ def plain(name: str, *shape: int, dtype: torch.dtype = torch.float32, grad_axis:
 
 
 class Net(nn.Module):
-    """Branches of layers that add weight gradients themselves, a matrix used as embedding and as head, and a `gate`
-    that may be left out."""
+    """Branches of layers adding weight gradients themselves, a matrix used as embedding and as head, and an optional
+    `gate`."""
 
     def __init__(self, grad_axis: Axis) -> None:
         super().__init__()
@@ -148,8 +148,8 @@ def all_uses() -> dict[str, Any]:
 
 def test_unused_and_reused_parameters_have_their_gradient() -> None:
     """A parameter unused always, on one rank, in one micro-batch (fault unused-parameters); layers used twice and a
-    matrix that is embedding and head (faults tied-on-one-rank, parameters-used-twice); two ranks whose gradients come
-    in different orders. Overlap on and off."""
+    matrix as embedding and head (faults tied-on-one-rank, parameters-used-twice); two ranks with gradients in different
+    orders. Overlap on and off."""
     for rank, result in enumerate(run_ranks(2, all_uses)):
         for (use, _, bucket, overlap), early in result["early"].items():
             buckets = 8 if bucket == TINY else 2
@@ -195,7 +195,8 @@ def test_parameters_of_other_stages_are_reduced_as_soon_as_the_last_backward_beg
 
 
 def accumulate_bf16() -> tuple[Tensor, Tensor]:
-    """One gradient of about 1, then 255 of about 1e-3, all bf16, on each of two ranks; the sum and that in fp64."""
+    """One gradient of about 1, then 255 of about 1e-3, all bf16, on each of two ranks; the sum, and the same in
+    fp64."""
     ctx = context.create(Grid(dp=2))
     module = nn.Module()
     module.weight = plain("weight", 50, dtype=torch.bfloat16, grad_axis=ctx.grad)

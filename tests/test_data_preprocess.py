@@ -41,7 +41,7 @@ TEXTS = [f"document {i} ü\n" * (i * 37 % 91) for i in range(150)]
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are made here, one after the other, without the second that a process takes to start."""
+    """Parts are made here, one after the other, without a second for the start of each process."""
 
     @contextmanager
     def pool(count: int, prepare: Callable[[], Any]) -> Iterator[Any]:
@@ -68,7 +68,7 @@ def jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def documents(prefix: Path) -> list[str]:
-    """Texts of a pair of bytes; each ends with the id that ends a document."""
+    """Texts of a pair of bytes; each ends with the id for the end of a document."""
     dataset = IndexedDataset(prefix)
     found = [dataset.document(i).tolist() for i in range(len(dataset))]
     assert all(tokens[-1] == 256 for tokens in found)
@@ -369,7 +369,7 @@ def test_a_stopped_worker_holds_up_nobody():
 
 
 def test_a_killed_run_goes_on_where_it_stood(tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch):
-    """The result is that of a run that nobody killed, and finished parts are not made again.
+    """The result is the same as of a run never killed, and finished parts are not made again.
 
     Fault orphaned-ranks: no worker is left, a stopped one neither.
     """
@@ -435,7 +435,7 @@ def test_input_that_changes_meanwhile_is_noticed(tmp_path: Path, in_process: Non
 
 
 def test_a_killed_worker_is_named_and_not_waited_for(tmp_path: Path):
-    """Fault killed-worker. Worker 0 hangs on a pipe that nobody writes, and is killed while worker 1 goes on."""
+    """Fault killed-worker. Worker 0 hangs on a pipe without a writer, and is killed while worker 1 goes on."""
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "good.txt").write_text("x")
     shards = [Shard([Span(tmp_path / name, 0, 1, 1)], name) for name in ("pipe.txt", "good.txt")]
@@ -450,7 +450,7 @@ def test_a_killed_worker_is_named_and_not_waited_for(tmp_path: Path):
 
 
 def slow_and_quick() -> Callable[[float, Callable[[Any], None]], None]:
-    """A worker that fails after as many seconds as its task says."""
+    """A worker failing after as many seconds as its task says."""
 
     def work(seconds: float, report: Callable[[Any], None]) -> None:
         time.sleep(seconds)
@@ -468,7 +468,7 @@ def test_the_earliest_bad_shard_is_named_whoever_fails_first():
 def test_parts_with_bad_lines_serve_only_their_own_policy(
     tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Fault undecodable-text. A run that left lines out is stopped; one that mends makes the part with the bad line
+    """Fault undecodable-text. A run leaving lines out is stopped; a mending one makes the part with the bad line
     anew."""
     monkeypatch.setattr(preprocessing, "_SHARD_BYTES", 20)
     path = tmp_path / "a.jsonl"
@@ -531,7 +531,7 @@ def test_duplicates_go_and_the_first_stays(tmp_path: Path, in_process: None, sma
 
 
 def test_hashes_are_compared_in_as_many_rounds_as_memory_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Words that agree in one half only are different."""
+    """Words equal in one half only are different."""
     words = np.random.default_rng(0).integers(0, 40, (3000, 2)).astype("<u8")
     paths = [tmp_path / name for name in "abc"]
     for path, part in zip(paths, np.split(words, [1000, 1001]), strict=True):
@@ -629,8 +629,8 @@ def test_pairs_of_different_tokenizers_are_not_merged(pair: Path, tmp_path: Path
 
 
 def test_verify_finds_what_was_changed(pair: Path, tmp_path: Path):
-    """Faults flipped-bit, token-ids-beyond-vocabulary. A flipped bit, ids outside the vocabulary, ends that are none,
-    counts of another pair."""
+    """Faults flipped-bit, token-ids-beyond-vocabulary. A flipped bit, ids outside the vocabulary, false ends, counts of
+    another pair."""
     verify(pair, full=True)
 
     def damage(position: int, token: int) -> Path:

@@ -19,12 +19,12 @@ MARKS = MiddleTokens(1001, 1002, 1003)
 
 
 def samples(n: int, tokens: int) -> np.ndarray:
-    """Distinct tokens, so that what was moved is seen."""
+    """Distinct tokens, so every move is seen."""
     return np.arange(n * tokens, dtype=np.int64).reshape(n, tokens)
 
 
 def test_documents_start_where_the_batch_says_and_boundaries_weigh_nothing() -> None:
-    """Two samples of 6 positions (7 tokens): documents at 0 and 2, and at 0, 5 and 6, where only a target begins."""
+    """Two samples of 6 positions (7 tokens): documents at 0 and 2, and at 0, 5 and 6; at 6 only a target begins."""
     starts = [[0, 2], [0, 5, 6]]
     packed = packed_starts(starts, 6)
     assert packed.tolist() == [0, 2, 6, 11, 12]
@@ -55,7 +55,7 @@ def test_every_document_or_none_is_moved(rate: float) -> None:
 
 
 def restore(document: list[int]) -> list[int]:
-    """The text of a document that was moved, told by its marks: the other way round."""
+    """The text of a moved document, told by its marks: the other way round."""
     body, end = document[1:-1], document[-1:]
     suffix_at, middle_at = body.index(MARKS.suffix), body.index(MARKS.middle)
     suffix = body[suffix_at + 1 : middle_at]
@@ -119,7 +119,7 @@ def test_documents_apart_start_where_the_file_says_in_every_layout(tmp_path: Pat
 
 
 def test_later_targets_follow_in_the_file_and_end_with_the_document(tmp_path: Path) -> None:
-    """Three targets of each position, of which a context-parallel rank holds some; the first are as of one target."""
+    """Three targets of each position, some of them on a context-parallel rank; the first are as of one target."""
     one = documents(tmp_path)
     dataset = ChunkDataset(tmp_path / "t", S, vocab_size=240, num_targets=3)
     firsts = {one.file.document_start(i) for i in range(len(one.file))}

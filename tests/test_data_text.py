@@ -67,14 +67,14 @@ def test_sentencepiece_gives_every_text_back(model: Path):
 
 
 def test_training_twice_gives_the_same_file(tmp_path: Path):
-    """Also of a text longer than the 4192 bytes at which sentencepiece by default leaves one out."""
+    """Also of a text longer than 4192 bytes: sentencepiece leaves those out by default."""
     for name in ("a", "b"):
         train_sentencepiece(["one two three two one\n" * 300], 280, tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_hugging_face_files_truncate_and_add_nothing(tmp_path: Path):
-    """Texts longer than the file's limit come back whole; a special token that stands in a text is text."""
+    """Texts longer than the file's limit come back whole; a special token inside a text is text."""
     tokenizer = load_tokenizer(f"hf:{hugging_face(tmp_path)}")
     assert (tokenizer.vocab_size, tokenizer.eod) == (400, 1)
     for text in [*TEXTS, "<|endoftext|> and <s> " * 20]:

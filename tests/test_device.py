@@ -1,4 +1,4 @@
-"""Which rank this process is, by the launcher's variables, and which device it gets."""
+"""This process's rank by the launcher's variables, and its device."""
 
 import subprocess
 import sys
@@ -201,7 +201,7 @@ def test_a_gpu_that_torch_does_not_see_is_told_with_the_reason(tmp_path: Path, m
 
 
 def test_cuda_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVML counts GPUs whose driver CUDA then refuses."""
+    """NVML counts GPUs, and CUDA then refuses their driver."""
 
     def refuse(_: torch.device) -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old\nand more")
@@ -249,7 +249,7 @@ def test_the_peak_is_that_of_the_device_and_the_precision(
 
 
 def test_the_peak_memory_is_this_process_s_own() -> None:
-    """ru_maxrss outlives exec, so a small program would report what the large one that started it once held."""
+    """ru_maxrss outlives exec, so a small program started by a large one would report the latter's peak."""
     program = "import torch; from megapar import device; print(device.peak_memory_bytes(torch.device('cpu')))"
     held = bytearray(b"x") * 2**30
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

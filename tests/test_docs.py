@@ -1,4 +1,4 @@
-"""Documents that tell the truth: links lead somewhere, commands run, tables agree with the code, the site is built."""
+"""Documents tell the truth: links lead somewhere, commands run, tables agree with the code, the site is built."""
 
 import importlib.util
 import io
@@ -55,7 +55,7 @@ def test_files_that_contributing_names_exist() -> None:
 
 
 def fenced(document: Path, language: str) -> list[str]:
-    """The document's blocks in that language."""
+    """The document's blocks in this language."""
     return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -66,7 +66,7 @@ def fenced_commands(document: Path) -> list[str]:
 
 
 def assert_part_of_the_suite(command: str) -> None:
-    """`python -m pytest FILE ...` names files, or tests in them, that `tests/run.sh` runs."""
+    """`python -m pytest FILE ...` names files of `tests/run.sh`, or tests in them."""
     for word in shlex.split(command)[3:]:
         file, _, test = word.partition("::")
         assert (ROOT / file) in TESTS, command
@@ -75,10 +75,10 @@ def assert_part_of_the_suite(command: str) -> None:
 
 
 def run_commands(document: Path, folder: Path, without: Collection[str] = ()) -> dict[str, str]:
-    """Run the document's commands, but those in `without`, in order in `folder`, where the programs are; returns what
-    each printed.
+    """Run the document's commands, but those in `without`, in order in `folder`, the programs' place; returns what each
+    printed.
 
-    What installs is only parsed, parts of the suite are only looked up. Our own programs run in forks: the launchers
+    Installations are only parsed, parts of the suite are only looked up. Our own programs run in forks: the launchers
     of the documents, laptop.sh and torchrun, start them in interpreters of their own.
     """
     for name in ("pretrain_scripts", "tools", "README.md"):
@@ -109,7 +109,7 @@ def run_commands(document: Path, folder: Path, without: Collection[str] = ()) ->
 
 
 def test_readme_commands(tmp_path: Path) -> None:
-    """All run, and the losses that the README shows are those of one process and of eight ranks."""
+    """All run, and the losses in the README equal those of one process and of eight ranks."""
     assert len(run_commands(ROOT / "README.md", tmp_path)) > 7
     promised = losses_in((ROOT / "README.md").read_text())
     assert len(promised) == 5
@@ -130,12 +130,12 @@ def test_commands_of_the_other_documents(document: Path, tmp_path: Path) -> None
 
 
 def losses_in(text: str) -> list[float]:
-    """The losses of lines that report a step."""
+    """The losses of the lines about steps."""
     return [float(loss) for loss in re.findall(r"^step +\d+(?:/\d+)? \| loss ([\d.]+)", text, re.MULTILINE)]
 
 
 def test_a_loop_of_your_own_trains_as_the_program_does(tmp_path: Path) -> None:
-    """The page shows the file, which has 40 lines. Its losses in another layout are those of pretrain.py."""
+    """The page shows the file, of 40 lines. Its losses in another layout are those of pretrain.py."""
     loop = (ROOT / "pretrain_scripts/own_loop.py").read_text()
     assert fenced(LIBRARY_PAGE, "python")[0] == loop
     assert len([line for line in loop.splitlines() if line]) <= 40
@@ -354,7 +354,7 @@ def test_links_to_files_of_the_repository_lead_to_pages_of_the_site() -> None:
 
 
 def build(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run tools/build_docs.sh; skips the test where mkdocs is not installed."""
+    """Run tools/build_docs.sh; skips the test if mkdocs is not installed."""
     for module in ("mkdocs", "material", "mkdocstrings"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed: pip install -c constraints.txt -e '.[docs]'")
@@ -388,7 +388,7 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
 
 
 def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
-    """With the settings of mkdocs.yml, on one page that links nowhere."""
+    """With the settings of mkdocs.yml, on one page with a link to nowhere."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/page.md").write_text("# A page\n\n[a link](gone.md)\n")
     settings = ["site_name: test", "docs_dir: docs", "nav: [page.md]", "hooks: []", "plugins: []"]

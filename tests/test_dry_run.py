@@ -1,5 +1,5 @@
-"""What a dry run predicts: on small models the bytes that real ranks hold, to the byte; for every shipped configuration
-and preset numbers that add up."""
+"""What a dry run predicts: on small models the bytes of real ranks, to the byte; for every shipped configuration and
+preset consistent numbers."""
 
 import importlib.util
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ CONFIGS = sorted(SCRIPTS.glob("configs/*.toml"))
 
 
 class Kept:
-    """Follows the bytes of distinct storages that autograd keeps for backward passes, those of `known` not counted."""
+    """Follows the bytes of distinct storages kept by autograd for backward passes, those of `known` not counted."""
 
     def __init__(self, known: Iterable[Tensor]):
         self.known = {x.untyped_storage().data_ptr() for x in known}

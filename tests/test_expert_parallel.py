@@ -208,7 +208,7 @@ def test_hosts_that_share_no_memory_agree() -> None:
 def directional_derivative(split: dict[str, int], case: Case) -> tuple[float, float]:
     """Of the sum of all ranks' losses, in one random direction of tokens, weights and experts: (exact, by differences).
 
-    fp64, so that differences are exact to about 1e-9.
+    fp64, so differences are exact to about 1e-9.
     """
     ctx = make_context(split)
     mixture = small_mixture(case, torch.float64, ctx)
@@ -321,7 +321,7 @@ def test_products_of_groups_are_those_of_their_rows(rows: list[int], dtype: torc
 
 
 def traffic(split: dict[str, int], case: Case) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
-    """By axis: (bytes that a forward and a backward pass counted, what the numbers of tokens say), by operation."""
+    """By axis: (bytes counted in a forward and a backward pass, bytes by the numbers of tokens), by operation."""
     ctx = make_context(split)
     alone = small_mixture(case)
     world = range(ctx.world.size)
@@ -331,7 +331,7 @@ def traffic(split: dict[str, int], case: Case) -> dict[str, tuple[dict[str, int]
     mine = dispatch.experts_of(case.num_experts, ctx.ep)
 
     def brought_by(rank: int) -> int:
-        """Rows that `rank`, which holds parts of the same experts as this rank, receives over ep."""
+        """Rows received over ep by `rank`, a rank with parts of the same experts as this one."""
         (group,) = [group for group in groups if rank in group]
         return sum(int(chosen[source][mine.start : mine.stop].sum()) for source in group)
 
@@ -530,7 +530,7 @@ def test_a_checkpoint_of_any_split_loads_into_any_other(tmp_path: Path) -> None:
 
 
 def frozen(case: Case) -> list[bool]:
-    """What needs a gradient on this rank, where only the router, then only the experts are trained."""
+    """What needs a gradient on this rank, if only the router, then only the experts are trained."""
     ctx = make_context({"dp": 4, "ep": 4})
     needs = []
     for pattern in ("*.router.*", "*.experts.*"):

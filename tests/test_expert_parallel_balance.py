@@ -36,7 +36,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def tokens(step: int = 0) -> Tensor:
-    """Hidden states of all samples of a step, [s, b, h]. Their first column is 1, by which a router prefers experts."""
+    """Hidden states of all samples of a step, [s, b, h]. Their first column is 1, for a router to prefer experts by."""
     x = draw(LENGTH, SAMPLES, HIDDEN, seed=step)
     x[..., 0] = 1
     return x
@@ -166,7 +166,7 @@ def batch_of(loss_scale: Tensor) -> MicroBatch:
 
 
 def losses_alone(layout: Layout, ctx: ParallelContext, rule: RouterRule, kind: BalanceRule) -> dict[str, Any]:
-    """A step without a language loss: the sum of the losses, and the gradients that are left."""
+    """A step without a language loss: the sum of the losses, and the remaining gradients."""
     router = make_router(ctx, rule, kind)
     router.last_counts.copy_(last_counts())
     flat = flatten([router], ctx, zero_stage=0, bucket_mb=1)
@@ -259,7 +259,7 @@ def test_a_bias_moves_towards_the_mean_load() -> None:
 
 
 def test_biases_even_out_the_load() -> None:
-    """Of tokens that prefer one expert: after 300 steps the fullest expert is near the mean."""
+    """Of tokens in favor of one expert: after 300 steps the fullest expert is near the mean."""
     router = make_router(single(), RouterRule(top_k=1, scoring_func="sigmoid"), BalanceRule("bias", bias_rate=0.02))
     router.weight.data[2, 0] += 3
     loads = []

@@ -1,4 +1,4 @@
-"""Routing against plain formulas: which experts a token goes to, and with which weights."""
+"""Routing against plain formulas: the experts of a token, and their weights."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_experts_are_chosen_as_by_hand(rule: RouterRule) -> None:
-    """Fault moe-masked-groups-win: with groups whose scores a bias makes negative."""
+    """Fault moe-masked-groups-win: with groups made negative in their scores by a bias."""
     logits = draw(50, 8)
     logits[::5] = logits[::5].round()  # some scores are equal
     for bias in (None, draw(8, seed=1), draw(8, seed=2) - 5):
@@ -65,7 +65,7 @@ def test_a_softmax_over_chosen_logits_is_the_normalized_softmax() -> None:
 
 
 def test_a_bias_chooses_and_does_not_weigh() -> None:
-    """Fault moe-bias-in-weights: biases of -10 on chosen experts choose others, whose weights know no bias."""
+    """Fault moe-bias-in-weights: biases of -10 on chosen experts choose others, and their weights know no bias."""
     logits = draw(30, 8)
     first = route.select(logits, SIGMOID)
     bias = torch.zeros(8)
@@ -85,7 +85,7 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
 
 
 def test_selection_sees_what_16_bits_do_not() -> None:
-    """Fault moe-selection-in-16-bit: logits that differ by less than a bf16 step, of 16-bit hidden states too."""
+    """Fault moe-selection-in-16-bit: logits different by less than a bf16 step, of 16-bit hidden states too."""
     logits = torch.tensor([[1.0, 1.0 + 2**-12, 0.5]])
     assert route.select(logits, RouterRule(top_k=1)).tolist() == [[1]]
     mixture = small_mixture(Case(num_experts=3), torch.bfloat16)

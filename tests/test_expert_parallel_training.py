@@ -1,4 +1,4 @@
-"""Mixtures of experts in training: recomputation, evaluation, skipped steps, and batches that replicas share."""
+"""Mixtures of experts in training: recomputation, evaluation, skipped steps, and batches shared by replicas."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ from tools import plot
 def test_replicas_that_share_experts_need_equal_numbers_of_micro_batches() -> None:
     """For every small grid in every order: refused if, and only if, ranks of two replicas are in one group of experts.
 
-    Otherwise a replica that has fewer micro-batches would not take part in an exchange.
+    Otherwise a replica with fewer micro-batches would not take part in an exchange.
     """
     mixture = ModelConfig(family="mixtral", moe=MoEConfig(num_experts=8))
     orders = ["-".join(axes) for axes in itertools.permutations(("tp", "cp", "dp", "pp"))]
@@ -68,7 +68,7 @@ def router_state(state: TrainState) -> list[Tensor]:
 
 
 def of_recompute(layout: Layout) -> list[Bits]:
-    """Weights, optimizer state and routers' state after two steps in bf16, in which a rounding that differs shows."""
+    """Weights, optimizer state and routers' state after two steps in bf16: a different rounding shows there."""
     found = []
     for recompute, every in (("none", 1), ("selective", 1), ("full", 1), ("full", 2)):
         config = replace(layout, recompute=recompute, every=every).config("bf16")
@@ -99,7 +99,7 @@ def test_recomputation_changes_no_bit(layout: Layout) -> None:
 
 
 def test_an_evaluation_and_a_skipped_step_leave_the_balance_as_it_is() -> None:
-    """A step that overflows in fp16 has moved no weight, and must move no bias."""
+    """A step with an overflow in fp16 has moved no weight, and must move no bias."""
     config = Layout(SIGMOID, micro_batch_size=6).config("fp16")
     state = make_state(config)
     assert train_step(state, micro_batches(config, state.ctx, 0)).finite
@@ -174,7 +174,7 @@ def test_the_load_of_a_layer_is_that_of_its_fullest_expert() -> None:
 
 
 def colors_and_names_of_the_load(layers: int, fullest: int) -> tuple[set[tuple[float, ...]], list[str]]:
-    """The picture of 10 experts, of which one has `fullest` times the mean: the colors of its loads of 2, 2.2 and
+    """The picture of 10 experts, one of them with `fullest` times the mean: the colors of its loads of 2, 2.2 and
     `fullest`, and the labels of all its axes and of its legends."""
     counts = [fullest * 100, 220, 200] + [0] * 7
     counts[-1] = 1000 - sum(counts)

@@ -32,7 +32,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_state(found: Path, expected: Path) -> None:
-    """Every weight and both moments of it, which sum up the gradients of all steps, agree to rounding."""
+    """Every weight and both its moments agree to rounding; the moments sum up the gradients of all steps."""
     expected_tensors = tensors(expected)
     found_tensors = tensors(found)
     assert found_tensors.keys() == expected_tensors.keys()
@@ -130,7 +130,7 @@ def test_a_family_without_names_elsewhere_is_not_exported() -> None:
 
 
 def test_nothing_but_the_families_themselves_asks_for_a_family_by_name() -> None:
-    """Comparing with a family's name anywhere else would leave out those that the tree does not have."""
+    """Comparing with a family's name anywhere else would leave out families outside the tree."""
     names = {*FAMILIES}
     wrong = []
     for folder in ("megapar", "models", "pretrain_scripts", "kernels", "tools", "tests"):

@@ -1,5 +1,5 @@
-"""Sweep of damaged checkpoints: `auto` takes the newest that is whole, or the run stops with one line that names the
-file and what to go on from. No damage is loaded, and nothing that is whole is lost."""
+"""Sweep of damaged checkpoints: `auto` takes the newest whole one, or the run stops with one line: the file and what to
+go on from. No damage is loaded, and nothing whole is lost."""
 
 import json
 import re
@@ -23,7 +23,7 @@ SKIPPED, STOPPED, IGNORED = "skipped", "stopped", "ignored"
 
 
 class Damage(NamedTuple):
-    """What is done to the newest checkpoint, what `auto` makes of it, and words of the line that says so.
+    """What is done to the newest checkpoint, what `auto` makes of it, and words of the line about it.
 
     skipped: a warning, and the older one is gone on from. stopped: exit code 4. ignored: nothing is amiss.
     """
@@ -47,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 @pytest.fixture(scope="module")
 def from_older(trained: Scene, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Metrics of one process that goes on from step 2 to step 5 where no other checkpoint is."""
+    """Metrics of one process going on from step 2 to step 5 without another checkpoint."""
     return go_on(trained, tmp_path_factory.mktemp("from_older"), OLDER)
 
 

@@ -1,4 +1,4 @@
-"""Sweep of files that are damaged or cannot be written: token files, their descriptions, disks that fill up."""
+"""Sweep of damaged files and failing writes: token files, their descriptions, full disks."""
 
 import errno
 import json
@@ -138,7 +138,7 @@ REASONS = {"full": errno.ENOSPC, "quota": errno.EDQUOT, "broken": errno.EIO, "re
 
 
 def failing(call: str, number: int) -> Callable[[], None]:
-    """Plants that the disk refuses a call from the fourth step on, as one does that is full or broken."""
+    """Plant a disk's refusal of a call from the fourth step on, as of a full or broken one."""
 
     def plant() -> None:
         real_step = trainer.queue_step
@@ -209,7 +209,7 @@ def test_sweep_of_disks_that_refuse(call: str, reason: str, flags: tuple[str, ..
 @pytest.mark.parametrize("ranks", ["one", "dp2"])
 @pytest.mark.parametrize("limit", [20_000, 100_000, 300_000])
 def test_sweep_of_largest_file_sizes(limit: int, ranks: str, tmp_path: Path) -> None:
-    """Fault save-on-full-disk: a limit of the kernel's, at which it writes part of what it is given."""
+    """Fault save-on-full-disk: a limit of the kernel's: at it the kernel writes part of what it is given."""
     scene = Scene(tmp_path)
 
     def plant() -> None:

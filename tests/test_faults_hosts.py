@@ -1,4 +1,4 @@
-"""Ranks that torchrun or Slurm started: no launcher of ours watches them, so they tell who is missing themselves."""
+"""Ranks started by torchrun or Slurm: no launcher of ours watches them, so they tell who is missing themselves."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def on_one_host() -> None:
 
 
 def with_rests(plant: Callable[[], None]) -> Callable[[], None]:
-    """`plant`, and a rest before each step: ranks that only wait for a signal leave the cores to other tests."""
+    """`plant`, and a rest before each step: ranks waiting for a signal leave the cores to other tests."""
 
     def both() -> None:
         plant()
@@ -74,7 +74,7 @@ CASES = [
 def test_the_other_rank_names_the_one_that_is_missing(
     tmp_path: Path, plant: Callable[[], None], culprit: int, number: signal.Signals, words: str
 ) -> None:
-    """Fault hung-rank. Rank 0, which keeps the store, may be the one."""
+    """Fault hung-rank. It may be rank 0, the keeper of the store."""
     ranks = start(tmp_path, plant)
     ranks[culprit].send(number)
     ended = ranks[1 - culprit].wait(60)
@@ -99,7 +99,8 @@ FOUR_RANKS = [
 
 @pytest.mark.parametrize(("number", "sizes"), FOUR_RANKS)
 def test_several_ranks_that_ask_get_one_answer(tmp_path: Path, number: signal.Signals, sizes: tuple[str, ...]) -> None:
-    """Faults hung-rank, keys-of-two-users, uneven-exchanges: two ranks on each of two hosts, of which three ask."""
+    """Faults hung-rank, keys-of-two-users, uneven-exchanges: two ranks on each of two hosts, and three of the four
+    ask."""
 
     def plant() -> None:
         host = int(os.environ["SLURM_PROCID"]) // 2
@@ -161,7 +162,7 @@ def test_a_port_of_another_program_ends_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_stopped_store_ends_the_meeting(tmp_path: Path) -> None:
-    """Fault stranger-at-the-port: rank 0, which keeps the store, is stopped while ranks meet."""
+    """Fault stranger-at-the-port: rank 0, the keeper of the store, is stopped while ranks meet."""
 
     def plant() -> None:
         rank_process._MEETING_MARGIN_SECONDS = 1.0

@@ -35,7 +35,7 @@ INT, HUP, USR1 = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
 
 class Case(NamedTuple):
-    """What is sent, to whom, in which layout, when, and how checkpoints are saved."""
+    """The signal, its victims, the layout, the moment, and the way of saving checkpoints."""
 
     number: signal.Signals
     victim: str
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 def before(owner: Any, name: str, act: Callable[..., bool | None]) -> None:
-    """Plants `act(arguments)` in front of a function; it is called until it says that it has acted."""
+    """Plant `act(arguments)` in front of a function; it is called until it reports an action."""
     real = getattr(owner, name)
     acted = False
 
@@ -153,7 +153,7 @@ def expected(case: Case) -> tuple[int, str]:
 
 
 def check_end(case: Case, scene: Scene, ended: Ended) -> None:
-    """The exit code, one line, error.json, and that what was saved is whole."""
+    """The exit code, one line, error.json, and whole checkpoints."""
     code, pattern = expected(case)
     if code == 75 and case.mode == "async" and ended.code == 0:
         # The save went on behind the last steps: the request came when all was done.
@@ -199,8 +199,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Scene]:
 
 
 def go_back(scene: Scene, other: Scene) -> None:
-    """Let the scene hold the undisturbed run as it was after its fourth step, but for two lines of metrics more, as a
-    run has that was killed on its way to the sixth."""
+    """Let the scene hold the undisturbed run as it was after its fourth step, but with two lines of metrics more, as of
+    a run killed on its way to the sixth."""
     shutil.copytree(other.work, scene.work, dirs_exist_ok=True)
     shutil.rmtree(scene.checkpoints / f"step_{STEPS:08d}")
 
@@ -241,7 +241,7 @@ WAYS = {
 
 @pytest.mark.parametrize("option", slow_but([1], WAYS))
 def test_a_killed_run_goes_on_in_another_way(option: str, tmp_path: Path) -> None:
-    """Fault killed-at-any-moment: the weights are those of a run that was never killed and never changed."""
+    """Fault killed-at-any-moment: the weights equal those of a run never killed and never changed."""
     first, second, last = WAYS[option]
     (tmp_path / "changed").mkdir()
     changed, undisturbed = Scene(tmp_path / "changed"), Scene(tmp_path)
@@ -257,8 +257,8 @@ def test_a_killed_run_goes_on_in_another_way(option: str, tmp_path: Path) -> Non
 
 
 def many() -> list[Case]:
-    """Each moment in each layout, with victims and signals dealt so that all pairs of moment, victim and signal come
-    up over the layouts."""
+    """Each moment in each layout, with victims and signals dealt for all pairs of moment, victim and signal to come up
+    over the layouts."""
     moments = ["joining", "starting", "fetching", "updating", "evaluating", "writing", "written", "sealing", "sealed"]
     moments += ["published", "pruning", "copying", "loading", "aside", "lines", "operation_0", "operation_3"]
     signals = [KILL, TERM, SEGV, INT, KILL, HUP, USR1]
@@ -306,7 +306,7 @@ def test_a_rank_that_is_killed_when_all_is_done_costs_nothing(
 
 
 def codes(number: signal.Signals, victim: str, layout: str) -> set[int]:
-    """The exit codes that a signal at any time may end a run with; 0 if it comes too late."""
+    """The possible exit codes after a signal at any time; 0 if it comes too late."""
     if number in (KILL, SEGV):
         return {-number, 0} if victim in ("launcher", "all") or layout == "one" else {6, 0}
     return {75, 128 + number, 0}
@@ -316,7 +316,7 @@ def codes(number: signal.Signals, victim: str, layout: str) -> set[int]:
 @pytest.mark.parametrize("layout", ["pp2", "dp2", "tp2", "tp2pp2", "one", "zero3"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_kills_in_a_row(seed: int, layout: str, tmp_path: Path, undisturbed: dict[str, Scene]) -> None:
-    """Fault killed-at-any-moment: three kills at places that the seed draws, each of the run that goes on after the one
+    """Fault killed-at-any-moment: three kills at places drawn by the seed, each of the run resumed after the one
     before."""
     draw = random.Random(f"{seed} {layout}")
     scene = Scene(tmp_path)

@@ -1,4 +1,4 @@
-"""Memory, processes and threads that run out while a run starts: exit code 8, one line, and no process is left."""
+"""Memory, processes and threads run out while a run starts: exit code 8, one line, and no process is left."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ def with_memory(more: int) -> Callable[[], None]:
 
 
 def with_forks(count: int) -> Callable[[], None]:
-    """Plants that the system refuses every process after `count` of them."""
+    """Plant the system's refusal of every process after `count` of them."""
 
     def plant() -> None:
         real = os.fork
@@ -50,7 +50,7 @@ FEW_MEMORY = (("two", 8), ("threads", 60))
     ("layout", "mib"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in FEW_MEMORY)) for case in MEMORY]
 )
 def test_memory_that_ends_while_ranks_start(layout: str, mib: int, tmp_path: Path) -> None:
-    """Fault out-of-memory: threads of OpenMP that are refused too, of which libgomp would speak by itself."""
+    """Fault out-of-memory: threads refused to OpenMP too; libgomp by itself would speak of them."""
     ended = Scene(tmp_path).run(*LAYOUTS[layout], plant=with_memory(mib << 20))
     assert ended.code == 8, ended.err
     assert ended.err.startswith("OutOfMemoryError: ")
@@ -59,7 +59,7 @@ def test_memory_that_ends_while_ranks_start(layout: str, mib: int, tmp_path: Pat
 
 @pytest.mark.parametrize("count", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_ranks_that_cannot_be_forked(count: int, tmp_path: Path) -> None:
-    """Fault refused-process: those that were forked before are ended."""
+    """Fault refused-process: the ranks forked before are ended."""
     ended = Scene(tmp_path).run(*FOUR, plant=with_forks(count))
     assert ended.code == 8
     assert ended.err.startswith(f"OutOfMemoryError: a rank cannot be started {REFUSED}")

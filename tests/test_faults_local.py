@@ -1,5 +1,5 @@
-"""Real ranks of the local launcher that hang, die, disagree or are interrupted: the exit code, the one line that names
-the cause, error.json, and that no process is left."""
+"""Real ranks of the local launcher hang, die, disagree or are interrupted: the exit code, the one line with the cause,
+error.json, and no process is left."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def act_on(
     ranks: int = 2,
     until: str = IN_STEPS,
 ) -> Ended:
-    """A long run that `act` is done to once it says `until`; asserts that no rank is left."""
+    """A long run, with `act` done to it once it says `until`; asserts its end without ranks left."""
     running = program.start(*hangs, *(FOUR if ranks == 4 else TWO), *flags, cwd=folder)
     pids = children(running, ranks)
     running.until(until)
@@ -51,7 +51,7 @@ def act_on(
 
 @pytest.mark.parametrize("ranks", slow_but([1], [2, 4]))
 def test_a_stopped_rank_is_named(tmp_path: Path, ranks: int) -> None:
-    """Fault hung-rank: not the ranks that wait for it."""
+    """Fault hung-rank: not the ranks waiting for it."""
     last = ranks - 1
     ended = act_on(tmp_path, lambda _, pids: os.kill(pids[last], signal.SIGSTOP), ranks=ranks)
     assert ended.code == 6
@@ -89,7 +89,7 @@ EXPERTS = ("--model.family", "mixtral", "--model.moe.num_experts", "4", "--model
 def test_a_rank_of_a_mixture_is_named(
     tmp_path: Path, number: signal.Signals, sizes: tuple[str, ...], words: str
 ) -> None:
-    """Fault uneven-exchanges: ranks send each other other numbers of rows, which is no sign of disagreement."""
+    """Fault uneven-exchanges: ranks send each other other numbers of rows, and this is no sign of disagreement."""
     running = program.start(*HANGS, "--launch.nproc", "4", *EXPERTS, *sizes, cwd=tmp_path)
     pids = children(running, 4)
     running.until(IN_STEPS)
@@ -303,7 +303,8 @@ def test_ctrl_c_in_one_process_is_one_line(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
-    """The main thread of rank 0 is held in a collective, where no Python code answers a signal; rank 1 is stopped."""
+    """The main thread of rank 0 is held in a collective, and no Python code answers a signal there; rank 1 is
+    stopped."""
 
     def stop_then_interrupt(running: Program, pids: list[int]) -> None:
         os.kill(pids[1], signal.SIGSTOP)
@@ -437,7 +438,7 @@ def test_a_second_request_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_sigusr2_prints_where_each_rank_stands(tmp_path: Path) -> None:
-    """Whichever process gets it; ranks.json says where they are."""
+    """Whichever process gets it; ranks.json has their places."""
 
     def ask(running: Program, pids: list[int]) -> None:
         running.send(signal.SIGUSR2)
@@ -505,7 +506,7 @@ LOST = [
 
 @pytest.mark.parametrize(("plant", "flags"), LOST)
 def test_a_lost_stdout_does_not_end_the_run(tmp_path: Path, plant: Callable[[], None], flags: tuple[str, ...]) -> None:
-    """Fault unwritable-stdout: `| head` that has read enough, `>&-`, a full disk."""
+    """Fault unwritable-stdout: `| head` after it has read enough, `>&-`, a full disk."""
     ended = program.run("--train.steps", "3", *flags, cwd=tmp_path, plant=plant)
     assert ended.code == 0, ended.err
     assert len(losses(tmp_path)) == 3
@@ -524,8 +525,8 @@ def test_letters_that_stdout_does_not_have_are_escaped(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_lines_and_ends_with_7_when_a_checkpoint_is_due(tmp_path: Path) -> None:
-    """Fault save-on-full-disk: nothing hides that class, not the metrics, TensorBoard or error.json, which fail as
-    well."""
+    """Fault save-on-full-disk: nothing hides this class, not the metrics, TensorBoard or error.json, although they fail
+    as well."""
     reader, writer = os.pipe()  # the limit would hold for the harness's files as well
 
     def plant() -> None:

@@ -1,4 +1,4 @@
-"""Sweep of what a run is started with: options, files of options, variables of launchers, ranks that disagree.
+"""Sweep of what a run is started with: options, files of options, variables of launchers, disagreeing ranks.
 
 Each is told in one line before anything is written, with the exit code of its class.
 """
@@ -21,7 +21,7 @@ HUGE = "99999999999999999999"
 
 
 def wrong_values(annotation: Any) -> list[str]:
-    """Values that an option of this type does not take, as words of a flag."""
+    """Values refused by an option of this type, as words of a flag."""
     if get_origin(annotation) is Literal:
         return ["nope", ""]
     kind = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
@@ -33,7 +33,7 @@ def wrong_values(annotation: Any) -> list[str]:
 
 
 def refused(scene: Scene, *flags: str, env: Mapping[str, str] | None = None) -> str:
-    """What is said of options that cannot run: exit code 2, one line for each problem, and nothing written."""
+    """The refusal of options that cannot run: exit code 2, one line for each problem, and nothing written."""
     ended = scene.run(*flags, env=env)
     assert (ended.code, ended.out) == (2, ""), ended.out + ended.err
     assert ended.err.startswith("ConfigError: ")
@@ -66,7 +66,7 @@ def test_sweep_of_switches_with_values(option: str, tmp_path: Path) -> None:
 
 
 class Wrong(NamedTuple):
-    """Flags that cannot run together, and words of the line that says so."""
+    """Flags unable to run together, and words of the line about them."""
 
     name: str
     flags: str
@@ -226,7 +226,7 @@ FEW_VARIABLES = ("rank-in-words", "local-rank-in-words")
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW_VARIABLES)) for name in VARIABLES]
 )
 def test_variables_of_launchers_that_are_wrong_are_named(name: str, tmp_path: Path) -> None:
-    """Fault wrong-launcher-variables: the process that has them tells it, whichever rank it is."""
+    """Fault wrong-launcher-variables: their process tells it, whichever rank it is."""
     base, changes, words = VARIABLES[name]
     assert words in refused(Scene(tmp_path), env=varied(base, changes))
 
@@ -306,6 +306,6 @@ def test_ranks_that_disagree_are_told_the_option(option: str, tmp_path: Path) ->
 
 
 def test_every_option_is_swept() -> None:
-    """A new option comes into the sweep by itself; this says that its kind is known there."""
+    """A new option comes into the sweep by itself; its kind must be known there."""
     assert all(wrong_values(annotation) for annotation in OPTIONS.values())
     assert json.dumps(sorted([*OPTIONS, *SWITCHES])) == json.dumps(sorted(option_types()))

@@ -1,4 +1,4 @@
-"""Ends of a run that would look like success, and output that would go nowhere: each is told, with an exit code."""
+"""Ends of a run with the look of success, and output going nowhere: each is told, with an exit code."""
 
 import json
 import os
@@ -54,12 +54,12 @@ def test_help_is_no_early_exit(tmp_path: Path) -> None:
 
 
 class Panic(BaseException):
-    """As Rust's, which safetensors raises: no subclass of Exception."""
+    """As Rust's, raised by safetensors: no subclass of Exception."""
 
 
 @pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_panic_while_a_checkpoint_is_written(asynchronous: bool, tmp_path: Path) -> None:
-    """Fault panic-in-a-thread: the ranks do not wait for ever for a thread that has ended."""
+    """Fault panic-in-a-thread: the ranks do not wait for ever for an ended thread."""
 
     def plant() -> None:
         def panic(*_: Any) -> None:
@@ -85,7 +85,7 @@ def at_third_step(act: Callable[[], object]) -> Callable[[], None]:
 
 
 def test_metrics_that_are_removed_or_renamed_go_on_under_their_name(tmp_path: Path) -> None:
-    """Fault removed-metrics: each loss is told once, and each line from then on is in the file of that name."""
+    """Fault removed-metrics: each loss is told once, and each line from then on is in the file of this name."""
     scene = Scene(tmp_path)
     path = Path("run/metrics.jsonl")
 

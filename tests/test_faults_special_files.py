@@ -24,7 +24,7 @@ FLAGS = ("--log.no-tensorboard", "--checkpoint.every", "2", "--train.steps")
 
 @pytest.fixture(autouse=True)
 def impatient() -> Iterator[None]:
-    """A call that waits for a FIFO raises after a minute."""
+    """A call waiting for a FIFO raises after a minute."""
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(60)
     yield

@@ -162,7 +162,7 @@ def wait(axis: AxisLog, operation: str, count: int = 4096, peer: int = -1) -> No
 
 
 def test_the_rank_at_the_end_of_the_chain_is_named() -> None:
-    """Fault hung-rank: 0 waits for 1, which waits for 3, which waits for 2; 2 computes."""
+    """Fault hung-rank: 0 waits for 1, 1 for 3, 3 for 2; 2 computes."""
     job = Job()
     wait(job.tp[0], "all_reduce")
     wait(job.pp[1], "receive", peer=1)
@@ -247,7 +247,7 @@ def test_a_rank_that_nobody_can_read_is_named() -> None:
 
 
 def test_clocks_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host whose clock is an hour late is named only if others wait for it."""
+    """A host with a clock an hour late is named only if others wait for it."""
     real = time.time
     job = Job()
     monkeypatch.setattr(flight.time, "time", lambda: real() - 3600)
@@ -263,7 +263,7 @@ def test_clocks_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("message", ["short", "\N{GRINNING FACE}" * 100_000], ids=["table", "emoji"])
 def test_an_error_of_any_length_leaves_the_rest_of_the_log_alone(message: str) -> None:
-    """Fault very-long-errors: the table of a thousand ranks, or a message whose JSON takes 12 bytes a character."""
+    """Fault very-long-errors: the table of a thousand ranks, or a message with 12 bytes of JSON a character."""
     log = flight.Flight()
     axis = log.axis("dp", 0, 2, 1)
     axis.begin("send", 8, torch.float32, 0)

@@ -1,4 +1,4 @@
-"""tools/generate.py and the reader of a checkpoint's options that all tools share."""
+"""tools/generate.py and the reader of a checkpoint's options for all tools."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,8 +47,8 @@ def test_a_checkpoint_older_than_an_option_is_read_and_the_option_has_its_defaul
 
 
 def test_a_tool_reads_no_option_but_those_of_the_model_its_data_and_its_weights(tmp_path: Path) -> None:
-    """Every option that a tool does not need may have any value, so one of a new layout cannot be forgotten; files of
-    data may be gone."""
+    """Every option not needed by a tool may have any value, so one of a new layout cannot be forgotten; files of data
+    may be gone."""
     manifest = read_manifest(write_checkpoint(tmp_path / "checkpoint"))
     stated = manifest.trainer["config"] | {"data.train": ["a"], "data.validation": ["b"], "train.seq_length": 40}
     stated["checkpoint.init_from"] = "elsewhere"

@@ -1,5 +1,5 @@
-"""tools/benchmarks/gpu_model.py: its milliseconds and shares are those of the table that it was made from; and the
-documented plan of memory is that of today."""
+"""tools/benchmarks/gpu_model.py: its milliseconds and shares equal those of the table behind it; and the documented
+plan of memory equals today's."""
 
 import sys
 from dataclasses import replace

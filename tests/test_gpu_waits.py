@@ -1,7 +1,7 @@
 """What only a GPU punishes, counted without one: the meta device stands in for it.
 
 Reading a value (`item`, `tolist`, `nonzero`, indexing by a mask) is impossible on the meta device and raises. Making a
-tensor from Python numbers is possible there; on a GPU it is a copy that waits for all queued work, so it is counted.
+tensor from Python numbers is possible there; on a GPU it is a copy waiting for all queued work, so it is counted.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)
 
 
 class CopiesFromPython(TorchFunctionMode):
-    """Notes each tensor that is made from Python numbers, by the line that makes it."""
+    """Notes each tensor made from Python numbers, by the line of its making."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class CopiesFromPython(TorchFunctionMode):
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that a GPU would launch a kernel for; views cost nothing."""
+    """Counts operations with a kernel to launch on a GPU; views cost nothing."""
 
     VIEWS = ("view", "slice", "detach", "alias", "as_strided", "expand", "transpose", "select", "split", "unbind", "t.")
 
@@ -92,7 +92,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def state_on_meta(model: ModelConfig, **train: Any) -> TrainState:
-    """A state of one process, or of `tp` ranks as the first of them sees it, whose tensors have no values."""
+    """A state of one process, or of `tp` ranks as the first of them sees it, with tensors without values."""
     config = Config(
         model=model,
         parallel=ParallelConfig(dp=1),
@@ -145,7 +145,7 @@ def test_an_update_in_16_bits_waits_for_nothing(precision: Precision, events: li
 
 
 def trained_on_meta(tmp_path: Path, **train: Any) -> TrainState:
-    """A run of 6 steps, which evaluates after the third and the last one."""
+    """A run of 6 steps, with an evaluation after the third and the last one."""
     state = state_on_meta(LLAMA, steps=6, **train)
     config = replace(state.config, log=LogConfig(tensorboard=False), run_dir=str(tmp_path))
     config = replace(config, train=replace(config.train, eval_every=3))
@@ -177,7 +177,7 @@ def test_a_dynamic_loss_scale_is_read_before_the_next_step(
 
 @contextmanager
 def torch_forbids_waits() -> Iterator[None]:
-    """On a GPU torch raises where the host would wait for it."""
+    """On a GPU torch raises if the host would wait for it."""
     if DEVICE.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -190,7 +190,7 @@ def torch_forbids_waits() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_two_queued_steps_are_the_steps_that_were_waited_for(precision: Precision) -> None:
-    """On a GPU also without a wait that torch knows of, copies of the samples included."""
+    """On a GPU also without a wait known to torch, copies of the samples included."""
     config = validate(
         Config(model=LLAMA, train=TrainConfig(global_batch_size=2, seq_length=12, precision=precision)), 1
     )

@@ -1,4 +1,4 @@
-"""Gradients that travel in bf16: each rank's part is rounded once, and nothing else differs."""
+"""Gradients traveling in bf16: each rank's part is rounded once, and nothing else differs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,14 +32,14 @@ Reduce = Callable[[Tensor, Axis], collectives.Pending]
 
 
 def round_then_sum_in_fp32(flat: Tensor, axis: Axis) -> collectives.Pending:
-    """What a reduction in bf16 must give, by other means: it sends fp32 numbers that have been rounded to bf16."""
+    """What a reduction in bf16 must give, by other means: it sends fp32 numbers after rounding them to bf16."""
     if axis.size > 1:  # one rank sends nothing, and rounds nothing
         flat.copy_(flat.bfloat16())
     return collectives.reduce_scatter_shard_async(flat, axis)
 
 
 def train(layout: Layout, reduce: Reduce | None) -> dict[str, Any]:
-    """Gradients, weights and norms of all steps, and the bytes that this rank has sent in reductions."""
+    """Gradients, weights and norms of all steps, and the bytes sent by this rank in reductions."""
     with pytest.MonkeyPatch.context() as patch:
         if reduce is not None:
             patch.setattr(collectives, "reduce_scatter_shard_in_bf16_async", reduce)

@@ -1,7 +1,7 @@
 """The grid: every layout trains as one process does. Loss, every gradient and every weight after two steps, in fp32.
 
-The layouts are a pairwise cover of the options (tests/support/factors.py), and a few that are larger. Those behind
--m slow were chosen by hand.
+The layouts are a pairwise cover of the options (tests/support/factors.py), and a few larger ones. Those behind -m slow
+were chosen by hand.
 """
 
 import socket
@@ -42,7 +42,7 @@ from tests.support.sweeps import slow_but
 
 
 def train_on_hosts(config: Config, ranks_of_a_host: int) -> dict[str, Any]:
-    """`train_two_steps`, where each `ranks_of_a_host` consecutive ranks have a host name of their own."""
+    """`train_two_steps`, with a host name for each `ranks_of_a_host` consecutive ranks."""
     name = f"host-{dist.get_rank() // ranks_of_a_host}"
     socket.gethostname = lambda: name
     return train_two_steps(config)
@@ -60,7 +60,7 @@ def train_on_hosts(config: Config, ranks_of_a_host: int) -> dict[str, Any]:
     ids=name,
 )
 def test_shared_memory_and_gloo_give_the_same_bits(layout: Layout) -> None:
-    """On one host, over gloo alone, and on two hosts of which each has both ranks of every tp axis."""
+    """On one host, over gloo alone, and on two hosts, each with both ranks of every tp axis."""
     config = layout.config()
     world = layout.world
     shared = run_ranks(world, train_on_hosts, config, world)
@@ -352,8 +352,8 @@ STAGES = {name: schedule.vpp.nearest_to(2) for name, schedule in SCHEDULES.items
 @pytest.mark.parametrize(("model", "rtol"), [(LLAMA, 0.0), (ONE_KV_HEAD, 1e-6)], ids=["untied", "tied"])
 @pytest.mark.parametrize("micro_batch_size", [2, 12], ids=["six", "one"])
 def test_every_schedule_has_the_bits_of_1f1b(model: ModelConfig, rtol: float, micro_batch_size: int) -> None:
-    """With six micro-batches and with one. A tied embedding whose two ends are on one rank is summed in another order:
-    that differs by rounding."""
+    """With six micro-batches and with one. A tied embedding with both ends on one rank is summed in another order: it
+    differs by rounding."""
     base = Layout(model, pp=2, micro_batch_size=micro_batch_size)
     cases = [base, *(replace(base, schedule=name, vpp=vpp) for name, vpp in STAGES.items())]
     by_rank = run_ranks(2, gradients_of_schedules, cases)

@@ -86,7 +86,7 @@ FORCED = of(MIXTRAL, router_z_loss_coef=0.02)
     ids=name,
 )
 def test_all_tokens_to_the_same_experts(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of five experts get every token, so that some ranks compute nothing. Nothing waits, and nothing is NaN."""
+    """Two of five experts get every token, so some ranks compute nothing. Nothing waits, and nothing is NaN."""
     monkeypatch.setattr(route, "select", all_to_expert_zero)
     check_on_ranks(layout)
 
@@ -113,7 +113,7 @@ language_loss = Stage.loss
     ids=name,
 )
 def test_losses_of_routers_alone_train_as_in_one_process(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault moe-balance-loss-scaled: with the language loss turned off, every gradient is that of routers."""
+    """Fault moe-balance-loss-scaled: with the language loss turned off, every gradient comes from routers."""
     monkeypatch.setattr(Stage, "loss", no_language_loss)
     check_on_ranks(layout)
 
@@ -138,7 +138,7 @@ def test_no_rank_holds_all_experts(ep: int, etp: int) -> None:
 
 @st.composite
 def random_layouts(draw: st.DrawFn) -> Layout:
-    """A layout of 2 to 8 ranks. Replicas that share experts have equal numbers of micro-batches."""
+    """A layout of 2 to 8 ranks. Replicas with shared experts have equal numbers of micro-batches."""
     sizes = [
         (1, 1, 4, 1),
         (2, 1, 2, 1),

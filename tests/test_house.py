@@ -1,5 +1,5 @@
 """The rules of the house, as CONTRIBUTING.md states them: who may import whom, what stands in one place only, sizes,
-declared dependencies, and faults that tests guard against. tests/test_docs.py has the rules of documents."""
+declared dependencies, and the faults guarded against by tests. tests/test_docs.py has the rules of documents."""
 
 import ast
 import re
@@ -99,7 +99,7 @@ def module_name(path: Path) -> str:
 
 
 def names_used(path: Path) -> set[str]:
-    """Everything that a file imports or reaches through attributes, as dotted names."""
+    """Everything imported by a file or reached through attributes, as dotted names."""
     return {*imports(path), *(name for node in ast.walk(tree(path)) if (name := dotted(node)))}
 
 
@@ -108,7 +108,7 @@ def within(name: str, *packages: str) -> bool:
 
 
 def room(module: str) -> str:
-    """Raises KeyError for a module of megapar that no room holds: a new room needs a line in MAY_IMPORT."""
+    """Raises KeyError for a module of megapar outside all rooms: a new room needs a line in MAY_IMPORT."""
     if module.partition(".")[0] in PROGRAMS or within(module, "megapar.__main__"):
         return "main"
     found = [name for name in (*FOUNDATION, *MAY_IMPORT) if within(module, name)]
@@ -145,7 +145,7 @@ def test_no_test_imports_another_test() -> None:
 
 
 def test_options_are_read_and_judged_without_torch() -> None:
-    """So that --help and a refusal take no time, and a plan needs no accelerator."""
+    """So --help and a refusal take no time, and a plan needs no accelerator."""
     waiting, seen = ["megapar.config.files", "megapar.config.validate"], set()
     while waiting:
         module = waiting.pop()
@@ -169,7 +169,7 @@ def test_only_comm_and_context_know_torch_distributed() -> None:
 
 
 def test_each_user_of_the_store_has_keys_of_its_own() -> None:
-    """A user is named once outside of its definition: where it gets its part. No other part is made."""
+    """A user is named once outside of its definition: there it gets its part. No other part is made."""
     texts = {relative(path): path.read_text() for path in LIBRARY}
     for user in StoreUser:
         named = [name for name, text in texts.items() for _ in range(text.count(f"StoreUser.{user.name}"))]
@@ -221,7 +221,7 @@ def test_functions_files_and_project_stay_small() -> None:
 
 
 def closure(*modules: str) -> set[Path]:
-    """Files of ours that these modules import, and what those do."""
+    """Files of ours imported by these modules, directly or not."""
     by_name = {module_name(path): path for path in SOURCES}
     waiting, seen = [by_name[module] for module in modules], set()
     while waiting:
@@ -241,7 +241,7 @@ def test_a_training_imports_no_preparation_conversion_or_benchmark() -> None:
 
 
 def test_there_are_fewer_than_100_options() -> None:
-    """Options of `model` describe models, of which there are many kinds."""
+    """Options of `model` describe models, and there are many kinds of them."""
     assert len([path for path in option_types() if not path.startswith("model.")]) < 100
 
 
@@ -301,14 +301,14 @@ def requirements() -> tuple[list[str], list[str]]:
 
 
 def normal(requirement: str) -> str:
-    """The distribution that a requirement names, as PyPI normalizes it."""
+    """The distribution named by a requirement, as PyPI normalizes it."""
     found = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert found, requirement
     return re.sub(r"[-_.]+", "-", found[0]).lower()
 
 
 def third_party(paths: Iterable[Path]) -> set[str]:
-    """Dotted names that files import from neither Python nor this project."""
+    """Dotted names imported by files from neither Python nor this project."""
     siblings = {path.stem for path in SOURCES if within(module_name(path), *PROGRAMS)}
     known = sys.stdlib_module_names | siblings
     known |= {*OPTIONAL}
@@ -363,7 +363,7 @@ SLUG = r"[a-z0-9]+(?:-[a-z0-9]+)+"  # two words or more, so that "fault handling
 
 
 def cited_faults(path: Path) -> set[str]:
-    """The slugs that a file cites, as in "Fault hung-rank: ..." and "(faults flipped-bit, missing-file)"."""
+    """The slugs cited by a file, as in "Fault hung-rank: ..." and "(faults flipped-bit, missing-file)"."""
     text = " ".join(path.read_text().replace("#", " ").split())  # a comment may break a line between two slugs
     lists = re.findall(rf"\b[Ff]aults? ({SLUG}(?:,? and {SLUG}|, {SLUG})*)", text)
     return {slug for slugs in lists for slug in re.findall(SLUG, slugs)}

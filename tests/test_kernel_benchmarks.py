@@ -1,5 +1,5 @@
 """The GPU benchmarks in their dry modes, at a size of seconds: every op, direction and contender runs, nothing is
-claimed that was not measured, nothing measured is lost, and a wrong kernel is found out."""
+claimed without a measurement, nothing measured is lost, and a wrong kernel is found out."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def tiny_case(op: str, backend: Kernels | None = None) -> ops.Case:
 
 @pytest.mark.slow
 def test_a_dry_run_has_every_op_in_every_direction_and_no_figure(tmp_path: Path) -> None:
-    """The kernels are interpreted where triton is installed: each is compared with torch in fp32."""
+    """The kernels are interpreted if triton is installed: each is compared with torch in fp32."""
     if HAS_TRITON and triton.__version__ < "3.7":
         pytest.skip(f"the interpreter of triton {triton.__version__} does not understand numpy {np.__version__}")
     results = door(tmp_path, "kernels", "--dry_run", TRITON_INTERPRET="1")
@@ -93,7 +93,7 @@ def test_figures_follow_from_times(bench: measuring.Bench, monkeypatch: pytest.M
 
 
 def test_a_wrong_kernel_is_not_timed(bench: measuring.Bench) -> None:
-    """Neither one of ours, whose error is seen to rounding, nor another's that computes something else."""
+    """Neither one of ours, with any error above rounding, nor another's with other results."""
     case = tiny_case("SwiGLU")
 
     class Backward(torch.autograd.Function):
@@ -158,9 +158,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 def test_no_failure_ends_another_contender(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What matters most comes first. 8b has no memory, which is a result: a smaller workload takes its place. On 1b
-    megapar crashes, which fails the program. All others go on until the time is up, by a clock of which each takes a
-    minute; each is in the file before the next begins."""
+    """What matters most comes first. 8b has no memory, and this is a result: a smaller workload takes its place. On 1b
+    megapar crashes, and so the program fails. All others go on until the time is up, by a clock with a minute for each;
+    each is in the file before the next begins."""
     clock = [0.0]
     file = tmp_path / "out.json"
 
@@ -215,7 +215,7 @@ def test_lack_of_memory_is_told_from_other_failures() -> None:
 
 
 class Watched(gpu_contenders.RandomWeights):
-    """Weights that remember how many of them were there at once."""
+    """Weights with a memory of how many of them were there at once."""
 
     alive: weakref.WeakSet[torch.Tensor]
     most = 0
@@ -229,8 +229,8 @@ class Watched(gpu_contenders.RandomWeights):
 
 @pytest.mark.parametrize("name", ["1b", "8b-16-layers"], ids=["tied", "untied"])
 def test_contenders_start_equal_and_hold_no_second_model(name: Any) -> None:
-    """Weights do not depend on the order in which they are asked for. While a contender is built at most two of them
-    are there: the one that is copied and the one before it."""
+    """Weights do not depend on the order of requests for them. While a contender is built at most two of them are
+    there: the one being copied and the one before it."""
     config = gpu.make_config(gpu.Options(dry_run=True), name, large=True)
     weights = gpu.RandomWeights(config.model, CPU)
     backward = {key: weights[key] for key in reversed(list(weights))}
@@ -245,7 +245,7 @@ def test_contenders_start_equal_and_hold_no_second_model(name: Any) -> None:
 
 
 def test_figures_stand_beside_predictions(tmp_path: Path) -> None:
-    """With a time made up: ratios of all four figures, and a mark on those that are off by more than 15 %."""
+    """With a time made up: ratios of all four figures, and a mark on those off by more than 15 %."""
     options = gpu.Options(json=tmp_path / "out.json")
     session = gpu.Training(options, {"memory_bytes": 150 * 10**9, "peak_tflops": 989.0})
     config = gpu.make_config(options, "1b", large=True)
@@ -287,7 +287,7 @@ FILES = {
 
 
 def test_kernels_are_told_apart_by_their_names() -> None:
-    """Those of ours are read from the sources, so that renamed and new ones count too."""
+    """Ours are read from the sources, so renamed and new ones count too."""
     named = [tuple(line.split(": ", 1)) for line in NAMES.strip().splitlines()]
     for file in (ROOT / "kernels/megapar_kernels").glob("*.py"):
         names = re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)
@@ -316,7 +316,7 @@ def test_a_profile_is_summed_by_kernel_and_category() -> None:
 
 @pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_every_candidate_is_tried(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At tiny shapes: candidates compute what torch does, and where kernels run, today's is among them. Without -m slow
+    """At tiny shapes: candidates compute what torch does, and if kernels run, today's is among them. Without -m slow
     the first and the last of each kind."""
     candidates = tune.candidates
     monkeypatch.setattr(tune, "candidates", lambda *args: (x := candidates(*args))[:1] + x[1:][-count + 1 :])
@@ -343,7 +343,7 @@ def test_candidates_reach_the_kernels(bench: measuring.Bench, tmp_path: Path) ->
 
 
 def test_what_fails_is_told_after_all_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A kernel that does not run at all, and a candidate that computes something else."""
+    """A kernel unable to run at all, and a candidate with other results."""
     wrong = {"config": "units 3", "today": False, "ms": None, "status": "KernelError: differs"}
     monkeypatch.setattr(tune, "try_all", Mock(side_effect=[RuntimeError("no kernel image"), [wrong], [wrong]]))
     with pytest.raises(tune.KernelError, match=r"AdamW 384: RuntimeError: no kernel image; RoPE .* units 3"):

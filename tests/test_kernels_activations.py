@@ -115,7 +115,7 @@ def test_strided_inputs_and_gradients(op: Op) -> None:
 @needs_triton
 @pytest.mark.parametrize("op", GATED + PLAIN)
 def test_kernels_write_their_outputs_alone(op: Op) -> None:
-    """Guard bands around all that the kernels write, and inputs that stay as they were."""
+    """Guard bands around all outputs of the kernels, and inputs left as they were."""
     arguments = [x.detach().float().to(DEVICE).requires_grad_() for x in inputs(op, 5, 131)]
     before, guards = [x.detach().clone() for x in arguments], []
     empty, empty_like = torch.empty, torch.empty_like
@@ -175,8 +175,9 @@ def test_bias_gradient_alone() -> None:
 @needs_triton
 @pytest.mark.parametrize("op", GATED + PLAIN)
 def test_large_values_infinities_and_nan(op: Op) -> None:
-    """No overflow in exponentials makes a NaN, and none that is there gets lost: infinities and NaN of the value and of
-    its derivative are where torch has them on a CPU. (x sigmoid(x) is NaN at -inf there, too: -inf times 0.)"""
+    """No overflow in exponentials makes a NaN, and no NaN of the input gets lost: infinities and NaN of the value and
+    of its derivative have the same places as torch's on a CPU. (x sigmoid(x) is NaN at -inf there, too: -inf times
+    0.)"""
     finite, infinity = [-1e4, -200.0, -88.0, -0.0, 0.0, 88.0, 200.0, 1e4], float("inf")
     x = torch.tensor([*finite, -infinity, infinity, float("nan")])
     bias = [torch.zeros(len(x))] if op is bias_gelu else []
@@ -212,7 +213,7 @@ def test_shapes_that_do_not_fit_are_refused(impl: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU with 40 GB")
 def test_offsets_beyond_2_31() -> None:
-    """Fault tensors-beyond-32-bits: the last rows of inputs, output and gradients that are beyond 2^31 elements."""
+    """Fault tensors-beyond-32-bits: the last rows of inputs, output and gradients beyond 2^31 elements."""
     rows, f = 2**17 + 5, 2**14
     gate_up = torch.zeros(rows, 2 * f, dtype=torch.bfloat16, device=DEVICE)
     gate_up[-3:].normal_()

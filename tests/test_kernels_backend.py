@@ -1,7 +1,7 @@
-"""Which implementation serves: chosen by device, refused with a reason, and apex called as it documents itself.
+"""The choice of an implementation: by device, refused with a reason, and apex called as it documents itself.
 
-NVIDIA's apex is not installed where these tests run; modules of its names and signatures, computing by torch, take its
-place, so that what we pass to it is what it takes.
+NVIDIA's apex is not installed on the machines of these tests; modules of its names and signatures, computing by torch,
+take its place, so our calls must fit its signatures.
 """
 
 import sys

@@ -71,7 +71,7 @@ def reviewed() -> tuple[Path, Table]:
 
 
 def test_nothing_spills_loads_are_wide_and_warps_enough(table: Table) -> None:
-    """Those with integer arguments that are 1 are compiled for an H200 alone."""
+    """Those with integer arguments of 1 are compiled for an H200 alone."""
     architectures = {architecture for by_architecture in table.values() for architecture in by_architecture}
     assert len(table) >= len(FEW)
     assert any(" = 1" in name for name in table)
@@ -142,7 +142,7 @@ def test_program_numbers_are_64_bit_before_anything_is_multiplied() -> None:
 
 
 def test_kernels_use_nothing_that_one_of_the_tritons_lacks() -> None:
-    """3.6 to 3.9: no block pointers, no libdevice; and no autotuning, whose choices would differ between ranks."""
+    """3.6 to 3.9: no block pointers, no libdevice; and no autotuning, for its choices would differ between ranks."""
     text = "\n".join(path.read_text() for path in KERNELS)
     for name in ("make_block_ptr", "libdevice", "autotune", "atomic_"):
         assert name not in text

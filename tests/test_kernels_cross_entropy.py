@@ -59,7 +59,7 @@ OPTIONS = [{}, {"inplace": True}, {"z_loss": 0.01}, {"z_loss": 0.01, "inplace": 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_kernels_equal_fp64(size: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Loss and gradient, with columns of padding and without, which end inside and at the end of a block (fault
+    """Loss and gradient, with columns of padding and without, ending inside and at the end of a block (fault
     fused-cross-entropy-odd-sizes)."""
     rows, width, vocab = size
     for number, options in enumerate(OPTIONS):
@@ -71,7 +71,8 @@ def test_kernels_equal_fp64(size: tuple[int, int, int], dtype: torch.dtype) -> N
 @needs_triton
 @pytest.mark.parametrize("shift", [1e4, -1e4])
 def test_large_logits_keep_their_loss(shift: float) -> None:
-    """All are close to +-10,000, where log-sum-exp itself would be rounded to 1e-3 (fault cross-entropy-extremes)."""
+    """All are close to +-10,000, and log-sum-exp itself would be rounded to 1e-3 there (fault
+    cross-entropy-extremes)."""
     logits = draw(5, 1000) + shift
     logits[:, 3] += 20
     compare(op(5, 1000), [logits.clone().requires_grad_()], torch.float32)
@@ -130,8 +131,8 @@ def test_statistics_of_a_slice(impl: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_several_tiles(dtype: torch.dtype) -> None:
     """Two whole tiles of 4,096 columns and a part of one: targets in each, at their ends and far outside (2^32 is 0 in
-    32 bits), -inf in all columns of a whole tile and in all that some lanes of the kernel see, logits near the largest
-    number."""
+    32 bits), -inf in all columns of a whole tile and in all columns of some lanes of the kernel, logits near the
+    largest number."""
     columns, width = 8999, 9001
     ends = [0, 4095, 4096, 8191, 8192, columns - 1]
     target = torch.tensor([*ends, -1, columns, width, 2**32, 2**32 + 8192, -(2**32)], device=DEVICE)
@@ -178,7 +179,7 @@ def test_padding_is_inert(impl: str) -> None:
 @WAYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_place_gradient_takes_the_logits_memory(impl: str, dtype: torch.dtype) -> None:
-    """And autograd knows: a second backward, and an op that needs the logits, raise instead of being wrong."""
+    """And autograd knows: a second backward, and an op in need of the logits, raise instead of being wrong."""
     logits = draw(4, 3, 200).to(DEVICE, dtype).requires_grad_() * 1.0
     twice = logits * logits
     loss = vocab_parallel_cross_entropy(
@@ -255,7 +256,7 @@ def test_real_vocabularies(vocab: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="not run: needs a GPU with 16 GB")
 def test_more_than_two_to_the_31_logits() -> None:
-    """Fault tensors-beyond-32-bits: the last rows, whose offsets need 64 bits."""
+    """Fault tensors-beyond-32-bits: the last rows, with offsets of 64 bits."""
     rows, vocab = 16400, 131072
     x = torch.empty(rows, vocab, dtype=torch.bfloat16, device=DEVICE).normal_().requires_grad_()
     targets, last = torch.randint(vocab, (rows,), device=DEVICE), x.detach()[-3:].double().requires_grad_()
@@ -275,7 +276,7 @@ CASES = [("torch", 0.02), ("triton", 0.02), ("triton", 0.0)]
 
 
 def problem() -> dict[str, Tensor]:
-    """x [8, 3, h] and weight [PADDED, h] in fp64 (values that fp32 holds), targets, and a weight of each loss."""
+    """x [8, 3, h] and weight [PADDED, h] in fp64 (values exact in fp32), targets, and a weight of each loss."""
     targets = torch.randint(VOCAB, (8, 3), generator=torch.Generator().manual_seed(2))
     targets.view(-1)[: len(BOUNDARIES)] = BOUNDARIES
     x, weight = draw(8, 3, HIDDEN).float().double(), draw(PADDED, HIDDEN, seed=3).float().double()
@@ -376,8 +377,8 @@ def linear_on_ranks(size: int) -> list[dict[str, Tensor]]:
 @pytest.mark.gpus
 @pytest.mark.parametrize("tp", slow_but([1], [1, 2, 4]))
 def test_linear_cross_entropy_equals_torch(tp: int) -> None:
-    """Losses and the gradients of x and of every row of the weight, by chunks that do not divide the tokens, with and
-    without sequence parallelism and main gradient. The gradient buffer sees one addition."""
+    """Losses and the gradients of x and of every row of the weight, by chunks of a size not dividing the tokens, with
+    and without sequence parallelism and main gradient. The gradient buffer sees one addition."""
     ranks = run_ranks(tp, linear_on_ranks, tp)
     for number, (_, z_loss) in enumerate(CASES):
         losses, _, grad_x, grad_weight = expected(z_loss)
@@ -394,7 +395,7 @@ def test_linear_cross_entropy_equals_torch(tp: int) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any op has returned."""
+    """The most elements returned by any op."""
 
     numel = 0
 

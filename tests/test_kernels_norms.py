@@ -34,7 +34,7 @@ def _kernels_serve_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(name: str, rows: int | tuple[int, ...], columns: int) -> list[Tensor | float]:
-    """fp64 arguments of an op, whose mean is not near zero; all tensors require a gradient."""
+    """fp64 arguments of an op, with a mean not near zero; all tensors require a gradient."""
     generator = torch.Generator().manual_seed(columns)
     shape = (rows, columns) if isinstance(rows, int) else (*rows, columns)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) + 0.5 for _ in range(1 + ("add" in name))]
@@ -143,7 +143,7 @@ def test_layer_norm_far_from_zero_keeps_its_digits() -> None:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_the_fused_addition_is_the_addition_and_the_norm(name: str) -> None:
-    """Bitwise, in bf16: outputs, and gradients where only one of the outputs is used."""
+    """Bitwise, in bf16: outputs, and gradients if only one of the outputs is used."""
     for columns in (96, 33000):
         x, residual, *rest = (t.detach() if isinstance(t, Tensor) else t for t in arguments(name, (2, 3), columns))
         assert isinstance(x, Tensor)
@@ -222,8 +222,8 @@ class Norm(nn.Module):
 
 
 def exact_parameter_gradients(norm: Norm, batches: list[list[Tensor]], upstream: Tensor) -> list[Tensor]:
-    """Of each parameter, by fp64 autograd: its gradient summed over the micro-batches. The sum that enters a fused norm
-    is rounded to bf16, as the op says."""
+    """Of each parameter, by fp64 autograd: its gradient summed over the micro-batches. A fused norm's input sum is
+    rounded to bf16, as the op says."""
     leaves = [p.detach().double().requires_grad_() for p in norm.parameters()]
     op = NORMS[norm.name.removeprefix("add_")]
     for batch in batches:

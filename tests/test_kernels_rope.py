@@ -89,8 +89,8 @@ def test_inverse_restores_the_input(dtype: torch.dtype) -> None:
 
 @HOWS
 def test_slices_of_a_fused_projection(impl: str) -> None:
-    """Fault tensors-beyond-32-bits: q and k are strided views of one buffer, which stays as it is; gradients arrive in
-    its right columns."""
+    """Fault tensors-beyond-32-bits: q and k are strided views of one buffer; the buffer stays as it is, and gradients
+    arrive in its right columns."""
     s, b, nq, nk, d = 3, 2, 6, 2, 80
     qkv = numbers(s, b, (nq + 2 * nk) * d).float().to(DEVICE).requires_grad_()
     before = qkv.detach().clone()
@@ -265,7 +265,7 @@ def test_shapes_that_do_not_fit_are_refused_before_the_split(impl: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU with 20 GB")
 def test_offsets_beyond_2_31() -> None:
-    """Fault tensors-beyond-32-bits: a small slice of a buffer whose stride takes its last rows beyond 2^31 elements,
+    """Fault tensors-beyond-32-bits: a small slice of a buffer with a stride to take its last rows beyond 2^31 elements,
     and a large output."""
     s, d = 33000, 64
     qkv = torch.zeros(s, 1, 2**16 + 128, dtype=torch.bfloat16, device=DEVICE)

@@ -76,7 +76,7 @@ def test_a_causal_mask_is_the_causal_softmax() -> None:
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_what_is_masked_counts_for_nothing(impl: Any) -> None:
-    """Infinite and huge scores where masked; a fully masked row is zeros, with a gradient of zeros."""
+    """Infinite and huge scores in masked places; a fully masked row is zeros, with a gradient of zeros."""
     x = torch.randn(3, 40, device=DEVICE)
     mask = mask_of(3, 40)
     dirty = x.masked_fill(mask, math.inf).requires_grad_()

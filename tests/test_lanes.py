@@ -28,7 +28,7 @@ def test_a_lane_that_needs_a_gpu_says_so(lane: str) -> None:
 
 
 def test_torch_is_imported_after_the_lane_is_chosen() -> None:
-    """Variables that torch and triton read when they are imported would come too late."""
+    """torch and triton read variables when they are imported, so later ones would come too late."""
     run = python("-c", "import sys, tests.conftest; sys.exit('torch' in sys.modules)")
     assert run.returncode == 0, run.stderr
 

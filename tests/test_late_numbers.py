@@ -1,7 +1,7 @@
 """A GPU decides itself whether a step updates weights, and its numbers are read one step late. CPUs do the same here
-(`behind_the_host`), and every run is compared with one whose numbers are read in time.
+(`behind_the_host`), and every run is compared with one reading its numbers in time.
 
-tests/test_gpu_waits.py has the order in which steps are queued and read.
+tests/test_gpu_waits.py has the order of queuing and reading steps.
 """
 
 import io
@@ -181,7 +181,7 @@ def judged() -> None:
 
 
 def left_out(case: Case, bad: float, *, in_loss: bool = False) -> None:
-    """A good step, a spoiled one, and unless it can overflow a good one that is queued before the host knows."""
+    """A good step, a spoiled one, and unless it can overflow a good one, queued before the host knows."""
     what = f"{case} {bad}"
     state = make_state(case.layout.config(case.precision))
     reference = make_state(case.layout.config(case.precision))
@@ -255,7 +255,7 @@ def stopped(folder: Path, asked_at: Sequence[int]) -> list[tuple[int, str, int]]
 
 
 def test_a_run_that_is_asked_to_stop_saves_one_step_later(tmp_path: Path) -> None:
-    """Fault request-to-stop, where the votes of a step are read when the next one is queued."""
+    """Fault request-to-stop, with the votes of a step read when the next one is queued."""
     ends = {1: 2, 4: 5, 5: 6, 6: 6}
     for shown in run_ranks(2, stopped, tmp_path, list(ends)):
         for step, why, last in shown:

@@ -1,4 +1,4 @@
-"""Where the bytes of a rank are: what is counted lives as long as a backward pass needs it."""
+"""The places of a rank's bytes: what is counted lives as long as a backward pass needs it."""
 
 import json
 from dataclasses import replace

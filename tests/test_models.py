@@ -116,7 +116,8 @@ def test_z_loss_is_part_of_the_training_loss_alone() -> None:
 @pytest.mark.parametrize("name", ["grouped", "q/k norm and biases", "gpt tied"])
 def test_bf16_gradients_equal_plain_pytorch_to_bf16_rounding(name: str) -> None:
     """The reference runs in fp64 on the same bf16 weights. A rounding to bf16 errs by up to 2^-9; some tens of them, of
-    both signs, lie between loss and farthest weight: 2^-4 holds also for key biases, whose terms nearly cancel."""
+    both signs, lie between loss and farthest weight: 2^-4 holds also for key biases, although their terms nearly
+    cancel."""
     config, ctx = tiny_models.config(MODELS[name], precision="bf16"), context.single()
     stage, batch = tiny_models.build(config, ctx), tiny_models.batch(config.model)
     buffer = flatten([stage], ctx, zero_stage=0, bucket_mb=1.0, overlap=True)
@@ -138,7 +139,7 @@ def test_bf16_gradients_equal_plain_pytorch_to_bf16_rounding(name: str) -> None:
 
 @pytest.mark.parametrize("name", presets())
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
-    """The first line of a preset states the number that its source publishes."""
+    """The first line of a preset states the number published by its source."""
     first_line = presets()[name].read_text().splitlines()[0]
     published = re.search(r": ([\d,]+) parameters", first_line)
     assert published is not None, first_line
@@ -155,7 +156,7 @@ def test_presets_of_mixtures_have_the_published_number_of_active_parameters(name
 
 
 def test_parameters_of_mistrals_first_version() -> None:
-    """It has another vocabulary than the preset, which is version 0.3."""
+    """It has another vocabulary than the preset of version 0.3."""
     assert WholeModel(preset("mistral-7b", vocab_size=32000)).parameters() == 7_241_732_096
 
 
@@ -224,8 +225,8 @@ def test_flops_per_token_of_llama_7b_by_hand() -> None:
 
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_tied_embedding_on_one_rank_is_one_parameter(vpp: int) -> None:
-    """Fault tied-on-one-rank: one object with one place in the buffers, whose gradient sums both uses, and counted
-    once."""
+    """Fault tied-on-one-rank: one object with one place in the buffers, with a gradient summed over both uses, and
+    counted once."""
     config = tiny_models.config(MODELS["gpt tied"])
     config = replace(config, parallel=replace(config.parallel, vpp=vpp))
     stages = build_stages(config, context.single())

@@ -1,4 +1,4 @@
-"""A step that is not finite ends on every rank with the first bad tensor, its rank, micro-batch and samples."""
+"""A non-finite step ends on every rank with the first bad tensor, its rank, micro-batch and samples."""
 
 import io
 import json
@@ -57,7 +57,7 @@ def in_an_activation(patch: pytest.MonkeyPatch, _: TrainState) -> None:
 
 
 def in_a_gradient(patch: pytest.MonkeyPatch, state: TrainState) -> None:
-    """Of a layer's output, where all forwards are finite."""
+    """Of a layer's output, while all forwards are finite."""
     forward = GatedMLP.forward
 
     def planted(self: GatedMLP, x_sbh: Tensor, info: Any) -> Tensor:
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Plant, str]] = {
 
 
 def in_a_shard(_: pytest.MonkeyPatch, state: TrainState) -> None:
-    """With ZeRO-3, of a weight that this rank alone holds."""
+    """With ZeRO-3, of a weight on this rank alone."""
     if state.ctx.world.rank == 2:
         (slot,) = (slot for slot in state.grads.layout.slots if slot.name == "layers.3.mlp.down.weight")
         state.weights.part(slot.start, slot.start + 1).fill_(math.nan)
@@ -178,8 +178,8 @@ LATE = {**{name: words for name, (_, words) in CASES.items()}, "weight": CASES["
 
 @pytest.mark.parametrize("late", slow_but([1], [False, True]), ids=["in time", "late"])
 def test_a_bad_step_names_the_first_bad_tensor_its_rank_micro_batch_and_samples(tmp_path: Path, late: bool) -> None:
-    """Fault non-finite-step. On every rank in the same words, whatever it was; nobody hangs. Nothing of a step that was
-    queued before its verdict was known is seen."""
+    """Fault non-finite-step. On every rank in the same words, whatever it was; nobody hangs. Nothing is seen of a step
+    queued before this verdict was known."""
     first, *others = run_ranks(4, messages, tmp_path, late)
     assert all(said == first for said in others)
     for name, (_, expected) in CASES.items():

@@ -179,7 +179,7 @@ def test_clip_coefficient() -> None:
 
 def norms_with_one_bad_element() -> dict[str, Any]:
     """On tp 2: the norm of random gradients with and without a look at copies; then, for each parameter, rank and bad
-    value, the norm if the first element of that rank's part holds it."""
+    value, the norm with this value as the first element of the rank's part."""
     ctx = context.create(Grid(tp=2))
     buffer = flatten([Toy(ctx)], ctx, zero_stage=0, bucket_mb=1e-4, overlap=True)
     buffer.grads.normal_(std=1e30, generator=torch.Generator().manual_seed(ctx.tp.rank))
@@ -199,7 +199,7 @@ def norms_with_one_bad_element() -> dict[str, Any]:
 
 
 def test_a_bad_element_in_any_copy_of_a_parameter_is_in_the_norm_of_all_ranks() -> None:
-    """Fault one-bad-gradient-copy. A copy that tp rank 1 does not own counts in no norm, but updates its weights."""
+    """Fault one-bad-gradient-copy. A copy not owned by tp rank 1 counts in no norm, but updates its weights."""
     ranks = run_ranks(2, norms_with_one_bad_element)
     assert ranks[1]["numbers"], "rank 1 holds copies"
     for norms in ranks:
@@ -210,7 +210,7 @@ def test_a_bad_element_in_any_copy_of_a_parameter_is_in_the_norm_of_all_ranks() 
 
 
 def changed_by_decay_alone() -> list[dict[str, bool]]:
-    """For tp 2 and dp 2, ZeRO 0 and 1: which tensors a step without gradients changes."""
+    """For tp 2 and dp 2, ZeRO 0 and 1: the tensors changed by a step without gradients."""
     found = []
     for tp, dp in ((2, 1), (1, 2)):
         ctx = context.create(Grid(tp=tp, dp=dp))
@@ -275,8 +275,8 @@ def left_out(optimizer: Optimizers, module: nn.Module, buffer: Flat, found: floa
 @pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_triton), "apex"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_that_is_forbidden_changes_no_bit(dtype: torch.dtype, impl: Any, where: Any) -> None:
-    """Fault late-verdict. Not even of 16-bit weights that are not the rounded main weights. apex cannot leave out an
-    update, so the host waits for the flag: its kernel, which is not here, is not called."""
+    """Fault late-verdict. Not even of 16-bit weights other than the rounded main weights. apex cannot leave out an
+    update, so the host waits for the flag: apex's kernel is missing here, and is not called."""
     module, buffer, _ = make(dtype)
     adamw = buffer.optimizers(OPTIONS, impl=impl)
     assert adamw.each[0].takes_found_inf == (impl != "apex")

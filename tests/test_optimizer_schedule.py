@@ -97,7 +97,7 @@ def test_a_run_may_be_all_warm_up() -> None:
 def test_rates_rise_in_the_warm_up_and_never_after_it(
     schedule: str, warmup: int, length: int, decay: int, low: float
 ) -> None:
-    """And stay between min_lr and lr, and end at min_lr where the schedule says so."""
+    """And stay between min_lr and lr, and end at min_lr if the schedule says so."""
     total = warmup + length
     config = OptimizerConfig(
         lr=2.0,

@@ -96,7 +96,7 @@ def test_the_table_has_every_flag_of_megatrons_own_launch_scripts(script, flags)
 
 
 def test_fields_of_training_arguments_are_those_of_the_pinned_release():
-    """Read from the source of transformers, whose import takes seconds."""
+    """Read from the source of transformers, because importing it takes seconds."""
     package = Path(importlib.util.find_spec("transformers").origin).parent
     tree = ast.parse((package / "training_args.py").read_text())
     fields = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments")

@@ -1,4 +1,4 @@
-"""Memory or threads that run out end a run in one line: what the rank needs, and what would help."""
+"""A run without memory or threads left ends in one line: what the rank needs, and what would help."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ GPU_WORDS = (
 
 
 def test_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
-    """Fault out-of-memory. Building it: an allocation that the system refuses."""
+    """Fault out-of-memory. Building it: an allocation refused by the system."""
 
     def limit_memory() -> None:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -45,8 +45,8 @@ def test_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
-    """Fault out-of-memory. In a step: the line tells the figures of that rank's stage, and the knobs that this run has
-    left."""
+    """Fault out-of-memory. In a step: the line tells the figures of this rank's stage, and the remaining knobs of this
+    run."""
 
     def fill() -> None:
         step = trainer.queue_step
@@ -120,7 +120,7 @@ def test_other_errors_stay_what_they_are(error: Exception, said: str) -> None:
 
 
 def test_planned_ranks_stand_where_created_ones_do() -> None:
-    """Without process groups; see test_context for those that have them."""
+    """Without process groups; see test_context for ranks with them."""
     for rank in range(12):
         ctx = context.planned(Grid(tp=2, dp=2, pp=3, order="dp-tp-cp-pp"), rank, device=torch.device("meta"))
         assert (ctx.dp.rank, ctx.tp.rank, ctx.pp.rank) == (rank % 2, rank // 2 % 2, rank // 4)

@@ -1,4 +1,4 @@
-"""parallel.schedule auto: which schedule follows from which times, what is measured, what a resumed run keeps."""
+"""parallel.schedule auto: the schedule for given times, what is measured, what a resumed run keeps."""
 
 import json
 import tomllib
@@ -55,7 +55,7 @@ def test_the_choice_follows_from_the_times() -> None:
 
 
 def test_the_choice_keeps_to_the_memory() -> None:
-    """Without a limit, to that of 1F1B. dualpipe-v and zb-2p need more than that."""
+    """Without a limit, to the memory of 1F1B. dualpipe-v and zb-2p need more."""
     for m in (4, 8, 16):
         assert chosen(4, m, 1, 1.3, 0.7).schedule not in ("dualpipe-v", "zb-2p", "interleaved")
     assert chosen(4, 16, 1, 1.3, 0.7, limit=8).idle < chosen(4, 16, 1, 1.3, 0.7).idle
@@ -105,7 +105,7 @@ def parallel_of(folder: Path) -> dict[str, object]:
 
 
 def test_a_run_keeps_the_schedule_that_it_has_chosen(tmp_path: Path) -> None:
-    """With --parallel.vpp 1, and times that nothing but 1f1b can suit, because nothing can be deferred."""
+    """With --parallel.vpp 1, and times for 1f1b alone, because nothing can be deferred."""
     flags = ["--launch.nproc", "2", "--parallel.pp", "2", "--parallel.schedule", "auto", "--checkpoint.every", "1"]
     flags += ["--optimizer.warmup_steps", "0", "--parallel.vpp", "1"]
     ended = program.run(*flags, "--train.steps", "1", cwd=tmp_path, plant=plant((1.0, 2.0, 0.0)))
@@ -124,7 +124,7 @@ def test_a_run_keeps_the_schedule_that_it_has_chosen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", ["given", "damaged"])
 def test_what_was_not_chosen_at_an_earlier_start_is_not_kept(before: str, tmp_path: Path) -> None:
-    """A schedule that was given then says nothing about the best one, and a config.toml that cannot be read neither."""
+    """A schedule given then says nothing about the best one, and an unreadable config.toml neither."""
     flags = ["--launch.nproc", "2", "--parallel.pp", "2", "--parallel.vpp", "1", "--optimizer.warmup_steps", "0"]
     if before == "given":
         ended = program.run(*flags, "--parallel.schedule", "gpipe", "--train.steps", "1", cwd=tmp_path)

@@ -83,7 +83,7 @@ def in_halves(delay: Callable[[int], float], make: MakeOrders, pp: int, vpp: int
 
 
 def every_other_in_halves(pp: int, vpp: int, num_microbatches: int) -> Orders:
-    """1F1B in which micro-batches with odd numbers have halves. Their number decides which kind of action is last."""
+    """1F1B with halves for micro-batches of odd numbers. Their number decides the last kind of action."""
     orders = []
     for whole in one_f_one_b(pp, vpp, num_microbatches):
         order: list[Action] = []
@@ -227,7 +227,7 @@ def loss_of_delivered_batches(config: Config) -> tuple[bool, float]:
 
 
 def test_targets_arrive_at_the_last_stage() -> None:
-    """Fault last-stage-on-first-rank: the first rank of a V is the only one that needs tokens and targets."""
+    """Fault last-stage-on-first-rank: the first rank of a V is the only one in need of tokens and targets."""
     layout = Layout(LLAMA, pp=3, vpp=2, schedule=f"{NAME}V", micro_batch_size=6, partition=(0, 1, 1, 1, 1, 0))
     ranks = run_ranks(3, loss_of_delivered_batches, layout.config())
     assert [has_targets for has_targets, _ in ranks] == [True, False, False]
@@ -295,9 +295,10 @@ class Run:
         self.runtime = PipelineRuntime(self.stages, ctx, schedule, vpp)
 
     def step(self, *parts: list[MicroBatch]) -> tuple[dict[str, Tensor], int]:
-        """A step of micro-batches, in several parts of which all but the last are steps of the runtime alone.
+        """A step of micro-batches in several parts. All but the last part are steps of the runtime alone.
 
-        Returns the gradients, and the number of buckets whose reduction began before the end of the last backward.
+        Returns the gradients, and the number of early buckets: their reduction began before the end of the last
+        backward.
         """
         self.flat.start_step()
         for part in parts[:-1]:
@@ -382,7 +383,7 @@ def test_steps_of_the_runtime_accumulate(schedule: str) -> None:
 
 
 class Actions(list[Event]):
-    """A trace that calls `measure` after each action, and keeps what it returns."""
+    """A trace with a call of `measure` after each action; it keeps the results."""
 
     def __init__(self, measure: Callable[[], Any]):
         super().__init__()
@@ -395,7 +396,7 @@ class Actions(list[Event]):
 
 
 class Allocations(TorchDispatchMode):
-    """Knows the storages that operations have made, without those of the tensors `without`."""
+    """Knows the storages made by operations, without those of the tensors `without`."""
 
     def __init__(self, without: Sequence[Tensor]):
         super().__init__()
@@ -411,12 +412,12 @@ class Allocations(TorchDispatchMode):
         return result
 
     def alive(self) -> int:
-        """Bytes of those that are still in memory."""
+        """Bytes of those still in memory."""
         return sum(size for storage, size in self.made.values() if not storage.expired())
 
 
 def left_to_weight_gradients(layout: Layout) -> int:
-    """Bytes that the I of a micro-batch of the whole model of family llama leaves to its W."""
+    """Bytes left by the I of a micro-batch to its W, for the whole model of family llama."""
     model = layout.model
     queries = model.num_attention_heads * model.head_dim
     keys = model.num_key_value_heads * model.head_dim
@@ -465,7 +466,7 @@ def test_only_what_weight_gradients_need_is_kept_until_then(recompute: str) -> N
     ids=named,
 )
 def test_gradients_are_added_in_the_second_half(layout: Layout, in_first_half: str) -> None:
-    """All but that of a head whose loss is computed in chunks, which its stage says."""
+    """All but the gradient of a head with its loss in chunks, as its stage says."""
     state = make_state(layout.config())
     params = [param for stage in state.stages.values() for param in stage.parameters()]
     names = {spec_of(param).name: param.main_grad for param in params}  # type: ignore[attr-defined]

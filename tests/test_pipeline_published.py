@@ -1,6 +1,6 @@
-"""Our zero-bubble schedules beside the published ones that keep as much: they never take longer.
+"""Our zero-bubble schedules beside published ones of the same memory: they never take longer.
 
-Published are torch's orders, computed by torch's own code, and those of sail-sg, whose lengths tests/data holds.
+Published are torch's orders, computed by torch's own code, and those of sail-sg with their lengths in tests/data.
 """
 
 import csv
@@ -45,7 +45,7 @@ def stages_on_a_rank(name: str) -> int:
 
 
 def halved(orders: Orders) -> Orders:
-    """The orders with I and W in place of each B, which takes as long."""
+    """The orders with I and W in place of each B, as long together as B."""
     return [
         [half for a in order for half in ([Action("I", *a[1:]), Action("W", *a[1:])] if a.kind == "B" else [a])]
         for order in orders
@@ -58,7 +58,7 @@ def keeps(orders: Orders) -> int:
 
 
 def torch_orders(kind: str, pp: int, vpp: int, m: int) -> Orders | None:
-    """The orders of torch's class. None where it takes no such number of micro-batches."""
+    """The orders of torch's class. None if it takes no such number of micro-batches."""
     if kind == "DualPipeV" and m < 2 * pp:
         return None
     if kind == "InterleavedZeroBubble" and m % max(1, m // pp):
@@ -112,9 +112,9 @@ def allowed(name: str, pp: int) -> int:
 
 
 def worst_ratio(name: str, pp: int, m: int, known: bool) -> float:
-    """Our length over the published one, at the worst of TIMES; 0 if there is none that keeps as much.
+    """Our length over the published one, at the worst of TIMES; 0 if none keeps as much.
 
-    With `known`, our orders are made for the times that they run with.
+    With `known`, our orders are made for the times they run with.
     """
     other = published(name, pp, m)
     if other is None or other.keeps > allowed(name, pp):

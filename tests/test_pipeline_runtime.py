@@ -45,9 +45,9 @@ class Double(torch.autograd.Function):
 
 
 class ToyStage(nn.Module):
-    """Links carry hidden states [s, b, h], a gate [b, s, 1] that the last stage ignores, and int64 token ids.
+    """Links carry hidden states [s, b, h], a gate [b, s, 1] ignored by the last stage, and int64 token ids.
 
-    In float64, so that what is not rounding shows.
+    In float64, so errors beyond rounding show.
     """
 
     def __init__(self, stage: int, num_stages: int, jitter: random.Random | None = None):
@@ -84,7 +84,7 @@ class ToyStage(nn.Module):
 
 
 def make_batches(m: int, seed: int, longest: int = 7) -> list[MicroBatch]:
-    """Micro-batches of different lengths in which every token has a weight of its own."""
+    """Micro-batches of different lengths with a weight for every token."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(m):
@@ -189,7 +189,7 @@ def test_evaluation_gives_the_same_losses_and_no_gradients():
 
 
 class CountedWork:
-    """A transfer that knows how often it was waited for."""
+    """A transfer with a count of the waits for it."""
 
     def __init__(self, work: dist.Work):
         self.work, self.waits = work, 0
@@ -224,7 +224,7 @@ def test_every_work_of_a_batch_is_waited_for_once():
 
 
 class SentOutputs(nn.Module):
-    """A stage whose graph does not need its output; notes how many earlier outputs are alive when it runs."""
+    """A stage with no need of its output in its graph; notes how many earlier outputs are alive when it runs."""
 
     def __init__(self, last: bool):
         super().__init__()

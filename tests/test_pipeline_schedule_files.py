@@ -1,4 +1,4 @@
-"""Schedules from files: our own text and torch's CSV, there and back; every refusal; a run that reads one."""
+"""Schedules from files: our own text and torch's CSV, there and back; every refusal; a run with one."""
 
 import itertools
 from pathlib import Path
@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_schedule_above_the_memory_is_refused(tmp_path: Path) -> None:
-    """So is one of ours that has no freedom."""
+    """So is one of ours without freedom."""
     path = write(tmp_path, GOOD)
     gib = 2**30
     for name in (path, "1f1b", "gpipe"):

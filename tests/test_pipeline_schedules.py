@@ -200,7 +200,7 @@ def test_an_order_that_cannot_run_is_refused_with_what_each_rank_waits_for():
 
 
 def test_plans_that_lock_each_other_up_are_told_apart():
-    """Two ranks that each receive before they send: what a plan with split batches would do on NCCL."""
+    """Two ranks, each receiving before it sends: what a plan with split batches would do on NCCL."""
     first, second = plans_of("interleaved", 2, 2, 4)
     batches = [item for item in first if isinstance(item, MessageBatch) and item.receives]
     first.remove(batches[0])

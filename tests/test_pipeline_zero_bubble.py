@@ -20,7 +20,7 @@ FIXED = {"1f1b": 1, "zb-h1": 1, "zb-2p": 1, "zb-v": 2, "v-half": 2, "v-min": 2, 
 class Case(NamedTuple):
     """A schedule over pp ranks. `microbatches` is its memory in whole micro-batches of a rank, 0 for its own.
 
-    With `bytes_of` a seed, forwards of each stage keep a random number of bytes, of which I leaves another one.
+    With `bytes_of` a seed, forwards of each stage keep a random number of bytes, and I leaves another number of them.
     """
 
     name: str
@@ -86,7 +86,7 @@ def check(case: Case) -> None:
 
 def check_actions(case: Case, orders: Orders) -> None:
     """Each micro-batch goes once through each stage of each rank, forward before backward, I before W, and the actions
-    that add gradients of weights come in the order of micro-batches."""
+    adding gradients of weights come in the order of micro-batches."""
     for rank, order in enumerate(orders):
         at = {action: position for position, action in enumerate(order)}
         assert len(at) == len(order), case
@@ -169,13 +169,13 @@ def test_idle_shares_are_those_of_the_table(pp: int, m: int) -> None:
 
 @pytest.mark.parametrize(("pp", "m", "half", "least"), [(4, 16, 5.0, 10.3), (8, 32, 8.1, 10.7)])
 def test_less_memory_costs_time(pp: int, m: int, half: float, least: float) -> None:
-    """V-Half and V-Min beside 1F1B, which idles 15.8 and 17.9 percent."""
+    """V-Half and V-Min beside 1F1B. The latter idles 15.8 and 17.9 percent."""
     assert idle("v-half", pp, m, 2) == pytest.approx(half, abs=0.05)
     assert idle("v-min", pp, m, 2) == pytest.approx(least, abs=0.05)
 
 
 def test_schedules_that_know_the_durations_idle_less() -> None:
-    """Where there are few micro-batches, an order that is made for the times that it runs with idles less."""
+    """With few micro-batches, an order made for its actual times idles less."""
     known = ZERO_BUBBLE["zb-v"].schedule(durations=Durations(1, 1.3, 0.7))
     plans = [lower(make(schedule, 3, 2, 3), 6) for schedule in (known, SCHEDULES["zb-v"])]
     tuned, unknown = (simulate(plan, 1 / 2, 2 / 2, weights=0.7 / 2).bubble for plan in plans)
@@ -187,7 +187,7 @@ def test_schedules_that_know_the_durations_idle_less() -> None:
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4, 6])
 def test_peaks_are_those_that_the_names_promise(pp: int) -> None:
-    """In stages of micro-batches, of which 1F1B's first rank keeps pp, or 2 pp where a rank has two stages."""
+    """In stages of micro-batches: 1F1B's first rank keeps pp, or 2 pp if a rank has two stages."""
     m = 2 * pp + 3
 
     def most(name: str, vpp: int) -> int:

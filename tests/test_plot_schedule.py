@@ -111,7 +111,7 @@ def test_halves_of_a_backward_have_colors_of_their_own(tmp_path: Path) -> None:
 def test_a_run_is_simulated_with_its_own_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A timeline that is itself simulated, with a pause in the middle: without it both are the same."""
+    """A timeline itself simulated, with a pause in the middle: without it both are the same."""
     forward = [1.0, 2.0, 1.5, 1.0]
     backward = [2 * cost for cost in forward]
     for name in ("zb-v", "dualpipe-v"):

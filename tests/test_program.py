@@ -201,7 +201,7 @@ SLURM_JOB = {"SLURM_JOB_ID": "7123456", "SLURM_JOB_NODELIST": "node[7-8]"}
 
 
 def with_stand_ins(folder: Path) -> dict[str, str]:
-    """The environment in which programs of launch scripts are stand-ins in `folder`."""
+    """The environment with stand-ins in `folder` for the programs of launch scripts."""
     for name in ("python", "torchrun", "srun", "scontrol"):
         (folder / name).write_text(STAND_IN if name != "scontrol" else "#!/bin/sh\necho node7\nsleep 0.1\necho node8\n")
         (folder / name).chmod(0o755)
@@ -210,7 +210,7 @@ def with_stand_ins(folder: Path) -> dict[str, str]:
 
 
 def started_by(script: Path, folder: Path, *flags: str) -> tuple[str, list[str], list[str]]:
-    """The program that a launch script starts, the program's own flags, and those of pretrain.py."""
+    """The program started by a launch script, the program's own flags, and those of pretrain.py."""
     environment = with_stand_ins(folder) | SLURM_JOB
     if "torchrun" in script.stem:
         environment |= {"MASTER_ADDR": "node7", "NODE_RANK": "3"}
@@ -257,7 +257,7 @@ def test_the_slurm_script_takes_the_environment_of_the_checkout_if_none_is_activ
 
 
 def test_the_slurm_script_asks_for_a_signal_before_the_time_limit() -> None:
-    """And to be queued again, with a log that is then continued."""
+    """And to be queued again, with a log to be continued then."""
     text = (SCRIPTS / "llama_70b_slurm.sh").read_text()
     options = re.findall(r"^#SBATCH --(.*)", text, re.MULTILINE)
     assert {"signal=USR1@120", "requeue", "output=%x-%j.out", "open-mode=append"} <= {*options}

@@ -55,7 +55,7 @@ def whole(piece: Piece) -> Box:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_initial_weights_are_bitwise_the_same_for_every_tp(tp: int) -> None:
-    """Fault initial-weights-same. `held` also asserts that padding rows are zero."""
+    """Fault initial-weights-same. `held` also asserts zeros in padding rows."""
     ranks = run_ranks(tp, initial_of_both, tp)
     for number, model in enumerate((STRADDLING, TIED_GPT)):
         parts = [rank[number] for rank in ranks]
@@ -140,7 +140,7 @@ def test_masks_on_a_gpu_are_those_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_mask_rate_and_independence(p: float) -> None:
-    """Rows that differ in any one coordinate, neighboring rows and neighboring columns agree as often as chance."""
+    """Rows different in any one coordinate, neighboring rows and neighboring columns agree as often as chance."""
 
     def mask(seed: int = 1, use: int = 3, sample: int = 0, head: int = 2) -> Tensor:
         keys = row_keys(seed, use, torch.tensor([[sample]]), torch.tensor([[head]]), torch.arange(256)[None])
@@ -165,7 +165,7 @@ def test_mask_rate_and_independence(p: float) -> None:
 
 @contextmanager
 def recorded_masks() -> Iterator[dict[str, Tensor]]:
-    """The masks of a forward pass by the place that uses them."""
+    """The masks of a forward pass by the place of their use."""
     masks: dict[str, Tensor] = {}
     hidden_keys, attention_keep = gpt.hidden_keys, AttentionDropout.keep
 

@@ -33,7 +33,7 @@ def test_remedies_lead_to_a_configuration_that_runs() -> None:
 
 
 def configuration(world: int, **options: Any) -> Drawn:
-    """Options by their names without section, each of which only one section has."""
+    """Options by their names without section, each name in one section only."""
     paths = {path.rpartition(".")[2]: path for path in reversed(DEFAULTS)}
     return Drawn(DEFAULTS | {paths[name]: value for name, value in options.items()}, world)
 

@@ -107,7 +107,7 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Restarted:
-    """A job of two ranks in a store that outlives them."""
+    """A job of two ranks in a store with a longer life than theirs."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
@@ -203,7 +203,7 @@ def test_ranks_share_options_and_code_but_not_how_they_start() -> None:
 def test_ranks_share_the_code_of_a_family_and_a_schedule_outside_the_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a module that the named one imports from its own package; what the package does not import is no part."""
+    """Also of a module imported by the named one from its own package; what the package does not import is no part."""
     (tmp_path / "lab").mkdir()
     (tmp_path / "lab/layers.py").write_text("width = 1\n")
     (tmp_path / "lab/unused.py").write_text("")
@@ -277,7 +277,7 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
 
 @contextmanager
 def stranger(answer: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Another program on a port, which gives `answer` to who connects. Yields the port."""
+    """Another program on a port; it gives `answer` to who connects. Yields the port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         connections = []
 
@@ -312,7 +312,7 @@ def test_another_program_at_the_port_is_told(name: str, capfd: pytest.CaptureFix
 
 
 def test_users_of_the_store_do_not_meet_in_a_key(tmp_path: Path) -> None:
-    """Nor do ranks that torchrun has started again: addresses of dead ranks lie in its agent's store."""
+    """Nor do ranks restarted by torchrun: addresses of dead ranks lie in its agent's store."""
     job = connect(f"file://{tmp_path}/store", 0, 1, serves_store=False, timeout_seconds=1)
     parts = [part_of(job, user, number) for user in StoreUser for number in (None, 1, 2)]
     for number, part in enumerate(parts):

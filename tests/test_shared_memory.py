@@ -21,13 +21,13 @@ from tests.support.distributed import run_ranks
 
 
 def own_blocks(ctx: ParallelContext) -> list[int]:
-    """The sizes of the blocks that this rank has made and not given back."""
+    """The sizes of the blocks made by this rank and not given back."""
     assert isinstance(ctx.world.transport, SharedMemory)
     return [block.size for block in ctx.world.transport.host._blocks.values()]
 
 
 def pages_of_exchange(ctx: ParallelContext) -> int:
-    """The bytes of memory that the blocks of this rank take."""
+    """The bytes of memory taken by the blocks of this rank."""
     assert isinstance(ctx.world.transport, SharedMemory)
     return os.fstat(ctx.world.transport.host._memory).st_blocks * 512
 
@@ -61,7 +61,7 @@ def test_many_operations_in_flight_are_each_others_neighbors_and_nothing_more() 
 
 
 def sums_over_both() -> None:
-    """Random numbers, so that another order of the sum would round otherwise in some elements."""
+    """Random numbers, so another order of the sum would round otherwise in some elements."""
     shared = context.create(Grid(dp=4)).dp
     gloo = context.create(Grid(dp=4), use_shared_memory=False).dp
     generator = torch.Generator().manual_seed(shared.rank)
@@ -179,7 +179,7 @@ def test_ranks_that_send_other_sizes_are_told() -> None:
 
 
 def meeting_of(hosts: list[str], reachable: bool) -> list[bool]:
-    """Trains nothing: which axes of tp 2, dp 2 exchange through shared memory, and that all of them work."""
+    """Whether tp, dp and the world of tp 2, dp 2 use shared memory, after a sum and a barrier over each."""
     rank = dist.get_rank()
     socket.gethostname = lambda: hosts[rank]
     if not reachable and rank == 3:

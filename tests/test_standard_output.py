@@ -43,7 +43,7 @@ WAYS = {
 
 
 def start(body: str, stdout: int) -> tuple[int, str]:
-    """The exit code and standard error of a program whose `main` is `body`."""
+    """The exit code and standard error of a program with `body` as its `main`."""
     command = [sys.executable, "-c", PROGRAM.format(body=body)]
     ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
     return ended.returncode, ended.stderr
@@ -51,7 +51,7 @@ def start(body: str, stdout: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize("body", WAYS.values(), ids=WAYS)
 def test_a_program_whose_reader_has_gone_ends_in_silence(body: str) -> None:
-    """Fault reader-of-output-gone. The exit code is that of a program which SIGPIPE has ended."""
+    """Fault reader-of-output-gone. The exit code is as if SIGPIPE had ended the program."""
     reader, writer = os.pipe()
     os.close(reader)
     try:

@@ -58,5 +58,5 @@ def test_ranks_that_wait_without_work_are_hung() -> None:
 
 
 def test_ranks_that_work_are_slow_and_not_hung() -> None:
-    """A machine that is several times slower fails no test."""
+    """A machine several times slower fails no test."""
     assert all(run_ranks(2, work_for_seconds, 2.0, idle_seconds=1))

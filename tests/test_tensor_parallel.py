@@ -44,7 +44,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64, device: tor
 
 
 def tensor_ranks(size: int) -> ParallelContext:
-    """Of all ranks; on this rank's GPU where the test runs on GPUs."""
+    """Of all ranks; on this rank's GPU if the test runs on GPUs."""
     return context.create(Grid(tp=size), device=rank_device(dist.get_rank()))
 
 
@@ -53,8 +53,9 @@ def tensor_ranks(size: int) -> ParallelContext:
 
 @dataclass(frozen=True)
 class Region:
-    """`same_input`: every rank has the same x, so a gradient is that of moving all of them together. `same_output`:
-    what comes after is the same on every rank, so the loss counts once; else it is the sum of the ranks' losses."""
+    """`same_input`: every rank has the same x, so a gradient is the effect of moving all of them together.
+    `same_output`: what comes after is the same on every rank, so the loss counts once; else it is the sum of the ranks'
+    losses."""
 
     function: Callable[[Tensor, Axis], Tensor]
     same_input: bool
@@ -107,7 +108,7 @@ def forward_and_backward(function: Callable[[Tensor], Tensor], x: Tensor, grad: 
 
 
 def strided_equals_contiguous(function: Callable[[Tensor], Tensor], x: Tensor, rtol: float) -> bool:
-    """For strided inputs, strided gradients and gradients that are one broadcast number; inputs are left alone."""
+    """For strided inputs, strided gradients and gradients of one broadcast number; inputs are left alone."""
     grad = draw(*function(x).shape, seed=5, dtype=x.dtype, device=x.device)
     plain = forward_and_backward(function, x.clone(), grad)
     given = strided(x), strided(grad)
@@ -149,9 +150,8 @@ def examine_regions(size: int) -> dict[str, Any]:
 @pytest.mark.gpus
 @pytest.mark.parametrize("tp", [2, 4])
 def test_regions(tp: int) -> None:
-    """Derivatives against finite differences of losses that differ by rank, collectives without a gradient refused
-    (fault derivatives-of-collectives); strided tensors as good as contiguous ones (fault
-    strided-tensors-in-collectives)."""
+    """Derivatives against finite differences of different losses by rank, collectives without a gradient refused (fault
+    derivatives-of-collectives); strided tensors as good as contiguous ones (fault strided-tensors-in-collectives)."""
     for found in run_ranks(tp, examine_regions, tp):
         assert all(found["raw"])
         for name in REGIONS:
@@ -179,7 +179,7 @@ def tensors_of_layers() -> dict[str, Tensor]:
 
 
 def examine_layers(ctx: ParallelContext, sequence_parallel: bool) -> dict[str, Any]:
-    """Outputs and gradients of each layer for losses that weigh every element differently, and what must not matter."""
+    """Outputs and gradients of each layer for losses with a weight for every element, and what must not matter."""
     tp, size = ctx.tp, ctx.tp.size
     layers = make_layers(Sharding(tp, ctx.grad, sequence_parallel, torch.float64, ctx.device))
     column, row, embedding = layers
@@ -270,8 +270,8 @@ def test_vocabulary_is_padded_alike_for_every_tp() -> None:
 
 
 def test_heads_are_dealt_whole_and_owned_once() -> None:
-    """Fault kv-heads-fewer-than-tp: for all counts, each query head finds its key/value head on its rank, each of which
-    has one owner."""
+    """Fault kv-heads-fewer-than-tp: for all counts, each query head finds its key/value head on its rank, and each
+    key/value head has one owner."""
     for heads in range(1, 25):
         for kv_heads in (n for n in range(1, heads + 1) if heads % n == 0):
             for size in (n for n in range(1, heads + 1) if heads % n == 0):
@@ -291,8 +291,8 @@ BOUNDARIES = torch.tensor([0, 63, 64, 127, 128, 130])  # labels beside every cut
 
 
 def logits_and_targets(scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """([s, b, PADDED] logits, targets with every label of BOUNDARIES, weights). Two positions have all logits
-    close to +scale and to -scale, where log-sum-exp would cancel; columns of padding hold garbage."""
+    """([s, b, PADDED] logits, targets with every label of BOUNDARIES, weights). Two positions have all logits close to
+    +scale and to -scale, for log-sum-exp would cancel there; columns of padding hold garbage."""
     logits = draw(9, 3, PADDED, seed=1, dtype=torch.float32) * scale
     logits[0], logits[1] = logits[0] / scale + scale, logits[1] / scale - scale
     logits[..., VOCAB:] = torch.tensor([1e30, -1e30, float("inf"), float("nan"), 5.0]).repeat(25)
@@ -350,7 +350,7 @@ DROPPING = tiny_models.model("gpt", hidden_dropout=0.3, attention_dropout=0.3)
 
 
 def set_padding(stage: nn.Module, value: float) -> None:
-    """Fill the vocabulary's padding rows, which nothing may read."""
+    """Fill the vocabulary's padding rows: nothing may read them."""
     with torch.no_grad():
         for param in layouts.unique_parameters([stage]):
             *_, (_, _, last) = param.spec.segments()  # type: ignore[attr-defined]
@@ -383,7 +383,7 @@ def train_models(tp: int) -> dict[str, dict[str, Any]]:
 
 
 def expected_of(model: ModelConfig) -> tuple[float, dict[str, Tensor]]:
-    """By plain PyTorch in fp64, or where it would need a mask by the model on one rank."""
+    """By plain PyTorch in fp64, or if it would need a mask by the model on one rank."""
     if model.hidden_dropout:
         alone = train_model(model, 1, False)
         return alone["loss"], layouts.assemble([alone["unsummed"]])
@@ -396,8 +396,8 @@ def expected_of(model: ModelConfig) -> tuple[float, dict[str, Tensor]]:
 def test_tensor_parallel_models_equal_one_process(tp: int) -> None:
     """Loss and every gradient, of replicated parameters too (fault norm-gradients-under-sequence-parallelism; a mean
     over ranks would fail), of shared key/value heads and their biases (fault kv-heads-fewer-than-tp), of q/k norms with
-    and without sequence parallelism (fault norms-shared-by-heads), with padding rows that hold garbage and whose
-    gradient is exactly zero (fault vocabulary-padding). `assemble` compares copies bitwise."""
+    and without sequence parallelism (fault norms-shared-by-heads), with padding rows of garbage and a gradient of
+    exactly zero for them (fault vocabulary-padding). `assemble` compares copies bitwise."""
     ranks = run_ranks(tp, train_models, tp)
     for name, model in {**MODELS, "dropout": DROPPING}.items():
         loss, gradients = expected_of(model)

@@ -1,4 +1,4 @@
-"""Linear layers whose communication overlaps their products in chunks (parallel.tp_overlap_chunks)."""
+"""Linear layers with communication overlapping their products in chunks (parallel.tp_overlap_chunks)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +28,7 @@ WIDE = 96
 
 
 def whole_numbers(*shape: int, seed: int) -> Tensor:
-    """Random whole numbers so small that every sum of their products is exact: equal bits mean equal places."""
+    """Random whole numbers, small enough for every sum of their products to be exact: equal bits mean equal places."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
@@ -86,14 +86,14 @@ def sharding_of(ctx: ParallelContext, dtype: torch.dtype, sequence_parallel: boo
 
 
 def sent(axis: Axis, function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """The result of `function`, and the bytes that it sends by operation."""
+    """The result of `function`, and the bytes sent by it by operation."""
     before = dict(axis.traffic.sent)
     result = function()
     return result, {name: n - before.get(name, 0) for name, n in axis.traffic.sent.items() if n != before.get(name, 0)}
 
 
 def differences(size: int, shared_memory: bool) -> list[str]:
-    """Cases in which chunks change a value, or the number of bytes that are sent."""
+    """Cases with a value changed by chunks, or the number of bytes sent."""
     ctx = context.create(Grid(tp=size), device=rank_device(dist.get_rank()), use_shared_memory=shared_memory)
     wrong = []
     for sequence_parallel in (False, True):
@@ -135,7 +135,7 @@ def rounded_differences(size: int) -> list[str]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_chunks_of_many_tokens_round_as_one_product_does(tp: int) -> None:
-    """In fp32 on a CPU, where each rank's part of a sum is added in rank order. Also where layers are recomputed."""
+    """In fp32 on a CPU: each rank's part of a sum is added there in rank order. Also with recomputed layers."""
     for wrong in run_ranks(tp, rounded_differences, tp):
         assert not wrong, "\n".join(wrong)
 

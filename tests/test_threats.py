@@ -1,6 +1,6 @@
 """What docs/threats.md says about strangers on a host: real ranks, and real processes of another user beside them.
 
-The page names the tests of this file, and each test says which sentence it proves.
+The page names the tests of this file, and each test says the sentence proved by it.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ ROUNDS = 20
 
 
 def knock_everywhere(successes: Path) -> None:
-    """Connect to every socket of ours that can be found, as each rank, and do what a folder allows, until killed.
+    """Connect to every socket of ours to be found, as each rank, and do what a folder allows, until killed.
 
     Each success leaves a file in the folder `successes`.
     """
@@ -102,7 +102,7 @@ def test_a_stranger_can_neither_join_nor_disturb_the_ranks() -> None:
 
 
 def listen_in(folder: Path) -> None:
-    """Offer ranks a folder with a socket, closed to others as theirs are, and one that is open to all."""
+    """Offer ranks a folder with a socket, closed to others as theirs are, and one open to all."""
     for name, mode in (("closed", 0o700), ("open", 0o777)):
         (folder / name).mkdir()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -134,7 +134,7 @@ def test_a_rank_follows_no_path_to_another_user() -> None:
 
 
 def others_knock() -> None:
-    """Processes of the same user: one that says nothing, one that is no rank, and a second one of each rank."""
+    """Processes of the same user: one saying nothing, one being no rank, and a second one of each rank."""
     rank = dist.get_rank()
     answer = host_meeting._Party.answer
     kept = []
@@ -186,7 +186,7 @@ def test_a_meeting_that_was_killed_is_swept() -> None:
 
 
 def set_traps(place: Path, pid: int) -> None:
-    """Everything that a name may be, under names that ranks of process `pid` and others have."""
+    """Everything a name may be, under the names of ranks of process `pid` and others."""
     os.mkfifo(place / "megapar-flight-1")
     os.mkfifo(place / f"megapar-flight-{pid}")
     os.mkfifo(place / f"megapar-flight-{pid}-aaaaaaaa")
@@ -280,7 +280,7 @@ def meet_with_few_files(rank: int, limited_rank: int, folder: Path, spare: int, 
 
 @pytest.mark.parametrize("limited_rank", [0, 1], ids=["the one that accepts", "the one that connects"])
 def test_files_that_run_out_at_any_point_of_a_meeting_are_named(tmp_path: Path, limited_rank: int) -> None:
-    """Fault descriptors-run-out: also when a descriptor is lost on its way to a process that may open no more."""
+    """Fault descriptors-run-out: also when a descriptor is lost on its way to a process at its limit of open files."""
     fork = multiprocessing.get_context("fork")
     said = []
     for spare in range(12):
@@ -328,7 +328,7 @@ def test_a_limit_that_is_reached_is_named(tmp_path: Path, which: int, limit: int
 
 
 def test_four_ranks_run_with_few_files(tmp_path: Path) -> None:
-    """Fault descriptors-run-out: the soft limit is raised to the hard one, and that may be low."""
+    """Fault descriptors-run-out: the soft limit is raised to the hard one, and the hard one may be low."""
     plant = limited(resource.RLIMIT_NOFILE, 40, 64)
     ended = program.run("--launch.nproc", "4", "--parallel.tp", "2", cwd=tmp_path, plant=plant)
     assert ended.code == 0, ended.err
@@ -342,7 +342,7 @@ def refuse_memfd() -> None:
 
 
 def test_without_memory_to_share_ranks_use_gloo_and_say_so(tmp_path: Path) -> None:
-    """Fault no-memfd: of the local launcher too, whose store is then a file that nobody else can open."""
+    """Fault no-memfd: of the local launcher too; its store is then a file nobody else can open."""
     ended = program.run(*TWO, cwd=tmp_path, env={"TMPDIR": str(tmp_path)}, plant=refuse_memfd)
     assert ended.code == 0, ended.err
     assert "dp exchange over gloo: their ranks are on several hosts, or cannot share memory" in ended.out
@@ -353,7 +353,7 @@ def test_without_memory_to_share_ranks_use_gloo_and_say_so(tmp_path: Path) -> No
 
 
 def listening(pids: list[int]) -> set[str]:
-    """The addresses at which processes listen for TCP connections, as the kernel writes them in hexadecimal."""
+    """The addresses of processes listening for TCP connections, as the kernel writes them in hexadecimal."""
     inodes = set()
     for pid in pids:
         for name in os.listdir(f"/proc/{pid}/fd"):

@@ -1,4 +1,4 @@
-"""Bytes that ranks send in a step, counted by comm, are those of README's table."""
+"""Bytes sent by ranks in a step, counted by comm, equal those of README's table."""
 
 import sys
 from dataclasses import replace
@@ -26,7 +26,7 @@ BATCH = 6  # so that a step is two micro-batches
 
 
 def sent_in_a_step(config: Config) -> dict[str, int]:
-    """Bytes by axis that this rank sends in the second step."""
+    """Bytes by axis sent by this rank in the second step."""
     state = make_state(config)
     train_step(state, micro_batches(config, state.ctx, 0))
     before = state.ctx.traffic()
@@ -56,7 +56,8 @@ def test_bytes_of_tensor_parallel_steps_are_those_of_the_formulas(sequence_paral
     ("sequence_parallel", "recompute"), slow_but([0, 3], product([False, True], ["none", "full"])), ids=str
 )
 def test_bytes_of_chunks_are_those_of_the_formulas(sequence_parallel: bool, recompute: str) -> None:
-    """With parallel.tp_overlap_chunks. A recomputed layer runs its last collective too, which is part of a product."""
+    """With parallel.tp_overlap_chunks. A recomputed layer runs its last collective too, because it is part of a
+    product."""
     layout = Layout(PLAIN, tp=2, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch_size=BATCH)
     config = with_partition(replace(layout, tp_overlap_chunks=3).config())
     for sent in run_ranks(2, sent_in_a_step, config):
@@ -103,7 +104,7 @@ def test_bytes_of_context_parallel_steps_are_those_of_the_formulas(layout: Layou
 )
 def test_full_recompute_sends_what_the_readme_says(model, sequence_parallel: bool, more: int) -> None:
     """Times m L A (t-1)/t, for m micro-batches, L layers and hidden states of A bytes. A dropout's mask is made after
-    the sum over tp, so that a recomputed layer with hidden dropout runs to its end."""
+    the sum over tp, so a recomputed layer with hidden dropout runs to its end."""
     found = []
     for recompute in ("none", "full"):
         layout = Layout(model, tp=2, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch_size=BATCH)

@@ -1,4 +1,4 @@
-"""Frozen parameters, state that is no parameter, and losses of stages before the last."""
+"""Frozen parameters, state other than parameters, and losses of stages before the last."""
 
 import json
 from dataclasses import replace
@@ -111,7 +111,7 @@ def test_a_resumption_that_trains_other_parameters_is_refused_with_both_values(t
 
 
 def test_a_resumption_that_balances_experts_otherwise_is_refused_with_both_values(tmp_path: Path) -> None:
-    """The weights fit, so that a new run can start from them."""
+    """The weights fit, so a new run can start from them."""
     layout = Layout(MIXTRAL, micro_batch_size=6)
     train_a_part(layout, (), tmp_path / "run")
     other = replace(layout, model=replace(MIXTRAL, moe=replace(MIXTRAL.moe, balance="sequence")))
@@ -196,7 +196,7 @@ def test_what_the_model_itself_has_frozen_stays_frozen() -> None:
 
 
 class Balanced(nn.Module):
-    """A buffer that is state: cut over tp, the same on all replicas."""
+    """A buffer as state: cut over tp, the same on all replicas."""
 
     def __init__(self, ctx: context.ParallelContext, values: Tensor):
         super().__init__()
@@ -246,7 +246,7 @@ def own_loss(weight: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def test_a_stage_before_the_last_trains_on_a_loss_of_its_own() -> None:
-    """Its gradient has the scale of the step's loss, whatever that is."""
+    """Its gradient has the scale of the step's loss, whatever it is."""
     stages = {number: WithOwnLoss(number) for number in range(3)}
     runtime = PipelineRuntime(stages, context.single(), "gpipe", 3)
     tokens = torch.arange(24).view(4, 6) % 5

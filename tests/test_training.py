@@ -125,7 +125,7 @@ def started(config: Config) -> TrainState:
 
 
 def train_as_the_program_does(state: TrainState) -> list[Tensor]:
-    """To the last step, on the run's own data; the samples that this rank was given, micro-batch by micro-batch."""
+    """To the last step, on the run's own data; the samples given to this rank, micro-batch by micro-batch."""
     data, _ = open_loaders(state.config, state.ctx)
     data.consumed_samples = state.consumed_samples
     given: list[Tensor] = []
@@ -142,7 +142,7 @@ def train_as_the_program_does(state: TrainState) -> list[Tensor]:
 
 
 def run_all(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[list[Tensor], Bits, int]]:
-    """Each case to its end, from where its folder's checkpoint says."""
+    """Each case to its end, from its folder's checkpoint on."""
     shown = []
     for case, folder in zip(cases, folders, strict=True):
         state = started(run_config(case, folder))
@@ -153,13 +153,13 @@ def run_all(cases: Sequence[Case], folders: Sequence[Path]) -> list[tuple[list[T
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Any]]:
-    """The folders of runs of LAST steps that saved after SAVED of them, and what each rank showed of each."""
+    """The folders of runs of LAST steps with a save after SAVED of them, and what each rank showed of each."""
     folders = [tmp_path_factory.mktemp("run") for _ in RESUMED]
     return folders, run_ranks(2, run_all, RESUMED, folders)
 
 
 def copy_of_the_checkpoint(folder: Path, target: Path) -> Path:
-    """`target`, a run folder that was left after the step SAVED."""
+    """`target`, a run folder left after the step SAVED."""
     name = folder_name(SAVED)
     shutil.copytree(folder / checkpoints.FOLDER / name, target / checkpoints.FOLDER / name)
     lines = (folder / "metrics.jsonl").read_text().splitlines()[: SAVED + 1]  # one more than was saved
@@ -281,8 +281,8 @@ def test_replicated_parameters_never_drift(tmp_path: Path) -> None:
 
 
 def test_tied_copies_never_drift(tmp_path: Path) -> None:
-    """Fault tied-copies-stay-equal: the embedding of the first and of the last stage after 20 bf16 steps, sizes odd so
-    that buckets and shards are padded, overlap on and off, which changes no bit."""
+    """Fault tied-copies-stay-equal: the embedding of the first and of the last stage after 20 bf16 steps, sizes odd, so
+    buckets and shards are padded, overlap on and off: it changes no bit."""
     odd = replace(GPT, hidden_size=36, num_hidden_layers=2, intermediate_size=74, vocab_size=133)
     layout = Layout(odd, dp=2, pp=2, micro_batch_size=6)
     cases = [Case(layout, "bf16"), Case(replace(layout, overlap=False), "bf16")]
@@ -308,7 +308,7 @@ def gradients(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, 
 
 
 def only_one_counts(cases: Sequence[Case], chosen: Sequence[int]) -> list[list[list[layouts.Held]]]:
-    """Gradients of a batch of 12 equal samples of which only number i counts, for each i of `chosen`."""
+    """Gradients of a batch of 12 equal samples with only number i counted, for each i of `chosen`."""
     shown = []
     for case in cases:
         state = make_state(case.layout.config())
@@ -329,8 +329,8 @@ def only_one_counts(cases: Sequence[Case], chosen: Sequence[int]) -> list[list[l
 
 @pytest.mark.gpus
 def test_each_micro_batch_has_the_same_weight() -> None:
-    """Fault micro-batches-weigh-the-same: whichever of a step's micro-batches holds the only samples that count, the
-    gradient is the same; also where that leaves a data-parallel rank without any (fault no-target-tokens)."""
+    """Fault micro-batches-weigh-the-same: whichever of a step's micro-batches holds the only counted samples, the
+    gradient is the same; also if a data-parallel rank is left without any (fault no-target-tokens)."""
     cases = [
         Case(Layout(LLAMA, pp=2)),
         Case(Layout(LLAMA, pp=2, vpp=2, schedule="interleaved")),
@@ -369,8 +369,8 @@ def rounding_unit(config: Config) -> float:
 
 
 def errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Norm of each difference relative to the expected norm, or to 1% of that of all gradients where that is more: sums
-    that cancel (gpt's key biases, to which a softmax is blind) keep the errors of their terms."""
+    """Norm of each difference relative to the expected norm, or to 1% of the norm of all gradients if this is more:
+    canceling sums (gpt's key biases, because a softmax is blind to them) keep the errors of their terms."""
     floor = 1e-2 * math.hypot(*(tensor.double().norm().item() for tensor in expected.values()))
     return {
         name: (found[name].double() - tensor.double()).norm().item() / max(tensor.double().norm().item(), floor)
@@ -392,7 +392,7 @@ def half_and_fp32_gradients(cases: Sequence[Case], starts: Sequence[Mapping[str,
 def test_half_precision_gradients_err_as_derived(precision: Precision) -> None:
     """Every gradient in one process and in layouts (tied ends too: fault tied-embeddings-in-bf16), against fp32 from
     the same rounded weights, and layouts against one process: half of the parameters are within `rounding_unit`, all
-    within three. In bf16 the medians are 0.3 to 0.7 and the largest 1.6 units, so that an error of three times as much
+    within three. In bf16 the medians are 0.3 to 0.7 and the largest 1.6 units, so an error of three times as much
     fails."""
     by_model = {
         GPT: [
@@ -504,7 +504,7 @@ def full_disk(folder: Path) -> str:
 
 
 def test_metrics_that_the_disk_does_not_take_are_lost_and_told_once(tmp_path: Path) -> None:
-    """A line that was cut short leaves nothing, and those that fit again are written."""
+    """A line cut short leaves nothing, and later ones with enough space are written."""
     path = tmp_path / "metrics.jsonl"
     told = f"{path}: step 2 not written (File too large); the run goes on\n"
     assert run_ranks(1, full_disk, tmp_path) == [told]
@@ -521,7 +521,7 @@ def test_a_tensorboard_folder_that_is_a_file_is_told_in_one_line(tmp_path: Path)
 
 
 def overflowing(folder: Path) -> list[Any]:
-    """Three steps of which the second starts from a loss scale that overflows; then what a resumed state knows."""
+    """Three steps, the second from an overflowing loss scale; then what a resumed state knows."""
     config = run_config(Case(Layout(LLAMA, pp=2, dp=2, micro_batch_size=3), "fp16"), folder)
     state = started(config)
     shown: list[Any] = []
@@ -564,7 +564,8 @@ def test_the_loss_scale_doubles_after_many_good_steps_and_never_falls_below_one(
 
 
 def test_the_loss_scale_changes_no_update() -> None:
-    """Fault loss-divided-once, in fp32 where a power of two rounds nothing: norm, clipping and update, bitwise."""
+    """Fault loss-divided-once, in fp32, because a power of two rounds nothing there: norm, clipping and update,
+    bitwise."""
     shown = []
     for scale in (1.0, 2.0**12):
         state = make_state(Layout(GPT, micro_batch_size=3).config())

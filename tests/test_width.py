@@ -72,7 +72,7 @@ class Plain(Optimizer):
 
 
 def train(ctx: ParallelContext, root: Path, resume: bool = False) -> dict[str, Any]:
-    """STEPS steps, then a save; or from that save on as many more. Weights, gradient and norm of this rank."""
+    """STEPS steps, then a save; or from this save on as many more. Weights, gradient and norm of this rank."""
     toy = Toy(ctx)
     layout = FlatLayout([toy], 10**6, sharded=True)
     weights = FlatWeights(layout, ctx.device)

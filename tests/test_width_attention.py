@@ -1,4 +1,4 @@
-"""A family outside megapar whose keys have 12 columns a head and whose values have 8, as in multi-head latent attention
+"""A family outside megapar with keys of 12 columns a head and values of 8, as in multi-head latent attention
 (DeepSeek-V2, arXiv 2405.04434)."""
 
 from dataclasses import replace

@@ -36,7 +36,7 @@ WINDOW = 5
 
 
 class KeysAreValues(nn.Module):
-    """A mixer outside the tree: attention whose keys serve as values, without positions."""
+    """A mixer outside the tree: attention with its keys as values, without positions."""
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
@@ -80,7 +80,7 @@ FOUR_KINDS_MODEL = replace(LLAMA, family="tests.test_width_layers:FOUR_KINDS", a
 
 @in_each_layout
 def test_layers_of_four_kinds_train_as_in_one_process(sizes: dict[str, object]) -> None:
-    """On samples of several documents. Windows need whole samples, which ulysses gives to each rank."""
+    """On samples of several documents. Windows need whole samples, and ulysses gives them to each rank."""
     if "cp" in sizes:
         sizes = {**sizes, "cp_attention": "ulysses"}
     trains_as_one_process(FOUR_KINDS_MODEL, {**sizes, "packed": True})
@@ -137,7 +137,7 @@ def test_layers_of_four_kinds_compute_what_they_say() -> None:
 
 
 def test_positions_inside_documents_begin_again_and_change_no_attention() -> None:
-    """A table has a row for each position of each sample; distances are those of positions that run on."""
+    """A table has a row for each position of each sample; distances are between positions running on."""
     config = tiny_models.config(FOUR_KINDS_MODEL)
     batch = tiny_models.batch(config.model, length=24)
     batch = replace(batch, starts=four_documents(torch.arange(batch.size)))
@@ -207,7 +207,7 @@ class Lora(nn.Module):
 
 
 class Replicated(nn.Module):
-    """x W^T with W on every tp rank, each of which has its own tokens under sequence parallelism."""
+    """x W^T with W on every tp rank. Under sequence parallelism each rank has its own tokens."""
 
     def __init__(self, factory: Factory, name: str, shape: tuple[int, int], init: Init):
         super().__init__()

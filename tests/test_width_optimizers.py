@@ -1,6 +1,6 @@
-"""Optimizers that a newcomer adds without editing megapar, beside AdamW and in its place.
+"""A newcomer's optimizers, added without editing megapar, beside AdamW and in its place.
 
-The layer that declares a parameter names its optimizer. One needs whole matrices, and all tensor ranks for a norm. The
+The layer declaring a parameter names its optimizer. One needs whole matrices, and all tensor ranks for a norm. The
 other keeps its state in host memory, and updates it in pieces.
 """
 
@@ -63,7 +63,7 @@ class MomentumMLP(DenseMLP):
 
 
 class MomentumStage(LlamaStage):
-    """Llama, whose MLPs NormalizedMomentum updates, and AdamW all else."""
+    """Llama with its MLPs updated by NormalizedMomentum, and all else by AdamW."""
 
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
@@ -107,7 +107,7 @@ def one_step(state: TrainState) -> None:
 
 
 def saved_and_resumed(config: Config, run_dir: Path) -> tuple[list[Any], list[Any]]:
-    """Weights of the steps 1 and 2, and those of a step 2 of a state that was loaded after step 1."""
+    """Weights of the steps 1 and 2, and those of a step 2 from the state loaded after step 1."""
     state = make_state(config)
     one_step(state)
     with Saver(state, run_dir) as saver:
@@ -128,7 +128,7 @@ def overlapping(layout: Layout) -> Config:
 
 
 def test_two_optimizers_are_saved_resumed_and_loaded_in_another_layout(tmp_path: Path) -> None:
-    """Bitwise with ZeRO-1 on two ranks, whose gathers overlap; then by one process, which has no ZeRO."""
+    """Bitwise with ZeRO-1 on two ranks with overlapping gathers; then by one process, without ZeRO."""
     config = overlapping(Layout(MODELS["MOMENTUM"], dp=2))
     ranks = run_ranks(2, saved_and_resumed, config, tmp_path)
     states = read_manifest(tmp_path / FOLDER / "step_00000001").states
@@ -142,7 +142,7 @@ def test_two_optimizers_are_saved_resumed_and_loaded_in_another_layout(tmp_path:
 
 
 def test_another_optimizer_goes_on_from_no_checkpoint(tmp_path: Path) -> None:
-    """Not even one whose state has the same name: it may mean something else."""
+    """Not even one with state of the same name: it may mean something else."""
     state = make_state(Layout(MODELS["MOMENTUM"]).config())
     with Saver(state, tmp_path) as saver:
         saver.save(state)

@@ -1,4 +1,4 @@
-"""Products of a number format that megapar does not have, for the linear layers of a model. The head keeps its own.
+"""Products of a number format unknown to megapar, for the linear layers of a model. The head keeps its own.
 
 Inputs and weights are rounded to e4m3 in blocks of eight columns, each with a power of two as its scale, as in
 MXFP8 (OCP MX specification 1.0).
@@ -97,7 +97,7 @@ def test_converted_inputs_are_gathered_and_deferred(sizes: dict[str, object]) ->
 
 @dataclass(frozen=True)
 class Noted(Local):
-    """A region that notes the dtype and the bytes of what enters."""
+    """A region with notes of the dtype and the bytes of its inputs."""
 
     seen: list[tuple[torch.dtype, int]] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""A family that predicts two tokens ahead: a second loss that shares embedding and head, and state of a whole step."""
+"""A family predicting two tokens ahead: a second loss sharing embedding and head, and state of a whole step."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""ZeRO-2 and 3: every layout trains as ZeRO-1 does, with the memory and traffic that the plan says."""
+"""ZeRO-2 and 3: every layout trains as ZeRO-1 does, with the plan's memory and traffic."""
 
 import math
 from collections.abc import Callable
@@ -104,8 +104,8 @@ MORE = [
 
 
 def check_stages(layout: Layout, *, same_sums: bool) -> None:
-    """Stages 2 and 3 against 1: bitwise with `same_sums`; otherwise the first gradients to 1e-6, and all that follows
-    as against one process."""
+    """Stages 2 and 3 against 1: bitwise with `same_sums`; otherwise the first gradients to 1e-6, and all the rest as
+    against one process."""
     ranks = run_ranks(layout.world, train_at_stages, layout)
     for stage in (1, 2, 3):
         check(replace(layout, zero_stage=stage), [rank[stage] for rank in ranks])
@@ -178,7 +178,7 @@ def test_gathers_of_stage_2_may_run_under_the_forward() -> None:
 
 
 class Late(collectives.Pending):
-    """An operation that starts when it is waited for."""
+    """An operation started by the wait for it."""
 
     def __init__(self, start: Callable[[], None]):
         super().__init__()
@@ -220,8 +220,8 @@ def late_transport(patch: pytest.MonkeyPatch) -> None:
 
 
 def poison(patch: pytest.MonkeyPatch) -> None:
-    """Weights that are released become NaN and stay readable; new memory for gradients is NaN, and so is what lies
-    beside the shard when a sum has arrived."""
+    """Released weights become NaN and stay readable; new memory for gradients is NaN, and so is the memory beside the
+    shard when a sum has arrived."""
     opened = UnitGradients.open
 
     def release(weights: UnitWeights, unit: int) -> None:
@@ -358,7 +358,7 @@ def test_memory_is_that_of_the_plan(layout: Layout, precision: str) -> None:
 
 
 def sent(config: Config) -> dict[str, Any]:
-    """Bytes that this rank sends over grad by operation, in a step and in an evaluation, and the bytes of each unit."""
+    """Bytes sent by this rank over grad by operation, in a step and in an evaluation, and the bytes of each unit."""
     state = make_state(config)
     traffic = state.ctx.grad.shards.traffic.sent
     found: dict[str, Any] = {"units": {}}
@@ -378,7 +378,7 @@ def sent(config: Config) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_traffic_is_that_of_the_formulas(stage: int, schedule: str) -> None:
     """(2 + 2 + 4) P u m in bf16 with ZeRO-3, and 2 P u + 4 P u m with ZeRO-2, for u = (d-1)/d and m micro-batches, or
-    for m = 1 breadth-first. A unit that the next action uses again stays: the last one between forward and backward,
+    for m = 1 breadth-first. A unit stays if the next action uses it again: the last one between forward and backward,
     and the first one between the backward of a micro-batch and the forward of the next."""
     layout = Layout(SMALL, dp=2, zero_stage=stage, micro_batch_size=2, schedule=schedule)
     rounds = 3 if schedule == "1f1b" else 1  # 12 samples, 2 replicas, 2 samples of a micro-batch

@@ -53,7 +53,7 @@ def units_of(stages: Sequence[int], num_stages: int, *, gathers: bool = True, ov
 
 
 class Checker:
-    """Runs a plan and fails where a unit is used that is not there."""
+    """Runs a plan and fails at the use of a missing unit."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ def test_every_plan_uses_units_only_while_they_are_there(name: str, vpp: int) ->
 
 
 def test_a_unit_is_collected_again_only_when_its_sum_has_left() -> None:
-    """Fault zero-tied-weights. A tied embedding, where all layers between are frozen."""
+    """Fault zero-tied-weights. A tied embedding, with all layers between frozen."""
     plan = [*(Action("F", stage, 0) for stage in (0, 1, 2)), *(Action("B", stage, 0) for stage in (2, 1, 0))]
     checker = Checker({0: [7], 1: [], 2: [7]}, True)
     checker.run(insert_unit_actions(plan, Units(checker.of_stage, do_nothing, True)))

@@ -44,13 +44,13 @@ def values(name: str, shape: tuple[int, ...], rank: int = 0) -> Tensor:
 
 
 def modules(ctx: ParallelContext) -> list[Tiny]:
-    """Two fine stages, whose last parameter is the same."""
+    """Two fine stages with the same last parameter."""
     shared = tiny("shared", (4,), ctx.grad)
     return [Tiny(names, ctx.grad, shared) for names in ("abcdef", "gh")]
 
 
 def gather_and_reduce() -> None:
-    """Fails on a rank whose weights are not those before, or whose gradients are not the sum over all ranks."""
+    """Fails on a rank if its weights are not those before, or its gradients not the sum over all ranks."""
     ctx = context.create(Grid(dp=3))
     stages = modules(ctx)
     layout = FlatLayout.of_units(stages)
@@ -95,8 +95,8 @@ def gather_and_reduce() -> None:
 
 
 def test_parameters_of_a_few_elements_are_sharded_whole() -> None:
-    """Faults zero-tiny-parameters, zero-unused-parameters. With parameters that two fine stages use, and of which some
-    get no gradient in one micro-batch."""
+    """Faults zero-tiny-parameters, zero-unused-parameters. With parameters of two fine stages, some of them without a
+    gradient in one micro-batch."""
     run_ranks(3, gather_and_reduce)
 
 
@@ -139,7 +139,7 @@ def test_a_gradient_that_the_plan_does_not_collect_is_refused() -> None:
 
 
 def test_a_rank_never_holds_more_than_one_unit_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its weights are those of a rank that is initialized as a whole."""
+    """And its weights equal those of a rank initialized as a whole."""
     config = Layout(ONE_KV_HEAD, zero_stage=3, micro_batch_size=6).config()
     assert initializes_by_unit(config)
     ctx = context.single(torch.device("cpu"))
