@@ -3,9 +3,9 @@
     python tools/code_figures.py [--json FILE]
 
 Lines of code hold a token outside of comments and docstrings. Comments count wherever they stand, except those for
-tools (noqa, type: ignore). Relative clauses count by their words (that, which, whose, whom, where) in docstrings: with
-many of them prose sounds translated. `hops` counts the calls of our own functions from the training step to the first
-matrix product, and their files, of one rank's first forward pass.
+tools (noqa, type: ignore). Relative clauses count by the words of `RELATIVE` in docstrings: with many of them prose
+sounds translated. `hops` counts the calls of our own functions from the training step to the first matrix product, and
+their files, of one rank's first forward pass.
 """
 
 import ast
