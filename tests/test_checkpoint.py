@@ -70,7 +70,7 @@ def load_state(state: TrainState, path: Path) -> None:
 
 
 def contents(state: TrainState) -> list[Tensor]:
-    """All of this rank's past read by a step."""
+    """All parts of this rank's past read by a step."""
     kept = [item.tensors[name].clone() for item in state.optimizer.slices() for name in STATE]
     return [*kept, state.weights.flat.clone(), torch.tensor([state.step, state.optimizer.step_count])]
 

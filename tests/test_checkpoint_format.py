@@ -125,7 +125,8 @@ def test_owned_boxes_cover_each_logical_tensor_once(
 
 
 def test_padding_is_loaded_as_it_was_before_the_first_update(tmp_path: Path) -> None:
-    """Rows behind the last piece are in no checkpoint. An optimizer may keep state with another beginning than zero."""
+    """Rows behind the last piece are in no checkpoint. An optimizer may keep state starting at another value than
+    zero."""
     saved, target = toy_slices(1)[1], toy_slices(2)[1]
     save_toy(tmp_path, 1)
     longer = {name: torch.full((9,), 5.0) for name in target.tensors}

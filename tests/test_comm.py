@@ -25,7 +25,7 @@ SHAPES = ((12,), (12, 5), (24, 2, 3))  # dimension 0 divides by 2, 3 and 4
 
 
 def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Whole numbers with exact sums in bf16, distinct by rank and place."""
+    """Whole numbers, small enough for exact sums in bf16, distinct by rank and place."""
     place = torch.arange(torch.Size(shape).numel()).reshape(shape)
     return ((7 * place + 5 * rank + place * rank) % 23 - 11).to(dtype).to(rank_device(dist.get_rank()))
 

@@ -90,7 +90,7 @@ def test_groups_partition_any_world(grid: tuple[dict[str, int], str]) -> None:
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
-    """Make this process a rank of a world without working collectives."""
+    """Make this process a rank of a world with collectives that do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 

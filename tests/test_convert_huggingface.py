@@ -356,7 +356,7 @@ def test_tensors_that_are_not_the_models_are_named(words: str, edit: Edit, tmp_p
 
 def test_folders_that_lie_are_refused(tmp_path: Path) -> None:
     """An index of other files or tensors (fault paths-leaving-the-folder), pickles (fault nothing-is-unpickled), a
-    different tied copy, no room for output."""
+    diverging tied copy, no room for output."""
     source = save_model(tmp_path / "hf", CASES[2])
     options = HfToNative(source, tmp_path / "native", verify=False)
     index, weights = source / "model.safetensors.index.json", source / "model.safetensors"

@@ -235,8 +235,8 @@ DEFAULTS = {
 
 
 def test_an_option_that_we_do_not_know_is_refused_if_its_name_speaks_of_the_arithmetic(small: Path) -> None:
-    """Fault megatron-options: Megatron renames options, and a conversion without one of them is silently wrong. Its
-    defaults pass."""
+    """Fault megatron-options: Megatron renames options, and a conversion ignoring one is silently wrong. Its defaults
+    pass."""
     rewrite(first_file(small), lambda state: vars(state["args"]).update(DEFAULTS, **dict.fromkeys(UNKNOWN)))
     imported(small)
     for field in UNKNOWN:
@@ -304,8 +304,8 @@ def test_rotary_scaling_is_megatrons(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_belong_together_are_refused(small: Path, tmp_path: Path) -> None:
-    """Faults missing-file, missing-tensors: a missing rank or tensor, another iteration, stages or ranks in
-    disagreement on tensors held by both."""
+    """Faults missing-file, missing-tensors: a missing rank or tensor, another iteration, stages or ranks disagreeing on
+    tensors held by both."""
 
     def refused(change: Callable[[dict[str, Any]], Any], words: str) -> None:
         path = small / "iter_0000012" / "mp_rank_01_001" / FILE

@@ -1,4 +1,4 @@
-"""Steps read ahead: the same for all workers, layouts and restarts; dead workers named; nodes in agreement on files."""
+"""Steps read ahead: the same for all workers, layouts and restarts; dead workers named; nodes agreeing on files."""
 
 import os
 import signal

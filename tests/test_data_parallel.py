@@ -154,7 +154,7 @@ def train_all(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 def assert_copies_equal(ranks: Sequence[dict[str, Any]], case: Case) -> None:
     """Whatever rows of a tensor several ranks hold are bitwise equal, and all ranks have the same norm. A sum over
-    three and more ranks rounds by the element's place in its bucket, so copies with separate sums must lie alike."""
+    three and more ranks rounds by the element's place in its bucket, so copies summed apart must lie alike."""
     places: dict[tuple[str, int], tuple[int, int]] = {}
     rows: dict[tuple[str, int], Tensor] = {}
     for rank in ranks:
@@ -177,7 +177,7 @@ def test_gradients_weights_and_norm_equal_one_process_in_every_layout() -> None:
     """ZeRO 0 and 1, tiny and large buckets, replicated and overlapping kv rows (faults
     norm-gradients-under-sequence-parallelism, kv-heads-fewer-than-tp, norms-shared-by-heads), tied ends (fault
     tied-embeddings-zero-pipeline), the norm (fault norm-counts-elements-once), clipping (fault
-    clipping-changes-updates), shards with part of a parameter or none (fault empty-shards)."""
+    clipping-changes-updates), shards splitting or missing parameters (fault empty-shards)."""
     missed = False
     for world, layouts in LAYOUTS.items():
         cases = [

@@ -75,7 +75,7 @@ def assert_part_of_the_suite(command: str) -> None:
 
 
 def run_commands(document: Path, folder: Path, without: Collection[str] = ()) -> dict[str, str]:
-    """Run the document's commands, but those in `without`, in order in `folder`, the programs' place; returns what each
+    """Run the document's commands, but those in `without`, in order in `folder` with the programs; returns what each
     printed.
 
     Installations are only parsed, parts of the suite are only looked up. Our own programs run in forks: the launchers
@@ -130,12 +130,12 @@ def test_commands_of_the_other_documents(document: Path, tmp_path: Path) -> None
 
 
 def losses_in(text: str) -> list[float]:
-    """The losses of the lines about steps."""
+    """The losses in lines reporting a step."""
     return [float(loss) for loss in re.findall(r"^step +\d+(?:/\d+)? \| loss ([\d.]+)", text, re.MULTILINE)]
 
 
 def test_a_loop_of_your_own_trains_as_the_program_does(tmp_path: Path) -> None:
-    """The page shows the file, of 40 lines. Its losses in another layout are those of pretrain.py."""
+    """The page shows the whole file of 40 lines. Its losses in another layout are those of pretrain.py."""
     loop = (ROOT / "pretrain_scripts/own_loop.py").read_text()
     assert fenced(LIBRARY_PAGE, "python")[0] == loop
     assert len([line for line in loop.splitlines() if line]) <= 40

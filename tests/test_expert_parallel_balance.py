@@ -36,7 +36,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def tokens(step: int = 0) -> Tensor:
-    """Hidden states of all samples of a step, [s, b, h]. Their first column is 1, for a router to prefer experts by."""
+    """Hidden states of all samples of a step, [s, b, h]. Their first column is 1, so a router can prefer experts."""
     x = draw(LENGTH, SAMPLES, HIDDEN, seed=step)
     x[..., 0] = 1
     return x

@@ -209,7 +209,7 @@ def test_sweep_of_disks_that_refuse(call: str, reason: str, flags: tuple[str, ..
 @pytest.mark.parametrize("ranks", ["one", "dp2"])
 @pytest.mark.parametrize("limit", [20_000, 100_000, 300_000])
 def test_sweep_of_largest_file_sizes(limit: int, ranks: str, tmp_path: Path) -> None:
-    """Fault save-on-full-disk: a limit of the kernel's: at it the kernel writes part of what it is given."""
+    """Fault save-on-full-disk: at a limit of the kernel's the kernel writes part of what it is given."""
     scene = Scene(tmp_path)
 
     def plant() -> None:

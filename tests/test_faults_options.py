@@ -66,7 +66,7 @@ def test_sweep_of_switches_with_values(option: str, tmp_path: Path) -> None:
 
 
 class Wrong(NamedTuple):
-    """Flags unable to run together, and words of the line about them."""
+    """Flags in conflict, and words of the line about them."""
 
     name: str
     flags: str
@@ -226,7 +226,7 @@ FEW_VARIABLES = ("rank-in-words", "local-rank-in-words")
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW_VARIABLES)) for name in VARIABLES]
 )
 def test_variables_of_launchers_that_are_wrong_are_named(name: str, tmp_path: Path) -> None:
-    """Fault wrong-launcher-variables: their process tells it, whichever rank it is."""
+    """Fault wrong-launcher-variables: the process with them tells it, whichever rank it is."""
     base, changes, words = VARIABLES[name]
     assert words in refused(Scene(tmp_path), env=varied(base, changes))
 

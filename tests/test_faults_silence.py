@@ -1,4 +1,4 @@
-"""Ends of a run with the look of success, and output going nowhere: each is told, with an exit code."""
+"""Ends of a run looking like success, and output going nowhere: each is told, with an exit code."""
 
 import json
 import os

@@ -92,7 +92,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def state_on_meta(model: ModelConfig, **train: Any) -> TrainState:
-    """A state of one process, or of `tp` ranks as the first of them sees it, with tensors without values."""
+    """A state of one process, or of `tp` ranks as the first of them sees it; its tensors have no values."""
     config = Config(
         model=model,
         parallel=ParallelConfig(dp=1),

@@ -93,7 +93,7 @@ def test_figures_follow_from_times(bench: measuring.Bench, monkeypatch: pytest.M
 
 
 def test_a_wrong_kernel_is_not_timed(bench: measuring.Bench) -> None:
-    """Neither one of ours, with any error above rounding, nor another's with other results."""
+    """Neither one of ours, its error seen to rounding, nor another's with other results."""
     case = tiny_case("SwiGLU")
 
     class Backward(torch.autograd.Function):
@@ -215,7 +215,7 @@ def test_lack_of_memory_is_told_from_other_failures() -> None:
 
 
 class Watched(gpu_contenders.RandomWeights):
-    """Weights with a memory of how many of them were there at once."""
+    """Weights remembering how many of them were there at once."""
 
     alive: weakref.WeakSet[torch.Tensor]
     most = 0

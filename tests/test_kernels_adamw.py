@@ -182,7 +182,7 @@ def test_what_a_slice_becomes_does_not_depend_on_where_the_buffer_is_cut() -> No
 
 
 def test_autograd_sees_that_weights_changed() -> None:
-    """A backward in need of the old ones raises."""
+    """A backward needing the old ones raises."""
     shard = Shard(129, None)
     x = torch.ones(129, device=DEVICE, requires_grad=True)
     y = (x * shard.main).sum()

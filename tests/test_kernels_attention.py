@@ -80,7 +80,7 @@ def test_the_order_of_backends_changes_no_result() -> None:
 
 
 def test_varlen_attention_is_asked_only_for_what_it_serves() -> None:
-    """FlashAttention 2 takes 16-bit heads of a width of a multiple of 8 up to 256; it runs on GPUs alone.
+    """FlashAttention 2 takes 16-bit heads with a width up to 256, a multiple of 8; it runs on GPUs alone.
 
     Narrower values are padded, wider ones are not.
     """

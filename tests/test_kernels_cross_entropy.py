@@ -179,7 +179,7 @@ def test_padding_is_inert(impl: str) -> None:
 @WAYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_place_gradient_takes_the_logits_memory(impl: str, dtype: torch.dtype) -> None:
-    """And autograd knows: a second backward, and an op in need of the logits, raise instead of being wrong."""
+    """And autograd knows: a second backward, and an op needing the logits, raise instead of being wrong."""
     logits = draw(4, 3, 200).to(DEVICE, dtype).requires_grad_() * 1.0
     twice = logits * logits
     loss = vocab_parallel_cross_entropy(

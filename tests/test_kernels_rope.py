@@ -265,7 +265,7 @@ def test_shapes_that_do_not_fit_are_refused_before_the_split(impl: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU with 20 GB")
 def test_offsets_beyond_2_31() -> None:
-    """Fault tensors-beyond-32-bits: a small slice of a buffer with a stride to take its last rows beyond 2^31 elements,
+    """Fault tensors-beyond-32-bits: a small slice of a buffer with its last rows beyond 2^31 elements by its stride,
     and a large output."""
     s, d = 33000, 64
     qkv = torch.zeros(s, 1, 2**16 + 128, dtype=torch.bfloat16, device=DEVICE)

@@ -227,7 +227,7 @@ def loss_of_delivered_batches(config: Config) -> tuple[bool, float]:
 
 
 def test_targets_arrive_at_the_last_stage() -> None:
-    """Fault last-stage-on-first-rank: the first rank of a V is the only one in need of tokens and targets."""
+    """Fault last-stage-on-first-rank: only the first rank of a V needs tokens and targets."""
     layout = Layout(LLAMA, pp=3, vpp=2, schedule=f"{NAME}V", micro_batch_size=6, partition=(0, 1, 1, 1, 1, 0))
     ranks = run_ranks(3, loss_of_delivered_batches, layout.config())
     assert [has_targets for has_targets, _ in ranks] == [True, False, False]
@@ -383,7 +383,7 @@ def test_steps_of_the_runtime_accumulate(schedule: str) -> None:
 
 
 class Actions(list[Event]):
-    """A trace with a call of `measure` after each action; it keeps the results."""
+    """A trace calling `measure` after each action and keeping the results."""
 
     def __init__(self, measure: Callable[[], Any]):
         super().__init__()

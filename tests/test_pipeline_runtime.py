@@ -84,7 +84,7 @@ class ToyStage(nn.Module):
 
 
 def make_batches(m: int, seed: int, longest: int = 7) -> list[MicroBatch]:
-    """Micro-batches of different lengths with a weight for every token."""
+    """Micro-batches of different lengths with a weight of its own for every token."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(m):
@@ -189,7 +189,7 @@ def test_evaluation_gives_the_same_losses_and_no_gradients():
 
 
 class CountedWork:
-    """A transfer with a count of the waits for it."""
+    """A transfer counting the waits for it."""
 
     def __init__(self, work: dist.Work):
         self.work, self.waits = work, 0
@@ -224,7 +224,7 @@ def test_every_work_of_a_batch_is_waited_for_once():
 
 
 class SentOutputs(nn.Module):
-    """A stage with no need of its output in its graph; notes how many earlier outputs are alive when it runs."""
+    """A stage with a graph not needing its output; notes how many earlier outputs are alive when it runs."""
 
     def __init__(self, last: bool):
         super().__init__()

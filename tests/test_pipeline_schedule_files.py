@@ -1,4 +1,4 @@
-"""Schedules from files: our own text and torch's CSV, there and back; every refusal; a run with one."""
+"""Schedules from files: our own text and torch's CSV, there and back; every refusal; a run reading one."""
 
 import itertools
 from pathlib import Path

@@ -107,7 +107,7 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Restarted:
-    """A job of two ranks in a store with a longer life than theirs."""
+    """A job of two ranks in a store outliving them."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()

@@ -150,7 +150,7 @@ def examine_regions(size: int) -> dict[str, Any]:
 @pytest.mark.gpus
 @pytest.mark.parametrize("tp", [2, 4])
 def test_regions(tp: int) -> None:
-    """Derivatives against finite differences of different losses by rank, collectives without a gradient refused (fault
+    """Derivatives against finite differences of losses differing by rank, collectives without a gradient refused (fault
     derivatives-of-collectives); strided tensors as good as contiguous ones (fault strided-tensors-in-collectives)."""
     for found in run_ranks(tp, examine_regions, tp):
         assert all(found["raw"])
@@ -179,7 +179,7 @@ def tensors_of_layers() -> dict[str, Tensor]:
 
 
 def examine_layers(ctx: ParallelContext, sequence_parallel: bool) -> dict[str, Any]:
-    """Outputs and gradients of each layer for losses with a weight for every element, and what must not matter."""
+    """Outputs and gradients of each layer for losses weighing every element differently, and what must not matter."""
     tp, size = ctx.tp, ctx.tp.size
     layers = make_layers(Sharding(tp, ctx.grad, sequence_parallel, torch.float64, ctx.device))
     column, row, embedding = layers

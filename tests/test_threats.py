@@ -1,6 +1,6 @@
 """What docs/threats.md says about strangers on a host: real ranks, and real processes of another user beside them.
 
-The page names the tests of this file, and each test says the sentence proved by it.
+The page names the tests of this file, and each test says the sentence it proves.
 """
 
 import ctypes

@@ -282,7 +282,7 @@ def test_replicated_parameters_never_drift(tmp_path: Path) -> None:
 
 def test_tied_copies_never_drift(tmp_path: Path) -> None:
     """Fault tied-copies-stay-equal: the embedding of the first and of the last stage after 20 bf16 steps, sizes odd, so
-    buckets and shards are padded, overlap on and off: it changes no bit."""
+    buckets and shards are padded, overlap on and off, without changing a bit."""
     odd = replace(GPT, hidden_size=36, num_hidden_layers=2, intermediate_size=74, vocab_size=133)
     layout = Layout(odd, dp=2, pp=2, micro_batch_size=6)
     cases = [Case(layout, "bf16"), Case(replace(layout, overlap=False), "bf16")]
@@ -504,7 +504,7 @@ def full_disk(folder: Path) -> str:
 
 
 def test_metrics_that_the_disk_does_not_take_are_lost_and_told_once(tmp_path: Path) -> None:
-    """A line cut short leaves nothing, and later ones with enough space are written."""
+    """A line cut short leaves nothing, and later lines are written again once they fit."""
     path = tmp_path / "metrics.jsonl"
     told = f"{path}: step 2 not written (File too large); the run goes on\n"
     assert run_ranks(1, full_disk, tmp_path) == [told]

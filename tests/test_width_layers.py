@@ -137,7 +137,7 @@ def test_layers_of_four_kinds_compute_what_they_say() -> None:
 
 
 def test_positions_inside_documents_begin_again_and_change_no_attention() -> None:
-    """A table has a row for each position of each sample; distances are between positions running on."""
+    """A table has a row for each position of each sample; distances are those of positions running on."""
     config = tiny_models.config(FOUR_KINDS_MODEL)
     batch = tiny_models.batch(config.model, length=24)
     batch = replace(batch, starts=four_documents(torch.arange(batch.size)))

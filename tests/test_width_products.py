@@ -97,7 +97,7 @@ def test_converted_inputs_are_gathered_and_deferred(sizes: dict[str, object]) ->
 
 @dataclass(frozen=True)
 class Noted(Local):
-    """A region with notes of the dtype and the bytes of its inputs."""
+    """A region noting the dtype and the bytes of its inputs."""
 
     seen: list[tuple[torch.dtype, int]] = field(default_factory=list)
 

@@ -1,6 +1,6 @@
-"""A model with right gradients known in closed form in every layout: each element p of each tensor contributes c (p -
-t)^2 / 2 a sample, with c and t drawn from the tensor's name and the sample. If several ranks hold an element, each
-computes a different share of its gradient."""
+"""A model with right gradients known in closed form in every layout: each element p of each tensor adds c (p - t)^2 / 2
+a sample, with c and t drawn from the tensor's name and the sample. If several ranks hold an element, each computes a
+different share of its gradient."""
 
 import math
 import zlib
