@@ -205,7 +205,8 @@ def test_a_failed_save_is_reported_on_every_rank_and_leaves_what_was_there(tmp_p
 
 def load_wrongly(root: str) -> list[tuple[str, int, str]]:
     ctx = context.create(Grid(tp=1, dp=4, pp=1))
-    folder, mine = Path(root), cut_slices(ctx)
+    folder = Path(root)
+    mine = cut_slices(ctx)
     facts = {"consumed_samples": 0, "layout": {}, "model_config": {"layers": 3}, "trainer": {}, "data": {}}
     path = save(folder, slices=mine, ctx=ctx, replicated=False, step=1, **facts)  # type: ignore[arg-type]
     outcomes = [outcome(lambda: load(path, slices=mine, ctx=ctx, model_config={"layers": 4}))]
@@ -292,7 +293,8 @@ def test_a_checkpoint_asked_for_by_name_must_be_complete(tmp_path: Path) -> None
 def test_state_on_a_gpu_is_saved_and_loaded_bitwise(tmp_path: Path) -> None:
     """Boxes cut within rows, so copies into the device's memory are strided."""
     device = torch.device("cuda", 0)
-    ctx, piece = context.single(device), make_piece("p", (6, 5), {})
+    ctx = context.single(device)
+    piece = make_piece("p", (6, 5), {})
 
     def cut(bounds: list[int], values: Tensor) -> list[Any]:
         spec = spec_of_piece(piece)

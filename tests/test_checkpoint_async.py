@@ -52,7 +52,8 @@ def save_both_ways(root: str, configs: list[Config]) -> None:
     for number, config in enumerate(configs):
         for name, chosen in (("sync", config), ("async", asynchronous(config))):
             torch.manual_seed(number)  # decides the samples' weights
-            state, folder = make_state(chosen), Path(root) / name / str(number)
+            state = make_state(chosen)
+            folder = Path(root) / name / str(number)
             with Saver(state, folder) as saver:
                 for _ in range(3):
                     step(state)
@@ -198,7 +199,8 @@ def test_kill_9_during_asynchronous_saves_many_times(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_gpus_state_is_copied_to_pinned_memory_before_it_changes(tmp_path: Path) -> None:
     """Fault save-of-the-moment on a GPU: 256 MB a tensor are overwritten right after the copy."""
-    where, size = torch.device("cuda", 0), 1 << 26
+    where = torch.device("cuda", 0)
+    size = 1 << 26
     tensors = {state: torch.full((size,), 2.0, device=where) for state in STATE}
     item = make_slice(whole_spec("p", (size,)), 0, size, **tensors)
     buffer = device.host_buffer(snapshot_bytes([item]), where)

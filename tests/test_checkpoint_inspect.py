@@ -19,7 +19,8 @@ TOOL = Path(__file__).parents[1] / "tools" / "inspect_checkpoint.py"
 
 
 def test_the_report_says_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, report = save_toy(tmp_path, 3), tmp_path / "report.json"
+    path = save_toy(tmp_path, 3)
+    report = tmp_path / "report.json"
     assert inspect(Options(path, verify="crc", json=report)) == 0
     found = json.loads(report.read_text())
     assert (found["step"], found["consumed_samples"], found["parameters"], found["verified"]) == (3, 24, 37, "crc")
@@ -35,7 +36,8 @@ def test_the_report_says_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_reader_that_stops_reading_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `head` does. The report and the exit code are those of the checkpoint."""
-    path, report = save_toy(tmp_path / "a", 3), tmp_path / "report.json"
+    path = save_toy(tmp_path / "a", 3)
+    report = tmp_path / "report.json"
     other = save_toy(tmp_path / "b", 4)
     for compare, code in ((None, 0), (other, CheckpointError.exit_code)):
         reader, writer = os.pipe()

@@ -214,7 +214,8 @@ def test_sums_are_equal_on_all_ranks_and_do_not_depend_on_the_place() -> None:
 
 
 def test_one_rank_communicates_nothing() -> None:
-    axis, x = Axis("tp"), torch.arange(6.0)
+    axis = Axis("tp")
+    x = torch.arange(6.0)
     assert collectives.all_reduce(x, axis) is x
     assert collectives.all_gather(x, axis) is x
     assert collectives.reduce_scatter(x, axis) is x

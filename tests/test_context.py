@@ -136,8 +136,10 @@ def test_create_makes_each_group_once_and_as_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All ranks make the same groups in the same order (else they would wait for each other), none twice."""
-    by_axis, world = dict(zip(AXES, sizes, strict=True)), math.prod(sizes)
-    real, histories = dist.new_group, []
+    by_axis = dict(zip(AXES, sizes, strict=True))
+    world = math.prod(sizes)
+    real = dist.new_group
+    histories = []
     for rank in chosen:
         made: list[tuple[int, ...]] = []
 

@@ -169,7 +169,8 @@ def agree(different: bool) -> tuple[str, list[int]]:
     if different and not ctx.world.first:
         files["corpus/part-7.bin"] = "other"
         files["more.bin"] = "1"
-    sizes, gather = [], collectives.gather_json
+    sizes = []
+    gather = collectives.gather_json
 
     def watched(value: Any, *args: Any) -> Any:
         sizes.append(len(str(value)))

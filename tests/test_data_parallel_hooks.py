@@ -84,7 +84,8 @@ def expected_gradients(ranks: int, step: int, use: Use) -> dict[str, Tensor]:
 
 def run(ctx: ParallelContext, use: Use, zero_stage: int, bucket_mb: float, overlap: bool) -> list[int]:
     """A few backward passes without updates, compared with one process. Returns each step's early reductions."""
-    net, rank = Net(ctx.grad), ctx.dp.rank
+    net = Net(ctx.grad)
+    rank = ctx.dp.rank
     buffer = flatten([net], ctx, zero_stage=zero_stage, bucket_mb=bucket_mb, overlap=overlap)
     early = []
     for step in range(STEPS):
@@ -172,7 +173,8 @@ def two_stages_on_a_rank() -> list[list[int]]:
     seen = []
     for _ in range(2):
         buffer.start_step()
-        hidden, counts = [], [sum(ctx.grad.traffic.calls.values())]
+        hidden = []
+        counts = [sum(ctx.grad.traffic.calls.values())]
         for i in range(MICROBATCHES):
             x = torch.full((WIDTH,), float(i + ctx.dp.rank)) @ first.weight
             leaf = x.detach().requires_grad_()

@@ -37,7 +37,8 @@ def test_documents_start_where_the_batch_says_and_boundaries_weigh_nothing() -> 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_every_document_or_none_is_moved(rate: float) -> None:
-    given_samples, starts = samples(3, 60), [[0, 20], [0, 50], [0]]
+    given_samples = samples(3, 60)
+    starts = [[0, 20], [0, 50], [0]]
     moved = fill_in_the_middle(given_samples, starts, np.array([5, 6, 7]), rate, MARKS)
     assert moved.shape == given_samples.shape
     if rate == 0:
@@ -65,7 +66,8 @@ def restore(document: list[int]) -> list[int]:
 
 
 def test_a_share_of_documents_is_moved_in_both_orders_whoever_asks() -> None:
-    given_samples, keys = samples(2000, 20), np.arange(2000)
+    given_samples = samples(2000, 20)
+    keys = np.arange(2000)
     moved = fill_in_the_middle(given_samples, [[0]] * 2000, keys, 0.3, MARKS)
     changed = (moved != given_samples).any(1)
     assert 0.26 < changed.mean() < 0.34

@@ -290,7 +290,8 @@ FEW_OTHER = ("optimizer.betas", "checkpoint.every")
 )
 def test_ranks_that_disagree_are_told_the_option(option: str, tmp_path: Path) -> None:
     """Both end with 2, the first speaks, and nothing is written."""
-    scene, port = Scene(tmp_path), str(free_port())
+    scene = Scene(tmp_path)
+    port = str(free_port())
     ranks = []
     for rank in (0, 1):
         value = OTHER[option]

@@ -117,7 +117,8 @@ def test_strided_inputs_and_gradients(op: Op) -> None:
 def test_kernels_write_their_outputs_alone(op: Op) -> None:
     """Guard bands around all outputs of the kernels, and inputs left as they were."""
     arguments = [x.detach().float().to(DEVICE).requires_grad_() for x in inputs(op, 5, 131)]
-    before, guards = [x.detach().clone() for x in arguments], []
+    before = [x.detach().clone() for x in arguments]
+    guards = []
     empty, empty_like = torch.empty, torch.empty_like
 
     def guarded(x: Tensor) -> Tensor:

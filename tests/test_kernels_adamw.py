@@ -91,7 +91,8 @@ def torchs_own(
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("elements", [1, 7, 64, 129, 1000, 1024, 4097])
 def test_five_steps_as_torchs(elements: int, dtype: torch.dtype | None, impl: Any) -> None:
-    grads, shard = gradients(elements, 5), Shard(elements, dtype)
+    grads = gradients(elements, 5)
+    shard = Shard(elements, dtype)
     for number, grad in enumerate(grads, 1):
         shard.step(grad, number, impl)
         if shard.params is not None:
@@ -107,8 +108,10 @@ def test_five_steps_as_torchs(elements: int, dtype: torch.dtype | None, impl: An
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_weight_decay_of_a_shard_with_many_runs(impl: Any) -> None:
-    elements, grads = 4097, gradients(4097, 3)
-    shard, decayed = Shard(elements, torch.bfloat16), Decayed.of(RUNS, elements, DEVICE)
+    elements = 4097
+    grads = gradients(4097, 3)
+    shard = Shard(elements, torch.bfloat16)
+    decayed = Decayed.of(RUNS, elements, DEVICE)
     assert [*decayed.others] == complement(RUNS, elements)
     for number, grad in enumerate(grads, 1):
         shard.step(grad, number, impl, decayed=decayed)

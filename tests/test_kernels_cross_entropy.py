@@ -200,7 +200,8 @@ def test_logits_are_left_alone(impl: str) -> None:
     """Unless the gradient may take their place; a second backward gives the same, and without a gradient nothing is
     kept (fault fused-cross-entropy-without-gradient)."""
     logits = draw(5, 200).to(DEVICE).float().requires_grad_()
-    before, targets = logits.detach().clone(), draw_targets(5, 150)
+    before = logits.detach().clone()
+    targets = draw_targets(5, 150)
     loss = vocab_parallel_cross_entropy(logits, targets, 150, 0, ALONE, impl=impl)
     first, second = (torch.autograd.grad(loss.sum(), logits, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
@@ -259,7 +260,8 @@ def test_more_than_two_to_the_31_logits() -> None:
     """Fault tensors-beyond-32-bits: the last rows, with offsets of 64 bits."""
     rows, vocab = 16400, 131072
     x = torch.empty(rows, vocab, dtype=torch.bfloat16, device=DEVICE).normal_().requires_grad_()
-    targets, last = torch.randint(vocab, (rows,), device=DEVICE), x.detach()[-3:].double().requires_grad_()
+    targets = torch.randint(vocab, (rows,), device=DEVICE)
+    last = x.detach()[-3:].double().requires_grad_()
     expected = F.cross_entropy(last, targets[-3:], reduction="none")
     (right,) = torch.autograd.grad(expected.sum(), last)
     loss = vocab_parallel_cross_entropy(x, targets, vocab, 0, ALONE, impl="triton", inplace=True)
@@ -299,7 +301,8 @@ def slice_of(tp: Axis) -> tuple[int, slice]:
 
 
 def entropy_on_ranks(size: int) -> list[tuple[Tensor, Tensor]]:
-    device, results = rank_device(dist.get_rank()), []
+    device = rank_device(dist.get_rank())
+    results = []
     tp = context.create(Grid(tp=size), device=device).tp
     start, rows = slice_of(tp)
     for impl, z_loss in CASES:

@@ -42,7 +42,8 @@ def test_the_kernels_mask_is_the_references_to_the_bit(rows: int, columns: int, 
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_hash_equal_to_the_threshold_is_kept(more: int) -> None:
     """... and one below it is dropped."""
-    keys, x = keys_of(1), torch.ones(1, 1, device=DEVICE)
+    keys = keys_of(1)
+    x = torch.ones(1, 1, device=DEVICE)
     p = (int(mix(keys)) + more) / 2**32
     for impl in ("torch", "triton"):
         assert bool(dropout_add(x, torch.zeros_like(x), keys, p, impl) != 0) == (more == 0)

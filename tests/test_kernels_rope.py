@@ -132,7 +132,8 @@ def test_strided_tables() -> None:
 @needs_triton
 def test_kernel_writes_its_outputs_alone() -> None:
     q, k, cos, sin = (x.detach().float().to(DEVICE) for x in heads(3, 2, 5, 3, 22))
-    guards, empty = [], torch.empty
+    guards = []
+    empty = torch.empty
 
     def guarded(*sizes: object, **options: object) -> Tensor:
         guards.append(Guarded(empty(*sizes, **options).fill_(float("nan"))))

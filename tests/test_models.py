@@ -66,7 +66,8 @@ def preset(name: str, **changes: Any) -> ModelConfig:
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_plain_pytorch(name: str) -> None:
     config = tiny_models.config(MODELS[name])
-    stage, ctx = tiny_models.build(config, context.single()), context.single()
+    stage = tiny_models.build(config, context.single())
+    ctx = context.single()
     batches = [tiny_models.batch(config.model, seed) for seed in (0, 1)]
     losses = [stage(None, batch) for batch in batches]
     (sum(losses) / 100).backward()
@@ -81,7 +82,8 @@ def test_loss_and_gradients_equal_plain_pytorch(name: str) -> None:
 def test_packed_documents_train_as_if_each_were_alone(name: str) -> None:
     """Two samples of three and two documents against plain PyTorch on five documents: attention and positions start
     anew at each, rotary ones by their differences."""
-    config, ctx = tiny_models.config(MODELS[name]), context.single()
+    config = tiny_models.config(MODELS[name])
+    ctx = context.single()
     batch = tiny_models.batch(config.model)
     lengths = ((5, 1, tiny_models.LENGTH - 6), (20, tiny_models.LENGTH - 20))
     starts = torch.tensor([0, *lengths[0], *lengths[1]]).cumsum(0).int()
@@ -118,8 +120,10 @@ def test_bf16_gradients_equal_plain_pytorch_to_bf16_rounding(name: str) -> None:
     """The reference runs in fp64 on the same bf16 weights. A rounding to bf16 errs by up to 2^-9; some tens of them, of
     both signs, lie between loss and farthest weight: 2^-4 holds also for key biases, although their terms nearly
     cancel."""
-    config, ctx = tiny_models.config(MODELS[name], precision="bf16"), context.single()
-    stage, batch = tiny_models.build(config, ctx), tiny_models.batch(config.model)
+    config = tiny_models.config(MODELS[name], precision="bf16")
+    ctx = context.single()
+    stage = tiny_models.build(config, ctx)
+    batch = tiny_models.batch(config.model)
     buffer = flatten([stage], ctx, zero_stage=0, bucket_mb=1.0, overlap=True)
     stage(None, batch).backward()
     buffer.gradients.finish()
@@ -237,7 +241,8 @@ def test_tied_embedding_on_one_rank_is_one_parameter(vpp: int) -> None:
     assert sum(p.numel() for p in layouts.unique_parameters(stages.values())) == (
         WholeModel(config.model).parameters() + (256 - 131) * 48
     )
-    batch, x = tiny_models.batch(config.model), None
+    batch = tiny_models.batch(config.model)
+    x = None
     for stage in stages.values():
         x = stage(x, batch)
     x.backward()

@@ -202,7 +202,8 @@ class CountedWork:
 
 def counted_waits() -> list[int]:
     ctx = context.create(Grid(pp=2), use_shared_memory=False)
-    works, real = [], dist.batch_isend_irecv
+    works = []
+    real = dist.batch_isend_irecv
 
     def counting(operations):
         made = [CountedWork(work) for work in real(operations)]

@@ -146,7 +146,8 @@ def test_mask_rate_and_independence(p: float) -> None:
         keys = row_keys(seed, use, torch.tensor([[sample]]), torch.tensor([[head]]), torch.arange(256)[None])
         return keep_mask(keys[0], 256, p)
 
-    base, n = mask(), 256 * 256
+    base = mask()
+    n = 256 * 256
     assert base.double().mean().item() == pytest.approx(1 - p, abs=5 * math.sqrt(p * (1 - p) / n))
     chance = p * p + (1 - p) * (1 - p)
     others = [
@@ -250,7 +251,8 @@ def recompute_everywhere(tp: int, precision: str) -> list[tuple[list[Tensor], Te
     """For each of RECOMPUTES: losses of two micro-batches, the flat gradient, and how often a layer and how often a
     core of attention ran."""
     model = replace(TIED_GPT, num_hidden_layers=4, hidden_dropout=0.1, attention_dropout=0.1)
-    ctx, results = context.create(Grid(tp=tp)), []
+    ctx = context.create(Grid(tp=tp))
+    results = []
     for mode, every in RECOMPUTES:
         config = tiny_models.config(model, tp, tp > 1, precision=precision, recompute=mode, recompute_every=every)
         stage = tiny_models.build(config, ctx)

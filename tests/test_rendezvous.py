@@ -36,7 +36,8 @@ from tests.support.progress import CAP_SECONDS
 
 def meet_all(members: Sequence[Member], shared: Sequence[dict[str, Any]], timeout_seconds: float = 20) -> list[str]:
     """What each rank's `meet` said, as "Class: text", "" if it found nothing; ranks are threads with one store."""
-    store, world_size = dist.HashStore(), len(members)
+    store = dist.HashStore()
+    world_size = len(members)
     said = [""] * world_size
 
     def one(place: int) -> None:

@@ -71,11 +71,13 @@ REGIONS = {
 
 def derivative_errors(region: Region, ctx: ParallelContext) -> Iterator[float]:
     """Relative error of the derivative along three random directions, against central differences of the loss."""
-    tp, mine = ctx.tp, 0 if region.same_input else ctx.tp.rank
+    tp = ctx.tp
+    mine = 0 if region.same_input else ctx.tp.rank
     x = draw(8, 2, 3, seed=mine, device=ctx.device)
 
     def loss_of_rank(x: Tensor) -> Tensor:
-        y, seed = region.function(x, tp), 100 + (0 if region.same_output else tp.rank)
+        y = region.function(x, tp)
+        seed = 100 + (0 if region.same_output else tp.rank)
         return (y.sin() * draw(*y.shape, seed=seed, device=y.device)).sum()
 
     def loss(x: Tensor) -> Tensor:
@@ -303,7 +305,8 @@ def logits_and_targets(scale: float) -> tuple[Tensor, Tensor, Tensor]:
 
 def cross_entropy_on_ranks(size: int) -> list[tuple[Tensor, Tensor]]:
     """(losses, gradient of this rank's columns) for each scale."""
-    ctx, results = tensor_ranks(size), []
+    ctx = tensor_ranks(size)
+    results = []
     tp = ctx.tp
     for scale in (1.0, 1e4):
         logits, targets, weights = (x.to(ctx.device) for x in logits_and_targets(scale))
