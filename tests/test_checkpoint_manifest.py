@@ -42,7 +42,7 @@ def test_an_index_says_what_parsing_all_would_say(tensors: dict[str, Any], befor
     found = index(text)
     if found is None:
         return
-    assert found.facts == {"data": before, "trainer": behind}
+    assert found.header == {"data": before, "trainer": behind}
     assert list(found.spans) == sorted(tensors)
     for name, span in found.spans.items():
         assert json.loads(text[span.first : span.stop]) == tensors[name]

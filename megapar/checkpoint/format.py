@@ -186,24 +186,24 @@ class Manifest:
 
         Raises KeyError, TypeError or ValueError if the body does not have this format's shape.
         """
-        return cls.from_facts(body, {name: read_entry(entry) for name, entry in body["tensors"].items()})
+        return cls.from_header(body, {name: read_entry(entry) for name, entry in body["tensors"].items()})
 
     @classmethod
-    def from_facts(cls, facts: Mapping[str, Any], tensors: Mapping[str, Entry]) -> "Manifest":
+    def from_header(cls, header: Mapping[str, Any], tensors: Mapping[str, Entry]) -> "Manifest":
         """Make a manifest of a parsed body without tensors, and of `tensors`.
 
         Raises KeyError or TypeError if the body does not have this format's shape.
         """
-        facts = {"states": _UNDECLARED, **facts}
-        fields = {name: facts[name] for name in cls.__dataclass_fields__ if name != "tensors"}
+        header = {"states": _UNDECLARED, **header}
+        fields = {name: header[name] for name in cls.__dataclass_fields__ if name != "tensors"}
         for name, value in fields.items():
             if name not in ("step", "consumed_samples") and type(value) is not dict:
                 raise TypeError(f"{name} must be an object")
         # `type`, because True is an instance of int.
-        counts = (facts["step"], facts["consumed_samples"], *facts["files"].values())
+        counts = (header["step"], header["consumed_samples"], *header["files"].values())
         if any(type(count) is not int or not 0 <= count < MOST for count in counts):
             raise TypeError("step, consumed_samples and file sizes must be integers of at least 0, below 2^60")
-        for name, declared in facts["states"].items():
+        for name, declared in header["states"].items():
             if type(declared) is not dict or type(declared["optimizer"]) is not str:
                 raise TypeError(f"states.{name} must be an object that names its optimizer")
         return cls(**fields, tensors=tensors)
@@ -218,7 +218,7 @@ class Manifest:
         found = (declared["optimizer"] for state, declared in self.states.items() if f"{state}.{name}" in self.tensors)
         return next(found, "")
 
-    def facts(self) -> dict[str, Any]:
+    def header(self) -> dict[str, Any]:
         """All fields but the tensors, as JSON types."""
         return {name: value for name, value in vars(self).items() if name != "tensors"}
 
@@ -237,7 +237,7 @@ class Manifest:
         """What `from_outline` takes, as JSON types, or None if the manifest's text cannot be read in parts."""
         if not isinstance(self.tensors, Entries):
             return None
-        return {"facts": self.facts(), "spans": self.tensors.spans}
+        return {"header": self.header(), "spans": self.tensors.spans}
 
     @classmethod
     def from_outline(cls, folder: Path, outline: Mapping[str, Any]) -> "Manifest":
@@ -250,7 +250,7 @@ class Manifest:
             for name, (first, stop, crc32, dtype, shape) in outline["spans"].items()
         }
         try:
-            return cls(**outline["facts"], tensors=Entries(folder / MANIFEST, spans))
+            return cls(**outline["header"], tensors=Entries(folder / MANIFEST, spans))
         except OSError as error:
             raise CheckpointError(
                 f"{folder / MANIFEST}: {error.strerror}; all ranks must see the same folder"
@@ -363,8 +363,8 @@ def open_manifest(folder: Path) -> Manifest:
     try:
         if indexed is None:
             return _parse_whole(path, text)
-        _require_our_format(path, indexed.facts["format"])
-        return Manifest.from_facts(indexed.facts, Entries(path, indexed.spans))
+        _require_our_format(path, indexed.header["format"])
+        return Manifest.from_header(indexed.header, Entries(path, indexed.spans))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a manifest of format {FORMAT} ({error!r})") from None
 

@@ -34,7 +34,7 @@ class Span(NamedTuple):
 class ManifestIndex(NamedTuple):
     """The body without its tensors, and the span of each tensor by name."""
 
-    facts: dict[str, Any]
+    header: dict[str, Any]
     spans: dict[str, Span]
 
 
@@ -87,10 +87,10 @@ def _index(text: bytes, first: int, stop: int) -> ManifestIndex:
         value = mark + len(b'": ')
         spans[json.loads(text[name : mark + 1])] = _span(text, value, following - len(b", "))
     # The same body with an empty object in place of the tensors.
-    facts = json.loads(text[first:opening] + _OPENING + text[end:stop])
-    if facts.pop("tensors") != {}:
+    header = json.loads(text[first:opening] + _OPENING + text[end:stop])
+    if header.pop("tensors") != {}:
         raise ValueError("there is something beside the tensors")
-    return ManifestIndex(facts, spans)
+    return ManifestIndex(header, spans)
 
 
 def _marks(text: bytes, first: int, stop: int) -> list[int]:

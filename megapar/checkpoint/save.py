@@ -54,11 +54,10 @@ def _nothing() -> None:
 class Save:
     """A save in progress. A thread of each rank writes the rank's part. Rank 0's thread waits for all and publishes.
 
-    Making a Save is a collective over `ctx.world`.
-    `mine` are all slices written by this rank. Their tensors must not change until `finish`. `facts` are the manifest's
-    fields besides files and tensors. The thread first waits for the thread of the save `after`, so only one save writes
-    at a time. Rank 0 calls `require` before it makes a folder. It calls `ready` in its thread, before the checkpoint
-    gets its name.
+    Making a Save is a collective over `ctx.world`. `own_slices` are all slices written by this rank. Their tensors must
+    not change until `finish`. `header` has the manifest's fields besides files and tensors. The thread first waits for
+    the thread of the save `after`, so only one save writes at a time. Rank 0 calls `require` before it makes a folder.
+    It calls `ready` in its thread, before the checkpoint gets its name.
 
     Raises StorageError on every rank if rank 0 cannot make a folder or has too little space for all ranks' parts.
     """
@@ -68,19 +67,19 @@ class Save:
     def __init__(
         self,
         root: Path,
-        mine: Sequence[StateSlice],
+        own_slices: Sequence[StateSlice],
         ctx: ParallelContext,
-        facts: Mapping[str, Any],
+        header: Mapping[str, Any],
         *,
         keep: Keep = KEEP_ALL,
         after: "Save | None" = None,
         require: Callable[[], None] = _nothing,
         ready: Callable[[], None] = _nothing,
     ):
-        self.step = int(facts["step"])
+        self.step = int(header["step"])
         self._root = root
         self._ctx = ctx
-        self._facts = facts
+        self._header = header
         self._keep = keep
         self._after = after
         self._ready = ready
@@ -88,7 +87,7 @@ class Save:
         self._problem: Problem | None = None
         self._done = Event()  # set when this rank's thread will no longer change the checkpoint
         self._given_up = Event()
-        needed = needed_bytes(mine, ctx)
+        needed = needed_bytes(own_slices, ctx)
 
         def prepare() -> str | None:
             if not ctx.world.first:
@@ -98,7 +97,7 @@ class Save:
 
         name = from_first(on_all_ranks(prepare, ctx, StorageError, self._doing), ctx)
         self._temporary = root / name
-        self._thread: Thread = Thread(target=self._run, args=(mine,), daemon=True)
+        self._thread: Thread = Thread(target=self._run, args=(own_slices,), daemon=True)
         self._thread.start()
 
     def join(self, seconds: float | None = None) -> None:
@@ -190,7 +189,7 @@ class Save:
         others = self._others()
         if others is not None:
             self._ready()
-            publish(self._temporary, self._root, self._facts, [part, *others])
+            publish(self._temporary, self._root, self._header, [part, *others])
             self._published = True
 
     def _others(self) -> list[dict[str, Any] | None] | None:
@@ -233,7 +232,7 @@ def save(
 
     Raises StorageError on every rank if any rank fails. Complete checkpoints in `root` are untouched then.
     """
-    facts = {
+    header = {
         "step": step,
         "consumed_samples": consumed_samples,
         "layout": dict(layout),
@@ -241,7 +240,7 @@ def save(
         "trainer": dict(trainer),
         "data": dict(data),
     }
-    return Save(root, share(slices) if replicated else first_copies(slices), ctx, facts).finish()
+    return Save(root, share(slices) if replicated else first_copies(slices), ctx, header).finish()
 
 
 def snapshot_bytes(slices: Iterable[StateSlice]) -> int:
@@ -297,13 +296,13 @@ def owned_boxes(item: StateSlice) -> Iterator[tuple[Piece, FlatBox]]:
         yield from logical_boxes(item.spec, max(first, item.start), min(last, item.stop))
 
 
-def needed_bytes(mine: Sequence[StateSlice], ctx: ParallelContext) -> int:
+def needed_bytes(own_slices: Sequence[StateSlice], ctx: ParallelContext) -> int:
     """An upper estimate of a checkpoint's bytes on disk. A collective.
 
-    `mine` are the slices written by this rank. The estimate is the sum over all ranks.
+    `own_slices` are the slices written by this rank. The estimate is the sum over all ranks.
     """
     needed = 0
-    for item in mine:
+    for item in own_slices:
         for _, box in owned_boxes(item):
             for tensor in item.tensors.values():
                 needed += math.prod(box.size) * tensor.itemsize + _CHUNK_OVERHEAD
@@ -391,10 +390,10 @@ def merge_tensors(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str,
     return {name: merged[name]._replace(chunks=tuple(chunks[name])) for name in sorted(merged)}
 
 
-def publish(temporary: Path, root: Path, facts: Mapping[str, Any], parts: Iterable[Mapping[str, Any] | None]) -> None:
+def publish(temporary: Path, root: Path, header: Mapping[str, Any], parts: Iterable[Mapping[str, Any] | None]) -> None:
     """Make the folder `temporary`, to which all ranks wrote their `parts`, the checkpoint of its step in `root`.
 
-    `facts` are the manifest's fields besides files and tensors.
+    `header` has the manifest's fields besides files and tensors.
     Raises CheckpointError if the parts do not cover every tensor exactly once, ValueError if they disagree on one.
     """
     written = [part for part in parts if part]
@@ -402,7 +401,7 @@ def publish(temporary: Path, root: Path, facts: Mapping[str, Any], parts: Iterab
     # Of the same name, all ranks declare the same: no two optimizers of a run use one name.
     states = {name: declared for part in written for name, declared in part["states"].items()}
     tensors = merge_tensors(part["tensors"] for part in written)
-    manifest = Manifest(**facts, files=files, tensors=tensors, states=states)
+    manifest = Manifest(**header, files=files, tensors=tensors, states=states)
     # The same checks as when a checkpoint is loaded: one that could not be loaded must not replace an older one.
     check_files(temporary, files)
     check_tensors(temporary, manifest)

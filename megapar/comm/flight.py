@@ -162,13 +162,13 @@ class Flight:
         """Whether `raise_flag` was called with this name."""
         return has_flag(self.memory, name)
 
-    def post_error(self, facts: dict[str, Any]) -> None:
+    def post_error(self, record: dict[str, Any]) -> None:
         """Store this rank's final error, as JSON types, for the launcher. Only the first call stores one."""
-        text = json.dumps(facts).encode()
+        text = json.dumps(record).encode()
         if len(text) > _ERROR_BYTES:
             # Such as a table of all ranks, which the launcher can make anew from their logs, or a very long message. A
             # character outside of Unicode's first plane takes 12 bytes in JSON, and the other facts are short.
-            text = json.dumps(facts | {"ranks": [], "message": facts["message"][: _ERROR_BYTES // 16]}).encode()
+            text = json.dumps(record | {"ranks": [], "message": record["message"][: _ERROR_BYTES // 16]}).encode()
         if not _INTEGER.unpack_from(self.memory, _AT_ERROR)[0]:
             # The length is written last: a reader that finds it finds the whole text.
             self.memory[_AT_ERROR + 8 : _AT_ERROR + 8 + len(text)] = text

@@ -23,17 +23,17 @@ class FlightFile:
 
     def __init__(self, *places: Path):
         self._places = places or shared_places()
-        for place in self._places:
-            sweep(place, _PREFIX)
+        for parent in self._places:
+            sweep(parent, _PREFIX)
         self._folder, self.memory = self._make()
 
     def _make(self) -> tuple[OwnFolder, mmap.mmap]:
         refused = []
-        for place in self._places:
+        for parent in self._places:
             try:
-                return _make_in(place)
+                return _make_in(parent)
             except OSError as error:
-                refused.append(f"{place}: {error.strerror}")
+                refused.append(f"{parent}: {error.strerror}")
         raise StorageError(f"no room for a rank's flight log of {BYTES:,} bytes ({'; '.join(refused)}): free some")
 
     def peer(self, pid: int) -> mmap.mmap | None:
@@ -77,8 +77,8 @@ class FlightFile:
     @contextmanager
     def _folder_of(self, pid: int) -> Iterator[int | None]:
         """A descriptor of the folder of process `pid`, None if this user has none."""
-        for place in self._places:
-            for path in place.glob(f"{_PREFIX}{pid}-*"):
+        for parent in self._places:
+            for path in parent.glob(f"{_PREFIX}{pid}-*"):
                 with opened(path) as descriptor:
                     if descriptor is not None:
                         yield descriptor
@@ -86,8 +86,8 @@ class FlightFile:
         yield None
 
 
-def _make_in(place: Path) -> tuple[OwnFolder, mmap.mmap]:
-    folder = OwnFolder(place, f"{_PREFIX}{os.getpid()}-")
+def _make_in(parent: Path) -> tuple[OwnFolder, mmap.mmap]:
+    folder = OwnFolder(parent, f"{_PREFIX}{os.getpid()}-")
     try:
         descriptor = os.open(_LOG, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder.descriptor)
         try:

@@ -53,8 +53,8 @@ def _meet(rank: int, store: Store, barrier: Callable[[], None], timeout_seconds:
         number = store.add(meeting, 1)
         store.set(f"{meeting}/{number}", f"{rank} {party.path}")
         barrier()
-        told = [store.get(f"{meeting}/{index}").decode() for index in range(1, store.add(meeting, 0) + 1)]
-        paths = {int(text.partition(" ")[0]): text.partition(" ")[2] for text in told}
+        posted = [store.get(f"{meeting}/{index}").decode() for index in range(1, store.add(meeting, 0) + 1)]
+        paths = {int(text.partition(" ")[0]): text.partition(" ")[2] for text in posted}
         party.ask({peer: path for peer, path in paths.items() if peer < rank})
         barrier()  # now all have asked, so `answer` does not wait for any
         party.answer(peer for peer in paths if peer > rank)
@@ -90,15 +90,15 @@ class _Party:
             if limits.reached(error):
                 raise
             return  # a container's filter of system calls may refuse it
-        for place in shared_places():
-            if self._open_door(place):
+        for parent in shared_places():
+            if self._open_door(parent):
                 return
 
-    def _open_door(self, place: Path) -> bool:
-        """Listen in a new folder in `place`. Returns whether the system allows it."""
-        sweep(place, _PREFIX)
+    def _open_door(self, parent: Path) -> bool:
+        """Listen in a new folder in `parent`. Returns whether the system allows it."""
+        sweep(parent, _PREFIX)
         try:
-            self._folder = OwnFolder(place, _PREFIX)
+            self._folder = OwnFolder(parent, _PREFIX)
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             # A socket's address has at most 107 bytes. This one is short wherever the folder lies.
             self._listener.bind(f"/proc/self/fd/{self._folder.descriptor}/{_SOCKET}")

@@ -33,8 +33,10 @@ class Gloo(TorchDistributed):
         return self.all_gather_slices(x, out.chunk(len(self.ranks)))
 
     def all_gather_slices(self, x: Tensor, slices: Sequence[Tensor]) -> Pending:
-        own = put(x, slices[self.rank])
-        return self.exchange([(own, peer) for peer in self._peers()], [(slices[peer], peer) for peer in self._peers()])
+        own_part = put(x, slices[self.rank])
+        return self.exchange(
+            [(own_part, peer) for peer in self._peers()], [(slices[peer], peer) for peer in self._peers()]
+        )
 
     def reduce_scatter(self, x: Tensor, out: Tensor) -> Pending:
         slices = list(x.contiguous().chunk(len(self.ranks)))

@@ -107,9 +107,11 @@ class SharedMemory:
         self.host.let_go(block)
 
 
-def _fold_arrived(arriving: Mapping[int, Message], own: Tensor, out: Tensor, axis: SharedMemory, op: str) -> None:
-    """Reduce this rank's tensor `own` and those received from the other positions into `out`."""
-    parts = [arriving[position].content(own) if position in arriving else own for position in range(axis.size)]
+def _fold_arrived(arriving: Mapping[int, Message], own_part: Tensor, out: Tensor, axis: SharedMemory, op: str) -> None:
+    """Reduce this rank's tensor `own_part` and those received from the other positions into `out`."""
+    parts = [
+        arriving[position].content(own_part) if position in arriving else own_part for position in range(axis.size)
+    ]
     fold(parts, out, op)
     for message in arriving.values():
         message.release()
@@ -135,10 +137,10 @@ def _all_reduce_in_slices(x: Tensor, axis: SharedMemory, op: str) -> Steps:
 
 def _reduce_own(slices: Sequence[Tensor], out: Tensor, axis: SharedMemory, op: str) -> Steps:
     """Reduce the parts of this rank's slice, sent by the other ranks, into `out`."""
-    own = slices[axis.rank]
+    own_part = slices[axis.rank]
     arriving = {position: axis.expect(position) for position in axis.peers()}
     yield list(arriving.values())
-    _fold_arrived(arriving, own, out, axis, op)
+    _fold_arrived(arriving, own_part, out, axis, op)
 
 
 def _receive(receives: Sequence[tuple[Tensor, int]], axis: SharedMemory, phase: int = 0) -> Steps:

@@ -34,12 +34,12 @@ class _Round:
     def __init__(self, length: int, cp: Axis, starts: Sequence[int] | None, dropout: AttentionDropout | None):
         self.cp = cp
         self._ring: Ring = ring(length, cp.size, starts)
-        own = chunks(length, cp.size, cp.rank)
+        own_block = chunks(length, cp.size, cp.rank)
         self.blocks: list[list[Block]] = []
         self.dropped: list[Dropped] = []
         for step in range(cp.size):
             keys = chunks(length, cp.size, self.source(step))
-            self.blocks.append(blocks(own, keys, length, starts))
+            self.blocks.append(blocks(own_block, keys, length, starts))
             self.dropped.append(Dropped(dropout, keys))
 
     def source(self, step: int) -> int:
@@ -155,13 +155,13 @@ class _RingAttention(torch.autograd.Function):
         return gradient.q.to(q.dtype), rounded.k, rounded.v, None, None, None
 
 
-def _sum(arrived: KeysValues | None, own: KeysValues | None) -> KeysValues | None:
+def _sum(arrived: KeysValues | None, own_block: KeysValues | None) -> KeysValues | None:
     """The sum of two gradients, where None counts as zero. It may overwrite `arrived`."""
     if arrived is None:
-        return own
-    if own is None:
+        return own_block
+    if own_block is None:
         return arrived
-    arrived.flat.add_(own.flat)
+    arrived.flat.add_(own_block.flat)
     return arrived
 
 

@@ -66,8 +66,8 @@ def lay_out(groups: Sequence[BucketGroup], bucket_elements: int) -> tuple[list[i
             if filled < bucket_elements and not is_last:
                 continue
             sizes = group.sizes[open_from : position + 1]
-            place = _place_whole if group.whole else _place
-            offsets, length = place(sizes, group.shards)
+            offsets_of = _offsets_of_whole if group.whole else _offsets
+            offsets, length = offsets_of(sizes, group.shards)
             buckets.append(Bucket(end, end + length, len(starts), len(starts) + len(sizes)))
             starts += [end + offset for offset in offsets]
             end += length
@@ -76,7 +76,7 @@ def lay_out(groups: Sequence[BucketGroup], bucket_elements: int) -> tuple[list[i
     return starts, buckets
 
 
-def _place(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
+def _offsets(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
     """Offset of each parameter in its bucket, and the bucket's length. Slices may cut parameters."""
     offsets = []
     end = 0
@@ -86,8 +86,8 @@ def _place(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
     return offsets, _round_up(end, ALIGNMENT * shards)
 
 
-def _place_whole(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
-    """As `_place`, with no parameter in two slices. The slices are as short as the order of parameters allows."""
+def _offsets_of_whole(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
+    """As `_offsets`, with no parameter in two slices. The slices are as short as the order of parameters allows."""
     padded = [_round_up(size, ALIGNMENT) for size in sizes]
     # Binary search: the least slice length for which at most `shards` slices suffice.
     low = max(max(padded), _round_up(_divide_up(sum(padded), shards), ALIGNMENT))

@@ -102,7 +102,7 @@ def _aligned(layout: FlatLayout, placement: Placement, axis: Axis) -> list[Parti
                 held.append((slot.start + first, slot.start + last))
     if not held:
         return []
-    return [_Aligned(axis, placement.place(intersect(merge(held), layout.shards())))]
+    return [_Aligned(axis, placement.ranges_of(intersect(merge(held), layout.shards())))]
 
 
 def _overlapping(layout: FlatLayout, placement: Placement, axis: Axis) -> list[PartialSum]:

@@ -17,7 +17,7 @@ class Placement:
         self._held = layout.shards() if shards_only else layout.everything
         self.numel = sum(stop - start for start, stop in self._held)
 
-    def place(self, ranges: Sequence[Range]) -> list[Range]:
+    def ranges_of(self, ranges: Sequence[Range]) -> list[Range]:
         """The places of `ranges` in the buffer. Elements outside of the buffer are left out."""
         placed = []
         base = 0  # where the held elements [start, stop) begin in the buffer
@@ -35,5 +35,5 @@ class Placement:
 
     def slice(self, start: int, stop: int) -> slice:
         """The slice of the buffer with the elements [start, stop). They must lie in one shard."""
-        ((first, last),) = self.place([(start, stop)])
+        ((first, last),) = self.ranges_of([(start, stop)])
         return slice(first, last)

@@ -24,12 +24,12 @@ class Peak:
 
     def __init__(self) -> None:
         self._live = 0
-        self.most = 0
+        self.peak = 0
 
     def change(self, nbytes: int) -> None:
         """Note that `nbytes` were allocated, or freed if they are negative."""
         self._live += nbytes
-        self.most = max(self.most, self._live)
+        self.peak = max(self.peak, self._live)
 
 
 class Weights(ABC):
@@ -47,7 +47,7 @@ class Weights(ABC):
     @property
     def most_nbytes(self) -> int:
         """The most bytes taken by the weights at one time."""
-        return self.flat.nbytes + self.whole.most
+        return self.flat.nbytes + self.whole.peak
 
     def unit_actions(self) -> Mapping[str, Callable[[int], None]]:
         """What the plan of a step may ask of a unit's weights, by the kind of action. Nothing without units."""
@@ -108,16 +108,16 @@ class ReducedGradients(ABC):
         self.placement = Placement(layout, shards_only=shards_only)
         self.flat = torch.zeros(self.placement.numel, dtype=torch.float32, device=device)
         self.impl: Implementation = impl
-        self.norm_ranges = FlatRanges.of(self.placement.place(layout.norm_ranges()), device)
+        self.norm_ranges = FlatRanges.of(self.placement.ranges_of(layout.norm_ranges()), device)
         """The elements of `flat` counted by this rank in the gradient norm."""
-        self.uncounted_ranges = FlatRanges.of(self.placement.place(layout.uncounted_ranges()), device)
+        self.uncounted_ranges = FlatRanges.of(self.placement.ranges_of(layout.uncounted_ranges()), device)
         """Elements of `flat` in this rank's shards, counted by other ranks from copies of their own."""
         self._partial_sums = partial_sums(layout, self.placement)
 
     @property
     def most_nbytes(self) -> int:
         """The most bytes taken by the gradients at one time."""
-        return self.flat.nbytes + self.whole.most
+        return self.flat.nbytes + self.whole.peak
 
     def unit_actions(self) -> Mapping[str, Callable[[int], None]]:
         """What the plan of a step may ask of a unit's gradient, by the kind of action. Nothing without units."""
@@ -174,7 +174,7 @@ def slots_not_finite(flat: Tensor, placement: Placement, layout: FlatLayout, ran
     """Names of the parameters with an infinite or NaN element in `flat`, within `ranges` of the layout."""
     names = []
     for slot in layout.slots:
-        held = placement.place(intersect([(slot.start, slot.stop)], ranges))
+        held = placement.ranges_of(intersect([(slot.start, slot.stop)], ranges))
         if not all(flat[start:stop].isfinite().all() for start, stop in held):
             names.append(slot.name)
     return names

@@ -193,9 +193,9 @@ def _sum_rows(parts: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor:
     """The sum, in the order of ranks, of all etp ranks' parts of the rows received by this rank over ep."""
     if etp.size == 1:
         return parts
-    mine = brought_rows[etp.rank]
-    arrived = exchange_rows(parts, brought_rows, [mine] * etp.size, etp)
-    return arrived.view(etp.size, mine, parts.shape[1]).sum(0)
+    own_rows = brought_rows[etp.rank]
+    arrived = exchange_rows(parts, brought_rows, [own_rows] * etp.size, etp)
+    return arrived.view(etp.size, own_rows, parts.shape[1]).sum(0)
 
 
 class _CopyRows(torch.autograd.Function):

@@ -70,13 +70,13 @@ def is_file(name: str) -> bool:
 
 def read(path: str) -> ScheduleFile:
     """Read a schedule and check it. Raises ConfigError if it cannot be read or cannot run."""
-    where = f"parallel.schedule={path}"
+    line_name = f"parallel.schedule={path}"
     try:
         text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not text"
         raise ConfigError(
-            f"{where}: cannot be read ({reason}); a name with a slash, .txt or .csv is a file's"
+            f"{line_name}: cannot be read ({reason}); a name with a slash, .txt or .csv is a file's"
         ) from None
     try:
         orders = parse(text)
@@ -85,7 +85,7 @@ def read(path: str) -> ScheduleFile:
         _check_complete(orders, rank_of, num_microbatches)
         refuse_circles(orders, len(rank_of))
     except (ValueError, csv.Error) as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{line_name}: {error}") from None
     return ScheduleFile(path, orders, rank_of, num_microbatches)
 
 
@@ -115,8 +115,8 @@ def parse(text: str) -> Orders:
     return orders
 
 
-def _actions(words: Sequence[str], where: str) -> Iterator[Action]:
-    """Yield the actions of one rank. `where` names its line or row in the error."""
+def _actions(words: Sequence[str], line_name: str) -> Iterator[Action]:
+    """Yield the actions of one rank. `line_name` names its line or row in the error."""
     for word in words:
         fused = _FUSED.fullmatch(word.strip())
         parts = fused[1].split(";") if fused else [word]
@@ -128,7 +128,7 @@ def _actions(words: Sequence[str], where: str) -> Iterator[Action]:
                 yield Action(cast(Kind, kind), int(stage), int(microbatch))
             elif text and not _LEFT_OUT.fullmatch(text):  # a CSV file may have empty cells
                 raise ValueError(
-                    f"{where}: {text[:40]!r} is no action; actions are a stage, one of F, B, I and W, and a "
+                    f"{line_name}: {text[:40]!r} is no action; actions are a stage, one of F, B, I and W, and a "
                     "micro-batch, such as 3F7"
                 )
 
