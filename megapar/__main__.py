@@ -54,7 +54,9 @@ def main() -> int:
         words = sys.argv[1:]
         if not words or words[0] in ("-h", "--help"):
             print(overview(called))
-            return 0 if words else ConfigError.exit_code
+            if words:
+                return 0
+            return ConfigError.exit_code
         if words[0] == "--version":
             print(f"megapar {__version__}")
             return 0

@@ -154,7 +154,9 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None, *, le
 
 def _cut(text: str) -> str:
     """`text`, or its beginning if it is too long for a line."""
-    return text if len(text) <= 40 else f"{text[:40]}..."
+    if len(text) <= 40:
+        return text
+    return f"{text[:40]}..."
 
 
 def _of_this_process(text: str) -> ConfigError:
@@ -340,7 +342,9 @@ def choose(name: str, local_rank: int, local_world_size: int, *, own_gpus: bool 
 
 def backend(device: torch.device) -> str:
     """The backend of collectives: nccl between GPUs, gloo between CPUs."""
-    return "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        return "nccl"
+    return "gloo"
 
 
 def choose_kernels(name: Backend, device: torch.device) -> Kernels:
@@ -520,7 +524,9 @@ def peak_tflops(device: torch.device, precision: Literal["fp32", "bf16", "fp16"]
     if precision != "fp32":
         return peak.half
     uses_tf32 = torch.get_float32_matmul_precision() != "highest"
-    return peak.tf32 if uses_tf32 else peak.fp32
+    if uses_tf32:
+        return peak.tf32
+    return peak.fp32
 
 
 def describe(device: torch.device) -> str:

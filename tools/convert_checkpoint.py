@@ -417,7 +417,9 @@ def copied_tokenizer(src: Path, dst: Path) -> str:
     """The tokenizer in `src`, as data.tokenizer names its copy in `dst`; "" if there is none."""
     # Its name in DST: SRC may be gone when the model is trained.
     found = [f"{kind}:{dst / name}" for kind, name in TOKENIZERS.items() if (src / name).is_file()]
-    return found[0] if found else ""
+    if found:
+        return found[0]
+    return ""
 
 
 def write_options(folder: Path, config: Config, src: Path) -> None:

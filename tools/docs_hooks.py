@@ -91,7 +91,9 @@ def repository_target(link: str, origin: str) -> str | None:
     if "://" in link:
         return None
     target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
-    return target if (ROOT / target).is_file() else None
+    if (ROOT / target).is_file():
+        return target
+    return None
 
 
 def linked_files() -> set[str]:

@@ -257,7 +257,9 @@ def _wrapped(text: str, width: float) -> list[str]:
 
 
 def title(room: str) -> str:
-    return "programs" if room == "main" else room.removeprefix("megapar.")
+    if room == "main":
+        return "programs"
+    return room.removeprefix("megapar.")
 
 
 def _head(width: float, height: float) -> str:

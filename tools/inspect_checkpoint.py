@@ -162,7 +162,9 @@ def inspect(options: Options) -> int:
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough. Python flushes again at its end, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return CheckpointError.exit_code if report.get("differences") else 0
+    if report.get("differences"):
+        return CheckpointError.exit_code
+    return 0
 
 
 def main() -> int:

@@ -113,7 +113,9 @@ def as_measured(events: Sequence[Event]) -> tuple[Orders, Timeline]:
 
     def seconds(kind: Kind, stage: int) -> float:
         spans = [e.end - e.start for e in events if e.action.kind == kind and e.action.stage == stage]
-        return median(spans) if spans else 0.0
+        if spans:
+            return median(spans)
+        return 0.0
 
     stages = range(num_stages)
     weights = [seconds("W", stage) for stage in stages]

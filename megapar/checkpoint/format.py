@@ -299,7 +299,9 @@ def folder_name(step: int) -> str:
 def step_of(folder: Path) -> int:
     """The step in the name of a checkpoint's folder, or 0 for a folder of another name."""
     match = _FOLDER.fullmatch(folder.name)
-    return int(match[1]) if match else 0
+    if match:
+        return int(match[1])
+    return 0
 
 
 def sync_folder(folder: Path) -> None:
@@ -462,7 +464,9 @@ def _problem(entry: Entry, files: Mapping[str, int]) -> str | None:
     # Chunks that are inside the tensor and do not overlap cover it if they have as many elements.
     covered = sum(math.prod(chunk.size) for chunk in entry.chunks)
     total = math.prod(entry.shape)
-    return f"chunks cover {covered} of {total} elements" if covered != total else None
+    if covered != total:
+        return f"chunks cover {covered} of {total} elements"
+    return None
 
 
 def _overlapping(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
@@ -479,11 +483,15 @@ def _overlapping(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
 
 
 def _start(chunk: Chunk) -> int:
-    return chunk.offset[0] if chunk.offset else 0
+    if chunk.offset:
+        return chunk.offset[0]
+    return 0
 
 
 def _reach(chunk: Chunk) -> int:
-    return chunk.offset[0] + chunk.size[0] if chunk.offset else 1
+    if chunk.offset:
+        return chunk.offset[0] + chunk.size[0]
+    return 1
 
 
 def overlap(offset: Sizes, size: Sizes, other_offset: Sizes, other_size: Sizes) -> tuple[Sizes, Sizes] | None:

@@ -67,7 +67,9 @@ def choose(resume: str, root: Path, ctx: ParallelContext, check: Check | None = 
     # Rank 0 alone looks, so that all ranks go on from the same checkpoint.
     picked_by_first = on_all_ranks(pick, ctx, CheckpointError, f"--checkpoint.resume {resume}")
     picked = from_first(picked_by_first, ctx)
-    return None if picked is None else Path(picked)
+    if picked is None:
+        return None
+    return Path(picked)
 
 
 def _newest(root: Path, check: Check | None) -> str | None:
@@ -227,7 +229,9 @@ def _load(
         option = "init_from" if weights_alone else "resume"
 
         def advise() -> str | None:
-            return going_back(path, option) if ctx.world.first else None
+            if ctx.world.first:
+                return going_back(path, option)
+            return None
 
         advice = on_all_ranks(advise, ctx, CheckpointError, _DOING)
         raise _everywhere(CheckpointError(f"{error}; {from_first(advice, ctx)}")) from error
@@ -269,7 +273,9 @@ def verified_manifest(path: Path, ctx: ParallelContext) -> Manifest:
     # each of thousands of ranks asked for the size of every file, that would be millions of requests. And each copy of
     # the parsed manifest may take a gigabyte.
     def verify() -> Manifest | None:
-        return read_manifest(path) if ctx.world.first else None
+        if ctx.world.first:
+            return read_manifest(path)
+        return None
 
     verified = on_all_ranks(verify, ctx, CheckpointError, _DOING)
     outline_here = verified.outline() if verified else None
@@ -376,7 +382,9 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _shortened(lines: list[str]) -> list[str]:
     more = len(lines) - _MOST_DIFFERENCES
-    return lines if more <= 0 else [*lines[:_MOST_DIFFERENCES], f"... and {counted(more, 'more difference')}"]
+    if more <= 0:
+        return lines
+    return [*lines[:_MOST_DIFFERENCES], f"... and {counted(more, 'more difference')}"]
 
 
 def fill(

@@ -202,7 +202,9 @@ class Flight:
 def _dtype_code(dtype: object) -> int:
     """The index of torch's `dtype` in DTYPES, 0 if it is not there."""
     name = str(dtype).removeprefix("torch.")
-    return DTYPES.index(name) if name in DTYPES else 0
+    if name in DTYPES:
+        return DTYPES.index(name)
+    return 0
 
 
 def read(memory: Memory, last: int) -> dict[str, Any]:

@@ -315,4 +315,6 @@ def in_runs(ranks: Sequence[int]) -> str:
     joined = words[0]
     if len(words) > 1:
         joined = f"{', '.join(words[:-1])} and {words[-1]}"
-    return f"rank {joined}" if len(ranks) == 1 else f"ranks {joined}"
+    if len(ranks) == 1:
+        return f"rank {joined}"
+    return f"ranks {joined}"

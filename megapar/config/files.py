@@ -398,7 +398,9 @@ def _convert(raw: Any, annotation: Any) -> Any:
         return None
     if annotation is float and type(raw) is int:
         return float(raw)
-    return raw if type(raw) is annotation else None
+    if type(raw) is annotation:
+        return raw
+    return None
 
 
 def _expected(annotation: Any) -> str:
@@ -409,7 +411,9 @@ def _expected(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         item_types = get_args(annotation)
         plural = {int: "whole numbers", float: "numbers", str: "strings"}[item_types[0]]
-        return plural if item_types[-1] is Ellipsis else f"{len(item_types)} {plural}"
+        if item_types[-1] is Ellipsis:
+            return plural
+        return f"{len(item_types)} {plural}"
     return words[annotation]
 
 

@@ -14,7 +14,9 @@ def package_of(name: str) -> str:
     module, colon, _ = name.partition(":")
     if "/" in name:
         return ""
-    return module.partition(".")[0] if colon else ""
+    if colon:
+        return module.partition(".")[0]
+    return ""
 
 
 def named(option: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:

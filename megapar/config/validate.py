@@ -108,10 +108,16 @@ def _amount_problem(path: str, value: float) -> str:
     if not math.isfinite(value):
         return "must be a finite number"
     if path in _BELOW_ONE:
-        return "" if 0 <= value < 1 else "must be at least 0 and below 1"
+        if 0 <= value < 1:
+            return ""
+        return "must be at least 0 and below 1"
     if path in _MAY_BE_ZERO:
-        return "" if value >= 0 else "must be at least 0"
-    return "" if value > 0 else "must be above 0"
+        if value >= 0:
+            return ""
+        return "must be at least 0"
+    if value > 0:
+        return ""
+    return "must be above 0"
 
 
 # What fits together. Each check yields a line for each problem of a config with derived values.
@@ -230,7 +236,9 @@ def _unit_of_length(config: Config) -> int:
     parallel = config.parallel
     tp = parallel.tp if parallel.sequence_parallel else 1
     # The positions of a cp rank are two chunks, and are cut over tp.
-    return tp if parallel.cp == 1 else parallel.cp * math.lcm(2, tp)
+    if parallel.cp == 1:
+        return tp
+    return parallel.cp * math.lcm(2, tp)
 
 
 def _lengths(config: Config, unit: int) -> str:
@@ -313,7 +321,9 @@ def _fewer_stages(config: Config, virtual: VirtualStages, world_size: int) -> st
         vpp = min(vpp, enough)
     fits = [pp for pp in range(1, enough // vpp + 1) if world_size % (parallel.tp * parallel.cp * pp) == 0]
     works = f"pp may be {listed(fits or [enough // vpp])}"
-    return works if vpp == parallel.vpp else f"{works} and vpp may be {vpp}"
+    if vpp == parallel.vpp:
+        return works
+    return f"{works} and vpp may be {vpp}"
 
 
 def _is_partition(partition: tuple[int, ...], layers: int, stages: int) -> bool:

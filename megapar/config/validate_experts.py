@@ -124,7 +124,9 @@ def _ranks_together(config: Config) -> int:
     sizes = {"tp": config.parallel.tp, "cp": config.parallel.cp}
     # The ranks of one replica follow each other, as many as the axes have that come before dp in the order.
     names = config.parallel.order.split("-")
-    return math.prod(sizes.get(name, 1) for name in names[: names.index("dp")]) if "dp" in names else 1
+    if "dp" in names:
+        return math.prod(sizes.get(name, 1) for name in names[: names.index("dp")])
+    return 1
 
 
 def not_shared(config: Config) -> str:
@@ -134,4 +136,6 @@ def not_shared(config: Config) -> str:
     if together % parallel.etp == 0:
         return f"ep may be {listed(divisors(together // parallel.etp))}"
     works = f"etp may be {listed(_etp_that_fits(config, together))}"
-    return f"{works} and ep may be 1" if parallel.ep > 1 else works
+    if parallel.ep > 1:
+        return f"{works} and ep may be 1"
+    return works

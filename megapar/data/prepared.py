@@ -172,7 +172,9 @@ def merge_prepared(prefixes: Sequence[Path], output: Path) -> IndexedDataset:
 
 def _without_location(value: Any) -> Any:
     """A sidecar's value without the tokenizer's path: the same file may have stood elsewhere on another day."""
-    return {**value, "spec": ""} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {**value, "spec": ""}
+    return value
 
 
 def split(prefix: Path, output: Path, fractions: Sequence[float]) -> dict[str, IndexedDataset]:

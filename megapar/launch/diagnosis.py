@@ -92,7 +92,9 @@ def name(member: Member, log: Log) -> str:
 
 def position_in_step(log: Log) -> str:
     """The position of a rank in words, such as "step 5, forward"."""
-    return f"step {log['step']}, {log['phase']}" if log["step"] else str(log["phase"])
+    if log["step"]:
+        return f"step {log['step']}, {log['phase']}"
+    return str(log["phase"])
 
 
 def _state(log: Log) -> str:

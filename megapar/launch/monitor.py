@@ -108,7 +108,9 @@ class Monitor:
             return reason  # the local launcher finds the cause and reports it, once for all ranks
         if self._answer is None:
             self._ask(reason)
-        return reason if self._answer is None else self._answer[0]
+        if self._answer is None:
+            return reason
+        return self._answer[0]
 
     def _ask(self, reason: str) -> None:
         """Wait until some rank's monitor has compared the logs."""

@@ -71,7 +71,9 @@ def producer(action: Action, num_stages: int, exists: Container[Action]) -> Acti
     if action.kind == "F":
         return Action("F", stage, action.microbatch)
     half = Action("I", stage, action.microbatch)
-    return half if half in exists else Action("B", stage, action.microbatch)
+    if half in exists:
+        return half
+    return Action("B", stage, action.microbatch)
 
 
 def lower(orders: Sequence[Sequence[Action]], num_stages: int) -> list[Plan]:

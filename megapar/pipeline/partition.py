@@ -34,7 +34,9 @@ def partition(layer_costs: Sequence[float], first_cost: float, last_cost: float,
 
     def squares(cost: int, rest: float) -> float:
         # A stage above the least possible maximum rules the cut out.
-        return cost**2 + rest if cost <= largest else math.inf
+        if cost <= largest:
+            return cost**2 + rest
+        return math.inf
 
     largest, _ = _best_cuts(len(layer_costs), num_stages, stage_cost, max)
     _, cuts = _best_cuts(len(layer_costs), num_stages, stage_cost, squares)

@@ -79,7 +79,9 @@ def of(parallel: ParallelConfig, memory: Memory | None = None) -> Schedule:
 
 def virtual_stages(name: str) -> VirtualStages:
     """What a schedule says of parallel.vpp. A file says it only when it is read, so every number may work."""
-    return ANY if is_file(name) else find(name).vpp
+    if is_file(name):
+        return ANY
+    return find(name).vpp
 
 
 def placement(name: str | Schedule, pp: int, vpp: int) -> list[int]:

@@ -113,7 +113,9 @@ def _costs(num_stages: int, forward: Cost, backward: Cost, weights: Cost | None)
     """The cost of an action, by its kind and then by its stage."""
 
     def by_stage(cost: Cost) -> list[float]:
-        return list(cost) if isinstance(cost, Sequence) else [cost] * num_stages
+        if isinstance(cost, Sequence):
+            return list(cost)
+        return [cost] * num_stages
 
     of_b = by_stage(backward)
     of_w = [cost / 2 for cost in of_b] if weights is None else by_stage(weights)

@@ -128,7 +128,9 @@ def planned_device(config: Config) -> str:
     """The device named by `launch.device`, "cuda" or "cpu". For auto, the one this machine would choose."""
     if config.launch.device != "auto":
         return config.launch.device
-    return "cuda" if device.cuda_devices() else "cpu"
+    if device.cuda_devices():
+        return "cuda"
+    return "cpu"
 
 
 def _with_kernels_of_the_planned_device(config: Config) -> Config:

@@ -171,7 +171,9 @@ class OutputRegion(Protocol):
 
 def output_region(tp: Axis, sequence_parallel: bool, chunks: int) -> OutputRegion:
     """The region through which the output of a row-parallel layer leaves in chunks."""
-    return ChunkedScatterSum(tp, chunks) if sequence_parallel else ChunkedReduce(tp, chunks)
+    if sequence_parallel:
+        return ChunkedScatterSum(tp, chunks)
+    return ChunkedReduce(tp, chunks)
 
 
 def _in_slices(x: Tensor, slices: int) -> Tensor:

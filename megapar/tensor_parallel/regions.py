@@ -55,7 +55,9 @@ def input_region(tp: Axis, sequence_parallel: bool) -> InputRegion:
     """The region through which activations between layers enter a column-parallel layer."""
     if tp.size == 1:
         return LOCAL
-    return Gather(tp) if sequence_parallel else Copy(tp)
+    if sequence_parallel:
+        return Gather(tp)
+    return Copy(tp)
 
 
 class _Copy(torch.autograd.Function):

@@ -101,7 +101,9 @@ class Saver:
             ready=ready,
         )
         self._saves.append((self._last, buffer))
-        return paths if self._options.async_save else [self._finish()]
+        if self._options.async_save:
+            return paths
+        return [self._finish()]
 
     def completed(self, wait: bool = False) -> Iterator[Path]:
         """Yield the newly completed checkpoints; with `wait`, wait for all of them.
@@ -331,7 +333,9 @@ def _change_of_rate(state: TrainState, saved: dict[str, Any]) -> list[str]:
     kept = {path: saved[path] for path in now if type(saved.get(path)) is type(now[path])}
     then = unflatten(now | kept)
     line = change_of_rate(state.step, then.optimizer, config.optimizer, then.train.steps, config.train.steps)
-    return [line] if line else []
+    if line:
+        return [line]
+    return []
 
 
 def _start_from_weights(state: TrainState) -> list[str]:
@@ -378,7 +382,9 @@ def _function_notes(path: Path, state: TrainState) -> list[str]:
     def look() -> list[str]:
         saved = open_manifest(path).trainer.get("config") if state.ctx.world.first else None
         # Weights that were not trained here may come without options.
-        return function_changes(saved, state.config) if type(saved) is dict else []
+        if type(saved) is dict:
+            return function_changes(saved, state.config)
+        return []
 
     changed = on_all_ranks(look, state.ctx, CheckpointError, f"{path} not read")
     return [f"computes something else than the checkpoint's model: {line}" for line in changed]

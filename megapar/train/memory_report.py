@@ -72,7 +72,9 @@ def optimizer_nbytes(state: TrainState, device_type: str) -> tuple[int, int]:
 
 def on_host(nbytes: int) -> dict[str, int]:
     """The row of the report for what is in host memory beside the device's. It is not in the sum of the others."""
-    return {HOST: nbytes} if nbytes else {}
+    if nbytes:
+        return {HOST: nbytes}
+    return {}
 
 
 def frozen_nbytes(stages: Iterable[nn.Module]) -> int:

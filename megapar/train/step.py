@@ -50,7 +50,9 @@ def parts_of_losses(state: TrainState, loss_sums: Mapping[str, Tensor]) -> Tenso
         # Tensor ranks that add the same loss have all of it, so the first one's counts.
         counted = loss.split_over_tp or state.ctx.tp.first
         parts.append(loss_sums[loss.name] * float(counted))
-    return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=state.ctx.device)
+    if parts:
+        return torch.stack(parts)
+    return torch.zeros(0, dtype=torch.float64, device=state.ctx.device)
 
 
 def queue_step(

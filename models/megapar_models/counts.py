@@ -55,7 +55,9 @@ class WholeModel:
         """The number of parameters, and of active ones if some tokens do not use all experts."""
         total = self.parameters()
         active = self.active_parameters()
-        return f"{total:,} parameters" if active == total else f"{total:,} parameters, {active:,} active"
+        if active == total:
+            return f"{total:,} parameters"
+        return f"{total:,} parameters, {active:,} active"
 
     def layer_kinds(self, seq_length: int) -> list[int]:
         """For each layer the number of the first layer of the same kind.

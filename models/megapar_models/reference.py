@@ -21,7 +21,9 @@ Part = Callable[[ModelConfig, Tensors, str, Tensor], Tensor]  # with the name of
 def linear(tensors: Tensors, name: str, x: Tensor) -> Tensor:
     """x W^T, plus the bias if there is one."""
     y = x @ tensors[f"{name}.weight"].t()
-    return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
+    if f"{name}.bias" in tensors:
+        return y + tensors[f"{name}.bias"]
+    return y
 
 
 def heads(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:

@@ -150,7 +150,9 @@ def contender_class(name: ContenderName, dry_run: bool) -> type[Peer]:
         return Megapar
     if name == "torch":
         return MixedPrecision
-    return CompiledDry if dry_run else Compiled
+    if dry_run:
+        return CompiledDry
+    return Compiled
 
 
 def model_of(workload: Workload, layers: int, dry_run: bool) -> ModelConfig:
@@ -442,7 +444,9 @@ def problems(run: dict[str, Any]) -> list[str]:
 
 def mark(ratio: float | None) -> str:
     """What stands beside a figure far from its prediction."""
-    return "<-- off" if ratio is not None and abs(ratio - 1) > OFF else ""
+    if ratio is not None and abs(ratio - 1) > OFF:
+        return "<-- off"
+    return ""
 
 
 def speed_table(options: Options, runs: Sequence[dict[str, Any]]) -> Table:

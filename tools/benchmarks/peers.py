@@ -153,7 +153,9 @@ class Llama(nn.Module):
         x = x if self.embedding is None else self.embedding(x)
         for layer in self.layers.values():
             x = layer(x, self.cos, self.sin)
-        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+        if self.norm is None or self.head is None:
+            return x
+        return self.head(self.norm(x))
 
 
 def build(config: Config, weights: Weights, device: torch.device, layers: range | None = None) -> Llama:
@@ -173,7 +175,9 @@ def loss_sum(logits: Tensor, targets_bs: Tensor) -> Tensor:
 
 def local(x: Tensor | None) -> Tensor:
     assert x is not None
-    return x.to_local() if isinstance(x, DTensor) else x
+    if isinstance(x, DTensor):
+        return x.to_local()
+    return x
 
 
 def summed(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -25,7 +25,9 @@ _MOE = "megatron.core.transformer.moe"
 def _as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Megatron-Core's maybe_move_tensor_to_cpu. The original does not heed `as_numpy` if the tensor is on the host
     already."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    if as_numpy and torch.is_tensor(tensor):
+        return tensor.numpy()
+    return tensor
 
 
 @contextmanager

@@ -18,7 +18,9 @@ WIDTH = 200  # of what is printed: narrower, numbers would be cut
 
 def number(value: float | None, form: str) -> str:
     """A figure as text; what was not measured is a dash."""
-    return "-" if value is None else format(value, form)
+    if value is None:
+        return "-"
+    return format(value, form)
 
 
 def table(

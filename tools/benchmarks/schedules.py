@@ -90,14 +90,18 @@ class SleepingStage(PipelineStage):
         self.weight = sharding.parameter((piece,), piece.shape, Init("ones"), decay=True)
 
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
-        return () if self.first else (TensorSpec((1, WIDTH), torch.float32),)
+        if self.first:
+            return ()
+        return (TensorSpec((1, WIDTH), torch.float32),)
 
     def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         if x is None:
             # It requires a gradient, as that of an embedding would.
             x = torch.ones(1, WIDTH, requires_grad=True)
         y = LinearFunction.apply(x, self.weight, None, LOCAL, self.products)
-        return y.sum() if self.last else y
+        if self.last:
+            return y.sum()
+        return y
 
 
 def measure(options: Options, schedule: str, target: torch.device) -> dict[str, list[float]]:
@@ -134,7 +138,9 @@ def stages_on_a_rank(schedule: str, pp: int) -> int:
     if schedule in STAGES_ON_A_RANK:
         return STAGES_ON_A_RANK[schedule]
     # A schedule in the form of a V has its last stage on rank 0, where its first one is.
-    return 2 if place(pp, 2)[-1] == 0 else 1
+    if place(pp, 2)[-1] == 0:
+        return 2
+    return 1
 
 
 def numbers_of_microbatches(options: Options) -> Sequence[int]:

@@ -67,7 +67,9 @@ def hint(given: Given, known: Sequence[str]) -> str:
         if words.issuperset(topic):
             return f"; {note}"
     near = near_names(name, known)
-    return f"; did you mean {_joined(near, 'or')}?" if near else ""
+    if near:
+        return f"; did you mean {_joined(near, 'or')}?"
+    return ""
 
 
 # Other frameworks
@@ -104,7 +106,9 @@ def _rows_of_a_part(name: str) -> Rows:
         if last == (_plain(row.name) if "." in name else _plain(row.name).rpartition(".")[2])
     ]
     meanings = {(row.option, row.relation) for _, row in found}
-    return found if len(meanings) == 1 else []
+    if len(meanings) == 1:
+        return found
+    return []
 
 
 def _counterparts(given: Given, rows: Rows) -> str:
@@ -149,10 +153,14 @@ def _spelled(option: str, values: Sequence[str], style: Literal["flag", "toml"])
         values = ()
     annotation = option_types()[option]
     if style == "toml":
-        return f"{option} = {_toml(values, annotation)}" if values else option
+        if values:
+            return f"{option} = {_toml(values, annotation)}"
+        return option
     if annotation is bool and values:
         section, dot, key = option.rpartition(".")
-        return f"--{option}" if values[0].lower() == "true" else f"--{section}{dot}no_{key}"
+        if values[0].lower() == "true":
+            return f"--{option}"
+        return f"--{section}{dot}no_{key}"
     return " ".join([f"--{option}", *values])
 
 
@@ -162,7 +170,9 @@ def _toml(values: Sequence[str], annotation: Any) -> str:
         return f"[{', '.join(_toml((value,), get_args(annotation)[0]) for value in values)}]"
     is_text = annotation is str or (get_origin(annotation) is Literal and isinstance(get_args(annotation)[0], str))
     text = " ".join(values)
-    return json.dumps(text) if is_text else text
+    if is_text:
+        return json.dumps(text)
+    return text
 
 
 # Names that are near
@@ -183,7 +193,9 @@ def near_names(name: str, known: Sequence[str]) -> list[str]:
     if any(path.rpartition(".")[2] == last for path in found):
         found = [path for path in found if path.rpartition(".")[2] == last or path.rpartition(".")[0] == section]
     found.sort(key=lambda path: -_likeness(name, path))
-    return found if len(found) <= 3 else []
+    if len(found) <= 3:
+        return found
+    return []
 
 
 def _is_mistyped(typed: str, meant: str) -> bool:
@@ -206,7 +218,9 @@ def _likeness(first: str, second: str) -> float:
     """From 0, nothing in common, to 1, equal."""
     matcher = SequenceMatcher(None, first, second)
     # Lengths alone exclude most names, without a look at their letters: a name of thousands takes no time.
-    return matcher.ratio() if matcher.real_quick_ratio() >= 0.5 else 0.0
+    if matcher.real_quick_ratio() >= 0.5:
+        return matcher.ratio()
+    return 0.0
 
 
 def _words(name: str) -> set[str]:
@@ -220,4 +234,6 @@ def _plain(name: str) -> str:
 
 def _joined(texts: Sequence[str], word: str) -> str:
     """a, b or c."""
-    return f" {word} ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else texts[0]
+    if len(texts) > 1:
+        return f" {word} ".join([", ".join(texts[:-1]), texts[-1]])
+    return texts[0]

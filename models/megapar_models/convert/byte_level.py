@@ -86,7 +86,9 @@ def _last_pair(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | N
             return None
         _, at = min(known)
         parts[at : at + 2] = [joined[at]]
-    return (parts[0], parts[1]) if len(parts) == 2 else None
+    if len(parts) == 2:
+        return (parts[0], parts[1])
+    return None
 
 
 def _gaps(tokenizer: TiktokenTokenizer) -> list[int]:

@@ -33,7 +33,9 @@ def canonical_name(name: str, names: HuggingFace) -> str | None:
         name = name.replace(theirs, ours)
     # GPT-2's own files lack the prefix that models with a head give to the names of the model below it.
     prefix = names.base_prefix
-    return name if name.startswith((prefix, "lm_head.")) else f"{prefix}{name}"
+    if name.startswith((prefix, "lm_head.")):
+        return name
+    return f"{prefix}{name}"
 
 
 def from_hugging_face(raw: Mapping[str, Any]) -> ModelConfig:

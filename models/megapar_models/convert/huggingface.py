@@ -40,7 +40,9 @@ class Recipe(NamedTuple):
         """The shape of the Hugging Face tensor."""
         first = self.parts[0][1]
         stacked = (sum(shape[0] for _, shape in self.parts), *first[1:])
-        return stacked[::-1] if self.transposed else stacked
+        if self.transposed:
+            return stacked[::-1]
+        return stacked
 
 
 def recipes(
@@ -193,7 +195,9 @@ class Weights:
     def dtype(self) -> torch.dtype:
         """The common dtype of all tensors. If they differ, fp32: it holds the values of each dtype we read."""
         dtypes = {stored.info.dtype for stored in self.tensors.values()}
-        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+        if len(dtypes) == 1:
+            return dtypes.pop()
+        return torch.float32
 
     def read(self, name: str) -> Tensor:
         """A mapped tensor. Its pages may be released when the tensor is."""

@@ -190,7 +190,9 @@ class _Reader:
         if not escaped or escaped not in f"{_CLASSES}{_CONTROLS}{_ESCAPABLE}":
             raise self.unknown(f"\\{escaped}")
         self.at += 2
-        return _literal(escaped) if escaped in _ESCAPABLE else f"\\{escaped}"
+        if escaped in _ESCAPABLE:
+            return _literal(escaped)
+        return f"\\{escaped}"
 
     def _next(self) -> str:
         """The next character, or "" at the end."""
@@ -211,4 +213,6 @@ def _is_char(member: str) -> bool:
 
 def _literal(char: str) -> str:
     """The character as Oniguruma takes it for itself, within a set and outside."""
-    return f"\\{char}" if char in _OPERATORS else char
+    if char in _OPERATORS:
+        return f"\\{char}"
+    return char

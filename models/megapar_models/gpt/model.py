@@ -70,7 +70,9 @@ class GPTLayer(nn.Module):
         return self._add(self.mlp(normed), x_sbh, context, DropoutSite.MLP_OUTPUT)
 
     def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
+        if self.training:
+            return self.dropout
+        return 0.0
 
     def _add(self, y_sbh: Tensor, residual_sbh: Tensor, context: ForwardContext, site: DropoutSite) -> Tensor:
         p = self._dropout()

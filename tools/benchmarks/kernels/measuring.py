@@ -69,7 +69,9 @@ class Contender:
 
 
 def tensors(results: Any) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else list(results)
+    if isinstance(results, Tensor):
+        return [results]
+    return list(results)
 
 
 def gradients(inputs: Sequence[Any], results: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:

@@ -37,11 +37,15 @@ class Stopwatch:
         numel = 1 << (10 if self.dry_run else 29)
         source, target = (torch.zeros(numel, device=self.target, dtype=torch.bfloat16) for _ in range(2))
         ms = self.median_ms(lambda _: target.copy_(source))
-        return None if ms is None else 2 * source.nbytes / ms / 1e6
+        if ms is None:
+            return None
+        return 2 * source.nbytes / ms / 1e6
 
     def gemm_tflops(self) -> float | None:
         """Of a square bf16 GEMM with an fp32 sum."""
-        return None if self.gemm_ms is None else 2 * self.side**3 / self.gemm_ms / 1e9
+        if self.gemm_ms is None:
+            return None
+        return 2 * self.side**3 / self.gemm_ms / 1e9
 
     def median_ms(self, run: Callable[[int], object]) -> float | None:
         """`run(i)` queues repetition i with the i-th of the rotating buffers."""

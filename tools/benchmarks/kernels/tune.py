@@ -114,7 +114,9 @@ def launched(bench: Bench, case: Case, module: ModuleType, function: str) -> Con
 
     with mock.patch.object(module, function, recording):
         evaluate(bench, case, case.ours)
-    return answers[-1] if answers else None
+    if answers:
+        return answers[-1]
+    return None
 
 
 def candidates(bench: Bench, case: Case, knob: Knob, staged: Mapping[int, ModuleType]) -> list[Candidate]:
