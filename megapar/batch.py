@@ -147,7 +147,7 @@ class _AddLoss(torch.autograd.Function):
 
 
 def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch, name: str) -> Tensor:
-    """`x` unchanged, and make its backward pass run the backward pass of `loss` too.
+    """Make the backward pass of `x` run that of `loss` too. Returns `x` unchanged.
 
     `loss` is a 0-d fp32 sum over the batch's target tokens. Any stage adds a loss of its own this way, such as the
     balance of a router. Its gradient has the same weight as the main loss's. Its value is reported under `name`,
