@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megapar.batch import MicroBatch
-from megapar.data.entropy import cross_entropies
 from megapar.data.indexed import IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.sources import ChunkDataset, Dataset, StreamDataset, SyntheticDataset, open_dataset
 from megapar.errors import DataError
+from tools.entropy import cross_entropies
 
 S = 8
 

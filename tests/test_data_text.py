@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from megapar.config.options import Config, DataConfig, ModelConfig, TrainConfig
-from megapar.data.entropy import cross_entropies
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import write_sidecar
 from megapar.data.preprocess import Recipe, preprocess
@@ -20,6 +19,7 @@ from megapar.data.tokenizer import load_tokenizer, made_by, train_sentencepiece
 from megapar.errors import ConfigError, DataError
 from megapar.train import data as train_data
 from tests.support.tokenizers import byte_pairs, hugging_face
+from tools.entropy import cross_entropies
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [
