@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 DEFAULT_ORDER = "tp-cp-dp-pp"
 EXPERT_ORDER = "etp-ep-expert_grad"
-"""Rank order of the expert grid, fastest axis first. So the ranks sharing an expert are neighbors."""
+"""Rank order of the expert grid, fastest axis first. So the ranks with slices of one expert (etp) are neighbors."""
 EXPERT_AXES = tuple(EXPERT_ORDER.split("-"))
 GRADIENT_AXES = ("grad", "expert_grad")
 """The axes of gradient sums. `Grid.shard_ranks` splits them."""

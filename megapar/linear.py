@@ -1,7 +1,7 @@
 """Linear layers: forward, and a backward with communication overlapped with matrix products.
 
 `megapar.products` computes the products. An `InputRegion` says what is communicated before the product in forward and
-after it in backward. `megapar.tensor_parallel.regions` has all regions.
+after it in backward. `megapar.tensor_parallel.regions` has those of tensor parallelism.
 
 A pipeline schedule may defer weight gradients: see `megapar.main_grad`.
 """

@@ -2,8 +2,9 @@
 
 A parameter's main gradient is the fp32 sum of its gradients over micro-batches (`megapar_kernels.dispatch.MainGrad`). A
 pipeline schedule may run a backward pass in two halves, I and W (`megapar.pipeline.actions.Action`). In I, layers
-append deferred weight gradients to a `WeightGradientQueue`. In W, the queue adds them to the main gradients. It
-computes those of matrices first. Gradients of norms and biases cost little: I computes them, and W adds them.
+append deferred weight gradients to a `WeightGradientQueue`. In W, the queue adds them to the main gradients, one by one
+in that order. It computes each matrix's just before adding it. Gradients of norms and biases cost little: I computes
+them, and W adds them.
 """
 
 from collections import deque

@@ -2,7 +2,8 @@
 
 Initialization, gradient sums, gradient norm, weight decay, the optimizer, ZeRO ownership and the boxes of a checkpoint
 all follow from `ParamSpec`. A parameter without one is an error. How a parameter is treated follows from its spec
-alone, never from its class, its number of dimensions or its name.
+alone, never from its class, its number of dimensions or its name. One exception: the user's option train.trainable
+selects by name (`selected`).
 """
 
 import itertools
@@ -77,7 +78,7 @@ class Piece:
     """The axes with a partial gradient on each rank. The parts of all ranks must be added.
 
     Gradients are partial for norm weights under sequence parallelism, for rows held by several tensor-parallel ranks,
-    and for the two copies of a tied embedding.
+    and for the copies of a tied embedding.
     """
 
     @property
@@ -90,7 +91,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The declaration attached to a parameter."""
+    """The declaration attached to a parameter, or to a buffer."""
 
     pieces: tuple[Piece, ...]
     """The pieces of the parameter, one after the other in flat memory.
@@ -101,9 +102,10 @@ class ParamSpec:
     decay: bool
     """Whether weight decay applies."""
     grad_axis: Axis
-    """The data-parallel axis (`ParallelContext.grad`). Each of its ranks computes the gradient of its own samples.
+    """The axis of the gradient sum: `ParallelContext.grad`, or `expert_grad` for experts.
 
-    Gradients are summed over it. Under ZeRO the optimizer state is sharded over it.
+    Its ranks have different samples, or different positions of them. The ranks with the same position on it form one
+    data-parallel replica. Under ZeRO the optimizer state is sharded over its `shards`.
     """
     update: str = "adamw"
     """The optimizer: a name of `megapar.optimizer.table.OPTIMIZERS`, or MODULE:NAME for one of your own."""

@@ -46,7 +46,7 @@ class MatrixProducts:
     def convert_weight(self, weight: Tensor) -> Any:
         """The weight [out, in], or [groups, out, in] of experts, as products get it. Here that is the weight itself.
 
-        Another format's result is kept beside the parameter until its values change (see `ConvertedWeight`). A plan
+        Another format's result is kept beside the parameter until its values change (see `ConvertedWeight`). A dry run
         does not count those bytes.
         """
         return weight
@@ -142,9 +142,9 @@ class ConvertedWeight:
     """What `MatrixProducts.convert_weight` made of a parameter's values. It is the parameter's attribute `converted`.
 
     It is made once for all forward passes, input gradients and recomputations until the values change. Changes counted
-    by torch (`Tensor._version`) are seen here. An optimizer updates a flat buffer, and ZeRO-3 frees its memory. Torch
-    does not count these for the parameter, so both call `forget_converted`. If products return the weight itself,
-    nothing is kept.
+    by torch (`Tensor._version`) are seen here. Torch counts neither an update of the flat buffer, nor that ZeRO-3 frees
+    a parameter's memory. So `FlatWeights` and `UnitWeights` call `forget_converted`. If products return the weight
+    itself, nothing is kept.
     """
 
     def __init__(self) -> None:

@@ -21,8 +21,9 @@ class Sharding:
 
     `update` names the optimizer of the parameters (`ParamSpec.update`).
 
-    With `overlap_chunks` above 1, a linear layer communicates its input or output in so many chunks under its product.
-    Without `allocate`, parameters get their memory later: with ZeRO-3 a rank never holds all of them.
+    With `overlap_chunks` above 1, a linear layer communicates its input or output in that many chunks, while it
+    computes its product. Without `allocate`, parameters get their memory later: with ZeRO-3 a rank never holds all of
+    them.
     """
 
     tp: Axis

@@ -1,9 +1,9 @@
 """The layout of parameters in a rank's flat buffers. Weights, gradients and optimizer state share these offsets.
 
-Parameters are in reverse registration order. Their gradients become final in about this order. They are grouped into
-buckets. One optimizer updates all parameters of a bucket. One collective reduces their gradients over their
-data-parallel axis (`ParamSpec.grad_axis`). Under ZeRO each rank of that axis updates an equal slice of the bucket, its
-shard (Rajbhandari et al., arXiv 1910.02054).
+Parameters are grouped, in each group in reverse registration order. Their gradients become final in about this order.
+They are grouped into buckets. One optimizer updates all parameters of a bucket. One collective reduces their gradients
+over their data-parallel axis (`ParamSpec.grad_axis`). Under ZeRO each rank of that axis updates an equal slice of the
+bucket, its shard (Rajbhandari et al., arXiv 1910.02054).
 
 With ZeRO-2 and 3 a bucket is a unit: parameters of one fine stage (`megapar.pipeline.refine`), as far as they may share
 a bucket. Then a buffer may hold this rank's shards alone (`megapar.data_parallel.placement`).
@@ -24,7 +24,10 @@ from megapar.params import ParamSpec, spec_of
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's elements [start, stop) of the buffers. [stop, end) is padding, and stays zero."""
+    """A parameter's elements [start, stop) of the buffers.
+
+    [stop, end) is padding: zero in weights, and zeroed in gradients before each reduction.
+    """
 
     param: nn.Parameter
     spec: ParamSpec
@@ -38,7 +41,7 @@ class Slot:
         return self.spec.name
 
 
-Declared = tuple[nn.Parameter, ParamSpec]
+DeclaredParam = tuple[nn.Parameter, ParamSpec]
 
 
 class FlatLayout:
@@ -150,7 +153,7 @@ class FlatLayout:
         return intersect(between, self.shards())
 
 
-def _collect(modules: Sequence[nn.Module]) -> list[Declared]:
+def _collect(modules: Sequence[nn.Module]) -> list[DeclaredParam]:
     """Each distinct parameter needing a gradient, once, in reverse registration order.
 
     A parameter without elements has no place in buffers: a rank may hold none of a layer's experts.
@@ -159,7 +162,7 @@ def _collect(modules: Sequence[nn.Module]) -> list[Declared]:
     return [(param, spec_of(param, name)) for param, name in reversed(names.items()) if param.numel()]
 
 
-def _common_dtype(params: Sequence[Declared]) -> torch.dtype:
+def _common_dtype(params: Sequence[DeclaredParam]) -> torch.dtype:
     """The dtype of all parameters: fp32, bf16 or fp16. It is fp32 if there is no parameter.
 
     Raises TypeError, naming the parameter, if a dtype is unsupported or two dtypes are mixed.
@@ -180,7 +183,7 @@ def _common_dtype(params: Sequence[Declared]) -> torch.dtype:
     return first.dtype
 
 
-def _in_groups(params: Sequence[Declared], *, single_axes: bool) -> list[list[Declared]]:
+def _in_groups(params: Sequence[DeclaredParam], *, single_axes: bool) -> list[list[DeclaredParam]]:
     """Group parameters by whether they may share buckets.
 
     The parameters of a group have the same optimizer. They are summed over the same axis, and replicated over the same
@@ -191,7 +194,7 @@ def _in_groups(params: Sequence[Declared], *, single_axes: bool) -> list[list[De
     parameters are cut. On an axis of one rank there are no copies. Without `single_axes` such axes do not count, and a
     layer has fewer units.
     """
-    groups: dict[tuple[tuple[str, ...], str, str], list[Declared]] = {}
+    groups: dict[tuple[tuple[str, ...], str, str], list[DeclaredParam]] = {}
     for param, spec in params:
         sizes = {axis.name: axis.size for piece in spec.pieces for axis in piece.same_on}
         replicated = tuple(name for name in spec.same_over() if single_axes or sizes[name] > 1)
@@ -205,19 +208,19 @@ def _in_groups(params: Sequence[Declared], *, single_axes: bool) -> list[list[De
     return [groups[key] for key in sorted(groups, key=lambda key: (TIED_AXIS in key[0], key))]
 
 
-def _by_users(group: Sequence[Declared], modules: Sequence[nn.Module]) -> list[list[Declared]]:
+def _by_users(group: Sequence[DeclaredParam], modules: Sequence[nn.Module]) -> list[list[DeclaredParam]]:
     """Split a group of parameters by the modules using them, in the order of the group."""
     users: dict[int, list[int]] = {}  # by id of the parameter
     for number, module in enumerate(modules):
         for param in module.parameters():
             users.setdefault(id(param), []).append(number)
-    units: dict[tuple[int, ...], list[Declared]] = {}
+    units: dict[tuple[int, ...], list[DeclaredParam]] = {}
     for param, spec in group:
         units.setdefault(tuple(users[id(param)]), []).append((param, spec))
     return list(units.values())
 
 
-def _slots(params: Sequence[Declared], starts: Sequence[int], buckets: Sequence[Bucket]) -> list[Slot]:
+def _slots(params: Sequence[DeclaredParam], starts: Sequence[int], buckets: Sequence[Bucket]) -> list[Slot]:
     """`params` and `starts` are in the same order."""
     slots = []
     for bucket_index, bucket in enumerate(buckets):

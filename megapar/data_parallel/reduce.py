@@ -1,7 +1,7 @@
 """Reduces gradients over data-parallel replicas, bucket by bucket, while the last backward of a step still runs.
 
 The last backward of a step is the last action of this rank that adds gradients of matrices: the backward of one
-micro-batch through one of the rank's stages, or its second half (W of `megapar.pipeline.schedules.Action`). A bucket is
+micro-batch through one of the rank's stages, or its second half (W of `megapar.pipeline.actions.Action`). A bucket is
 complete when all its gradients have been added. A complete bucket is all-reduced (ZeRO stage 0) or reduce-scattered
 (stage 1). All ranks reduce the buckets in the same order.
 
@@ -59,7 +59,7 @@ class Gradients(ReducedGradients):
         """Start a step with gradients of zero. Raises RuntimeError between begin() and finish().
 
         `flat` keeps the old values until they are overwritten: by the first addition to a parameter, or by zeros before
-        its bucket is reduced. So `flat` is right after finish() alone.
+        its bucket is reduced. So the values of `flat` are valid only from finish() until the next zero().
         """
         if self._phase is _Phase.LAST_BACKWARD:
             raise RuntimeError("Gradients.zero() while buckets may be in flight: call finish() first")
@@ -82,7 +82,10 @@ class Gradients(ReducedGradients):
         self._reduce_complete_buckets()
 
     def finish(self) -> None:
-        """Reduce the remaining buckets, wait for all, then add up the partial gradients of several ranks."""
+        """Reduce the remaining buckets and wait for all. Then sum shards over their copies, and partial gradients.
+
+        Shards have copies with optimizer.shard_ranks.
+        """
         if self._phase is _Phase.REDUCED:
             raise RuntimeError("Gradients.finish() called twice: the gradients are reduced, call zero() first")
         while len(self._started) < len(self.layout.buckets):
@@ -150,7 +153,7 @@ class _Progress:
     - The number is learned rather than taken as 1, because a model may use a parameter several times.
     - A parameter expecting none has its final gradient at begin(). It belongs to another stage of this rank, or to a
       head with its loss computed in chunks: there I has added the gradient.
-    - In the first step with its last backward nothing is known, and no bucket is complete before finish().
+    - The first time a kind of last backward runs, nothing is known, and no bucket is complete before finish().
     """
 
     def __init__(self, layout: FlatLayout):

@@ -62,7 +62,10 @@ class Weights(ABC):
         return self.flat[self.placement.slice(start, stop)]
 
     def gather(self) -> None:
-        """Let forward passes read every rank's updated shards. Without ZeRO this does nothing."""
+        """Let forward passes read every rank's updated shards.
+
+        Without ZeRO nothing is communicated. Call it after every update nevertheless: it forgets converted weights.
+        """
         self.start_gather()
         self.wait()
 

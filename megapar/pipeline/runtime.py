@@ -39,7 +39,9 @@ class PipelineRuntime:
     one rank is no special case: it has no messages, and with one stage it is gradient accumulation.
 
     `fine_stages` is the number of fine stages of each of the pp * vpp stages (see `megapar.pipeline.refine`). `stages`
-    are then fine stages, and so are those of `num_stages` and of actions. `units` tells which units they use.
+    are then fine stages, and so are those of `num_stages` and of actions. A unit is a bucket of parameters that ZeRO-2
+    and 3 gather and reduce as one (`megapar.data_parallel.units`); `units` tells which ones each fine stage uses. It is
+    None without them.
 
     Raises ValueError if `stages` are not those of this rank. Raises ConfigError if `schedule` cannot hold vpp stages on
     a rank.
@@ -138,7 +140,8 @@ class PipelineRuntime:
     def orders(self, num_microbatches: int) -> list[list[Action]]:
         """The actions of each pipeline rank in order."""
         coarse = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
-        # With several ranks, a stage would wait for all micro-batches of the stage before. There `_runs` keeps units.
+        # Only on one rank: with several, a stage would wait until the stage before has run all micro-batches. There,
+        # units stay in memory instead (`_runs`).
         breadth_first = self.schedule.breadth_first and self.axis.size == 1
         return refine(coarse, self.fine_stages, breadth_first=breadth_first)
 

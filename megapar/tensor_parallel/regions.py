@@ -1,7 +1,7 @@
 """Autograd collectives over the tensor-parallel axis.
 
-They are the f and g of Megatron (Shoeybi et al., arXiv 1909.08053, section 3) and those of sequence parallelism
-(Korthikanti et al., arXiv 2205.05198, section 4.2).
+Their names are those of Korthikanti et al. (arXiv 2205.05198, section 4.2). The f bar here is the g of Shoeybi et al.
+(arXiv 1909.08053, section 3).
 
     region or function       forward          backward
     Copy            (f)      identity         all-reduce

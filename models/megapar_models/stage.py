@@ -29,11 +29,11 @@ from megapar_models.norms import NormRule
 class Stage(PipelineStage):
     """A pipeline stage with the layers `layers`. Families subclass it.
 
-    It has the embedding if `first`, and norm, head and loss if `last`. `factory` makes its modules. `tied` is the
-    parameter of the input embedding, given to the last stage if it uses the embedding and the first stage is on the
-    same rank. Without it the last stage holds a copy, and the gradients of both are summed over `tied_over`, the axis
-    of the pipeline ranks with copies. `tied_over` is None if one rank holds all of the embedding, or if the embedding
-    is not tied.
+    It has the embedding if `first`, or if `last` and the family embeds there too (`Declared.embeds_on_last_stage`). It
+    has norm, head and loss if `last`. `factory` makes its modules. `tied` is the parameter of the input embedding,
+    given to the last stage if it uses the embedding and the first stage is on the same rank. Without it the last stage
+    holds a copy, and the gradients of both are summed over `tied_over`, the axis of the pipeline ranks with copies.
+    `tied_over` is None if one rank holds all of the embedding, or if the embedding is not tied.
 
     `seed` is the seed of dropout. `loss_chunk` is the number of tokens with logits in memory at one time; 0 takes all
     tokens of a micro-batch.
@@ -75,7 +75,7 @@ class Stage(PipelineStage):
         self.rotary = list(dict.fromkeys(kind.rotary for kind in kinds.values() if kind.rotary is not None))
         if last:
             self.norm = factory.norm("norm", model.hidden_size, self.last_norm(model))
-            # One stage is the whole model: the head is the embedding's own parameter.
+            # This stage has the embedding too: its parameter is the head.
             if model.tie_word_embeddings and self.embedding is not None:
                 tied = self.embedding.weight
             self.head = tied if model.tie_word_embeddings and tied is not None else self._make_head()
