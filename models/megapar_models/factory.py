@@ -83,9 +83,10 @@ class Factory:
         beside = {index: module for index, module in found.items() if module is not None}
         if not beside:
             return ColumnParallelLinear(in_features, columns, self.sharding, init=init, bias=bias, products=products)
-        return _ColumnsBeside(
-            in_features, columns, self.sharding, init=init, bias=bias, products=products, beside=beside
-        )
+        layer = _ColumnsBeside(in_features, columns, self.sharding, init=init, bias=bias, products=products)
+        layer.widths = [c.stop - c.start for c in columns]
+        layer.beside = nn.ModuleDict(beside)
+        return layer
 
     def row_parallel(
         self, name: str, in_features: int, out_features: int, *, bias: bool = False, init: Init | None = None
@@ -98,9 +99,9 @@ class Factory:
             return RowParallelLinear(
                 name, in_features, out_features, self.sharding, init=init, bias=bias, products=products
             )
-        return _RowsBeside(
-            name, in_features, out_features, self.sharding, init=init, bias=bias, products=products, beside=beside
-        )
+        layer = _RowsBeside(name, in_features, out_features, self.sharding, init=init, bias=bias, products=products)
+        layer.beside = beside
+        return layer
 
     def _beside(self, matrix: Matrix) -> nn.Module | None:
         for pattern, make in self.beside.items():
@@ -174,20 +175,8 @@ class Factory:
 class _ColumnsBeside(ColumnParallelLinear):
     """A column-parallel layer with modules beside some of its matrices, by the index of the matrix."""
 
-    def __init__(
-        self,
-        in_features: int,
-        columns: Sequence[Columns],
-        sharding: Sharding,
-        *,
-        init: Init,
-        bias: bool,
-        products: MatrixProducts,
-        beside: Mapping[str, nn.Module],
-    ):
-        super().__init__(in_features, columns, sharding, init=init, bias=bias, products=products)
-        self.widths = [c.stop - c.start for c in columns]
-        self.beside = nn.ModuleDict(beside)
+    widths: list[int]  # columns of each matrix on this rank
+    beside: nn.ModuleDict
 
     def forward(self, x_sbi: Tensor) -> Tensor:
         return self._with_beside(super().forward(x_sbi), x_sbi)
@@ -205,20 +194,7 @@ class _ColumnsBeside(ColumnParallelLinear):
 class _RowsBeside(RowParallelLinear):
     """A row-parallel layer with a module beside its matrix."""
 
-    def __init__(
-        self,
-        name: str,
-        in_features: int,
-        out_features: int,
-        sharding: Sharding,
-        *,
-        init: Init,
-        bias: bool,
-        products: MatrixProducts,
-        beside: nn.Module,
-    ):
-        super().__init__(name, in_features, out_features, sharding, init=init, bias=bias, products=products)
-        self.beside = beside
+    beside: nn.Module
 
     def forward(self, x_sbi: Tensor) -> Tensor:
         y_sbo: Tensor = super().forward(x_sbi) + self.beside(x_sbi)

@@ -22,7 +22,7 @@ from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
 from megapar_models.layer import Layer
 from megapar_models.layer_kind import LayerKind
-from megapar_models.moe import ROUTER_LOSS
+from megapar_models.moe import ROUTER_LOSS, balance_rule
 from megapar_models.norms import NormRule
 
 
@@ -102,8 +102,9 @@ class Stage(PipelineStage):
         moe = model.moe
         if not moe.num_experts:
             return Declared()
-        has_loss = moe.balance in ("sequence", "global") or moe.router_z_loss_coef != 0  # as BalanceRule.has_loss
-        losses = (AddedLoss(ROUTER_LOSS, split_over_tp=True),) if has_loss else ()
+        losses: tuple[AddedLoss, ...] = ()
+        if balance_rule(moe).has_loss:
+            losses = (AddedLoss(ROUTER_LOSS, split_over_tp=True),)
         return Declared(losses=losses, tallies={"expert": (model.num_hidden_layers, moe.num_experts)})
 
     def embedding_weight(self) -> nn.Parameter:
