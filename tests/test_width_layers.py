@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from einops import rearrange
+from megapar_kernels.backend import Kernels
 from megapar_models.attention import deal_heads
 from megapar_models.counts import WholeModel
 from megapar_models.factory import Factory, Matrix
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from megapar import context
 from megapar.config.options import ModelConfig
+from megapar.context_parallel.attention import CoreAttention
 from megapar.errors import ConfigError
 from megapar.params import ZEROS, Init, shared_piece
 from megapar.sharding import Sharding
@@ -164,6 +166,16 @@ class WindowsStage(LlamaStage):
 
 WINDOWS = replace(LLAMA_FAMILY, name="windows", stage=WindowsStage)
 DROPPING_WINDOWS = replace(WINDOWS, reads=(*WINDOWS.reads, "model.attention_dropout"))
+
+
+def test_a_window_counts_the_keys_that_it_reads() -> None:
+    """Two FLOPs a key, head and column. As without a window (s/2 keys of s), half a key at the diagonal is left out."""
+    ctx = context.single()
+    for window in (1, 5, 11, 12, 40):
+        core = CoreAttention(ctx.cp, "gather", range(3), Kernels(), ctx.device, 8, 6, window)
+        read = sum(min(position + 1, window) for position in range(12))
+        keys = read / 12 - min(window, 12) / 24
+        assert core.flops_per_token(12) == pytest.approx(2 * keys * 3 * (8 + 6), abs=0.51), window
 
 
 def test_layers_of_other_kinds_are_measured_apart() -> None:
