@@ -86,7 +86,8 @@ class Optimizer(ABC):
     """Whether it needs whole parameters. ZeRO then never cuts one, and `update` is called for one at a time.
 
     A parameter cut by tensor ranks counts as whole if this rank's part is whole. If sizes differ, its parts may then
-    belong to different replicas on different tensor ranks.
+    belong to different replicas on different tensor ranks. A collective over tensor ranks in `update` would
+    hang there: use one only if all tensor ranks have parts of one size.
     """
 
     ON_HOST: ClassVar[bool] = False
