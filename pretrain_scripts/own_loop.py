@@ -5,7 +5,7 @@ from contextlib import closing
 from pathlib import Path
 
 from megapar_models.build import build_stages
-from megapar_models.registry import num_targets, validate
+from megapar_models.registry import FOR_OPTIONS, num_targets, validate
 
 from megapar import device
 from megapar.config.files import load
@@ -18,7 +18,7 @@ from megapar.train.trainer import start
 
 with reported():
     env = device.environment()  # one process, or the rank that torchrun or Slurm started
-    config = validate(load(sys.argv[1:]).config, env.world_size)
+    config = validate(load(sys.argv[1:], families=FOR_OPTIONS).config, env.world_size)
 run_dir = Path(config.run_dir)
 with rank_process(config, env) as process:
     ctx = join(config, env, process)

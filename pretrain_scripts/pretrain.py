@@ -10,7 +10,7 @@ from pathlib import Path
 from megapar_models.balance import times_of_stages, with_measured_partition
 from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import size_and_flops
-from megapar_models.registry import named_configs, num_targets, validate
+from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, validate
 
 from megapar import device
 from megapar.comm.flight import Board
@@ -77,7 +77,7 @@ def main() -> int:
     # Ranks have not met yet, so one process prints an error for all of them.
     speaker = 0 if device.first_to_speak() else 1
     with reported(speaker):
-        resolved = load(sys.argv[1:], named_configs(Path(__file__).parent / "configs"))  # --help ends the process here
+        resolved = load(sys.argv[1:], named_configs(Path(__file__).parent / "configs"), FOR_OPTIONS)  # --help ends here
     with reported(speaker), exits_refused():
         if resolved.config.dry_run:
             plan(resolved)

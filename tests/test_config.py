@@ -401,11 +401,22 @@ def test_what_decides_the_weights_is_told_from_what_may_change_on_resume():
 
 
 def test_each_option_of_the_model_is_classified():
-    """Fault options-fixed-on-resumption: put a new option into the set for the effect of its change."""
+    """Fault options-fixed-on-resumption: a new option decides the weights, unless its field says otherwise."""
     of_model = {path for path in flatten(Config()) if path.startswith("model.")}
-    sets = (compatible.WEIGHTS, compatible.FUNCTION, compatible.TRAINING)
-    assert of_model == set().union(*sets)
-    assert sum(map(len, sets)) == len(of_model), "an option is in two sets"
+    function = compatible.decided_by("function", ModelConfig())
+    training = compatible.decided_by("training", ModelConfig())
+    assert not function & training
+    named = {path.removeprefix("model.") for path in of_model - function - training}
+    assert named == {
+        *("family", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("intermediate_size", "vocab_size", "hidden_act", "attention_bias", "qk_norm", "tie_word_embeddings"),
+        *("moe.num_experts", "moe.moe_intermediate_size", "moe.mlp_only_layers", "moe.balance"),
+        *("moe.shared_expert_intermediate_size", "moe.shared_expert_gate"),
+    }
+    assert {path.removeprefix("model.") for path in training} == {
+        *("max_position_embeddings", "hidden_dropout", "attention_dropout", "initializer_range"),
+        *("moe.router_aux_loss_coef", "moe.router_bias_update_rate", "moe.router_z_loss_coef"),
+    }
 
 
 def test_what_makes_another_function_of_the_weights_is_named():

@@ -1,64 +1,40 @@
 """Compatibility of a checkpoint with a run: the options of the model that may differ, and those changed.
 
-Each option of `model` is in one of three sets, and a test asks for the set of a new option.
+Each option of `model` decides one of three things.
 
-WEIGHTS decides the tensors: their names, their shapes, what they are for. No run goes on from other values.
-FUNCTION decides what a model computes from the same weights. A resumed run may not change it: its loss would jump, and
-the checkpoints before and after would be of different models. A new run from these weights (checkpoint.init_from) may,
-for example with a larger rope_theta for longer contexts. The run says so.
-TRAINING changes how the weights are learned, and not what the model computes. It may change, and the run says so.
+The weights: their names, their shapes, what they are for. No run goes on from other values. An option decides this
+unless its field declares something else, so a forgotten one is never too weak.
+The function (OF_FUNCTION): what a model computes from the same weights. A resumed run may not change it: its loss would
+jump, and the checkpoints before and after would be of different models. A new run from these weights
+(checkpoint.init_from) may, for example with a larger rope_theta for longer contexts. The run says so.
+Training (OF_TRAINING): how the weights are learned, and not what the model computes. It may change, and the run says
+so.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from megapar.config.messages import shown
-from megapar.config.model_rules import MOE, ROPE_SCALING
-from megapar.config.options import Config, flatten
+from megapar.config.model_rules import MOE
+from megapar.config.options import Config, ModelConfig, default_config, flatten
 
-WEIGHTS = {
-    "model.family",
-    "model.hidden_size",
-    "model.num_hidden_layers",
-    "model.num_attention_heads",
-    "model.num_key_value_heads",
-    "model.head_dim",
-    "model.intermediate_size",
-    "model.vocab_size",
-    # Weights that are trained with one activation are of no use with another.
-    "model.hidden_act",
-    "model.attention_bias",
-    "model.qk_norm",
-    "model.tie_word_embeddings",
-    "model.moe.num_experts",
-    "model.moe.moe_intermediate_size",
-    "model.moe.mlp_only_layers",
-    "model.moe.shared_expert_intermediate_size",
-    "model.moe.shared_expert_gate",
-    "model.moe.balance",  # a bias of the selection is a tensor
-}
-FUNCTION = {
-    "model.rope_theta",
-    "model.rms_norm_eps",
-    "model.moe.num_experts_per_tok",
-    "model.moe.scoring_func",
-    "model.moe.norm_topk_prob",
-    "model.moe.routed_scaling_factor",
-    "model.moe.n_group",
-    "model.moe.topk_group",
-    *ROPE_SCALING,
-}
-TRAINING = {
-    # A limit of train.seq_length. A family of learned positions declares that it is a size (`sizes_of_weights`).
-    "model.max_position_embeddings",
-    "model.hidden_dropout",
-    "model.attention_dropout",
-    "model.initializer_range",
-    "model.moe.router_aux_loss_coef",
-    "model.moe.router_bias_update_rate",
-    "model.moe.router_z_loss_coef",
-}
+
+def decided_by(what: str, model: ModelConfig) -> set[str]:
+    """The dotted paths of the options of `model` for "function" or "training", as their fields declare it."""
+    return set(_declared(model, "model.", what, ""))
+
+
+def _declared(section: Any, prefix: str, what: str, of_section: str) -> Iterator[str]:
+    """Yield the options for `what`. `of_section` is what the field of the section itself declares for all in it."""
+    for f in fields(section):
+        value = getattr(section, f.name)
+        decides = f.metadata.get("decides", of_section)
+        if is_dataclass(value):
+            yield from _declared(value, f"{prefix}{f.name}.", what, decides)
+        elif decides == what:
+            yield prefix + f.name
 
 
 def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any]:
@@ -67,7 +43,8 @@ def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any
     A run can go on from a checkpoint only if these are equal. `sizes` are dotted paths of further options for sizes of
     this family's weights (`PipelineStage.sizes_of_weights`).
     """
-    free = (FUNCTION | TRAINING).difference(sizes)
+    free = decided_by("function", config.model) | decided_by("training", config.model)
+    free = free.difference(sizes)
     if not config.model.moe.num_experts:
         # Checkpoints of models without experts have never stated these options.
         free = free.union(MOE)
@@ -86,9 +63,10 @@ def function_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
 
     `saved` is as for `changes`. A checkpoint without an option is older than it, and has its default.
     """
-    before = {**flatten(Config()), **saved}
+    before = {**flatten(default_config(type(config.model))), **saved}
     now = flatten(config)
-    different = [path for path in now if path in FUNCTION and before[path] != now[path]]
+    function = decided_by("function", config.model)
+    different = [path for path in now if path in function and before[path] != now[path]]
     return [f"{path} ({shown(before[path])} | {shown(now[path])})" for path in different]
 
 

@@ -3,14 +3,16 @@
 A flag (`--section.key value`) wins over a TOML file, and a TOML file (`--config`) wins over the default. The key `base`
 of a TOML file names another file to start from. Both may also name a preset: a file known to the program by its name.
 Anything else raises ConfigError: one line with the file and the option.
+
+A family may have options of its own in the section `model`. So the family is read first, and then everything else.
 """
 
 import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from io import StringIO
@@ -19,7 +21,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import tyro
 
-from megapar.config.options import Config, flatten, option_types, unflatten
+from megapar.config.model_rules import COMMON_OPTIONS, Families, ModelRules
+from megapar.config.options import Config, ModelConfig, default_config, flatten, option_types, unflatten
 from megapar.config.other_frameworks.hints import Given, hint
 from megapar.errors import ConfigError
 from megapar.system.regular_files import read_regular
@@ -51,36 +54,76 @@ class _Flag(NamedTuple):
     words: tuple[str, ...]  # the flag and its values as they were typed
 
 
-def load(argv: Sequence[str], presets: Mapping[str, Path] | None = None) -> Resolved:
+@dataclass(frozen=True)
+class _Known:
+    """The options of a run: those of all runs, and those of its model's family."""
+
+    families: Families
+    family: str
+    model: type[ModelConfig]
+
+    def types(self) -> dict[str, Any]:
+        """The type annotation of every option, by dotted path."""
+        return option_types(self.model)
+
+    def of_others(self, path: str) -> dict[str, Any]:
+        """Other families with this option: their names, each with the option's default."""
+        return self.families.readers(path)
+
+    def is_default_elsewhere(self, path: str, raw: Any) -> bool:
+        """Whether a value from TOML is the default of this option in each of the families with it."""
+        for name, default in self.of_others(path).items():
+            annotation = option_types(self.families.known[name].options)[path]
+            if _convert(raw, annotation) != default:
+                return False
+        return True
+
+    def not_read(self, path: str) -> str:
+        """The reason for refusing an option of other families."""
+        return f"family {self.family} does not read it; {' and '.join(self.of_others(path))} does"
+
+
+def load(
+    argv: Sequence[str], presets: Mapping[str, Path] | None = None, families: Families = COMMON_OPTIONS
+) -> Resolved:
     """Read options from the flags in `argv` (without the program's name) and from the files of `--config`.
 
-    `presets` maps names to files for `--config` and `base`; a file of that path wins. `--help` prints every option with
-    its value, then exits. Raises ConfigError for an unknown flag, key, type or file. `validate` checks whether the
-    values can run.
+    `presets` maps names to files for `--config` and `base`; a file of that path wins. `families` have the options of
+    the section `model`. `--help` prints every option with its value, then exits. Raises ConfigError for an unknown
+    flag, key, type, file or family. `validate` checks whether the values can run.
     """
     if argv and argv[0] == ASKS_FOR_COMPLETION:
         tyro.cli(_CommandLine, args=argv, use_underscores=True)  # prints and exits
-    flags = _split(argv)
-    values = flatten(Config())
+    files = presets or {}
+    family = _family(argv, files)
+    known = _Known(families, family, families.find(family).options)
+    flags = _split(argv, known)
+    values = flatten(default_config(known.model))
     sources = dict.fromkeys(values, "default")
     for flag in flags:
         if flag.option == "config":
-            for file, options in _read_chain(_found(_file_of(flag), presets or {}), presets or {}, ()):
+            for file, text, table in _read_chain(_found(_file_of(flag), files), files, ()):
+                options = _typed(file, text, table, known)
                 values |= options
                 sources |= dict.fromkeys(options, file)
-    config = _parse(flags, unflatten(values))
+    config = _parse(flags, unflatten(values, known.model))
     sources |= {flag.option: "flag" for flag in flags if flag.option in values}
     return Resolved(config, sources)
 
 
-def load_earlier(run_dir: str) -> Config | None:
-    """The options of an earlier start in this run folder. None if there are none."""
-    file = Path(run_dir) / "config.toml"
+def load_earlier(config: Config) -> Config | None:
+    """The options of an earlier start in the run folder of `config`. None if there are none.
+
+    They are read with the options of `config`'s family.
+    """
+    file = Path(config.run_dir) / "config.toml"
     if not file.exists():
         return None
+    options = type(config.model)
+    families = Families({}, lambda name: ModelRules(name=name, activations=(), options=options))
     try:
-        return load(["--config", str(file)]).config
-    except ConfigError:  # of another version, or damaged: then it says nothing about this run
+        return load(["--config", str(file)], families=families).config
+    except ConfigError:  # of another version or family, or damaged: then it says nothing about this run
         return None
 
 
@@ -128,42 +171,80 @@ def _sectioned(lines: Mapping[str, str]) -> str:
 # Flags
 
 
-def _split(argv: Sequence[str]) -> list[_Flag]:
-    """Group `argv` into flags and their values. Raises ConfigError with every unknown flag."""
-    types = option_types(_CommandLine)
+def _family(argv: Sequence[str], presets: Mapping[str, Path]) -> str:
+    """The value of model.family, by the flags, the files of --config or the default.
+
+    Nothing else is looked at. What is wrong with flags and files, `load` finds when it reads them as a whole.
+    """
+    family = ModelConfig.family
+    for flag in _grouped(argv)[0]:
+        if flag.option == "config":
+            with suppress(ConfigError):
+                for _, _, table in _read_chain(_found(_file_of(flag), presets), presets, ()):
+                    model = table.get("model")
+                    if isinstance(model, dict) and isinstance(model.get("family"), str):
+                        family = model["family"]
+    for flag in _grouped(argv)[0]:
+        values = _values_of(flag)
+        if flag.option == "model.family" and len(values) == 1:
+            family = values[0]
+    return family
+
+
+def _grouped(argv: Sequence[str]) -> tuple[list[_Flag], list[str]]:
+    """Group `argv` into flags and their values. The second list holds the words before the first flag."""
+    flags: list[_Flag] = []
+    stray = []
+    for word in argv:
+        if word.startswith("--") or word == "-h":
+            name = word[2:].partition("=")[0].replace("-", "_")
+            if word == "-h":
+                name = "help"
+            flags.append(_Flag(name, (word,)))
+        elif flags:
+            flags[-1] = flags[-1]._replace(words=(*flags[-1].words, word))
+        else:
+            stray.append(word)
+    return flags, stray
+
+
+def _split(argv: Sequence[str], known: _Known) -> list[_Flag]:
+    """The flags in `argv`. Raises ConfigError with every unknown flag."""
+    types = {**known.types(), "config": str}
     options = {path: path for path in types} | {"help": "help"}
     # tyro accepts --section.no_key for a boolean option.
     for path, annotation in types.items():
         if annotation is bool:
             section, dot, key = path.rpartition(".")
             options[f"{section}{dot}no_{key}"] = path
-    flags: list[_Flag] = []
-    unknown: list[int] = []  # numbers of the flags that do not exist
-    problems: list[str] = []
-    for word in argv:
-        if word.startswith("--") or word == "-h":
-            name = word[2:].partition("=")[0].replace("-", "_")
-            if word == "-h":
-                name = "help"
-            if name not in options:
-                unknown.append(len(flags))
-            flags.append(_Flag(options.get(name, name), (word,)))
-        elif flags:
-            flags[-1] = flags[-1]._replace(words=(*flags[-1].words, word))
-        elif not problems:  # one message is enough for all words before the first flag
-            problems.append(f"{word!r} follows no flag; options look like --section.key value")
-    problems += [_no_such_flag(flags[number], list(types)) for number in unknown]
+    grouped, stray = _grouped(argv)
+    # One message is enough for all words before the first flag.
+    problems = [f"{word!r} follows no flag; options look like --section.key value" for word in stray[:1]]
+    problems += [_no_such_flag(flag, known) for flag in grouped if flag.option not in options]
+    flags = [flag._replace(option=options.get(flag.option, flag.option)) for flag in grouped]
     problems += _given_twice(flags)
     if problems:
         raise ConfigError("\n".join(problems))
     return flags
 
 
-def _no_such_flag(flag: _Flag, known: Sequence[str]) -> str:
+def _no_such_flag(flag: _Flag, known: _Known) -> str:
     """The line about an unknown flag, in its own spelling."""
-    typed, equals, value = flag.words[0].partition("=")
-    values = (value, *flag.words[1:]) if equals else flag.words[1:]
-    return f"{typed}: no such flag{hint(Given(typed[2:], values, 'flag'), known)}"
+    typed = flag.words[0].partition("=")[0]
+    section, dot, key = flag.option.rpartition(".")
+    # A flag that switches an option off is its name with `no_` before it.
+    for path in (flag.option, f"{section}{dot}{key.removeprefix('no_')}"):
+        if known.of_others(path):
+            return f"{typed}: {known.not_read(path)}"
+    return f"{typed}: no such flag{hint(Given(typed[2:], _values_of(flag), 'flag'), [*known.types(), 'config'])}"
+
+
+def _values_of(flag: _Flag) -> tuple[str, ...]:
+    """The values of `--option VALUE ...` or `--option=VALUE`."""
+    _, equals, value = flag.words[0].partition("=")
+    if equals:
+        return (value, *flag.words[1:])
+    return flag.words[1:]
 
 
 def _given_twice(flags: Sequence[_Flag]) -> list[str]:
@@ -181,7 +262,7 @@ def _given_twice(flags: Sequence[_Flag]) -> list[str]:
 
 def _file_of(flag: _Flag) -> str:
     """FILE of `--config FILE` or `--config=FILE`. Raises ConfigError unless there is exactly one."""
-    values = [*flag.words[0].split("=", 1)[1:], *flag.words[1:]]
+    values = _values_of(flag)
     if len(values) != 1:
         raise ConfigError(f"{' '.join(flag.words)}: expected one TOML file")
     return values[0]
@@ -205,13 +286,13 @@ def _parse(flags: Sequence[_Flag], config: Config) -> Config:
     if parsed is None:
         # tyro does not say which flags were wrong, so each is parsed by itself.
         wrong = [flag for flag in flags if parse(flag.words) is None]
-        raise ConfigError("\n".join(f"{' '.join(flag.words)}: expected {_expected_words(flag)}" for flag in wrong))
+        raise ConfigError(_refused(wrong, config))
     resolved = Config(**{f.name: getattr(parsed, f.name) for f in fields(config)})
     values = flatten(resolved)
     # Python's integers have no bound, but TOML's have: config.toml must be able to hold every value.
     too_large = [flag for flag in flags if not _fits(values.get(flag.option))]
     if too_large:
-        raise ConfigError("\n".join(f"{' '.join(flag.words)}: expected {_expected_words(flag)}" for flag in too_large))
+        raise ConfigError(_refused(too_large, config))
     return resolved
 
 
@@ -222,9 +303,14 @@ def _fits(value: Any) -> bool:
     return all(-(2**63) <= item < 2**63 for item in items if type(item) is int)
 
 
-def _expected_words(flag: _Flag) -> str:
+def _refused(flags: Sequence[_Flag], config: Config) -> str:
+    """A line for each flag with a wrong value. It says what kind of value the flag takes."""
+    types = {**option_types(type(config.model)), "config": str}
+    return "\n".join(f"{' '.join(flag.words)}: expected {_expected_words(flag, types[flag.option])}" for flag in flags)
+
+
+def _expected_words(flag: _Flag, annotation: Any) -> str:
     """What kind of value a flag takes, in words for messages."""
-    annotation = option_types(_CommandLine)[flag.option]
     if annotation is bool:
         section, dot, key = flag.option.rpartition(".")
         return f"no value (--{flag.option} is yes, --{section}{dot}no_{key} is no)"
@@ -251,8 +337,10 @@ def _found(name: str, presets: Mapping[str, Path]) -> str:
     return name
 
 
-def _read_chain(file: str, presets: Mapping[str, Path], above: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file, its options by dotted path) for the bases of `file`, the most basic first, then for `file` itself.
+def _read_chain(
+    file: str, presets: Mapping[str, Path], above: tuple[str, ...]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (file, its text, its table) for the bases of `file`, the most basic first, then for `file` itself.
 
     `above` are the files whose `base` led here. Raises ConfigError if they form a circle, or a base does not exist.
     """
@@ -277,7 +365,7 @@ def _read_chain(file: str, presets: Mapping[str, Path], above: tuple[str, ...]) 
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ConfigError(f"{file}:{_line(text, 'base')}: base = {base!r}: no such file {target}{hint}")
         yield from _read_chain(target, presets, (*above, file))
-    yield file, _typed(file, text, table)
+    yield file, text, table
 
 
 def _read(file: str) -> tuple[str, dict[str, Any]]:
@@ -308,19 +396,24 @@ def _read(file: str) -> tuple[str, dict[str, Any]]:
     return text, table
 
 
-def _typed(file: str, text: str, table: Mapping[str, Any]) -> dict[str, Any]:
+def _typed(file: str, text: str, table: Mapping[str, Any], known: _Known) -> dict[str, Any]:
     """Options of a parsed TOML table, by dotted path. Raises ConfigError naming each unknown key and wrong type."""
-    types = option_types()
+    types = known.types()
     options: dict[str, Any] = {}
     problems = []
     try:
-        entries = list(_paths(table))
+        entries = list(_paths(table, {path.rpartition(".")[0] for path in types}))
     except RecursionError:  # tomllib reads a dotted name of thousands of parts, `_paths` cannot
         raise ConfigError(f"{file}:1: a name has too many parts; options look like section.key") from None
     for path, raw in entries:
         option_in_file = f"{file}:{_line(text, path)}: {path}"
-        if any(known.startswith(path + ".") for known in types):
+        if any(option.startswith(path + ".") for option in types):
             problems.append(f"{option_in_file}: is a section, not an option: write [{path}]")
+            continue
+        if path not in types and known.of_others(path):
+            # The config.toml of a run may state the options of all families. At their defaults they mean nothing.
+            if not known.is_default_elsewhere(path, raw):
+                problems.append(f"{option_in_file} = {json.dumps(raw, default=str)}: {known.not_read(path)}")
             continue
         if path not in types:
             items = raw if isinstance(raw, list) else [raw]
@@ -338,18 +431,14 @@ def _typed(file: str, text: str, table: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _paths(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _paths(table: Mapping[str, Any], sections: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) of every key of nested tables."""
     for key, value in table.items():
         if isinstance(value, dict) and value:
-            yield from _paths(value, f"{prefix}{key}.")
+            yield from _paths(value, sections, f"{prefix}{key}.")
         # An empty section is no error. Any other empty table is reported as an unknown option.
-        elif value != {} or prefix + key not in _sections():
+        elif value != {} or prefix + key not in sections:
             yield prefix + key, value
-
-
-def _sections() -> set[str]:
-    return {path.rpartition(".")[0] for path in option_types()}
 
 
 def _line(text: str, path: str) -> int:

@@ -1,12 +1,18 @@
-"""Every option of a run, as dataclasses. `--help` prints the sentence under each field.
+"""The options of a run, as dataclasses. `--help` prints the sentence under each field.
 
-config_io.py fills the dataclasses from TOML files and flags. validate.py says which configurations cannot run. Neither
+files.py fills the dataclasses from TOML files and flags. validate.py says which configurations cannot run. Neither
 imports torch. In TOML, in flags and in messages an option is named by its dotted path, such as `model.hidden_size`.
+
+A model family may have options of its own. They are the fields of a subclass of ModelConfig in the family's module.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_type_hints
+
+# Metadata of an option of `model`: what its value decides. Without them it decides the weights (compatible.py).
+OF_FUNCTION = {"decides": "function"}
+OF_TRAINING = {"decides": "training"}
 
 
 @dataclass(frozen=True)
@@ -47,23 +53,23 @@ class MoEConfig:
 
     num_experts: int = 0
     """Experts of a layer; 0: a model without experts. Need not be a multiple of parallel.ep."""
-    num_experts_per_tok: int = 2
+    num_experts_per_tok: int = field(default=2, metadata=OF_FUNCTION)
     """Experts that each token is sent to."""
     moe_intermediate_size: int = 0
     """Width of an expert; 0 means model.intermediate_size. Must be a multiple of parallel.etp."""
     mlp_only_layers: tuple[int, ...] = ()
     """Numbers of the layers, from 0, that have a plain MLP of width model.intermediate_size in place of experts, such
     as 0 1 2."""
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    scoring_func: Literal["softmax", "sigmoid"] = field(default="softmax", metadata=OF_FUNCTION)
     """Turns the router's logits into scores: softmax over all experts, or the sigmoid of each by itself."""
-    norm_topk_prob: bool = True
+    norm_topk_prob: bool = field(default=True, metadata=OF_FUNCTION)
     """Divide the scores of a token's experts by their sum, so that its weights add up to 1."""
-    routed_scaling_factor: float = 1.0
+    routed_scaling_factor: float = field(default=1.0, metadata=OF_FUNCTION)
     """The weights of a token's experts are multiplied by it."""
-    n_group: int = 1
+    n_group: int = field(default=1, metadata=OF_FUNCTION)
     """Experts are divided into so many groups of consecutive experts. A token's experts come from its topk_group best
     groups; 1: all experts are one group."""
-    topk_group: int = 1
+    topk_group: int = field(default=1, metadata=OF_FUNCTION)
     """Number of groups that a token's experts may come from."""
     shared_expert_intermediate_size: int = 0
     """Width of the shared expert, which every token passes through beside its chosen ones; 0: there is none."""
@@ -73,11 +79,11 @@ class MoEConfig:
     """What evens out the load of experts. sequence: a loss by the load of each sample. global: a loss by the load of
     all tokens of the step before. bias: no loss; a bias is added to scores when experts are chosen. none: nothing.
     micro_batch is refused, because its loss would depend on the layout."""
-    router_aux_loss_coef: float = 0.001
+    router_aux_loss_coef: float = field(default=0.001, metadata=OF_TRAINING)
     """Weight of the loss of model.moe.balance sequence or global."""
-    router_bias_update_rate: float = 0.001
+    router_bias_update_rate: float = field(default=0.001, metadata=OF_TRAINING)
     """With model.moe.balance bias: how far the bias of an expert moves in a step (arXiv 2408.15664)."""
-    router_z_loss_coef: float = 0.0
+    router_z_loss_coef: float = field(default=0.0, metadata=OF_TRAINING)
     """Weight of log(sum exp(router logits))^2 in the loss. It keeps the router's logits small (ST-MoE, arXiv
     2202.08906, uses 1e-3)."""
 
@@ -106,15 +112,16 @@ class ModelConfig:
     vocab_size: int = 0
     """Number of token ids; 0 means the tokenizer's. In memory it is padded to a multiple of 128, which changes no
     result."""
-    max_position_embeddings: int = 2048
+    # A limit of train.seq_length. A family of learned positions declares that it is a size (`sizes_of_weights`).
+    max_position_embeddings: int = field(default=2048, metadata=OF_TRAINING)
     """Longest sequence; for gpt also the rows of the position table."""
-    rope_theta: float = 10000.0
+    rope_theta: float = field(default=10000.0, metadata=OF_FUNCTION)
     """Base of the rotary embedding's wavelengths (llama)."""
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling, metadata=OF_FUNCTION)
     """Stretching of rotary wavelengths for long contexts (llama)."""
     hidden_act: Literal["auto", "silu", "gelu_pytorch_tanh", "relu2"] = "auto"
     """Activation of the MLP. In llama it is that of the gate. auto: silu for llama, gelu_pytorch_tanh for gpt."""
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = field(default=1e-5, metadata=OF_FUNCTION)
     """Added to the mean square (llama) or the variance (gpt, Hugging Face's layer_norm_epsilon) in norms."""
     attention_bias: bool = False
     """Biases on the query, key and value projections (llama; Qwen2 sets it). gpt always has them."""
@@ -124,11 +131,11 @@ class ModelConfig:
     """Mixture of experts (mixtral, qwen3_moe)."""
     tie_word_embeddings: bool = False
     """Input embedding and output head are one matrix."""
-    hidden_dropout: float = 0.0
+    hidden_dropout: float = field(default=0.0, metadata=OF_TRAINING)
     """Dropout after embedding, attention and MLP (gpt)."""
-    attention_dropout: float = 0.0
+    attention_dropout: float = field(default=0.0, metadata=OF_TRAINING)
     """Dropout on attention probabilities (gpt)."""
-    initializer_range: float = 0.02
+    initializer_range: float = field(default=0.02, metadata=OF_TRAINING)
     """Standard deviation of initial weights; output projections start at it divided by sqrt(2 * num_hidden_layers)."""
 
 
@@ -436,27 +443,44 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def option_types(section: Any = Config, prefix: str = "") -> dict[str, Any]:
+def default_config(model: type[ModelConfig] = ModelConfig) -> Config:
+    """The configuration with every option at its default, for families with these options of `model`."""
+    return Config(model=model())
+
+
+def option_types(model: type[ModelConfig] = ModelConfig) -> dict[str, Any]:
     """The type annotation of every option, by dotted path, in the order of the fields."""
+    return _types(default_config(model), "")
+
+
+def _types(section: Any, prefix: str) -> dict[str, Any]:
     types: dict[str, Any] = {}
-    for name, annotation in get_type_hints(section).items():
-        if is_dataclass(annotation):
-            types |= option_types(annotation, f"{prefix}{name}.")
+    annotations = get_type_hints(type(section))
+    for f in fields(section):
+        value = getattr(section, f.name)
+        # The value has the fields of the family, and the annotation only those of ModelConfig.
+        if is_dataclass(value):
+            types |= _types(value, f"{prefix}{f.name}.")
         else:
-            types[prefix + name] = annotation
+            types[prefix + f.name] = annotations[f.name]
     return types
 
 
-def unflatten(values: Mapping[str, Any]) -> Config:
-    """Make a Config from a value for every option, by dotted path. The inverse of `flatten`."""
-    return _build(Config, values, "")
+def unflatten(values: Mapping[str, Any], model: type[ModelConfig] = ModelConfig) -> Config:
+    """Make a Config from a value for every option, by dotted path. The inverse of `flatten`.
+
+    `model` is the class of the family's options. Values of other options are left out.
+    """
+    config: Config = _build(default_config(model), values, "")
+    return config
 
 
 def _build(section: Any, values: Mapping[str, Any], prefix: str) -> Any:
     arguments = {}
-    for name, annotation in get_type_hints(section).items():
-        if is_dataclass(annotation):
-            arguments[name] = _build(annotation, values, f"{prefix}{name}.")
+    for f in fields(section):
+        value = getattr(section, f.name)
+        if is_dataclass(value):
+            arguments[f.name] = _build(value, values, f"{prefix}{f.name}.")
         else:
-            arguments[name] = values[prefix + name]
-    return section(**arguments)
+            arguments[f.name] = values[prefix + f.name]
+    return type(section)(**arguments)

@@ -9,19 +9,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from megapar.config import validate_experts
 from megapar.config.data_spec import data_problems
 from megapar.config.derive import derive
 from megapar.config.messages import around, counted, divisors, listed, problem, shown
-from megapar.config.model_rules import EVERY_FAMILY, MOE, ModelRules
-from megapar.config.options import Config, MoEConfig, ParallelConfig, flatten
+from megapar.config.model_rules import MOE, ModelRules
+from megapar.config.options import Config, MoEConfig, ParallelConfig, default_config, flatten
 from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
 _BELOW_ONE = {"model.hidden_dropout", "model.attention_dropout", "optimizer.betas"}
 # An option may be 0 if that is its default, or if it is listed here.
-_MAY_BE_ZERO = {path for path, default in flatten(Config()).items() if default == 0} | {
+_MAY_BE_ZERO = {
     "parallel.partition",
     "parallel.schedule_costs",
     "train.seed",
@@ -47,6 +48,9 @@ def validate(config: Config, world_size: int, rules: ModelRules, stages: Virtual
     `rules` come from the family, `stages` from the schedule. A `model.vocab_size` of 0 is left as it is, see
     `derive.with_vocabulary`. Raises ConfigError with a line for each problem.
     """
+    if not isinstance(config.model, rules.options):
+        text = f"family {rules.name} has options of its own; make it a {rules.options.__name__}"
+        raise ConfigError(problem(config, "model.family", f"model is a {type(config.model).__name__}, but {text}"))
     size_problems = list(_sizes(config))
     problems = [*size_problems, *_amounts(config), *_launch(config, world_size)]
     # The other checks divide by sizes. With sizes below their least values they would fail or report nonsense.
@@ -78,9 +82,10 @@ def validate(config: Config, world_size: int, rules: ModelRules, stages: Virtual
 
 def _sizes(config: Config) -> Iterator[str]:
     """Problems of whole numbers, each option by itself."""
+    initial = flatten(default_config(type(config.model)))
     for path, value in flatten(config).items():
         items = value if isinstance(value, tuple) else (value,)
-        least = 0 if path in _MAY_BE_ZERO else 1
+        least = 0 if _may_be_zero(path, initial[path]) else 1
         # A bool is an int to Python, but no size.
         numbers = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
         if any(number < least for number in numbers):
@@ -91,19 +96,23 @@ def _sizes(config: Config) -> Iterator[str]:
 
 def _amounts(config: Config) -> Iterator[str]:
     """Problems of texts and fractional numbers, each option by itself."""
-    defaults = flatten(Config())
+    initial = flatten(default_config(type(config.model)))
     for path, value in flatten(config).items():
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, str) and not (item and item.isprintable()):
                 yield problem(config, path, "must be printable text, not empty")
             elif isinstance(item, float):
-                text = _amount_problem(path, item)
+                text = _amount_problem(path, item, _may_be_zero(path, initial[path]))
                 if text:
-                    yield problem(config, path, f"{text}, such as {shown(defaults[path])}")
+                    yield problem(config, path, f"{text}, such as {shown(initial[path])}")
                     break  # the message shows all items, so once is enough
 
 
-def _amount_problem(path: str, value: float) -> str:
+def _may_be_zero(path: str, default: Any) -> bool:
+    return default == 0 or path in _MAY_BE_ZERO
+
+
+def _amount_problem(path: str, value: float, may_be_zero: bool) -> str:
     """What is wrong with the number, "" if nothing is."""
     if not math.isfinite(value):
         return "must be a finite number"
@@ -111,7 +120,7 @@ def _amount_problem(path: str, value: float) -> str:
         if 0 <= value < 1:
             return ""
         return "must be at least 0 and below 1"
-    if path in _MAY_BE_ZERO:
+    if may_be_zero:
         if value >= 0:
             return ""
         return "must be at least 0"
@@ -193,13 +202,13 @@ def _cut_by_tp(config: Config, world_size: int) -> Iterator[str]:
 
 def _model(config: Config, rules: ModelRules) -> Iterator[str]:
     """Problems by the rules of the model family."""
-    defaults = flatten(Config())
-    read = {*EVERY_FAMILY, *rules.reads}
+    initial = flatten(default_config(type(config.model)))
+    read = rules.all_read()
     if not rules.has_experts:
         read.update(MOE)  # validate_experts refuses them in words of their own
     for path, value in flatten(config).items():
-        if path.startswith("model.") and path not in read and value != defaults[path]:
-            text = f"family {rules.name} has no such thing; leave it at {shown(defaults[path])}"
+        if path.startswith("model.") and path not in read and value != initial[path]:
+            text = f"family {rules.name} has no such thing; leave it at {shown(initial[path])}"
             yield problem(config, path, text)
     if config.model.hidden_act not in rules.activations:
         text = f"family {rules.name} has no such activation; use {' or '.join(rules.activations)}"

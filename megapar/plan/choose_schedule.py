@@ -162,7 +162,7 @@ def _earlier_choice(config: Config) -> _Found | None:
 
     `config` has the options as the user gave them, because config.toml has them so too.
     """
-    earlier = load_earlier(config.run_dir)
+    earlier = load_earlier(config)
     if earlier is None:
         return None
     chosen = earlier.parallel

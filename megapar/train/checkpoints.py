@@ -331,7 +331,7 @@ def _change_of_rate(state: TrainState, saved: dict[str, Any]) -> list[str]:
     now = flatten(config)
     # Options that the checkpoint lacks are newer than it. A manifest may hold anything under their names.
     kept = {path: saved[path] for path in now if type(saved.get(path)) is type(now[path])}
-    then = unflatten(now | kept)
+    then = unflatten(now | kept, type(config.model))
     line = change_of_rate(state.step, then.optimizer, config.optimizer, then.train.steps, config.train.steps)
     if line:
         return [line]

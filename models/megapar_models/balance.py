@@ -49,7 +49,7 @@ def _earlier_partition(config: Config) -> tuple[list[int], str] | None:
 
     `config` has its options as they were given, as the file has them.
     """
-    earlier = load_earlier(config.run_dir)
+    earlier = load_earlier(config)
     if earlier is None:
         return None
     sizes = earlier.parallel.partition

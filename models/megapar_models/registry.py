@@ -8,6 +8,7 @@ from typing import Any
 from megapar.config import compatible
 from megapar.config import validate as checks
 from megapar.config.messages import listed, problem
+from megapar.config.model_rules import Families
 from megapar.config.options import Config
 from megapar.config.plugins import named
 from megapar.pipeline.schedules import virtual_stages
@@ -29,6 +30,10 @@ FAMILIES: dict[str, Family] = {
 def find(name: str) -> Family:
     """The family named by model.family: a key of FAMILIES, or MODULE:NAME. Raises ConfigError if there is none."""
     return named("model.family", name, FAMILIES, Family)
+
+
+FOR_OPTIONS = Families(FAMILIES, find)
+"""What `megapar.config.files.load` must know to read the options of any family."""
 
 
 def presets() -> dict[str, Path]:

@@ -55,12 +55,13 @@ def from_hugging_face(raw: Mapping[str, Any]) -> ModelConfig:
             values[ours] = names.activations[value] if ours == "hidden_act" else value
     more, wrong = names.read(raw, str(type_name))
     values |= more
-    problems += [*wrong, *wrong_types(values, ModelConfig)]
+    problems += [*wrong, *wrong_types(values, FAMILIES[family].options)]
     if not problems:  # `judge` may rely on fields that are there and have the right types
         problems += names.judge(raw, str(type_name))
     if problems:
         raise ConfigError("\n".join(f"config.json: {problem}" for problem in problems))
-    return ModelConfig(family=family, **typed(values, ModelConfig))
+    options = FAMILIES[family].options
+    return options(family=family, **typed(values, options))
 
 
 def warnings_of(raw: Mapping[str, Any]) -> list[str]:

@@ -8,10 +8,10 @@ from megapar import context
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import Manifest, read_manifest
 from megapar.checkpoint.load import load_weights, weight_slices, weights_of
-from megapar.config.options import Config, DataConfig, flatten, unflatten
+from megapar.config.options import Config, DataConfig, ModelConfig, default_config, flatten, unflatten
 from megapar.errors import CheckpointError
 from megapar_models.build import build_stages
-from megapar_models.registry import validate, weight_options
+from megapar_models.registry import find, validate, weight_options
 from megapar_models.stage import Stage
 
 # What the tools read of a run's options. All others say how the run was laid out, trained or logged. They have their
@@ -38,7 +38,8 @@ def saved_config(manifest: Manifest, **train: Any) -> Config:
     # JSON has no tuples.
     saved = {path: tuple(value) if isinstance(value, list) else value for path, value in stated.items()}
     kept = {path: value for path, value in saved.items() if is_kept(path)}
-    config = unflatten(flatten(Config()) | kept)
+    model = find(str(kept.get("model.family", ModelConfig.family))).options
+    config = unflatten(flatten(default_config(model)) | kept, model)
     alone = replace(config, train=replace(config.train, **train), data=DataConfig())
     return replace(validate(alone, 1), data=config.data)
 
