@@ -33,7 +33,7 @@ class MicroBatch:
     `sample_ids_b` are positions in the run's global sample order. Dropout masks are keyed by them, so no layout changes
     a mask. `positions_s` are the positions of the columns inside their samples. Rotary tables, learned positions and
     dropout keys read them. `sample_length` is the number of positions of a whole sample.
-    `loss_scale`, 0-d fp32, multiplies the gradient of every loss (`add_loss`). It is None outside of training.
+    `grad_scale`, 0-d fp32, multiplies the gradient of every loss (`add_loss`). It is None outside of training.
     `loss_sums`, 0-d fp64 by name, add up the losses besides the main one.
     `starts` is for samples of several documents, without attention between them. It is int32 [documents + 1]: the
     position of each document's start, counted through all whole samples one after the other, and b * sample_length at
@@ -48,7 +48,7 @@ class MicroBatch:
     positions_s: Tensor  # int64
     sample_length: int
     starts: Tensor | None = None
-    loss_scale: Tensor | None = None
+    grad_scale: Tensor | None = None
     starts_on_host: tuple[int, ...] | None = None
     later_targets: tuple[Targets, ...] = ()
     loss_sums: Mapping[str, Tensor] | None = None
@@ -155,14 +155,14 @@ def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch, name: str) -> Tensor:
 
     Raises ValueError if the model does not declare the name.
     """
-    if batch.loss_scale is None:
+    if batch.grad_scale is None:
         return x
     total = None
     if batch.loss_sums is not None:
         if name not in batch.loss_sums:
             raise ValueError(f"loss {name!r} is not among those that the model declares: {list(batch.loss_sums)}")
         total = batch.loss_sums[name]
-    return _AddLoss.apply(x, loss, batch.loss_scale, total)
+    return _AddLoss.apply(x, loss, batch.grad_scale, total)
 
 
 class TensorSpec(NamedTuple):

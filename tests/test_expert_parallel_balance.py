@@ -159,10 +159,10 @@ LAYOUTS_OF_4 = [
 ]
 
 
-def batch_of(loss_scale: Tensor) -> MicroBatch:
+def batch_of(grad_scale: Tensor) -> MicroBatch:
     nothing = torch.zeros(1, 1)
     batch = MicroBatch.of_samples(nothing.long(), nothing.long(), nothing, nothing[0].long())
-    return replace(batch, loss_scale=loss_scale)
+    return replace(batch, grad_scale=grad_scale)
 
 
 def losses_alone(layout: Layout, ctx: ParallelContext, rule: RouterRule, kind: BalanceRule) -> dict[str, Any]:

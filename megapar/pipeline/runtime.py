@@ -100,7 +100,7 @@ class PipelineRuntime:
         """
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
         # A stage before the last may add a loss of its own (megapar.batch.add_loss). It scales the gradient itself.
-        batches = [replace(batch, loss_scale=scale) for batch in batches]
+        batches = [replace(batch, grad_scale=scale) for batch in batches]
         plan = self.plan(len(batches), max_microbatches, backward=True)
         adding = [(i, item) for i, item in enumerate(plan) if isinstance(item, Action) and item.kind in ("B", "W")]
         run = _Execution(self, plan, batches, scale, trace)
