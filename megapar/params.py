@@ -107,7 +107,7 @@ class ParamSpec:
     Its ranks have different samples, or different positions of them. The ranks with the same position on it form one
     data-parallel replica. Under ZeRO the optimizer state is sharded over its `shards`.
     """
-    update: str = "adamw"
+    optimizer: str = "adamw"
     """The optimizer: a name of `megapar.optimizer.table.OPTIMIZERS`, or MODULE:NAME for one of your own."""
     token_share: Fraction = Fraction(1)
     """The share of tokens using the parameter: num_experts_per_tok / num_experts for those of experts.

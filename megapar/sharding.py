@@ -19,7 +19,7 @@ class Sharding:
     a sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
     `expert_grad_axis` (see ParallelContext).
 
-    `update` names the optimizer of the parameters (`ParamSpec.update`).
+    `optimizer` names that of the parameters (`ParamSpec.optimizer`).
 
     With `overlap_chunks` above 1, a linear layer communicates its input or output in that many chunks, while it
     computes its product. Without `allocate`, parameters get their memory later: with ZeRO-3 a rank never holds all of
@@ -37,7 +37,7 @@ class Sharding:
     etp: Axis = field(default_factory=partial(Axis, "etp"))
     expert_grad_axis: Axis = field(default_factory=partial(Axis, "expert_grad"))
     allocate: bool = True
-    update: str = "adamw"
+    optimizer: str = "adamw"
 
     @classmethod
     def of(
@@ -71,7 +71,7 @@ class Sharding:
     def parameter(self, pieces: tuple[Piece, ...], shape: Sequence[int], init: Init, *, decay: bool) -> nn.Parameter:
         """Make an uninitialized parameter of the local `shape`: `pieces`, one after the other, then padding rows."""
         return self.parameter_of(
-            ParamSpec(pieces, init, decay=decay, grad_axis=self.grad_axis, update=self.update), shape
+            ParamSpec(pieces, init, decay=decay, grad_axis=self.grad_axis, optimizer=self.optimizer), shape
         )
 
     def parameter_of(self, spec: ParamSpec, shape: Sequence[int]) -> nn.Parameter:

@@ -29,12 +29,12 @@ SHAPES = {"matrix": (9, 13), "vector": (70,), "table": (5, 31), "one": (1,)}
 DECAY = {"matrix": True, "vector": True, "table": False, "one": False}
 
 
-def make(dtype: torch.dtype, bucket_mb: float = 64.0, update: str = "adamw") -> tuple[nn.Module, Flat, Optimizers]:
+def make(dtype: torch.dtype, bucket_mb: float = 64.0, optimizer: str = "adamw") -> tuple[nn.Module, Flat, Optimizers]:
     ctx = context.single()
     module = nn.Module()
     for name, shape in SHAPES.items():
         piece = shared_piece(name, shape, ctx.tp)
-        spec = ParamSpec((piece,), ZEROS, decay=DECAY[name], grad_axis=ctx.grad, update=update)
+        spec = ParamSpec((piece,), ZEROS, decay=DECAY[name], grad_axis=ctx.grad, optimizer=optimizer)
         param = parameter(spec, shape, dtype=dtype, device="cpu")
         param.data.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))))
         module.register_parameter(name, param)
@@ -291,7 +291,7 @@ def test_an_update_that_is_forbidden_changes_no_bit(dtype: torch.dtype, impl: An
 
 @pytest.mark.parametrize("where", [nullcontext, behind_the_host], ids=["a CPU", "a GPU"])
 def test_an_optimizer_need_not_know_of_forbidden_updates(where: Any) -> None:
-    module, buffer, optimizer = make(torch.float32, update=f"{__name__}:Counting")
+    module, buffer, optimizer = make(torch.float32, optimizer=f"{__name__}:Counting")
     with where():
         assert left_out(optimizer, module, buffer, 1.0)
         assert not left_out(optimizer, module, buffer, 0.0)

@@ -41,7 +41,7 @@ class Toy(nn.Module):
         super().__init__()
         for name in ("one", "two"):
             piece = make_piece(name, (7, 90), {0: cut(7, ctx.tp), 1: cut(90, ctx.cp)})
-            spec = ParamSpec((piece,), ONES, decay=True, grad_axis=ctx.dp, update=f"{__name__}:Plain")
+            spec = ParamSpec((piece,), ONES, decay=True, grad_axis=ctx.dp, optimizer=f"{__name__}:Plain")
             param = parameter(spec, piece.local_shape, dtype=torch.float32, device=ctx.device)
             self.register_parameter(name, param)
             param.data.copy_(draw(name, -1)[piece.held.slices])

@@ -37,7 +37,7 @@ from tests.support.width import in_each_layout, trains_as_one_process
 
 
 def updated_by(name: str, factory: Factory) -> Factory:
-    return replace(factory, sharding=replace(factory.sharding, update=f"{__name__}:{name}"))
+    return replace(factory, sharding=replace(factory.sharding, optimizer=f"{__name__}:{name}"))
 
 
 class NormalizedMomentum(Optimizer):

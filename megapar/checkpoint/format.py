@@ -167,7 +167,7 @@ class Manifest:
 
     `files` maps each file's name to its bytes. `layout` is the layout of the writing job. It is for people and is never
     needed to read the checkpoint. `states` has an object for each state of an optimizer, by its name: the name of the
-    `optimizer` (`ParamSpec.update`), and what it declares (`StateTensor`).
+    `optimizer` (`ParamSpec.optimizer`), and what it declares (`StateTensor`).
     """
 
     step: int

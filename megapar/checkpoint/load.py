@@ -246,11 +246,11 @@ def _require_same_optimizers(
     State of the same name may mean something else to another optimizer.
     """
     found = [
-        f"{piece.name} was updated by {then}, and this run updates it by {item.spec.update}"
+        f"{piece.name} was updated by {then}, and this run updates it by {item.spec.optimizer}"
         for item in slices
         if item.states  # a frozen parameter has none
         for piece in item.spec.pieces
-        if (then := manifest.optimizer_of(piece.name)) not in ("", item.spec.update)
+        if (then := manifest.optimizer_of(piece.name)) not in ("", item.spec.optimizer)
     ]
     gathered = collectives.gather_json(found[:1], ctx.world, ctx.device)
     changed = [text for texts in gathered for text in texts]

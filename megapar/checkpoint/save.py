@@ -355,7 +355,7 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
 
 def _declaration(item: StateSlice, tensor: StateTensor) -> dict[str, Any]:
     """What the manifest says of a state of the slice's parameter (`Manifest.states`)."""
-    return {"optimizer": item.spec.update, "initial": tensor.initial, "nonnegative": tensor.nonnegative}
+    return {"optimizer": item.spec.optimizer, "initial": tensor.initial, "nonnegative": tensor.nonnegative}
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:

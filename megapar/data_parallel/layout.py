@@ -50,7 +50,7 @@ class FlatLayout:
     `modules` are this rank's stages in order. A bucket has about `bucket_elements` elements. `sharded` selects ZeRO:
     each rank of a bucket's axis updates a slice of it. Otherwise each rank updates all of it. With `units`, a bucket
     holds parameters of one module alone. A parameter used by several modules is in a bucket used by all of them.
-    `whole` names the optimizers (`ParamSpec.update`) needing each parameter in one shard: ZeRO then never cuts it.
+    `whole` names the optimizers (`ParamSpec.optimizer`) needing each parameter in one shard: ZeRO then never cuts it.
 
     Raises TypeError if a parameter has no ParamSpec, or if parameters are not all fp32, all bf16 or all fp16.
     """
@@ -74,7 +74,7 @@ class FlatLayout:
         for group in groups:
             sizes = [param.numel() for param, _ in group]
             _, spec = group[0]  # `grad_axis` and `update` are the same for all parameters of a group
-            bucket_groups.append(BucketGroup(sizes, spec.grad_axis.shards.size, spec.update in whole))
+            bucket_groups.append(BucketGroup(sizes, spec.grad_axis.shards.size, spec.optimizer in whole))
         starts, self.buckets = lay_out(bucket_groups, bucket_elements)
         self.slots = _slots([pair for group in groups for pair in group], starts, self.buckets)
         self.numel = self.buckets[-1].stop if self.buckets else 0
@@ -109,17 +109,17 @@ class FlatLayout:
         """All elements."""
         return [(0, self.numel)]
 
-    def update(self, bucket: Bucket) -> str:
-        """The name of a bucket's optimizer (`ParamSpec.update`)."""
-        return self.slots[bucket.first_param].spec.update
+    def optimizer_of(self, bucket: Bucket) -> str:
+        """The name of a bucket's optimizer (`ParamSpec.optimizer`)."""
+        return self.slots[bucket.first_param].spec.optimizer
 
     def shards(self) -> list[Range]:
         """The elements updated by this rank's optimizers, in as few ranges as possible."""
         return merge(self.shard(bucket) for bucket in self.buckets)
 
-    def shards_of(self, update: str) -> list[Range]:
+    def shards_of(self, optimizer: str) -> list[Range]:
         """Those of `shards` updated by the optimizer of this name."""
-        return merge(self.shard(bucket) for bucket in self.buckets if self.update(bucket) == update)
+        return merge(self.shard(bucket) for bucket in self.buckets if self.optimizer_of(bucket) == optimizer)
 
     def norm_ranges(self) -> list[Range]:
         """The elements this rank counts in the gradient norm, and the padding between them. Padding is zero.
@@ -198,7 +198,7 @@ def _in_groups(params: Sequence[DeclaredParam], *, single_axes: bool) -> list[li
     for param, spec in params:
         sizes = {axis.name: axis.size for piece in spec.pieces for axis in piece.same_on}
         replicated = tuple(name for name in spec.same_over() if single_axes or sizes[name] > 1)
-        key = (replicated, spec.grad_axis.name, spec.update)
+        key = (replicated, spec.grad_axis.name, spec.optimizer)
         groups.setdefault(key, []).append((param, spec))
     # Sorted by name, because the stage at the other end may have registered its copies in another order.
     for (replicated, _, _), group in groups.items():

@@ -86,7 +86,7 @@ class Experts(nn.Module):
             init,
             decay=True,
             grad_axis=sharding.expert_grad_axis,
-            update=sharding.update,
+            optimizer=sharding.optimizer,
             token_share=self.token_share,
             # Those of other ranks too: which experts share a parameter depends on ep.
             selected_with=tuple(

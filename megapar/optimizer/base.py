@@ -69,7 +69,7 @@ class NoOptions:
 
 
 class Optimizer(ABC):
-    """Updates this rank's shards of the parameters whose spec names it (`ParamSpec.update`).
+    """Updates this rank's shards of the parameters whose spec names it (`ParamSpec.optimizer`).
 
     A subclass declares its state in `STATE`, and updates a part of a shard in `update`. Main weights are fp32. For an
     fp32 model they are the parameters themselves. For a bf16 or fp16 model they are kept here, and rounded into the
@@ -112,12 +112,12 @@ class Optimizer(ABC):
         config: OptimizerConfig,
         impl: Implementation = "torch",
     ):
-        """`name` is the one in `ParamSpec.update`. `impl` is the implementation of the update, if there are several."""
+        """`name` is that of `ParamSpec.optimizer`. `impl` is the implementation of the update, if there are several."""
         self.name = name
         self.ctx = ctx
         self.options: Any = self.OPTIONS(**{field.name: getattr(config, field.name) for field in fields(self.OPTIONS)})
         self.impl: Implementation = impl
-        self.slots = [slot for slot in weights.layout.slots if slot.spec.update == name]
+        self.slots = [slot for slot in weights.layout.slots if slot.spec.optimizer == name]
         # The main weights of an fp32 model are its parameters, unless these are in other memory.
         self.aliased = weights.flat.dtype == torch.float32 and not self.ON_HOST
         self.shards = [self._new_shard(weights, start, stop) for start, stop in weights.layout.shards_of(name)]

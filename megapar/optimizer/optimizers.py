@@ -34,7 +34,7 @@ class Optimizers:
         self._weights = weights
         self._overlap_param_gather = config.overlap_param_gather
         # Sorted, so that ranks that hold the same parameters start their collectives in the same order, if any.
-        names = sorted({slot.spec.update for slot in weights.layout.slots})
+        names = sorted({slot.spec.optimizer for slot in weights.layout.slots})
         self.each: list[Optimizer] = [find(name)(name, weights, gradients, ctx, config, impl) for name in names]
         self._by_name = {optimizer.name: optimizer for optimizer in self.each}
 
@@ -87,7 +87,7 @@ class Optimizers:
     def slices(self) -> Iterator[StateSlice]:
         """Yield what this rank updates, by parameter in the order of the layout. Checkpoints save these slices."""
         for slot in self._weights.layout.slots:
-            optimizer = self._by_name[slot.spec.update]
+            optimizer = self._by_name[slot.spec.optimizer]
             # A shard may hold a part of a parameter, or several parameters.
             for shard in optimizer.shards:
                 start = max(slot.start, shard.start)

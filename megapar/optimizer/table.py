@@ -14,21 +14,21 @@ from megapar.optimizer.base import Optimizer
 from megapar.params import MAIN, spec_of
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW}
-"""The optimizers by their name in `ParamSpec.update`. A class declares its options (`Optimizer.OPTIONS`)."""
+"""The optimizers by their name in `ParamSpec.optimizer`. A class declares its options (`Optimizer.OPTIONS`)."""
 
 
 def find(name: str) -> type[Optimizer]:
     """The optimizer of this name: a key of OPTIMIZERS, or MODULE:NAME. Raises ConfigError if there is none."""
-    found = named("ParamSpec.update", name, OPTIMIZERS, type)
+    found = named("ParamSpec.optimizer", name, OPTIMIZERS, type)
     if not issubclass(found, Optimizer):
-        raise ConfigError(f"ParamSpec.update={name}: is no subclass of {Optimizer.__module__}.{Optimizer.__name__}")
+        raise ConfigError(f"ParamSpec.optimizer={name}: is no subclass of {Optimizer.__module__}.{Optimizer.__name__}")
     return found
 
 
 def names_of(modules: Iterable[nn.Module]) -> list[str]:
     """The names of the optimizers of all trained parameters, sorted."""
     params = [param for module in modules for param in module.parameters() if param.requires_grad]
-    return sorted({spec_of(param).update for param in params})
+    return sorted({spec_of(param).optimizer for param in params})
 
 
 def needing_whole(modules: Iterable[nn.Module]) -> list[str]:
