@@ -237,17 +237,17 @@ def vocabulary_parameter(
     sharding: Sharding,
     *,
     init: Init,
-    tied: Axis | None = None,
+    tied_over: Axis | None = None,
 ) -> nn.Parameter:
     """This rank's [rows, h] of a vocabulary matrix.
 
-    `tied` is the axis of the pipeline stages with copies of the matrix. Their gradients are summed. The first stage
-    owns the matrix.
+    `tied_over` is the axis of the pipeline stages with copies of the matrix. Their gradients are summed. The first
+    stage owns the matrix.
     """
     start, stop, rows = vocabulary_cut(vocab_size, sharding.tp)
     piece = make_piece(name, (vocab_size, hidden_size), {0: (start, stop)})
-    if tied is not None:
-        piece = held_by_all(piece, tied, partial=True)
+    if tied_over is not None:
+        piece = held_by_all(piece, tied_over, partial=True)
     return sharding.parameter((piece,), (rows, hidden_size), init, decay=True)
 
 
@@ -266,14 +266,16 @@ class VocabParallelEmbedding(nn.Module):
         sharding: Sharding,
         *,
         init: Init,
-        tied: Axis | None = None,
+        tied_over: Axis | None = None,
         weight: nn.Parameter | None = None,
     ):
         super().__init__()
         self.sharding = sharding
         self.start, self.stop, _ = vocabulary_cut(vocab_size, sharding.tp)
         if weight is None:
-            weight = vocabulary_parameter(f"{name}.weight", vocab_size, hidden_size, sharding, init=init, tied=tied)
+            weight = vocabulary_parameter(
+                f"{name}.weight", vocab_size, hidden_size, sharding, init=init, tied_over=tied_over
+            )
         self.weight = weight
 
     def forward(self, ids_sb: Tensor) -> Tensor:

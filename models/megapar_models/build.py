@@ -47,10 +47,12 @@ def build_stages(
             continue
         # If one rank has the first and the last stage, both use one parameter for the embedding. Otherwise the last
         # stage makes a copy, and the gradients of both are summed.
-        tied = None
+        tied_weight = None
         if _last_stage_uses_embedding(model) and first_rank == last_rank and 0 < number == len(layers) - 1:
-            tied = stages[0].embedding_weight()
-        stages[number] = make_stage(layers[number], first=number == 0, last=number == len(layers) - 1, tied=tied)
+            tied_weight = stages[0].embedding_weight()
+        stages[number] = make_stage(
+            layers[number], first=number == 0, last=number == len(layers) - 1, tied_weight=tied_weight
+        )
     return StageSet(stages, layers, ranks, fine_stages, find(model.family).stage.declared(model))
 
 

@@ -154,12 +154,12 @@ class Factory:
     ) -> VocabParallelEmbedding:
         """`tied_over` is the axis of the pipeline ranks with copies. `weight` is the matrix if there is one."""
         return VocabParallelEmbedding(
-            name, vocab_size, hidden_size, self.sharding, init=self.init, tied=tied_over, weight=weight
+            name, vocab_size, hidden_size, self.sharding, init=self.init, tied_over=tied_over, weight=weight
         )
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int, *, tied_over: Axis | None) -> nn.Parameter:
         """The matrix of the head, [rows of this rank, h]. `tied_over` is as in `embedding`."""
-        return vocabulary_parameter(name, vocab_size, hidden_size, self.sharding, init=self.init, tied=tied_over)
+        return vocabulary_parameter(name, vocab_size, hidden_size, self.sharding, init=self.init, tied_over=tied_over)
 
     def core_attention(
         self, kv_heads: Sequence[int], key_width: int, value_width: int, window: int = 0

@@ -30,10 +30,10 @@ class Stage(PipelineStage):
     """A pipeline stage with the layers `layers`. Families subclass it.
 
     It has the embedding if `first`, or if `last` and the family embeds there too (`Declared.embeds_on_last_stage`). It
-    has norm, head and loss if `last`. `factory` makes its modules. `tied` is the parameter of the input embedding,
-    given to the last stage if it uses the embedding and the first stage is on the same rank. Without it the last stage
-    holds a copy, and the gradients of both are summed over `tied_over`, the axis of the pipeline ranks with copies.
-    `tied_over` is None if one rank holds all of the embedding, or if the embedding is not tied.
+    has norm, head and loss if `last`. `factory` makes its modules. `tied_weight` is the parameter of the input
+    embedding, given to the last stage if it uses the embedding and the first stage is on the same rank. Without it the
+    last stage holds a copy, and the gradients of both are summed over `tied_over`, the axis of the pipeline ranks with
+    copies. `tied_over` is None if one rank holds all of the embedding, or if the embedding is not tied.
 
     `seed` is the seed of dropout. `loss_chunk` is the number of tokens with logits in memory at one time; 0 takes all
     tokens of a micro-batch.
@@ -48,7 +48,7 @@ class Stage(PipelineStage):
         first: bool,
         last: bool,
         recompute_rule: Recompute,
-        tied: nn.Parameter | None = None,
+        tied_weight: nn.Parameter | None = None,
         tied_over: Axis | None = None,
         seed: int = 0,
         z_loss: float = 0.0,
@@ -67,7 +67,7 @@ class Stage(PipelineStage):
         self.embedding = self.norm = None
         if first or (last and self.declared(model).embeds_on_last_stage):
             self.embedding = factory.embedding(
-                "embedding", model.vocab_size, model.hidden_size, tied_over=tied_over, weight=tied
+                "embedding", model.vocab_size, model.hidden_size, tied_over=tied_over, weight=tied_weight
             )
         kinds = {number: self.layer_kind(model, number) for number in layers}
         self.layers = nn.ModuleDict({str(number): self.make_layer(number, kind) for number, kind in kinds.items()})
@@ -77,8 +77,8 @@ class Stage(PipelineStage):
             self.norm = factory.norm("norm", model.hidden_size, self.last_norm(model))
             # This stage has the embedding too: its parameter is the head.
             if model.tie_word_embeddings and self.embedding is not None:
-                tied = self.embedding.weight
-            self.head = tied if model.tie_word_embeddings and tied is not None else self._make_head()
+                tied_weight = self.embedding.weight
+            self.head = tied_weight if model.tie_word_embeddings and tied_weight is not None else self._make_head()
             # A loss in chunks adds the gradient of the head while it has the gradients of logits.
             self.adds_gradients_in_i = loss_chunk > 0
 
