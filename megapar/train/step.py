@@ -31,9 +31,12 @@ def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor
     return collectives.all_reduce(tokens, ctx.grad).clamp_(min=1.0)
 
 
-def mean_loss(loss_sums: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext) -> Tensor:
-    """The step's loss over all its tokens, 0-d, on every rank. `loss_sums` is empty on ranks without the last stage."""
-    total = torch.stack(list(loss_sums)).sum() if loss_sums else torch.zeros((), device=ctx.device)
+def mean_loss(main_losses: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext) -> Tensor:
+    """The step's main loss over all its tokens, 0-d, on every rank.
+
+    `main_losses` are the sums of this rank's micro-batches. They are empty on ranks without the last stage.
+    """
+    total = torch.stack(list(main_losses)).sum() if main_losses else torch.zeros((), device=ctx.device)
     return collectives.all_reduce(collectives.all_reduce(total, ctx.grad), ctx.pp) / tokens
 
 
