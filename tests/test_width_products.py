@@ -73,13 +73,14 @@ MODEL = replace(grid.LLAMA, family=f"{__name__}:FAMILY", head_dim=8, intermediat
 
 
 # Updated weights differ between layouts in their last bits. One that lies in the middle between two numbers of e4m3 may
-# be rounded to either, and they are 6 to 12 % apart.
-FLIPS = {"tolerance": 1e-2}
+# be rounded to either, and they are 6 to 12 % apart: with tp 2 one of 72,576 is, and gradients of the second step then
+# differ by 4e-3. So one process goes on with the weights of the ranks, and all else agrees to 1e-5 as in other tests.
+FROM_EQUAL_WEIGHTS = {"follows": True}
 
 
 @in_each_layout
 def test_it_trains_as_one_process(sizes: dict[str, object]) -> None:
-    trains_as_one_process(MODEL, sizes | FLIPS)
+    trains_as_one_process(MODEL, sizes | FROM_EQUAL_WEIGHTS)
 
 
 SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
@@ -92,7 +93,7 @@ FURTHER = {
 
 @pytest.mark.parametrize("sizes", list(FURTHER.values()), ids=list(FURTHER))
 def test_converted_inputs_are_gathered_and_deferred(sizes: dict[str, object]) -> None:
-    trains_as_one_process(MODEL, sizes | FLIPS)
+    trains_as_one_process(MODEL, sizes | FROM_EQUAL_WEIGHTS)
 
 
 @dataclass(frozen=True)

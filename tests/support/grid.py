@@ -1,5 +1,6 @@
 """The models, layouts and batches of tests training in many layouts."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
@@ -149,7 +150,7 @@ class Layout:
     backend: Backend = "auto"
     loss_chunk: int = 0
     packed: bool = False
-    tolerance: float = 1e-5  # of the steps after the first: products may round the sums of another order elsewhere
+    follows: bool = False  # one process goes on with the weights of the ranks after each step
     trainable: tuple[str, ...] = ()
 
     @property
@@ -310,9 +311,11 @@ def shown_of_step(state: TrainState, result: StepResult) -> tuple[Any, ...]:
     return result.loss, result.grad_norm, held_gradients(state), held_weights(state), (result.losses, tables)
 
 
-def train_two_steps(config: Config, packed: bool = False, evaluation: bool = True) -> dict[str, Any]:
+def train_two_steps(
+    config: Config, packed: bool = False, evaluation: bool = True, go_on_with: Sequence[Mapping[str, Tensor]] = ()
+) -> dict[str, Any]:
     """What one rank has to show: initial weights, loss, norm, gradients and weights of each step, and an evaluation if
-    there is one."""
+    there is one. `go_on_with` replaces the weights after each step, once they are shown."""
     state = make_state(config)
     shown: dict[str, Any] = {"initial": held_weights(state), "steps": []}
     for step in range(STEPS):
@@ -320,6 +323,8 @@ def train_two_steps(config: Config, packed: bool = False, evaluation: bool = Tru
         if state.grads.impl == "triton":  # torch's AdamW leaves the gradient clipped
             state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
         shown["steps"].append(shown_of_step(state, result))
+        for weights in go_on_with[step : step + 1]:
+            layouts.fill(state.stages.values(), weights)
     if evaluation:
         shown["evaluation"] = evaluate(state, micro_batches(config, state.ctx, STEPS, packed))
     return shown
@@ -328,8 +333,11 @@ def train_two_steps(config: Config, packed: bool = False, evaluation: bool = Tru
 @cache
 def reference(model: ModelConfig, packed: bool, trainable: tuple[str, ...] = ()) -> dict[str, Any]:
     """One process, one micro-batch, nothing recomputed, no ZeRO."""
-    layout = Layout(model, micro_batch_size=SAMPLES, zero_stage=0, trainable=trainable)
-    return train_two_steps(layout.config(), packed)
+    return train_two_steps(in_one_process(model, trainable), packed)
+
+
+def in_one_process(model: ModelConfig, trainable: tuple[str, ...] = ()) -> Config:
+    return Layout(model, micro_batch_size=SAMPLES, zero_stage=0, trainable=trainable).config()
 
 
 def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -338,24 +346,26 @@ def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
     """What ranks show, see `train_two_steps`, is what one process shows."""
-    expected = reference(layout.model, layout.packed, layout.trainable)
+    if layout.follows:
+        held = [layouts.assemble([rank["steps"][step][3] for rank in ranks]) for step in range(STEPS)]
+        config = in_one_process(layout.model, layout.trainable)
+        expected = train_two_steps(config, layout.packed, go_on_with=held)
+    else:
+        expected = reference(layout.model, layout.packed, layout.trainable)
     initial = layouts.assemble([rank["initial"] for rank in ranks])
     assert bitwise(initial, layouts.assemble([expected["initial"]])), "initial weights depend on the layout"
     for step in range(STEPS):
         loss, norm, gradients, weights, (losses, tables) = expected["steps"][step]
-        tolerance = layout.tolerance if step else 1e-5
         for rank in ranks:
-            assert rank["steps"][step][0] == pytest.approx(loss, rel=tolerance)
-            assert rank["steps"][step][1] == pytest.approx(norm, rel=tolerance)
-            assert rank["steps"][step][4][0] == pytest.approx(losses, rel=tolerance)
+            assert rank["steps"][step][0] == pytest.approx(loss, rel=1e-5)
+            assert rank["steps"][step][1] == pytest.approx(norm, rel=1e-5)
+            assert rank["steps"][step][4][0] == pytest.approx(losses, rel=1e-5)
             assert rank["steps"][step][4][1] == tables
         found = [rank["steps"][step] for rank in ranks]
-        layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]), tolerance)
-        layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]), tolerance)
+        layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]))
+        layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]))
     for rank in ranks:
-        assert rank.get("evaluation", expected["evaluation"]) == pytest.approx(
-            expected["evaluation"], rel=layout.tolerance
-        )
+        assert rank.get("evaluation", expected["evaluation"]) == pytest.approx(expected["evaluation"], rel=1e-5)
 
 
 def check_on_ranks(layout: Layout, evaluation: bool = True) -> None:
