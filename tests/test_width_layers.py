@@ -161,7 +161,8 @@ class WindowsStage(LlamaStage):
 
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
-        return replace(super().layer_kind(model, number), window=WINDOW * (number % 2))
+        kind = super().layer_kind(model, number)
+        return replace(kind, window=WINDOW * (number % 2), attention_dropout=model.attention_dropout)
 
 
 WINDOWS = replace(LLAMA_FAMILY, name="windows", stage=WindowsStage)

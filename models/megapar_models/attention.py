@@ -66,7 +66,7 @@ class Attention(nn.Module):
     """Causal self-attention of layer `number`.
 
     It has a fused q/k/v projection, an optional norm of q and k, an optional rotation, and an output projection. `kind`
-    says the rotation, the biases and the rule of the norms, and `model` the sizes.
+    says the rotation, the biases, the norms and the dropout, and `model` the sizes.
     """
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         self.head_dim = model.head_dim
         self.norm_rule = kind.norm
         self.rotary = kind.rotary
-        self.dropout = model.attention_dropout
+        self.dropout = kind.attention_dropout
         tp = factory.sharding.tp
         name = f"layers.{number}.attention"
         self.heads = heads = deal_heads(model.num_attention_heads, model.num_key_value_heads, tp)
@@ -101,7 +101,7 @@ class Attention(nn.Module):
         self.out = factory.row_parallel(f"{name}.o", width, model.hidden_size, bias=kind.out_bias)
         self.attend = factory.core_attention(heads.kv_heads, d, d, kind.window)
         self.q_norm = self.k_norm = None
-        if model.qk_norm:
+        if kind.qk_norm:
             # One weight serves all heads, and each rank has only some heads. So each rank's gradient is a partial sum,
             # with or without sequence parallelism.
             self.q_norm = kind.norm.weight(f"{name}.q_norm.weight", d, factory.sharding, partial=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megapar.config.options import MoEConfig
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary
 
@@ -24,3 +25,9 @@ class LayerKind:
     """Attention reads this many keys, the token's own among them. 0: all keys up to its own."""
     qkv_bias: bool = False
     out_bias: bool = False
+    qk_norm: bool = False
+    """A norm over each head's query and key, before the rotation."""
+    attention_dropout: float = 0.0
+    """Dropout on attention probabilities."""
+    mixture: MoEConfig | None = None
+    """The experts of mlp "mixture"."""

@@ -55,7 +55,8 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
-        moe = model.moe
+        assert kind.mixture is not None, "a layer with mlp mixture has options of it"
+        moe = kind.mixture
         name = f"layers.{number}.mlp"
         self.number = number
         self.num_experts = moe.num_experts
@@ -80,7 +81,7 @@ class MixtureOfExperts(nn.Module):
         )
         self.shared = None
         if moe.shared_expert_intermediate_size:
-            self.shared = SharedExpert(name, model, factory)
+            self.shared = SharedExpert(name, model, moe, factory)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Map [s or s/tp, b, h] to the same shape."""
@@ -153,12 +154,12 @@ def _tokens_of_all(y_sbh: Tensor, length: int, sharding: Sharding) -> Tensor:
 class SharedExpert(nn.Module):
     """An MLP for every token, by option multiplied by sigmoid(gate x), one number for each token (Qwen2-MoE)."""
 
-    def __init__(self, name: str, model: ModelConfig, factory: Factory):
+    def __init__(self, name: str, model: ModelConfig, moe: MoEConfig, factory: Factory):
         super().__init__()
-        width = model.moe.shared_expert_intermediate_size
+        width = moe.shared_expert_intermediate_size
         self.mlp = GatedMLP(f"{name}.shared", model.hidden_size, width, model.hidden_act, factory)
         self.gate = None
-        if model.moe.shared_expert_gate:
+        if moe.shared_expert_gate:
             sharding = factory.sharding
             # Every rank multiplies the tokens that it has: all of them, or its part under sequence parallelism.
             shape = (1, model.hidden_size)

@@ -63,14 +63,15 @@ def _window_problems(config: Config, stage: type[Stage]) -> Iterator[str]:
     model = config.model
     # Of a number of layers that somebody has mistyped, the first few are enough.
     numbers = range(min(model.num_hidden_layers, 10_000))
-    windows = {stage.layer_kind(model, number).window for number in numbers} - {0}
+    kinds = {stage.layer_kind(model, number) for number in numbers}
+    windows = {kind.window for kind in kinds} - {0}
     if not windows:
         return
     parallel = config.parallel
     text = f"the family has layers that read {listed(sorted(windows))} keys; "
     if parallel.cp > 1 and parallel.cp_attention != "ulysses":
         yield problem(config, "parallel.cp parallel.cp_attention", f"{text}use cp_attention ulysses, or cp 1")
-    if model.attention_dropout:
+    if any(kind.attention_dropout for kind in kinds if kind.window):
         yield problem(config, "model.attention_dropout", f"{text}such attention takes no dropout; use 0.0")
 
 

@@ -99,8 +99,9 @@ class Stage(PipelineStage):
     @classmethod
     def declared(cls, model: ModelConfig) -> Declared:
         """What every rank must know of a model of this family: further targets and losses, and what modules count."""
-        moe = model.moe
-        if not moe.num_experts:
+        kinds = (cls.layer_kind(model, number) for number in range(model.num_hidden_layers))
+        moe = next((kind.mixture for kind in kinds if kind.mixture is not None), None)
+        if moe is None:
             return Declared()
         losses: tuple[AddedLoss, ...] = ()
         if balance_rule(moe).has_loss:

@@ -100,7 +100,12 @@ class GPTStage(Stage):
 
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
-        return LayerKind(norm=NormRule(model.rms_norm_eps, "layer"), qkv_bias=True, out_bias=True)
+        return LayerKind(
+            norm=NormRule(model.rms_norm_eps, "layer"),
+            qkv_bias=True,
+            out_bias=True,
+            attention_dropout=model.attention_dropout,
+        )
 
     def make_layer(self, number: int, kind: LayerKind) -> nn.Module:
         return GPTLayer(number, kind, self.model, self.factory)

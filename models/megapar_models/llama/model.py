@@ -37,4 +37,9 @@ class LlamaStage(Stage):
 
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
-        return LayerKind(norm=NormRule(model.rms_norm_eps), rotary=Rotary.of(model), qkv_bias=model.attention_bias)
+        return LayerKind(
+            norm=NormRule(model.rms_norm_eps),
+            rotary=Rotary.of(model),
+            qkv_bias=model.attention_bias,
+            qk_norm=model.qk_norm,
+        )

@@ -23,4 +23,4 @@ class MixtralStage(LlamaStage):
 
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
-        return replace(super().layer_kind(model, number), mlp="mixture")
+        return replace(super().layer_kind(model, number), mlp="mixture", mixture=model.moe)

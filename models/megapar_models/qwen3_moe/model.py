@@ -18,5 +18,5 @@ class Qwen3MoeStage(MixtralStage):
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
         kind = super().layer_kind(model, number)
         if number in model.moe.mlp_only_layers:
-            return replace(kind, mlp="dense")
+            return replace(kind, mlp="dense", mixture=None)
         return kind
