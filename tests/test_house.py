@@ -82,7 +82,7 @@ OPTIONAL = (
 )
 
 # Distributions whose import is not their name.
-IMPORTED_AS = {"tensorboard": "torch.utils.tensorboard"}
+IMPORTED_AS = {"tensorboard": "torch.utils.tensorboard", "typing-extensions": "typing_extensions"}
 
 # [x] keeps this file from matching itself.
 FORBIDDEN = re.compile(

@@ -42,12 +42,9 @@ class ScaledModel(ModelConfig):
     """Numbers of the layers with norms behind their branches."""
 
 
-class ScaledStage(LlamaStage):
-    model: ScaledModel
-
+class ScaledStage(LlamaStage[ScaledModel]):
     @classmethod
-    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
-        assert isinstance(model, ScaledModel)
+    def layer_kind(cls, model: ScaledModel, number: int) -> LayerKind:
         kind = super().layer_kind(model, number)
         return replace(kind, norms="after" if number in model.norms_after else "before")
 

@@ -87,7 +87,7 @@ class Family(ModelRules):
     A family outside this repository needs only `stage`. It needs names in other frameworks only for conversions.
     """
 
-    stage: type[Stage]
+    stage: type[Stage[Any]]
     factory: Callable[..., Factory] = Factory
     """Makes the `Factory` of a rank. functools.partial(Factory, beside=...) adds adapters by the names of matrices."""
     reference: Callable[[ModelConfig, Mapping[str, Tensor], Tensor], Tensor] | None = None

@@ -7,7 +7,10 @@ Shapes: s positions of this context-parallel rank (s/tp between layers under seq
 h hidden, v vocabulary, d width of a head.
 """
 
+from typing import Generic
+
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from megapar import recompute
 from megapar.batch import MicroBatch, PipelineStage, Targets, TensorSpec
@@ -25,9 +28,14 @@ from megapar_models.layer_kind import LayerKind
 from megapar_models.moe import ROUTER_LOSS, balance_rule
 from megapar_models.norms import NormRule
 
+M = TypeVar("M", bound=ModelConfig, default=ModelConfig)
+"""The class of a family's options."""
 
-class Stage(PipelineStage):
-    """A pipeline stage with the layers `layers`. Families subclass it.
+
+class Stage(PipelineStage, Generic[M]):
+    """A pipeline stage with the layers `layers`.
+
+    Families subclass it: as Stage[CLASS] if they have a class of options.
 
     It has the embedding if `first`, or if `last` and the family embeds there too (`Declared.embeds_on_last_stage`). It
     has norm, head and loss if `last`. `factory` makes its modules. `tied_weight` is the parameter of the input
@@ -41,7 +49,7 @@ class Stage(PipelineStage):
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: M,
         factory: Factory,
         layers: range,
         *,
@@ -83,12 +91,12 @@ class Stage(PipelineStage):
             self.adds_gradients_in_i = loss_chunk > 0
 
     @classmethod
-    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
+    def layer_kind(cls, model: M, number: int) -> LayerKind:
         """What the layer with this global number is made of."""
         raise NotImplementedError
 
     @classmethod
-    def last_norm(cls, model: ModelConfig) -> NormRule:
+    def last_norm(cls, model: M) -> NormRule:
         """The rule of the norm before the head: the last layer's."""
         return cls.layer_kind(model, model.num_hidden_layers - 1).norm
 
@@ -97,7 +105,7 @@ class Stage(PipelineStage):
         return Layer(number, kind, self.model, self.factory)
 
     @classmethod
-    def declared(cls, model: ModelConfig) -> Declared:
+    def declared(cls, model: M) -> Declared:
         """What every rank must know of a model of this family: further targets and losses, and what modules count."""
         kinds = (cls.layer_kind(model, number) for number in range(model.num_hidden_layers))
         moe = next((kind.mixture for kind in kinds if kind.mixture is not None), None)

@@ -25,18 +25,17 @@ Every layer is of one kind (`LlamaStage.layer_kind`). Read megapar_models.layer 
 megapar_models.stage: the model from tokens to the loss.
 """
 
-from megapar.config.options import ModelConfig
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary
-from megapar_models.stage import Stage
+from megapar_models.stage import M, Stage
 
 
-class LlamaStage(Stage):
+class LlamaStage(Stage[M]):
     """Consecutive Llama layers."""
 
     @classmethod
-    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
+    def layer_kind(cls, model: M, number: int) -> LayerKind:
         return LayerKind(
             norm=NormRule(model.rms_norm_eps),
             rotary=Rotary.of(model),

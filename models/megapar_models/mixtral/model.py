@@ -13,14 +13,14 @@ f the width of an expert, and E experts:
 
 from dataclasses import replace
 
-from megapar.config.options import ModelConfig
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.model import LlamaStage
+from megapar_models.stage import M
 
 
-class MixtralStage(LlamaStage):
+class MixtralStage(LlamaStage[M]):
     """Consecutive Mixtral layers."""
 
     @classmethod
-    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
+    def layer_kind(cls, model: M, number: int) -> LayerKind:
         return replace(super().layer_kind(model, number), mlp="mixture", mixture=model.moe)
