@@ -131,19 +131,18 @@ class MicroBatch:
 class _AddLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor, total: Tensor | None) -> Tensor:
-        ctx.save_for_backward(scale)
-        # An attribute, not saved for backward: a plan counts what is saved, and this is one number.
+        # Attributes, not saved for backward: a plan counts what is saved, and these are single numbers.
+        ctx.scale = scale
         ctx.value = loss.detach()
         ctx.total = total
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (scale,) = ctx.saved_tensors
         # Here and not in the forward pass, which runs twice if activations are recomputed.
         if ctx.total is not None:
             ctx.total.add_(ctx.value)
-        return grad, scale, None, None
+        return grad, ctx.scale, None, None
 
 
 def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch, name: str) -> Tensor:

@@ -89,12 +89,16 @@ class WeightGradientQueue:
     @property
     def nbytes(self) -> int:
         """Bytes kept for `run`. A storage shared by several tensors is counted once."""
-        nbytes_of_storage: dict[int, int] = {}
+        return sum(self.nbytes_of_storages().values())
+
+    def nbytes_of_storages(self) -> dict[int, int]:
+        """The bytes of each storage kept for `run`, by the address of torch's object (`_cdata`)."""
+        found: dict[int, int] = {}
         for entry in self._entries:
             for x in (entry.grad_y, entry.x):
                 storage = x.untyped_storage()
-                nbytes_of_storage[storage._cdata] = storage.nbytes()
-        return sum(nbytes_of_storage.values())
+                found[storage._cdata] = storage.nbytes()
+        return found
 
     def run(self) -> None:
         """Compute and add the gradients. The tensors of each are freed when it has been added."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
@@ -40,8 +40,19 @@ def preload(mode: str) -> None:
 
 
 def run(recomputes: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Return function(*args). `recomputes` says whether its activations are recomputed in backward rather than kept."""
-    if not recomputes:
+    """Return function(*args). `recomputes` says whether its activations are recomputed in backward rather than kept.
+
+    Without a backward pass, as through frozen layers behind the tokens, it is just called.
+    """
+    if not recomputes or not _needs_gradient(function, *args):
         return function(*args)
     # No random state is preserved: dropout, the one user of randomness, draws from counters.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _needs_gradient(function: Callable[..., Tensor], *args: Any) -> bool:
+    """Whether a tensor among the arguments, or a parameter of the function if it is a module, needs a gradient."""
+    given = [x for x in args if isinstance(x, Tensor)]
+    if isinstance(function, nn.Module):
+        given += function.parameters()
+    return any(x.requires_grad for x in given)

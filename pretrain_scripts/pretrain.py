@@ -24,6 +24,8 @@ from megapar.launch.rank_process import join, leave, rank_process, refuse_start
 from megapar.launch.reporting import exits_refused, open_streams, reported
 from megapar.plan import dry_run
 from megapar.plan.choose_schedule import check_schedule, with_chosen_schedule
+from megapar.plan.memory import memory_limit
+from megapar.plan.parts import Parts
 from megapar.system import limits
 from megapar.train.checkpoints import lock_run_dir
 from megapar.train.data import identity, needs_tokenizer, open_loaders
@@ -36,20 +38,21 @@ def check(resolved: Resolved, world_size: int) -> Config:
     config = validate(resolved.config, world_size)
     if needs_tokenizer(config):
         config = with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
-    return check_schedule(resolved.config, config, build_stages)
+    return check_schedule(resolved.config, config, Parts(StageBuilder()))
 
 
 def run(resolved: Resolved, config: Config, env: device.Environment, board: Board | None = None) -> None:
     """Train on one rank. Ranks of the local launcher log what they do on `board`."""
-    explained = partial(dry_run.explaining_out_of_memory, config, build_stages, env.rank)
+    parts = Parts(StageBuilder())
+    explained = partial(dry_run.explaining_out_of_memory, config, parts, env.rank)
     # The outer one covers the start of `rank_process`'s threads, the inner one makes an error that it reports.
     with explained(), rank_process(config, env, board) as process, explained():
         ctx = join(config, env, process)
-        resolved, config = with_chosen_schedule(resolved, config, ctx, times_of_stages, build_stages)
+        resolved, config = with_chosen_schedule(resolved, config, ctx, times_of_stages, parts)
         resolved, config, balance = with_measured_partition(resolved, config, ctx)
         train_data, validation_sets = open_loaders(config, ctx, num_targets(config))
         run_dir = Path(config.run_dir)
-        memory = dry_run.memory_limit(config, build_stages)
+        memory = memory_limit(config, parts)
         with lock_run_dir(run_dir, ctx):
             process.claim_run_dir(run_dir)
             stages = build_stages(config, ctx, allocate=not initializes_by_unit(config))
@@ -58,7 +61,7 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
             size, flops = size_and_flops(config)
             write_run_header(config, ctx, size, [*balance, *notes], to_toml(resolved, config))
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
-            report = dry_run.memory_report_of(config, build_stages, env.rank)
+            report = dry_run.memory_report_of(config, parts, env.rank)
             stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop, report))
         leave(ctx)
         if stopped:
@@ -68,7 +71,7 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
 def plan(resolved: Resolved) -> None:
     """Print what each rank of the layout would hold. It does not matter how this process was started."""
     config = check(resolved, resolved.config.launch.nproc or smallest_world(resolved.config.parallel))
-    dry_run.show(config, StageBuilder(), *size_and_flops(config))
+    dry_run.show(config, Parts(StageBuilder()), *size_and_flops(config))
 
 
 def main() -> int:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import build_stages
 from megapar_models.forward import ForwardContext, hidden_keys
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
@@ -31,6 +30,7 @@ from megapar.train.step import train_step
 from tests.support import layouts
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, Layout, held_gradients, make_state, micro_batches
+from tests.support.plans import PARTS
 
 FOUR_KV_HEADS = replace(LLAMA, num_key_value_heads=4)
 GPT_WITHOUT_DROPOUT = replace(GPT, hidden_dropout=0.0, attention_dropout=0.0)
@@ -174,12 +174,12 @@ def test_masks_are_those_of_whole_samples() -> None:
 @pytest.mark.parametrize("model", [FOUR_KV_HEADS, GPT_WITHOUT_DROPOUT], ids=["llama", "gpt"])
 def test_activations_are_divided_by_cp(model: Any, form: Any) -> None:
     """Fault cp-option-ignored: by the plan, and its bytes equal those of real ranks (tests/test_dry_run.py)."""
-    from megapar.plan.dry_run import report
+    from megapar.plan.memory import reports
 
     kept = {}
     for cp in (1, 2, 4):
         layout = Layout(model, cp=cp, cp_attention=form if cp > 1 else "gather", micro_batch_size=2)
-        (one,) = report(layout.config(), build_stages)
+        (one,) = reports(layout.config(), PARTS)
         kept[cp] = one.activations
     for cp in (2, 4):
         # One result of attention less is kept than without cp. Indices of heads and samples are not divided.

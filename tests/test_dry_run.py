@@ -9,7 +9,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
 from megapar_models.registry import presets, validate
 from torch import Tensor
@@ -19,11 +18,12 @@ from megapar.config.files import load
 from megapar.config.messages import counted
 from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.plan.dry_run import RankReport, report, report_rank
+from megapar.plan.memory import RankReport, report_rank, reports
 from megapar.train.state import TrainState
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, make_state, micro_batches
 from tests.support.kernel_checks import needs_triton
+from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
@@ -87,7 +87,7 @@ def held_bytes_on_ranks(config: Config) -> tuple[int, int, int, int]:
 
 def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
     """The same numbers by rank, of the first replica's ranks."""
-    kinds = report(config, build_stages).items()
+    kinds = reports(config, PARTS).items()
     return {rank: (r.weights, r.gradients, r.optimizer, r.activations) for r, ranks in kinds for rank in ranks}
 
 
@@ -209,9 +209,9 @@ def test_full_recompute_keeps_the_inputs_of_layers() -> None:
 def test_ranks_whose_memory_is_not_counted_again_need_the_same(layout: Layout) -> None:
     config = layout.config()
     ranks_of_replica_0 = 0
-    for kind, ranks in report(config, build_stages).items():
+    for kind, ranks in reports(config, PARTS).items():
         for rank in ranks:
-            assert report_rank(config, build_stages, rank) == kind, rank
+            assert report_rank(config, PARTS, rank) == kind, rank
             ranks_of_replica_0 += 1
     assert ranks_of_replica_0 == layout.tp * layout.pp
 
@@ -282,7 +282,7 @@ def test_every_preset_adds_up(path: Path) -> None:
         parallel=ParallelConfig(tp=tp, pp=pp, dp=dp, sequence_parallel=True),
         train=TrainConfig(global_batch_size=16, seq_length=1020, precision="bf16", recompute="selective"),
     )
-    kinds = report(validate(config, tp * pp * dp), build_stages)
+    kinds = reports(validate(config, tp * pp * dp), PARTS)
     assert sorted(rank for ranks in kinds.values() for rank in ranks) == [
         rank for rank in range(tp * pp * dp) if rank // tp % dp == 0
     ]
@@ -314,14 +314,14 @@ def check_memory(kind: RankReport, dp: int) -> None:
 def test_ranks_with_other_numbers_of_experts_are_listed() -> None:
     """Of 5 experts, three ranks hold one and the fourth two. The other eight ranks hold the same experts again."""
     config = Layout(MIXTRAL, dp=12, ep=4, etp=1).config()
-    kinds = report(config, build_stages)
+    kinds = reports(config, PARTS)
     assert list(kinds.values()) == [[0, 1, 2], [3]]
     few, many = kinds
     expert = 3 * MIXTRAL.hidden_size * MIXTRAL.moe.moe_intermediate_size
     assert many.parameters - few.parameters == MIXTRAL.num_hidden_layers * expert
     # Where all ranks hold equal numbers of experts, replica 0 stands for all.
     even = replace(MIXTRAL, moe=replace(MIXTRAL.moe, num_experts=8))
-    assert list(report(Layout(even, dp=12, ep=4, etp=1).config(), build_stages).values()) == [[0]]
+    assert list(reports(Layout(even, dp=12, ep=4, etp=1).config(), PARTS).values()) == [[0]]
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "dualpipe-v"])
@@ -330,7 +330,7 @@ def test_a_plan_counts_the_parameters_of_the_stages_that_a_rank_has(schedule: st
     model = ModelConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, vocab_size=300)
     parallel = ParallelConfig(pp=2, vpp=2, schedule=schedule, partition=(0, 1, 2, 1))
     config = validate(Config(model=model, parallel=parallel), 2)
-    counts = {rank: r.parameters for r, ranks in report(config, build_stages).items() for rank in ranks}
+    counts = {rank: r.parameters for r, ranks in reports(config, PARTS).items() for rank in ranks}
     embedding = 300 * 32
     layer = 4 * 32 * 32 + 3 * 32 * 4 * 32 + 2 * 32
     first = embedding

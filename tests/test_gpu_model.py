@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from megapar_kernels import backend, dispatch
-from megapar_models.build import build_stages
 from megapar_models.registry import presets, validate
 
 from megapar.config.files import load
 from megapar.config.options import Config, ParallelConfig, TrainConfig
-from megapar.plan.dry_run import report
+from megapar.plan.memory import reports
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
+from tests.support.plans import PARTS
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from benchmarks import gpu
@@ -67,7 +67,7 @@ def test_the_documented_plan_is_that_of_today(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(module, "interpreting", lambda: False)
     flags = ["--config", str(ROOT / "pretrain_scripts/configs/llama_7b.toml"), "--launch.device", "cuda"]
     lines = (ROOT / "docs/strategies.md").read_text().splitlines()
-    for kind in report(validate(load(flags, presets()).config, 8), build_stages):
+    for kind in reports(validate(load(flags, presets()).config, 8), PARTS):
         sizes = (kind.weights, kind.gradients, kind.optimizer, kind.activations, kind.total)
         row = [f"{kind.parameters:,}", *(f"{size / GIB:.3f}" for size in sizes)]
         assert any(line.split()[-len(row) :] == row for line in lines), row

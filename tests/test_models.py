@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import StageBuilder, build_stages
+from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
 from megapar_models.registry import FAMILIES, presets, validate
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config.options import Config, ModelConfig, MoEConfig, ParallelConfig, RopeScaling
-from megapar.grid import Grid
+from megapar.config.options import Config, ModelConfig, MoEConfig, RopeScaling
 from tests.support import layouts, reference_models, tiny_models
 from tests.support.flat import flatten
 
@@ -253,18 +252,3 @@ def test_tied_embedding_on_one_rank_is_one_parameter(vpp: int) -> None:
     norm = sum(t.double().pow(2).sum() for t in expected.values()).sqrt()
     owned = torch.cat([buffer.grads[start:stop] for start, stop in buffer.layout.norm_ranges()])
     assert owned.double().norm().item() == pytest.approx(norm.item(), rel=1e-6)
-
-
-def test_a_stage_builder_builds_what_build_stages_does() -> None:
-    """For one layout after another, and for ranks of the same layout."""
-    build = StageBuilder()
-    model = ModelConfig(hidden_size=32, num_hidden_layers=5, num_attention_heads=2, vocab_size=256)
-    for pp, vpp in ((2, 1), (5, 1), (2, 2), (2, 1)):
-        schedule = "interleaved" if vpp > 1 else "1f1b"
-        config = validate(Config(model=model, parallel=ParallelConfig(pp=pp, vpp=vpp, schedule=schedule)), pp)
-        for rank in range(pp):
-            ctx = context.planned(Grid(pp=pp), rank, device=torch.device("meta"))
-            found, expected = build(config, ctx), build_stages(config, ctx)
-            names = [[name for name, _ in stage.named_parameters()] for stage in found.values()]
-            assert list(found) == list(expected)
-            assert names == [[name for name, _ in stage.named_parameters()] for stage in expected.values()]

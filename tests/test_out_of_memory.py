@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import build_stages
 from megapar_models.registry import validate
 
 from megapar import context, device
 from megapar.config.files import load
 from megapar.errors import OutOfMemoryError
 from megapar.grid import Grid
-from megapar.plan.dry_run import explaining_out_of_memory, report, report_rank
+from megapar.plan.dry_run import explaining_out_of_memory
+from megapar.plan.memory import report_rank, reports
 from megapar.train import trainer
 from tests.support import program
+from tests.support.plans import PARTS
 
 GPU_WORDS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.00 GiB is "
@@ -64,7 +65,7 @@ def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
     assert ended.code == 8
     (line,) = (line for line in ended.err.splitlines() if line.startswith("OutOfMemoryError"))
     config = validate(load([*program.TINY, *flags]).config, 2)
-    needs = report_rank(config, build_stages, 1)
+    needs = report_rank(config, PARTS, 1)
     assert f"rank 1: out of memory: this rank needs {needs.total / 2**30:,.3f} GiB by plan" in line
     assert f"activations {needs.activations / 2**30:,.3f})" in line
     # train.memory_report has asked for the parts.
@@ -114,7 +115,7 @@ def test_other_errors_stay_what_they_are(error: Exception, said: str) -> None:
     config = validate(load(list(program.TINY)).config, 1)
     with (
         pytest.raises(OutOfMemoryError if said else type(error)),
-        explaining_out_of_memory(config, build_stages, 0),
+        explaining_out_of_memory(config, PARTS, 0),
     ):
         raise error
 
@@ -126,4 +127,4 @@ def test_planned_ranks_stand_where_created_ones_do() -> None:
         assert (ctx.dp.rank, ctx.tp.rank, ctx.pp.rank) == (rank % 2, rank // 2 % 2, rank // 4)
         assert (ctx.tied.size, ctx.tied.rank) == {0: (2, 0), 1: (1, 0), 2: (2, 1)}[ctx.pp.rank]
         assert (ctx.world.size, ctx.world.rank, ctx.grad.size) == (12, rank, 2)
-    assert len(report(validate(load(list(program.TINY)).config, 1), build_stages)) == 1
+    assert len(reports(validate(load(list(program.TINY)).config, 1), PARTS)) == 1

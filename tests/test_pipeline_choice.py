@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from megapar_models import balance
-from megapar_models.build import build_stages
 from megapar_models.registry import validate
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,11 +18,12 @@ from megapar.errors import ConfigError
 from megapar.grid import Grid
 from megapar.pipeline.schedules import SCHEDULES
 from megapar.pipeline.zero_bubble import Memory
-from megapar.plan import dry_run
 from megapar.plan.choice import FAMILY, Choice, StageTimes, choose
 from megapar.plan.choose_schedule import with_chosen_schedule
+from megapar.plan.memory import memory_limit
 from tests.support import program
 from tests.support.distributed import run_ranks
+from tests.support.plans import PARTS
 
 
 def chosen(pp: int, m: int, *times: float, vpps: tuple[int, ...] = (1, 2), limit: float = 0) -> Choice:
@@ -157,7 +157,7 @@ def refusal_on_a_rank(config: Config) -> str:
     resolved = Resolved(config, {})
     ctx = context.create(Grid(pp=2))
     with pytest.raises(ConfigError) as error:
-        with_chosen_schedule(resolved, config, ctx, lambda *_: lambda candidate: [(1, 1, 1)] * 2, build_stages)
+        with_chosen_schedule(resolved, config, ctx, lambda *_: lambda candidate: [(1, 1, 1)] * 2, PARTS)
     return str(error.value)
 
 
@@ -182,7 +182,7 @@ def test_the_memory_of_the_option_is_that_of_the_stages() -> None:
     model = ModelConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=128)
     parallel = ParallelConfig(pp=2, partition=(1, 1, 1, 1), schedule="zb-v", schedule_memory_gb=0.5)
     config = validate(Config(model=model, parallel=parallel), 2)
-    memory = dry_run.memory_limit(config, build_stages)
+    memory = memory_limit(config, PARTS)
     assert memory is not None
     assert memory.limit == 2**29
     assert memory.forward[1] == memory.forward[2] > 0
@@ -192,4 +192,4 @@ def test_the_memory_of_the_option_is_that_of_the_stages() -> None:
     assert memory.inputs[1] == memory.inputs[2] == 4 * (products + norms)
     assert len(memory.forward) == len(memory.inputs) == 4
     without = ParallelConfig(pp=2, schedule="zb-v")
-    assert dry_run.memory_limit(validate(Config(model=model, parallel=without), 2), build_stages) is None
+    assert memory_limit(validate(Config(model=model, parallel=without), 2), PARTS) is None

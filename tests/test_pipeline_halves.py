@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import build_stages
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +22,7 @@ from megapar.grid import Grid
 from megapar.params import ONES, Init, spec_of
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Action, Event, Schedule, interleaved, one_f_one_b, placement
-from megapar.plan.dry_run import report_rank
+from megapar.plan.memory import report_rank
 from megapar.random import initialize
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import (
@@ -54,6 +53,7 @@ from tests.support.grid import (
     name,
     train_two_steps,
 )
+from tests.support.plans import PARTS
 from tests.support.schedules import BACK_AND_FORTH, all_forwards_first, back_and_forth
 from tests.support.sweeps import slow_but
 
@@ -452,7 +452,7 @@ def test_only_what_weight_gradients_need_is_kept_until_then(recompute: str) -> N
     assert kept["0W0"] == left + scale + 2 * loss
     assert kept["0W1"] == scale + 2 * loss
     # So does a plan. Two micro-batches are between I and W at one time, or one and a forward.
-    planned = [report_rank(one.config(), build_stages, 0).activations for one in (layout, whole(layout))]
+    planned = [report_rank(one.config(), PARTS, 0).activations for one in (layout, whole(layout))]
     assert planned[0] == left + max(left, planned[1])
 
 

@@ -24,7 +24,7 @@ from megapar.errors import CheckpointError, ConfigError
 from megapar.grid import Grid
 from megapar.params import ZEROS, ParamSpec, cut, make_piece
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.plan import dry_run
+from megapar.plan.memory import reports
 from megapar.train.checkpoints import Saver
 from megapar.train.step import train_step
 from megapar.train.trainable import freeze, freeze_others
@@ -32,6 +32,7 @@ from megapar.train.trainer import start
 from tests.support import layouts, program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, held_weights, make_context, make_state, micro_batches
+from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 
 FACTS: dict[str, Any] = {"step": 1, "consumed_samples": 0, "layout": {}, "model_config": {}, "trainer": {}, "data": {}}
@@ -181,7 +182,7 @@ def test_a_dry_run_refuses_what_a_run_would() -> None:
     config = Layout(LLAMA, pp=2).config()
     config = replace(config, train=replace(config.train, trainable=("layers.9.*",)))
     with pytest.raises(ConfigError, match=r"layers\.9\.\*: matches no parameter"):
-        dry_run.report(config, build_stages)
+        reports(config, PARTS)
 
 
 def test_what_the_model_itself_has_frozen_stays_frozen() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import build_stages
 from megapar_models.factory import Factory
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
@@ -26,13 +25,14 @@ from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import Optimizer, Shard, Step
 from megapar.optimizer.table import check
 from megapar.params import StateTensor
-from megapar.plan.dry_run import report, report_rank
+from megapar.plan.memory import report_rank, reports
 from megapar.train.checkpoints import FOLDER, Saver, resume
 from megapar.train.step import TrainState, train_step
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.grid import LLAMA, Layout, check_on_ranks, held_weights, make_state, micro_batches
 from tests.support.layouts import assemble, assert_close
+from tests.support.plans import PARTS
 from tests.support.width import in_each_layout, trains_as_one_process
 
 
@@ -198,10 +198,10 @@ def test_a_plan_counts_state_on_the_host_there(precision: str) -> None:
     assert (state.optimizer.nbytes, state.optimizer.host_nbytes) == (0, 12 * elements)
     for device, sizes in {"cuda": (0, 12 * elements), "cpu": (12 * elements, 0)}.items():
         planned = replace(config, launch=replace(config.launch, device=device))
-        found = report_rank(planned, build_stages, 0)
+        found = report_rank(planned, PARTS, 0)
         assert (found.optimizer, found.optimizer_on_host) == sizes
         assert found.total == found.weights + found.gradients + found.optimizer + found.activations
         assert sum(found.rows.values()) == found.total + found.optimizer_on_host
     mlps = replace(config, model=MODELS["MOMENTUM"], train=replace(config.train, trainable=("*.mlp.*",)))
     with pytest.raises(ConfigError, match="no optimizer of this run reads it"):
-        report(mlps, build_stages)
+        reports(mlps, PARTS)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import build_stages
 from torch import Tensor
 
 from megapar.comm import collectives
@@ -17,7 +16,7 @@ from megapar.context import Axis
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
 from megapar.pipeline.sharding_plan import UnitAction
-from megapar.plan.dry_run import report_rank
+from megapar.plan.memory import report_rank
 from megapar.train.kept import KeptBytes
 from megapar.train.step import evaluate, train_step
 from tests.support import layouts
@@ -41,6 +40,7 @@ from tests.support.grid import (
     of,
     shown_of_step,
 )
+from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 
 BREADTH = "breadth"
@@ -346,7 +346,7 @@ def test_memory_is_that_of_the_plan(layout: Layout, precision: str) -> None:
     sharded = layout.zero_stage == 3
     shards = layout.shard_ranks or layout.dp
     for rank, found in enumerate(ranks):
-        plan = report_rank(config, build_stages, rank)
+        plan = report_rank(config, PARTS, rank)
         assert found["most"] == {"weights": plan.weights, "gradients": plan.gradients}
         assert found["optimizer"] == plan.optimizer
         assert found["activations"] == plan.activations

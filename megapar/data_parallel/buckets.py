@@ -29,6 +29,11 @@ class Bucket(NamedTuple):
     first_param: int
     end_param: int
 
+    @property
+    def numel(self) -> int:
+        """The number of elements, padding included."""
+        return self.stop - self.start
+
     def shard(self, rank: int, size: int) -> Range:
         """The slice of position `rank` if the bucket is cut into `size` equal slices."""
         length = (self.stop - self.start) // size

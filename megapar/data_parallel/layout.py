@@ -10,8 +10,9 @@ a bucket. Then a buffer may hold this rank's shards alone (`megapar.data_paralle
 """
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -44,6 +45,16 @@ class Slot:
 DeclaredParam = tuple[nn.Parameter, ParamSpec]
 
 
+class HasParameters(Protocol):
+    """A module, or what a plan has in its place: the parameters alone."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters in the order of their registration."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter of `parameters` with its name in the module."""
+
+
 class FlatLayout:
     """Slots and buckets of all trained parameters of a rank's stages.
 
@@ -57,7 +68,7 @@ class FlatLayout:
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        modules: Sequence[HasParameters],
         bucket_elements: int,
         *,
         sharded: bool,
@@ -77,17 +88,18 @@ class FlatLayout:
             bucket_groups.append(BucketGroup(sizes, spec.grad_axis.shards.size, spec.optimizer in whole))
         starts, self.buckets = lay_out(bucket_groups, bucket_elements)
         self.slots = _slots([pair for group in groups for pair in group], starts, self.buckets)
+        self._bucket_of = {id(slot.param): slot.bucket_index for slot in self.slots}
         self.numel = self.buckets[-1].stop if self.buckets else 0
 
     @classmethod
-    def of_units(cls, modules: Sequence[nn.Module], *, whole: Collection[str] = ()) -> "FlatLayout":
+    def of_units(cls, modules: Sequence[HasParameters], *, whole: Collection[str] = ()) -> "FlatLayout":
         """The layout of ZeRO-2 and 3. Its buckets are units."""
         return cls(modules, sys.maxsize, sharded=True, units=True, whole=whole)
 
-    def buckets_of(self, module: nn.Module) -> list[int]:
+    def buckets_of(self, module: HasParameters) -> list[int]:
         """The indices of the buckets with parameters of `module`. A frozen parameter is in none."""
-        wanted = {id(param) for param in module.parameters()}
-        return sorted({slot.bucket_index for slot in self.slots if id(slot.param) in wanted})
+        found = {self._bucket_of.get(id(param)) for param in module.parameters()}
+        return sorted(index for index in found if index is not None)
 
     def axis(self, bucket: Bucket) -> Axis:
         """The axis over which ZeRO shards a bucket. Without ZeRO, the axis of its gradient sum."""
@@ -153,7 +165,7 @@ class FlatLayout:
         return intersect(between, self.shards())
 
 
-def _collect(modules: Sequence[nn.Module]) -> list[DeclaredParam]:
+def _collect(modules: Sequence[HasParameters]) -> list[DeclaredParam]:
     """Each distinct parameter needing a gradient, once, in reverse registration order.
 
     A parameter without elements has no place in buffers: a rank may hold none of a layer's experts.
@@ -208,7 +220,7 @@ def _in_groups(params: Sequence[DeclaredParam], *, single_axes: bool) -> list[li
     return [groups[key] for key in sorted(groups, key=lambda key: (TIED_AXIS in key[0], key))]
 
 
-def _by_users(group: Sequence[DeclaredParam], modules: Sequence[nn.Module]) -> list[list[DeclaredParam]]:
+def _by_users(group: Sequence[DeclaredParam], modules: Sequence[HasParameters]) -> list[list[DeclaredParam]]:
     """Split a group of parameters by the modules using them, in the order of the group."""
     users: dict[int, list[int]] = {}  # by id of the parameter
     for number, module in enumerate(modules):

@@ -38,6 +38,8 @@ class Gradients(ReducedGradients):
     otherwise all after it.
     """
 
+    SHARDS_ONLY = False
+
     def __init__(
         self,
         layout: FlatLayout,
@@ -47,7 +49,7 @@ class Gradients(ReducedGradients):
         reduce_dtype: torch.dtype = torch.float32,
         impl: Implementation = "torch",
     ):
-        super().__init__(layout, device, shards_only=False, reduce_dtype=reduce_dtype, impl=impl)
+        super().__init__(layout, device, reduce_dtype=reduce_dtype, impl=impl)
         self._main_grads = make_main_grads(layout, self.flat, self._note_addition)
         self._overlap = overlap
         self._phase = _Phase.ADDING

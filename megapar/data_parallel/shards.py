@@ -6,6 +6,7 @@ and 1). `UnitGradients` keeps the gradients of this rank's shards alone (2 and 3
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from megapar_kernels.adamw import FlatRanges
@@ -38,10 +39,13 @@ class Weights(ABC):
     `whole` counts the bytes of units while they are whole (ZeRO-3).
     """
 
-    def __init__(self, layout: FlatLayout, device: torch.device, *, shards_only: bool):
+    SHARDS_ONLY: ClassVar[bool]
+    """Whether `flat` holds this rank's shards alone."""
+
+    def __init__(self, layout: FlatLayout, device: torch.device):
         self.layout = layout
         self.whole = Peak()
-        self.placement = Placement(layout, shards_only=shards_only)
+        self.placement = Placement(layout, shards_only=self.SHARDS_ONLY)
         self.flat = torch.zeros(self.placement.numel, dtype=layout.dtype, device=device)
 
     @property
@@ -96,19 +100,21 @@ class ReducedGradients(ABC):
     With the `reduce_dtype` bf16, ranks send each other gradients rounded to it.
     """
 
+    SHARDS_ONLY: ClassVar[bool]
+    """Whether `flat` holds this rank's shards alone."""
+
     def __init__(
         self,
         layout: FlatLayout,
         device: torch.device,
         *,
-        shards_only: bool,
         reduce_dtype: torch.dtype = torch.float32,
         impl: Implementation = "torch",
     ):
         self.layout = layout
         self.reduce_dtype = reduce_dtype
         self.whole = Peak()
-        self.placement = Placement(layout, shards_only=shards_only)
+        self.placement = Placement(layout, shards_only=self.SHARDS_ONLY)
         self.flat = torch.zeros(self.placement.numel, dtype=torch.float32, device=device)
         self.impl: Implementation = impl
         self.norm_ranges = FlatRanges.of(self.placement.ranges_of(layout.norm_ranges()), device)

@@ -30,8 +30,10 @@ class UnitWeights(Weights):
     never holds more than one unit whole. Without it they keep their values.
     """
 
+    SHARDS_ONLY = True
+
     def __init__(self, layout: FlatLayout, device: torch.device, seed: int | None = None):
-        super().__init__(layout, device, shards_only=True)
+        super().__init__(layout, device)
         self._shards = [self.part(*layout.shard(bucket)) for bucket in layout.buckets]
         self._whole: list[Tensor] = []
         self._arriving: dict[int, collectives.Pending] = {}
@@ -101,6 +103,8 @@ class UnitGradients(ReducedGradients):
     `add` adds the sum to this rank's shard. The first sum of a step overwrites the shard.
     """
 
+    SHARDS_ONLY = True
+
     def __init__(
         self,
         layout: FlatLayout,
@@ -109,7 +113,7 @@ class UnitGradients(ReducedGradients):
         reduce_dtype: torch.dtype = torch.float32,
         impl: Implementation = "torch",
     ):
-        super().__init__(layout, device, shards_only=True, reduce_dtype=reduce_dtype, impl=impl)
+        super().__init__(layout, device, reduce_dtype=reduce_dtype, impl=impl)
         self._device = device
         self._shards = [self.part(*layout.shard(bucket)) for bucket in layout.buckets]
         self._main_grads: list[MainGradView] = []

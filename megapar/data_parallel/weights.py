@@ -18,8 +18,10 @@ class FlatWeights(Weights):
     `flat` has the offsets of `layout`.
     """
 
+    SHARDS_ONLY = False
+
     def __init__(self, layout: FlatLayout, device: torch.device):
-        super().__init__(layout, device, shards_only=False)
+        super().__init__(layout, device)
         for slot in layout.slots:
             view = self.flat[slot.start : slot.stop].view(slot.param.shape)
             view.copy_(slot.param.data)

@@ -118,8 +118,7 @@ class Optimizer(ABC):
         self.options: Any = self.OPTIONS(**{field.name: getattr(config, field.name) for field in fields(self.OPTIONS)})
         self.impl: Implementation = impl
         self.slots = [slot for slot in weights.layout.slots if slot.spec.optimizer == name]
-        # The main weights of an fp32 model are its parameters, unless these are in other memory.
-        self.aliased = weights.flat.dtype == torch.float32 and not self.ON_HOST
+        self.aliased = self.aliases(weights.flat.dtype)
         self.shards = [self._new_shard(weights, start, stop) for start, stop in weights.layout.shards_of(name)]
         # Made once: a step would look up the views again.
         self.visits = [
@@ -127,6 +126,17 @@ class Optimizer(ABC):
             for shard in self.shards
             for start, stop in self._cut(shard)
         ]
+
+    @classmethod
+    def aliases(cls, dtype: torch.dtype) -> bool:
+        """Whether the main weights of parameters of this dtype are the parameters themselves."""
+        return dtype == torch.float32 and not cls.ON_HOST  # on the host they are in other memory
+
+    @classmethod
+    def planned_nbytes(cls, elements: int, dtype: torch.dtype) -> int:
+        """The `nbytes` of an optimizer for so many elements of weights of `dtype`."""
+        main = 0 if cls.aliases(dtype) else torch.float32.itemsize
+        return elements * (main + sum(tensor.dtype.itemsize for tensor in cls.STATE))
 
     @abstractmethod
     def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:

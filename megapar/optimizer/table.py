@@ -3,11 +3,10 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 
-from torch import nn
-
 from megapar.config.messages import shown
 from megapar.config.options import OptimizerConfig
 from megapar.config.plugins import named
+from megapar.data_parallel.layout import HasParameters
 from megapar.errors import ConfigError
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import Optimizer
@@ -25,13 +24,13 @@ def find(name: str) -> type[Optimizer]:
     return found
 
 
-def names_of(modules: Iterable[nn.Module]) -> list[str]:
+def names_of(modules: Iterable[HasParameters]) -> list[str]:
     """The names of the optimizers of all trained parameters, sorted."""
     params = [param for module in modules for param in module.parameters() if param.requires_grad]
     return sorted({spec_of(param).optimizer for param in params})
 
 
-def needing_whole(modules: Iterable[nn.Module]) -> list[str]:
+def needing_whole(modules: Iterable[HasParameters]) -> list[str]:
     """Those of `names_of` needing whole parameters (`Optimizer.WHOLE`)."""
     return [name for name in names_of(modules) if find(name).WHOLE]
 

@@ -7,6 +7,24 @@ from itertools import accumulate, pairwise
 from megapar.errors import ConfigError
 
 
+def split_finely(layers: Sequence[range], ranks: Sequence[int]) -> tuple[tuple[int, ...], list[range], list[int]]:
+    """The fine stages of ZeRO-2 and 3 (`megapar.pipeline.refine`): embedding, each layer, norm and head.
+
+    `layers` and `ranks` are those of each stage. Returns the number of fine stages of each stage, and the layers and
+    the rank of each fine stage: no layers for the embedding, and for norm and head.
+    """
+    parts = []
+    for stage, numbers in enumerate(layers):
+        fine = [range(number, number + 1) for number in numbers]
+        if stage == 0:
+            fine.insert(0, range(numbers.start, numbers.start))
+        if stage == len(layers) - 1:
+            fine.append(range(numbers.stop, numbers.stop))
+        parts.append(fine)
+    ranks_of_fine = [rank for rank, part in zip(ranks, parts, strict=True) for _ in part]
+    return tuple(len(part) for part in parts), [fine for part in parts for fine in part], ranks_of_fine
+
+
 def partition(layer_costs: Sequence[float], first_cost: float, last_cost: float, num_stages: int) -> list[range]:
     """Choose contiguous layers for each stage, with the most expensive stage as cheap as possible.
 

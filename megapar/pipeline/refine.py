@@ -6,7 +6,7 @@ actions by the actions of the fine stages. All fine stages of a stage live on on
 them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 
 from megapar.pipeline.actions import Action, Kind
@@ -33,6 +33,22 @@ def refine(
                 refined_order += [Action(kind, fine_stage, microbatch) for microbatch in microbatches]
         refined.append(refined_order)
     return refined
+
+
+def runs_breadth_first(breadth_first: bool, pp: int) -> bool:
+    """Whether `refine` groups actions, for a schedule with this `breadth_first`.
+
+    Only on one rank: with several, a stage would wait until the stage before has run all micro-batches. There, units
+    stay in memory instead (`stages_of_runs`).
+    """
+    return breadth_first and pp == 1
+
+
+def stages_of_runs(breadth_first: bool, pp: int, fine_stages: Sequence[int]) -> Mapping[int, int] | None:
+    """The stage of each fine stage, if units stay in memory while a stage runs several micro-batches."""
+    if not breadth_first or pp == 1:
+        return None
+    return dict(enumerate(stage for stage, number in enumerate(fine_stages) for _ in range(number)))
 
 
 def _groups(order: Sequence[Action], breadth_first: bool) -> Iterator[tuple[Kind, int, list[int]]]:

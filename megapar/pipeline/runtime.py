@@ -18,7 +18,7 @@ from megapar.context import ParallelContext
 from megapar.errors import ConfigError
 from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.pipeline.lowering import MessageBatch, lower_one
-from megapar.pipeline.refine import refine
+from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
 from megapar.pipeline.schedules import Action, Event, Kind, Schedule, find, make, placement
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, first_microbatches, insert_unit_actions
 
@@ -140,17 +140,8 @@ class PipelineRuntime:
     def orders(self, num_microbatches: int) -> list[list[Action]]:
         """The actions of each pipeline rank in order."""
         coarse = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
-        # Only on one rank: with several, a stage would wait until the stage before has run all micro-batches. There,
-        # units stay in memory instead (`_runs`).
-        breadth_first = self.schedule.breadth_first and self.axis.size == 1
+        breadth_first = runs_breadth_first(self.schedule.breadth_first, self.axis.size)
         return refine(coarse, self.fine_stages, breadth_first=breadth_first)
-
-    def _runs(self) -> Mapping[int, int] | None:
-        """The stage of each fine stage, if units stay in memory while a stage runs several micro-batches."""
-        if not self.schedule.breadth_first or self.axis.size == 1:
-            return None
-        stages = [stage for stage, number in enumerate(self.fine_stages) for _ in range(number)]
-        return dict(enumerate(stages))
 
     def plan(self, num_microbatches: int, max_microbatches: int = 0, *, backward: bool) -> Sequence[Item]:
         """The plan of this rank for so many micro-batches. `max_microbatches` is as in `step`."""
@@ -165,7 +156,8 @@ class PipelineRuntime:
             kept = [[action for action in order if backward or action.kind == "F"] for order in orders]
             plan: Sequence[Item] = lower_one(kept, self.num_stages, self.axis.rank)
             if self.units is not None:
-                plan = first_microbatches(insert_unit_actions(plan, self.units, self._runs()), num_microbatches)
+                runs = stages_of_runs(self.schedule.breadth_first, self.axis.size, self.fine_stages)
+                plan = first_microbatches(insert_unit_actions(plan, self.units, runs), num_microbatches)
             self._plans[key] = plan
         return self._plans[key]
 

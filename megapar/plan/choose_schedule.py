@@ -17,7 +17,8 @@ from megapar.launch.reporting import say
 from megapar.pipeline.schedules import make
 from megapar.pipeline.zero_bubble import Memory
 from megapar.plan.choice import Choice, StageTimes, choose
-from megapar.plan.dry_run import Build, memory_limit
+from megapar.plan.memory import memory_limit
+from megapar.plan.parts import Parts
 
 TimesOfStages = Callable[[Config], Sequence[tuple[float, float, float]]]
 """Returns the times of F, I and W of each stage of a config. Its parallel.vpp may differ from the run's."""
@@ -28,7 +29,7 @@ def with_chosen_schedule(
     config: Config,
     ctx: ParallelContext,
     measure: Callable[[Config, torch.device], TimesOfStages],
-    build: Build,
+    parts: Parts,
 ) -> tuple[Resolved, Config]:
     """Fill in parallel.schedule, vpp and schedule_costs if the schedule is auto. A collective over `ctx.world`.
 
@@ -41,7 +42,7 @@ def with_chosen_schedule(
     found = _Found()
     if ctx.world.first:
         try:
-            found = _find_on_first_rank(resolved, config, ctx, measure, build)
+            found = _find_on_first_rank(resolved, config, ctx, measure, parts)
         except ConfigError as error:
             # Not raised here, because the other ranks wait in `from_first`.
             found = _Found(error=str(error))
@@ -73,13 +74,13 @@ def _find_on_first_rank(
     config: Config,
     ctx: ParallelContext,
     measure: Callable[[Config, torch.device], TimesOfStages],
-    build: Build,
+    parts: Parts,
 ) -> _Found:
     """The choice of an earlier start. If there is none, a choice by measured times."""
     earlier = _earlier_choice(resolved.config)
     if earlier is not None:
         return earlier
-    choice = _choose(config, resolved.config.parallel, measure(config, ctx.device), build)
+    choice = _choose(config, resolved.config.parallel, measure(config, ctx.device), parts)
     forward, inputs, weights = choice.costs
     line = (
         f"schedule {choice.schedule} with {counted(choice.vpp, 'stage')} on a rank is the shortest, about "
@@ -94,7 +95,7 @@ def _options(schedule: str, vpp: int, costs: Sequence[float]) -> dict[str, objec
     return {"schedule": schedule, "vpp": vpp, "schedule_costs": costs}
 
 
-def check_schedule(given: Config, config: Config, build: Build) -> Config:
+def check_schedule(given: Config, config: Config, parts: Parts) -> Config:
     """Raise ConfigError if parallel.schedule does not exist, or does not fit the run's ranks and micro-batches.
 
     With valid options the schedules of `schedules.SCHEDULES` fit. A file, or a schedule in a module of the user's, may
@@ -109,7 +110,7 @@ def check_schedule(given: Config, config: Config, build: Build) -> Config:
         return config
     if not config.dry_run:
         return config  # `with_chosen_schedule` fills it in when the ranks run
-    choice = _choose(config, given.parallel, _equal_times, build)
+    choice = _choose(config, given.parallel, _equal_times, parts)
     say(
         f"parallel.schedule=auto: planned with {choice.schedule}, vpp {choice.vpp}, which idles {choice.idle:.1%} if "
         "all stages take equal times; a run measures them when it first starts"
@@ -123,7 +124,7 @@ def _equal_times(config: Config) -> Sequence[tuple[float, float, float]]:
     return [(each, each, each)] * (config.parallel.pp * config.parallel.vpp)
 
 
-def _choose(config: Config, given: ParallelConfig, times_of: TimesOfStages, build: Build) -> Choice:
+def _choose(config: Config, given: ParallelConfig, times_of: TimesOfStages, parts: Parts) -> Choice:
     """The best schedule for the numbers of stages allowed by the options.
 
     `given` has the options as the user gave them. `config` has them filled in.
@@ -140,7 +141,7 @@ def _choose(config: Config, given: ParallelConfig, times_of: TimesOfStages, buil
         return [StageTimes(*times) for times in times_of(with_vpp(vpp))]
 
     def memory(vpp: int) -> Memory | None:
-        return memory_limit(with_vpp(vpp), build)
+        return memory_limit(with_vpp(vpp), parts)
 
     return choose(parallel, _allowed_vpps(config, given), num_microbatches(config), stage_times, memory)
 

@@ -49,7 +49,8 @@ class KeptBytes:
             for x in (*stage.parameters(), *stage.buffers()):
                 self._not_counted.add(x.untyped_storage()._cdata)
         self._uses: Counter[int] = Counter()  # by storage: how many kept tensors share it
-        self._keys: dict[int, Key] = {}  # by storage: the key under which it is counted
+        self.counted: dict[int, tuple[Key, int]] = {}
+        """By storage (`_cdata`), while it is kept: the key under which it is counted, and its bytes."""
         self._current: list[Key] = []  # the keys of the modules whose forward passes are running, the innermost last
         self._hooks: dict[int, ExitStack] = {}  # the saved-tensor hooks of each stage whose forward pass is running
 
@@ -110,11 +111,11 @@ class KeptBytes:
             return kept
         if self._uses[identity] == 0:
             key = self._current[-1]
-            self._keys[identity] = key
+            self.counted[identity] = key, storage.nbytes()
             self.live[key] += storage.nbytes()
             self._update_peak()
         self._uses[identity] += 1
-        weakref.finalize(kept, self._free, identity, storage.nbytes())
+        weakref.finalize(kept, self._free, identity)
         return kept
 
     def _update_peak(self) -> None:
@@ -124,11 +125,11 @@ class KeptBytes:
             self.peak = total
             self.at_peak = self.live + deferred
 
-    def _free(self, identity: int, nbytes: int) -> None:
+    def _free(self, identity: int) -> None:
         """Count a tensor of a storage as freed."""
         self._uses[identity] -= 1
         if self._uses[identity] == 0:
-            key = self._keys.pop(identity)
+            key, nbytes = self.counted.pop(identity)
             self.live[key] -= nbytes
 
 

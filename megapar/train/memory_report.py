@@ -1,17 +1,15 @@
 """The report of train.memory_report: where the bytes of each rank are, by plan and as measured in a step."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from megapar import device
-from megapar.batch import PipelineStage
 from megapar.comm import collectives
-from megapar.stage_set import StageSet
+from megapar.data_parallel.layout import HasParameters
 from megapar.system.atomic_files import write_json
 from megapar.train.kept import KeptBytes, Key
 from megapar.train.state import TrainState
@@ -55,7 +53,7 @@ class MemoryReport:
         assert self._kept is not None
         weights = state.weights.most_nbytes + frozen_nbytes(state.stages.values())
         gradients = state.grads.most_nbytes
-        activations = by_name(self._kept.at_peak, state.stages)
+        activations = by_name(self._kept.at_peak, len(state.stages), state.stages.fine_stages)
         optimizer, host = optimizer_nbytes(state, state.ctx.device.type)
         found = rows(weights, gradients, optimizer, activations)
         everything = device.peak_memory_bytes(state.ctx.device)
@@ -77,16 +75,19 @@ def on_host(nbytes: int) -> dict[str, int]:
     return {}
 
 
-def frozen_nbytes(stages: Iterable[nn.Module]) -> int:
+def frozen_nbytes(stages: Iterable[HasParameters]) -> int:
     """Bytes of the untrained parameters. They are in no buffer."""
     params = {id(p): p for stage in stages for p in stage.parameters() if not p.requires_grad}
     return sum(param.nbytes for param in params.values())
 
 
-def by_name(kept: Mapping[Key, int], stages: StageSet[PipelineStage]) -> dict[str, int]:
-    """Bytes of activations by their name in the report. `stages` are those of the rank."""
+def by_name(kept: Mapping[Key, int], num_stages: int, fine_stages: Sequence[int]) -> dict[str, int]:
+    """Bytes of activations by their name in the report. The rank has `num_stages`.
+
+    `fine_stages` are those of its `StageSet`.
+    """
     # Fine stages are as many as layers, so their sum is shown.
-    several = len(stages) > 1 and not stages.fine_stages
+    several = num_stages > 1 and not fine_stages
     found: dict[str, int] = {}
     for (stage, kind), size in sorted(kept.items()):
         name = f"activations: {kind}"

@@ -16,11 +16,11 @@ from megapar.checkpoint.format import step_of
 from megapar.comm import collectives
 from megapar.comm.agreement import on_all_ranks
 from megapar.config.derive import num_microbatches
-from megapar.config.options import Config
+from megapar.config.options import Config, OptimizerConfig
 from megapar.context import ParallelContext
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader
-from megapar.data_parallel.layout import FlatLayout
+from megapar.data_parallel.layout import FlatLayout, HasParameters
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.data_parallel.units import UnitGradients, UnitWeights
@@ -69,12 +69,7 @@ def assemble(
     options = config.optimizer
     kernels = device.choose_kernels(config.kernels.backend, ctx.device)
     stage = options.zero_stage
-    modules = list(stages.values())
-    whole = table.needing_whole(modules)
-    if stage >= 2:
-        layout = FlatLayout.of_units(modules, whole=whole)
-    else:
-        layout = FlatLayout(modules, bucket_elements(options.bucket_mb), sharded=stage == 1, whole=whole)
+    layout = layout_of(options, list(stages.values()))
     weights: Weights
     if stage == 3:
         weights = UnitWeights(layout, ctx.device, seed)
@@ -102,6 +97,19 @@ def assemble(
         loss_scale=LossScale.of(config.train.precision),
         failed=torch.zeros((), dtype=torch.bool, device=ctx.device),
     )
+
+
+def layout_of(options: OptimizerConfig, modules: Sequence[HasParameters]) -> FlatLayout:
+    """The layout of the parameters of a rank's stages, in order."""
+    whole = table.needing_whole(modules)
+    if options.zero_stage >= 2:
+        return FlatLayout.of_units(modules, whole=whole)
+    return FlatLayout(modules, bucket_elements(options.bucket_mb), sharded=options.zero_stage == 1, whole=whole)
+
+
+def types_of(zero_stage: int) -> tuple[type[Weights], type[ReducedGradients]]:
+    """The classes that hold the weights and the gradients of a rank."""
+    return UnitWeights if zero_stage == 3 else FlatWeights, UnitGradients if zero_stage >= 2 else Gradients
 
 
 def make_units(

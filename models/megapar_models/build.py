@@ -3,20 +3,23 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from megapar.config.options import Config, ModelConfig, ParallelConfig
+from torch import nn
+
+from megapar.batch import PipelineStage
+from megapar.config.options import Config, ModelConfig
 from megapar.context import ParallelContext
 from megapar.device import choose_kernels
-from megapar.pipeline.partition import explicit, partition
+from megapar.pipeline.partition import explicit, partition, split_finely
 from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar.precision import model_dtype
 from megapar.products import MatrixProducts
 from megapar.recompute import Recompute
 from megapar.sharding import Sharding
-from megapar.stage_set import StageSet
+from megapar.stage_set import Declared, StageSet
 from megapar_models.counts import WholeModel
 from megapar_models.factory import initializations
 from megapar_models.registry import find
-from megapar_models.stage import Stage
+from megapar_models.stage import Stage, title
 
 
 def build_stages(
@@ -37,10 +40,7 @@ def build_stages(
     ranks = placement(config.parallel.schedule, ctx.pp.size, config.parallel.vpp)
     fine_stages: tuple[int, ...] = ()
     if config.optimizer.zero_stage >= 2:
-        parts = [_fine_layers(stage, layers) for stage in range(len(layers))]
-        fine_stages = tuple(len(part) for part in parts)
-        ranks = [rank for rank, part in zip(ranks, parts, strict=True) for _ in part]
-        layers = [fine for part in parts for fine in part]
+        fine_stages, layers, ranks = split_finely(layers, ranks)
     stages: dict[int, Stage] = {}
     for number, rank in enumerate(ranks):
         if rank != ctx.pp.rank:
@@ -59,16 +59,6 @@ def build_stages(
 def _last_stage_uses_embedding(model: ModelConfig) -> bool:
     """Whether the last stage has the embedding's matrix too: as its head, or to embed tokens."""
     return model.tie_word_embeddings or find(model.family).stage.declared(model).embeds_on_last_stage
-
-
-def _fine_layers(stage: int, layers: Sequence[range]) -> list[range]:
-    """The layers of each fine stage of a stage: none of the embedding, one of each layer, none of norm and head."""
-    fine = [range(number, number + 1) for number in layers[stage]]
-    if stage == 0:
-        fine.insert(0, range(layers[0].start, layers[0].start))
-    if stage == len(layers) - 1:
-        fine.append(range(layers[stage].stop, layers[stage].stop))
-    return fine
 
 
 def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) -> Callable[..., Stage]:
@@ -105,11 +95,11 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
     )
 
 
-def stage_layers(config: Config) -> list[range]:
+def stage_layers(config: Config, whole: Callable[[ModelConfig], WholeModel] = WholeModel) -> list[range]:
     """The layers of each of the pp * vpp stages: those of `parallel.partition`, or a split of balanced cost.
 
     The cost is in multiplications per token. Head and loss count on the last stage. The embedding's lookup is nearly
-    free.
+    free. `whole` returns the model of which the costs are counted.
     """
     model = config.model
     parallel = config.parallel
@@ -118,7 +108,7 @@ def stage_layers(config: Config) -> list[range]:
         return explicit(parallel.partition, model.num_hidden_layers, num_stages)
     if num_stages == 1:
         return [range(model.num_hidden_layers)]  # without building the model to count its costs
-    layers = WholeModel(model).layer_costs(config.train.seq_length)
+    layers = whole(model).layer_costs(config.train.seq_length)
     return balanced(config, layers, float(model.hidden_size), float(model.vocab_size * model.hidden_size))
 
 
@@ -128,16 +118,49 @@ def balanced(config: Config, layers: Sequence[float], first: float, last: float)
 
 
 class StageBuilder:
-    """`build_stages` for one rank after another. It balances the stages of a configuration once.
+    """Builds the parts of models for plans (`megapar.plan.parts.Builder`).
 
-    To balance many layers over many stages takes longer than to build the stages of a rank.
+    What takes long is kept: the whole model of which layers are counted and compared, and the balanced stages.
     """
 
     def __init__(self) -> None:
-        self._layers: dict[tuple[ModelConfig, ParallelConfig, int], list[range]] = {}
+        self._models: dict[ModelConfig, WholeModel] = {}
+        self._kinds: dict[tuple[ModelConfig, int], list[int]] = {}
+        self._layers: dict[tuple[object, ...], list[range]] = {}
 
-    def __call__(self, config: Config, ctx: ParallelContext) -> StageSet[Stage]:
-        decides = (config.model, config.parallel, config.train.seq_length)
+    def stage_layers(self, config: Config) -> list[range]:
+        """The layers of each stage: those of the function `stage_layers`."""
+        parallel = config.parallel
+        decides = (config.model, parallel.pp * parallel.vpp, parallel.partition, config.train.seq_length)
         if decides not in self._layers:
-            self._layers[decides] = stage_layers(config)
-        return build_stages(config, ctx, layers=self._layers[decides])
+            self._layers[decides] = stage_layers(config, self._whole)
+        return self._layers[decides]
+
+    def layer_kinds(self, config: Config) -> list[int]:
+        """For each layer the number of the first layer of the same kind (`WholeModel.layer_kinds`)."""
+        decides = (config.model, config.train.seq_length)
+        if decides not in self._kinds:
+            self._kinds[decides] = self._whole(config.model).layer_kinds(config.train.seq_length)
+        return self._kinds[decides]
+
+    def maker(self, config: Config, ctx: ParallelContext) -> Callable[..., Stage]:
+        """The function `stage_maker`."""
+        return stage_maker(config, ctx)
+
+    def embedding_weight(self, config: Config, first: PipelineStage) -> nn.Parameter | None:
+        """The embedding's matrix, if the last stage uses it too."""
+        assert isinstance(first, Stage)  # of `maker`
+        return first.embedding_weight() if _last_stage_uses_embedding(config.model) else None
+
+    def declared(self, config: Config) -> Declared:
+        """What the family declares of the model."""
+        return find(config.model.family).stage.declared(config.model)
+
+    def title(self, layers: range, *, first: bool, last: bool) -> str:
+        """The parts of a stage in words."""
+        return title(layers, first=first, last=last)
+
+    def _whole(self, model: ModelConfig) -> WholeModel:
+        if model not in self._models:
+            self._models[model] = WholeModel(model)
+        return self._models[model]

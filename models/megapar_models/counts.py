@@ -63,7 +63,8 @@ class WholeModel:
         """For each layer the number of the first layer of the same kind.
 
         Layers are of one kind if they declare so (`Stage.layer_kind`), if their tensors have the same names and shapes,
-        and if their products without weights have as many FLOPs.
+        if they are made of modules of the same classes with the same products, and if their products without weights
+        have as many FLOPs.
 
         Models may have layers with experts and layers without, or layers with other attention.
         """
@@ -73,7 +74,13 @@ class WholeModel:
             if 0 <= layer < len(tensors):
                 tensors[layer].add((name.removeprefix(f"layers.{layer}."), piece.shape))
         declared = [self._stage.layer_kind(self.model, layer) for layer in range(len(tensors))]
-        kinds = list(zip(declared, tensors, self._products_of_layers(seq_length), strict=True))
+        modules: list[list[tuple[str, type, object]]] = [[] for _ in tensors]
+        for name, module in self._stage.layers.named_modules(prefix="layers"):
+            layer = self._depth(name) if name != "layers" else -1
+            if 0 <= layer < len(modules):
+                inside = name.removeprefix(f"layers.{layer}")
+                modules[layer].append((inside, type(module), getattr(module, "products", None)))
+        kinds = list(zip(declared, tensors, modules, self._products_of_layers(seq_length), strict=True))
         return [kinds.index(kind) for kind in kinds]
 
     def layer_costs(self, seq_length: int) -> list[float]:

@@ -7,6 +7,7 @@ Shapes: s positions of this context-parallel rank (s/tp between layers under seq
 h hidden, v vocabulary, d width of a head.
 """
 
+from collections.abc import Sequence
 from typing import Generic
 
 from torch import Tensor, nn
@@ -160,15 +161,8 @@ class Stage(PipelineStage, Generic[M]):
 
     def title(self) -> str:
         """The parts of this stage in words, such as "embedding, layers 0-3"."""
-        numbers = list(self.layers)
-        parts = []
-        if self.first:
-            parts.append("embedding")
-        if numbers:
-            parts.append(f"layers {numbers[0]}-{numbers[-1]}")
-        if self.last:
-            parts.append("head")
-        return ", ".join(parts)
+        numbers = [int(number) for number in self.layers]
+        return title(numbers, first=self.first, last=self.last)
 
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
         """The tensors from the previous stage: hidden states, and none on the first stage."""
@@ -229,3 +223,15 @@ class Stage(PipelineStage, Generic[M]):
                 inplace=True,
             )
         return (losses_sb * targets.weights_bs.t()).sum()
+
+
+def title(layers: Sequence[int], *, first: bool, last: bool) -> str:
+    """The parts of a stage with these layers in words. It has the embedding if `first`, and the head if `last`."""
+    parts = []
+    if first:
+        parts.append("embedding")
+    if layers:
+        parts.append(f"layers {layers[0]}-{layers[-1]}")
+    if last:
+        parts.append("head")
+    return ", ".join(parts)

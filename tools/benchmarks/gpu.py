@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from megapar_models.build import build_stages
+from megapar_models.build import StageBuilder
 from megapar_models.counts import WholeModel
 from megapar_models.registry import presets, validate
 from rich.table import Table
@@ -48,7 +48,8 @@ from megapar import device
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError
-from megapar.plan.dry_run import report_rank
+from megapar.plan.memory import report_rank
+from megapar.plan.parts import Parts
 from megapar.train.provenance import provenance
 
 WARMUP = 2
@@ -199,7 +200,7 @@ def make_config(options: Options, name: WorkloadName, large: bool) -> Config:
 
 def planned_bytes(config: Config, _: torch.device) -> dict[str, Any]:
     """What megapar needs by its plan, by name. Workspaces of kernels are not in it."""
-    return {"bytes": report_rank(config, build_stages, 0).rows}
+    return {"bytes": report_rank(config, Parts(StageBuilder()), 0).rows}
 
 
 def facts_of(target: torch.device) -> dict[str, Any]:

@@ -1,0 +1,470 @@
+"""The memory of each rank of a layout, from the parts of its model (`megapar.plan.parts`), to the byte.
+
+No rank is built. What lies in buffers follows from the declared parameters, by the code that lays them out in a run.
+What is kept for backward passes follows from the order of the rank's schedule.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from megapar import context, device
+from megapar.config.derive import num_microbatches
+from megapar.config.options import Config, ParallelConfig
+from megapar.context import ParallelContext
+from megapar.data_parallel.placement import Placement
+from megapar.grid import Grid
+from megapar.launch.grid import grid_of
+from megapar.optimizer import table
+from megapar.params import spec_of
+from megapar.pipeline.actions import Action
+from megapar.pipeline.partition import split_finely
+from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
+from megapar.pipeline.schedules import placement
+from megapar.pipeline.sharding_plan import UnitAction, UnitKind, Units, insert_unit_actions, most_live
+from megapar.pipeline.zero_bubble import Memory
+from megapar.plan.moments import WINDOW, Orders, Step, at_peak, without_repeats
+from megapar.plan.parts import (
+    BOTH,
+    FIRST,
+    LAST,
+    META,
+    Copies,
+    LayerPart,
+    PartId,
+    Parts,
+    PlannedStage,
+    Structure,
+    kept_by_stage,
+)
+from megapar.train import memory_report
+from megapar.train.kept import Key
+from megapar.train.trainable import freeze, refuse
+from megapar.train.trainer import layout_of, types_of
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The memory needed by one rank, in bytes.
+
+    `pp` is the rank's position on axis pp, and `stages` says in words what it holds. `parameters` is a number of
+    elements. `kept` is the most kept for backward passes at one time of the rank's schedule, by name
+    (`memory_report.by_name`). `optimizer_on_host` is in host memory beside the device's, and in no total. Not counted
+    are workspaces of kernels, and free memory held by the caching allocator.
+    """
+
+    pp: int
+    stages: str
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    optimizer_on_host: int
+    kept: tuple[tuple[str, int], ...]
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """The bytes by the names in the report of train.memory_report."""
+        rows = memory_report.rows(self.weights, self.gradients, self.optimizer, dict(self.kept))
+        return rows | memory_report.on_host(self.optimizer_on_host)
+
+    @property
+    def activations(self) -> int:
+        """The bytes kept for backward passes."""
+        return sum(size for _, size in self.kept)
+
+    @property
+    def total(self) -> int:
+        """All bytes in the device's memory."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def reports(config: Config, parts: Parts) -> dict[RankReport, list[int]]:
+    """The reports of the ranks, each with the ranks it is for.
+
+    Data-parallel replicas need the same memory, and so do context-parallel ranks. So only the first of them is listed.
+    If they hold different numbers of experts, the first of those with the same experts is listed. Tensor ranks with
+    parameters of the same shapes need the same memory too. All of them are listed. To save time, only the first of them
+    is planned.
+
+    Raises ConfigError if train.trainable does not fit the model's parameters, or if an option is set that no optimizer
+    reads.
+    """
+    _refuse_patterns(config, parts)
+    plan = _Plan(config, parts)
+    found: dict[RankReport, list[int]] = {}
+    optimizers: set[str] = set()
+    for rank in _ranks_to_list(plan.grid, config):
+        found.setdefault(plan.report_of_shapes(rank), []).append(rank)
+    optimizers.update(plan.optimizers)
+    table.check(config.optimizer, optimizers)
+    return found
+
+
+def fullest_rank(config: Config, parts: Parts) -> RankReport:
+    """The report of the rank with the largest total."""
+    return max(reports(config, parts), key=lambda report: report.total)
+
+
+def report_rank(config: Config, parts: Parts, rank: int) -> RankReport:
+    """The memory needed by `rank`. Activations are those kept by the planned device's kernels."""
+    return _Plan(config, parts).report(rank)
+
+
+def memory_limit(config: Config, parts: Parts) -> Memory | None:
+    """What parallel.schedule_memory_gb allows, and what each stage of the pipeline keeps. None if it is not given.
+
+    It is that of the first replica and tensor rank.
+    """
+    if not config.parallel.schedule_memory_gb:
+        return None
+    return _Plan(config, parts).limit()
+
+
+def planned_device(config: Config) -> str:
+    """The device named by `launch.device`, "cuda" or "cpu". For auto, the one this machine would choose."""
+    if config.launch.device != "auto":
+        return config.launch.device
+    if device.cuda_devices():
+        return "cuda"
+    return "cpu"
+
+
+def _with_kernels_of_the_planned_device(config: Config) -> Config:
+    """Set `kernels.backend` to what auto means on the planned device. On the meta device auto would mean torch."""
+    if config.kernels.backend != "auto" or planned_device(config) == "cpu":
+        return config
+    return replace(config, kernels=replace(config.kernels, backend="triton"))
+
+
+def _refuse_patterns(config: Config, parts: Parts) -> None:
+    """Raise ConfigError if a pattern of train.trainable matches no parameter, or a part of one."""
+    patterns = config.train.trainable
+    if not patterns:
+        return
+    # A rank has only a part of the parameters. To find patterns that match none at all, the whole model is built.
+    alone = replace(config, parallel=ParallelConfig(dp=1, vpp=1))
+    make_stage = parts.builder.maker(alone, context.planned(grid_of(alone), 0, device=META))
+    whole = make_stage(range(config.model.num_hidden_layers), first=True, last=True)
+    refuse(patterns, [freeze([whole], patterns)])
+
+
+def _ranks_to_list(grid: Grid, config: Config) -> list[int]:
+    """The ranks of `reports`, ascending."""
+    strides = {}
+    stride = 1
+    for name in grid.order.split("-"):
+        strides[name] = stride
+        stride *= grid.sizes[name]
+    ranks = {pp * strides["pp"] + tp * strides["tp"] for pp in range(grid.pp) for tp in range(grid.tp)}
+    if grid.ep and config.model.moe.num_experts % grid.ep:
+        # Of the ranks with other numbers of experts, those of the first expert replica.
+        every = range(grid.world_size)
+        ranks.update(rank for rank in every if grid.positions(rank)["expert_grad"][1] == 0)
+    return sorted(ranks)
+
+
+# The plan of one layout
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage, or a fine stage: its number, its layers, and whether it has the embedding, or norm and head."""
+
+    number: int
+    layers: range
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """The bytes of a rank's buffers, and what it holds."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    optimizer_on_host: int
+    optimizers: Sequence[str]
+
+
+class _Plan:
+    """The memory of the ranks of one layout."""
+
+    def __init__(self, config: Config, parts: Parts):
+        self.config = config = _with_kernels_of_the_planned_device(config)
+        self.parts = parts
+        self.grid = grid_of(config)
+        self.optimizers: set[str] = set()
+        parallel = config.parallel
+        self.ranks_of_coarse = placement(parallel.schedule, parallel.pp, parallel.vpp)
+        ranks = self.ranks_of_coarse
+        layers = parts.builder.stage_layers(config)
+        self.fine_stages: tuple[int, ...] = ()
+        if config.optimizer.zero_stage >= 2:
+            self.fine_stages, layers, ranks = split_finely(layers, ranks)
+        self.stages: list[list[_Stage]] = [[] for _ in range(parallel.pp)]
+        last = len(layers) - 1
+        for number, (rank, numbers) in enumerate(zip(ranks, layers, strict=True)):
+            self.stages[rank].append(_Stage(number, numbers, number == 0, number == last))
+        self.num_fine = self.fine_stages or (1,) * len(layers)
+        self.coarse_of = [stage for stage, count in enumerate(self.num_fine) for _ in range(count)]
+        self._contexts: dict[int, ParallelContext] = {}
+        self._of_shapes: dict[Hashable, RankReport] = {}
+        self._schedule: Orders | None = None
+
+    def context(self, rank: int) -> ParallelContext:
+        if rank not in self._contexts:
+            self._contexts[rank] = context.planned(self.grid, rank, device=META)
+        return self._contexts[rank]
+
+    def report_of_shapes(self, rank: int) -> RankReport:
+        """The report of the first rank with parameters of the same shapes as `rank`."""
+        ctx = self.context(rank)
+        shapes = (ctx.pp.rank, *(structure.shapes for structure in self._structures(ctx)))
+        if shapes not in self._of_shapes:
+            self._of_shapes[shapes] = self.report(rank)
+        return self._of_shapes[shapes]
+
+    def report(self, rank: int) -> RankReport:
+        """The report of `rank`."""
+        ctx = self.context(rank)
+        stages = self.stages[ctx.pp.rank]
+        modules = self._modules(ctx)
+        buffers, gathered, collected = self._buffers(ctx, modules)
+        self.optimizers.update(buffers.optimizers)
+        at_peak = self._at_peak(ctx)
+        return RankReport(
+            pp=ctx.pp.rank,
+            stages=self._titles(stages),
+            parameters=buffers.parameters,
+            weights=buffers.weights + gathered,
+            gradients=buffers.gradients + collected,
+            optimizer=buffers.optimizer,
+            optimizer_on_host=buffers.optimizer_on_host,
+            kept=tuple(memory_report.by_name(at_peak, len(stages), self.fine_stages).items()),
+        )
+
+    # Parameters
+
+    def _ends(self, ctx: ParallelContext) -> list[PartId]:
+        """The ends of the model on a rank."""
+        stages = self.stages[ctx.pp.rank]
+        if any(stage.first and stage.last for stage in stages):
+            return [BOTH]
+        first: list[PartId] = [FIRST for stage in stages if stage.first]
+        return first + [LAST for stage in stages if stage.last]
+
+    def _structures(self, ctx: ParallelContext) -> list[Structure]:
+        """The structures of a rank's ends together, and of each of its kinds of layers."""
+        of_layer = self.parts.layer_parts(self.config, ctx)
+        stages = self.stages[ctx.pp.rank]
+        kinds = dict.fromkeys(of_layer[number] for stage in stages for number in stage.layers)
+        found = [self.parts.structure(self.config, ctx, part) for part in kinds]
+        ends = self._ends(ctx)
+        if ends:
+            found.append(self.parts.structure(self.config, ctx, *ends))
+        return found
+
+    def _modules(self, ctx: ParallelContext) -> list[PlannedStage]:
+        """The parameters of each stage of a rank."""
+        of_layer = self.parts.layer_parts(self.config, ctx)
+        ends: Copies | None = None
+        if self._ends(ctx):
+            ends = self.parts.copies(self.parts.structure(self.config, ctx, *self._ends(ctx)), ctx)
+        copies: dict[LayerPart, Copies] = {}
+        used: Counter[LayerPart] = Counter()
+        members = iter(ends.members if ends else ())
+        modules = []
+        for stage in self.stages[ctx.pp.rank]:
+            params = []
+            after = []
+            if ends and (stage.first or stage.last):
+                member = next(members)
+                of_ends = ends.number(0)
+                params += [of_ends[index] for index in member.before]
+                after = [of_ends[index] for index in member.after]
+            for number in stage.layers:
+                part = of_layer[number]
+                if part not in copies:
+                    copies[part] = self.parts.copies(self.parts.structure(self.config, ctx, part), ctx)
+                params += copies[part].number(used[part])
+                used[part] += 1
+            modules.append(PlannedStage([*params, *after]))
+        return modules
+
+    def _buffers(self, ctx: ParallelContext, modules: Sequence[PlannedStage]) -> tuple[_Buffers, int, int]:
+        """The buffers of a rank, and the most of gathered weights and of collected gradients beside them."""
+        options = self.config.optimizer
+        layout = layout_of(options, modules)
+        weights_type, gradients_type = types_of(options.zero_stage)
+        weights = Placement(layout, shards_only=weights_type.SHARDS_ONLY).numel * layout.dtype.itemsize
+        gradients = Placement(layout, shards_only=gradients_type.SHARDS_ONLY).numel * 4
+        optimizer = on_host = 0
+        names = table.names_of(modules)
+        for name in names:
+            kind = table.find(name)
+            elements = sum(stop - start for start, stop in layout.shards_of(name))
+            if kind.ON_HOST:
+                on_host += kind.planned_nbytes(elements, layout.dtype)
+            else:
+                optimizer += kind.planned_nbytes(elements, layout.dtype)
+        if planned_device(self.config) == "cpu":  # the host's memory is the device's
+            optimizer += on_host
+            on_host = 0
+        params = {id(param): param for module in modules for param in module.params}
+        parameters = sum(math.prod(piece.local_shape) for param in params.values() for piece in spec_of(param).pieces)
+        weights += memory_report.frozen_nbytes(modules)
+        found = _Buffers(parameters, weights, gradients, optimizer, on_host, names)
+        if options.zero_stage < 2:
+            return found, 0, 0
+        units = [layout.buckets_of(module) for module in modules]
+        sizes = [bucket.numel for bucket in layout.buckets]
+        gathered, collected = self._most_of_units(ctx, units, sizes)
+        return found, gathered * layout.dtype.itemsize, collected * 4
+
+    def _most_of_units(
+        self, ctx: ParallelContext, units: Sequence[Sequence[int]], sizes: Sequence[int]
+    ) -> tuple[int, int]:
+        """The most elements of gathered weights and of collected gradients at one time.
+
+        `units` are those of each fine stage of the rank, and `sizes` are the elements of each unit.
+        """
+        options = self.config.optimizer
+        orders = self._orders()
+        pp = self.config.parallel.pp
+        in_runs = stages_of_runs(orders.breadth_first, pp, self.num_fine) is not None
+        shown = self._enough_stages(ctx, all_of_them=in_runs)
+        coarse = [self.coarse_of[self.stages[ctx.pp.rank][position].number] for position in shown]
+        fine_stages = [coarse.count(stage) for stage in range(len(self.num_fine))]
+        add_in_i = {new for new, old in enumerate(shown) if self._adds_gradients_in_i(ctx, old)}
+        of_stage = {new: units[old] for new, old in enumerate(shown)}
+        rules = Units(of_stage, _never, options.zero_stage == 3, options.overlap_grad_reduce, add_in_i)
+
+        def most(steps: Sequence[Step], allocates: UnitKind, frees: UnitKind) -> int:
+            actions = [Action(kind, stage, number) for number, (kind, stage) in enumerate(without_repeats(steps, pp))]
+            (order,) = refine([actions], fine_stages, breadth_first=runs_breadth_first(orders.breadth_first, pp))
+            plan = insert_unit_actions(order, rules, dict(enumerate(coarse)) if in_runs else None)
+            return most_live(plan, lambda unit: sizes[unit], allocates, frees)
+
+        steps = orders.steps(ctx.pp.rank)
+        # What gathers is one sequence of steps, and what adds gradients another.
+        uses = [(kind, stage) for kind, stage in steps if kind != "W"]
+        in_i = {coarse[new] for new in add_in_i}
+        additions = [(kind, stage) for kind, stage in steps if kind in ("B", "W") or (kind == "I" and stage in in_i)]
+        return most(uses, "gather", "release"), most(additions, "open", "add")
+
+    def _adds_gradients_in_i(self, ctx: ParallelContext, position: int) -> bool:
+        stage = self.stages[ctx.pp.rank][position]
+        return stage.last and self.parts.kept(self.config, ctx, LAST, needs_grad=True).adds_gradients_in_i
+
+    def _enough_stages(self, ctx: ParallelContext, *, all_of_them: bool) -> list[int]:
+        """The positions of the fine stages of a rank with which units lie in memory as with all of them.
+
+        Of equal layers one after the other a few show all that there is, unless the units of a stage stay in memory
+        while it runs.
+        """
+        of_layer = self.parts.layer_parts(self.config, ctx)
+        shown: list[int] = []
+        before: object = None
+        same = 0
+        for position, stage in enumerate(self.stages[ctx.pp.rank]):
+            part = of_layer[stage.layers[0]] if stage.layers else None
+            alike = (self.coarse_of[stage.number], part)
+            same = same + 1 if part is not None and alike == before else 1
+            before = alike
+            if all_of_them or same <= 2 * WINDOW:
+                shown.append(position)
+        return shown
+
+    # What is kept for backward passes
+
+    def _kept_by_stage(self, ctx: ParallelContext, stage: _Stage, *, deferred: bool) -> Counter[str]:
+        of_layer = self.parts.layer_parts(self.config, ctx)
+        ids: list[PartId] = [of_layer[number] for number in stage.layers]
+        if stage.first:
+            ids.insert(0, FIRST)
+        if stage.last:
+            ids.append(LAST)
+        # A stage after the first receives a tensor that needs a gradient.
+        needs_grad = not stage.first
+        measure = self.parts.deferred if deferred else self.parts.kept
+        found = []
+        for part in ids:
+            kept = measure(self.config, ctx, part, needs_grad=needs_grad)
+            needs_grad = kept.output_needs_grad
+            found.append(kept)
+        return kept_by_stage(found, has_first=stage.first, has_layers=len(stage.layers) > 0)
+
+    def _at_peak(self, ctx: ParallelContext) -> Counter[Key]:
+        """The bytes kept for backward passes, by stage and kind, when their sum is largest during the plan."""
+        stages = self.stages[ctx.pp.rank]
+        orders = self._orders()
+        kept = {stage.number: self._kept_by_stage(ctx, stage, deferred=False) for stage in stages}
+        in_halves = orders.in_halves(ctx.pp.rank)
+        deferred = {
+            stage.number: sum(self._kept_by_stage(ctx, stage, deferred=True).values())
+            if self.coarse_of[stage.number] in in_halves
+            else 0
+            for stage in stages
+        }
+        fine: dict[int, list[int]] = {}
+        for stage in stages:
+            fine.setdefault(self.coarse_of[stage.number], []).append(stage.number)
+        return at_peak(orders.moments(ctx.pp.rank), fine, kept, deferred)
+
+    def limit(self) -> Memory:
+        """What each stage keeps, as `Memory` has it. A schedule orders stages, so fine stages are added up."""
+        num_stages = len(self.num_fine)
+        forward = [0] * num_stages
+        inputs = [0] * num_stages
+        stride = 1
+        for name in self.grid.order.split("-"):
+            if name == "pp":
+                break
+            stride *= self.grid.sizes[name]
+        for pp, stages in enumerate(self.stages):
+            ctx = self.context(pp * stride)
+            for stage in stages:
+                coarse = self.coarse_of[stage.number]
+                forward[coarse] += sum(self._kept_by_stage(ctx, stage, deferred=False).values())
+                inputs[coarse] += sum(self._kept_by_stage(ctx, stage, deferred=True).values())
+        return Memory(self.config.parallel.schedule_memory_gb * 2**30, forward, inputs)
+
+    def _orders(self) -> Orders:
+        """The orders of the schedule, made once for all layouts with this pipeline."""
+        if self._schedule is None:
+            parallel = self.config.parallel
+            memory = self.limit() if parallel.schedule_memory_gb else None
+            number = num_microbatches(self.config)
+            key: Hashable = (
+                *("orders", parallel.schedule, parallel.schedule_costs, parallel.pp, parallel.vpp, number),
+                (memory.limit, tuple(memory.forward), tuple(memory.inputs)) if memory else None,
+            )
+            if key not in self.parts.memory:
+                self.parts.memory[key] = Orders(parallel, memory, number)
+            self._schedule = self.parts.memory[key]
+        return self._schedule
+
+    def _titles(self, stages: Sequence[_Stage]) -> str:
+        """What the stages hold, in words. Of consecutive fine stages, only the first and the last are named."""
+        runs: list[list[_Stage]] = []
+        for stage in stages:
+            if runs and self.fine_stages and runs[-1][-1].number == stage.number - 1:
+                runs[-1].append(stage)
+            else:
+                runs.append([stage])
+        names = []
+        for run in runs:
+            first, last = (
+                self.parts.builder.title(stage.layers, first=stage.first, last=stage.last)
+                for stage in (run[0], run[-1])
+            )
+            names.append(first if first == last else f"{first} to {last}")
+        return "; ".join(names)
+
+
+def _never(action: UnitAction) -> None:
+    raise AssertionError("a plan runs no unit action")
