@@ -4,26 +4,26 @@ No rank is built. What lies in buffers follows from the declared parameters, by 
 What is kept for backward passes follows from the order of the rank's schedule.
 """
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from megapar import context, device
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, ParallelConfig
 from megapar.context import ParallelContext
-from megapar.data_parallel.placement import Placement
 from megapar.grid import Grid
 from megapar.launch.grid import grid_of
 from megapar.optimizer import table
-from megapar.params import spec_of
 from megapar.pipeline.actions import Action
 from megapar.pipeline.partition import split_finely
 from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
 from megapar.pipeline.schedules import placement
 from megapar.pipeline.sharding_plan import UnitAction, UnitKind, Units, insert_unit_actions, most_live
 from megapar.pipeline.zero_bubble import Memory
+from megapar.plan.buffers import Buffers
 from megapar.plan.moments import WINDOW, Orders, Step, at_peak, without_repeats
 from megapar.plan.parts import (
     BOTH,
@@ -31,17 +31,16 @@ from megapar.plan.parts import (
     LAST,
     META,
     Copies,
+    Kept,
     LayerPart,
     PartId,
     Parts,
     PlannedStage,
-    Structure,
     kept_by_stage,
 )
 from megapar.train import memory_report
 from megapar.train.kept import Key
 from megapar.train.trainable import freeze, refuse
-from megapar.train.trainer import layout_of, types_of
 
 
 @dataclass(frozen=True)
@@ -178,16 +177,12 @@ class _Stage:
     last: bool
 
 
-@dataclass(frozen=True)
-class _Buffers:
-    """The bytes of a rank's buffers, and what it holds."""
-
-    parameters: int
-    weights: int
-    gradients: int
-    optimizer: int
-    optimizer_on_host: int
-    optimizers: Sequence[str]
+def _ends(stages: Sequence[_Stage]) -> list[PartId]:
+    """The ends of the model on a rank with these stages."""
+    if any(stage.first and stage.last for stage in stages):
+        return [BOTH]
+    first: list[PartId] = [FIRST for stage in stages if stage.first]
+    return first + [LAST for stage in stages if stage.last]
 
 
 class _Plan:
@@ -211,19 +206,23 @@ class _Plan:
             self.stages[rank].append(_Stage(number, numbers, number == 0, number == last))
         self.num_fine = self.fine_stages or (1,) * len(layers)
         self.coarse_of = [stage for stage, count in enumerate(self.num_fine) for _ in range(count)]
-        self._contexts: dict[int, ParallelContext] = {}
+        self._ends = [_ends(stages) for stages in self.stages]
+        self._kinds: dict[int, dict[LayerPart, None]] = {}
         self._of_shapes: dict[Hashable, RankReport] = {}
+        self._kept: dict[Hashable, Counter[str]] = {}
         self._schedule: Orders | None = None
 
     def context(self, rank: int) -> ParallelContext:
-        if rank not in self._contexts:
-            self._contexts[rank] = context.planned(self.grid, rank, device=META)
-        return self._contexts[rank]
+        """The context of a rank. Layouts with one grid have the same."""
+        key = (self.grid, rank)
+        if key not in self.parts.contexts:
+            self.parts.contexts[key] = context.planned(self.grid, rank, device=META)
+        return self.parts.contexts[key]
 
     def report_of_shapes(self, rank: int) -> RankReport:
         """The report of the first rank with parameters of the same shapes as `rank`."""
         ctx = self.context(rank)
-        shapes = (ctx.pp.rank, *(structure.shapes for structure in self._structures(ctx)))
+        shapes = (ctx.pp.rank, self._shapes(ctx))
         if shapes not in self._of_shapes:
             self._of_shapes[shapes] = self.report(rank)
         return self._of_shapes[shapes]
@@ -232,48 +231,45 @@ class _Plan:
         """The report of `rank`."""
         ctx = self.context(rank)
         stages = self.stages[ctx.pp.rank]
-        modules = self._modules(ctx)
-        buffers, gathered, collected = self._buffers(ctx, modules)
+        buffers = self._buffers(ctx)
         self.optimizers.update(buffers.optimizers)
+        gathered, collected = self._most_of_units(ctx, buffers)
         at_peak = self._at_peak(ctx)
+        optimizer = buffers.optimizer
+        on_host = buffers.optimizer_on_host
+        if planned_device(self.config) == "cpu":  # the host's memory is the device's
+            optimizer += on_host
+            on_host = 0
         return RankReport(
             pp=ctx.pp.rank,
             stages=self._titles(stages),
             parameters=buffers.parameters,
             weights=buffers.weights + gathered,
             gradients=buffers.gradients + collected,
-            optimizer=buffers.optimizer,
-            optimizer_on_host=buffers.optimizer_on_host,
+            optimizer=optimizer,
+            optimizer_on_host=on_host,
             kept=tuple(memory_report.by_name(at_peak, len(stages), self.fine_stages).items()),
         )
 
     # Parameters
 
-    def _ends(self, ctx: ParallelContext) -> list[PartId]:
-        """The ends of the model on a rank."""
-        stages = self.stages[ctx.pp.rank]
-        if any(stage.first and stage.last for stage in stages):
-            return [BOTH]
-        first: list[PartId] = [FIRST for stage in stages if stage.first]
-        return first + [LAST for stage in stages if stage.last]
-
-    def _structures(self, ctx: ParallelContext) -> list[Structure]:
-        """The structures of a rank's ends together, and of each of its kinds of layers."""
-        of_layer = self.parts.layer_parts(self.config, ctx)
-        stages = self.stages[ctx.pp.rank]
-        kinds = dict.fromkeys(of_layer[number] for stage in stages for number in stage.layers)
-        found = [self.parts.structure(self.config, ctx, part) for part in kinds]
-        ends = self._ends(ctx)
-        if ends:
-            found.append(self.parts.structure(self.config, ctx, *ends))
-        return found
+    def _shapes(self, ctx: ParallelContext) -> Hashable:
+        """The shapes of the parameters of a rank: of its ends together, and of each of its kinds of layers."""
+        pp = ctx.pp.rank
+        if pp not in self._kinds:
+            of_layer = self.parts.layer_parts(self.config, ctx)
+            self._kinds[pp] = dict.fromkeys(of_layer[number] for stage in self.stages[pp] for number in stage.layers)
+        found = [self.parts.structure(self.config, ctx, part).shapes for part in self._kinds[pp]]
+        if self._ends[pp]:
+            found.append(self.parts.structure(self.config, ctx, *self._ends[pp]).shapes)
+        return tuple(found)
 
     def _modules(self, ctx: ParallelContext) -> list[PlannedStage]:
         """The parameters of each stage of a rank."""
         of_layer = self.parts.layer_parts(self.config, ctx)
         ends: Copies | None = None
-        if self._ends(ctx):
-            ends = self.parts.copies(self.parts.structure(self.config, ctx, *self._ends(ctx)), ctx)
+        if self._ends[ctx.pp.rank]:
+            ends = self.parts.copies(self.parts.structure(self.config, ctx, *self._ends[ctx.pp.rank]), ctx)
         copies: dict[LayerPart, Copies] = {}
         used: Counter[LayerPart] = Counter()
         members = iter(ends.members if ends else ())
@@ -295,44 +291,23 @@ class _Plan:
             modules.append(PlannedStage([*params, *after]))
         return modules
 
-    def _buffers(self, ctx: ParallelContext, modules: Sequence[PlannedStage]) -> tuple[_Buffers, int, int]:
-        """The buffers of a rank, and the most of gathered weights and of collected gradients beside them."""
+    def _buffers(self, ctx: ParallelContext) -> Buffers:
+        """The buffers of a rank. Layouts that differ in the order of the schedule alone have the same."""
         options = self.config.optimizer
-        layout = layout_of(options, modules)
-        weights_type, gradients_type = types_of(options.zero_stage)
-        weights = Placement(layout, shards_only=weights_type.SHARDS_ONLY).numel * layout.dtype.itemsize
-        gradients = Placement(layout, shards_only=gradients_type.SHARDS_ONLY).numel * 4
-        optimizer = on_host = 0
-        names = table.names_of(modules)
-        for name in names:
-            kind = table.find(name)
-            elements = sum(stop - start for start, stop in layout.shards_of(name))
-            if kind.ON_HOST:
-                on_host += kind.planned_nbytes(elements, layout.dtype)
-            else:
-                optimizer += kind.planned_nbytes(elements, layout.dtype)
-        if planned_device(self.config) == "cpu":  # the host's memory is the device's
-            optimizer += on_host
-            on_host = 0
-        params = {id(param): param for module in modules for param in module.params}
-        parameters = sum(math.prod(piece.local_shape) for param in params.values() for piece in spec_of(param).pieces)
-        weights += memory_report.frozen_nbytes(modules)
-        found = _Buffers(parameters, weights, gradients, optimizer, on_host, names)
+        modules = self._modules(ctx)
+        # The copies of a parameter are the same objects in every plan.
+        params = tuple(tuple(map(id, module.params)) for module in modules)
+        key = ("buffers", params, options.zero_stage, options.bucket_mb)
+        if key not in self.parts.memory:
+            self.parts.memory[key] = Buffers.of(options, modules)
+        found: Buffers = self.parts.memory[key]
+        return found
+
+    def _most_of_units(self, ctx: ParallelContext, buffers: Buffers) -> tuple[int, int]:
+        """The most bytes of gathered weights and of collected gradients at one time."""
+        options = self.config.optimizer
         if options.zero_stage < 2:
-            return found, 0, 0
-        units = [layout.buckets_of(module) for module in modules]
-        sizes = [bucket.numel for bucket in layout.buckets]
-        gathered, collected = self._most_of_units(ctx, units, sizes)
-        return found, gathered * layout.dtype.itemsize, collected * 4
-
-    def _most_of_units(
-        self, ctx: ParallelContext, units: Sequence[Sequence[int]], sizes: Sequence[int]
-    ) -> tuple[int, int]:
-        """The most elements of gathered weights and of collected gradients at one time.
-
-        `units` are those of each fine stage of the rank, and `sizes` are the elements of each unit.
-        """
-        options = self.config.optimizer
+            return 0, 0
         orders = self._orders()
         pp = self.config.parallel.pp
         in_runs = stages_of_runs(orders.breadth_first, pp, self.num_fine) is not None
@@ -340,25 +315,26 @@ class _Plan:
         coarse = [self.coarse_of[self.stages[ctx.pp.rank][position].number] for position in shown]
         fine_stages = [coarse.count(stage) for stage in range(len(self.num_fine))]
         add_in_i = {new for new, old in enumerate(shown) if self._adds_gradients_in_i(ctx, old)}
-        of_stage = {new: units[old] for new, old in enumerate(shown)}
+        of_stage = {new: buffers.units[old] for new, old in enumerate(shown)}
         rules = Units(of_stage, _never, options.zero_stage == 3, options.overlap_grad_reduce, add_in_i)
 
         def most(steps: Sequence[Step], allocates: UnitKind, frees: UnitKind) -> int:
             actions = [Action(kind, stage, number) for number, (kind, stage) in enumerate(without_repeats(steps, pp))]
             (order,) = refine([actions], fine_stages, breadth_first=runs_breadth_first(orders.breadth_first, pp))
             plan = insert_unit_actions(order, rules, dict(enumerate(coarse)) if in_runs else None)
-            return most_live(plan, lambda unit: sizes[unit], allocates, frees)
+            return most_live(plan, lambda unit: buffers.unit_elements[unit], allocates, frees)
 
         steps = orders.steps(ctx.pp.rank)
         # What gathers is one sequence of steps, and what adds gradients another.
         uses = [(kind, stage) for kind, stage in steps if kind != "W"]
         in_i = {coarse[new] for new in add_in_i}
         additions = [(kind, stage) for kind, stage in steps if kind in ("B", "W") or (kind == "I" and stage in in_i)]
-        return most(uses, "gather", "release"), most(additions, "open", "add")
+        gathered = most(uses, "gather", "release") * buffers.weight_size
+        return gathered, most(additions, "open", "add") * torch.float32.itemsize
 
     def _adds_gradients_in_i(self, ctx: ParallelContext, position: int) -> bool:
         stage = self.stages[ctx.pp.rank][position]
-        return stage.last and self.parts.kept(self.config, ctx, LAST, needs_grad=True).adds_gradients_in_i
+        return stage.last and self.parts.kept(self.config, ctx, LAST).adds_gradients_in_i
 
     def _enough_stages(self, ctx: ParallelContext, *, all_of_them: bool) -> list[int]:
         """The positions of the fine stages of a rank with which units lie in memory as with all of them.
@@ -388,15 +364,16 @@ class _Plan:
             ids.insert(0, FIRST)
         if stage.last:
             ids.append(LAST)
-        # A stage after the first receives a tensor that needs a gradient.
-        needs_grad = not stage.first
+        # Of the ranks of a plan, those with one position on tp and with the same experts have the same parts.
+        key = (tuple(ids), deferred, ctx.tp.rank, ctx.ep.rank, ctx.etp.rank)
+        if key in self._kept:
+            return self._kept[key]
         measure = self.parts.deferred if deferred else self.parts.kept
-        found = []
+        found: list[Kept] = []
         for part in ids:
-            kept = measure(self.config, ctx, part, needs_grad=needs_grad)
-            needs_grad = kept.output_needs_grad
-            found.append(kept)
-        return kept_by_stage(found, has_first=stage.first, has_layers=len(stage.layers) > 0)
+            found.append(measure(self.config, ctx, part, found[-1].output if found else None))
+        self._kept[key] = kept_by_stage(found, has_first=stage.first, has_layers=len(stage.layers) > 0)
+        return self._kept[key]
 
     def _at_peak(self, ctx: ParallelContext) -> Counter[Key]:
         """The bytes kept for backward passes, by stage and kind, when their sum is largest during the plan."""

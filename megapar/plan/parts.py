@@ -18,6 +18,7 @@ from megapar.batch import MicroBatch, PipelineStage, Targets
 from megapar.config.options import Config
 from megapar.context import Axis, ParallelContext
 from megapar.data_parallel.accumulate import MainGradView, attach
+from megapar.grid import Grid
 from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.params import ParamSpec, spec_of
 from megapar.recompute import Recompute
@@ -93,17 +94,26 @@ class Storage:
 
 
 @dataclass(frozen=True)
+class Given:
+    """The tensor that a part gets from the part before it in its stage, and whether it needs a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
 class Kept:
     """What one micro-batch keeps in a part.
 
     `storages` are in the order in which they were kept. `passes` are pairs of identities that are one storage here,
-    such as an output that is the input. `output_needs_grad` says whether the output has a gradient.
+    such as an output that is the input. `output` is what the next part is given.
     """
 
     storages: Sequence[Storage]
-    passes: Sequence[tuple[str, str]] = ()
-    output_needs_grad: bool = True
-    adds_gradients_in_i: bool = False
+    passes: Sequence[tuple[str, str]]
+    output: Given
+    adds_gradients_in_i: bool
 
 
 def kept_by_stage(parts: Sequence[Kept], *, has_first: bool, has_layers: bool) -> Counter[str]:
@@ -278,6 +288,8 @@ class Parts:
         self._kept: dict[Hashable, Kept] = {}
         self._layer_parts: dict[Hashable, list[LayerPart]] = {}
         self._batches: dict[Hashable, MicroBatch] = {}
+        self.contexts: dict[tuple[Grid, int], ParallelContext] = {}
+        """The contexts of ranks that were planned."""
         self.memory: dict[Hashable, Any] = {}
         """What `megapar.plan.memory` has computed before, by what decides it."""
 
@@ -326,21 +338,24 @@ class Parts:
             self._copies[key] = Copies(structure, {axis.name: axis for axis in ctx.axes})
         return self._copies[key]
 
-    def kept(self, config: Config, ctx: ParallelContext, part: PartId, *, needs_grad: bool) -> Kept:
-        """What a forward pass of one micro-batch keeps for its B or I. `needs_grad`: whether the input has one."""
-        return self._measured(config, ctx, part, needs_grad, _forward_keeps)
+    def kept(self, config: Config, ctx: ParallelContext, part: PartId, given: Given | None = None) -> Kept:
+        """What a forward pass of one micro-batch keeps for its B or I.
 
-    def deferred(self, config: Config, ctx: ParallelContext, part: PartId, *, needs_grad: bool) -> Kept:
-        """What the I of one micro-batch keeps for its W."""
-        return self._measured(config, ctx, part, needs_grad, _deferred)
+        `given` is None for the first part of a stage: it gets what the stage gets, which needs a gradient.
+        """
+        return self._measured(config, ctx, part, given, _forward_keeps)
+
+    def deferred(self, config: Config, ctx: ParallelContext, part: PartId, given: Given | None = None) -> Kept:
+        """What the I of one micro-batch keeps for its W. `given` is as in `kept`."""
+        return self._measured(config, ctx, part, given, _deferred)
 
     def _measured(
         self,
         config: Config,
         ctx: ParallelContext,
         part: PartId,
-        needs_grad: bool,
-        measure: Callable[[PipelineStage, MicroBatch, bool], Kept],
+        given: Given | None,
+        measure: Callable[[PipelineStage, MicroBatch, Given | None], Kept],
     ) -> Kept:
         train = config.train
         decides: tuple[Hashable, ...] = (train.micro_batch_size, train.seq_length, ctx.cp.size)
@@ -348,12 +363,12 @@ class Parts:
             decides = (*decides, config.kernels.loss_chunk, train.z_loss)
         elif isinstance(part, LayerPart):
             decides = (*decides, train.recompute == "selective", config.parallel.cp_attention)
-        key = (part, needs_grad, measure, decides, config.kernels.backend, self._cuts(config, ctx, [part]))
+        key = (part, given, measure, decides, config.kernels.backend, self._cuts(config, ctx, [part]))
         if key not in self._kept:
             (stage,) = self._stages(config, ctx, [part])
             if train.trainable:
                 freeze([stage], train.trainable)
-            self._kept[key] = measure(stage, self._batch(config), needs_grad)
+            self._kept[key] = measure(stage, self._batch(config), given)
         return self._kept[key]
 
     def _cuts(self, config: Config, ctx: ParallelContext, parts: Sequence[PartId] = ()) -> _Cuts:
@@ -439,11 +454,14 @@ class _Identities:
                 self.add_all(inside, (*path, position))
 
 
-def _input(stage: PipelineStage, batch: MicroBatch, needs_grad: bool) -> Tensor | None:
+def _input(stage: PipelineStage, batch: MicroBatch, given: Given | None) -> Tensor | None:
+    """What the stage gets. None if it is the first."""
     specs = stage.boundary(batch)
     if not specs:
-        return None  # the first stage receives nothing
-    return torch.empty(specs[0].shape, dtype=specs[0].dtype, device=META, requires_grad=needs_grad)
+        return None
+    if given is None:
+        given = Given(specs[0].shape, specs[0].dtype, needs_grad=True)
+    return torch.empty(given.shape, dtype=given.dtype, device=META, requires_grad=given.needs_grad)
 
 
 def _forward(
@@ -469,23 +487,27 @@ def _forward(
     return output, passes
 
 
-def _forward_keeps(stage: PipelineStage, batch: MicroBatch, needs_grad: bool) -> Kept:
+def _given(output: Tensor) -> Given:
+    return Given(tuple(output.shape), output.dtype, output.requires_grad)
+
+
+def _forward_keeps(stage: PipelineStage, batch: MicroBatch, given: Given | None) -> Kept:
     kept = KeptBytes({0: stage})
     identities = _Identities()
     with kept.counting():
-        output, passes = _forward(stage, batch, _input(stage, batch, needs_grad), identities)
+        output, passes = _forward(stage, batch, _input(stage, batch, given), identities)
     storages = [
         Storage(nbytes, kind, identities.found.get(address)) for address, ((_, kind), nbytes) in kept.counted.items()
     ]
-    return Kept(storages, passes, output.requires_grad, stage.adds_gradients_in_i)
+    return Kept(storages, passes, _given(output), stage.adds_gradients_in_i)
 
 
-def _deferred(stage: PipelineStage, batch: MicroBatch, needs_grad: bool) -> Kept:
+def _deferred(stage: PipelineStage, batch: MicroBatch, given: Given | None) -> Kept:
     for param in stage.parameters():
         if param.requires_grad:
             attach(MainGradView(torch.empty(param.shape, device=META), _nothing), param)
     identities = _Identities()
-    x = _input(stage, batch, needs_grad)
+    x = _input(stage, batch, given)
     output, passes = _forward(stage, batch, x, identities)
     grad = torch.empty_like(output)
     identities.add(grad, GRAD_OUTPUT)
@@ -495,7 +517,7 @@ def _deferred(stage: PipelineStage, batch: MicroBatch, needs_grad: bool) -> Kept
             passes.append((GRAD_INPUT, GRAD_OUTPUT))
         identities.add(grad_x, GRAD_INPUT)
 
-    if x is not None and needs_grad:
+    if x is not None and x.requires_grad:
         x.register_hook(look)
     queue = WeightGradientQueue()
     with queue.open(main_grads(stage)):
@@ -504,7 +526,7 @@ def _deferred(stage: PipelineStage, batch: MicroBatch, needs_grad: bool) -> Kept
     storages = [
         Storage(nbytes, "", identities.found.get(address)) for address, nbytes in queue.nbytes_of_storages().items()
     ]
-    return Kept(storages, passes, output.requires_grad, stage.adds_gradients_in_i)
+    return Kept(storages, passes, _given(output), stage.adds_gradients_in_i)
 
 
 def _nothing() -> None:

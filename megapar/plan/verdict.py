@@ -1,0 +1,138 @@
+"""Whether a layout fits into the memory of a device, and if not, what would."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from megapar.config.options import Config
+from megapar.errors import ConfigError
+from megapar.plan.memory import RankReport, fullest_rank
+from megapar.plan.parts import Parts
+
+UNEVEN_EXPERTS = 0.5
+"""A plan gives each expert an even share of the tokens. So much more of what experts keep is held in reserve."""
+
+_SHOWN = 3  # changes that would fit
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The memory of a device, and what of it a plan may not use, in bytes.
+
+    The reserve is for what no plan counts: the CUDA context, NCCL, workspaces of kernels, and fragments of the
+    allocator.
+    """
+
+    name: str
+    capacity_bytes: int
+    reserve_bytes: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a layout fits, and a text for people with the bytes and what would fit."""
+
+    fits: bool
+    text: str
+
+
+def judge(given: Config, validated: Callable[[Config], Config], parts: Parts, capacity: Capacity) -> Verdict:
+    """The verdict on a layout. `given` has the options as the user gave them, and `validated` fills in the others.
+
+    `validated` raises ConfigError for a layout that cannot run. If the layout does not fit, further layouts of as many
+    ranks are planned, one option changed in each, and then several.
+    """
+    config = validated(given)
+    fullest = fullest_rank(config, parts)
+    reserve = _reserve(config, fullest, capacity)
+    needs = f"the fullest rank needs {_gib(fullest.total)} by plan and {_gib(reserve)} in reserve ({_reasons(config)})"
+    if fullest.total + reserve <= capacity.capacity_bytes:
+        left = capacity.capacity_bytes - fullest.total - reserve
+        return Verdict(True, f"fits on {capacity.name} of {_gib(capacity.capacity_bytes)}: {needs}, {_gib(left)} left")
+    text = f"does not fit on {capacity.name} of {_gib(capacity.capacity_bytes)}: {needs}"
+    found = _what_fits(config, given, validated, parts, capacity)
+    if found:
+        return Verdict(False, f"{text}; would fit: {'; or '.join(found)}")
+    return Verdict(False, f"{text}; nothing tried with as many ranks would: use more ranks, or a smaller model")
+
+
+def _reserve(config: Config, report: RankReport, capacity: Capacity) -> int:
+    experts = 0
+    if config.model.moe.num_experts:
+        experts = sum(nbytes for name, nbytes in report.kept if name.endswith("mlp"))
+    return capacity.reserve_bytes + round(UNEVEN_EXPERTS * experts)
+
+
+def _reasons(config: Config) -> str:
+    listed = "CUDA, NCCL, workspaces, fragments"
+    if config.model.moe.num_experts:
+        listed += f", experts with {1 + UNEVEN_EXPERTS:g} times their even share"
+    return listed
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB"
+
+
+Change = tuple[str, str, object]
+"""A section of the configuration, an option in it, and its new value."""
+
+
+def _what_fits(
+    config: Config, given: Config, validated: Callable[[Config], Config], parts: Parts, capacity: Capacity
+) -> list[str]:
+    """The first changes that fit, in words: of one option, and if there are none, of several together."""
+
+    def fitting(changes: Sequence[Change]) -> str:
+        """The changes in words if they fit, else an empty text."""
+        try:
+            changed = validated(_with(given, changes))
+            report = fullest_rank(changed, parts)
+        except ConfigError:
+            return ""  # this layout cannot run
+        if report.total + _reserve(changed, report, capacity) > capacity.capacity_bytes:
+            return ""
+        words = ", ".join(f"{section}.{option} {value}" for section, option, value in changes)
+        return f"{words} ({_gib(report.total)})"
+
+    of_options = list(_changes_of_options(config))
+    of_axes = list(_changes_of_axes(config))
+    single = [[change] for change in of_options]
+    # Of several values of one option, the last one saves most.
+    together = list({(section, option): (section, option, value) for section, option, value in of_options}.values())
+    several = [together, *([*together, *changes] for changes in of_axes)]
+    found = list(islice(filter(None, map(fitting, single + of_axes)), _SHOWN))
+    return found or list(islice(filter(None, map(fitting, several)), 1))
+
+
+def _changes_of_options(config: Config) -> Iterator[Change]:
+    """Yield what saves memory in any layout. The least costly come first."""
+    train = config.train
+    if config.parallel.dp * config.parallel.cp > 1:
+        for stage in range(config.optimizer.zero_stage + 1, 4):
+            yield "optimizer", "zero_stage", stage
+    if config.kernels.loss_chunk == 0:
+        yield "kernels", "loss_chunk", 1024
+    size = train.micro_batch_size
+    while size > 1:
+        size //= 2
+        yield "train", "micro_batch_size", size
+    modes = ["none", "selective", "full"]
+    for mode in modes[modes.index(train.recompute) + 1 :]:
+        yield "train", "recompute", mode
+
+
+def _changes_of_axes(config: Config) -> Iterator[list[Change]]:
+    """Yield layouts of as many ranks with fewer replicas."""
+    parallel = config.parallel
+    for axis in ("tp", "pp", "cp"):
+        now: int = getattr(parallel, axis)
+        for times in (2, 4, 8):
+            if parallel.dp % times == 0:
+                yield [("parallel", axis, now * times), ("parallel", "dp", parallel.dp // times)]
+
+
+def _with(config: Config, changes: Sequence[Change]) -> Config:
+    for section, option, value in changes:
+        config = replace(config, **{section: replace(getattr(config, section), **{option: value})})
+    return config

@@ -1,0 +1,107 @@
+"""The memory of a rank counted on the rank itself: all its stages are built on the meta device and measured whole.
+
+Plans (`megapar.plan.memory`) put it together from parts, and must find the same.
+"""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import torch
+from megapar_models.build import build_stages
+from torch import Tensor
+
+from megapar import context
+from megapar.batch import MicroBatch, PipelineStage, Targets
+from megapar.config.derive import num_microbatches
+from megapar.config.options import Config
+from megapar.launch.grid import grid_of
+from megapar.main_grad import WeightGradientQueue, main_grads
+from megapar.params import spec_of
+from megapar.pipeline.actions import Action
+from megapar.pipeline.sharding_plan import most_live
+from megapar.plan.memory import RankReport
+from megapar.train import memory_report
+from megapar.train.kept import DEFERRED, KeptBytes, Key
+from megapar.train.trainable import freeze
+from megapar.train.trainer import assemble
+
+META = torch.device("meta")
+
+
+def built_report(config: Config, rank: int) -> RankReport:
+    """The report of `rank`. `kernels.backend` must be given, because auto means another thing on a GPU."""
+    ctx = context.planned(grid_of(config), rank, device=META)
+    stages = build_stages(config, ctx)
+    freeze(stages.values(), config.train.trainable)
+    state = assemble(config, ctx, stages)
+    plan = state.pipeline.plan(num_microbatches(config), backward=True)
+    batch = meta_batch(config, stages.declared.num_targets)
+    kept = {number: kept_by(number, stage, batch) for number, stage in stages.items()}
+    in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
+    deferred = {number: deferred_by(stages[number], batch) for number in in_halves}
+    live: Counter[Key] = Counter()
+    at_peak: Counter[Key] = Counter()
+    for item in plan:
+        if not isinstance(item, Action):
+            continue
+        if item.kind == "F":
+            live.update(kept[item.stage])
+        elif item.kind != "W":
+            live.subtract(kept[item.stage])
+        if item.kind in "IW":
+            live[item.stage, DEFERRED] += deferred[item.stage] * (1 if item.kind == "I" else -1)
+        if live.total() > at_peak.total():
+            at_peak = live.copy()
+    params = {id(param): param for stage in stages.values() for param in stage.parameters()}
+    optimizer, on_host = memory_report.optimizer_nbytes(state, config.launch.device)
+    return RankReport(
+        pp=ctx.pp.rank,
+        stages="; ".join(stage.title() for stage in stages.values()),
+        parameters=sum(math.prod(p.local_shape) for param in params.values() for p in spec_of(param).pieces),
+        weights=state.weights.flat.nbytes
+        + most_live(plan, state.weights.nbytes_of, "gather", "release")
+        + memory_report.frozen_nbytes(stages.values()),
+        gradients=state.grads.flat.nbytes + most_live(plan, state.grads.nbytes_of, "open", "add"),
+        optimizer=optimizer,
+        optimizer_on_host=on_host,
+        kept=tuple(memory_report.by_name(at_peak, len(stages), stages.fine_stages).items()),
+    )
+
+
+def meta_batch(config: Config, num_targets: int) -> MicroBatch:
+    train = config.train
+    tokens_bs = torch.zeros((train.micro_batch_size, train.seq_length), dtype=torch.int64, device=META)
+    weights_bs = torch.zeros_like(tokens_bs, dtype=torch.float32)
+    later = [Targets(tokens_bs, weights_bs)] * (num_targets - 1)
+    whole = MicroBatch.of_samples(tokens_bs, tokens_bs, weights_bs, tokens_bs[:, 0], later_targets=later)
+    part = whole.columns(torch.empty(train.seq_length // config.parallel.cp, dtype=torch.int64, device=META))
+    return replace(part, loss_scale=torch.ones((), device=META))
+
+
+def forward(stage: PipelineStage, batch: MicroBatch) -> Tensor:
+    x = None
+    for spec in stage.boundary(batch):
+        x = torch.empty(spec.shape, dtype=spec.dtype, device=META, requires_grad=True)
+    output: Tensor = stage(x, batch)
+    return output
+
+
+def kept_by(number: int, stage: PipelineStage, batch: MicroBatch) -> Counter[Key]:
+    kept = KeptBytes({number: stage})
+    with kept.counting():
+        forward(stage, batch)
+    return kept.at_peak
+
+
+def deferred_by(stage: PipelineStage, batch: MicroBatch) -> int:
+    """Units have no memory outside a step, so gradients added in I get some."""
+    for main_grad, param in zip(main_grads(stage), (p for p in stage.parameters() if p.requires_grad), strict=True):
+        main_grad.tensor = torch.empty(param.shape, device=META)
+        main_grad._on_added = lambda: None  # type: ignore[attr-defined]
+    output = forward(stage, batch)
+    queue = WeightGradientQueue()
+    with queue.open(main_grads(stage)):
+        if output.requires_grad:
+            output.backward(torch.empty_like(output))
+    return queue.nbytes

@@ -1,0 +1,255 @@
+"""Plans put together from parts say what ranks hold that were built whole, and take little time however deep a model.
+
+tests/test_dry_run.py compares plans with the bytes of real ranks.
+"""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from megapar_models.build import StageBuilder
+from megapar_models.registry import validate
+
+from megapar.batch import PipelineStage
+from megapar.config.options import Config, ModelConfig, ParallelConfig
+from megapar.context import ParallelContext
+from megapar.errors import ConfigError
+from megapar.pipeline.schedules import SCHEDULES, make
+from megapar.plan.memory import fullest_rank, report_rank, reports
+from megapar.plan.moments import WINDOW, without_repeats
+from megapar.plan.parts import Parts
+from megapar.plan.verdict import Capacity, judge
+from tests.support.built_plan import built_report
+from tests.support.grid import (
+    DENSE_BETWEEN,
+    GPT,
+    LLAMA,
+    MIXTRAL,
+    MODELS,
+    ONE_KV_HEAD,
+    SHARED,
+    SIGMOID,
+    STRADDLING,
+    Layout,
+    name,
+)
+from tests.support.plans import PARTS
+from tests.support.sweeps import slow_but
+
+DEEP = replace(ONE_KV_HEAD, num_hidden_layers=21)
+FOUR_KINDS = replace(LLAMA, family="tests.test_width_layers:FOUR_KINDS", attention_bias=False, num_hidden_layers=9)
+OTHERS = [
+    DEEP,
+    FOUR_KINDS,
+    replace(GPT, num_hidden_layers=9),
+    *(
+        replace(LLAMA, family=f"tests.{family}", attention_bias=False, qk_norm=False)
+        for family in (
+            "toy_family:FAMILY",
+            "test_width_layers:WINDOWS",
+            "test_width_layers:LORA",
+            "test_width_optimizers:MOMENTUM",
+            "test_width_optimizers:ON_HOST",
+            "test_context_parallel_training:OWN_LOSS",
+        )
+    ),
+]
+
+
+def same_as_built(layout: Layout, precision: str = "bf16", device: str = "cuda") -> None:
+    config = layout.config(precision)
+    backend = "torch" if layout.backend == "auto" else layout.backend
+    config = replace(config, kernels=replace(config.kernels, backend=backend))
+    config = replace(config, launch=replace(config.launch, device=device))
+    for report, (first, *_) in reports(config, PARTS).items():
+        built = built_report(config, first)
+        # A plan shortens the titles of fine stages.
+        assert replace(report, stages="") == replace(built, stages=""), (name(layout), first)
+        if layout.zero_stage < 2:
+            assert report.stages == built.stages
+
+
+LAYOUTS = [
+    Layout(LLAMA, tp=2, pp=2, sequence_parallel=True, dp=2),
+    Layout(GPT, pp=4, schedule="gpipe", recompute="selective"),
+    Layout(DEEP, dp=4, zero_stage=2, micro_batch_size=3),
+    Layout(DEEP, dp=2, zero_stage=3, recompute="full", every=3),
+    Layout(DEEP, pp=2, dp=2, zero_stage=3, schedule="breadth"),
+    Layout(DEEP, dp=2, zero_stage=3, schedule="breadth"),
+    Layout(DEEP, pp=3, dp=4, shard_ranks=2, vpp=2, schedule="interleaved", zero_stage=2),
+    Layout(ONE_KV_HEAD, pp=2, schedule="zb-h1", recompute="full", micro_batch_size=2),
+    Layout(ONE_KV_HEAD, pp=2, vpp=2, schedule="zb-v", zero_stage=2, dp=2, loss_chunk=8),
+    Layout(GPT, pp=2, vpp=2, schedule="dualpipe-v", zero_stage=3, dp=2),
+    Layout(STRADDLING, tp=4, cp=2, cp_attention="ring", backend="triton"),
+    Layout(LLAMA, cp=2, cp_attention="ulysses", tp_overlap_chunks=2, tp=2, sequence_parallel=True),
+    Layout(MIXTRAL, dp=4, ep=4, etp=1, pp=2),
+    Layout(SHARED, tp=2, dp=2, ep=2, etp=2, recompute="full"),
+    Layout(SIGMOID, dp=2, ep=2, zero_stage=2),
+    Layout(DENSE_BETWEEN, pp=3, schedule="zb-h1"),
+    Layout(FOUR_KINDS, pp=2, dp=2, recompute="full", every=2, schedule="zb-h1"),
+    Layout(FOUR_KINDS, tp=2, zero_stage=3, dp=2),
+    Layout(LLAMA, pp=2, trainable=("layers.[12].*",), zero_stage=2, dp=2),
+    Layout(LLAMA, pp=2, trainable=("head*", "layers.3.mlp.*"), recompute="full"),
+    Layout(GPT, pp=2, trainable=("*norm*",), schedule="zb-h1"),
+    *(Layout(model, pp=2, dp=2, zero_stage=1 + number % 3) for number, model in enumerate(OTHERS[2:])),
+]
+
+
+@pytest.mark.parametrize("layout", slow_but(range(0, len(LAYOUTS), 2), LAYOUTS), ids=name)
+def test_a_plan_from_parts_is_that_of_the_whole_rank(layout: Layout) -> None:
+    same_as_built(layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_from_parts_is_that_of_the_whole_rank_in_random_layouts(seed: int) -> None:
+    """Whatever was planned before with the same parts."""
+    generator = random.Random(seed)
+    planned = 0
+    while planned < 40:
+        options = random_options(generator)
+        model = generator.choice([*MODELS, *OTHERS])
+        if model.moe.num_experts:
+            options |= {"ep": generator.choice([1, 2, 4]), "etp": generator.choice([0, 1])}
+        layout = Layout(model, **options)
+        try:
+            layout.config()
+        except ConfigError:
+            continue  # this layout cannot run
+        same_as_built(layout, generator.choice(["fp32", "bf16"]), generator.choice(["cpu", "cuda"]))
+        planned += 1
+
+
+def random_options(generator: random.Random) -> dict[str, Any]:
+    among = {
+        "tp": [1, 1, 2, 4],
+        "pp": [1, 1, 2, 3],
+        "dp": [1, 2, 3, 4],
+        "cp": [1, 1, 1, 2],
+        "cp_attention": ["gather", "ring", "ulysses"],
+        "vpp": [1, 1, 2],
+        "schedule": list(SCHEDULES),
+        "sequence_parallel": [False, True],
+        "recompute": ["none", "selective", "full"],
+        "zero_stage": [0, 1, 2, 3],
+        "shard_ranks": [0, 0, 2],
+        "micro_batch_size": [1, 1, 2, 3],
+        "loss_chunk": [0, 0, 8],
+        "backend": ["torch", "triton"],
+        "trainable": [(), (), (), ("layers.[12].*",), ("*norm*",), ("embedding*",), ("head*", "layers.3.mlp.*")],
+    }
+    options: dict[str, Any] = {option: generator.choice(values) for option, values in among.items()}
+    options["every"] = generator.choice([1, 2, 3]) if options["recompute"] == "full" else 1
+    return options
+
+
+# How much is built
+
+
+class CountingBuilder(StageBuilder):
+    """Counts the layers and ends that it builds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.built = 0
+
+    def maker(self, config: Config, ctx: ParallelContext) -> Callable[..., Any]:
+        make_stage = super().maker(config, ctx)
+
+        def counted(*args: Any, **kwargs: Any) -> PipelineStage:
+            self.built += 1
+            return make_stage(*args, **kwargs)
+
+        return counted
+
+
+def sized(layers: int, **options: Any) -> Config:
+    model = ModelConfig(hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, vocab_size=512)
+    parallel = ParallelConfig(**options)
+    return validate(Config(model=model, parallel=parallel), parallel.tp * parallel.pp * parallel.dp)
+
+
+def test_a_plan_builds_as_little_of_a_deep_model_as_of_a_shallow_one() -> None:
+    built = []
+    for layers in (2, 48):
+        builder = CountingBuilder()
+        fullest_rank(sized(layers, tp=2, pp=2, dp=4), Parts(builder))
+        built.append(builder.built)
+    assert built[0] == built[1] <= 12
+
+
+def test_layouts_of_other_replicas_stages_and_schedules_have_the_same_parts() -> None:
+    builder = CountingBuilder()
+    parts = Parts(builder)
+    first = fullest_rank(sized(8, tp=2, pp=2, dp=4), parts)
+    before = builder.built
+    others = [{"dp": 2}, {"pp": 4}, {"vpp": 2, "schedule": "interleaved"}, {"schedule": "gpipe"}]
+    found = [fullest_rank(sized(8, **{"tp": 2, "pp": 2, "dp": 4, **other}), parts) for other in others]
+    assert builder.built == before
+    assert len({first, *found}) == 5, "and yet they need other memory"
+    fullest_rank(sized(8, tp=4, pp=2, dp=2), parts)
+    assert builder.built > before
+
+
+def test_the_fullest_rank_is_one_of_the_reports() -> None:
+    config = sized(9, pp=4, tp=2, dp=1)
+    found = reports(config, PARTS)
+    fullest = fullest_rank(config, PARTS)
+    assert fullest.total == max(report.total for report in found)
+    assert report_rank(config, PARTS, found[fullest][0]) == fullest
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
+def test_shortened_orders_show_every_few_steps_that_the_whole_ones_have(schedule: str) -> None:
+    pp = 4
+    vpp = SCHEDULES[schedule].vpp.nearest_to(2)
+    shortened = 0
+    for order in make(schedule, pp, vpp, 64):
+        steps = [(action.kind, action.stage) for action in order]
+        short = without_repeats(steps, pp)
+        assert windows(short) == windows(steps)
+        shortened += len(short) < len(steps) / 2
+    assert shortened or schedule.startswith("zb"), "searched orders may not repeat"
+
+
+def windows(steps: list[Any]) -> set[tuple[Any, ...]]:
+    return set(zip(*(itertools.islice(steps, start, None) for start in range(WINDOW)), strict=False))
+
+
+# The verdict
+
+
+def test_a_verdict_says_whether_a_layout_fits_and_what_would() -> None:
+    given = Config(
+        model=ModelConfig(hidden_size=64, num_hidden_layers=8, num_attention_heads=4, vocab_size=512),
+        parallel=ParallelConfig(dp=8),
+    )
+
+    def validated(config: Config) -> Config:
+        return validate(config, 8)
+
+    total = fullest_rank(validated(given), PARTS).total
+    enough = Capacity("a100", total + 1000, 1000)
+    verdict = judge(given, validated, PARTS, enough)
+    assert verdict.fits
+    assert verdict.text.startswith("fits on a100 of ")
+    small = replace(enough, capacity_bytes=total + 999)
+    verdict = judge(given, validated, PARTS, small)
+    assert not verdict.fits
+    assert "; would fit: optimizer.zero_stage 2 (" in verdict.text
+    tiny = judge(given, validated, PARTS, replace(enough, capacity_bytes=2000))
+    assert tiny.text.endswith("nothing tried with as many ranks would: use more ranks, or a smaller model")
+    # A quarter is less than any one change needs.
+    several = judge(given, validated, PARTS, replace(enough, capacity_bytes=total // 4))
+    assert "would fit: optimizer.zero_stage 3, kernels.loss_chunk 1024, train.recompute full, pa" in several.text
+
+
+def test_uneven_experts_are_held_in_reserve() -> None:
+    config = Layout(MIXTRAL).config()
+    total = fullest_rank(config, PARTS).total
+    verdict = judge(config, lambda config: config, PARTS, Capacity("x", total + 10, 10))
+    assert not verdict.fits
+    assert "experts with 1.5 times their even share" in verdict.text
