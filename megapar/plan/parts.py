@@ -41,11 +41,11 @@ class Builder(Protocol):
     def maker(self, config: Config, ctx: ParallelContext) -> Callable[..., PipelineStage]:
         """Make a stage on the context's device: called with a range of layers, `first`, `last` and `tied_weight`.
 
-        `tied` is the matrix of the embedding if the stage before holds it on the same rank.
+        `tied_weight` is the matrix of the embedding if the stage before holds it on the same rank.
         """
 
     def embedding_weight(self, config: Config, first: PipelineStage) -> nn.Parameter | None:
-        """The `tied` for the last stage of a rank with the first stage as well. None if it uses no embedding."""
+        """The `tied_weight` for the last stage of a rank with the first stage as well. None if it uses no embedding."""
 
     def declared(self, config: Config) -> Declared:
         """What the model declares."""
