@@ -1,7 +1,6 @@
 """Pretrain a transformer: python pretrain_scripts/pretrain.py --config C.toml [--section.key value ...].
 
-Runs under torchrun or Slurm, or starts its own local ranks with --launch.nproc N.
-"""
+Under torchrun or Slurm, or with local ranks of its own by --launch.nproc N."""
 
 import sys
 from functools import partial
@@ -22,9 +21,8 @@ from megapar.errors import Preempted
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process, refuse_start
 from megapar.launch.reporting import exits_refused, open_streams, reported
-from megapar.plan import dry_run
+from megapar.plan import dry_run, memory
 from megapar.plan.choose_schedule import check_schedule, with_chosen_schedule
-from megapar.plan.memory import memory_limit
 from megapar.plan.parts import Parts
 from megapar.system import limits
 from megapar.train.checkpoints import lock_run_dir
@@ -52,11 +50,11 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
         resolved, config, balance = with_measured_partition(resolved, config, ctx)
         train_data, validation_sets = open_loaders(config, ctx, num_targets(config))
         run_dir = Path(config.run_dir)
-        memory = memory_limit(config, parts)
+        limit = memory.memory_limit(config, parts)
         with lock_run_dir(run_dir, ctx):
             process.claim_run_dir(run_dir)
             stages = build_stages(config, ctx, allocate=not initializes_by_unit(config))
-            state, notes = start(config, ctx, stages, identity(train_data, validation_sets), memory)
+            state, notes = start(config, ctx, stages, identity(train_data, validation_sets), limit)
             train_data.consumed_samples = state.consumed_samples
             size, flops = size_and_flops(config)
             write_run_header(config, ctx, size, [*balance, *notes], to_toml(resolved, config))
@@ -86,12 +84,11 @@ def main() -> int:
             plan(resolved)
             return 0
         env = device.environment()
-        launch = resolved.config.launch
         refuse_start(resolved.config)
-        world = env.world_size if env.launched else max(launch.nproc, 1)
+        world = env.world_size if env.launched else max(resolved.config.launch.nproc, 1)
         config = check(resolved, world)
         if world > 1 and not env.launched:
-            device.choose(launch.device, 0, world)  # an error is raised here once, and not in every rank
+            device.choose(config.launch.device, 0, world)  # an error is raised here once, and not in every rank
             preload(config)
             return start_local_ranks(partial(run, resolved, config), world, config.run_dir)
         run(resolved, config, env)
