@@ -95,11 +95,11 @@ def test_the_first_word_chooses_the_benchmark(
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "speed"])
     assert benchmark.main() == 2
     assert capsys.readouterr().err.startswith("ConfigError: speed: no such benchmark; layouts, checkpoint,")
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "manifest", "--help"])
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "checkpoint", "--help"])
     with pytest.raises(SystemExit) as end:
         benchmark.main()
     assert end.value.code == 0
-    assert "--ranks" in capsys.readouterr().out
+    assert "--rounds" in capsys.readouterr().out
     assert [line.split()[0] for line in (benchmark.__doc__ or "").splitlines()[2:]] == list(benchmark.MODULES)
 
 

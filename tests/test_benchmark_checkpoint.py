@@ -1,4 +1,4 @@
-"""tools/benchmark.py checkpoint and manifest at a size of seconds."""
+"""tools/benchmark.py checkpoint at a size of seconds."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
-from benchmarks import checkpoint, manifest
+from benchmarks import checkpoint
 
 
 def test_every_contender_moves_the_same_bytes_and_each_figure_is_there(tmp_path: Path) -> None:
@@ -35,15 +35,3 @@ def test_a_load_of_other_bits_is_an_error() -> None:
     checkpoint.require_equal(state, saved, "load")
     with pytest.raises(checkpoint.BenchmarkError, match=r"^load: .* is not what was saved$"):
         checkpoint.require_equal(state, saved, "load")  # as nothing was loaded into what was spoiled
-
-
-def test_the_cost_of_a_manifest_is_measured_for_each_number_of_ranks(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    manifest.main(manifest.Options(ranks=(64, 512), layers=8, json=file))
-    rows = json.loads(file.read_text())["rows"]
-    assert [row["ranks"] for row in rows] == [64, 512]
-    assert rows[1]["manifest_bytes"] > 4 * rows[0]["manifest_bytes"]
-    for row in rows:
-        assert all(row[who]["seconds"] > 0 for who in ("publish", "verify", "use", "retain"))
-        assert all(row[who]["bytes"] >= 0 for who in ("publish", "verify", "use", "retain"))
-        assert row["use"]["bytes"] <= row["verify"]["bytes"], "a rank that uses a manifest reads its own part"

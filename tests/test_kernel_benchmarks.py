@@ -19,16 +19,15 @@ import numpy as np
 import pytest
 import torch
 from megapar_kernels.backend import Kernels
-from megapar_kernels.dispatch import HAS_TRITON, interpreting, triton
+from megapar_kernels.dispatch import HAS_TRITON, triton
 
 from megapar.errors import ConfigError, StorageError
 from megapar.system.atomic_files import write_json
-from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from benchmarks import gpu, gpu_contenders, ranks, report
 from benchmarks.contenders import Megapar
-from benchmarks.kernels import measuring, ops, peers, run, tune
+from benchmarks.kernels import measuring, ops, peers, run
 from benchmarks.profiling import Kernel, gather
 
 ROOT = Path(__file__).parents[1]
@@ -311,65 +310,8 @@ def test_a_profile_is_summed_by_kernel_and_category() -> None:
     assert list(table.columns[5].cells) == [""] + ["<-- off"] * 7
 
 
-# Launch configurations
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.slow)])
-def test_every_candidate_is_tried(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At tiny shapes: candidates compute what torch does, and if kernels run, today's is among them. Without -m slow
-    the first and the last of each kind."""
-    candidates = tune.candidates
-    monkeypatch.setattr(tune, "candidates", lambda *args: (x := candidates(*args))[:1] + x[1:][-count + 1 :])
-    tune.main(tune.Options(dry_run=True, json=tmp_path / "tune.json"))
-    results = json.loads((tmp_path / "tune.json").read_text())["results"]
-    assert {(r["op"], r["what"]) for r in results} == {(op, k.what) for op, knobs in tune.KNOBS.items() for k in knobs}
-    for result in results:
-        assert len(result["candidates"]) > 1
-        assert sum(row["today"] for row in result["candidates"]) == interpreting()
-        assert all(row["status"] == "ok" and row["ms"] is None for row in result["candidates"]), result
-
-
-@needs_triton
-def test_candidates_reach_the_kernels(bench: measuring.Bench, tmp_path: Path) -> None:
-    """Tiles of half a row, in the norms as they are and in their copy with a staged loop, compute something else."""
-    case = tiny_case("RMSNorm", measuring.device.choose_kernels("triton", CPU))
-    for module in (tune.norms, tune.with_stages(2, tmp_path)):
-        for function in ("forward_config", "backward_config"):
-            half = tune.replacement(module, function, (1, 16, 1))
-            candidate = tune.Candidate("half a row", False, (half, (ops, "norms", module)))
-            (row,) = tune.try_all(bench, case, "forward", [candidate])
-            assert "differs from torch in fp32" in row["status"]
-    assert ops.norms is tune.norms
-
-
-def test_what_fails_is_told_after_all_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A kernel unable to run at all, and a candidate with other results."""
-    wrong = {"config": "units 3", "today": False, "ms": None, "status": "KernelError: differs"}
-    monkeypatch.setattr(tune, "try_all", Mock(side_effect=[RuntimeError("no kernel image"), [wrong], [wrong]]))
-    with pytest.raises(tune.KernelError, match=r"AdamW 384: RuntimeError: no kernel image; RoPE .* units 3"):
-        tune.main(tune.Options(dry_run=True, only=("AdamW", "RoPE"), json=tmp_path / "tune.json"))
-    found = json.loads((tmp_path / "tune.json").read_text())
-    assert [result["op"] for result in found["results"]] == ["RoPE", "RoPE"]
-    assert len(found["failed"]) == 3
-
-
-def test_the_fastest_candidate_comes_first_and_todays_is_marked(
-    bench: measuring.Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = tiny_case("AdamW")
-    (knob,) = tune.KNOBS["AdamW"]
-    monkeypatch.setattr(tune, "launched", lambda *_: (16, 8))
-    tried = tune.candidates(bench, case, knob, {})
-    times = iter(range(len(tried), 0, -1))
-    monkeypatch.setattr(bench.watch, "median_ms", lambda run: float(next(times)))
-    result = tune.describe(case, knob, tune.try_all(bench, case, "forward", tried), copy=1.0)
-    assert [row["ms"] for row in result["candidates"]] == list(range(1, len(tried) + 1))
-    assert result["candidates"][-1]["today"]
-    assert result["candidates"][0]["share"] == pytest.approx(30 * 384 / 1e6)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("program", [run, tune, gpu])
+@pytest.mark.parametrize("program", [run, gpu])
 def test_without_a_gpu_only_dry_runs_are_possible(program: Any) -> None:
     with pytest.raises(ConfigError, match="--dry_run"):
         program.main(program.Options())

@@ -4,12 +4,10 @@ layouts      training beside PyTorch's own ways, on a CPU or on GPUs; the one wi
 checkpoint   saving and loading
 data         preparation of text
 delivery     batches from data sets of any size
-manifest     what the index of a checkpoint of many ranks costs
 schedules    pipeline schedules on ranks that sleep, beside their simulation
 profile      CPU time of a training step by kind of operation, beside plain PyTorch
 gpu          training models of billions of weights on one GPU
 kernels      every fused kernel on one GPU
-tune         other launch configurations of the fused kernels
 """
 
 import importlib
@@ -25,12 +23,10 @@ MODULES = {
     "checkpoint": "benchmarks.checkpoint",
     "data": "benchmarks.data",
     "delivery": "benchmarks.delivery",
-    "manifest": "benchmarks.manifest",
     "schedules": "benchmarks.schedules",
     "profile": "benchmarks.cpu_profile",
     "gpu": "benchmarks.gpu",
     "kernels": "benchmarks.kernels.run",
-    "tune": "benchmarks.kernels.tune",
 }
 
 

@@ -6,7 +6,6 @@
 #   facts     versions, GPUs, copy bandwidth, a bf16 matrix product, missing packages          -> FOLDER/facts.json
 #   tests     kernel and checkpoint tests natively on the first GPU; with several GPUs the
 #             distributed tests over NCCL too                                                  -> FOLDER/tests.log, .xml
-#   tune      launch configurations of the kernels, timed beside today's                       -> FOLDER/tune.json
 #   train     Llama 1B, 3B and 8B: tokens/s, MFU, memory, one profiled step, PyTorch beside    -> FOLDER/train.json
 #   kernels   every op beside torch eager, Liger-Kernel and torch.compile                      -> FOLDER/kernels.json
 #
@@ -29,8 +28,8 @@ stage=${1:-}
 folder=${2:-}
 dry_run=${3:-}
 case $stage in
-    facts | tests | tune | train | kernels) ;;
-    *) stage='' && fail "name a stage: facts, tests, tune, train or kernels" ;;
+    facts | tests | train | kernels) ;;
+    *) stage='' && fail "name a stage: facts, tests, train or kernels" ;;
 esac
 [ -n "$folder" ] || fail "name a folder for the results"
 case $dry_run in '' | --dry_run) ;; *) fail "$dry_run is not known; only --dry_run is" ;; esac
@@ -78,7 +77,6 @@ lane="-m gpu"
 case $stage in
     facts) command="$python tools/gpu_facts.py --json $folder/facts.json" ;;
     tests) command="$python -m pytest $lane $side_by_side -v -rs -p no:cacheprovider --junitxml $folder/tests.xml $tests" ;;
-    tune) command="$python tools/benchmark.py tune $dry_run --json $folder/tune.json" ;;
     train) command="$python tools/benchmark.py gpu $dry_run --json $folder/train.json" ;;
     kernels) command="$python tools/benchmark.py kernels $dry_run --json $folder/kernels.json" ;;
 esac

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,35 +76,36 @@ def tensors(results: Any) -> list[Tensor]:
 def gradients(inputs: Sequence[Any], results: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
     """Of all inputs with one; of weights, the main gradient if the op adds to it."""
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    if not wanted:
-        return []
     found = torch.autograd.grad(results, wanted, grads, allow_unused=True)
     mains = [main_grad_of(x) for x in wanted]
     return [m.tensor if g is None and m is not None else g for g, m in zip(found, mains, strict=True)]
+
+
+def widened(x: Any) -> Any:
+    """An input in fp32, if it has a floating-point dtype."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return x.detach().float().requires_grad_(x.requires_grad)
 
 
 def evaluate(bench: Bench, case: Case, op: peers.Op, *, wide: bool = False) -> list[Tensor]:
     """Results and gradients for the inputs of seed 0; `wide` computes in fp32."""
     inputs = bench.inputs(case, 0)
     if wide:
-        floating = [isinstance(x, Tensor) and x.is_floating_point() for x in inputs]
-        inputs = tuple(
-            x.detach().float().requires_grad_(x.requires_grad) if f else x
-            for x, f in zip(inputs, floating, strict=True)
-        )
+        inputs = tuple(map(widened, inputs))
     results = tensors(op(*inputs))
-    maker = Maker(bench.target, bench.dtype, 1)  # the same upstream gradients for all, rounded to the op's dtype
-    grads = [maker.floats(*y.shape, grad=False).to(y.dtype) for y in results if "both" in case.directions]
-    return [x.detach() for x in results] + gradients(inputs, results, grads)
+    found = [x.detach() for x in results]
+    if "both" not in case.directions:
+        return found
+    return found + gradients(inputs, results, upstream(bench, results))
 
 
 def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
     """Relative norms of the differences; NaN if a NaN is in either."""
-    norms = [
-        (torch.linalg.vector_norm(x.float() - e.float()), torch.linalg.vector_norm(e.float()))
-        for x, e in zip(found, exact, strict=True)
+    norm = torch.linalg.vector_norm
+    return [
+        float(norm(x.float() - e.float()) / norm(e.float()).clamp(min=1e-30)) for x, e in zip(found, exact, strict=True)
     ]
-    return [float(difference / norm.clamp(min=1e-30)) for difference, norm in norms]
 
 
 def check(case: Case, found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
@@ -118,50 +118,39 @@ def check(case: Case, found: Sequence[Tensor], exact: Sequence[Tensor]) -> float
     return max(measured)
 
 
-class Inputs:
-    """Sets of inputs of a case, and the gradients to start backward from. With so many sets, none is still in the
-    device's cache at its next turn."""
-
-    def __init__(self, bench: Bench, case: Case, op: peers.Op):
-        first = bench.inputs(case, 0)
-        nbytes = sum(x.nbytes for x in first if isinstance(x, Tensor))
-        copies = 1 if bench.watch.dry_run else -(-ROTATED_BYTES // nbytes)
-        self.differentiable = "both" in case.directions
-        self.sets = [first] + [bench.inputs(case, seed) for seed in range(1, copies)]
-        maker = Maker(bench.target, bench.dtype, 1)
-        self.upstream = [
-            [maker.floats(*y.shape, grad=False).to(y.dtype) for y in tensors(op(*inputs))]
-            for inputs in self.sets
-            if self.differentiable
-        ]
-
-    def forward(self, op: peers.Op, i: int) -> None:
-        """Repetition i of `op`, of the i-th of the rotating sets."""
-        op(*self.sets[i % len(self.sets)])
-
-    def both(self, op: peers.Op, i: int) -> None:
-        """Forward and backward of repetition i."""
-        place = i % len(self.sets)
-        gradients(self.sets[place], tensors(op(*self.sets[place])), self.upstream[place])
+def upstream(bench: Bench, results: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients to start backward from: the same for all contenders, rounded to the dtype of each result."""
+    maker = Maker(bench.target, bench.dtype, 1)
+    return [maker.floats(*y.shape, grad=False).to(y.dtype) for y in results]
 
 
 def measure(bench: Bench, case: Case, op: peers.Op, contender: Contender) -> None:
-    """Times of each direction over rotating inputs, and peak memory, into `contender`."""
-    inputs = Inputs(bench, case, op)
-    forward = partial(inputs.forward, op)
-    both = partial(inputs.both, op)
-    contender.bytes = bench.watch.peak_bytes(both if inputs.differentiable else forward)
-    contender.ms = times(bench, inputs, op)
+    """Median milliseconds of each direction and peak memory, into `contender`. Backward is both without forward.
 
+    There are so many sets of inputs that none is still in the device's cache at its next turn.
+    """
+    first = bench.inputs(case, 0)
+    nbytes = sum(x.nbytes for x in first if isinstance(x, Tensor))
+    copies = 1 if bench.watch.dry_run else -(-ROTATED_BYTES // nbytes)
+    sets = [first] + [bench.inputs(case, seed) for seed in range(1, copies)]
 
-def times(bench: Bench, inputs: Inputs, op: peers.Op) -> dict[Direction, float | None]:
-    """Median milliseconds by direction; backward is both together without forward."""
-    found: dict[Direction, float | None] = {}
-    found["forward"] = ahead = bench.watch.median_ms(partial(inputs.forward, op))
-    if inputs.differentiable:
-        found["both"] = whole = bench.watch.median_ms(partial(inputs.both, op))
-        found["backward"] = None if whole is None or ahead is None else whole - ahead
-    return found
+    def forward(i: int) -> None:
+        op(*sets[i % copies])
+
+    if "both" not in case.directions:
+        contender.bytes = bench.watch.peak_bytes(forward)
+        contender.ms["forward"] = bench.watch.median_ms(forward)
+        return
+    grads = [upstream(bench, tensors(op(*inputs))) for inputs in sets]
+
+    def both(i: int) -> None:
+        inputs = sets[i % copies]
+        gradients(inputs, tensors(op(*inputs)), grads[i % copies])
+
+    contender.bytes = bench.watch.peak_bytes(both)
+    contender.ms["forward"] = ahead = bench.watch.median_ms(forward)
+    contender.ms["both"] = whole = bench.watch.median_ms(both)
+    contender.ms["backward"] = None if whole is None or ahead is None else whole - ahead
 
 
 def brief(error: Exception) -> str:
