@@ -40,7 +40,7 @@ ROWS: list[tuple[str, int, int, int, str, float, list[float | None], float, floa
 def test_milliseconds_and_mfu_are_those_of_the_table(row: Any) -> None:
     """Totals, MFU and tokens/s within 3 %; parts within 3 % or the table's last digit."""
     name, layers, samples, tokens, recompute, total, parts, mfu, rate = row
-    model = gpu.model_of(gpu.Workload(name, tokens, samples), layers, dry_run=False)
+    model = gpu.model_of(gpu.Workload(name, tokens, samples, layers=layers), dry_run=False)
     train = TrainConfig(global_batch_size=8 * samples, micro_batch_size=samples, seq_length=tokens, recompute=recompute)
     found = predict(validate(Config(model=model, parallel=ParallelConfig(dp=1), train=train), 1))
     columns = dict(found.ms)

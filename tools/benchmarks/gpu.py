@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -60,9 +60,8 @@ CONTENDER_SECONDS = 180.0  # a contender that takes longer hangs, or would leave
 GRACE_MINUTES = 1.0  # for what runs when --minutes are over
 NO_MEMORY = "out of memory"  # a contender's status
 
-WorkloadName = Literal["1b", "3b", "8b-16-layers", "8b", "8b-4096"]
+WorkloadName = Literal["1b", "3b", "8b-16-layers", "8b"]
 ContenderName = Literal["megapar", "torch", "compiled"]
-RecomputeName = Literal["none", "selective", "full"]
 Item = tuple[Literal["megapar", "torch", "compiled", "profile"], WorkloadName]
 
 
@@ -71,7 +70,7 @@ class Workload:
     """A preset of a model family and how a GPU of more than 100 GB trains it.
 
     `small_micro_batch_size` is the micro-batch of a smaller GPU, 0 if the model does not fit into 80 GB. `layers` 0
-    means all. `spare_of` names another workload: this one takes its place if megapar runs out of memory.
+    means all.
     """
 
     preset: str
@@ -79,9 +78,8 @@ class Workload:
     micro_batch_size: int
     small_micro_batch_size: int = 0
     layers: int = 0
-    recompute: RecomputeName = "none"
+    recompute: Literal["none", "full"] = "none"
     loss_chunk: int = 0
-    spare_of: WorkloadName | None = None
 
 
 # The whole 8B takes 134.7 GiB of an H200's 140.4 before its first activation. Its logits are therefore computed in two
@@ -92,9 +90,15 @@ WORKLOADS: dict[WorkloadName, Workload] = {
     "3b": Workload("llama3.2-3b", 4096, 2, small_micro_batch_size=1),
     "8b-16-layers": Workload("llama3-8b", 8192, 1, layers=16),
     "8b": Workload("llama3-8b", 8192, 1, recompute="full", loss_chunk=4096),
-    "8b-4096": Workload("llama3-8b", 4096, 1, recompute="full", loss_chunk=2048, spare_of="8b"),
 }
-SPARES: dict[WorkloadName, WorkloadName] = {w.spare_of: name for name, w in WORKLOADS.items() if w.spare_of}
+
+# The figures of a contender: what they are called, their unit, and how they are printed.
+FORMS = {
+    "ms": ("ms a micro-batch", 1.0, ",.1f"),
+    "tokens_per_second": ("tokens/s", 1.0, ",.0f"),
+    "mfu": ("MFU", 1.0, ".1%"),
+    "peak_bytes": ("peak GiB", 2.0**30, ",.1f"),
+}
 
 # Kinds of kernels by their names in lower case, tried in this order. Attention comes before the matrix products,
 # because attention's kernels are built from CUTLASS too and have it in their names.
@@ -114,28 +118,19 @@ class Options:
     """Measure training on one GPU."""
 
     workloads: tuple[WorkloadName, ...] = ()
-    """What is trained; empty: all that fit the GPU's memory, without 8b-4096, which takes 8b's place if that does
-    not."""
+    """What is trained; empty: all for the GPU's memory."""
     contenders: tuple[ContenderName, ...] = ("megapar", "torch", "compiled")
     """Who trains it: megapar, plain PyTorch, torch.compile. They run in this order, whatever order is given."""
-    layers: int = 0
-    """Layers of every workload; 0: its own number."""
-    recompute: Literal["workload", "none", "selective", "full"] = "workload"
-    """Recomputed activations, as train.recompute; workload: its own."""
-    loss_chunk: int = -1
-    """Tokens whose logits megapar holds at once, as kernels.loss_chunk; -1: the workload's own."""
     micro_batch_size: int = 0
     """Samples of a forward pass; 0: the workload's own."""
-    seq_length: int = 0
-    """Tokens of a sample; 0: the workload's own."""
     micro_batches: int = 8
     """Forward passes of a step."""
     steps: int = 4
     """Timed steps, after two that warm up."""
     minutes: float = 8.5
     """No contender is begun after this time, and what runs is ended a minute later; what was not run is named."""
-    profile: Literal["first", "none", "1b", "3b", "8b-16-layers", "8b", "8b-4096"] = "first"
-    """The workload of which megapar's kernels are timed one by one, in one step; first: the first of --workloads."""
+    profile: bool = True
+    """Time megapar's kernels one by one, in one step of the first workload."""
     json: Path = Path("runs/benchmark_gpu.json")
     """All numbers go here, after every contender."""
     dry_run: bool = False
@@ -156,12 +151,12 @@ def contender_class(name: ContenderName, dry_run: bool) -> type[Peer]:
     return Compiled
 
 
-def model_of(workload: Workload, layers: int, dry_run: bool) -> ModelConfig:
-    """The preset, cut to `layers` layers (0: the workload's own number), without stretched wavelengths: they cost
-    nothing, and the peer lacks them."""
+def model_of(workload: Workload, *, dry_run: bool) -> ModelConfig:
+    """The preset with the workload's layers, without stretched wavelengths: they cost nothing, and the peer lacks
+    them."""
     preset = tomllib.loads(presets()[workload.preset].read_text())["model"]
     model = ModelConfig(**{key: value for key, value in preset.items() if key != "rope_scaling"})
-    model = replace(model, num_hidden_layers=layers or workload.layers or model.num_hidden_layers)
+    model = replace(model, num_hidden_layers=workload.layers or model.num_hidden_layers)
     if not dry_run:
         return model
     model = replace(model, hidden_size=128, num_hidden_layers=2, intermediate_size=256, vocab_size=512)
@@ -174,10 +169,11 @@ def make_config(options: Options, name: WorkloadName, large: bool) -> Config:
     Raises ConfigError if the numbers do not fit each other.
     """
     workload = WORKLOADS[name]
-    own = workload.micro_batch_size if large else workload.small_micro_batch_size or 1
-    micro_batch_size = options.micro_batch_size or own
-    seq_length = options.seq_length or workload.seq_length
-    loss_chunk = workload.loss_chunk if options.loss_chunk < 0 else options.loss_chunk
+    seq_length = workload.seq_length
+    loss_chunk = workload.loss_chunk
+    micro_batch_size = options.micro_batch_size or workload.micro_batch_size
+    if not large and not options.micro_batch_size:
+        micro_batch_size = workload.small_micro_batch_size or 1
     if options.dry_run:
         seq_length = 32
         loss_chunk = min(loss_chunk, 16)
@@ -186,10 +182,10 @@ def make_config(options: Options, name: WorkloadName, large: bool) -> Config:
         micro_batch_size=micro_batch_size,
         seq_length=seq_length,
         precision="bf16",
-        recompute=workload.recompute if options.recompute == "workload" else options.recompute,
+        recompute=workload.recompute,
     )
     config = Config(
-        model=model_of(workload, options.layers, options.dry_run),
+        model=model_of(workload, dry_run=options.dry_run),
         parallel=ParallelConfig(dp=1),
         train=train,
         optimizer=OptimizerConfig(lr=1e-4, schedule="constant"),
@@ -264,27 +260,16 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def default_workloads(large: bool) -> list[WorkloadName]:
-    """All workloads for the GPU's memory, without spares of others."""
-    return [name for name, w in WORKLOADS.items() if not w.spare_of and (large or w.small_micro_batch_size)]
+    """All workloads for the GPU's memory."""
+    return [name for name, w in WORKLOADS.items() if large or w.small_micro_batch_size]
 
 
 def plan(options: Options, names: Sequence[WorkloadName]) -> list[Item]:
-    """All runs in order: the most important ones first, those with minutes of compilation last. Behind a workload
-    stands its spare."""
-    places: list[WorkloadName] = []
-    for name in names:
-        places.append(name)
-        if name in SPARES and SPARES[name] not in names:
-            places.append(SPARES[name])
-    items: list[Item] = []
+    """All runs in order: the most important ones first, those with minutes of compilation last."""
     order: tuple[ContenderName, ...] = ("megapar", "torch", "compiled")
-    for contender in order:
-        if contender in options.contenders:
-            items += [(contender, name) for name in places]
-        if contender == "megapar" and options.profile == "first" and contender in options.contenders:
-            items.append(("profile", names[0]))
-        elif contender == "megapar" and options.profile != "first" and options.profile != "none":
-            items.append(("profile", options.profile))
+    items: list[Item] = [(contender, name) for contender in order if contender in options.contenders for name in names]
+    if options.profile and "megapar" in options.contenders:
+        items.insert(len(names), ("profile", names[0]))
     return items
 
 
@@ -306,19 +291,12 @@ class Training(Session):
     def work(self) -> None:
         """Run the plan in order, as far as the time lasts."""
         for kind, name in plan(self.options, self.names):
-            if kind != "profile" and name not in self.names and not self.lacked_memory(name):
-                continue
             if self.may_begin(f"{name}, {kind}"):
                 if kind == "profile":
                     self.take_profile(name)
                 else:
                     self.take(kind, name)
             self.keep()
-
-    def lacked_memory(self, spare: WorkloadName) -> bool:
-        """Whether megapar ran out of memory on the workload replaced by `spare`."""
-        run = self.runs.get(WORKLOADS[spare].spare_of or spare, {"contenders": []})
-        return any(row["contender"] == "megapar" and row["status"] == NO_MEMORY for row in run["contenders"])
 
     def apart(self, body: Any, target: str = "") -> dict[str, Any]:
         """`body(device)` in a process of its own, with a status: ok, out of memory, or what went wrong."""
@@ -372,25 +350,24 @@ class Training(Session):
         predicted: dict[str, float] = {}
         if kind == "megapar":
             prediction = predict(config, self.machine)
-            predicted = {
-                "ms": prediction.total_ms,
-                "tokens_per_second": prediction.tokens_per_second,
-                "mfu": prediction.mfu,
-            }
+            predicted = {"ms": prediction.total_ms, "mfu": prediction.mfu}
+            predicted["tokens_per_second"] = prediction.tokens_per_second
             if planned := run["predicted"]["bytes"]:
                 predicted["peak_bytes"] = sum(planned.values())
-        measured: dict[str, float | None] = dict.fromkeys(("ms", "tokens_per_second", "mfu", "peak_bytes"))
+        figures: dict[str, Any] = dict.fromkeys(("seconds", *FORMS))
         if found["status"] == "ok" and not self.options.dry_run:
             seconds = statistics.median(found["seconds"])
             rate = run["tokens_per_step"] / seconds
             peak = self.circumstances["peak_tflops"]
-            measured["ms"] = seconds * 1e3 / run["micro_batches"]
-            measured["tokens_per_second"] = rate
-            measured["mfu"] = rate * run["flops_per_token"] / peak / 1e12 if peak else None
-            measured["peak_bytes"] = found["peak_bytes"]
-        ratios = {key: value / expected for key, expected in predicted.items() if (value := measured[key]) is not None}
-        seconds_kept = None if self.options.dry_run else found.get("seconds")
-        return measured | {"seconds": seconds_kept, "predicted": predicted, "ratios": ratios}
+            figures = {
+                "seconds": found["seconds"],
+                "ms": seconds * 1e3 / run["micro_batches"],
+                "tokens_per_second": rate,
+                "mfu": rate * run["flops_per_token"] / peak / 1e12 if peak else None,
+                "peak_bytes": found["peak_bytes"],
+            }
+        ratios = {key: value / expected for key, expected in predicted.items() if (value := figures[key]) is not None}
+        return figures | {"predicted": predicted, "ratios": ratios}
 
     def take_profile(self, name: WorkloadName) -> None:
         """megapar's kernels in one step of `name`."""
@@ -417,11 +394,8 @@ def in_words(run: dict[str, Any], row: dict[str, Any]) -> str:
     """One line about one contender."""
     line = f"{run['workload']}, {row['name']}: {row['status']}"
     if row["status"] == NO_MEMORY and "peak_bytes" in row["predicted"]:
-        return f"{line}; by plan it needs {row['predicted']['peak_bytes'] / 2**30:.1f} GiB and workspace"
-    if row["ms"] is None:
-        return line
-    mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
-    return f"{line}, {row['tokens_per_second']:,.0f} tokens/s{mfu}, peak {row['peak_bytes'] / 2**30:.1f} GiB"
+        return f"{line}; by plan it needs {figure(row['predicted'], 'peak_bytes')} GiB and workspace"
+    return ", ".join([line, *(f"{FORMS[key][0]} {figure(row, key)}" for key in FORMS if row[key] is not None)])
 
 
 def problems(run: dict[str, Any]) -> list[str]:
@@ -443,6 +417,13 @@ def problems(run: dict[str, Any]) -> list[str]:
     return found
 
 
+def figure(row: Mapping[str, float | None], key: str) -> str:
+    """One of a contender's figures as text."""
+    _, unit, form = FORMS[key]
+    value = row[key]
+    return number(value and value / unit, form)
+
+
 def mark(ratio: float | None) -> str:
     """What stands beside a figure far from its prediction."""
     if ratio is not None and abs(ratio - 1) > OFF:
@@ -456,19 +437,12 @@ def speed_table(options: Options, runs: Sequence[dict[str, Any]]) -> Table:
     for run in runs:
         ours = next((row["tokens_per_second"] for row in run["contenders"] if row["contender"] == "megapar"), None)
         for row in run["contenders"]:
-            rate, peak = (row[key] for key in ("tokens_per_second", "peak_bytes"))
-            lines.append(
-                (
-                    f"{run['workload']} ({run['parameters'] / 1e6:,.1f}M)",
-                    row["name"],
-                    row["status"],
-                    number(rate, ",.0f"),
-                    number(row["mfu"], ".1%"),
-                    number(peak and peak / 2**30, ".1f"),
-                    f"{ours / rate:.2f}x" if rate and ours else "-",
-                    f"{row['results'][-1][0]:.4f}" if "results" in row else "-",
-                )
-            )
+            rate = row["tokens_per_second"]
+            figures = [figure(row, key) for key in ("tokens_per_second", "mfu", "peak_bytes")]
+            faster = f"{ours / rate:.2f}x" if rate and ours else "-"
+            loss = f"{row['results'][-1][0]:.4f}" if "results" in row else "-"
+            workload = f"{run['workload']} ({run['parameters'] / 1e6:,.1f}M)"
+            lines.append((workload, row["name"], row["status"], *figures, faster, loss))
     title = "DRY RUN on the CPU: no figures" if options.dry_run else f"Training on one GPU (aim: {TARGET_MFU:.0%} MFU)"
     numbers = ("tokens/s", "MFU", "peak GiB", "megapar is faster", "last loss")
     return table(lines, ("workload", "contender", "status"), numbers, title, sections=1)
@@ -476,19 +450,12 @@ def speed_table(options: Options, runs: Sequence[dict[str, Any]]) -> Table:
 
 def prediction_table(runs: Sequence[dict[str, Any]]) -> Table:
     """Every measured figure beside its prediction, marked if they differ by more than OFF."""
-    forms = {
-        "ms": ("ms a micro-batch", 1.0, ",.1f"),
-        "tokens_per_second": ("tokens/s", 1.0, ",.0f"),
-        "mfu": ("MFU", 1.0, ".1%"),
-        "peak_bytes": ("peak GiB", 2.0**30, ",.1f"),
-    }
     lines = []
     for run in runs:
         for row in run["contenders"]:
             for key, ratio in row["ratios"].items():
-                name, unit, form = forms[key]
-                figures = [format(value / unit, form) for value in (row[key], row["predicted"][key])]
-                lines.append((run["workload"], row["name"], name, *figures, f"{ratio:.2f}", mark(ratio)))
+                figures = (figure(row, key), figure(row["predicted"], key), f"{ratio:.2f}", mark(ratio))
+                lines.append((run["workload"], row["name"], FORMS[key][0], *figures))
     title = "Measured beside the model of an H200 (benchmarks/gpu_model.py) and the plan of memory"
     numbers = ("measured", "predicted", "ratio", f"off by > {OFF:.0%}")
     return table(lines, ("workload", "contender", "figure"), numbers, title, sections=1)
