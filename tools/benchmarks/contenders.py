@@ -110,7 +110,9 @@ class Layout:
         """Class and variant by name; megapar as it is by default comes first, and the limit of all last."""
         found: dict[str, tuple[type[Peer], Variant]] = {name: (Megapar, variant) for name, variant in self.megapar}
         everybody: tuple[type[Peer], ...] = (*self.peers, Products)
-        return found | {peer.name: (peer, WITHOUT_ZERO) for peer in everybody}
+        for peer in everybody:
+            found[peer.name] = (peer, Variant(zero_stage=0, parallel=replace(self.parallel, **peer.parallel)))
+        return found
 
     @property
     def base(self) -> str:
@@ -147,12 +149,12 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "tp2": Layout(
         TP2,
-        (peers.TensorParallel, peers.TensorParallelLoss, SharedMemoryTensorParallel, MegatronCore),
+        (peers.TensorParallel, SharedMemoryTensorParallel, MegatronCore),
         (("megapar", Variant()), ("megapar, 2 chunks", Variant(parallel=replace(TP2, tp_overlap_chunks=2)))),
     ),
     "tp2+sp": Layout(
         TP2_SP,
-        (peers.SequenceTensorParallel, peers.SequenceTensorParallelLoss),
+        (peers.SequenceTensorParallel,),
         (
             ("megapar", Variant()),
             ("megapar, 2 chunks", Variant(parallel=replace(TP2_SP, tp_overlap_chunks=2))),

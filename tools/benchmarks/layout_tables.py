@@ -60,11 +60,8 @@ def traffic_table(runs: Runs) -> Table:
 
 
 def balance_table(runs: Runs) -> Table:
-    """The ranks or experts with the most work set the pace."""
+    """The experts or ranks with the most tokens set the pace."""
     lines = []
-    for run in runs:
-        for deal, largest in run.get("attended_pairs", {}).items():
-            lines.append((run["hidden"], run["layout"], "", f"attended pairs of ranks, {deal}", f"{largest:.2f}"))
     for words, _, contender in rows(runs):
         for whose in ("expert", "rank"):
             if f"{whose}_load" in contender:

@@ -14,7 +14,7 @@ three forms of attention are there, and its tensor with sequence parallelism bes
   of the process with torch, the contender's package, the process group and the weights to load.
 - Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`. Those of experts follow from
   the experts chosen for the tokens of the step.
-- Load: the attended pairs of the rank with the most over the mean (cp2), and the tokens of the fullest expert and rank.
+- Load: the tokens of the fullest expert and rank over the mean.
 - Agreement: losses and gradient norms of every step against plain PyTorch in one process. If a contender computes
   something else, or bytes differ from the formulas, the run ends with exit code 70.
 
@@ -26,7 +26,7 @@ Kernels: kernels/run.py.
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,20 +36,20 @@ import torch
 from megapar_models.build import stage_layers
 from megapar_models.registry import validate
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from torch import Tensor
 
 from benchmarks.contenders import LAYOUTS, WITHOUT_ZERO, Layout, Megapar, Variant
 from benchmarks.counting import cost, in_turn, memory, ratio
 from benchmarks.layout_tables import balance_table, speed_table, traffic_table
-from benchmarks.peers import Llama, Peer, PipelineV, Plain, Result, Weights
+from benchmarks.peers import Llama, Peer, Plain, Result, Weights
 from benchmarks.products import Products
 from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
 from benchmarks.report import Report
 from benchmarks.traffic import expected_traffic, experts_of_rank
 from megapar import device
+from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, ModelConfig, MoEConfig, OptimizerConfig, TrainConfig
-from megapar.context_parallel.deal import attended_pairs
 from megapar.errors import ConfigError
 from megapar.train.metrics import tally_load
 from megapar.train.provenance import provenance
@@ -281,10 +281,7 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
             config = make_config(options, hidden, layout, variant)
             contender |= exchanged(config, [rank[name] for rank in ranks])
         contenders.append(contender)
-    run = {"hidden": hidden, "layout": layout_name, "contenders": contenders}
-    if layout.parallel.cp > 1:
-        run["attended_pairs"] = attended_pairs_by_deal(options.seq_length, layout.parallel.cp)
-    return run
+    return {"hidden": hidden, "layout": layout_name, "contenders": contenders}
 
 
 def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -307,30 +304,6 @@ def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]
             rows_lr = torch.stack([counts_le[:, experts.start : experts.stop].sum(1) for experts in held], 1).double()
             found["rank_load"] = (rows_lr.amax(1) / rows_lr.mean(1)).mean().item()
     return found
-
-
-def attended_pairs_by_deal(length: int, cp: int) -> dict[str, float]:
-    """Pairs of a query and an attended key: those of the rank with the most over the mean, by deal.
-
-    megapar deals positions in zigzag. With a contiguous deal each rank holds one run of positions.
-    """
-    zigzag = [attended_pairs(length, cp, rank) for rank in range(cp)]
-    part = length // cp
-    contiguous = [sum(range(rank * part + 1, (rank + 1) * part + 1)) for rank in range(cp)]
-    return {
-        "zigzag": max(zigzag) / statistics.mean(zigzag),
-        "contiguous": max(contiguous) / statistics.mean(contiguous),
-    }
-
-
-def add_memory(options: Options, run: dict[str, Any]) -> None:
-    """Add the memory of each contender to what `run_layout` has returned."""
-    layout = LAYOUTS[run["layout"]]
-    for contender in run["contenders"]:
-        body = partial(measure_memory, options, run["hidden"], layout, contender["name"])
-        memory = run_ranks(layout.world, options.device, body)
-        contender["peak_bytes"] = [peak for _, peak in memory]
-        contender["peak_bytes_above_start"] = [peak - before for before, peak in memory]
 
 
 def seconds_of(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
@@ -371,25 +344,16 @@ def problems(run: dict[str, Any]) -> list[str]:
     return found
 
 
-def check_pipelines_in_v(options: Options) -> None:
-    """Raise ConfigError if a chosen pipeline in V has fewer layers or micro-batches than stages."""
-    layout = LAYOUTS["pp2"]
-    stages = 2 * layout.world
-    if not any(issubclass(layout.contenders[name][0], PipelineV) for name in chosen_contenders(options, layout)):
-        return
-    if options.num_hidden_layers < stages:
-        raise ConfigError(f"--num_hidden_layers {options.num_hidden_layers}: a pipeline in V needs at least {stages}")
-    if options.global_batch_size // options.micro_batch_size < stages:
-        raise ConfigError(
-            f"--global_batch_size {options.global_batch_size}: a pipeline in V needs at least {stages} micro-batches"
-        )
-
-
 def check_options(options: Options) -> None:
     """Raise ConfigError for what cannot be measured, before anything is."""
-    for name in options.layouts:
+    for layout in map(LAYOUTS.__getitem__, options.layouts):
         for hidden in options.hidden:
-            make_config(options, hidden, LAYOUTS[name], Variant())
+            for name in chosen_contenders(options, layout):
+                kind, variant = layout.contenders[name]
+                config = make_config(options, hidden, layout, variant)
+                if num_microbatches(config) < kind.least_micro_batches:
+                    size = f"--global_batch_size {options.global_batch_size}"
+                    raise ConfigError(f"{size}: {name} needs at least {kind.least_micro_batches} micro-batches")
     known = {name: kind for layout in options.layouts for name, (kind, _) in LAYOUTS[layout].contenders.items()}
     for peer in options.peers:
         if peer not in known:
@@ -400,8 +364,6 @@ def check_options(options: Options) -> None:
     if missing and options.peers:
         package, names = next(iter(missing.items()))
         raise ConfigError(f"--peers {names[0]!r} needs a package: pip install {package}")
-    if "pp2" in options.layouts:
-        check_pipelines_in_v(options)
     most = max(LAYOUTS[name].world for name in options.layouts)
     if options.device == "cuda" and device.cuda_devices() < most:
         raise ConfigError(
@@ -410,22 +372,24 @@ def check_options(options: Options) -> None:
         )
 
 
-def runs_of(options: Options) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """A title for each width and layout, and what measures it."""
-    for hidden in options.hidden:
-        references: dict[bool, list[Result]] = {}  # of the dense model and of the mixture
-        for name in options.layouts:
-            yield f"hidden {hidden}, {name}", partial(run_whole, options, hidden, name, references)
+def run_whole(
+    options: Options, hidden: int, name: str, references: dict[tuple[int, bool], list[Result]]
+) -> dict[str, Any]:
+    """Everything about one layout at one width.
 
-
-def run_whole(options: Options, hidden: int, name: str, references: dict[bool, list[Result]]) -> dict[str, Any]:
-    """Everything about one layout at one width. `references` keeps what plain PyTorch computed."""
+    `references` keeps what plain PyTorch computed, by width, for the dense model and for the mixture.
+    """
     layout = LAYOUTS[name]
-    if layout.experts not in references:
+    key = (hidden, layout.experts)
+    if key not in references:
         body = partial(measure_reference, options, hidden, layout)
-        references[layout.experts] = [Result(*r) for r in run_ranks(1, options.device, body)[0]]
-    run = run_layout(options, hidden, name, references[layout.experts])
-    add_memory(options, run)
+        references[key] = [Result(*r) for r in run_ranks(1, options.device, body)[0]]
+    run = run_layout(options, hidden, name, references[key])
+    for contender in run["contenders"]:
+        body = partial(measure_memory, options, hidden, layout, contender["name"])
+        memory = run_ranks(layout.world, options.device, body)
+        contender["peak_bytes"] = [peak for _, peak in memory]
+        contender["peak_bytes_above_start"] = [peak - before for before, peak in memory]
     return run
 
 
@@ -435,15 +399,11 @@ def main(options: Options) -> None:
     torch.set_num_threads(1)
     for package, names in missing_packages(options).items():
         print(f"Left out: {', '.join(names)}. To measure them: pip install {package}", file=sys.stderr)
-    runs = []
-    with Progress(auto_refresh=False, console=Console(stderr=True)) as progress:
-        task = progress.add_task("measuring", total=len(options.hidden) * len(options.layouts))
-        for title, run in runs_of(options):
-            progress.update(task, description=title, refresh=True)
-            runs.append(run())
-            progress.update(task, advance=1, refresh=True)
+    references: dict[tuple[int, bool], list[Result]] = {}
+    cases = [(hidden, name) for hidden in options.hidden for name in options.layouts]
+    runs = [run_whole(options, *case, references) for case in track(cases, "measuring", console=Console(stderr=True))]
     tables = [speed_table(runs), traffic_table(runs)]
-    if any(LAYOUTS[name].experts or LAYOUTS[name].parallel.cp > 1 for name in options.layouts):
+    if any(LAYOUTS[name].experts for name in options.layouts):
         tables.append(balance_table(runs))
     Report(options, provenance(device.choose(options.device, 0, 1))).finish({"runs": runs}, *tables)
     found = [problem for run in runs for problem in problems(run)]

@@ -6,7 +6,6 @@ number of targets of the global batch, gradients are clipped by their global nor
 logical names of megapar's parameters, so one dict of tensors loads everywhere.
 """
 
-import contextlib
 import importlib
 import importlib.util
 import warnings
@@ -35,6 +34,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.traffic import stages_of_rank
+from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, ModelConfig, OptimizerConfig
 
 Weights = Mapping[str, Tensor]
@@ -131,13 +132,11 @@ class Layer(nn.Module):
 class Llama(nn.Module):
     """The layers `layers` of a Llama, or of a Mixtral if the model has experts.
 
-    The embedding comes before the first layer, and norm and head after the last one.
+    The `first` stage of a pipeline has the embedding, the `last` one norm and head.
     """
 
-    def __init__(self, model: ModelConfig, seq_length: int, layers: range):
+    def __init__(self, model: ModelConfig, seq_length: int, layers: range, *, first: bool = True, last: bool = True):
         super().__init__()
-        first = layers.start == 0
-        last = layers.stop == model.num_hidden_layers
         self.embedding = nn.Embedding(model.vocab_size, model.hidden_size) if first else None
         self.layers = nn.ModuleDict({str(i): Layer(model) for i in layers})
         self.norm = Norm(model.hidden_size, model.rms_norm_eps) if last else None
@@ -158,14 +157,20 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(config: Config, weights: Weights, device: torch.device, layers: range | None = None) -> Llama:
-    """The model, or some layers of it, holding copies of the logical tensors `weights`."""
-    chosen = range(config.model.num_hidden_layers) if layers is None else layers
-    with torch.device("meta"):
-        names = list(Llama(config.model, 1, chosen).state_dict())
+def build(
+    config: Config, weights: Weights, device: torch.device, partition: Sequence[int] = (), stage: int = 0
+) -> Llama:
+    """The model, or one stage of it, holding copies of the logical tensors `weights`.
+
+    `partition` are the numbers of layers of all stages.
+    """
+    sizes = partition or [config.model.num_hidden_layers]
+    first = sum(sizes[:stage])
+    layers = range(first, first + sizes[stage])
     with device:
-        model = Llama(config.model, config.train.seq_length, chosen)
-    model.load_state_dict({name: weights[name] for name in names})
+        ends = {"first": stage == 0, "last": stage == len(sizes) - 1}
+        model = Llama(config.model, config.train.seq_length, layers, **ends)
+    model.load_state_dict({name: weights[name] for name in model.state_dict()})
     return model
 
 
@@ -238,6 +243,10 @@ class Peer(ABC):
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules of this package in the peer's use."""
     cpu_only: ClassVar[bool] = False
+    least_micro_batches: ClassVar[int] = 1
+    """Of a step: a pipeline may need more."""
+    parallel: ClassVar[dict[str, Any]] = {}
+    """Options of `parallel` besides those of the layout."""
 
     @classmethod
     def is_installed(cls) -> bool:
@@ -277,7 +286,6 @@ class Plain(Peer):
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
-        self.replicas = config.parallel.dp * config.parallel.cp
         self.model = self.parallelize(self.build(weights))
         self.split: list[Tensor] = []
         self.whole: list[Tensor] = []
@@ -317,10 +325,11 @@ class Plain(Peer):
 
     def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
         self.zero_gradients()
-        factor = self.replicas if self.averages else 1
+        factor = self.world if self.averages else 1
         total = self.accumulate(self.micro_batches(tokens_bs, targets_bs), factor / targets_bs.numel())
         norm = self.update()
-        if self.replicas > 1:
+        # Ranks of tp all have the whole sum. Others have that of their samples, positions or stages.
+        if self.world > self.config.parallel.tp:
             dist.all_reduce(total)
         return Result(total.item() / targets_bs.numel(), norm)
 
@@ -400,11 +409,10 @@ class FSDP2Reshard(FSDP2):
 
 
 class TensorParallel(Plain):
-    """DTensor tensor parallel by parallelize_module, the loss on gathered logits."""
+    """DTensor tensor parallel by parallelize_module, the loss on sharded logits."""
 
-    name = "DTensor TP"
+    name = "DTensor TP, loss parallel"
     sequence_parallel = False
-    loss_parallel = False
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         assert isinstance(model, Llama)
@@ -412,11 +420,7 @@ class TensorParallel(Plain):
         hidden = Shard(1) if self.sequence_parallel else Replicate()
         plan: dict[str, ParallelStyle] = {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden),
-            "head": ColwiseParallel(
-                input_layouts=hidden,
-                output_layouts=Shard(-1) if self.loss_parallel else Replicate(),
-                use_local_output=not self.loss_parallel,
-            ),
+            "head": ColwiseParallel(input_layouts=hidden, output_layouts=Shard(-1), use_local_output=False),
         }
         for name in (f"layers.{i}" for i in model.layers):
             plan |= self.layer_plan(name, hidden)
@@ -438,7 +442,7 @@ class TensorParallel(Plain):
         return plan
 
     def accumulate(self, batch: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
-        with loss_parallel() if self.loss_parallel else contextlib.nullcontext():
+        with loss_parallel():
             return super().accumulate(batch, scale)
 
     def update(self) -> float:
@@ -453,81 +457,62 @@ class TensorParallel(Plain):
         return super().update()
 
 
-class TensorParallelLoss(TensorParallel):
-    """DTensor tensor parallel with the loss on sharded logits."""
-
-    name = "DTensor TP, loss parallel"
-    loss_parallel = True
-
-
 class SequenceTensorParallel(TensorParallel):
-    name = "DTensor TP+SP"
-    sequence_parallel = True
-
-
-class SequenceTensorParallelLoss(TensorParallelLoss):
     name = "DTensor TP+SP, loss parallel"
     sequence_parallel = True
 
 
-class Pipeline1F1B(Peer):
+class Pipeline1F1B(Plain):
     """torch.distributed.pipelining. Stages hold the layers of `parallel.partition`."""
 
     name = "pipelining 1F1B"
     schedule_class: ClassVar[Any] = Schedule1F1B
 
-    def __init__(self, config: Config, weights: Weights, device: torch.device):
-        super().__init__(config, weights, device)
-        partition = self.partition()
-        stages = []
-        for index in self.stages_of_rank():
-            first = sum(partition[:index])
-            model = build(config, weights, device, range(first, first + partition[index]))
-            stages.append(PipelineStage(model, index, len(partition), device))
-        self.params = [param for stage in stages for param in stage.submod.parameters()]
-        self.optimizer = make_optimizer(self.params, config.optimizer)
-        self.holds_head = any(stage.is_last for stage in stages)
-        count = config.train.global_batch_size // config.train.micro_batch_size
-        several = stages if len(stages) > 1 else stages[0]
-        self.schedule = self.schedule_class(several, count, loss_fn=self.loss, scale_grads=False)
+    def build(self, weights: Weights) -> nn.Module:
+        """This rank's stages."""
+        partition = self.config.parallel.partition
+        self.stages = []
+        for index in stages_of_rank(self.config, self.rank):
+            model = build(self.config, weights, self.device, partition, index)
+            self.stages.append(PipelineStage(model, index, len(partition), self.device))
+        several = self.stages if len(self.stages) > 1 else self.stages[0]
+        count = num_microbatches(self.config)
+        self.schedule = self.schedule_class(several, count, loss_fn=self.scaled_loss, scale_grads=False)
+        return nn.ModuleList(stage.submod for stage in self.stages)
 
-    def partition(self) -> Sequence[int]:
-        """The number of layers of each stage."""
-        return self.config.parallel.partition
+    def is_split(self, name: str, param: Tensor) -> bool:
+        return True
 
-    def stages_of_rank(self) -> list[int]:
-        return [self.rank]
-
-    def loss(self, logits: Tensor, targets_bs: Tensor) -> Tensor:
+    def scaled_loss(self, logits: Tensor, targets_bs: Tensor) -> Tensor:
         """The part of a micro-batch in the loss of the step."""
-        return loss_sum(logits, targets_bs) / (self.config.train.global_batch_size * self.config.train.seq_length)
+        return loss_sum(logits, targets_bs) * self.scale
 
-    def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
-        self.optimizer.zero_grad()
+    def micro_batches(self, tokens_bs: Tensor, targets_bs: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The whole batch: the schedule cuts it."""
+        return [(tokens_bs, targets_bs)]
+
+    def accumulate(self, batch: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+        ((tokens_bs, targets_bs),) = batch
+        self.scale = scale
         losses: list[Tensor] = []
         inputs = [tokens_bs] if self.rank == 0 else []
         # A rank without the head gets no targets: schedules that split the backward pass would look for its loss.
-        target = targets_bs if self.holds_head else None
+        holds_head = any(stage.is_last for stage in self.stages)
+        target = targets_bs if holds_head else None
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
-        norm = clip(self.params, [], self.config.optimizer.clip_grad, dist.group.WORLD)
-        self.optimizer.step()
-        total = torch.stack(losses).sum().detach() if self.holds_head else torch.zeros((), device=self.device)
-        dist.all_reduce(total)
-        return Result(total.item(), norm)
+        if holds_head:
+            return torch.stack(losses).sum().detach() / scale
+        return torch.zeros((), device=self.device)
 
 
 class PipelineV(Pipeline1F1B):
     """Two stages on each rank, in the form of a V: the first rank holds the first stage and the last one.
 
-    The layers are those of `v_partition`. The backward pass of weights is apart from the one of inputs, and fills
-    bubbles.
+    The backward pass of weights is apart from the one of inputs, and fills bubbles.
     """
 
-    def partition(self) -> Sequence[int]:
-        return v_partition(self.config.model, self.world)
-
-    def stages_of_rank(self) -> list[int]:
-        return [self.rank, 2 * self.world - 1 - self.rank]
+    least_micro_batches: ClassVar[int] = 4
+    parallel: ClassVar[dict[str, Any]] = {"schedule": "zb-v", "vpp": 2}
 
 
 class PipelineDualPipeV(PipelineV):
@@ -538,19 +523,3 @@ class PipelineDualPipeV(PipelineV):
 class PipelineZeroBubbleV(PipelineV):
     name = "pipelining ZB-V"
     schedule_class: ClassVar[Any] = ScheduleZBVZeroBubble
-
-
-def v_partition(model: ModelConfig, ranks: int) -> list[int]:
-    """Layers of the 2 * ranks stages of a V. The first rank has the head as well, and gets so few layers as not to have
-    more to do than the others.
-
-    Every stage has at least one layer.
-    """
-    attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
-    # A product costs as many operations as its matrix has elements; the width of the model is in all of them.
-    head = model.vocab_size / (attention + 3 * model.intermediate_size)
-    layers = [2] * ranks
-    for _ in range(model.num_hidden_layers - 2 * ranks):
-        costs = [count + (head if rank == 0 else 0) for rank, count in enumerate(layers)]
-        layers[costs.index(min(costs))] += 1
-    return [count - count // 2 for count in layers] + [count // 2 for count in reversed(layers)]
