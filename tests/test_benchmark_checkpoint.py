@@ -28,9 +28,8 @@ def test_every_contender_moves_the_same_bytes_and_each_figure_is_there(tmp_path:
 
 
 def test_a_load_of_other_bits_is_an_error() -> None:
-    state = checkpoint.make_state(
-        checkpoint.Options(hidden=64, num_hidden_layers=1, vocab_size=128), torch.device("cpu")
-    )
+    options = checkpoint.Options(hidden=64, num_hidden_layers=1, vocab_size=128)
+    state = checkpoint.make_trainer(options, torch.device("cpu")).state
     saved = {name: tensor.clone() for name, tensor in checkpoint.tensors(state).items()}
     checkpoint.require_equal(state, saved, "load")
     with pytest.raises(checkpoint.BenchmarkError, match=r"^load: .* is not what was saved$"):

@@ -19,28 +19,27 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-from megapar_models.build import build_stages
 from megapar_models.registry import validate, weight_options
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.contenders import Megapar
 from benchmarks.counting import Cost, cost, in_turn, ratio, spread
+from benchmarks.layouts import make_batches, make_weights, whole_step
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
-from megapar import context, device
-from megapar.batch import MicroBatch
+from megapar import device
 from megapar.checkpoint.load import load
 from megapar.config.options import CheckpointConfig, Config, LaunchConfig, ModelConfig, TrainConfig
-from megapar.random import initialize
 from megapar.train.checkpoints import Saver
 from megapar.train.provenance import provenance
-from megapar.train.step import TrainState, train_step
-from megapar.train.trainer import assemble
+from megapar.train.step import TrainState
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class Options:
     """Write all numbers to this file."""
 
 
-def make_state(options: Options, target: torch.device) -> TrainState:
-    """A model with weights and moments of one training step."""
+def make_trainer(options: Options, target: torch.device) -> Megapar:
+    """A trainer with weights and moments of one training step."""
     model = ModelConfig(
         hidden_size=options.hidden,
         num_hidden_layers=options.num_hidden_layers,
@@ -73,28 +72,15 @@ def make_state(options: Options, target: torch.device) -> TrainState:
     )
     train = TrainConfig(global_batch_size=1)
     config = validate(Config(model=model, train=train, launch=LaunchConfig(device=options.device)), 1)
-    ctx = context.single(target)
-    stages = build_stages(config, ctx)
-    initialize(stages.values(), 1)
-    state = assemble(config, ctx, stages)
-    step(state)
-    return state
+    trainer = Megapar(config, make_weights(config), target)
+    step(trainer)
+    return trainer
 
 
-def step(state: TrainState) -> Cost:
+def step(trainer: Megapar) -> Cost:
     """What a training step of one sample costs; CPU seconds are those of this thread."""
-    config = state.config
-    target = state.ctx.device
-    generator = torch.Generator().manual_seed(state.step)
-    row = torch.randint(config.model.vocab_size, (1, config.train.seq_length + 1), generator=generator)
-    weights = torch.ones(1, config.train.seq_length)
-    batch = MicroBatch.of_samples(row[:, :-1], row[:, 1:], weights, torch.tensor([state.step]))
-
-    def work() -> None:
-        train_step(state, [batch.to(target)])
-        device.synchronize(target)
-
-    return cost(work, time.thread_time)[0]
+    batch = [x.to(trainer.device) for x in make_batches(trainer.config, 1)[0]]
+    return cost(partial(whole_step, trainer, batch), time.thread_time)[0]
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
@@ -158,15 +144,16 @@ def bandwidth(state: TrainState, saver: Saver, root: Path, number: int) -> dict[
     return found
 
 
-def pauses(state: TrainState, root: Path) -> dict[str, float]:
+def pauses(trainer: Megapar, root: Path) -> dict[str, float]:
     """Seconds of the training thread: for a save of either kind, for its steps alone, and for its steps meanwhile."""
     found: dict[str, float] = {}
+    state = trainer.state
 
     def note(name: str, steps: Sequence[Cost]) -> None:
         found[name] = statistics.median(one.wall for one in steps)
         found[f"{name}, CPU time"] = statistics.median(one.cpu for one in steps)
 
-    note("step alone", [step(state) for _ in range(3)])
+    note("step alone", [step(trainer) for _ in range(3)])
     for kind in ("synchronous", "asynchronous"):
         options = CheckpointConfig(async_save=kind == "asynchronous", keep_last=1)
         given = state.config
@@ -175,12 +162,12 @@ def pauses(state: TrainState, root: Path) -> dict[str, float]:
             if options.async_save:  # the first save makes the copy's memory, once in a run
                 found["first pause, asynchronous"] = cost(lambda: saver.save(state))[0].wall
                 list(saver.completed(wait=True))
-                step(state)
+                step(trainer)
             found[f"pause, {kind}"] = cost(lambda: saver.save(state))[0].wall
             if options.async_save:
                 meanwhile: list[Cost] = []
                 while not meanwhile or not list(saver.completed()):
-                    meanwhile.append(step(state))
+                    meanwhile.append(step(trainer))
                 note("step meanwhile", meanwhile)
         state.config = given
         shutil.rmtree(root / kind)
@@ -212,12 +199,13 @@ def main(options: Options) -> None:
     target = device.choose(options.device, 0, 1)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         root = Path(name)
-        state = make_state(options, target)
+        trainer = make_trainer(options, target)
+        state = trainer.state
         size = sum(tensor.nbytes for tensor in tensors(state).values())
         rounds = []
         with Saver(state, root) as saver:
             for number in track(range(options.rounds + 1), "measuring", console=Console(stderr=True)):
-                rounds.append(bandwidth(state, saver, root, number) | pauses(state, root))
+                rounds.append(bandwidth(state, saver, root, number) | pauses(trainer, root))
     found = summary(rounds[1:], size)
     numbers = ("seconds", "range", "GB/s", "speed over the plain copy or read")
     shown = table((cells(*item) for item in found.items()), ["what"], numbers, f"A checkpoint of {size / 1e6:,.0f} MB")

@@ -2,11 +2,9 @@
 
 Corpora are mock files: .bin files without content (sparse, of zeros) under a whole index, so ten billion samples fit on
 any disk. Their documents are as long as may be: the index, 20 bytes a document, is checked on opening, and a last
-corpus of many documents shows the cost of this check. Each size is measured in a process of its own. The metrics.jsonl
-of a run has the share of each step spent waiting for data, and `--metrics` sums it up over all steps but the first.
+corpus of many documents shows the cost of this check. Each size is measured in a process of its own.
 """
 
-import json
 import multiprocessing
 import tempfile
 import time
@@ -24,7 +22,6 @@ from megapar.data.delivery import Delivery
 from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.sources import ChunkDataset
-from megapar.errors import DataError
 from megapar.train.provenance import provenance
 
 LONGEST = 2**31 - 1  # tokens of a document that the format holds
@@ -46,8 +43,6 @@ class Options:
     """Steps read for the rate."""
     workers: int = 0
     """data.workers: 0 is a thread."""
-    metrics: Path | None = None
-    """metrics.jsonl of a run, for the share of its steps that waited."""
     json: Path | None = None
     """Write all numbers to this file."""
 
@@ -87,14 +82,6 @@ def deliver(prefixes: list[Path], options: Options) -> dict[str, float]:
     return found | {"mebibytes": memory(read, torch.device("cpu")).taken / 2**20}
 
 
-def waiting(metrics: Path) -> float:
-    """Share of the time of all steps but the first spent waiting for data."""
-    lines = [line for line in map(json.loads, metrics.read_text().splitlines()) if "data_seconds" in line][1:]
-    if not lines:
-        raise DataError(f"--metrics {metrics}: no second step")
-    return sum(line["data_seconds"] for line in lines) / sum(line["step_seconds"] for line in lines)
-
-
 def main(options: Options) -> None:
     """Measure, print the table, write the JSON file."""
     rows = []
@@ -109,9 +96,6 @@ def main(options: Options) -> None:
         opening = cost(lambda: IndexedDataset(many))[0].wall
     found = {"delivery": rows, "documents": options.documents, "opening_seconds": opening}
     said = f"{options.documents:,} documents: opened and checked in {opening:.3f} s"
-    if options.metrics:
-        found["waiting"] = waiting(options.metrics)
-        said += f"\nwaited for data: {found['waiting']:.3%} of the steps of {options.metrics}"
     figures = ("first_batch_seconds", "mebibytes", "samples_per_second")
     lines = ([f"{row['samples']:,}", *(f"{row[name]:,.3f}" for name in figures)] for row in rows)
     shown = table(lines, ["samples"], ("first batch s", "memory taken MiB", "samples/s"))

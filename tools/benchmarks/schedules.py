@@ -37,7 +37,6 @@ from megapar.sharding import Sharding
 from megapar.train.provenance import provenance
 
 WIDTH = 8  # of the tensors that ranks send: so small that transfers cost no time
-STAGES_ON_A_RANK = {"interleaved": 2, "zb-interleaved": 2, "breadth": 2}
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class SleepingStage(PipelineStage):
 def measure(options: Options, schedule: str, target: torch.device) -> dict[str, list[float]]:
     """On each rank: the seconds of every timed step, by number of micro-batches."""
     ctx = context.create(Grid(pp=options.pp), device=target)
-    vpp = stages_on_a_rank(schedule, options.pp)
+    vpp = stages_on_a_rank(schedule)
     num_stages = options.pp * vpp
     seconds = options.milliseconds / 1e3 / vpp
     mine = [stage for stage, rank in enumerate(placement(schedule, options.pp, vpp)) if rank == ctx.pp.rank]
@@ -133,14 +132,9 @@ def a_batch() -> MicroBatch:
     return MicroBatch.of_samples(token, token, torch.ones(1, 1), token[:, 0])
 
 
-def stages_on_a_rank(schedule: str, pp: int) -> int:
-    place = SCHEDULES[schedule].placement
-    if schedule in STAGES_ON_A_RANK:
-        return STAGES_ON_A_RANK[schedule]
-    # A schedule in the form of a V has its last stage on rank 0, where its first one is.
-    if place(pp, 2)[-1] == 0:
-        return 2
-    return 1
+def stages_on_a_rank(schedule: str) -> int:
+    """What parallel.vpp 0 means. With one stage on each rank breadth would be gpipe."""
+    return 2 if schedule == "breadth" else SCHEDULES[schedule].vpp.meant_by(0)
 
 
 def numbers_of_microbatches(options: Options) -> Sequence[int]:
@@ -149,7 +143,7 @@ def numbers_of_microbatches(options: Options) -> Sequence[int]:
 
 def compared(options: Options, schedule: str, count: int, ranks: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
     """The time of a step beside the simulated one, and the ranks' shares of idle time."""
-    vpp = stages_on_a_rank(schedule, options.pp)
+    vpp = stages_on_a_rank(schedule)
     plans = lower(make(schedule, options.pp, vpp, count), options.pp * vpp)
     unit = options.milliseconds / 1e3 / vpp
     timeline = simulate(plans, forward=unit, backward=2 * unit)

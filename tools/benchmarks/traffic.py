@@ -10,6 +10,7 @@ B (n-1)/n.
 from collections.abc import Sequence
 from itertools import pairwise
 
+from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
 from megapar.pipeline.schedules import placement
 
@@ -64,10 +65,6 @@ def expected_traffic(config: Config, pp_rank: int, choices: Choices = (), rank: 
     return {axis: sent for axis, sent in everything.items() if sent}
 
 
-def micro_batches(config: Config) -> int:
-    return config.train.global_batch_size // config.train.micro_batch_size // config.parallel.dp
-
-
 def hidden_bytes(config: Config) -> int:
     """Hidden states [s, b, h] of one micro-batch, for the s positions of one cp rank."""
     return 4 * rows(config) * config.model.hidden_size
@@ -115,7 +112,7 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
     loss = last * _all_reduce(3 * 4 * rows(config), parallel.tp)
     norms = sequence * _all_reduce(4 * (2 * layers + last) * model.hidden_size, parallel.tp)
     one_micro_batch = halves * _all_reduce(hidden_bytes(config), parallel.tp) // 2 + loss
-    return micro_batches(config) * one_micro_batch + norms + _all_reduce(NORM_BYTES, parallel.tp)
+    return num_microbatches(config) * one_micro_batch + norms + _all_reduce(NORM_BYTES, parallel.tp)
 
 
 def context_parallel(config: Config, pp_rank: int) -> int:
@@ -143,7 +140,7 @@ def context_parallel(config: Config, pp_rank: int) -> int:
     else:
         forward = (cp - 1) * 2 * kv_heads * one_head
         a_layer = 3 * forward if config.train.recompute == "none" else 4 * forward
-    return micro_batches(config) * layers_of_rank(config, pp_rank) * a_layer
+    return num_microbatches(config) * layers_of_rank(config, pp_rank) * a_layer
 
 
 def pipeline_parallel(config: Config, pp_rank: int) -> int:
@@ -156,7 +153,7 @@ def pipeline_parallel(config: Config, pp_rank: int) -> int:
     messages = sum((sender == pp_rank) + (receiver == pp_rank) for sender, receiver in links)
     message = hidden_bytes(config) // (parallel.tp if parallel.sequence_parallel else 1)
     return (
-        micro_batches(config) * messages * message
+        num_microbatches(config) * messages * message
         + _all_reduce(NORM_BYTES, parallel.pp)
         + _all_reduce(LOSS_BYTES, parallel.pp)
     )
@@ -188,7 +185,7 @@ def gradients_and_weights(config: Config, pp_rank: int) -> int:
     stage = config.optimizer.zero_stage
     if stage < 2:
         return half + reduction
-    rounds = 1 if config.parallel.schedule == "breadth" else micro_batches(config)
+    rounds = 1 if config.parallel.schedule == "breadth" else num_microbatches(config)
     if stage == 2:
         return rounds * reduction + half
     embedding = 4 * config.model.vocab_size * config.model.hidden_size
@@ -212,7 +209,7 @@ def expert_parallel(config: Config, choices: Choices, rank: int) -> int:
     if ep == 1:
         return 0
     layers = config.model.num_hidden_layers
-    counts = (ep - 1) * 8 * config.model.moe.num_experts * layers * micro_batches(config)
+    counts = (ep - 1) * 8 * config.model.moe.num_experts * layers * num_microbatches(config)
     mine = experts_of_rank(config, rank)
     first = rank // ep * ep
     leaving = sum(sum(layer) - sum(layer[mine.start : mine.stop]) for layer in choices[rank])
