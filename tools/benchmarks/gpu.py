@@ -37,7 +37,7 @@ from rich.table import Table
 
 from benchmarks.contenders import Megapar
 from benchmarks.counting import cost
-from benchmarks.gpu_contenders import Compiled, CompiledDry, MixedPrecision, RandomWeights
+from benchmarks.gpu_contenders import Compiled, MixedPrecision, RandomWeights
 from benchmarks.gpu_model import H200, OFF, Prediction, predict
 from benchmarks.layouts import largest_error, make_batches, whole_step
 from benchmarks.peers import Peer, Result
@@ -92,6 +92,8 @@ WORKLOADS: dict[WorkloadName, Workload] = {
     "8b": Workload("llama3-8b", 8192, 1, recompute="full", loss_chunk=4096),
 }
 
+CONTENDERS: dict[ContenderName, type[Peer]] = {"megapar": Megapar, "torch": MixedPrecision, "compiled": Compiled}
+
 # The figures of a contender: what they are called, their unit, and how they are printed.
 FORMS = {
     "ms": ("ms a micro-batch", 1.0, ",.1f"),
@@ -139,16 +141,6 @@ class Options:
 
 class TrainingError(BenchmarkError):
     """megapar failed, or contenders did not compute the same."""
-
-
-def contender_class(name: ContenderName, dry_run: bool) -> type[Peer]:
-    if name == "megapar":
-        return Megapar
-    if name == "torch":
-        return MixedPrecision
-    if dry_run:
-        return CompiledDry
-    return Compiled
 
 
 def model_of(workload: Workload, *, dry_run: bool) -> ModelConfig:
@@ -266,8 +258,8 @@ def default_workloads(large: bool) -> list[WorkloadName]:
 
 def plan(options: Options, names: Sequence[WorkloadName]) -> list[Item]:
     """All runs in order: the most important ones first, those with minutes of compilation last."""
-    order: tuple[ContenderName, ...] = ("megapar", "torch", "compiled")
-    items: list[Item] = [(contender, name) for contender in order if contender in options.contenders for name in names]
+    chosen = [contender for contender in CONTENDERS if contender in options.contenders]
+    items: list[Item] = [(contender, name) for contender in chosen for name in names]
     if options.profile and "megapar" in options.contenders:
         items.insert(len(names), ("profile", names[0]))
     return items
@@ -336,7 +328,7 @@ class Training(Session):
     def take(self, kind: ContenderName, name: WorkloadName) -> None:
         """Measure one contender of one workload, and say what was found."""
         config = make_config(self.options, name, self.large)
-        contender = contender_class(kind, self.options.dry_run)
+        contender = CONTENDERS[kind]
         found = self.apart(partial(measure, config, contender, self.options.steps))
         run = self.run_of(name, config)
         row = {"name": contender.name, "contender": kind} | found | self.figures(kind, found, run, config)

@@ -105,20 +105,15 @@ class MixedPrecision(Plain):
 
 
 class Compiled(MixedPrecision):
-    """Model and loss as one graph of torch.compile."""
+    """Model and loss as one graph of torch.compile. On a CPU, where code generation takes a minute, it is a dry run:
+    traced and differentiated as a graph."""
 
     name = "PyTorch, compiled"
-    backend = "inductor"
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
-        self.compiled = torch.compile(super().loss, backend=self.backend, dynamic=False)
+        backend = "aot_eager" if device.type == "cpu" else "inductor"
+        self.compiled = torch.compile(super().loss, backend=backend, dynamic=False)
 
     def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
         return self.compiled(tokens_bs, targets_bs)
-
-
-class CompiledDry(Compiled):
-    """Traced and differentiated as a graph, without code generation, for this takes a CPU a minute."""
-
-    backend = "aot_eager"

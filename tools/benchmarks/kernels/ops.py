@@ -1,7 +1,7 @@
 """What is measured: every op at the shapes of a model, and its least bytes or FLOPs."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,6 @@ from megapar_kernels.dropout import dropout_add
 from megapar_kernels.rope import rotate_qk
 from megapar_kernels.softmax import scaled_causal_softmax
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels import peers
 from benchmarks.kernels.peers import EPS, Op
@@ -42,13 +41,12 @@ class Model(NamedTuple):
     head_dim: int
     vocab: int
     softmax: tuple[int, int]  # explicit scores: heads and sequence
-    others: tuple[int, int, int]  # published shapes: another vocabulary; rows and columns of a wide norm
     flat: tuple[int, ...]  # elements of an optimizer's shard
 
 
-LLAMA_8B = Model("8B", 8192, 4096, 14336, 32, 8, 128, 128256, (32, 4096), (131072, 4096, 16384), (10**8, 10**9))
-LLAMA_70B = Model("70B", 8192, 8192, 28672, 64, 8, 128, 128256, (64, 4096), (0, 0, 0), ())
-TINY = Model("tiny", 8, 32, 48, 4, 2, 16, 96, (2, 8), (0, 0, 0), (384,))
+LLAMA_8B = Model("8B", 8192, 4096, 14336, 32, 8, 128, 128256, (32, 4096), (10**8, 10**9))
+LLAMA_70B = Model("70B", 8192, 8192, 28672, 64, 8, 128, 128256, (64, 4096), ())
+TINY = Model("tiny", 8, 32, 48, 4, 2, 16, 96, (2, 8), (384,))
 
 
 class Maker:
@@ -86,21 +84,16 @@ class Case:
     directions: tuple[Direction, ...] = BOTH
     exact: Op | None = None  # where torch's own draws other numbers
     to_compile: Op | None = None  # where what eager mode does best is nothing to compile
-    others: Mapping[str, Op] = field(default_factory=dict)
     same: bool = True  # False where others cannot compute the same numbers
     tolerance: float | None = None  # relative norm; None: 4e-3 of bf16 results, 1e-5 of fp32 ones
 
 
 def cases(model: Model, kernels: Kernels) -> Iterator[Case]:
     """All ops, beginning with the farthest from what others reach."""
-    tokens = model.tokens
-    vocab = model.vocab
-    (other_vocab, wide_rows, wide_columns) = model.others
-    yield from (_cross_entropy_case(model, v, kernels.cross_entropy) for v in (vocab, other_vocab) if v)
-    yield from (case for n in model.flat for case in _optimizer_cases(model, n, kernels.adamw))
-    for rows, columns in ((tokens, model.hidden), (wide_rows, wide_columns)):
-        if rows:
-            yield from _norm_cases(model, rows, columns, kernels.norm)
+    yield _cross_entropy_case(model, kernels.cross_entropy)
+    for elements in model.flat:
+        yield from _optimizer_cases(model, elements, kernels.adamw)
+    yield from _norm_cases(model, kernels.norm)
     yield from _activation_cases(model, kernels.activation)
     yield _rope_case(model, kernels.rope)
     yield _dropout_case(model, kernels.dropout)
@@ -110,7 +103,8 @@ def cases(model: Model, kernels: Kernels) -> Iterator[Case]:
     yield _linear_cross_entropy_case(model, kernels.cross_entropy)
 
 
-def _cross_entropy_case(model: Model, vocab: int, impl: Implementation) -> Case:
+def _cross_entropy_case(model: Model, impl: Implementation) -> Case:
+    vocab = model.vocab
     tp = context.single().tp
 
     def make(m: Maker) -> tuple[Any, ...]:
@@ -126,49 +120,43 @@ def _cross_entropy_case(model: Model, vocab: int, impl: Implementation) -> Case:
     )  # fmt: skip
 
 
-def _norm_cases(model: Model, rows: int, columns: int, impl: Implementation) -> Iterator[Case]:
-    size = rows * columns
-    shape = f"{rows}x{columns}"
+def _norm_cases(model: Model, impl: Implementation) -> Iterator[Case]:
+    columns = model.hidden
+    size = model.tokens * columns
+    shape = f"{model.tokens}x{columns}"
 
     def inputs(vectors: int, residuals: int, m: Maker) -> tuple[Any, ...]:
-        xs = [m.floats(rows, columns) for _ in range(1 + residuals)]
+        xs = [m.floats(model.tokens, columns) for _ in range(1 + residuals)]
         return (*xs, *(m.floats(columns, mean=1.0 - i) for i in range(vectors)))
 
-    # The functions are looked up when they run: benchmarks/kernels/tune.py puts another module in the place of norms.
     ops: list[tuple[str, int, int, Op, Op]] = [
-        ("RMSNorm", 1, 0, lambda x, w: norms.rms_norm(x, w, EPS, impl=impl), peers.rms_norm),
-        ("add + RMSNorm", 1, 1, lambda x, r, w: norms.add_rms_norm(x, r, w, EPS, impl=impl), peers.add_rms_norm),
-        ("LayerNorm", 2, 0, lambda x, w, b: norms.layer_norm(x, w, b, EPS, impl=impl), peers.layer_norm),
-        (
-            *("add + LayerNorm", 2, 1),
-            lambda x, r, w, b: norms.add_layer_norm(x, r, w, b, EPS, impl=impl),
-            peers.add_layer_norm,
-        ),
+        ("RMSNorm", 1, 0, norms.rms_norm, peers.rms_norm),
+        ("add + RMSNorm", 1, 1, norms.add_rms_norm, peers.add_rms_norm),
+        ("LayerNorm", 2, 0, norms.layer_norm, peers.layer_norm),
+        ("add + LayerNorm", 2, 1, norms.add_layer_norm, peers.add_layer_norm),
     ]
-    for op, vectors, residuals, ours, theirs in ops:
+    for op, vectors, residuals, function, theirs in ops:
         least = (8.0 * size, 8.0 * size) if residuals else (4.0 * size, 6.0 * size)
+        ours = partial(function, eps=EPS, impl=impl)
         yield Case(op, model.name, shape, partial(inputs, vectors, residuals), ours, theirs, least)
 
 
 def _activation_cases(model: Model, impl: Implementation) -> Iterator[Case]:
-    tokens = model.tokens
-    width = model.mlp
-    size = tokens * width
-    shape = f"{tokens}x{width}"
-    gated = [("SwiGLU", activations.swiglu, peers.swiglu), ("GeGLU", activations.geglu, peers.geglu)]
-    for op, ours, theirs in gated:
-        yield Case(
-            op, model.name, f"{tokens}x2*{width}", lambda m: (m.floats(tokens, 2 * width),), partial(ours, impl=impl),
-            theirs, (6 * size, 10 * size),
-        )  # fmt: skip
-    yield Case(
-        "ReLU²", model.name, shape, lambda m: (m.floats(tokens, width),), partial(activations.relu_squared, impl=impl),
-        peers.relu_squared, (4 * size, 6 * size),
-    )  # fmt: skip
-    yield Case(
-        "bias + GELU", model.name, shape, lambda m: (m.floats(tokens, width), m.floats(width)),
-        partial(activations.bias_gelu, impl=impl), peers.bias_gelu, (4 * size, 6 * size),
-    )  # fmt: skip
+    size = model.tokens * model.mlp
+
+    def inputs(widths: int, biases: int, m: Maker) -> tuple[Any, ...]:
+        return m.floats(model.tokens, widths * model.mlp), *(m.floats(model.mlp) for _ in range(biases))
+
+    ops: list[tuple[str, int, int, Op, Op]] = [
+        ("SwiGLU", 2, 0, activations.swiglu, peers.swiglu),
+        ("GeGLU", 2, 0, activations.geglu, peers.geglu),
+        ("ReLU²", 1, 0, activations.relu_squared, peers.relu_squared),
+        ("bias + GELU", 1, 1, activations.bias_gelu, peers.bias_gelu),
+    ]
+    for op, widths, biases, function, theirs in ops:
+        shape = f"{model.tokens}x{widths * model.mlp}"
+        least = (2.0 * (widths + 1) * size, 2.0 * (2 * widths + 1) * size)
+        yield Case(op, model.name, shape, partial(inputs, widths, biases), partial(function, impl=impl), theirs, least)
 
 
 def _rope_case(model: Model, impl: Implementation) -> Case:
@@ -248,10 +236,6 @@ def _attention_case(model: Model, impl: Literal["torch", "cudnn"]) -> Case:
         y = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=True, enable_gqa=run > 1)
         return y.permute(2, 0, 1, 3).flatten(2)
 
-    def only(backend: SDPBackend, *qkv: Tensor) -> Tensor:
-        with sdpa_kernel([backend]):
-            return plain(*qkv)
-
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # all heads alike: torch need not hold the scores
         k, v = (heads(x).repeat_interleave(run, 1) for x in (k, v))
         y = F.scaled_dot_product_attention(heads(q), k, v, is_causal=True)
@@ -263,10 +247,6 @@ def _attention_case(model: Model, impl: Literal["torch", "cudnn"]) -> Case:
         lambda m: tuple(m.floats(tokens, 1, n, d) for n in (model.heads, model.kv_heads, model.kv_heads)),
         partial(attention.causal_attention, impl=impl), plain, (forward, 2.5 * forward), "flops",
         exact=exact, tolerance=1e-2,
-        others={
-            "SDPA cuDNN": partial(only, SDPBackend.CUDNN_ATTENTION),
-            "SDPA flash": partial(only, SDPBackend.FLASH_ATTENTION),
-        },
     )  # fmt: skip
 
 
@@ -288,7 +268,6 @@ def _weight_gradient_case(model: Model) -> Case:
         "weight gradient", model.name, f"{rows}x{tokens}x{columns}", make, ours,
         lambda main_grad, grad, x: main_grad.add_(grad.t() @ x), (2 * tokens * rows * columns, 0), "flops",
         directions=("forward",),
-        others={"GEMM alone": lambda main_grad, grad, x: grad.t() @ x},
         tolerance=1e-3,  # tensor cores do not add quite in fp32
     )  # fmt: skip
 

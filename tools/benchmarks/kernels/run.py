@@ -12,7 +12,7 @@ at tiny shapes, and claims no figure (TRITON_INTERPRET=1 interprets the kernels;
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.kernels import measuring, peers
-from benchmarks.kernels.measuring import (
-    Bench,
-    Contender,
-    KernelError,
-    brief,
-    evaluate,
-)
+from benchmarks.kernels.measuring import Bench, Contender, KernelError, brief, evaluate
 from benchmarks.kernels.ops import LLAMA_8B, LLAMA_70B, TINY, Case, Model, cases
 from benchmarks.report import Session, number, table
 from megapar.errors import ConfigError
@@ -69,7 +63,7 @@ def challenge(bench: Bench, case: Case, name: str, op: peers.Op | None, exact: l
     try:
         if name == "megapar":
             contender.error = measuring.check(case, evaluate(bench, case, op), exact)
-        elif case.same and name in peers.NAMES:
+        elif case.same:
             contender.error = max(measuring.errors(evaluate(bench, case, op), exact))
             if not contender.error <= measuring.OTHER_RESULT:
                 contender.status = "another result"
@@ -106,10 +100,7 @@ def rows(case: Case, found: dict[str, Contender], copy: float | None) -> Iterato
             "share": rate / copy if rate and copy and case.unit == "bytes" else None,
             "bytes": found["megapar"].bytes,
             "over": {n: t / ours if t and ours else None for n, t in times.items() if n != "megapar"},
-            "contenders": {
-                name: {"ms": times[name], "bytes": c.bytes, "error": c.error, "status": c.status}
-                for name, c in found.items()
-            },
+            "contenders": {name: asdict(c) | {"ms": times[name]} for name, c in found.items()},
         }
 
 
@@ -124,7 +115,7 @@ class KernelSession(Session):
 
     def work(self) -> None:
         """All rounds, as far as the time lasts."""
-        self.round("megapar and torch", lambda case: {"megapar": case.ours, "torch": case.torch, **case.others})
+        self.round("megapar and torch", lambda case: {"megapar": case.ours, "torch": case.torch})
         try:
             liger = peers.liger()
         except Exception as error:  # another project's import, which must not end the round after it
@@ -171,24 +162,17 @@ def ratio(row: dict[str, Any], name: str) -> str:
 
 
 def results_table(circumstances: dict[str, Any], found: dict[str, Any]) -> Table:
-    lines = [
-        (
-            row["op"],
-            f"{row['model']} {row['shape']}",
-            row["direction"],
-            number(row["ms"], ".3f"),
-            number(row["gb_per_second"] or row["tflops"], ",.0f"),
-            number(row["share"], ".0%"),
-            number(row["bytes"] and row["bytes"] / 1e6, ",.0f"),
-            *(ratio(row, name) for name in peers.NAMES),
-            "\n".join(f"{name}: {ratio(row, name)}" for name in row["over"] if name not in peers.NAMES),
-        )
-        for row in found["rows"]
-    ]
-    name = (
-        "DRY RUN on the CPU: no figures" if circumstances["dry_run"] else "Fused kernels: time, and other times over it"
-    )
-    numbers = ("ms", "GB/s or TFLOP/s", "of copy", "peak MB", *peers.NAMES, "others")
+    lines = []
+    for row in found["rows"]:
+        rate = number(row["gb_per_second"] or row["tflops"], ",.0f")
+        megabytes = number(row["bytes"] and row["bytes"] / 1e6, ",.0f")
+        figures = (number(row["ms"], ".3f"), rate, number(row["share"], ".0%"), megabytes)
+        others = (ratio(row, name) for name in peers.NAMES)
+        lines.append((row["op"], f"{row['model']} {row['shape']}", row["direction"], *figures, *others))
+    name = "Fused kernels: time, and other times over it"
+    if circumstances["dry_run"]:
+        name = "DRY RUN on the CPU: no figures"
+    numbers = ("ms", "GB/s or TFLOP/s", "of copy", "peak MB", *peers.NAMES)
     return table(lines, ("op", "shape", "direction"), numbers, name, sections=2)
 
 
