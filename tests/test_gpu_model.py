@@ -54,7 +54,7 @@ def test_milliseconds_and_mfu_are_those_of_the_table(row: Any) -> None:
 
 
 def test_logits_in_chunks_take_a_third_more_products_of_the_head() -> None:
-    config = gpu.make_config(gpu.Options(), "8b", large=True)
+    config = gpu.make_config(gpu.Options(), "8b")
     whole = replace(config, kernels=replace(config.kernels, loss_chunk=0))
     more = predict(config).ms["matrix products"] - predict(whole).ms["matrix products"]
     assert more == pytest.approx(2 * 8192 * 4096 * 128256 / 700e9)

@@ -193,7 +193,6 @@ def test_no_failure_ends_another_contender(
     lacking = [("8b", kind, "out of memory") for kind in ("megapar", "torch")]
     assert contenders() == sorted([*lacking, ("1b", "megapar", crash), ("1b", "torch", "ok")])
     assert counts == list(range(4))
-    assert gpu.default_workloads(large=False) == ["1b", "3b"]
     assert json.loads(file.read_text())["not_run"] == ["8b, compiled", "1b, compiled"]
     assert "8b, megapar: out of memory; by plan it needs" in capsys.readouterr().out
 
@@ -230,7 +229,7 @@ class Watched(gpu_contenders.RandomWeights):
 def test_contenders_start_equal_and_hold_no_second_model(name: Any) -> None:
     """Weights do not depend on the order of requests for them. While a contender is built at most two of them are
     there: the one being copied and the one before it."""
-    config = gpu.make_config(gpu.Options(dry_run=True), name, large=True)
+    config = gpu.make_config(gpu.Options(dry_run=True), name)
     weights = gpu.RandomWeights(config.model, CPU)
     backward = {key: weights[key] for key in reversed(list(weights))}
     assert all(torch.equal(weights[key], backward[key]) for key in weights)
@@ -244,20 +243,23 @@ def test_contenders_start_equal_and_hold_no_second_model(name: Any) -> None:
 
 
 def test_figures_stand_beside_predictions(tmp_path: Path) -> None:
-    """With a time made up: ratios of all four figures, and a mark on those off by more than 15 %."""
+    """With a time made up: ratios of time and memory, and a mark on the one off by more than 15 %."""
     options = gpu.Options(json=tmp_path / "out.json")
-    session = gpu.Training(options, {"memory_bytes": 150 * 10**9, "peak_tflops": 989.0})
-    config = gpu.make_config(options, "1b", large=True)
+    session = gpu.Training(options, {"peak_tflops": 989.0})
+    config = gpu.make_config(options, "1b")
     run = session.run_of("1b", config)
     prediction = gpu.predict(config, session.machine)
     planned = sum(run["predicted"]["bytes"].values())
     assert planned > 18 * run["parameters"]
     seconds = 8 * prediction.total_ms / 1e3 * 1.25
     found = {"status": "ok", "seconds": [seconds], "results": [[1.0, 1.0]], "peak_bytes": planned}
-    row = {"name": "megapar", "contender": "megapar"} | found | session.figures("megapar", found, run, config)
-    assert row["ratios"] == pytest.approx({"ms": 1.25, "tokens_per_second": 0.8, "mfu": 0.8, "peak_bytes": 1.0})
+    row = {"name": "megapar", "contender": "megapar"} | found | session.figures(found, run)
+    assert row["mfu"] == pytest.approx(prediction.mfu / 1.25)
     run["contenders"].append(row)
-    assert list(gpu.prediction_table([run]).columns[-1].cells) == ["<-- off", "<-- off", "<-- off", ""]
+    columns = {column.header: list(column.cells) for column in gpu.speed_table(options, [run]).columns}
+    assert columns["time/predicted"] == ["1.25 <-- off"]
+    assert columns["peak/planned"] == ["1.00"]
+    assert columns["tokens/s"] == [f"{prediction.tokens_per_second / 1.25:,.0f}"]
 
 
 # As the profiler prints them, of cuBLAS, cuDNN, CUTLASS, FlashAttention, torch and Triton, some of them cut.
@@ -300,14 +302,14 @@ def test_a_profile_is_summed_by_kernel_and_category() -> None:
     launches = [("nvjet_a", 3000.0), ("_rotate_kernel", 500.0), ("nvjet_a", 1000.0), ("Memset (Device)", 250.0)]
     kernels = gather(launches)
     assert kernels == [Kernel("nvjet_a", 2, 4.0), Kernel("_rotate_kernel", 1, 0.5), Kernel("Memset (Device)", 1, 0.25)]
-    config = gpu.make_config(gpu.Options(), "1b", large=True)
+    config = gpu.make_config(gpu.Options(), "1b")
     prediction = replace(gpu.predict(config), ms=dict.fromkeys(gpu.predict(config).ms, 0.5))
     rows = {row["category"]: row for row in gpu.by_category(kernels, prediction)}
     assert rows["matrix products"] == {"category": "matrix products", "ms": 4.0, "calls": 2, "predicted_ms": 4.0}
     assert rows["attention"] == {"category": "attention", "ms": 0, "calls": 0, "predicted_ms": 8.0}
     table = gpu.profile_table({"workload": "1b", "step_ms": 5.0, "categories": list(rows.values())})
-    assert list(table.columns[3].cells) == ["1.00", "0.00", "0.00", "0.00", "0.12", "0.00", "0.00", "0.06"]
-    assert list(table.columns[5].cells) == [""] + ["<-- off"] * 7
+    ratios = ["0.00", "0.00", "0.00", "0.12", "0.00", "0.00", "0.06"]
+    assert list(table.columns[3].cells) == ["1.00", *(f"{ratio} <-- off" for ratio in ratios)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -333,7 +335,6 @@ def test_dry_training_on_one_gpu_computes_the_same_everywhere(tmp_path: Path) ->
         for contender in found["contenders"]:
             figures = ("seconds", "ms", "tokens_per_second", "mfu", "peak_bytes")
             assert [contender[name] for name in figures] == [None] * 5
-            assert contender["ratios"] == {}
     assert results["not_run"] == []
     assert results["profile"]["workload"] == "1b"
     assert all(row["ms"] is None for row in results["profile"]["categories"])

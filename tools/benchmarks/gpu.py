@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,6 @@ from megapar.train.provenance import provenance
 WARMUP = 2
 TOLERANCES = {"loss": 1e-2, "grad_norm": 5e-2}  # relative: bf16 activations, rounded at other places
 TARGET_MFU = 0.45
-LARGE_MEMORY = 100e9  # bytes: above it is an H200, below it an H100 or A100
 CONTENDER_SECONDS = 180.0  # a contender that takes longer hangs, or would leave no time for the others
 GRACE_MINUTES = 1.0  # for what runs when --minutes are over
 NO_MEMORY = "out of memory"  # a contender's status
@@ -67,16 +66,11 @@ Item = tuple[Literal["megapar", "torch", "compiled", "profile"], WorkloadName]
 
 @dataclass(frozen=True)
 class Workload:
-    """A preset of a model family and how a GPU of more than 100 GB trains it.
-
-    `small_micro_batch_size` is the micro-batch of a smaller GPU, 0 if the model does not fit into 80 GB. `layers` 0
-    means all.
-    """
+    """A preset of a model family and how an H200 trains it. `layers` 0 means all."""
 
     preset: str
     seq_length: int
     micro_batch_size: int
-    small_micro_batch_size: int = 0
     layers: int = 0
     recompute: Literal["none", "full"] = "none"
     loss_chunk: int = 0
@@ -86,21 +80,13 @@ class Workload:
 # chunks, which saves 0.4 GiB and costs 1.4 % of the time; more chunks would save nothing, because then the gradients of
 # the last layer are the largest temporary tensors.
 WORKLOADS: dict[WorkloadName, Workload] = {
-    "1b": Workload("llama3.2-1b", 4096, 4, small_micro_batch_size=2),
-    "3b": Workload("llama3.2-3b", 4096, 2, small_micro_batch_size=1),
+    "1b": Workload("llama3.2-1b", 4096, 4),
+    "3b": Workload("llama3.2-3b", 4096, 2),
     "8b-16-layers": Workload("llama3-8b", 8192, 1, layers=16),
     "8b": Workload("llama3-8b", 8192, 1, recompute="full", loss_chunk=4096),
 }
 
 CONTENDERS: dict[ContenderName, type[Peer]] = {"megapar": Megapar, "torch": MixedPrecision, "compiled": Compiled}
-
-# The figures of a contender: what they are called, their unit, and how they are printed.
-FORMS = {
-    "ms": ("ms a micro-batch", 1.0, ",.1f"),
-    "tokens_per_second": ("tokens/s", 1.0, ",.0f"),
-    "mfu": ("MFU", 1.0, ".1%"),
-    "peak_bytes": ("peak GiB", 2.0**30, ",.1f"),
-}
 
 # Kinds of kernels by their names in lower case, tried in this order. Attention comes before the matrix products,
 # because attention's kernels are built from CUTLASS too and have it in their names.
@@ -120,7 +106,7 @@ class Options:
     """Measure training on one GPU."""
 
     workloads: tuple[WorkloadName, ...] = ()
-    """What is trained; empty: all for the GPU's memory."""
+    """What is trained; empty: all."""
     contenders: tuple[ContenderName, ...] = ("megapar", "torch", "compiled")
     """Who trains it: megapar, plain PyTorch, torch.compile. They run in this order, whatever order is given."""
     micro_batch_size: int = 0
@@ -155,17 +141,12 @@ def model_of(workload: Workload, *, dry_run: bool) -> ModelConfig:
     return replace(model, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 
 
-def make_config(options: Options, name: WorkloadName, large: bool) -> Config:
-    """What is trained, derived values filled in; `large`: on a GPU of more than 100 GB.
-
-    Raises ConfigError if the numbers do not fit each other.
-    """
+def make_config(options: Options, name: WorkloadName) -> Config:
+    """What is trained, derived values filled in. Raises ConfigError if the numbers do not fit each other."""
     workload = WORKLOADS[name]
     seq_length = workload.seq_length
     loss_chunk = workload.loss_chunk
     micro_batch_size = options.micro_batch_size or workload.micro_batch_size
-    if not large and not options.micro_batch_size:
-        micro_batch_size = workload.small_micro_batch_size or 1
     if options.dry_run:
         seq_length = 32
         loss_chunk = min(loss_chunk, 16)
@@ -186,15 +167,14 @@ def make_config(options: Options, name: WorkloadName, large: bool) -> Config:
     return validate(config, 1)
 
 
-def planned_bytes(config: Config, _: torch.device) -> dict[str, Any]:
+def plan_memory(config: Config, _: torch.device) -> dict[str, Any]:
     """What megapar needs by its plan, by name. Workspaces of kernels are not in it."""
     return {"bytes": report_rank(config, Parts(StageBuilder()), 0).rows}
 
 
 def facts_of(target: torch.device) -> dict[str, Any]:
     """The machine, found in a process of its own: this one must not start CUDA, or its children could not."""
-    memory = torch.cuda.get_device_properties(target).total_memory if target.type == "cuda" else 0
-    return provenance(target) | {"memory_bytes": memory, "peak_tflops": device.peak_tflops(target)}
+    return provenance(target) | {"peak_tflops": device.peak_tflops(target)}
 
 
 def take_steps(contender: Peer, config: Config, steps: int) -> tuple[list[float], list[Result]]:
@@ -251,11 +231,6 @@ def out_of_memory(error: Exception) -> bool:
     return any(words in text for words in ("OutOfMemoryError", "out of memory", "STATUS_ALLOC_FAILED"))
 
 
-def default_workloads(large: bool) -> list[WorkloadName]:
-    """All workloads for the GPU's memory."""
-    return [name for name, w in WORKLOADS.items() if large or w.small_micro_batch_size]
-
-
 def plan(options: Options, names: Sequence[WorkloadName]) -> list[Item]:
     """All runs in order: the most important ones first, those with minutes of compilation last."""
     chosen = [contender for contender in CONTENDERS if contender in options.contenders]
@@ -274,9 +249,8 @@ class Training(Session):
         super().__init__(options, circumstances)
         self.options = options
         self.target = "cpu" if options.dry_run else "cuda"
-        self.large = options.dry_run or circumstances["memory_bytes"] > LARGE_MEMORY
         self.machine = replace(H200, peak_tflops=circumstances["peak_tflops"] or H200.peak_tflops)
-        self.names = list(options.workloads or default_workloads(self.large))
+        self.names = options.workloads or tuple(WORKLOADS)
         self.runs: dict[WorkloadName, dict[str, Any]] = {}
         self.profile: dict[str, Any] | None = None
 
@@ -306,7 +280,7 @@ class Training(Session):
     def run_of(self, name: WorkloadName, config: Config) -> dict[str, Any]:
         """The workload's part of the file, made when its first contender is about to run."""
         if name not in self.runs:
-            planned = self.apart(partial(planned_bytes, config), "cpu")
+            planned = self.apart(partial(plan_memory, config), "cpu")
             whole = WholeModel(config.model)
             self.runs[name] = {
                 "workload": name,
@@ -327,43 +301,30 @@ class Training(Session):
 
     def take(self, kind: ContenderName, name: WorkloadName) -> None:
         """Measure one contender of one workload, and say what was found."""
-        config = make_config(self.options, name, self.large)
+        config = make_config(self.options, name)
         contender = CONTENDERS[kind]
         found = self.apart(partial(measure, config, contender, self.options.steps))
         run = self.run_of(name, config)
-        row = {"name": contender.name, "contender": kind} | found | self.figures(kind, found, run, config)
+        row = {"name": contender.name, "contender": kind} | found | self.figures(found, run)
         run["contenders"].append(row)
         print(in_words(run, row), flush=True)
 
-    def figures(
-        self, kind: ContenderName, found: dict[str, Any], run: dict[str, Any], config: Config
-    ) -> dict[str, Any]:
-        """Measured figures, megapar's predictions, and their ratios. None in a dry run: it measures nothing."""
-        predicted: dict[str, float] = {}
-        if kind == "megapar":
-            prediction = predict(config, self.machine)
-            predicted = {"ms": prediction.total_ms, "mfu": prediction.mfu}
-            predicted["tokens_per_second"] = prediction.tokens_per_second
-            if planned := run["predicted"]["bytes"]:
-                predicted["peak_bytes"] = sum(planned.values())
-        figures: dict[str, Any] = dict.fromkeys(("seconds", *FORMS))
-        if found["status"] == "ok" and not self.options.dry_run:
-            seconds = statistics.median(found["seconds"])
-            rate = run["tokens_per_step"] / seconds
-            peak = self.circumstances["peak_tflops"]
-            figures = {
-                "seconds": found["seconds"],
-                "ms": seconds * 1e3 / run["micro_batches"],
-                "tokens_per_second": rate,
-                "mfu": rate * run["flops_per_token"] / peak / 1e12 if peak else None,
-                "peak_bytes": found["peak_bytes"],
-            }
-        ratios = {key: value / expected for key, expected in predicted.items() if (value := figures[key]) is not None}
-        return figures | {"predicted": predicted, "ratios": ratios}
+    def figures(self, found: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+        """Measured figures. None in a dry run: it measures nothing."""
+        if found["status"] != "ok" or self.options.dry_run:
+            return dict.fromkeys(("seconds", "ms", "tokens_per_second", "mfu", "peak_bytes"))
+        seconds = statistics.median(found["seconds"])
+        rate = run["tokens_per_step"] / seconds
+        peak = self.circumstances["peak_tflops"]
+        return {
+            "ms": seconds * 1e3 / run["micro_batches"],
+            "tokens_per_second": rate,
+            "mfu": rate * run["flops_per_token"] / peak / 1e12 if peak else None,
+        }
 
     def take_profile(self, name: WorkloadName) -> None:
         """megapar's kernels in one step of `name`."""
-        config = make_config(self.options, name, self.large)
+        config = make_config(self.options, name)
         found = self.apart(partial(measure_kernels, config)) | {"workload": name}
         self.profile = found
         if found["status"] != "ok":
@@ -385,9 +346,12 @@ class Training(Session):
 def in_words(run: dict[str, Any], row: dict[str, Any]) -> str:
     """One line about one contender."""
     line = f"{run['workload']}, {row['name']}: {row['status']}"
-    if row["status"] == NO_MEMORY and "peak_bytes" in row["predicted"]:
-        return f"{line}; by plan it needs {figure(row['predicted'], 'peak_bytes')} GiB and workspace"
-    return ", ".join([line, *(f"{FORMS[key][0]} {figure(row, key)}" for key in FORMS if row[key] is not None)])
+    if row["status"] == NO_MEMORY and row["contender"] == "megapar":
+        return f"{line}; by plan it needs {gib(planned_bytes(run))} GiB and workspace"
+    if row["ms"] is None:
+        return line
+    figures = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {number(row['mfu'], '.1%')}"
+    return f"{line}, {figures}, peak {gib(row['peak_bytes'])} GiB"
 
 
 def problems(run: dict[str, Any]) -> list[str]:
@@ -409,67 +373,65 @@ def problems(run: dict[str, Any]) -> list[str]:
     return found
 
 
-def figure(row: Mapping[str, float | None], key: str) -> str:
-    """One of a contender's figures as text."""
-    _, unit, form = FORMS[key]
-    value = row[key]
-    return number(value and value / unit, form)
+def gib(nbytes: float | None) -> str:
+    return number(nbytes and nbytes / 2**30, ".1f")
 
 
-def mark(ratio: float | None) -> str:
-    """What stands beside a figure far from its prediction."""
-    if ratio is not None and abs(ratio - 1) > OFF:
-        return "<-- off"
-    return ""
+def planned_bytes(run: dict[str, Any]) -> int | None:
+    """What megapar needs by its plan."""
+    planned = run["predicted"]["bytes"]
+    return sum(planned.values()) if planned else None
+
+
+def over(measured: float | None, predicted: float | None) -> str:
+    """A figure over its prediction, marked if they differ by more than OFF."""
+    if measured is None or predicted is None:
+        return "-"
+    ratio = measured / predicted
+    return f"{ratio:.2f} <-- off" if abs(ratio - 1) > OFF else f"{ratio:.2f}"
 
 
 def speed_table(options: Options, runs: Sequence[dict[str, Any]]) -> Table:
-    """Contenders side by side."""
+    """Contenders side by side, megapar beside its predictions."""
     lines = []
     for run in runs:
+        workload = f"{run['workload']} ({run['parameters'] / 1e6:,.1f}M)"
         ours = next((row["tokens_per_second"] for row in run["contenders"] if row["contender"] == "megapar"), None)
         for row in run["contenders"]:
             rate = row["tokens_per_second"]
-            figures = [figure(row, key) for key in ("tokens_per_second", "mfu", "peak_bytes")]
+            peak = row["peak_bytes"]
+            predicted: tuple[str, str] = ("", "")
+            if row["contender"] == "megapar":
+                ms = sum(run["predicted"]["ms"].values())
+                predicted = (over(row["ms"], ms), over(peak, planned_bytes(run)))
             faster = f"{ours / rate:.2f}x" if rate and ours else "-"
             loss = f"{row['results'][-1][0]:.4f}" if "results" in row else "-"
-            workload = f"{run['workload']} ({run['parameters'] / 1e6:,.1f}M)"
-            lines.append((workload, row["name"], row["status"], *figures, faster, loss))
-    title = "DRY RUN on the CPU: no figures" if options.dry_run else f"Training on one GPU (aim: {TARGET_MFU:.0%} MFU)"
-    numbers = ("tokens/s", "MFU", "peak GiB", "megapar is faster", "last loss")
+            figures = (number(rate, ",.0f"), number(row["mfu"], ".1%"), gib(peak), *predicted, faster, loss)
+            lines.append((workload, row["name"], row["status"], *figures))
+    title = f"Training on one GPU (aim: {TARGET_MFU:.0%} MFU); predicted are the time of an H200 and the planned memory"
+    if options.dry_run:
+        title = "DRY RUN on the CPU: no figures"
+    predictions = ("time/predicted", "peak/planned")
+    numbers = ("tokens/s", "MFU", "peak GiB", *predictions, "megapar is faster", "last loss")
     return table(lines, ("workload", "contender", "status"), numbers, title, sections=1)
-
-
-def prediction_table(runs: Sequence[dict[str, Any]]) -> Table:
-    """Every measured figure beside its prediction, marked if they differ by more than OFF."""
-    lines = []
-    for run in runs:
-        for row in run["contenders"]:
-            for key, ratio in row["ratios"].items():
-                figures = (figure(row, key), figure(row["predicted"], key), f"{ratio:.2f}", mark(ratio))
-                lines.append((run["workload"], row["name"], FORMS[key][0], *figures))
-    title = "Measured beside the model of an H200 (benchmarks/gpu_model.py) and the plan of memory"
-    numbers = ("measured", "predicted", "ratio", f"off by > {OFF:.0%}")
-    return table(lines, ("workload", "contender", "figure"), numbers, title, sections=1)
 
 
 def profile_table(found: dict[str, Any]) -> Table:
     """Each category of kernels beside its prediction. `found` is what the JSON file holds."""
     lines = []
     for row in found["categories"]:
-        ratio = None if row["ms"] is None else row["ms"] / row["predicted_ms"]
-        figures = (number(row["ms"], ".2f"), f"{row['predicted_ms']:.2f}", number(ratio, ".2f"))
-        lines.append((row["category"], *figures, row["calls"], mark(ratio)))
+        figures = (number(row["ms"], ".2f"), f"{row['predicted_ms']:.2f}", over(row["ms"], row["predicted_ms"]))
+        lines.append((row["category"], *figures, row["calls"]))
     total = sum(row["ms"] or 0.0 for row in found["categories"])
     title = f"One step of {found['workload']}: {number(found['step_ms'], '.1f')} ms, kernels {total:.1f} ms"
-    return table(lines, ["category"], ("ms", "predicted", "ratio", "launches", ""), title)
+    return table(lines, ["category"], ("ms", "predicted", "ratio", "launches"), title)
 
 
 def main(options: Options) -> None:
     """Measure, print the tables, write the JSON file; raises TrainingError if the numbers are worthless."""
     began = time.monotonic()
     for name in options.workloads or WORKLOADS:
-        make_config(options, name, large=True)
+        make_config(options, name)
     if not options.dry_run and not device.cuda_devices():
         raise ConfigError("there is no GPU here; --dry_run trains a tiny model on the CPU, without figures")
     circumstances = run_ranks(1, "cpu" if options.dry_run else "cuda", facts_of, seconds=CONTENDER_SECONDS)[0]
@@ -478,7 +440,6 @@ def main(options: Options) -> None:
     session.keep()
     session.work()
     runs = list(session.runs.values())
-    predicted = [] if options.dry_run else [prediction_table(runs)]
-    session.end(speed_table(options, runs), *predicted)
+    session.end(speed_table(options, runs))
     if found := [problem for run in runs for problem in problems(run)]:
         raise TrainingError("; ".join(found))
