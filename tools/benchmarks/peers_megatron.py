@@ -7,17 +7,18 @@ AdamW, because Megatron-Core's makes tensors on CUDA devices. It has no sequence
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from megapar_models.convert import megatron_core
 from torch import Tensor, nn
 
 from benchmarks.peers import Plain, Weights, summed
-from megapar.config.options import Config, ModelConfig
+from benchmarks.traffic import experts_of_rank
+from megapar.config.options import Config
 
 _MOE = "megatron.core.transformer.moe"
 
@@ -32,16 +33,10 @@ def _as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Let Megatron-Core build and run a model on a CPU in the block."""
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+    """Let Megatron-Core build and run a model on a CPU in the block, with a mixture of experts too."""
+    with warnings.catch_warnings(), megatron_core.on_cpu(), ExitStack() as stack:
         # It warns of each library for GPUs that is not there.
         warnings.simplefilter("ignore")
-        # Some of its buffers lie on CUDA's current device, wherever the weights are.
-        stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
-        # Attention forks CUDA's random state for its dropout, even if there is no dropout.
-        no_state = SimpleNamespace(fork=nullcontext)
-        stack.enter_context(patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", return_value=no_state))
         # Its dispatcher of tokens to experts copies counts to the host on a stream of its own. Here they are there.
         event = SimpleNamespace(synchronize=lambda: None)
         stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: event)
@@ -52,8 +47,6 @@ def on_cpu() -> Iterator[None]:
         stack.enter_context(patch(f"{_MOE}.token_dispatcher.maybe_move_tensor_to_cpu", _as_on_host))
         # Without Transformer Engine its router reads a name that was never set.
         stack.enter_context(patch(f"{_MOE}.moe_utils.te_general_gemm", None, create=True))
-        # It compiles its fused functions at their first call, which takes longer than the run.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
@@ -103,19 +96,11 @@ class MegatronCore(Plain):
                 "moe_token_dispatcher_type": "alltoall",
                 "expert_model_parallel_size": parallel.ep,
             }
+        # What a Llama of this shape is to Megatron-Core: some of it for the configuration, the rest for the model.
+        values = megatron_core.values_of(replace(shape, family="llama"))
+        names = {field.name for field in fields(TransformerConfig)}
         config = TransformerConfig(
-            num_layers=shape.num_hidden_layers,
-            hidden_size=shape.hidden_size,
-            num_attention_heads=shape.num_attention_heads,
-            num_query_groups=shape.num_key_value_heads,
-            kv_channels=shape.head_dim,
-            ffn_hidden_size=shape.intermediate_size,
-            normalization="RMSNorm",
-            layernorm_epsilon=shape.rms_norm_eps,
-            add_bias_linear=False,
-            activation_func=F.silu,
-            gated_linear_unit=True,
-            bias_activation_fusion=False,
+            **{name: value for name, value in values.items() if name in names},
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tp,
@@ -127,21 +112,46 @@ class MegatronCore(Plain):
             config,
             get_gpt_layer_local_spec(num_experts=shape.moe.num_experts or None, normalization="RMSNorm"),
             vocab_size=shape.vocab_size,
-            max_sequence_length=self.config.train.seq_length,
             parallel_output=True,
-            share_embeddings_and_output_weights=False,
-            position_embedding_type="rope",
-            rotary_base=int(shape.rope_theta),
+            **{name: value for name, value in values.items() if name not in names},
         )
         model.load_state_dict(self.local_tensors(weights))
         return model
 
     def local_tensors(self, weights: Weights) -> dict[str, Any]:
         """This rank's part of the weights, by Megatron-Core's names."""
-        tensors = local_tensors(self.config.model, weights, self.rank, self.world)
-        for number in range(self.config.model.num_hidden_layers):
-            theirs = f"decoder.layers.{number}.mlp"
-            tensors |= mlp_tensors(weights, f"layers.{number}.mlp", theirs, self.rank, self.world)
+        shape = self.config.model
+        tp = self.config.parallel.tp
+
+        def part(module: str, dim: int = 0) -> Tensor:
+            return weights[f"{module}.weight"].chunk(tp, dim)[self.rank % tp]
+
+        def mlp(ours: str, theirs: str) -> dict[str, Tensor]:
+            gate_up = torch.cat([part(f"{ours}.gate"), part(f"{ours}.up")])
+            return {f"{theirs}.linear_fc1.weight": gate_up, f"{theirs}.linear_fc2.weight": part(f"{ours}.down", 1)}
+
+        tensors = {
+            "embedding.word_embeddings.weight": part("embedding"),
+            "decoder.final_layernorm.weight": weights["norm.weight"],
+            "output_layer.weight": part("head"),
+        }
+        for number in range(shape.num_hidden_layers):
+            ours = f"layers.{number}"
+            theirs = f"decoder.layers.{number}"
+            # Rows of a key/value head are together: its query heads, the key, the value.
+            groups = [part(f"{ours}.attention.{x}").unflatten(0, (shape.num_key_value_heads // tp, -1)) for x in "qkv"]
+            tensors |= {
+                f"{theirs}.input_layernorm.weight": weights[f"{ours}.attention_norm.weight"],
+                f"{theirs}.self_attention.linear_qkv.weight": torch.cat(groups, 1).flatten(0, 1),
+                f"{theirs}.self_attention.linear_proj.weight": part(f"{ours}.attention.o", 1),
+                f"{theirs}.pre_mlp_layernorm.weight": weights[f"{ours}.mlp_norm.weight"],
+            }
+            if not shape.moe.num_experts:
+                tensors |= mlp(f"{ours}.mlp", f"{theirs}.mlp")
+                continue
+            tensors[f"{theirs}.mlp.router.weight"] = weights[f"{ours}.mlp.router.weight"]
+            for place, expert in enumerate(experts_of_rank(self.config, self.rank)):
+                tensors |= mlp(f"{ours}.mlp.experts.{expert}", f"{theirs}.mlp.experts.local_experts.{place}")
         return tensors
 
     def accumulate(self, batch: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
@@ -166,58 +176,8 @@ class MegatronCoreExperts(MegatronCore):
         """Experts are dealt over ranks, everything else is whole on every rank."""
         return ".local_experts." in name
 
-    def local_tensors(self, weights: Weights) -> dict[str, Any]:
-        """Everything but other ranks' experts."""
-        shape = self.config.model
-        tensors = local_tensors(shape, weights, rank=0, world=1)
-        held = shape.moe.num_experts // self.world
-        for layer in range(shape.num_hidden_layers):
-            ours = f"layers.{layer}.mlp"
-            theirs = f"decoder.layers.{layer}.mlp"
-            tensors[f"{theirs}.router.weight"] = weights[f"{ours}.router.weight"]
-            for place in range(held):
-                expert = f"{ours}.experts.{self.rank * held + place}"
-                tensors |= mlp_tensors(weights, expert, f"{theirs}.experts.local_experts.{place}")
-        return tensors
-
     def update(self) -> float:
         """With the sums of the gradients of weights common to all ranks."""
         for param, whole in zip(self.whole, summed([cast(Tensor, param.grad) for param in self.whole]), strict=True):
             param.grad = whole
         return super().update()
-
-
-def local_tensors(shape: ModelConfig, weights: Weights, rank: int, world: int) -> dict[str, Any]:
-    """A tensor-parallel rank's part of all weights but those of MLPs, by Megatron-Core's names."""
-
-    def part(name: str, dim: int = 0) -> Tensor:
-        return weights[name].chunk(world, dim)[rank]
-
-    tensors = {
-        "embedding.word_embeddings.weight": part("embedding.weight"),
-        "decoder.final_layernorm.weight": weights["norm.weight"],
-        "output_layer.weight": part("head.weight"),
-    }
-    for number in range(shape.num_hidden_layers):
-        ours = f"layers.{number}"
-        theirs = f"decoder.layers.{number}"
-        # Rows of a key/value head are together: its query heads, the key, the value.
-        groups = [
-            part(f"{ours}.attention.{x}.weight").unflatten(0, (shape.num_key_value_heads // world, -1)) for x in "qkv"
-        ]
-        tensors |= {
-            f"{theirs}.input_layernorm.weight": weights[f"{ours}.attention_norm.weight"],
-            f"{theirs}.self_attention.linear_qkv.weight": torch.cat(groups, 1).flatten(0, 1),
-            f"{theirs}.self_attention.linear_proj.weight": part(f"{ours}.attention.o.weight", 1),
-            f"{theirs}.pre_mlp_layernorm.weight": weights[f"{ours}.mlp_norm.weight"],
-        }
-    return tensors
-
-
-def mlp_tensors(weights: Weights, ours: str, theirs: str, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
-    """A tensor-parallel rank's part of an MLP or of an expert."""
-    gate_up = [weights[f"{ours}.{x}.weight"].chunk(world)[rank] for x in ("gate", "up")]
-    return {
-        f"{theirs}.linear_fc1.weight": torch.cat(gate_up),
-        f"{theirs}.linear_fc2.weight": weights[f"{ours}.down.weight"].chunk(world, 1)[rank],
-    }

@@ -107,7 +107,7 @@ class MegatronModel:
 
     def misread(self, model: ModelConfig) -> list[str]:
         """A line for each value taken by Megatron-Core from the args and missing in `model`."""
-        values = _values_of(model)
+        values = values_of(model)
         defaults = _defaults()
         lines = []
         for name in sorted({*self._values, *values}):
@@ -174,8 +174,8 @@ def _position_embedding(args: Mapping[str, Any]) -> str:
     return args.get("position_embedding_type") or older
 
 
-def _values_of(model: ModelConfig) -> dict[str, Any]:
-    """What `config_values` and `model_values` would return for the args of `model`."""
+def values_of(model: ModelConfig) -> dict[str, Any]:
+    """What `config_values` and `model_values` would return for the args of `model`, without its experts."""
     from megatron.core.activations import squared_relu
 
     described = FAMILIES[model.family].megatron
@@ -267,16 +267,23 @@ def _on_one_cpu() -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.utils import GlobalMemoryBuffer
 
-    with ExitStack() as stack:
+    with on_cpu(), ExitStack() as stack:
         # Layers use the groups that they are given only if torch.distributed is initialized.
         stack.enter_context(patch("torch.distributed.is_initialized", return_value=True))
+        # Otherwise initialize_model_parallel would make that buffer, which needs torch.distributed.
+        stack.enter_context(patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()))
+        yield
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Let Megatron-Core build and run a model on a CPU in the block."""
+    with ExitStack() as stack:
         # The rotary table and the buffer of attention scores lie on CUDA's current device, wherever the weights are.
         stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
         # Attention forks CUDA's random state for its dropout, even if there is no dropout.
         no_state = SimpleNamespace(fork=nullcontext)
         stack.enter_context(patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", return_value=no_state))
-        # Otherwise initialize_model_parallel would make that buffer, which needs torch.distributed.
-        stack.enter_context(patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()))
         # Megatron-Core compiles its fused functions at their first call, which needs a C++ compiler on a CPU.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
