@@ -25,19 +25,7 @@ class KernelError(NumericError):
     exit_code = 70
 
 
-@dataclass(frozen=True)
-class Bench:
-    """How and on which device everything is measured."""
-
-    target: torch.device
-    dtype: torch.dtype
-    watch: Stopwatch
-
-    def inputs(self, case: Case, seed: int) -> tuple[Any, ...]:
-        return case.make(Maker(self.target, self.dtype, seed))
-
-
-def prepare(dry_run: bool) -> tuple[Bench, Kernels, dict[str, Any]]:
+def prepare(dry_run: bool) -> tuple[Stopwatch, Kernels, dict[str, Any]]:
     """The first GPU, or the CPU for a dry run, with its kernels and the limits of the machine.
 
     Raises ConfigError without a GPU.
@@ -47,10 +35,9 @@ def prepare(dry_run: bool) -> tuple[Bench, Kernels, dict[str, Any]]:
     target = device.choose("cpu" if dry_run else "cuda", 0, 1)
     device.prepare(target, threads=1, deterministic=False)
     kernels = device.choose_kernels("triton" if not dry_run or interpreting() else "torch", target)
-    watch = Stopwatch(target, dry_run=dry_run)
-    bench = Bench(target, torch.float32 if dry_run else torch.bfloat16, watch)
+    bench = Stopwatch(target, dry_run=dry_run)
     circumstances = provenance(target) | {"dry_run": dry_run, "kernels": asdict(kernels), "dtype": str(bench.dtype)}
-    circumstances |= {"copy_gb_per_second": watch.copy_gb_per_second(), "gemm_tflops": watch.gemm_tflops()}
+    circumstances |= {"copy_gb_per_second": bench.copy_gb_per_second(), "gemm_tflops": bench.gemm_tflops()}
     return bench, kernels, circumstances
 
 
@@ -88,9 +75,9 @@ def widened(x: Any) -> Any:
     return x.detach().float().requires_grad_(x.requires_grad)
 
 
-def evaluate(bench: Bench, case: Case, op: peers.Op, *, wide: bool = False) -> list[Tensor]:
+def evaluate(bench: Stopwatch, case: Case, op: peers.Op, *, wide: bool = False) -> list[Tensor]:
     """Results and gradients for the inputs of seed 0; `wide` computes in fp32."""
-    inputs = bench.inputs(case, 0)
+    inputs = inputs_of(bench, case, 0)
     if wide:
         inputs = tuple(map(widened, inputs))
     results = tensors(op(*inputs))
@@ -118,28 +105,32 @@ def check(case: Case, found: Sequence[Tensor], exact: Sequence[Tensor]) -> float
     return max(measured)
 
 
-def upstream(bench: Bench, results: Sequence[Tensor]) -> list[Tensor]:
+def inputs_of(bench: Stopwatch, case: Case, seed: int) -> tuple[Any, ...]:
+    return case.make(Maker(bench.target, bench.dtype, seed))
+
+
+def upstream(bench: Stopwatch, results: Sequence[Tensor]) -> list[Tensor]:
     """The gradients to start backward from: the same for all contenders, rounded to the dtype of each result."""
     maker = Maker(bench.target, bench.dtype, 1)
     return [maker.floats(*y.shape, grad=False).to(y.dtype) for y in results]
 
 
-def measure(bench: Bench, case: Case, op: peers.Op, contender: Contender) -> None:
+def measure(bench: Stopwatch, case: Case, op: peers.Op, contender: Contender) -> None:
     """Median milliseconds of each direction and peak memory, into `contender`. Backward is both without forward.
 
     There are so many sets of inputs that none is still in the device's cache at its next turn.
     """
-    first = bench.inputs(case, 0)
+    first = inputs_of(bench, case, 0)
     nbytes = sum(x.nbytes for x in first if isinstance(x, Tensor))
-    copies = 1 if bench.watch.dry_run else -(-ROTATED_BYTES // nbytes)
-    sets = [first] + [bench.inputs(case, seed) for seed in range(1, copies)]
+    copies = 1 if bench.dry_run else -(-ROTATED_BYTES // nbytes)
+    sets = [first] + [inputs_of(bench, case, seed) for seed in range(1, copies)]
 
     def forward(i: int) -> None:
         op(*sets[i % copies])
 
     if "both" not in case.directions:
-        contender.bytes = bench.watch.peak_bytes(forward)
-        contender.ms["forward"] = bench.watch.median_ms(forward)
+        contender.bytes = bench.peak_bytes(forward)
+        contender.ms["forward"] = bench.median_ms(forward)
         return
     grads = [upstream(bench, tensors(op(*inputs))) for inputs in sets]
 
@@ -147,9 +138,9 @@ def measure(bench: Bench, case: Case, op: peers.Op, contender: Contender) -> Non
         inputs = sets[i % copies]
         gradients(inputs, tensors(op(*inputs)), grads[i % copies])
 
-    contender.bytes = bench.watch.peak_bytes(both)
-    contender.ms["forward"] = ahead = bench.watch.median_ms(forward)
-    contender.ms["both"] = whole = bench.watch.median_ms(both)
+    contender.bytes = bench.peak_bytes(both)
+    contender.ms["forward"] = ahead = bench.median_ms(forward)
+    contender.ms["both"] = whole = bench.median_ms(both)
     contender.ms["backward"] = None if whole is None or ahead is None else whole - ahead
 
 

@@ -24,8 +24,9 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.kernels import measuring, peers
-from benchmarks.kernels.measuring import Bench, Contender, KernelError, brief, evaluate
+from benchmarks.kernels.measuring import Contender, KernelError, brief, evaluate
 from benchmarks.kernels.ops import LLAMA_8B, LLAMA_70B, TINY, Case, Model, cases
+from benchmarks.kernels.timing import Stopwatch
 from benchmarks.report import Session, number, table
 from megapar.errors import ConfigError
 
@@ -46,7 +47,7 @@ class Options:
     """Results go here, after every op."""
 
 
-def compete(bench: Bench, case: Case, ops: Mapping[str, peers.Op | None]) -> dict[str, Contender]:
+def compete(bench: Stopwatch, case: Case, ops: Mapping[str, peers.Op | None]) -> dict[str, Contender]:
     """Implementations by name, each compared with torch in fp32 and timed; None stands for a package without one."""
     try:
         exact = evaluate(bench, case, case.exact or case.torch, wide=True)
@@ -55,7 +56,7 @@ def compete(bench: Bench, case: Case, ops: Mapping[str, peers.Op | None]) -> dic
     return {name: challenge(bench, case, name, op, exact) for name, op in ops.items()}
 
 
-def challenge(bench: Bench, case: Case, name: str, op: peers.Op | None, exact: list[Tensor]) -> Contender:
+def challenge(bench: Stopwatch, case: Case, name: str, op: peers.Op | None, exact: list[Tensor]) -> Contender:
     """One implementation. If its results should equal another's and do not, it is not timed."""
     if op is None:
         return Contender("has none")
@@ -107,7 +108,7 @@ def rows(case: Case, found: dict[str, Contender], copy: float | None) -> Iterato
 class KernelSession(Session):
     """The cases, the results of each, and the file with all of them at any time."""
 
-    def __init__(self, options: Options, bench: Bench, circumstances: dict[str, Any], todo: list[Case]):
+    def __init__(self, options: Options, bench: Stopwatch, circumstances: dict[str, Any], todo: list[Case]):
         super().__init__(options, circumstances)
         self.bench = bench
         self.todo = todo
@@ -129,7 +130,7 @@ class KernelSession(Session):
 
     def compiled(self, case: Case) -> dict[str, peers.Op]:
         torch.compiler.reset()  # else its limit of recompilations would end in eager mode
-        op = peers.compiled(case.to_compile or case.torch, dry_run=self.bench.watch.dry_run)
+        op = peers.compiled(case.to_compile or case.torch, dry_run=self.bench.dry_run)
         return {"torch.compile": op}
 
     def round(self, name: str, ops_of: Callable[[Case], Mapping[str, peers.Op | None]]) -> None:
@@ -139,7 +140,7 @@ class KernelSession(Session):
                 progress.refresh()
                 if self.may_begin(f"{title(case)}: {name}"):
                     self.contenders.setdefault(title(case), {}).update(compete(self.bench, case, ops_of(case)))
-                    self.bench.watch.release()
+                    self.bench.release()
                 self.keep()
 
     def wrong(self) -> list[str]:

@@ -24,6 +24,7 @@ class Stopwatch:
     def __init__(self, target: torch.device, *, dry_run: bool):
         self.target = target
         self.dry_run = dry_run
+        self.dtype = torch.float32 if dry_run else torch.bfloat16  # of what is measured
         self.side = 64 if dry_run else 8192
         self._matrices = [torch.randn(self.side, self.side, device=target, dtype=torch.bfloat16) for _ in range(3)]
         self.gemm_ms = self.median_ms(self._gemm)
