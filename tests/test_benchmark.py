@@ -104,10 +104,10 @@ def test_costs_and_turns() -> None:
     assert result == 7
     assert waited.wall >= 0.05 > 2 * waited.cpu
     held: list[torch.Tensor] = []
-    taken = counting.memory(lambda: held.append(torch.ones(2**23)), torch.device("cpu")).taken
+    taken = counting.memory(lambda: held.append(torch.ones(2**23))).taken
     assert 2**25 <= taken < 2**26
     held.clear()
-    taken = counting.memory(lambda: held.append(torch.ones(2**10)), torch.device("cpu")).taken
+    taken = counting.memory(lambda: held.append(torch.ones(2**10))).taken
     assert taken < 2**24, "the peak of earlier work counts"
 
 
@@ -117,7 +117,6 @@ def test_costs_and_turns() -> None:
         ({"hidden": (384,), "num_attention_heads": 0}, "--hidden 384 must be a multiple of 256"),
         ({"num_key_value_heads": 1}, "--num_key_value_heads 1 must be even"),
         ({"peers": ("DDP",), "layouts": ("pp2",)}, "--peers 'DDP': --layouts pp2 have megapar, megapar, zb-h1"),
-        ({"peers": ("shared memory TP",), "device": "cuda"}, "--peers 'shared memory TP' runs on a CPU only"),
         ({"peers": ("GPT",)}, "--peers 'GPT': --layouts single dp2 tp2 tp2.sp pp2 have megapar, PyTorch, Hugging Face"),
         ({"num_experts": 7, "layouts": ("moe",)}, "--num_experts 7 must be even"),
         ({"num_hidden_layers": 1}, "model.num_hidden_layers"),

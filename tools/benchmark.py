@@ -1,6 +1,6 @@
 """Starts a benchmark: python tools/benchmark.py [WHAT] [flags]. `WHAT --help` explains it and its flags.
 
-layouts      training beside PyTorch's own ways, on a CPU or on GPUs; the one without a WHAT
+layouts      training beside PyTorch's own ways, on a CPU; the one without a WHAT
 checkpoint   saving and loading
 data         preparation of text
 delivery     batches from data sets of any size

@@ -49,7 +49,7 @@ def with_children() -> float:
 
 
 class Memory(NamedTuple):
-    """Bytes of this process, or of its GPU: held before some work, and held at most during it."""
+    """Bytes of this process: held before some work, and held at most during it."""
 
     before: int
     peak: int
@@ -59,16 +59,12 @@ class Memory(NamedTuple):
         return self.peak - self.before
 
 
-def memory(work: Callable[[], object], target: torch.device) -> Memory:
-    """Resident bytes around `work`, on a GPU allocated ones."""
-    if target.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(target)
-        before = torch.cuda.memory_allocated(target)
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
-        before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def memory(work: Callable[[], object]) -> Memory:
+    """Resident bytes around `work`."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     work()
-    return Memory(before, device.peak_memory_bytes(target))
+    return Memory(before, device.peak_memory_bytes(torch.device("cpu")))
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

@@ -10,8 +10,8 @@ three forms of attention are there, and its tensor with sequence parallelism bes
   rounds and the range. CPU time is beside it: it does not count waiting, nor other programs.
 - Limit: the time of the step's matrix products and attention alone (products.py), and each contender's share of this
   speed.
-- Memory: each contender alone in fresh processes, the highest resident size (on a GPU, allocated bytes) above the size
-  of the process with torch, the contender's package, the process group and the weights to load.
+- Memory: each contender alone in fresh processes, the highest resident size above that of the process with torch, the
+  contender's package, the process group and the weights to load.
 - Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`. Those of experts follow from
   the experts chosen for the tokens of the step.
 - Load: the tokens of the fullest expert and rank over the mean.
@@ -47,7 +47,6 @@ from benchmarks.products import Products
 from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
 from benchmarks.report import Report
 from benchmarks.traffic import expected_traffic, experts_of_rank
-from megapar import device
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, ModelConfig, MoEConfig, OptimizerConfig, TrainConfig
 from megapar.errors import ConfigError
@@ -74,8 +73,6 @@ class Options:
     """Names of contenders, as the table spells them; empty: all that are installed. megapar itself always runs."""
     steps: int = 5
     """Timed steps of each contender, after one that warms up."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """cuda needs a GPU for each process."""
     json: Path | None = None
     """Write all numbers to this file."""
     num_hidden_layers: int = 4
@@ -108,8 +105,7 @@ def chosen_contenders(options: Options, layout: Layout) -> list[str]:
     """Names of the contenders to run in a layout, `Layout.base` first."""
     run = [layout.base]
     for name, (kind, _) in layout.contenders.items():
-        runs_here = kind.is_installed() and not (kind.cpu_only and options.device == "cuda")
-        if name != layout.base and runs_here and wanted(options, name):
+        if name != layout.base and kind.is_installed() and wanted(options, name):
             run.append(name)
     return run
 
@@ -143,8 +139,14 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
     if layout.experts and options.num_experts % 2:
         raise ConfigError(f"--num_experts {options.num_experts} must be even: two ranks hold as many experts each")
     mlp = hidden * 11 // 4
-    # Nothing balances the experts here (`make_mixture`). At higher rates routers learn within a few steps to send most
-    # tokens to the same experts, which a loss prevents in practice. Then the layouts would measure little but that.
+    moe = MoEConfig()
+    if layout.experts:
+        # Nothing balances their load: each package has a balancing loss of its own, and all must train the same.
+        top_k = options.num_experts_per_tok
+        width = options.moe_intermediate_size or mlp // top_k
+        moe = MoEConfig(options.num_experts, top_k, width, balance="none")
+    # At higher rates routers without a balance learn within a few steps to send most tokens to the same experts, which
+    # a loss prevents in practice. Then the layouts would measure little but that.
     lr = 1e-5 if layout.experts else 1e-3
     optimizer = OptimizerConfig(lr=lr, schedule="constant", zero_stage=variant.zero_stage)
     config = Config(
@@ -156,7 +158,7 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
             num_key_value_heads=kv_heads,
             intermediate_size=mlp,
             vocab_size=options.vocab_size,
-            moe=make_mixture(options, mlp) if layout.experts else MoEConfig(),
+            moe=moe,
         ),
         parallel=variant.parallel or layout.parallel,
         train=TrainConfig(
@@ -168,19 +170,6 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
     )
     stages = tuple(len(layers) for layers in stage_layers(validate(config, layout.world)))
     return validate(replace(config, parallel=replace(config.parallel, partition=stages)), layout.world)
-
-
-def make_mixture(options: Options, mlp: int) -> MoEConfig:
-    """The experts of a layer, in place of an MLP of the width `mlp`.
-
-    Nothing balances their load: each package has a balancing loss of its own, and all must train the same function.
-    """
-    return MoEConfig(
-        num_experts=options.num_experts,
-        num_experts_per_tok=options.num_experts_per_tok,
-        moe_intermediate_size=options.moe_intermediate_size or mlp // options.num_experts_per_tok,
-        balance="none",
-    )
 
 
 def make_weights(config: Config) -> Weights:
@@ -249,14 +238,14 @@ def measure_memory(options: Options, hidden: int, layout: Layout, name: str, tar
         for tokens_bs, targets_bs in make_batches(config, 2):
             contender.step(tokens_bs.to(target), targets_bs.to(target))
 
-    return memory(train, target)
+    return memory(train)
 
 
 def run_layout(options: Options, hidden: int, layout_name: str, reference: Sequence[Result]) -> dict[str, Any]:
     """Everything but memory about one layout at one width, as it goes into the JSON file."""
     layout = LAYOUTS[layout_name]
     names = chosen_contenders(options, layout)
-    ranks = run_ranks(layout.world, options.device, partial(measure_time, options, hidden, layout, names))
+    ranks = run_ranks(layout.world, "cpu", partial(measure_time, options, hidden, layout, names))
     tokens = options.global_batch_size * options.seq_length
     limit = seconds_of(ranks, Products.name) if Products.name in names else []
     contenders = []
@@ -358,18 +347,10 @@ def check_options(options: Options) -> None:
     for peer in options.peers:
         if peer not in known:
             raise ConfigError(f"--peers {peer!r}: --layouts {' '.join(options.layouts)} have {', '.join(known)}")
-        if known[peer].cpu_only and options.device == "cuda":
-            raise ConfigError(f"--peers {peer!r} runs on a CPU only: choose --device cpu")
     missing = missing_packages(options)
     if missing and options.peers:
         package, names = next(iter(missing.items()))
         raise ConfigError(f"--peers {names[0]!r} needs a package: pip install {package}")
-    most = max(LAYOUTS[name].world for name in options.layouts)
-    if options.device == "cuda" and device.cuda_devices() < most:
-        raise ConfigError(
-            f"--device cuda: --layouts {' '.join(options.layouts)} needs {most} GPUs, there are "
-            f"{device.cuda_devices()}; choose --layouts single, --device cpu, or tools/benchmark.py gpu for one GPU"
-        )
 
 
 def run_whole(
@@ -383,11 +364,11 @@ def run_whole(
     key = (hidden, layout.experts)
     if key not in references:
         body = partial(measure_reference, options, hidden, layout)
-        references[key] = [Result(*r) for r in run_ranks(1, options.device, body)[0]]
+        references[key] = [Result(*r) for r in run_ranks(1, "cpu", body)[0]]
     run = run_layout(options, hidden, name, references[key])
     for contender in run["contenders"]:
         body = partial(measure_memory, options, hidden, layout, contender["name"])
-        memory = run_ranks(layout.world, options.device, body)
+        memory = run_ranks(layout.world, "cpu", body)
         contender["peak_bytes"] = [peak for _, peak in memory]
         contender["peak_bytes_above_start"] = [peak - before for before, peak in memory]
     return run
@@ -405,7 +386,7 @@ def main(options: Options) -> None:
     tables = [speed_table(runs), traffic_table(runs)]
     if any(LAYOUTS[name].experts for name in options.layouts):
         tables.append(balance_table(runs))
-    Report(options, provenance(device.choose(options.device, 0, 1))).finish({"runs": runs}, *tables)
+    Report(options, provenance(torch.device("cpu"))).finish({"runs": runs}, *tables)
     found = [problem for run in runs for problem in problems(run)]
     if found:
         raise BenchmarkError("\n".join(found))

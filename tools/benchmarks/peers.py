@@ -242,7 +242,6 @@ class Peer(ABC):
     """The name of the peer's package for `pip install`; empty if it is PyTorch."""
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules of this package in the peer's use."""
-    cpu_only: ClassVar[bool] = False
     least_micro_batches: ClassVar[int] = 1
     """Of a step: a pipeline may need more."""
     parallel: ClassVar[dict[str, Any]] = {}

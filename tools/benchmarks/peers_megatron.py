@@ -55,7 +55,6 @@ class MegatronCore(Plain):
 
     name = "Megatron-Core TP"
     package: ClassVar[str] = megatron_core.PACKAGE
-    cpu_only = True
     modules: ClassVar[tuple[str, ...]] = ("megatron.core.models.gpt",)
 
     @classmethod

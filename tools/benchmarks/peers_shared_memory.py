@@ -149,7 +149,6 @@ class SharedMemoryTensorParallel(Plain):
     """Tensor parallelism by hand. The gradient norm alone, one number in a step, goes over gloo."""
 
     name = "shared memory TP"
-    cpu_only = True
 
     def is_split(self, name: str, param: Tensor) -> bool:
         """Only norms are whole on every rank."""
