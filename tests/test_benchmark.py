@@ -54,15 +54,11 @@ def test_contenders_compute_the_same_and_bytes_equal_the_formulas(layout: str) -
         assert contender["share_of_products"]["median"] > 0
     tokens = SIZES["global_batch_size"] * SIZES["seq_length"]
     for contender in run["contenders"]:
-        assert ("expert_load" in contender) == (layout.startswith("moe") and "sent" in contender)
-        if "expert_load" in contender:
+        assert ("expert_counts" in contender) == (layout.startswith("moe") and "sent" in contender)
+        if "expert_counts" in contender:
             # By rank, layer and expert. Each token chooses 2 of 8 experts.
             counts = torch.tensor(contender["expert_counts"]).sum(0)
             assert counts.sum(1).tolist() == [2 * tokens] * 2
-            assert contender["expert_load"] == pytest.approx(counts.max().item() * 8 / (2 * tokens))
-            by_rank = counts.view(2, 2, 4).sum(2) / tokens  # by layer and rank of ep, over the mean
-            load = pytest.approx(by_rank.amax(1).mean().item()) if "ep" in contender["sent"][0] else None
-            assert contender.get("rank_load") == load
 
 
 def test_the_program_measures_the_peers_that_were_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,10 +100,10 @@ def test_costs_and_turns() -> None:
     assert result == 7
     assert waited.wall >= 0.05 > 2 * waited.cpu
     held: list[torch.Tensor] = []
-    taken = counting.memory(lambda: held.append(torch.ones(2**23))).taken
+    taken = counting.memory(lambda: held.append(torch.ones(2**23)))[1]
     assert 2**25 <= taken < 2**26
     held.clear()
-    taken = counting.memory(lambda: held.append(torch.ones(2**10))).taken
+    taken = counting.memory(lambda: held.append(torch.ones(2**10)))[1]
     assert taken < 2**24, "the peak of earlier work counts"
 
 

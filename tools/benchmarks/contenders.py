@@ -119,10 +119,6 @@ class Layout:
         """The name of the contender to compare all others with."""
         return self.megapar[0][0]
 
-    def in_one_process(self) -> "Layout":
-        """The same model in one process."""
-        return replace(self, parallel=ParallelConfig(dp=1))
-
 
 WITHOUT_ZERO = Variant(zero_stage=0)
 TP2 = ParallelConfig(dp=1, tp=2)

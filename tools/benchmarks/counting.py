@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,12 +28,6 @@ class Cost:
     wall: float
     cpu: float
 
-    def __sub__(self, other: "Cost") -> "Cost":
-        return Cost(self.wall - other.wall, self.cpu - other.cpu)
-
-    def __truediv__(self, count: int) -> "Cost":
-        return Cost(self.wall / count, self.cpu / count)
-
 
 def cost(work: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> tuple[Cost, Any]:
     """What `work` costs, and what it returns. `clock` counts CPU seconds: those of this process."""
@@ -48,23 +42,13 @@ def with_children() -> float:
     return sum(os.times()[:4])
 
 
-class Memory(NamedTuple):
-    """Bytes of this process: held before some work, and held at most during it."""
-
-    before: int
-    peak: int
-
-    @property
-    def taken(self) -> int:
-        return self.peak - self.before
-
-
-def memory(work: Callable[[], object]) -> Memory:
-    """Resident bytes around `work`."""
+def memory(work: Callable[[], object]) -> tuple[int, int]:
+    """Bytes of this process: the highest resident size during `work`, and by how much it is above that before."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     work()
-    return Memory(before, device.peak_memory_bytes(torch.device("cpu")))
+    peak = device.peak_memory_bytes(torch.device("cpu"))
+    return peak, peak - before
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

@@ -14,7 +14,6 @@ import torch
 from benchmarks import layouts
 from benchmarks.contenders import LAYOUTS
 from benchmarks.counting import in_turn
-from benchmarks.peers import Peer
 from benchmarks.profiling import kind_of, record
 from benchmarks.report import Report, table
 from megapar.train.provenance import provenance
@@ -47,14 +46,6 @@ class Options:
     """Write all numbers to this file."""
 
 
-def milliseconds_by_kind(contender: Peer, tokens_bs: torch.Tensor, targets_bs: torch.Tensor) -> dict[str, float]:
-    """The CPU time of one step."""
-    times: dict[str, float] = defaultdict(float)
-    for kernel in record(partial(contender.step, tokens_bs, targets_bs), torch.device("cpu")):
-        times[kind_of(kernel.name, KINDS, OTHER)] += kernel.ms
-    return times
-
-
 def main(options: Options) -> None:
     """Measure, print the table, write the JSON file."""
     torch.set_num_threads(1)
@@ -72,7 +63,10 @@ def main(options: Options) -> None:
     profiles: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number, batch in enumerate(layouts.make_batches(built["megapar"].config, 1 + options.steps)):
         for name in in_turn(names, number):
-            profiles[name].append(milliseconds_by_kind(built[name], *batch))
+            times: dict[str, float] = defaultdict(float)
+            for kernel in record(partial(built[name].step, *batch), cpu):
+                times[kind_of(kernel.name, KINDS, OTHER)] += kernel.ms
+            profiles[name].append(times)
     # Without the first step, which warms up.
     least = {name: min(found[1:], key=lambda times: sum(times.values())) for name, found in profiles.items()}
     lines = [(kind, *(f"{least[name].get(kind, 0.0):,.0f}" for name in names)) for kind in (*KINDS, OTHER)]

@@ -125,7 +125,8 @@ def measure(spec: str, texts: Sequence[str], inputs: tuple[Path, Path], options:
             costs["bare"][workers].append(bare(spec, texts, workers))
             runs = [partial(preprocess, [path], output, recipe, workers=workers) for path in inputs]
             once, thrice = (cost(run, with_children)[0] for run in runs)
-            costs["preprocess"][workers].append((thrice - once) / 2)
+            marginal = Cost((thrice.wall - once.wall) / 2, (thrice.cpu - once.cpu) / 2)
+            costs["preprocess"][workers].append(marginal)
             whole[workers].append(thrice.wall)
     plain = {who: {n: [asdict(one) for one in found] for n, found in each.items()} for who, each in costs.items()}
     return {"tokenizer": spec.partition(":")[0], "tokens": tokens, **plain, "run_seconds": whole}

@@ -79,7 +79,7 @@ def deliver(prefixes: list[Path], options: Options) -> dict[str, float]:
         found["samples_per_second"] = options.steps * size / seconds
         delivery.close()
 
-    return found | {"mebibytes": memory(read).taken / 2**20}
+    return found | {"mebibytes": memory(read)[1] / 2**20}
 
 
 def main(options: Options) -> None:

@@ -24,7 +24,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -285,15 +285,11 @@ class Training(Session):
             self.runs[name] = {
                 "workload": name,
                 "model": WORKLOADS[name].preset,
-                "layers": config.model.num_hidden_layers,
                 "parameters": whole.parameters(),
                 "flops_per_token": whole.flops_per_token(config.train.seq_length),
-                "micro_batch_size": config.train.micro_batch_size,
-                "seq_length": config.train.seq_length,
                 "micro_batches": num_microbatches(config),
                 "tokens_per_step": config.train.global_batch_size * config.train.seq_length,
-                "recompute": config.train.recompute,
-                "loss_chunk": config.kernels.loss_chunk,
+                "config": asdict(config),
                 "predicted": {"ms": predict(config, self.machine).ms, "bytes": planned.get("bytes")},
                 "contenders": [],
             }
@@ -307,7 +303,7 @@ class Training(Session):
         run = self.run_of(name, config)
         row = {"name": contender.name, "contender": kind} | found | self.figures(found, run)
         run["contenders"].append(row)
-        print(in_words(run, row), flush=True)
+        print(f"{name}, {contender.name}: {row['status']}", flush=True)
 
     def figures(self, found: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         """Measured figures. None in a dry run: it measures nothing."""
@@ -341,17 +337,6 @@ class Training(Session):
     def found(self) -> dict[str, Any]:
         more = {"dry_run": self.options.dry_run, "runs": list(self.runs.values()), "profile": self.profile}
         return super().found() | more
-
-
-def in_words(run: dict[str, Any], row: dict[str, Any]) -> str:
-    """One line about one contender."""
-    line = f"{run['workload']}, {row['name']}: {row['status']}"
-    if row["status"] == NO_MEMORY and row["contender"] == "megapar":
-        return f"{line}; by plan it needs {gib(planned_bytes(run))} GiB and workspace"
-    if row["ms"] is None:
-        return line
-    figures = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {number(row['mfu'], '.1%')}"
-    return f"{line}, {figures}, peak {gib(row['peak_bytes'])} GiB"
 
 
 def problems(run: dict[str, Any]) -> list[str]:

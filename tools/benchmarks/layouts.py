@@ -14,7 +14,6 @@ three forms of attention are there, and its tensor with sequence parallelism bes
   contender's package, the process group and the weights to load.
 - Bytes: what megapar sent in a step by axis, beside the formulas of `expected_traffic`. Those of experts follow from
   the experts chosen for the tokens of the step.
-- Load: the tokens of the fullest expert and rank over the mean.
 - Agreement: losses and gradient norms of every step against plain PyTorch in one process. If a contender computes
   something else, or bytes differ from the formulas, the run ends with exit code 70.
 
@@ -26,7 +25,7 @@ Kernels: kernels/run.py.
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,20 +36,19 @@ from megapar_models.build import stage_layers
 from megapar_models.registry import validate
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 from torch import Tensor
 
 from benchmarks.contenders import LAYOUTS, WITHOUT_ZERO, Layout, Megapar, Variant
 from benchmarks.counting import cost, in_turn, memory, ratio
-from benchmarks.layout_tables import balance_table, speed_table, traffic_table
 from benchmarks.peers import Llama, Peer, Plain, Result, Weights
 from benchmarks.products import Products
 from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
-from benchmarks.report import Report
-from benchmarks.traffic import expected_traffic, experts_of_rank
+from benchmarks.report import Report, table
+from benchmarks.traffic import expected_traffic
 from megapar.config.derive import num_microbatches
-from megapar.config.options import Config, ModelConfig, MoEConfig, OptimizerConfig, TrainConfig
+from megapar.config.options import Config, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError
-from megapar.train.metrics import tally_load
 from megapar.train.provenance import provenance
 
 LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2", "cp2", "moe", "moe_ep2"]
@@ -97,26 +95,18 @@ class Options:
     """Samples of one forward pass."""
 
 
-def wanted(options: Options, name: str) -> bool:
-    return not options.peers or name in options.peers
-
-
-def chosen_contenders(options: Options, layout: Layout) -> list[str]:
-    """Names of the contenders to run in a layout, `Layout.base` first."""
-    run = [layout.base]
-    for name, (kind, _) in layout.contenders.items():
-        if name != layout.base and kind.is_installed() and wanted(options, name):
-            run.append(name)
-    return run
+def chosen_contenders(options: Options, layout: Layout, *, installed: bool = True) -> list[str]:
+    """Names of the contenders to run in a layout, `Layout.base` first; or of those that lack their packages."""
+    chosen = [name for name in layout.contenders if not options.peers or name in (layout.base, *options.peers)]
+    return [name for name in chosen if layout.contenders[name][0].is_installed() == installed]
 
 
 def missing_packages(options: Options) -> dict[str, list[str]]:
     """Names of the chosen contenders without their package, by package."""
     missing: dict[str, list[str]] = {}
-    for layout in options.layouts:
-        for name, (kind, _) in LAYOUTS[layout].contenders.items():
-            if not kind.is_installed() and wanted(options, name):
-                missing.setdefault(kind.package, []).append(name)
+    for layout in map(LAYOUTS.__getitem__, options.layouts):
+        for name in chosen_contenders(options, layout, installed=False):
+            missing.setdefault(layout.contenders[name][0].package, []).append(name)
     return missing
 
 
@@ -227,7 +217,7 @@ def whole_step(contender: Peer, batch: Sequence[Tensor]) -> Result:
 
 
 def measure_memory(options: Options, hidden: int, layout: Layout, name: str, target: torch.device) -> Any:
-    """Bytes: (held before the contender was built, peak after two steps)."""
+    """Bytes: the peak after two steps, and how much of it was not held before the contender was built."""
     kind, variant = layout.contenders[name]
     config = make_config(options, hidden, layout, variant)
     weights = make_weights(config)
@@ -274,10 +264,8 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
 
 
 def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a contender of megapar sent in the last step, by rank, the formulas, and the load of its experts.
+    """What a contender of megapar sent in the last step, by rank, and the formulas.
 
-    `expert_load` is the largest number of tokens of an expert over the mean, in the layer with the largest ratio.
-    `rank_load` is the same of the ranks of ep, in the mean of all layers: ranks wait for each other in every layer.
     `ranks` has what `measure_time` returned of it. The bytes of experts follow from where tokens went in that step.
     """
     chosen = [record["expert_counts"][-1] for record in ranks]
@@ -286,12 +274,6 @@ def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]
     found["formula"] = [expected_traffic(config, rank if stages else 0, chosen, rank) for rank in range(len(ranks))]
     if config.model.moe.num_experts:
         found["expert_counts"] = chosen
-        counts_le = torch.tensor(chosen).sum(0)
-        found["expert_load"] = tally_load("expert", counts_le)["expert_load_max"]
-        if config.parallel.ep > 1:
-            held = [experts_of_rank(config, rank) for rank in range(config.parallel.ep)]
-            rows_lr = torch.stack([counts_le[:, experts.start : experts.stop].sum(1) for experts in held], 1).double()
-            found["rank_load"] = (rows_lr.amax(1) / rows_lr.mean(1)).mean().item()
     return found
 
 
@@ -314,7 +296,7 @@ def largest_error(results: Sequence[Sequence[float]], reference: Sequence[Sequen
 
 def measure_reference(options: Options, hidden: int, layout: Layout, target: torch.device) -> Any:
     """Results for every step of plain PyTorch in one process, with the model of `layout`."""
-    config = make_config(options, hidden, layout.in_one_process(), WITHOUT_ZERO)
+    config = make_config(options, hidden, replace(layout, parallel=ParallelConfig(dp=1)), WITHOUT_ZERO)
     plain = Plain(config, make_weights(config), target)
     batches = make_batches(config, WARMUP + options.steps)
     return [plain.step(tokens_bs.to(target), targets_bs.to(target)) for tokens_bs, targets_bs in batches]
@@ -369,9 +351,56 @@ def run_whole(
     for contender in run["contenders"]:
         body = partial(measure_memory, options, hidden, layout, contender["name"])
         memory = run_ranks(layout.world, "cpu", body)
-        contender["peak_bytes"] = [peak for _, peak in memory]
-        contender["peak_bytes_above_start"] = [peak - before for before, peak in memory]
+        contender["peak_bytes"] = [peak for peak, _ in memory]
+        contender["peak_bytes_above_start"] = [taken for _, taken in memory]
     return run
+
+
+def rows(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[tuple[str, str, str], dict[str, Any], dict[str, Any]]]:
+    """(width, layout and name), run and contender of every contender."""
+    for run in runs:
+        for contender in run["contenders"]:
+            yield (str(run["hidden"]), run["layout"], contender["name"]), run, contender
+
+
+def speed_table(runs: Sequence[dict[str, Any]]) -> Table:
+    """The fastest peer in bold: what megapar wants to reach."""
+    lines = []
+    for (hidden, layout, name), run, contender in rows(runs):
+        peers = [c for c in run["contenders"] if "sent" not in c and c["name"] != Products.name]
+        fastest = max(peers, key=lambda c: c["tokens_per_second"], default=None)
+        faster = contender["megapar_is_faster"]
+        errors = contender["errors"]
+        lines.append(
+            (
+                *(hidden, layout, f"[bold]{name}[/bold]" if contender is fastest else name),
+                f"{contender['tokens_per_second']:,.0f}",
+                f"{faster['median']:.2f}x",
+                f"{faster['min']:.2f}-{faster['max']:.2f}",
+                f"{contender['share_of_products']['median']:.0%}" if "share_of_products" in contender else "",
+                f"{contender['cpu_time_over_megapar']:.2f}x",
+                " ".join(f"{n / 2**20:,.0f}" for n in contender["peak_bytes_above_start"]),
+                *(f"{errors[what]:.0e}" if what in errors else "" for what in Result._fields),
+            )
+        )
+    title = (
+        "megapar's speed over that of each contender, whose losses and norms differ from plain PyTorch's; "
+        "limit: the share of the speed of matrix products and attention alone"
+    )
+    numbers = ("tokens/s", "speed", "range", "limit", "CPU time", "peak MiB a rank", "loss", "norm")
+    return table(lines, ("hidden", "layout", "contender"), numbers, title, sections=2)
+
+
+def traffic_table(runs: Sequence[dict[str, Any]]) -> Table:
+    lines = []
+    for words, _, contender in rows(runs):
+        if "sent" in contender:
+            sent = contender["sent"][0]
+            formula = contender["formula"][0]
+            for axis in sorted(sent | formula):
+                lines.append((*words, axis, *(f"{bytes_.get(axis, 0):,}" for bytes_ in (sent, formula))))
+    title = "Bytes that rank 0 of megapar sends in a step"
+    return table(lines, ("hidden", "layout", "contender", "axis"), ("measured", "formula"), title, sections=2)
 
 
 def main(options: Options) -> None:
@@ -383,10 +412,7 @@ def main(options: Options) -> None:
     references: dict[tuple[int, bool], list[Result]] = {}
     cases = [(hidden, name) for hidden in options.hidden for name in options.layouts]
     runs = [run_whole(options, *case, references) for case in track(cases, "measuring", console=Console(stderr=True))]
-    tables = [speed_table(runs), traffic_table(runs)]
-    if any(LAYOUTS[name].experts for name in options.layouts):
-        tables.append(balance_table(runs))
-    Report(options, provenance(torch.device("cpu"))).finish({"runs": runs}, *tables)
+    Report(options, provenance(torch.device("cpu"))).finish({"runs": runs}, speed_table(runs), traffic_table(runs))
     found = [problem for run in runs for problem in problems(run)]
     if found:
         raise BenchmarkError("\n".join(found))

@@ -29,20 +29,17 @@ def layers_of_rank(config: Config, pp_rank: int) -> int:
     return sum(config.parallel.partition[stage] for stage in stages_of_rank(config, pp_rank))
 
 
-def holds_embedding(config: Config, pp_rank: int) -> bool:
-    return 0 in stages_of_rank(config, pp_rank)
-
-
-def holds_head(config: Config, pp_rank: int) -> bool:
-    return len(config.parallel.partition) - 1 in stages_of_rank(config, pp_rank)
+def holds_ends(config: Config, pp_rank: int) -> tuple[bool, bool]:
+    """Whether a rank has the embedding, and whether it has the head."""
+    stages = stages_of_rank(config, pp_rank)
+    return 0 in stages, len(config.parallel.partition) - 1 in stages
 
 
 def local_parameters(config: Config, pp_rank: int) -> int:
     """Weights of one rank: its stages' layers, matrices cut over tp and norms whole. Experts do not count."""
     model = config.model
     parallel = config.parallel
-    first = holds_embedding(config, pp_rank)
-    last = holds_head(config, pp_rank)
+    first, last = holds_ends(config, pp_rank)
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim * model.hidden_size
     mlp = 3 * model.intermediate_size * model.hidden_size
     if model.moe.num_experts:
@@ -99,8 +96,7 @@ def tensor_parallel(config: Config, pp_rank: int) -> int:
     model = config.model
     parallel = config.parallel
     train = config.train
-    first = holds_embedding(config, pp_rank)
-    last = holds_head(config, pp_rank)
+    first, last = holds_ends(config, pp_rank)
     layers = layers_of_rank(config, pp_rank)
     sequence = parallel.sequence_parallel
     a_layer, recomputed = (10, 3) if sequence else (8, 2)

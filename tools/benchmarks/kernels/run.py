@@ -180,13 +180,13 @@ def results_table(circumstances: dict[str, Any], found: dict[str, Any]) -> Table
 def choose_cases(options: Options, kernels: Kernels) -> list[Case]:
     """Each op and shape of --only once. Raises ConfigError if there is none."""
     models: tuple[Model, ...] = (TINY,) if options.dry_run else (LLAMA_8B, LLAMA_70B)
-    every = [case for model in models for case in cases(model, kernels)]
-    once = {(case.op, case.shape): case for case in reversed(every)}  # models share a vocabulary
-    chosen = [case for case in every if not options.only or any(word in case.op for word in options.only)]
-    todo = [case for case in chosen if once[case.op, case.shape] is case]
+    todo: dict[tuple[str, str], Case] = {}
+    for case in (case for model in models for case in cases(model, kernels)):
+        if not options.only or any(word in case.op for word in options.only):
+            todo.setdefault((case.op, case.shape), case)  # models share a vocabulary
     if not todo:
         raise ConfigError(f"--only {' '.join(options.only)}: no op has such a word in its name")
-    return todo
+    return list(todo.values())
 
 
 def main(options: Options) -> None:
