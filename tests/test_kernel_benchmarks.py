@@ -129,7 +129,7 @@ def test_rounds_of_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caps
 
     monkeypatch.setattr(run, "compete", compete)
     monkeypatch.setattr(peers, "liger", dict)
-    with pytest.raises(run.KernelError, match=r"^RMSNorm tiny 8x32: it differs$") as raised:
+    with pytest.raises(ranks.BenchmarkError, match=r"^RMSNorm tiny 8x32: it differs$") as raised:
         run.main(run.Options(dry_run=True, only=("RMSNorm",), json=file))
     assert raised.value.exit_code == 70
     assert "WRONG: RMSNorm tiny 8x32" in capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_no_failure_ends_another_contender(
     for module in (gpu, report):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     options = gpu.Options(dry_run=True, workloads=("8b", "1b"), profile=False, minutes=3.5, json=file)
-    with pytest.raises(gpu.TrainingError, match=r"^1b, megapar: a rank ended without a result, exit code -9$"):
+    with pytest.raises(ranks.BenchmarkError, match=r"^1b, megapar: a rank ended without a result, exit code -9$"):
         gpu.main(options)
     crash = "a rank ended without a result, exit code -9"
     lacking = [("8b", kind, "out of memory") for kind in ("megapar", "torch")]

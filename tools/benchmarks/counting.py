@@ -6,16 +6,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from megapar import device
 
-Name = TypeVar("Name")
 
-
-def in_turn(names: Iterable[Name], number: int) -> list[Name]:
+def in_turn(names: Iterable[str], number: int) -> list[str]:
     """The contenders of round `number`. Each round has the reverse order of the one before, so noise of the machine
     hits neighbors alike. A ratio is taken within a round."""
     return list(names)[:: 1 if number % 2 else -1]

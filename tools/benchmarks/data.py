@@ -4,7 +4,7 @@ The text is the Python standard library's own sources, the tokenizers are traine
 library's encode on texts in memory, in one thread of as many processes as there are workers: cores of one chip slow
 each other down, whatever runs on them. Preprocessing reads the texts from .jsonl, checks, tokenizes and writes. Its
 speed is marginal: the time of a run over the text three times in a row, less the time of a run over it once. So the
-start of processes, a second each, counts for nothing; `run_seconds` has it in. Work is dealt in pieces of 4 MB: with
+start of processes, a second each, counts for nothing. Work is dealt in pieces of 4 MB: with
 less than 8 MB a worker, the slowest decides. Rounds alternate; tables have the medians.
 
 Time is wall clock, and CPU time of all processes together; other programs on the machine disturb the latter less. "Of
@@ -117,7 +117,6 @@ def measure(spec: str, texts: Sequence[str], inputs: tuple[Path, Path], options:
     tokenizer = load_tokenizer(spec)
     tokens = sum(len(tokenizer.encode(text)) for text in texts)
     costs: dict[str, dict[int, list[Cost]]] = {"bare": defaultdict(list), "preprocess": defaultdict(list)}
-    whole: dict[int, list[float]] = defaultdict(list)
     recipe = Recipe(tokenizer=spec, append_eod=True)
     output = inputs[0].with_name("out")
     for _ in range(options.rounds):
@@ -127,9 +126,8 @@ def measure(spec: str, texts: Sequence[str], inputs: tuple[Path, Path], options:
             once, thrice = (cost(run, with_children)[0] for run in runs)
             marginal = Cost((thrice.wall - once.wall) / 2, (thrice.cpu - once.cpu) / 2)
             costs["preprocess"][workers].append(marginal)
-            whole[workers].append(thrice.wall)
     plain = {who: {n: [asdict(one) for one in found] for n, found in each.items()} for who, each in costs.items()}
-    return {"tokenizer": spec.partition(":")[0], "tokens": tokens, **plain, "run_seconds": whole}
+    return {"tokenizer": spec.partition(":")[0], "tokens": tokens, **plain}
 
 
 def rates(found: dict[str, Any], megabytes: float, options: Options) -> dict[str, Any]:

@@ -8,8 +8,8 @@ graph. With full recompute it recomputes its layers as well.
 
 MFU is tokens/s * FLOPs of a token / the GPU's dense bf16 peak (megapar.device.PEAK_TFLOPS). megapar_models.counts has
 the FLOPs of a token: causal attention counted half, no recomputation. The first steps compile and are not counted.
-Every figure of megapar stands beside the prediction of benchmarks/gpu_model.py for an H200, and its memory beside the
-plan of --dry_run.
+The time of megapar stands beside the prediction of benchmarks/gpu_model.py for an H200, and its memory beside the plan
+of --dry_run.
 
 Order: megapar on every workload, one profiled step, plain PyTorch, torch.compile with its one or two minutes a model.
 Each measurement runs alone, in a fresh process, for at most three minutes, and the JSON file is written again after
@@ -61,7 +61,6 @@ NO_MEMORY = "out of memory"  # a contender's status
 
 WorkloadName = Literal["1b", "3b", "8b-16-layers", "8b"]
 ContenderName = Literal["megapar", "torch", "compiled"]
-Item = tuple[Literal["megapar", "torch", "compiled", "profile"], WorkloadName]
 
 
 @dataclass(frozen=True)
@@ -123,10 +122,6 @@ class Options:
     """All numbers go here, after every contender."""
     dry_run: bool = False
     """A tiny model on the CPU, without figures."""
-
-
-class TrainingError(BenchmarkError):
-    """megapar failed, or contenders did not compute the same."""
 
 
 def model_of(workload: Workload, *, dry_run: bool) -> ModelConfig:
@@ -231,19 +226,8 @@ def out_of_memory(error: Exception) -> bool:
     return any(words in text for words in ("OutOfMemoryError", "out of memory", "STATUS_ALLOC_FAILED"))
 
 
-def plan(options: Options, names: Sequence[WorkloadName]) -> list[Item]:
-    """All runs in order: the most important ones first, those with minutes of compilation last."""
-    chosen = [contender for contender in CONTENDERS if contender in options.contenders]
-    items: list[Item] = [(contender, name) for contender in chosen for name in names]
-    if options.profile and "megapar" in options.contenders:
-        items.insert(len(names), ("profile", names[0]))
-    return items
-
-
 class Training(Session):
-    """Runs the plan, and keeps, prints and writes what is found."""
-
-    options: Options
+    """Measures, and keeps, prints and writes what is found."""
 
     def __init__(self, options: Options, circumstances: dict[str, Any]):
         super().__init__(options, circumstances)
@@ -255,14 +239,17 @@ class Training(Session):
         self.profile: dict[str, Any] | None = None
 
     def work(self) -> None:
-        """Run the plan in order, as far as the time lasts."""
-        for kind, name in plan(self.options, self.names):
-            if self.may_begin(f"{name}, {kind}"):
-                if kind == "profile":
-                    self.take_profile(name)
-                else:
+        """All runs, as far as the time lasts: the most important ones first, those with minutes of compilation last."""
+        for kind in CONTENDERS:
+            if kind not in self.options.contenders:
+                continue
+            for name in self.names:
+                if self.may_begin(f"{name}, {kind}"):
                     self.take(kind, name)
-            self.keep()
+                self.keep()
+            if kind == "megapar" and self.options.profile and self.may_begin(f"{self.names[0]}, profile"):
+                self.take_profile(self.names[0])
+                self.keep()
 
     def apart(self, body: Any, target: str = "") -> dict[str, Any]:
         """`body(device)` in a process of its own, with a status: ok, out of memory, or what went wrong."""
@@ -413,7 +400,7 @@ def profile_table(found: dict[str, Any]) -> Table:
 
 
 def main(options: Options) -> None:
-    """Measure, print the tables, write the JSON file; raises TrainingError if the numbers are worthless."""
+    """Measure, print the tables, write the JSON file; raises BenchmarkError if the numbers are worthless."""
     began = time.monotonic()
     for name in options.workloads or WORKLOADS:
         make_config(options, name)
@@ -427,4 +414,4 @@ def main(options: Options) -> None:
     runs = list(session.runs.values())
     session.end(speed_table(options, runs))
     if found := [problem for run in runs for problem in problems(run)]:
-        raise TrainingError("; ".join(found))
+        raise BenchmarkError("; ".join(found))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.peers import Peer, Result, Weights
+from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
 
 
@@ -33,7 +34,6 @@ class Products(Peer):
         keys = queries if self.is_causal else config.train.seq_length // 2
         heads = model.num_attention_heads // parallel.tp
         kv_heads = model.num_key_value_heads // parallel.tp
-        self.micro_batch_count = config.train.global_batch_size // samples // parallel.dp
         self.layers = parallel.partition[pp_rank]
         rows = samples * queries
         # (rows, outputs, inputs) of each product.
@@ -56,12 +56,11 @@ class Products(Peer):
                 self.outputs[count, width] = torch.empty(count, width, device=device)
         # The key/value heads are shared: a tensor of all query heads would be other work.
         self.q = torch.randn(samples, heads, queries, model.head_dim, device=device, requires_grad=True)
-        self.k, self.v = (
-            torch.randn(samples, kv_heads, keys, model.head_dim, device=device, requires_grad=True) for _ in range(2)
-        )
+        self.k = torch.randn(samples, kv_heads, keys, model.head_dim, device=device, requires_grad=True)
+        self.v = torch.randn_like(self.k, requires_grad=True)
 
     def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
-        for _ in range(self.micro_batch_count):
+        for _ in range(num_microbatches(self.config)):
             for _ in range(self.layers):
                 self.attention()
             for rows, weight, grad in self.products:

@@ -109,14 +109,16 @@ def measure(options: Options, schedule: str, target: torch.device) -> dict[str, 
     vpp = stages_on_a_rank(schedule)
     num_stages = options.pp * vpp
     seconds = options.milliseconds / 1e3 / vpp
-    mine = [stage for stage, rank in enumerate(placement(schedule, options.pp, vpp)) if rank == ctx.pp.rank]
-    stages = {number: SleepingStage(number, num_stages, ctx, seconds) for number in mine}
+    place = placement(schedule, options.pp, vpp)
+    numbers = [stage for stage, rank in enumerate(place) if rank == ctx.pp.rank]
+    stages = {number: SleepingStage(number, num_stages, ctx, seconds) for number in numbers}
     # Main gradients, to which stages add: without them a backward in halves has nothing to put off.
     gradients = Gradients(FlatLayout(list(stages.values()), 1 << 20, sharded=False), target)
     runtime = PipelineRuntime(stages, ctx, schedule, vpp)
+    token = torch.zeros(1, 1, dtype=torch.int64)
     found: dict[str, list[float]] = {}
     for count in numbers_of_microbatches(options):
-        batches = [a_batch() for _ in range(count)]
+        batches = [MicroBatch.of_samples(token, token, torch.ones(1, 1), token[:, 0])] * count
         found[str(count)] = []
         for step in range(1 + options.steps):
             gradients.zero()
@@ -125,11 +127,6 @@ def measure(options: Options, schedule: str, target: torch.device) -> dict[str, 
             if step:
                 found[str(count)].append(spent.wall)
     return found
-
-
-def a_batch() -> MicroBatch:
-    token = torch.zeros(1, 1, dtype=torch.int64)
-    return MicroBatch.of_samples(token, token, torch.ones(1, 1), token[:, 0])
 
 
 def stages_on_a_rank(schedule: str) -> int:

@@ -12,17 +12,12 @@ from torch import Tensor
 from benchmarks.kernels import peers
 from benchmarks.kernels.ops import Case, Direction, Maker
 from benchmarks.kernels.timing import ROTATED_BYTES, Stopwatch
+from benchmarks.ranks import BenchmarkError
 from megapar import device
-from megapar.errors import ConfigError, NumericError
+from megapar.errors import ConfigError
 from megapar.train.provenance import provenance
 
 OTHER_RESULT = 2e-2  # a contender this far from fp32 computes something else
-
-
-class KernelError(NumericError):
-    """A kernel's result is not what torch computes in fp32."""
-
-    exit_code = 70
 
 
 def prepare(dry_run: bool) -> tuple[Stopwatch, Kernels, dict[str, Any]]:
@@ -96,12 +91,12 @@ def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
 
 
 def check(case: Case, found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest error of our kernel; KernelError if one is above what rounding explains."""
+    """The largest error of our kernel; BenchmarkError if one is above what rounding explains."""
     measured = errors(found, exact)
     for i, (x, error) in enumerate(zip(found, measured, strict=True)):
         limit = case.tolerance or (4e-3 if x.dtype.itemsize == 2 else 1e-5)
         if not error <= limit:
-            raise KernelError(f"result {i} differs from torch in fp32 by {error:.1e}, above {limit:.0e}")
+            raise BenchmarkError(f"result {i} differs from torch in fp32 by {error:.1e}, above {limit:.0e}")
     return max(measured)
 
 

@@ -93,8 +93,7 @@ def cases(model: Model, kernels: Kernels) -> Iterator[Case]:
     yield _cross_entropy_case(model, kernels.cross_entropy)
     for elements in model.flat:
         yield from _optimizer_cases(model, elements, kernels.adamw)
-    yield from _norm_cases(model, kernels.norm)
-    yield from _activation_cases(model, kernels.activation)
+    yield from _row_cases(model, kernels)
     yield _rope_case(model, kernels.rope)
     yield _dropout_case(model, kernels.dropout)
     yield _softmax_case(model, kernels.softmax)
@@ -120,43 +119,31 @@ def _cross_entropy_case(model: Model, impl: Implementation) -> Case:
     )  # fmt: skip
 
 
-def _norm_cases(model: Model, impl: Implementation) -> Iterator[Case]:
-    columns = model.hidden
-    size = model.tokens * columns
-    shape = f"{model.tokens}x{columns}"
+def _row_cases(model: Model, kernels: Kernels) -> Iterator[Case]:
+    """Norms and activations: functions of rows, and of vectors as wide as a row."""
+    norm: dict[str, Any] = {"eps": EPS, "impl": kernels.norm}
+    act: dict[str, Any] = {"impl": kernels.activation}
 
-    def inputs(vectors: int, residuals: int, m: Maker) -> tuple[Any, ...]:
-        xs = [m.floats(model.tokens, columns) for _ in range(1 + residuals)]
-        return (*xs, *(m.floats(columns, mean=1.0 - i) for i in range(vectors)))
+    def inputs(width: int, rows: int, vectors: int, m: Maker) -> tuple[Any, ...]:
+        xs = [m.floats(model.tokens, width) for _ in range(rows)]
+        return (*xs, *(m.floats(width, mean=1.0 - i) for i in range(vectors)))
 
-    ops: list[tuple[str, int, int, Op, Op]] = [
-        ("RMSNorm", 1, 0, norms.rms_norm, peers.rms_norm),
-        ("add + RMSNorm", 1, 1, norms.add_rms_norm, peers.add_rms_norm),
-        ("LayerNorm", 2, 0, norms.layer_norm, peers.layer_norm),
-        ("add + LayerNorm", 2, 1, norms.add_layer_norm, peers.add_layer_norm),
+    # Op, its width, how many tensors of rows and vectors it takes, the bytes an element forward and backward.
+    ops: list[tuple[str, int, int, int, float, float, Op, Op]] = [
+        ("RMSNorm", model.hidden, 1, 1, 4, 6, partial(norms.rms_norm, **norm), peers.rms_norm),
+        ("add + RMSNorm", model.hidden, 2, 1, 8, 8, partial(norms.add_rms_norm, **norm), peers.add_rms_norm),
+        ("LayerNorm", model.hidden, 1, 2, 4, 6, partial(norms.layer_norm, **norm), peers.layer_norm),
+        ("add + LayerNorm", model.hidden, 2, 2, 8, 8, partial(norms.add_layer_norm, **norm), peers.add_layer_norm),
+        ("SwiGLU", 2 * model.mlp, 1, 0, 3, 5, partial(activations.swiglu, **act), peers.swiglu),
+        ("GeGLU", 2 * model.mlp, 1, 0, 3, 5, partial(activations.geglu, **act), peers.geglu),
+        ("ReLU²", model.mlp, 1, 0, 4, 6, partial(activations.relu_squared, **act), peers.relu_squared),
+        ("bias + GELU", model.mlp, 1, 1, 4, 6, partial(activations.bias_gelu, **act), peers.bias_gelu),
     ]
-    for op, vectors, residuals, function, theirs in ops:
-        least = (8.0 * size, 8.0 * size) if residuals else (4.0 * size, 6.0 * size)
-        ours = partial(function, eps=EPS, impl=impl)
-        yield Case(op, model.name, shape, partial(inputs, vectors, residuals), ours, theirs, least)
-
-
-def _activation_cases(model: Model, impl: Implementation) -> Iterator[Case]:
-    size = model.tokens * model.mlp
-
-    def inputs(widths: int, biases: int, m: Maker) -> tuple[Any, ...]:
-        return m.floats(model.tokens, widths * model.mlp), *(m.floats(model.mlp) for _ in range(biases))
-
-    ops: list[tuple[str, int, int, Op, Op]] = [
-        ("SwiGLU", 2, 0, activations.swiglu, peers.swiglu),
-        ("GeGLU", 2, 0, activations.geglu, peers.geglu),
-        ("ReLU²", 1, 0, activations.relu_squared, peers.relu_squared),
-        ("bias + GELU", 1, 1, activations.bias_gelu, peers.bias_gelu),
-    ]
-    for op, widths, biases, function, theirs in ops:
-        shape = f"{model.tokens}x{widths * model.mlp}"
-        least = (2.0 * (widths + 1) * size, 2.0 * (2 * widths + 1) * size)
-        yield Case(op, model.name, shape, partial(inputs, widths, biases), partial(function, impl=impl), theirs, least)
+    for op, width, rows, vectors, forward, backward, ours, theirs in ops:
+        size = model.tokens * width
+        make = partial(inputs, width, rows, vectors)
+        least = (forward * size, backward * size)
+        yield Case(op, model.name, f"{model.tokens}x{width}", make, ours, theirs, least)
 
 
 def _rope_case(model: Model, impl: Implementation) -> Case:

@@ -122,11 +122,6 @@ def square_sum(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float32).square()
 
 
-def compiled(op: Op, *, dry_run: bool) -> Op:
-    """By inductor; a dry run traces and differentiates the graph without generating code."""
-    return torch.compile(op, fullgraph=True, dynamic=False, backend="aot_eager" if dry_run else "inductor")
-
-
 def liger() -> dict[str, Op]:
     """Liger-Kernel's ops by the names of ours, with its own defaults. Raises ImportError if it is not installed."""
     ops = importlib.import_module("liger_kernel.ops")

@@ -24,9 +24,10 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.kernels import measuring, peers
-from benchmarks.kernels.measuring import Contender, KernelError, brief, evaluate
+from benchmarks.kernels.measuring import Contender, brief, evaluate
 from benchmarks.kernels.ops import LLAMA_8B, LLAMA_70B, TINY, Case, Model, cases
 from benchmarks.kernels.timing import Stopwatch
+from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Session, number, table
 from megapar.errors import ConfigError
 
@@ -130,7 +131,9 @@ class KernelSession(Session):
 
     def compiled(self, case: Case) -> dict[str, peers.Op]:
         torch.compiler.reset()  # else its limit of recompilations would end in eager mode
-        op = peers.compiled(case.to_compile or case.torch, dry_run=self.bench.dry_run)
+        # A dry run traces and differentiates the graph without generating code.
+        backend = "aot_eager" if self.bench.dry_run else "inductor"
+        op = torch.compile(case.to_compile or case.torch, fullgraph=True, dynamic=False, backend=backend)
         return {"torch.compile": op}
 
     def round(self, name: str, ops_of: Callable[[Case], Mapping[str, peers.Op | None]]) -> None:
@@ -190,7 +193,7 @@ def choose_cases(options: Options, kernels: Kernels) -> list[Case]:
 
 
 def main(options: Options) -> None:
-    """Measure, report, write the file; raises KernelError if a kernel of ours is wrong."""
+    """Measure, report, write the file; raises BenchmarkError if a kernel of ours is wrong."""
     bench, kernels, circumstances = measuring.prepare(options.dry_run)
     session = KernelSession(options, bench, circumstances, choose_cases(options, kernels))
     session.work()
@@ -199,4 +202,4 @@ def main(options: Options) -> None:
     wrong = session.wrong()
     session.end(results_table(circumstances, session.found()), said, *(f"WRONG: {what}" for what in wrong))
     if wrong:
-        raise KernelError("; ".join(wrong))
+        raise BenchmarkError("; ".join(wrong))
