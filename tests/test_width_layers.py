@@ -9,6 +9,7 @@ import torch
 from einops import rearrange
 from megapar_kernels.backend import Kernels
 from megapar_models.attention import deal_heads
+from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
 from megapar_models.factory import Factory, Matrix
 from megapar_models.forward import ForwardContext
@@ -25,10 +26,12 @@ from megapar import context
 from megapar.config.options import ModelConfig
 from megapar.context_parallel.attention import CoreAttention
 from megapar.errors import ConfigError
+from megapar.launch.grid import grid_of
 from megapar.params import ZEROS, Init, shared_piece
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import Columns
 from tests.support import tiny_models
+from tests.support.distributed import run_ranks
 from tests.support.grid import LENGTH, LLAMA, Layout, four_documents
 from tests.support.width import in_each_layout, trains_as_one_process
 
@@ -255,6 +258,28 @@ def test_an_adapter_adds_its_product_to_its_matrix_alone() -> None:
         )
     found = stage.logits(stage.hidden_states(None, batch)).transpose(0, 1)[..., : config.model.vocab_size]
     torch.testing.assert_close(found, plain.logits(config.model, merged, batch.tokens_bs), rtol=1e-4, atol=1e-4)
+
+
+UNMATCHED = replace(LORA, factory=partial(Factory, beside=BESIDE | {"*.attention.out": partial(Lora, rank=4)}))
+LAST_LAYER = replace(LORA, factory=partial(Factory, beside={"layers.3.attention.q": partial(Lora, rank=4)}))
+
+
+def build_family(family: str) -> str:
+    """What a pipeline rank says when it builds its part."""
+    config = Layout(replace(LLAMA, family=f"tests.test_width_layers:{family}"), pp=2).config()
+    try:
+        build_stages(config, context.create(grid_of(config)))
+    except ConfigError as error:
+        return str(error) if error.everywhere else "by one rank"
+    return ""
+
+
+def test_a_pattern_that_matches_no_matrix_is_refused_on_all_ranks() -> None:
+    """A pattern may match matrices of another pipeline rank alone."""
+    family = "tests.test_width_layers:UNMATCHED"
+    text = f"model.family {family}: Factory.beside *.attention.out: matches no matrix of the model"
+    assert run_ranks(2, build_family, "UNMATCHED") == [text, text]
+    assert run_ranks(2, build_family, "LAST_LAYER") == ["", ""]
 
 
 def test_an_adapter_beside_an_expert_is_refused() -> None:

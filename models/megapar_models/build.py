@@ -77,16 +77,14 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
         overlap_chunks=config.parallel.tp_overlap_chunks,
         allocate=allocate,
     )
+    products = MatrixProducts(kernels.weight_gradient)
+    factory = family.factory(sharding, *initializations(model), kernels, products, config.parallel.cp_attention)
+    if factory.beside:
+        WholeModel(model)  # raises ConfigError for a pattern without a match, before this rank builds its part
     return partial(
         family.stage,
         model,
-        family.factory(
-            sharding,
-            *initializations(model),
-            kernels,
-            MatrixProducts(kernels.weight_gradient),
-            config.parallel.cp_attention,
-        ),
+        factory,
         tied_over=ctx.tied if _last_stage_uses_embedding(model) and first_rank != last_rank else None,
         recompute_rule=Recompute(config.train.recompute, config.train.recompute_every),
         seed=config.train.seed,
@@ -105,7 +103,7 @@ def stage_layers(config: Config, whole: Callable[[ModelConfig], WholeModel] = Wh
     parallel = config.parallel
     num_stages = parallel.pp * parallel.vpp
     if parallel.partition:
-        return explicit(parallel.partition, model.num_hidden_layers, num_stages)
+        return explicit(parallel.partition)
     if num_stages == 1:
         return [range(model.num_hidden_layers)]  # without building the model to count its costs
     layers = whole(model).layer_costs(config.train.seq_length)

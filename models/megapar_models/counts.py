@@ -12,6 +12,7 @@ import torch
 
 from megapar.config.options import Config, ModelConfig
 from megapar.context import single
+from megapar.errors import ConfigError
 from megapar.params import ParamSpec, Piece, selected, spec_of
 from megapar.recompute import Recompute
 from megapar.sharding import Sharding
@@ -23,7 +24,8 @@ class WholeModel:
     """A model in one stage on the meta device, the source of all counts.
 
     A large one takes tenths of a second to build. `declarations` has every logical tensor by name, with the declaration
-    of its parameter. A fused parameter declares several tensors. A tied embedding is listed once.
+    of its parameter. A fused parameter declares several tensors. A tied embedding is listed once. Raises ConfigError if
+    a pattern of `Factory.beside` matches no matrix.
     """
 
     def __init__(self, model: ModelConfig):
@@ -33,6 +35,13 @@ class WholeModel:
         factory = family.factory(sharding, *initializations(model))
         layers = range(model.num_hidden_layers)
         self._stage = family.stage(model, factory, layers, first=True, last=True, recompute_rule=Recompute())
+        # Here, because a rank of a pipeline may rightly have no match. All ranks build the whole model alike.
+        if unmatched := [pattern for pattern in factory.beside if pattern not in factory.matched]:
+            error = ConfigError(
+                f"model.family {model.family}: Factory.beside {' '.join(unmatched)}: matches no matrix of the model"
+            )
+            error.everywhere = True
+            raise error
         specs = [spec_of(param) for param in self._stage.parameters()]
         self.declarations: dict[str, tuple[Piece, ParamSpec]] = {
             piece.name: (piece, spec) for spec in specs for piece in spec.pieces

@@ -67,6 +67,8 @@ class Factory:
     products: MatrixProducts = TORCH_PRODUCTS
     cp_attention: Literal["gather", "ring", "ulysses"] = "gather"
     beside: Mapping[str, Beside] = field(default_factory=dict)
+    matched: set[str] = field(default_factory=set, compare=False)
+    """The patterns of `beside` that have matched a matrix so far."""
 
     def products_of(self, name: str) -> MatrixProducts:
         """How the products of the module `name` are computed, such as layers.3.mlp.down or head."""
@@ -106,6 +108,7 @@ class Factory:
     def _beside(self, matrix: Matrix) -> nn.Module | None:
         for pattern, make in self.beside.items():
             if fnmatchcase(matrix.name, pattern):
+                self.matched.add(pattern)
                 # A pattern such as *.attention.* matches the matrices of the adapter too: those have none beside them.
                 return make(replace(self, beside={}), matrix)
         return None
