@@ -261,24 +261,8 @@ def test_embedding_and_head_take_layers_off_the_end_stages():
     assert [len(p) for p in partition([1.0] * 2, 0.0, 9.0, 2)] == [2, 0]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "layers", "stages", "words"),
-    [
-        ((3, 4), 7, 4, ["2 entries", "4 stages"]),
-        ((3, 4, 4, 2), 12, 4, ["adds up to 13", "num_hidden_layers is 12"]),
-        ((3, 0, 4), 7, 3, ["without a layer"]),
-        ((8, -1), 7, 2, ["without a layer"]),
-    ],
-)
-def test_an_explicit_partition_that_does_not_fit_is_refused(sizes, layers, stages, words):
-    with pytest.raises(ConfigError) as error:
-        explicit(sizes, layers, stages)
-    assert "parallel.partition" in str(error.value)
-    assert all(word in str(error.value) for word in words)
-
-
 def test_an_explicit_partition_is_obeyed():
-    assert explicit((0, 4, 2, 1), 7, 4) == [range(0), range(4), range(4, 6), range(6, 7)]
+    assert explicit((0, 4, 2, 1)) == [range(0), range(4), range(4, 6), range(6, 7)]
 
 
 def test_the_picture_shows_computation_in_proportion_to_time(tmp_path):

@@ -61,24 +61,8 @@ def partition(layer_costs: Sequence[float], first_cost: float, last_cost: float,
     return [range(start, stop) for start, stop in pairwise((0, *cuts))]
 
 
-def explicit(sizes: Sequence[int], num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage, given the number of each in `sizes` (parallel.partition). Raises ConfigError if they do
-    not fit."""
-    shown = " ".join(map(str, sizes))
-    if len(sizes) != num_stages:
-        raise ConfigError(
-            f"parallel.partition ({shown}) has {len(sizes)} entries, but parallel.pp * parallel.vpp is {num_stages} "
-            f"stages: give {num_stages} numbers"
-        )
-    if sum(sizes) != num_layers:
-        raise ConfigError(
-            f"parallel.partition ({shown}) adds up to {sum(sizes)}, but model.num_hidden_layers is {num_layers}"
-        )
-    if min(sizes) < 0 or 0 in sizes[1:-1]:
-        raise ConfigError(
-            f"parallel.partition ({shown}) leaves a stage between the first and the last without a layer: give each of "
-            "those at least 1"
-        )
+def explicit(sizes: Sequence[int]) -> list[range]:
+    """The layers of each stage, given the number of each in `sizes`: parallel.partition, checked by `validate`."""
     return [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 

@@ -15,6 +15,7 @@ from megapar.launch.reporting import tell
 from megapar.plan.memory import RankReport, planned_device, report_rank, reports
 from megapar.plan.parts import Parts
 from megapar.system import limits
+from megapar.tensor_parallel.layers import VOCAB_MULTIPLE
 from megapar.train import memory_report
 from megapar.train.memory_report import MemoryReport
 
@@ -46,7 +47,8 @@ def _write(config: Config, parts: Parts, parameters: str, flops_per_token: int, 
         f"{counted(num_microbatches(config), 'micro-batch', 'micro-batches')} of {train.micro_batch_size} a replica, "
         f"{flops_per_token * tokens / 1e15:,.3g} PFLOP; {counted(train.steps, 'step')} = "
         f"{train.samples() * train.seq_length:,} tokens\n"
-        f"vocabulary {vocabulary:,} -> {-(-vocabulary // 128) * 128:,} rows, padded to a multiple of 128",
+        f"vocabulary {vocabulary:,} -> {-(-vocabulary // VOCAB_MULTIPLE) * VOCAB_MULTIPLE:,} rows, padded to a "
+        f"multiple of {VOCAB_MULTIPLE}",
         highlight=False,
     )
     console.print(_planned_in_words(config), highlight=False)

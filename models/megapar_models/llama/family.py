@@ -62,28 +62,24 @@ def _read(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], list
     return values, problems
 
 
-def _window_problems(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
-    """Yield a problem if a sliding window applies to positions of the model. Any other window is allowed."""
-    # transformers takes 4096 for an absent window. Qwen's applies only with use_sliding_window, and from the layer
-    # max_window_layers on.
-    window = raw.get("sliding_window", 4096)
-    layers = raw["num_hidden_layers"]
-    types = raw.get("layer_types")
-    if not types:
-        types = ["sliding_attention"] if layers > raw.get("max_window_layers", 28) else []
-    used = {"llama": False, "mistral": True}.get(model_type, raw.get("use_sliding_window", False))
-    if model_type.startswith("qwen") and "sliding_attention" not in types:
-        used = False
-    if used:
-        yield from applied_window(window, raw)
+def window_problems(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
+    """Yield a problem if a sliding window applies to positions of the model. Any other window is allowed.
 
-
-def applied_window(window: int | None, raw: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem if a window in use is shorter than the longest sequence."""
-    if window is not None and window < raw["max_position_embeddings"]:
+    Families with other layers of the same attention share it.
+    """
+    # What transformers takes for an absent window.
+    window = raw.get("sliding_window", None if model_type == "mixtral" else 4096)
+    used = {"llama": False, "mistral": True, "mixtral": True}.get(model_type, raw.get("use_sliding_window", False))
+    if model_type in ("qwen2", "qwen3"):
+        # Theirs applies from the layer max_window_layers on.
+        later = raw["num_hidden_layers"] > raw.get("max_window_layers", 28)
+        types = raw.get("layer_types") or ["sliding_attention"] * later
+        used = used and "sliding_attention" in types
+    longest = raw["max_position_embeddings"]
+    if used and window is not None and window < longest:
         yield (
-            f"sliding_window={window} is not supported below max_position_embeddings="
-            f"{raw['max_position_embeddings']}; with that set to {window} the window never applies"
+            f"sliding_window={window} is not supported below max_position_embeddings={longest}; with that set to "
+            f"{window} the window never applies"
         )
 
 
@@ -126,7 +122,7 @@ LLAMA = Family(
         activations=ACTIVATIONS,
         tied=TIED,
         read=_read,
-        judge=_window_problems,
+        judge=window_problems,
         write=_write,
         warnings=factor_warnings,
     ),

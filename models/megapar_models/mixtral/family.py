@@ -1,12 +1,12 @@
 """The Mixtral family (arXiv 2401.04088): its options, and its names at Hugging Face."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megapar.config.model_rules import MOE, ROPE_SCALING
 from megapar.config.options import ModelConfig, MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType
-from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED, applied_window
+from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED, window_problems
 from megapar_models.mixtral.model import MixtralStage
 from megapar_models.mixtral.reference import logits
 from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
@@ -40,10 +40,6 @@ def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
     return values | {"moe": MoEConfig(norm_topk_prob=True, **moe)}, [*problems, *wrong]
 
 
-def _window_problems(raw: Mapping[str, Any], _: str) -> Iterator[str]:
-    yield from applied_window(raw.get("sliding_window"), raw)
-
-
 def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if mixtral does not represent it."""
     refuse_unwritable(model, "mixtral", {"norm_topk_prob": True}, ())
@@ -72,7 +68,7 @@ MIXTRAL = Family(
         activations=ACTIVATIONS,
         tied=TIED,
         read=_read,
-        judge=_window_problems,
+        judge=window_problems,
         write=_write,
         warnings=mixture_warnings,
     ),

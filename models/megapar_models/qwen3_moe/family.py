@@ -1,12 +1,12 @@
 """Qwen3's mixtures (arXiv 2505.09388): their options, and their names at Hugging Face (qwen3_moe)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megapar.config.model_rules import MOE, ROPE_SCALING
 from megapar.config.options import ModelConfig, MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType
-from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED, applied_window
+from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED, window_problems
 from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
 from megapar_models.qwen3_moe.model import Qwen3MoeStage
 from megapar_models.qwen3_moe.reference import logits
@@ -63,12 +63,6 @@ def _dense_layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
     return tuple(dense), []
 
 
-def _window_problems(raw: Mapping[str, Any], _: str) -> Iterator[str]:
-    # transformers takes 4096 for an absent window, and uses it only if asked to.
-    if raw.get("use_sliding_window", False):
-        yield from applied_window(raw.get("sliding_window", 4096), raw)
-
-
 def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if qwen3_moe does not represent it."""
     because = [] if model.qk_norm else ["model.qk_norm=false: qwen3_moe of transformers has norms of q and k"]
@@ -96,7 +90,7 @@ QWEN3_MOE = Family(
         activations=ACTIVATIONS,
         tied=TIED,
         read=_read,
-        judge=_window_problems,
+        judge=window_problems,
         write=_write,
         warnings=mixture_warnings,
     ),
