@@ -305,3 +305,17 @@ def test_norms_round_as_those_of_transformers(name: str, offset: int) -> None:
     assert torch.equal(rule.rms(x, theirs.weight, "torch"), theirs(x))
     total = x + x[0]
     assert torch.equal(rule.add_rms(x, x[0].expand_as(x), theirs.weight, "torch")[0], theirs(total))
+
+
+def test_a_norm_that_rounds_first_adds_its_offset_after() -> None:
+    """In bf16, by the formula: the normed x is rounded, then multiplied by one plus the weight."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 64).bfloat16()
+    weight = (0.1 * torch.randn(64)).bfloat16()
+    rule = NormRule(1e-5, offset=1, cast_first=True)
+    total = x + x[0]
+    for values in (x, total):
+        normed = values.float() * (values.float().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        expected = normed.bfloat16() * (weight + 1)
+        assert torch.equal(rule.rms(values, weight, "torch"), expected)
+    assert torch.equal(rule.add_rms(x, x[0].expand_as(x), weight, "torch")[0], expected)

@@ -14,7 +14,10 @@ from megapar_models.factory import Factory
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
 from megapar_models.llama.model import LlamaStage
+from megapar_models.mixtral.family import MIXTRAL as MIXTRAL_FAMILY
+from megapar_models.mixtral.model import MixtralStage
 from megapar_models.mlp import DenseMLP
+from megapar_models.moe import MixtureOfExperts
 from torch import Tensor
 
 from megapar.checkpoint.format import read_manifest
@@ -30,7 +33,7 @@ from megapar.train.checkpoints import FOLDER, Saver, resume
 from megapar.train.step import TrainState, train_step
 from tests.support import program
 from tests.support.distributed import run_ranks
-from tests.support.grid import LLAMA, Layout, check_on_ranks, held_weights, make_state, micro_batches
+from tests.support.grid import LLAMA, MIXTRAL, Layout, check_on_ranks, held_weights, make_state, micro_batches
 from tests.support.layouts import assemble, assert_close
 from tests.support.plans import PARTS
 from tests.support.width import in_each_layout, trains_as_one_process
@@ -94,11 +97,57 @@ def test_two_optimizers_train_as_in_one_process(sizes: dict[str, object]) -> Non
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"dp": 2}, {"dp": 2, "zero_stage": 2}, {"dp": 2, "zero_stage": 0}, {"dp": 4, "zero_stage": 3, "shard_ranks": 2}],
-    ids=["zero 1", "zero 2", "zero 0", "zero 3 with copies"],
+    [
+        *({"dp": 2}, {"dp": 2, "zero_stage": 2}, {"dp": 2, "zero_stage": 0}),
+        *({"dp": 4, "zero_stage": 3, "shard_ranks": 2}, {"tp": 2, "dp": 2}),
+    ],
+    ids=["zero 1", "zero 2", "zero 0", "zero 3 with copies", "zero 1 with tp"],
 )
 def test_two_optimizers_train_as_one_process_at_each_stage_of_zero(sizes: dict[str, Any]) -> None:
     check_on_ranks(Layout(MODELS["MOMENTUM"], **sizes))
+
+
+class Momentum(Optimizer):
+    """Gradient descent with momentum, of elements."""
+
+    STATE = (StateTensor("momentum"),)
+
+    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
+        shard.main.sub_(step.lr * shard.state["momentum"].mul_(0.9).add_(grad.mul_(step.clip)))
+        if params is not None:
+            params.copy_(shard.main)
+
+
+class MomentumExperts(MixtureOfExperts):
+    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
+        super().__init__(number, kind, model, updated_by("Momentum", factory))
+
+
+class WholeExperts(MixtureOfExperts):
+    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
+        super().__init__(number, kind, model, updated_by("NormalizedMomentum", factory))
+
+
+class MomentumMixtureStage(MixtralStage):
+    @classmethod
+    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
+        return replace(super().layer_kind(model, number), mlp=f"{__name__}:MomentumExperts")
+
+
+class WholeMixtureStage(MixtralStage):
+    @classmethod
+    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
+        return replace(super().layer_kind(model, number), mlp=f"{__name__}:WholeExperts")
+
+
+EXPERTS = replace(MIXTRAL_FAMILY, name="experts", stage=MomentumMixtureStage)
+WHOLE_EXPERTS = replace(MIXTRAL_FAMILY, name="whole_experts", stage=WholeMixtureStage)
+
+
+@pytest.mark.parametrize("family", ["EXPERTS", "WHOLE_EXPERTS"])
+def test_experts_with_another_optimizer_train_as_in_one_process(family: str) -> None:
+    """Each expert is on one rank of ep, and its state is sharded over the ranks that have it too."""
+    check_on_ranks(Layout(replace(MIXTRAL, family=f"{__name__}:{family}"), dp=4, ep=2))
 
 
 def one_step(state: TrainState) -> None:
