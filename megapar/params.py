@@ -21,6 +21,9 @@ from megapar.context import Axis
 
 Sizes = tuple[int, ...]
 
+# Sizes that 16 does not divide cost vector loads, so the vocabulary is padded.
+VOCAB_MULTIPLE = 128
+
 
 @dataclass(frozen=True)
 class Init:

@@ -12,10 +12,10 @@ from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
 from megapar.errors import OutOfMemoryError
 from megapar.launch.reporting import tell
+from megapar.params import VOCAB_MULTIPLE
 from megapar.plan.memory import RankReport, planned_device, report_rank, reports
 from megapar.plan.parts import Parts
 from megapar.system import limits
-from megapar.tensor_parallel.layers import VOCAB_MULTIPLE
 from megapar.train import memory_report
 from megapar.train.memory_report import MemoryReport
 

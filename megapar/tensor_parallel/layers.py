@@ -21,6 +21,7 @@ from megapar.context import Axis
 from megapar.linear import LOCAL, LinearFunction
 from megapar.main_grad import DeferredWeightGradient
 from megapar.params import (
+    VOCAB_MULTIPLE,
     ZEROS,
     Box,
     Init,
@@ -34,9 +35,6 @@ from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.chunks import ChunkedGather, gather_linear, linear_reduce, output_region
 from megapar.tensor_parallel.regions import input_region, reduce_from_tp, scatter_sum
-
-# Sizes that 16 does not divide cost vector loads, so the vocabulary is padded.
-VOCAB_MULTIPLE = 128
 
 
 def column_linear(
