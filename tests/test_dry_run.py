@@ -21,7 +21,19 @@ from megapar.pipeline.runtime import PipelineRuntime
 from megapar.plan.memory import RankReport, report_rank, reports
 from megapar.train.state import TrainState
 from tests.support.distributed import ON_GPUS, run_ranks
-from tests.support.grid import GPT, LLAMA, MIXTRAL, ONE_KV_HEAD, SAMPLES, STRADDLING, Layout, make_state, micro_batches
+from tests.support.grid import (
+    DENSE_BETWEEN,
+    GPT,
+    LLAMA,
+    MIXTRAL,
+    ONE_KV_HEAD,
+    SAMPLES,
+    SHARED,
+    STRADDLING,
+    Layout,
+    make_state,
+    micro_batches,
+)
 from tests.support.kernel_checks import needs_triton
 from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
@@ -185,6 +197,13 @@ def test_values_of_another_width_are_planned_at_their_width() -> None:
     config = Layout(replace(plain, family="tests.test_width_attention:FAMILY")).config("bf16")
     (expected,) = predicted(config).values()
     assert held_bytes(make_state(config), most_batches=1) == expected
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, SHARED, DENSE_BETWEEN], ids=["mixtral", "shared", "dense_between"])
+def test_what_the_losses_of_routers_keep_is_planned(model: ModelConfig) -> None:
+    config = Layout(model).config()
+    (expected,) = predicted(config).values()
+    assert held_bytes(make_state(config)) == expected
 
 
 def test_full_recompute_keeps_the_inputs_of_layers() -> None:
