@@ -97,7 +97,7 @@ class MatrixProducts:
             if overwrite:
                 total.zero_()  # apex's kernel can only add
             apex.add_weight_gradient(total, grad_2d, x_2d)
-        elif grad_2d.is_cuda:
+        elif not grad_2d.is_cpu:  # on the meta device too, which stands for a GPU
             torch.addmm(total, grad_2d.t(), x_2d, beta=beta, out_dtype=torch.float32, out=total)
         else:
             # On a CPU addmm has no out_dtype, so the inputs are converted.

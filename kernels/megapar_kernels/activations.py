@@ -135,7 +135,7 @@ def config(columns: int) -> tuple[int, int, int]:
 
 def _launch(kernel: Any, *tensors: Tensor | None, rows: int, columns: int, activation: Activation, gated: bool) -> None:
     """Launch `kernel` on [rows, columns], if there is anything to compute."""
-    if tensors[0] is not None and launches(tensors[0]):
+    if tensors[0] is not None and launches(tensors[0], *tensors[1:]):
         row_block, column_block, warps = config(columns)
         grid = triton.cdiv(rows, row_block), triton.cdiv(columns, column_block)
         kernel[grid](*tensors, rows, columns, activation, gated, row_block, column_block, num_warps=warps)

@@ -168,7 +168,7 @@ def statistics(logits: Tensor, target: Tensor, columns: int, impl: Implementatio
         return _statistics(logits, target, columns)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     result = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    if not launches(logits):
+    if not launches(logits, result):
         return result
     steps, lanes, warps = statistics_config(columns)
     _statistics_kernel[(rows,)](
@@ -203,7 +203,7 @@ def gradient(
     grad = logits if inplace else torch.empty_like(logits)
     block, warps = gradient_config(width, logits.element_size())
     blocks = triton.cdiv(width, block)
-    if rows * blocks:
+    if launches(logits, grad):
         rowwise = (x.contiguous() for x in (target, maximum, scale, grad_loss))
         _gradient_kernel[(rows * blocks,)](
             logits, grad, *rowwise, columns, width, logits.stride(0), blocks, block, num_warps=warps

@@ -47,6 +47,11 @@ Implementation = Literal["torch", "triton", "apex"]
 # norm of 1024 columns takes four times as long as torch's.
 SMALL = 1 << 20
 
+# The op of `launches`. Without the object torch would forget the op.
+_LIBRARY = torch.library.Library("megapar", "DEF")
+_LIBRARY.define("kernel(Tensor[] tensors) -> ()")
+_LIBRARY.impl("kernel", lambda tensors: None, "Meta")
+
 LOG2_E = tl.constexpr(1.4426950408889634)  # log2(e)
 
 
@@ -77,8 +82,14 @@ def fused(impl: Implementation, x: Tensor) -> bool:
     return not on_gpu(x, impl) or x.numel() >= SMALL
 
 
-def launches(x: Tensor) -> bool:
-    """Whether there is anything to launch a kernel for: `x` has elements and is not on the meta device."""
+def launches(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether there is anything to launch a kernel for: `x` has elements and is not on the meta device.
+
+    `others` are the other tensors that the kernel reads or writes. On the meta device the op `megapar::kernel` is
+    called with all of them. It does nothing, but a dispatch mode sees it, and so a plan counts the bytes.
+    """
+    if x.is_meta:
+        torch.ops.megapar.kernel([x, *(other for other in others if other is not None)])
     return x.numel() > 0 and not x.is_meta
 
 

@@ -82,7 +82,7 @@ def _launch(x: Tensor, residual: Tensor | None, keys: Tensor, p: float) -> Tenso
         residual = residual.contiguous()
         dtype = torch.promote_types(x.dtype, residual.dtype)
     y = torch.empty_like(x, dtype=dtype)
-    if not launches(y):
+    if not launches(y, x, residual, keys):
         return y
     rows = keys.numel()
     columns = x.shape[-1]

@@ -348,7 +348,7 @@ def _forward(
     sum_out = None if residual is None else total
     tensors = x, residual, weight, bias, y, sum_out, mean, rstd
     config = forward_config(columns)
-    if not launches(x):
+    if not launches(x, residual, weight, bias, y, sum_out, mean, rstd):
         return y, total, mean, rstd
     if config is None:
         _norm_forward_wide_kernel[(rows,)](*tensors, rows, columns, eps, WIDE_BLOCK, num_warps=WIDE_WARPS)
@@ -368,7 +368,7 @@ def _backward(
     grad_x = torch.empty_like(x)
     vectors = 1 if mean is None else 2  # LayerNorm has a weight and a bias
     config = backward_config(columns, x.element_size(), mean is not None)
-    if not x.numel():
+    if not launches(x, grad_y, grad_total, weight, mean, rstd, grad_x):
         return grad_x, weight.new_zeros(vectors, columns, dtype=torch.float32)
     if config is not None:
         row_block, column_block, warps = config

@@ -98,7 +98,8 @@ def _launch(
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     s, b, q_heads, width = q.shape
     k_heads = k.shape[2]
-    if launches(q_out) or launches(k_out):
+    written = (q_out, k_out) if q_out.numel() else (k_out, q_out)
+    if launches(*written, q, k, cos_sd, sin_sd):
         positions, heads, pairs, warps = config(max(q_heads, k_heads), width)
         grid = triton.cdiv(s, positions), b, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
         _rotate_kernel[grid](

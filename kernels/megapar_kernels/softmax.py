@@ -89,7 +89,7 @@ class _ScaledSoftmax(torch.autograd.Function):
         queries, columns = scores.shape[-2:]
         ctx.scale = scale
         ctx.causal = mask_bnqk is None
-        if launches(y):
+        if launches(y, scores, mask_bnqk):
             rows, block, warps = config(columns)
             heads = 1
             strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -109,7 +109,7 @@ class _ScaledSoftmax(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         grad_scores = torch.empty_like(y)
         queries, columns = y.shape[-2:]
-        if y.numel():
+        if launches(y, grad_y, grad_scores):
             rows, block, warps = config(columns)
             _softmax_backward_kernel[(triton.cdiv(y.numel() // columns, rows),)](
                 y, grad_y.contiguous(), grad_scores, y.numel() // columns, columns, queries, ctx.scale,
