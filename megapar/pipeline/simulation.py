@@ -1,12 +1,13 @@
 """Simulates the time of the runtime's plans. It needs no process group and no device."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megapar.pipeline.actions import Action, Event, peak
-from megapar.pipeline.lowering import MessageBatch, Plan
+from megapar.pipeline.lowering import Message, MessageBatch
+from megapar.pipeline.sharding_plan import Item, UnitAction
 
 
 class Timeline(NamedTuple):
@@ -18,6 +19,10 @@ class Timeline(NamedTuple):
     """The idle share of the time of all ranks, from 0 to 1."""
     peak_live: list[int]
     """For each rank, the peak number of forwards, over all its stages, without their B or W yet."""
+    ends: list[float]
+    """For each rank, the end of its plan."""
+    unit_waits: list[float]
+    """For each rank, its time of waiting for the collectives of units."""
 
 
 @dataclass
@@ -37,7 +42,7 @@ class _Batch:
 class _Rank:
     """The state of one rank."""
 
-    plan: Plan
+    plan: Sequence[Item]
     next_item: int = 0
     """The index of the next item of the plan."""
     clock: float = 0.0
@@ -49,6 +54,12 @@ class _Rank:
     """Of the finished batches: the end of the last one, and of the last one with sends."""
     arrivals: dict[Action, float] = field(default_factory=dict)
     """By action, the arrival of its input."""
+    units_free: float = 0.0
+    """The end of the collectives of units that have started. They run one after the other, beside the actions."""
+    unit_ends: dict[tuple[str, int], float] = field(default_factory=dict)
+    """The end of the newest gather and the newest reduction of each unit."""
+    unit_wait: float = 0.0
+    """Time of waiting for them so far."""
 
     @property
     def finished(self) -> bool:
@@ -63,33 +74,51 @@ class _Rank:
 
 Cost = Sequence[float] | float
 """What an action costs: a number for each stage, or one number for all stages."""
+Transfer = Callable[[int, Message], float] | float
+"""What a message costs: a function of one end, a rank, and the message there, or one number for all messages."""
+UnitCost = Callable[[int, UnitAction], float]
+"""What an action of a unit costs on a rank. That of a gather or a reduction runs beside the actions of the rank."""
+
+
+def _free(rank: int, action: UnitAction) -> float:
+    return 0.0
 
 
 def simulate(
-    plans: Sequence[Plan], forward: Cost, backward: Cost, transfer: float = 0.0, weights: Cost | None = None
+    plans: Sequence[Sequence[Item]],
+    forward: Cost,
+    backward: Cost,
+    transfer: Transfer = 0.0,
+    weights: Cost | None = None,
+    units: UnitCost = _free,
 ) -> Timeline:
-    """Simulate the plans of all ranks. `transfer` is the cost of a message.
+    """Simulate the plans of all ranks. `transfer` is the cost of a message, `units` that of an action of a unit.
 
     `backward` is the cost of a B. A W costs `weights` of it, and an I the rest. None means half:
     for each matrix product of a forward, I and W have one product of the same size each.
 
     As in the runtime, a message moves after both ends have posted it, the batches of a rank run one after the other,
-    and a rank with sends in flight waits for them before it posts more sends. Raises ValueError if the plans deadlock.
+    and a rank with sends in flight waits for them before it posts more sends. The collectives of a rank's units run one
+    after the other. Raises ValueError if the plans deadlock.
     """
     orders = [[item for item in plan if isinstance(item, Action)] for plan in plans]
     num_stages = 1 + max(action.stage for order in orders for action in order)
     costs = _costs(num_stages, forward, backward, weights)
-    events = _run(plans, costs, transfer)
+    events, ranks = _run(plans, costs, transfer, units)
     makespan = max(event.end for event in events)
     busy = sum(event.end - event.start for event in events)
     bubble = 1 - busy / (makespan * len(plans))
     # Every forward counts as one, from F to B or W.
     ones = [1] * num_stages
     peak_live = [int(peak(order, ones, ones)) for order in orders]
-    return Timeline(events, makespan, bubble, peak_live)
+    return Timeline(
+        events, makespan, bubble, peak_live, [rank.clock for rank in ranks], [rank.unit_wait for rank in ranks]
+    )
 
 
-def _run(plans: Sequence[Plan], costs: dict[str, list[float]], transfer: float) -> list[Event]:
+def _run(
+    plans: Sequence[Sequence[Item]], costs: dict[str, list[float]], transfer: Transfer, units: UnitCost
+) -> tuple[list[Event], list[_Rank]]:
     """Run all plans to their end. Raises ValueError if they deadlock."""
     ranks = [_Rank(plan) for plan in plans]
     starts: dict[Action, list[float]] = {}
@@ -99,14 +128,14 @@ def _run(plans: Sequence[Plan], costs: dict[str, list[float]], transfer: float) 
     while moved:
         moved = False
         for number, rank in enumerate(ranks):
-            while not rank.finished and _run_next_item(rank, number, costs, events):
+            while not rank.finished and _run_next_item(rank, number, costs, units, events):
                 moved = True
-            while rank.batches and _start_or_finish_batch(rank, starts, transfer):
+            while rank.batches and _start_or_finish_batch(rank, number, starts, transfer):
                 moved = True
     stuck = [f"rank {number} at {r.plan[r.next_item]}" for number, r in enumerate(ranks) if not r.finished]
     if stuck:
         raise ValueError(f"plans lock each other up: {'; '.join(stuck)}")
-    return events
+    return events, ranks
 
 
 def _costs(num_stages: int, forward: Cost, backward: Cost, weights: Cost | None) -> dict[str, list[float]]:
@@ -123,7 +152,9 @@ def _costs(num_stages: int, forward: Cost, backward: Cost, weights: Cost | None)
     return {"F": by_stage(forward), "B": of_b, "I": of_i, "W": of_w}
 
 
-def _run_next_item(rank: _Rank, number: int, costs: dict[str, list[float]], events: list[Event]) -> bool:
+def _run_next_item(
+    rank: _Rank, number: int, costs: dict[str, list[float]], units: UnitCost, events: list[Event]
+) -> bool:
     """Run the next item of the plan of `rank`, rank number `number`. Returns False if it cannot run yet."""
     item = rank.plan[rank.next_item]
     if isinstance(item, MessageBatch):
@@ -133,6 +164,8 @@ def _run_next_item(rank: _Rank, number: int, costs: dict[str, list[float]], even
             # The runtime waits for the sends in flight before it posts more, so the rank's time goes on to their end.
             rank.clock = max(rank.clock, rank.last_send_end)
         rank.batches.append(_Batch(item, rank.clock))
+    elif isinstance(item, UnitAction):
+        _run_unit_action(rank, item, units(number, item))
     else:
         if rank.awaits_input_of(item):
             return False
@@ -143,7 +176,21 @@ def _run_next_item(rank: _Rank, number: int, costs: dict[str, list[float]], even
     return True
 
 
-def _start_or_finish_batch(rank: _Rank, starts: dict[Action, list[float]], transfer: float) -> bool:
+def _run_unit_action(rank: _Rank, action: UnitAction, cost: float) -> None:
+    """Start a collective of a unit, or wait for one. A wait and what follows it take the rank's own time."""
+    if action.kind in ("gather", "reduce"):
+        rank.units_free = max(rank.units_free, rank.clock) + cost
+        rank.unit_ends[action.kind, action.unit] = rank.units_free
+        return
+    if action.kind in ("wait", "add"):
+        awaited = "gather" if action.kind == "wait" else "reduce"
+        end = rank.unit_ends[awaited, action.unit]
+        rank.unit_wait += max(end - rank.clock, 0.0)
+        rank.clock = max(end, rank.clock)
+    rank.clock += cost
+
+
+def _start_or_finish_batch(rank: _Rank, number: int, starts: dict[Action, list[float]], transfer: Transfer) -> bool:
     """Start the oldest batch of `rank`. If it has started, finish it once the other ends of its messages have started.
 
     `starts` has, by the consumer of a message, the starts of its ends. Returns False if the batch must wait.
@@ -159,7 +206,14 @@ def _start_or_finish_batch(rank: _Rank, starts: dict[Action, list[float]], trans
     if any(len(starts[consumer]) < 2 for consumer in consumers):
         return False
     last_start = max(max(starts[consumer]) for consumer in consumers)
-    end = last_start + transfer
+    if not callable(transfer):
+        cost = transfer
+    else:
+        # Messages of a batch share the rank's links in each direction.
+        sent = sum(transfer(number, message) for message in batch.messages.sends)
+        received = sum(transfer(number, message) for message in batch.messages.receives)
+        cost = max(sent, received)
+    end = last_start + cost
     rank.last_batch_end = end
     if batch.messages.sends:
         rank.last_send_end = end
