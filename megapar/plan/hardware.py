@@ -1,0 +1,234 @@
+"""What a machine reaches: the rates, links, memory and price from which `megapar.plan.step_time` predicts a step.
+
+A machine is a TOML file. Those of common GPUs are in the folder `machines` beside this module, each figure with its
+source. `tools/calibrate.py` writes one from the machine at hand.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from megapar.errors import ConfigError
+
+FOLDER = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between ranks. It is what one rank reaches in one direction, with large messages."""
+
+    gb_per_second: float
+    """10^9 bytes a second."""
+    latency_us: float
+    """Microseconds of a message without bytes, from rank to rank."""
+
+
+@dataclass(frozen=True)
+class MatrixRates:
+    """What products of matrices reach: a share of the peak, less where a matrix is small.
+
+    A product [m, k] x [k, n] takes 2 (m + half) (n + half) (k + half_depth) / (share * peak) seconds. So m = half
+    reaches half of what large products reach. The time grows with each size.
+    """
+
+    share: float
+    """Of the peak, reached by large products in training, at the clock that the power limit allows then."""
+    half: float
+    """Rows or columns of a result."""
+    half_depth: float
+    """The length of the sums."""
+    grouped_share: float
+    """Of the rate of a single product of the same size, reached by products of experts."""
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """TFLOP/s of causal attention with heads of one width, with half of the scores counted."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine, and what it reaches. Units are in the names; GB are 10^9 bytes, GiB are 2^30."""
+
+    name: str
+    gpus_per_node: int
+    """Ranks whose link is `node`. All others reach each other over `network`."""
+    memory_gib: float
+    """Memory of one device, as its driver reports it."""
+    reserve_gib: float
+    """Memory that no plan may use: the CUDA context, communicators, workspaces, and fragments of the allocator."""
+    peak_tflops: Mapping[str, float]
+    """Dense peak of one device, by precision: bf16, fp16, tf32, fp32, fp8. Those that it lacks are left out."""
+    matrix: MatrixRates
+    attention: Mapping[int, AttentionRate]
+    """By the width of a head. Another width takes the rates of the next wider one."""
+    memory_gb_per_second: float
+    memory_share: float
+    """Of `memory_gb_per_second`, reached by kernels that read and write whole tensors."""
+    node: Link
+    network: Link
+    all_to_all_share: float
+    """Of a link's bandwidth, reached by an all-to-all of rows over experts."""
+    interference: float
+    """Seconds that computing loses to each second of communication under it. They share cores and memory."""
+    kernel_us: float
+    """Time of a kernel beside its work: its start and its last, partly filled wave."""
+    launch_us: float
+    """Time of the host for one operation. The device waits where its work is shorter than that of the host."""
+    step_overhead_ms: float
+    """Time of a step that nothing else accounts for: reading the clock, counting targets, handing out batches."""
+    price_per_hour: float
+    """US dollars for one device."""
+    watts: float
+    """Of one device under load."""
+
+    def peak(self, precision: str) -> float:
+        """Dense peak in FLOP/s. Raises ConfigError for a precision that the device lacks."""
+        if precision not in self.peak_tflops:
+            raise ConfigError(
+                f"hardware {self.name}: has no peak for {precision}; it has {', '.join(sorted(self.peak_tflops))}"
+            )
+        return self.peak_tflops[precision] * 1e12
+
+    def product_seconds(self, m: float, n: float, k: float, precision: str) -> float:
+        """Seconds of one product [m, k] x [k, n] by `MatrixRates`, without its memory traffic."""
+        rates = self.matrix
+        work = 2.0 * (m + rates.half) * (n + rates.half) * (k + rates.half_depth)
+        return work / (rates.share * self.peak(precision))
+
+    def attention_rate(self, width: int) -> AttentionRate:
+        """The rates of the narrowest listed head that is at least `width` wide, else those of the widest."""
+        wide_enough = [listed for listed in self.attention if listed >= width]
+        return self.attention[min(wide_enough, default=max(self.attention))]
+
+    def memory_seconds(self, moved_bytes: float) -> float:
+        """Seconds to read or write so many bytes in all."""
+        return moved_bytes / (self.memory_gb_per_second * self.memory_share * 1e9)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of one device that a plan may use."""
+        return int((self.memory_gib - self.reserve_gib) * 2**30)
+
+
+def names() -> list[str]:
+    """The machines that `load` knows by name."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load(name: str, gpus_per_node: int = 0) -> Hardware:
+    """The machine called `name`, or of the TOML file of that path. `gpus_per_node` replaces that of the file, if given.
+
+    Raises ConfigError for an unknown name, a file that is no TOML, and a key or a number that does not fit.
+    """
+    path = Path(name)
+    if path.suffix != ".toml":
+        path = FOLDER / f"{name}.toml"
+    if not path.is_file():
+        near = get_close_matches(name, names())
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names())}"
+        raise ConfigError(f"hardware {name}: unknown, and no TOML file of that path; {hint}")
+    try:
+        found = _build(Hardware, tomllib.loads(path.read_text()), str(path))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"hardware {path}: no TOML file: {error}") from error
+    if gpus_per_node:
+        found = replace(found, gpus_per_node=gpus_per_node)
+    _check(found, str(path))
+    return found
+
+
+def write(hardware: Hardware, path: Path, comments: Mapping[str, str] | None = None) -> None:
+    """Write `hardware` as a file for `load`. `comments` are put beside the figures, by dotted key."""
+    notes = comments or {}
+    lines: list[str] = []
+    tables: list[str] = []
+    for key, value in asdict(hardware).items():
+        if isinstance(value, dict):
+            tables += _table(key, value, notes)
+        else:
+            lines.append(_line(key, value, notes.get(key, "")))
+    path.write_text("\n".join([*lines, *tables]) + "\n")
+
+
+def _table(name: str, values: Mapping[Any, Any], notes: Mapping[str, str]) -> list[str]:
+    nested = {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines = [] if nested else ["", f"[{name}]"]
+    for key, value in values.items():
+        if key in nested:
+            lines += _table(f"{name}.{key}", value, notes)
+        else:
+            lines.append(_line(str(key), value, notes.get(f"{name}.{key}", "")))
+    return lines
+
+
+def _line(key: str, value: object, note: str) -> str:
+    written = f'"{value}"' if isinstance(value, str) else f"{value}"
+    comment = f"  # {note}" if note else ""
+    return f"{key} = {written}{comment}"
+
+
+def _build(kind: type[Any], values: Mapping[str, Any], file: str, prefix: str = "") -> Any:
+    """An object of the dataclass `kind` from the tables of a file."""
+    expected = {field.name for field in fields(kind)}
+    for problem, keys in (("unknown key", set(values) - expected), ("missing key", expected - set(values))):
+        if keys:
+            raise ConfigError(
+                f"hardware {file}: {problem} {prefix}{min(keys)}; the keys are {', '.join(sorted(expected))}"
+            )
+    types = get_type_hints(kind)
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        arguments[name] = _value(types[name], value, file, prefix + name)
+    return kind(**arguments)
+
+
+def _value(wanted: Any, value: Any, file: str, key: str) -> Any:
+    if wanted in (Link, MatrixRates, AttentionRate):
+        return _build(wanted, value if isinstance(value, dict) else {}, file, f"{key}.")
+    if wanted == Mapping[int, AttentionRate] and isinstance(value, dict):
+        rates = {}
+        for width, rate in value.items():
+            rates[int(width)] = _value(AttentionRate, rate, file, f"{key}.{width}")
+        return rates
+    if wanted == Mapping[str, float] and isinstance(value, dict):
+        return {name: _value(float, part, file, f"{key}.{name}") for name, part in value.items()}
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if wanted in (float, int, str) and type(value) is wanted:
+        return value
+    raise ConfigError(f"hardware {file}: {key}={value!r} is not what the key takes; see {FOLDER / 'h100-80g.toml'}")
+
+
+def _check(hardware: Hardware, file: str) -> None:
+    """Raise ConfigError for numbers with which no time can be computed."""
+    positive = {
+        "gpus_per_node": hardware.gpus_per_node,
+        "memory_gib": hardware.memory_gib,
+        "matrix.share": hardware.matrix.share,
+        "matrix.grouped_share": hardware.matrix.grouped_share,
+        "memory_gb_per_second": hardware.memory_gb_per_second,
+        "memory_share": hardware.memory_share,
+        "node.gb_per_second": hardware.node.gb_per_second,
+        "network.gb_per_second": hardware.network.gb_per_second,
+        "all_to_all_share": hardware.all_to_all_share,
+    }
+    positive |= {f"peak_tflops.{name}": peak for name, peak in hardware.peak_tflops.items()}
+    for width, rate in hardware.attention.items():
+        positive |= {f"attention.{width}.forward": rate.forward, f"attention.{width}.backward": rate.backward}
+    for key, value in positive.items():
+        if value <= 0:
+            raise ConfigError(f"hardware {file}: {key}={value:g} must be above 0")
+    if not hardware.attention or not hardware.peak_tflops:
+        raise ConfigError(f"hardware {file}: needs at least one row of attention and one of peak_tflops")
+    if hardware.reserve_gib >= hardware.memory_gib:
+        raise ConfigError(
+            f"hardware {file}: reserve_gib={hardware.reserve_gib:g} leaves nothing of memory_gib="
+            f"{hardware.memory_gib:g}"
+        )

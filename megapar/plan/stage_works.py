@@ -1,0 +1,158 @@
+"""The recorded work of the parts of a pipeline: embedding, each layer, norm with head. Like parts are recorded once."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megapar import context
+from megapar.batch import PipelineStage
+from megapar.config.options import Config, ModelConfig
+from megapar.context import ParallelContext
+from megapar.launch.grid import grid_of
+from megapar.params import spec_of
+from megapar.plan.work import META, Tape, Work, planned_batch, record, recording
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a plan must know of models. A program fills it in, for the plan knows no family.
+
+    `make(config, ctx)` returns a maker of stages, called with a range of layers, `first` and `last`. `layer_kind` says
+    which layers of a model are alike: the kinds of such layers are equal. `stage_layers` are the layers of each stage.
+    `flops_per_token` counts forward and backward, for MFU.
+    """
+
+    make: Callable[[Config, ParallelContext], Callable[..., PipelineStage]]
+    layer_kind: Callable[[ModelConfig, int], Hashable]
+    stage_layers: Callable[[Config], Sequence[range]]
+    flops_per_token: Callable[[Config], int]
+    num_targets: Callable[[Config], int]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a model on one rank: what it does with a micro-batch, and the elements of its parameters.
+
+    `elements` are those of this rank by the axis that its gradients are summed over; `tied` are those of them that
+    another part may share. `itemsize` is that of a weight.
+    """
+
+    work: Work
+    elements: Mapping[str, int]
+    tied: int
+    itemsize: int
+
+
+Stage = list[tuple[Part, int]]
+"""The parts of a pipeline stage in their order. A number says how often a part follows itself."""
+
+
+@dataclass
+class Parts:
+    """The parts of all configurations of one planning. It keeps those that it has recorded."""
+
+    model: Model
+    _parts: dict[tuple[Hashable, ...], Part] = field(default_factory=dict)
+    _layers: dict[tuple[Hashable, ...], Sequence[range]] = field(default_factory=dict)
+    _flops: dict[tuple[Hashable, ...], int] = field(default_factory=dict)
+    _kinds: dict[ModelConfig, list[Hashable]] = field(default_factory=dict)
+    _makers: dict[tuple[Hashable, ...], tuple[Callable[..., PipelineStage], Tape]] = field(default_factory=dict)
+
+    def of(self, config: Config, *, halves: bool = False) -> list[Stage]:
+        """The parts of each of the pp * vpp stages. With `halves` they have I and W too.
+
+        `config` is validated, and its kernels are those of the machine that is planned for.
+        """
+        stages = self._stage_layers(config)
+        recorded: dict[Hashable, Part] = {}
+        found = []
+        for number, layers in enumerate(stages):
+            parts: Stage = []
+            if number == 0:
+                parts.append((self._part(config, "embedding", range(layers.start, layers.start), halves), 1))
+            for layer in layers:
+                kind = self._kind(config, layer)
+                if kind not in recorded:
+                    recorded[kind] = self._part(config, kind, range(layer, layer + 1), halves)
+                part = recorded[kind]
+                if parts and parts[-1][0] is part:
+                    parts[-1] = part, parts[-1][1] + 1
+                else:
+                    parts.append((part, 1))
+            if number == len(stages) - 1:
+                parts.append((self._part(config, "head", range(layers.stop, layers.stop), halves), 1))
+            found.append(parts)
+        return found
+
+    def flops_per_token(self, config: Config) -> int:
+        """FLOPs of a token, forward and backward, for MFU."""
+        key = config.model, config.train.seq_length
+        if key not in self._flops:
+            self._flops[key] = self.model.flops_per_token(config)
+        return self._flops[key]
+
+    def _stage_layers(self, config: Config) -> Sequence[range]:
+        parallel = config.parallel
+        key = config.model, parallel.pp * parallel.vpp, parallel.partition, config.train.seq_length
+        if key not in self._layers:
+            self._layers[key] = self.model.stage_layers(config)
+        return self._layers[key]
+
+    def _kind(self, config: Config, layer: int) -> Hashable:
+        """What decides what a layer does: its kind, and whether it is recomputed."""
+        if config.model not in self._kinds:
+            numbers = range(config.model.num_hidden_layers)
+            self._kinds[config.model] = [self.model.layer_kind(config.model, number) for number in numbers]
+        recomputed = config.train.recompute == "full" and layer % config.train.recompute_every == 0
+        return self._kinds[config.model][layer], recomputed
+
+    def _part(self, config: Config, kind: Hashable, layers: range, halves: bool) -> Part:
+        key = (*_decides(config), kind)
+        found = self._parts.get((*key, halves)) or self._parts.get((*key, True))
+        if found is None:
+            found = self._record(config, kind, layers, halves)
+            self._parts[(*key, halves)] = found
+        return found
+
+    def _record(self, config: Config, kind: Hashable, layers: range, halves: bool) -> Part:
+        maker = self._makers.get(_decides(config))
+        if maker is None:
+            ctx, tape = recording(context.planned(grid_of(config), 0, device=META))
+            maker = self.model.make(config, ctx), tape
+            self._makers[_decides(config)] = maker
+        make, tape = maker
+        stage = make(layers, first=kind == "embedding", last=kind == "head")
+        batch = planned_batch(config, self.model.num_targets(config))
+        elements: dict[str, int] = {}
+        tied = 0
+        itemsize = 0
+        for param in stage.parameters():
+            spec = spec_of(param)
+            elements[spec.grad_axis.name] = elements.get(spec.grad_axis.name, 0) + param.numel()
+            itemsize = param.dtype.itemsize
+            if any(piece.name.startswith("embedding.") for piece in spec.pieces):
+                tied += param.numel()
+        if not config.model.tie_word_embeddings:
+            tied = 0
+        return Part(record(stage, batch, tape, halves=halves), elements, tied, itemsize)
+
+
+def _decides(config: Config) -> tuple[Hashable, ...]:
+    """The options on which the work of a part depends."""
+    parallel = config.parallel
+    train = config.train
+    return (
+        config.model,
+        parallel.tp,
+        parallel.cp,
+        parallel.cp_attention,
+        parallel.ep,
+        parallel.etp,
+        parallel.sequence_parallel,
+        parallel.tp_overlap_chunks,
+        train.micro_batch_size,
+        train.seq_length,
+        train.precision,
+        train.recompute,
+        train.z_loss,
+        config.kernels,
+    )

@@ -1,0 +1,407 @@
+"""Predicts the time of a training step of any layout on any machine, before anything is rented.
+
+The work of each part of the model is recorded from the program itself (`megapar.plan.work`), and takes the time that
+the machine needs (`megapar.plan.durations`). The pipeline runs by the plan that the runtime executes
+(`megapar.pipeline.simulation`), or by a formula that is a hundred times as fast, to rank many layouts. After it come
+the reductions of gradients that no backward pass hides, the optimizer, and the gathers of new weights.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megapar.config.derive import num_microbatches
+from megapar.config.options import Config
+from megapar.grid import TIED_AXIS
+from megapar.launch.grid import grid_of
+from megapar.pipeline.actions import Event
+from megapar.pipeline.lowering import Message, lower
+from megapar.pipeline.refine import refine
+from megapar.pipeline.schedules import make, of, placement
+from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
+from megapar.pipeline.simulation import simulate
+from megapar.plan.durations import Duration, added, duration, scaled, total
+from megapar.plan.hardware import Hardware
+from megapar.plan.network import Network
+from megapar.plan.stage_works import Part, Parts
+
+OPTIMIZER = "optimizer and norm"
+# Bytes a parameter and step: AdamW reads and writes main weight and moments, reads the gradient, and writes the weight
+# in bf16; the norm reads the gradient.
+_OPTIMIZER_BYTES = 12 + 12 + 4 + 2 + 4
+_IN_HALVES = ("zb-h1", "zb-2p", "zb-interleaved", "zb-v", "v-half", "v-min", "dualpipe-v")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted time of a step, on the mean pipeline rank where ranks differ.
+
+    `busy` has the seconds of kernels by kind, `exposed` those of communication under which nothing is computed, by
+    axis. `idle_share` is the share of the step in which a rank waits for other stages of the pipeline. `mfu` is the
+    model's FLOPs by the peak of `precision`. `events` is the timeline of the pipeline, empty if it was not simulated.
+    """
+
+    seconds: float
+    idle_share: float
+    busy: Mapping[str, float]
+    exposed: Mapping[str, float]
+    tokens_per_second_per_gpu: float
+    mfu: float
+    events: Sequence[Event] = ()
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the step in which a rank waits for communication within its own stages."""
+        return sum(self.exposed.values()) / self.seconds
+
+
+def step_time(config: Config, parts: Parts, hardware: Hardware, *, simulated: bool = False) -> StepTime:
+    """The time of a step of `config`, a validated configuration for a whole world.
+
+    With `simulated` the plan of the runtime is simulated, which takes a second for large pipelines and brings the
+    timeline. Raises ConfigError if the machine lacks the precision.
+    """
+    return _Step(config, parts, hardware).time(simulated)
+
+
+@dataclass(frozen=True)
+class _Fine:
+    """The times of a part: F, B, I and W of one micro-batch, and of the collectives of its units (ZeRO-2 and 3)."""
+
+    part: Part
+    number: int
+    """How many of them follow each other."""
+    forward: Duration
+    backward: Duration
+    inputs: Duration
+    weights: Duration
+    gather: float
+    reduce: float
+    add: float
+
+
+@dataclass
+class _Ends:
+    """What follows the pipeline on a rank, in seconds by axis, and the optimizer's."""
+
+    exposed: dict[str, float] = field(default_factory=dict)
+    optimizer: float = 0.0
+
+    def expose(self, axis: str, seconds: float) -> None:
+        if seconds > 0:
+            self.exposed[axis] = self.exposed.get(axis, 0.0) + seconds
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.exposed.values()) + self.optimizer
+
+
+class _Step:
+    """The computation of `step_time`, which needs the same facts at many places."""
+
+    def __init__(self, config: Config, parts: Parts, hardware: Hardware):
+        self.config = config
+        self.parts = parts
+        self.hardware = hardware
+        self.network = Network(grid_of(config), hardware)
+        self.microbatches = num_microbatches(config)
+        parallel = config.parallel
+        self.in_halves = parallel.schedule in _IN_HALVES
+        self.rank_of = placement(parallel.schedule, parallel.pp, parallel.vpp)
+        self.zero_stage = config.optimizer.zero_stage
+        fine: dict[Part, _Fine] = {}
+        self.stages: list[list[_Fine]] = []
+        for stage in parts.of(config, halves=self.in_halves):
+            for part, _ in stage:
+                if part not in fine:
+                    fine[part] = self._fine(part)
+            self.stages.append([replace(fine[part], number=number) for part, number in stage])
+
+    def time(self, simulated: bool) -> StepTime:
+        """The step, by simulation or by formula."""
+        config = self.config
+        pp = config.parallel.pp
+        # Most stages are alike.
+        times_of: dict[tuple[tuple[Part, int], ...], tuple[Duration, float, float]] = {}
+        stage_times = []
+        for stage in self.stages:
+            key = tuple((fine.part, fine.number) for fine in stage)
+            if key not in times_of:
+                times_of[key] = self._stage(stage)
+            stage_times.append(times_of[key])
+        if simulated:
+            pipeline, ends_of_ranks, events, waited = self._simulated()
+        else:
+            pipeline, ends_of_ranks = self._by_formula(stage_times)
+            events = []
+            waited = [0.0] * pp
+        works: list[Duration] = []
+        for rank in range(pp):
+            own = [times for times, home in zip(stage_times, self.rank_of, strict=True) if home == rank]
+            works.append(total([whole for whole, _, _ in own]).times(self.microbatches))
+        after = [self._after(rank) for rank in range(pp)]
+        overhead = self.hardware.step_overhead_ms * 1e-3
+        # All ranks wait for the norm of the gradient, and so for the last reduction.
+        reduced = max(end + ends.seconds for end, ends in zip(ends_of_ranks, after, strict=True))
+        seconds = max(reduced, pipeline) + overhead
+        exposed = scaled(added(*(work.exposed for work in works), *(ends.exposed for ends in after)), 1 / pp)
+        if simulated and self.zero_stage >= 2:
+            exposed["grad"] = sum(waited) / pp
+        busy = scaled(added(*(work.busy for work in works)), 1 / pp)
+        busy[OPTIMIZER] = sum(ends.optimizer for ends in after) / pp
+        working = sum(work.seconds for work in works) / pp
+        if simulated:
+            working = sum(event.end - event.start for event in events) / pp + sum(waited) / pp
+        idle = max(pipeline - working, 0.0) / seconds
+        tokens = config.train.global_batch_size * config.train.seq_length
+        world = self.network.grid.world_size
+        rate = tokens / seconds / world
+        peak = self.hardware.peak(config.train.precision)
+        mfu = self.parts.flops_per_token(config) * rate / peak
+        return StepTime(seconds, idle, busy, exposed, rate, mfu, tuple(events))
+
+    # Parts and stages
+
+    def _fine(self, part: Part) -> _Fine:
+        forward, backward, inputs, weights = (
+            self._duration(operations)
+            for operations in (part.work.forward, part.work.backward, part.work.inputs, part.work.weights)
+        )
+        gather = reduce = add = 0.0
+        if self.zero_stage >= 2:
+            for axis, elements in part.elements.items():
+                reduced = elements * self._grad_itemsize
+                reduce += self.network.seconds("reduce_scatter", self._shards(axis), reduced)
+                shard = elements / self._shard_ranks(axis)
+                # The sum is read and added to the shard, after it was summed over copies.
+                add += self.hardware.memory_seconds(3 * 4 * shard)
+                if self._is_split(axis):
+                    add += self.network.seconds("all_reduce", self._copies(axis), 4 * shard)
+                if self.zero_stage == 3:
+                    gather += self.network.seconds("all_gather", self._shards(axis), elements * part.itemsize)
+        return _Fine(part, 1, forward, backward, inputs, weights, gather, reduce, add)
+
+    def _duration(self, operations: tuple[object, ...]) -> Duration:
+        return duration(operations, self.hardware, self.network)  # type: ignore[arg-type]
+
+    def _stage(self, stage: Sequence[_Fine]) -> tuple[Duration, float, float]:
+        """One micro-batch through a stage: all of its time, the seconds of F, and those of B or I and W."""
+        forward = total([fine.forward.times(fine.number) for fine in stage])
+        if self.in_halves:
+            backward = total([half.times(fine.number) for fine in stage for half in (fine.inputs, fine.weights)])
+        else:
+            backward = total([fine.backward.times(fine.number) for fine in stage])
+        forward_seconds = forward.seconds
+        backward_seconds = backward.seconds
+        exposed: dict[str, float] = {}
+        if self.zero_stage >= 2:
+            runs = self.microbatches if self._breadth_first else 1
+            waits_forward = _unit_waits([(f.forward.seconds * runs, f.gather, f.number) for f in stage]) / runs
+            of_backward = [(self._backward_of(f) * runs, f.gather + f.reduce, f.number) for f in reversed(stage)]
+            adds = sum(fine.add * fine.number for fine in stage)
+            waits_backward = (_unit_waits(of_backward) + adds) / runs
+            forward_seconds += waits_forward
+            backward_seconds += waits_backward
+            exposed["grad"] = waits_forward + waits_backward
+            moved = sum((2 * fine.gather + fine.reduce) * fine.number for fine in stage) / runs
+            backward_seconds += max(moved - exposed["grad"], 0.0) * self.hardware.interference
+        whole = total([forward, backward])
+        # A device waits for a host that issues operations more slowly than they run.
+        seconds = forward_seconds + backward_seconds
+        slowed = max(seconds, whole.host) / seconds
+        whole = replace(whole, seconds=seconds * slowed, exposed=added(whole.exposed, exposed))
+        return whole, forward_seconds * slowed, backward_seconds * slowed
+
+    # The pipeline
+
+    def _by_formula(self, stages: Sequence[tuple[Duration, float, float]]) -> tuple[float, list[float]]:
+        """The time of the pipeline, and the end of each rank's last backward.
+
+        Formulas: Narayanan et al., arXiv 2104.04473, section 2.2; Qi et al., arXiv 2401.10241, section 2, and arXiv
+        2405.15362, section 3. With unequal stages the slowest one sets the pace, and micro-batches still pass all.
+        """
+        parallel = self.config.parallel
+        pp = parallel.pp
+        m = self.microbatches
+        rank_seconds = [0.0] * pp
+        for (whole, _, _), rank in zip(stages, self.rank_of, strict=True):
+            rank_seconds[rank] += whole.seconds
+        slowest = max(rank_seconds)
+        if pp == 1:
+            return m * slowest, [m * slowest]
+        forwards = sum(forward for _, forward, _ in stages)
+        backwards = sum(backward for _, _, backward in stages)
+        message = self._message_seconds()
+        passing = (forwards + backwards) / parallel.vpp
+        weights = sum(fine.weights.seconds * fine.number for stage in self.stages for fine in stage) / parallel.vpp
+        fill = (passing - (forwards + backwards) / (pp * parallel.vpp)) + 2 * (pp - 1) * message
+        match parallel.schedule:
+            case "1f1b":
+                # Each rank waits for its neighbor's message once a micro-batch.
+                fill += m * message
+            case "zb-h1" | "zb-interleaved":
+                fill -= (pp - 1) / pp * 2 * weights / (3 if parallel.schedule == "zb-interleaved" else 1) * 0.5
+            case "zb-2p" | "zb-v":
+                fill *= 0.15
+            case "v-half":
+                fill *= 0.5
+            case "v-min":
+                fill *= 2 / 3
+            case "dualpipe-v":
+                fill *= 0.35
+        seconds = m * slowest + fill
+        # A rank's last backward ends when those of all stages before it still have to run.
+        per_stage = backwards / (pp * parallel.vpp)
+        return seconds, [seconds - rank * per_stage for rank in range(pp)]
+
+    def _message_seconds(self) -> float:
+        """Seconds of the tensors between two stages, for neighboring pipeline ranks."""
+        boundary = max(fine.part.work.boundary_bytes for stage in self.stages for fine in stage)
+        return self.network.message(self.network.span("pp").nodes > 1, boundary)
+
+    def _simulated(self) -> tuple[float, list[float], list[Event], list[float]]:
+        """As `_by_formula`, then the timeline, and the time that each rank waits for units."""
+        parallel = self.config.parallel
+        orders = make(of(parallel), parallel.pp, parallel.vpp, self.microbatches)
+        splits = self.zero_stage >= 2
+        # The stages of the plan: those of the schedule, or their parts.
+        parts: list[list[_Fine]] = []
+        counts = []
+        slowed: list[float] = []
+        for stage in self.stages:
+            single = [replace(fine, number=1) for fine in stage for _ in range(fine.number)]
+            counts.append(len(single) if splits else 1)
+            parts += [[fine] for fine in single] if splits else [single]
+            plain = sum(fine.forward.seconds + self._backward_of(fine) for fine in single)
+            slow = max(self._stage(stage)[0].host / plain, 1.0)
+            slowed += [slow] * counts[-1]
+        forward = [slow * sum(fine.forward.seconds for fine in part) for slow, part in zip(slowed, parts, strict=True)]
+        backward = [slow * sum(map(self._backward_of, part)) for slow, part in zip(slowed, parts, strict=True)]
+        weights = [slow * sum(fine.weights.seconds for fine in part) for slow, part in zip(slowed, parts, strict=True)]
+        if splits:
+            orders = refine(orders, counts, breadth_first=self._breadth_first and parallel.pp == 1)
+        plans: list[list[Item]] = [list(plan) for plan in lower(orders, len(parts))]
+        if splits:
+            plans = [insert_unit_actions(plan, self._units(len(parts)), self._runs(counts)) for plan in plans]
+
+        def message(rank: int, one: Message) -> float:
+            return message_seconds
+
+        def unit(rank: int, action: UnitAction) -> float:
+            fine = parts[action.unit][0]
+            return {"gather": fine.gather, "reduce": fine.reduce, "add": fine.add}.get(action.kind, 0.0)
+
+        message_seconds = self._message_seconds()
+        timeline = simulate(plans, forward, backward, message, weights if self.in_halves else None, unit)
+        return timeline.makespan, timeline.ends, timeline.events, timeline.unit_waits
+
+    def _backward_of(self, fine: _Fine) -> float:
+        if self.in_halves:
+            return fine.inputs.seconds + fine.weights.seconds
+        return fine.backward.seconds
+
+    def _units(self, number: int) -> Units:
+        """Units of a plan of so many parts: each part is one, of the same number."""
+        chunked = self.config.kernels.loss_chunk > 0
+        return Units(
+            {part: [part] for part in range(number)},
+            run=lambda action: None,
+            gathers=self.zero_stage == 3,
+            overlap=self.config.optimizer.overlap_grad_reduce,
+            add_in_i={number - 1} if chunked else (),
+        )
+
+    def _runs(self, counts: Sequence[int]) -> Mapping[int, int] | None:
+        if not self._breadth_first or self.config.parallel.pp == 1:
+            return None
+        return dict(enumerate(stage for stage, count in enumerate(counts) for _ in range(count)))
+
+    @property
+    def _breadth_first(self) -> bool:
+        return self.config.parallel.schedule == "breadth"
+
+    # After the pipeline
+
+    def _after(self, rank: int) -> _Ends:
+        """What a pipeline rank does after its last backward that nothing hides."""
+        ends = _Ends()
+        own = [stage for stage, home in zip(self.stages, self.rank_of, strict=True) if home == rank]
+        fine = [part for stage in own for part in stage]
+        elements = self._elements(fine)
+        itemsize = max((part.part.itemsize for part in fine), default=2)
+        options = self.config.optimizer
+        for axis, number in elements.items():
+            shard = number / self._shard_ranks(axis) if options.zero_stage else number
+            if options.zero_stage < 2:
+                ends.expose(axis, self._reduction_wait(axis, number, own))
+                if self._is_split(axis):
+                    ends.expose(axis, self.network.seconds("all_reduce", self._copies(axis), 4 * shard))
+            if options.zero_stage in (1, 2):
+                gather = self.network.seconds("all_gather", self._shards(axis), number * itemsize)
+                if options.overlap_param_gather and own:
+                    first = own[0]
+                    # All but the first part's travel under the forward passes that do not need them yet.
+                    under = sum(part.forward.seconds * part.number for part in first)
+                    gather = max(gather - under, gather / max(sum(part.number for part in fine), 1))
+                ends.expose(axis, gather)
+            ends.optimizer += self.hardware.memory_seconds(_OPTIMIZER_BYTES * shard)
+        ends.expose(
+            "world", self.network.seconds("all_reduce", "world", 8.0) if self.network.grid.world_size > 1 else 0
+        )
+        if self.config.model.tie_word_embeddings and rank in self.network.grid.with_embedding:
+            tied = max((part.part.tied for part in fine), default=0)
+            ends.expose(TIED_AXIS, self.network.seconds("all_reduce", TIED_AXIS, 4 * tied))
+        return ends
+
+    def _elements(self, fine: Sequence[_Fine]) -> dict[str, int]:
+        """The elements of a rank's parameters by axis. A tied embedding counts once."""
+        elements: dict[str, int] = {}
+        tied = [part.part.tied for part in fine if part.part.tied]
+        for part in fine:
+            for axis, number in part.part.elements.items():
+                elements[axis] = elements.get(axis, 0) + number * part.number
+        if len(tied) > 1:
+            elements["grad"] -= sum(tied[1:])
+        return elements
+
+    def _reduction_wait(self, axis: str, elements: int, own: Sequence[Sequence[_Fine]]) -> float:
+        """Seconds that the reduction of gradients takes beyond the last backward (ZeRO stages 0 and 1)."""
+        options = self.config.optimizer
+        operation = "all_reduce" if options.zero_stage == 0 else "reduce_scatter"
+        nbytes = elements * self._grad_itemsize
+        buckets = max(round(elements * 4 / (options.bucket_mb * 2**20)), 1)
+        # The last bucket is complete when the backward ends. The others follow each other under it.
+        each = self.network.seconds(operation, self._shards(axis), nbytes / buckets)
+        if not options.overlap_grad_reduce or not own:
+            return each * buckets
+        # The last backward of a rank is that of its first stage; the buckets of its other stages are complete then.
+        window = sum(self._backward_of(fine) * fine.number for fine in own[0])
+        return max(each, each * buckets - window * (buckets - 1) / buckets)
+
+    @property
+    def _grad_itemsize(self) -> int:
+        return 2 if self.config.optimizer.grad_reduce_dtype == "bf16" else 4
+
+    def _is_split(self, axis: str) -> bool:
+        return 0 < self.config.optimizer.shard_ranks < self.network.span(axis).ranks
+
+    def _shards(self, axis: str) -> str:
+        return f"{axis}_shards" if self._is_split(axis) else axis
+
+    def _copies(self, axis: str) -> str:
+        return f"{axis}_copies"
+
+    def _shard_ranks(self, axis: str) -> int:
+        return self.network.span(self._shards(axis)).ranks
+
+
+def _unit_waits(parts: Sequence[tuple[float, float, int]]) -> float:
+    """Seconds of waiting if what a part moves runs under the part before it. All parts follow each other for ever.
+
+    A part has the seconds that it computes, those that its units move, and a number: how often it follows itself.
+    """
+    waits = 0.0
+    computed_before = parts[-1][0]
+    for computed, moved, number in parts:
+        waits += max(moved - computed_before, 0.0) + (number - 1) * max(moved - computed, 0.0)
+        computed_before = computed
+    return waits

@@ -1,0 +1,385 @@
+"""Records what one micro-batch does in a part of a model: its products, attention, memory traffic and communication.
+
+A part is a pipeline stage, such as the embedding, one layer, or norm with head. Its own forward and backward run on the
+meta device, so nothing here knows a family of models. A dispatch mode sees the operations of torch and the kernels of
+`megapar_kernels` (`dispatch.launches`). The axes of a context made by `recording` have a transport that notes what is
+communicated, and when the program waits for it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megapar.batch import MicroBatch, PipelineStage, Targets
+from megapar.comm.pending import Pending
+from megapar.comm.transport import Meta, Transfers
+from megapar.config.options import Config
+from megapar.context import Axis, ParallelContext
+from megapar.data_parallel.accumulate import MainGradView, attach
+from megapar.main_grad import WeightGradientQueue, main_grads
+
+META = torch.device("meta")
+
+
+class Product(NamedTuple):
+    """`number` products of matrices [m, k] x [k, n], one after the other. `moved_bytes` are those of all of them.
+
+    `grouped` are those of several experts. Their sizes may differ; m, n and k then are means.
+    """
+
+    m: float
+    n: float
+    k: float
+    number: int
+    precision: str
+    moved_bytes: int
+    grouped: bool = False
+
+
+class Attention(NamedTuple):
+    """Fused attention. `flops` are those that its mask leaves, of one forward pass."""
+
+    flops: float
+    width: int
+    backward: bool
+    moved_bytes: int
+
+
+class Kernel(NamedTuple):
+    """Any other operation. Its time is that of the bytes that it reads and writes."""
+
+    moved_bytes: int
+
+
+class Started(NamedTuple):
+    """A communication starts. `nbytes` are those of the whole tensor, as `megapar.comm.collectives` counts them.
+
+    For an all-to-all they are those that leave a rank, its own rows among them; for an exchange those that it sends.
+    """
+
+    number: int
+    axis: str
+    operation: str
+    nbytes: int
+
+
+class Waited(NamedTuple):
+    """What comes next needs the result of the communication `number`."""
+
+    number: int
+
+
+Operation = Product | Attention | Kernel | Started | Waited
+Operations = tuple[Operation, ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one micro-batch does in a part: its forward, its backward, and its backward in halves.
+
+    `inputs` and `weights` are the I and the W of `megapar.pipeline.actions`, empty unless they were asked for.
+    `boundary_bytes` are those that the part before sends to it.
+    """
+
+    forward: Operations
+    backward: Operations
+    inputs: Operations = ()
+    weights: Operations = ()
+    boundary_bytes: int = 0
+
+
+@dataclass
+class Tape:
+    """Collects operations while `recording_to` is open; otherwise it forgets them."""
+
+    operations: list[Operation] | None = None
+    started: int = 0
+
+    def start(self, axis: str, operation: str, nbytes: int) -> Pending:
+        if self.operations is None:
+            return Pending()
+        self.started += 1
+        self.operations.append(Started(self.started, axis, operation, nbytes))
+        return Pending([_Communication(self, self.started)])
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Operation]]:
+        """Yield the list of what happens in the context."""
+        found: list[Operation] = []
+        self.operations = found
+        try:
+            yield found
+        finally:
+            self.operations = None
+
+
+@dataclass
+class _Communication:
+    """A communication on a tape. Waiting for it is noted."""
+
+    tape: Tape
+    number: int
+
+    def wait(self) -> None:
+        if self.tape.operations is not None:
+            self.tape.operations.append(Waited(self.number))
+
+
+class _Recorder(Meta):
+    """The transport of an axis of a planned rank, with a note on a tape."""
+
+    name: ClassVar[str] = "recorder"
+
+    def __init__(self, axis: str, tape: Tape):
+        self._axis = axis
+        self._tape = tape
+
+    def all_reduce(self, x: Tensor, op: str) -> Pending:
+        return self._tape.start(self._axis, "all_reduce", x.nbytes)
+
+    def all_gather(self, x: Tensor, out: Tensor) -> Pending:
+        return self._tape.start(self._axis, "all_gather", out.nbytes)
+
+    def all_gather_slices(self, x: Tensor, slices: Sequence[Tensor]) -> Pending:
+        return self._tape.start(self._axis, "all_gather", x.nbytes * len(slices))
+
+    def reduce_scatter(self, x: Tensor, out: Tensor) -> Pending:
+        return self._tape.start(self._axis, "reduce_scatter", x.nbytes)
+
+    def all_to_all(self, x: Tensor, out: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
+        return self._tape.start(self._axis, "all_to_all", max(x.nbytes, out.nbytes))
+
+    def exchange(self, sends: Transfers, receives: Transfers) -> Pending:
+        sent = sum(x.nbytes for x, _ in sends)
+        received = sum(x.nbytes for x, _ in receives)
+        return self._tape.start(self._axis, "exchange", max(sent, received))
+
+
+def recording(ctx: ParallelContext) -> tuple[ParallelContext, Tape]:
+    """`ctx`, a planned context, with axes that note their communication, and the tape that collects it."""
+    tape = Tape()
+
+    def noting(axis: Axis) -> Axis:
+        if axis.size == 1:
+            return axis
+        inner = axis.inner and noting(axis.inner)
+        outer = axis.outer and noting(axis.outer)
+        return replace(axis, transport=_Recorder(axis.name, tape), inner=inner, outer=outer)
+
+    axes = {f.name: getattr(ctx, f.name) for f in fields(ctx)}
+    noted: dict[str, Any] = {name: noting(axis) for name, axis in axes.items() if isinstance(axis, Axis)}
+    return replace(ctx, **noted), tape
+
+
+_PRECISIONS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8",
+}
+# Operations that take no time on a device: memory of a result, and views that their schema does not declare.
+_FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "alias")
+# Operations that read only the rows that their indices name, and those that write only such rows.
+_READ_BY_INDEX = ("embedding", "index_select", "gather", "index")
+_WRITE_BY_INDEX = ("index_add_", "index_put_", "index_copy_", "scatter_add_", "scatter_")
+_FILLS = ("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "new_zeros", "arange")
+_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
+
+
+class _Watch(TorchDispatchMode):
+    """Notes each operation of torch on a tape."""
+
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self._tape = tape
+        self._written: object = None  # the memory that the product before has written
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operations = self._tape.operations
+        # On other devices there are small tensors of the host, such as numbers of rows.
+        if operations is not None and not _is_view(func):
+            found = _operation(func, args, kwargs, result)
+            if found is not None:
+                self._append(operations, found, result)
+        return result
+
+    def _append(self, operations: list[Operation], found: Operation, result: Any) -> None:
+        """Append `found`. A product joins the one before if both are those of experts.
+
+        A loop over experts writes the parts of one tensor, by products of one size but for the number of rows.
+        """
+        last = operations[-1] if operations else None
+        written = self._written
+        self._written = None
+        if isinstance(found, Product):
+            self._written = result.untyped_storage()._cdata
+            if isinstance(last, Product) and written == self._written and _are_alike(last, found):
+                operations[-1] = _joined(last, found)
+                return
+        operations.append(found)
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | None:
+    """What an operation of torch costs. None if it costs nothing on the device."""
+    name = func._schema.name.partition("::")[2]
+    if name in _FREE:
+        return None
+    inputs = _tensors((args, [value for key, value in kwargs.items() if key != "out"]))
+    outputs = _tensors(result)
+    if not any(x.is_meta for x in (*inputs, *outputs)):
+        return None
+    if name in _PRODUCTS:
+        return _product(name, args, inputs, outputs)
+    if name.startswith("_scaled_dot_product") or name.startswith("_flash_attention"):
+        return _attention(name, args, inputs, outputs)
+    written = sum(map(_nbytes, outputs))
+    if name in _READ_BY_INDEX:
+        return Kernel(2 * written)
+    if name in _WRITE_BY_INDEX:
+        # The rows are read, changed and written; what is added to them is the last tensor.
+        return Kernel(3 * _nbytes(inputs[-1]))
+    if name in _FILLS:
+        return Kernel(written)
+    if name == "copy_":
+        return Kernel(_nbytes(args[1]) + written)
+    return Kernel(sum(map(_nbytes, inputs)) + written)
+
+
+def _product(name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Product:
+    a, b = [x for x in args if isinstance(x, Tensor)][-2:]
+    if name == "_grouped_mm":
+        a, b = args[0], args[1]
+    moved = sum(map(_nbytes, inputs)) + sum(map(_nbytes, outputs))
+    precision = _PRECISIONS.get(a.dtype, "fp32")
+    if name == "_grouped_mm" and b.dim() == 3:
+        groups = b.shape[0]
+        return Product(a.shape[0] / groups, b.shape[2], b.shape[1], groups, precision, moved, grouped=True)
+    if name == "_grouped_mm":
+        groups = outputs[0].shape[0]
+        return Product(a.shape[0], b.shape[1], a.shape[1] / groups, groups, precision, moved, grouped=True)
+    if a.dim() == 3:
+        # A matrix for all slices is one product of all their rows.
+        if b.stride(0) == 0:
+            return Product(a.shape[0] * a.shape[1], b.shape[2], a.shape[2], 1, precision, moved)
+        return Product(a.shape[1], b.shape[2], a.shape[2], a.shape[0], precision, moved, grouped=True)
+    return Product(a.shape[0], b.shape[1], a.shape[1], 1, precision, moved)
+
+
+def _attention(name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Attention:
+    backward = "backward" in name
+    first = 1 if backward else 0
+    q, k, v = args[first : first + 3]
+    causal = any(value is True for value in args)
+    samples, heads, queries, width = q.shape
+    flops = 2.0 * samples * heads * queries * k.shape[2] * (width + v.shape[3])
+    if causal:
+        flops /= 2
+    moved = sum(map(_nbytes, inputs)) + sum(map(_nbytes, outputs))
+    return Attention(flops, width, backward, moved)
+
+
+def _are_alike(one: Product, other: Product) -> bool:
+    sizes = ((one.m, other.m), (one.n, other.n), (one.k, other.k))
+    equal = sum(a == b for a, b in sizes)
+    return equal >= 2 and all(abs(a - b) <= 1 for a, b in sizes)
+
+
+def _joined(one: Product, other: Product) -> Product:
+    number = one.number + other.number
+    share = other.number / number
+    return Product(
+        one.m + (other.m - one.m) * share,
+        one.n + (other.n - one.n) * share,
+        one.k + (other.k - one.k) * share,
+        number,
+        one.precision,
+        one.moved_bytes + other.moved_bytes,
+        grouped=True,
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        found = []
+        for part in value:
+            found += _tensors(part)
+        return found
+    return []
+
+
+def _nbytes(x: Tensor) -> int:
+    """Bytes of the elements that lie apart in memory: an expanded dimension counts once."""
+    sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride != 0]
+    return math.prod(sizes) * x.element_size()
+
+
+def planned_batch(config: Config, num_targets: int = 1) -> MicroBatch:
+    """A micro-batch of a context-parallel rank of `config`, on the meta device."""
+    samples = config.train.micro_batch_size
+    length = config.train.seq_length
+    tokens_bs = torch.empty((samples, length), dtype=torch.int64, device=META)
+    weights_bs = torch.empty((samples, length), device=META)
+    later = [Targets(tokens_bs, weights_bs)] * (num_targets - 1)
+    whole = MicroBatch.of_samples(tokens_bs, tokens_bs, weights_bs, sample_ids_b=tokens_bs[:, 0], later_targets=later)
+    return whole.columns(torch.empty(length // config.parallel.cp, dtype=torch.int64, device=META))
+
+
+def record(stage: PipelineStage, batch: MicroBatch, tape: Tape, *, halves: bool = False) -> Work:
+    """What `stage` does with `batch`. `tape` is that of the context (`recording`) with which the stage was built.
+
+    The stage is on the meta device. Parameters without a main gradient get one. With `halves` I and W are recorded too.
+    """
+    for param in stage.parameters():
+        if not hasattr(param, "main_grad"):
+            attach(MainGradView(torch.empty(param.shape, device=META), _nothing), param)
+    specs = stage.boundary(batch)
+    boundary = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+
+    def run_forward() -> tuple[Tensor, Operations]:
+        received = [torch.empty(s.shape, dtype=s.dtype, device=META) for s in specs]
+        inputs = [x.requires_grad_(x.is_floating_point()) for x in received]
+        given: Any = None if not inputs else inputs[0] if len(inputs) == 1 else tuple(inputs)
+        output, operations = _collect(tape, lambda: stage(given, batch))
+        return output if isinstance(output, Tensor) else output[0], operations
+
+    output, forward = run_forward()
+    _, backward = _collect(tape, lambda: _run_backward(output))
+    if not halves:
+        return Work(forward, backward, boundary_bytes=boundary)
+    output, _ = run_forward()
+    queue = WeightGradientQueue()
+    with queue.open(main_grads(stage)):
+        _, inputs = _collect(tape, lambda: _run_backward(output))
+    _, weights = _collect(tape, queue.run)
+    return Work(forward, backward, inputs, weights, boundary)
+
+
+def _nothing() -> None:
+    """What a main gradient calls after an addition."""
+
+
+def _run_backward(output: Tensor) -> None:
+    if output.requires_grad:
+        output.backward(torch.empty_like(output))
+
+
+def _collect(tape: Tape, function: Callable[[], Any]) -> tuple[Any, Operations]:
+    with tape.collecting() as operations, _Watch(tape):
+        result = function()
+    return result, tuple(operations)
