@@ -10,22 +10,23 @@ from megapar.context import ParallelContext
 from megapar.launch.grid import grid_of
 from megapar.params import spec_of
 from megapar.plan.work import META, Tape, Work, planned_batch, record, recording
+from megapar.stage_set import Declared
 
 
 @dataclass(frozen=True)
 class Model:
     """What a plan must know of models. A program fills it in, for the plan knows no family.
 
-    `make(config, ctx)` returns a maker of stages, called with a range of layers, `first` and `last`. `layer_kind` says
-    which layers of a model are alike: the kinds of such layers are equal. `stage_layers` are the layers of each stage.
-    `flops_per_token` counts forward and backward, for MFU.
+    `maker(config, ctx)` returns a maker of stages, called with a range of layers, `first` and `last`. `layer_kinds` has
+    a kind for each layer; layers of one kind are alike. `stage_layers` has the layers of each stage. `flops_per_token`
+    counts forward and backward, for MFU.
     """
 
-    make: Callable[[Config, ParallelContext], Callable[..., PipelineStage]]
-    layer_kind: Callable[[ModelConfig, int], Hashable]
+    maker: Callable[[Config, ParallelContext], Callable[..., PipelineStage]]
+    layer_kinds: Callable[[Config], Sequence[Hashable]]
     stage_layers: Callable[[Config], Sequence[range]]
+    declared: Callable[[Config], Declared]
     flops_per_token: Callable[[Config], int]
-    num_targets: Callable[[Config], int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +48,14 @@ Stage = list[tuple[Part, int]]
 
 
 @dataclass
-class Parts:
-    """The parts of all configurations of one planning. It keeps those that it has recorded."""
+class Works:
+    """The recorded parts of all configurations of one planning. Each is recorded once."""
 
     model: Model
     _parts: dict[tuple[Hashable, ...], Part] = field(default_factory=dict)
     _layers: dict[tuple[Hashable, ...], Sequence[range]] = field(default_factory=dict)
     _flops: dict[tuple[Hashable, ...], int] = field(default_factory=dict)
-    _kinds: dict[ModelConfig, list[Hashable]] = field(default_factory=dict)
+    _kinds: dict[ModelConfig, Sequence[Hashable]] = field(default_factory=dict)
     _makers: dict[tuple[Hashable, ...], tuple[Callable[..., PipelineStage], Tape]] = field(default_factory=dict)
 
     def of(self, config: Config, *, halves: bool = False) -> list[Stage]:
@@ -100,8 +101,7 @@ class Parts:
     def _kind(self, config: Config, layer: int) -> Hashable:
         """What decides what a layer does: its kind, and whether it is recomputed."""
         if config.model not in self._kinds:
-            numbers = range(config.model.num_hidden_layers)
-            self._kinds[config.model] = [self.model.layer_kind(config.model, number) for number in numbers]
+            self._kinds[config.model] = self.model.layer_kinds(config)
         recomputed = config.train.recompute == "full" and layer % config.train.recompute_every == 0
         return self._kinds[config.model][layer], recomputed
 
@@ -117,11 +117,11 @@ class Parts:
         maker = self._makers.get(_decides(config))
         if maker is None:
             ctx, tape = recording(context.planned(grid_of(config), 0, device=META))
-            maker = self.model.make(config, ctx), tape
+            maker = self.model.maker(config, ctx), tape
             self._makers[_decides(config)] = maker
         make, tape = maker
         stage = make(layers, first=kind == "embedding", last=kind == "head")
-        batch = planned_batch(config, self.model.num_targets(config))
+        batch = planned_batch(config, self.model.declared(config).num_targets)
         elements: dict[str, int] = {}
         tied = 0
         itemsize = 0

@@ -22,7 +22,7 @@ from megapar.pipeline.simulation import simulate
 from megapar.plan.durations import Duration, added, duration, scaled, total
 from megapar.plan.hardware import Hardware
 from megapar.plan.network import Network
-from megapar.plan.stage_works import Part, Parts
+from megapar.plan.stage_works import Part, Works
 
 OPTIMIZER = "optimizer and norm"
 # Bytes a parameter and step: AdamW reads and writes main weight and moments, reads the gradient, and writes the weight
@@ -54,13 +54,13 @@ class StepTime:
         return sum(self.exposed.values()) / self.seconds
 
 
-def step_time(config: Config, parts: Parts, hardware: Hardware, *, simulated: bool = False) -> StepTime:
+def step_time(config: Config, works: Works, hardware: Hardware, *, simulated: bool = False) -> StepTime:
     """The time of a step of `config`, a validated configuration for a whole world.
 
     With `simulated` the plan of the runtime is simulated, which takes a second for large pipelines and brings the
     timeline. Raises ConfigError if the machine lacks the precision.
     """
-    return _Step(config, parts, hardware).time(simulated)
+    return _Step(config, works, hardware).time(simulated)
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class _Ends:
 class _Step:
     """The computation of `step_time`, which needs the same facts at many places."""
 
-    def __init__(self, config: Config, parts: Parts, hardware: Hardware):
+    def __init__(self, config: Config, works: Works, hardware: Hardware):
         self.config = config
-        self.parts = parts
+        self.works = works
         self.hardware = hardware
         self.network = Network(grid_of(config), hardware)
         self.microbatches = num_microbatches(config)
@@ -110,7 +110,7 @@ class _Step:
         self.zero_stage = config.optimizer.zero_stage
         fine: dict[Part, _Fine] = {}
         self.stages: list[list[_Fine]] = []
-        for stage in parts.of(config, halves=self.in_halves):
+        for stage in works.of(config, halves=self.in_halves):
             for part, _ in stage:
                 if part not in fine:
                     fine[part] = self._fine(part)
@@ -134,21 +134,21 @@ class _Step:
             pipeline, ends_of_ranks = self._by_formula(stage_times)
             events = []
             waited = [0.0] * pp
-        works: list[Duration] = []
+        rank_times: list[Duration] = []
         for rank in range(pp):
             own = [times for times, home in zip(stage_times, self.rank_of, strict=True) if home == rank]
-            works.append(total([whole for whole, _, _ in own]).times(self.microbatches))
+            rank_times.append(total([whole for whole, _, _ in own]).times(self.microbatches))
         after = [self._after(rank) for rank in range(pp)]
         overhead = self.hardware.step_overhead_ms * 1e-3
         # All ranks wait for the norm of the gradient, and so for the last reduction.
         reduced = max(end + ends.seconds for end, ends in zip(ends_of_ranks, after, strict=True))
         seconds = max(reduced, pipeline) + overhead
-        exposed = scaled(added(*(work.exposed for work in works), *(ends.exposed for ends in after)), 1 / pp)
+        exposed = scaled(added(*(work.exposed for work in rank_times), *(ends.exposed for ends in after)), 1 / pp)
         if simulated and self.zero_stage >= 2:
             exposed["grad"] = sum(waited) / pp
-        busy = scaled(added(*(work.busy for work in works)), 1 / pp)
+        busy = scaled(added(*(work.busy for work in rank_times)), 1 / pp)
         busy[OPTIMIZER] = sum(ends.optimizer for ends in after) / pp
-        working = sum(work.seconds for work in works) / pp
+        working = sum(work.seconds for work in rank_times) / pp
         if simulated:
             working = sum(event.end - event.start for event in events) / pp + sum(waited) / pp
         idle = max(pipeline - working, 0.0) / seconds
@@ -156,7 +156,7 @@ class _Step:
         world = self.network.grid.world_size
         rate = tokens / seconds / world
         peak = self.hardware.peak(config.train.precision)
-        mfu = self.parts.flops_per_token(config) * rate / peak
+        mfu = self.works.flops_per_token(config) * rate / peak
         return StepTime(seconds, idle, busy, exposed, rate, mfu, tuple(events))
 
     # Parts and stages
