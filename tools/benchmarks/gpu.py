@@ -8,8 +8,8 @@ graph. With full recompute it recomputes its layers as well.
 
 MFU is tokens/s * FLOPs of a token / the GPU's dense bf16 peak (megapar.device.PEAK_TFLOPS). megapar_models.counts has
 the FLOPs of a token: causal attention counted half, no recomputation. The first steps compile and are not counted.
-The time of megapar stands beside the prediction of benchmarks/gpu_model.py for an H200, and its memory beside the plan
-of --dry_run.
+The time of megapar stands beside the prediction of megapar.plan.step_time, and its memory beside the plan of
+--dry_run.
 
 Order: megapar on every workload, one profiled step, plain PyTorch, torch.compile with its one or two minutes a model.
 Each measurement runs alone, in a fresh process, for at most three minutes, and the JSON file is written again after
@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,12 +33,12 @@ import torch
 from megapar_models.build import StageBuilder
 from megapar_models.counts import WholeModel
 from megapar_models.registry import presets, validate
+from planned_model import planned_model
 from rich.table import Table
 
 from benchmarks.contenders import Megapar
 from benchmarks.counting import cost
 from benchmarks.gpu_contenders import Compiled, MixedPrecision, RandomWeights
-from benchmarks.gpu_model import H200, OFF, Prediction, predict
 from benchmarks.layouts import largest_error, make_batches, whole_step
 from benchmarks.peers import Peer, Result
 from benchmarks.profiling import Kernel, kind_of, record
@@ -48,10 +48,16 @@ from megapar import device
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError
+from megapar.plan import hardware
+from megapar.plan.durations import BACKWARD_ATTENTION, FORWARD_ATTENTION, KERNELS, PRODUCTS
+from megapar.plan.hardware import Hardware
 from megapar.plan.memory import report_rank
 from megapar.plan.parts import Parts
+from megapar.plan.stage_works import Works
+from megapar.plan.step_time import OPTIMIZER, StepTime, step_time
 from megapar.train.provenance import provenance
 
+OFF = 0.15  # a measured figure that differs from its prediction by more is marked
 WARMUP = 2
 TOLERANCES = {"loss": 1e-2, "grad_norm": 5e-2}  # relative: bf16 activations, rounded at other places
 TARGET_MFU = 0.45
@@ -87,14 +93,24 @@ WORKLOADS: dict[WorkloadName, Workload] = {
 
 CONTENDERS: dict[ContenderName, type[Peer]] = {"megapar": Megapar, "torch": MixedPrecision, "compiled": Compiled}
 
+# The machine of a GPU, by what its name contains.
+MACHINES = {"H200": "h200-141g", "H100": "h100-80g", "A100": "a100-80g", "B200": "b200-180g", "L40S": "l40s-48g"}
+
+# The parts of the time, by what the kernels that take it are called in a profile.
+OTHERS = "other kernels"
+CATEGORIES: dict[str, tuple[str, ...]] = {
+    "matrix products": (PRODUCTS,),
+    "attention": (FORWARD_ATTENTION, BACKWARD_ATTENTION),
+    OTHERS: (KERNELS,),
+    "optimizer and norm": (OPTIMIZER,),
+}
+
 # Kinds of kernels by their names in lower case, tried in this order. Attention comes before the matrix products,
 # because attention's kernels are built from CUTLASS too and have it in their names.
 PATTERNS = {
     "attention": r"flash|fmha|sdpa|attention|\b_softmax_|softmax_warp|cudnn::fusion::(compute_dot_do_o|convert_dq)",
-    "norms": r"\b_norm_|rms_?norm|layer_norm|rowwisemoments|gammabeta",
-    "activation": r"\b_activation_",
-    "rope": r"\b_rotate",
-    "cross entropy": r"\b_statistics_kernel|\b_gradient_kernel|cunn_softmax|nll_loss",
+    OTHERS: r"\b_norm_|rms_?norm|layer_norm|rowwisemoments|gammabeta|\b_activation_|\b_rotate"
+    r"|\b_statistics_kernel|\b_gradient_kernel|cunn_softmax|nll_loss",
     "optimizer and norm": r"\b_adamw_|\b_square_sum|fusedadam|lpnorm",
     "matrix products": r"nvjet|cutlass|xmma|gemm|gemv|splitk|cublas|matmul",
 }
@@ -206,17 +222,38 @@ def measure_kernels(config: Config, target: torch.device) -> dict[str, Any]:
 
 
 def categorize(name: str) -> str:
-    """The category of `gpu_model.CATEGORIES` for a kernel's name as the profiler prints it."""
-    return kind_of(name.lower(), PATTERNS, "copies and other")
+    """The category of CATEGORIES for a kernel's name as the profiler prints it."""
+    return kind_of(name.lower(), PATTERNS, OTHERS)
 
 
-def by_category(kernels: Sequence[Kernel], prediction: Prediction) -> list[dict[str, Any]]:
+def machine_of(circumstances: Mapping[str, Any]) -> Hardware:
+    """The machine that the GPU's name tells, with its peak; an H200 for another GPU and in a dry run."""
+    described = str(circumstances.get("hardware", ""))
+    name = next((file for part, file in MACHINES.items() if part in described), "h200-141g")
+    machine = hardware.load(name)
+    peak = circumstances["peak_tflops"] or machine.peak_tflops["bf16"]
+    return replace(machine, peak_tflops={**machine.peak_tflops, "bf16": peak})
+
+
+def predict(config: Config, machine: Hardware) -> StepTime:
+    """The time of a step of megapar with its fused kernels on `machine`."""
+    planned = replace(config, kernels=replace(config.kernels, backend="triton"))
+    return step_time(planned, Works(planned_model()), machine)
+
+
+def predicted_ms(config: Config, prediction: StepTime) -> dict[str, float]:
+    """Milliseconds of a micro-batch by category. A step's own work is shared among its micro-batches."""
+    each = 1e3 / num_microbatches(config)
+    return {name: each * sum(prediction.busy.get(part, 0.0) for part in parts) for name, parts in CATEGORIES.items()}
+
+
+def by_category(kernels: Sequence[Kernel], config: Config, prediction: StepTime) -> list[dict[str, Any]]:
     """Milliseconds and launches of a step by category beside what the model predicts."""
     rows = []
-    for name, predicted in prediction.by_category().items():
+    for name, predicted in predicted_ms(config, prediction).items():
         of_kind = [kernel for kernel in kernels if categorize(kernel.name) == name]
         row = {"category": name, "ms": sum(k.ms for k in of_kind), "calls": sum(k.calls for k in of_kind)}
-        rows.append(row | {"predicted_ms": predicted * num_microbatches(prediction.config)})
+        rows.append(row | {"predicted_ms": predicted * num_microbatches(config)})
     return rows
 
 
@@ -233,7 +270,7 @@ class Training(Session):
         super().__init__(options, circumstances)
         self.options = options
         self.target = "cpu" if options.dry_run else "cuda"
-        self.machine = replace(H200, peak_tflops=circumstances["peak_tflops"] or H200.peak_tflops)
+        self.machine = machine_of(circumstances)
         self.names = options.workloads or tuple(WORKLOADS)
         self.runs: dict[WorkloadName, dict[str, Any]] = {}
         self.profile: dict[str, Any] | None = None
@@ -269,6 +306,7 @@ class Training(Session):
         if name not in self.runs:
             planned = self.apart(partial(plan_memory, config), "cpu")
             whole = WholeModel(config.model)
+            prediction = predict(config, self.machine)
             self.runs[name] = {
                 "workload": name,
                 "model": WORKLOADS[name].preset,
@@ -277,7 +315,11 @@ class Training(Session):
                 "micro_batches": num_microbatches(config),
                 "tokens_per_step": config.train.global_batch_size * config.train.seq_length,
                 "config": asdict(config),
-                "predicted": {"ms": predict(config, self.machine).ms, "bytes": planned.get("bytes")},
+                "predicted": {
+                    "ms": predicted_ms(config, prediction),
+                    "step_ms": prediction.seconds * 1e3,
+                    "bytes": planned.get("bytes"),
+                },
                 "contenders": [],
             }
         return self.runs[name]
@@ -314,7 +356,7 @@ class Training(Session):
             print(f"{name}, profile: {found['status']}", flush=True)
             return
         kernels = [Kernel(*kernel) for kernel in found["kernels"]]
-        found["categories"] = by_category(kernels, predict(config, self.machine))
+        found["categories"] = by_category(kernels, config, predict(config, self.machine))
         if self.options.dry_run:  # what was timed are torch's ops on a CPU
             found["step_ms"] = None
             found["kernels"] = [[kernel.name, kernel.calls, None] for kernel in kernels]
@@ -374,13 +416,13 @@ def speed_table(options: Options, runs: Sequence[dict[str, Any]]) -> Table:
             peak = row["peak_bytes"]
             predicted: tuple[str, str] = ("", "")
             if row["contender"] == "megapar":
-                ms = sum(run["predicted"]["ms"].values())
+                ms = run["predicted"]["step_ms"] / run["micro_batches"]
                 predicted = (over(row["ms"], ms), over(peak, planned_bytes(run)))
             faster = f"{ours / rate:.2f}x" if rate and ours else "-"
             loss = f"{row['results'][-1][0]:.4f}" if "results" in row else "-"
             figures = (number(rate, ",.0f"), number(row["mfu"], ".1%"), gib(peak), *predicted, faster, loss)
             lines.append((workload, row["name"], row["status"], *figures))
-    title = f"Training on one GPU (aim: {TARGET_MFU:.0%} MFU); predicted are the time of an H200 and the planned memory"
+    title = f"Training on one GPU (aim: {TARGET_MFU:.0%} MFU); predicted are its time and planned memory"
     if options.dry_run:
         title = "DRY RUN on the CPU: no figures"
     predictions = ("time/predicted", "peak/planned")
