@@ -9,6 +9,7 @@ from megapar.config.options import Config, ModelConfig
 from megapar.context import ParallelContext
 from megapar.launch.grid import grid_of
 from megapar.params import spec_of
+from megapar.pipeline.sharding_plan import Item
 from megapar.plan.work import META, Tape, Work, planned_batch, record, recording
 from megapar.stage_set import Declared
 
@@ -54,6 +55,8 @@ class Works:
     model: Model
     _parts: dict[tuple[Hashable, ...], Part] = field(default_factory=dict)
     _layers: dict[tuple[Hashable, ...], Sequence[range]] = field(default_factory=dict)
+    plans: dict[Hashable, Sequence[Sequence[Item]]] = field(default_factory=dict)
+    """The plans of pipelines that `megapar.plan.step_time` has made before, by what decides them."""
     _flops: dict[tuple[Hashable, ...], int] = field(default_factory=dict)
     _kinds: dict[ModelConfig, Sequence[Hashable]] = field(default_factory=dict)
     _makers: dict[tuple[Hashable, ...], tuple[Callable[..., PipelineStage], Tape]] = field(default_factory=dict)

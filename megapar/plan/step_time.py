@@ -28,7 +28,12 @@ OPTIMIZER = "optimizer and norm"
 # Bytes a parameter and step: AdamW reads and writes main weight and moments, reads the gradient, and writes the weight
 # in bf16; the norm reads the gradient.
 _OPTIMIZER_BYTES = 12 + 12 + 4 + 2 + 4
+_WITH_FORMULA = ("1f1b", "gpipe", "breadth", "interleaved")
 _IN_HALVES = ("zb-h1", "zb-2p", "zb-interleaved", "zb-v", "v-half", "v-min", "dualpipe-v")
+
+
+StageSeconds = tuple[Duration, float, float]
+"""One micro-batch through a stage: all of it, the seconds of F, and those of B, or of I and W."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class _Step:
         config = self.config
         pp = config.parallel.pp
         # Most stages are alike.
-        times_of: dict[tuple[tuple[Part, int], ...], tuple[Duration, float, float]] = {}
+        times_of: dict[tuple[tuple[Part, int], ...], StageSeconds] = {}
         stage_times = []
         for stage in self.stages:
             key = tuple((fine.part, fine.number) for fine in stage)
@@ -183,7 +188,7 @@ class _Step:
     def _duration(self, operations: tuple[object, ...]) -> Duration:
         return duration(operations, self.hardware, self.network)  # type: ignore[arg-type]
 
-    def _stage(self, stage: Sequence[_Fine]) -> tuple[Duration, float, float]:
+    def _stage(self, stage: Sequence[_Fine]) -> StageSeconds:
         """One micro-batch through a stage: all of its time, the seconds of F, and those of B or I and W."""
         forward = total([fine.forward.times(fine.number) for fine in stage])
         if self.in_halves:
@@ -213,11 +218,11 @@ class _Step:
 
     # The pipeline
 
-    def _by_formula(self, stages: Sequence[tuple[Duration, float, float]]) -> tuple[float, list[float]]:
+    def _by_formula(self, stages: Sequence[StageSeconds]) -> tuple[float, list[float]]:
         """The time of the pipeline, and the end of each rank's last backward.
 
-        Formulas: Narayanan et al., arXiv 2104.04473, section 2.2; Qi et al., arXiv 2401.10241, section 2, and arXiv
-        2405.15362, section 3. With unequal stages the slowest one sets the pace, and micro-batches still pass all.
+        Formulas: Narayanan et al., arXiv 2104.04473, section 2.2. With unequal stages the slowest one sets the pace,
+        and micro-batches still pass all. Other schedules have no formula that holds for unequal times of F, I and W.
         """
         parallel = self.config.parallel
         pp = parallel.pp
@@ -228,30 +233,52 @@ class _Step:
         slowest = max(rank_seconds)
         if pp == 1:
             return m * slowest, [m * slowest]
-        forwards = sum(forward for _, forward, _ in stages)
         backwards = sum(backward for _, _, backward in stages)
-        message = self._message_seconds()
-        passing = (forwards + backwards) / parallel.vpp
-        weights = sum(fine.weights.seconds * fine.number for stage in self.stages for fine in stage) / parallel.vpp
-        fill = (passing - (forwards + backwards) / (pp * parallel.vpp)) + 2 * (pp - 1) * message
-        match parallel.schedule:
-            case "1f1b":
-                # Each rank waits for its neighbor's message once a micro-batch.
-                fill += m * message
-            case "zb-h1" | "zb-interleaved":
-                fill -= (pp - 1) / pp * 2 * weights / (3 if parallel.schedule == "zb-interleaved" else 1) * 0.5
-            case "zb-2p" | "zb-v":
-                fill *= 0.15
-            case "v-half":
-                fill *= 0.5
-            case "v-min":
-                fill *= 2 / 3
-            case "dualpipe-v":
-                fill *= 0.35
-        seconds = m * slowest + fill
+        if parallel.schedule in _WITH_FORMULA:
+            passing = sum(whole.seconds for whole, _, _ in stages) / parallel.vpp
+            messages = 2 * (pp - 1)
+            if parallel.schedule == "1f1b":
+                messages += m  # each rank waits for its neighbor's message once a micro-batch
+            fill = passing * (pp - 1) / pp + messages * self._message_seconds()
+            seconds = m * slowest + fill
+        else:
+            seconds = self._by_few_microbatches(stages)
         # A rank's last backward ends when those of all stages before it still have to run.
         per_stage = backwards / (pp * parallel.vpp)
         return seconds, [seconds - rank * per_stage for rank in range(pp)]
+
+    def _by_few_microbatches(self, stages: Sequence[StageSeconds]) -> float:
+        """The time of the pipeline, from simulations of few micro-batches.
+
+        Once a pipeline is full, each further micro-batch takes the same time.
+        """
+        pp = self.config.parallel.pp
+        m = self.microbatches
+        forward = [seconds for _, seconds, _ in stages]
+        backward = [seconds for _, _, seconds in stages]
+        weights = None
+        if self.in_halves:
+            weights = [sum(fine.weights.seconds * fine.number for fine in stage) for stage in self.stages]
+        message = self._message_seconds()
+
+        def simulated(number: int) -> float:
+            return simulate(self._plans(number), forward, backward, message, weights).makespan
+
+        few = 2 * pp
+        # A schedule from a file may be for one number of micro-batches only.
+        if m <= few + pp or not self.in_halves:
+            return simulated(m)
+        start = simulated(few)
+        return start + (m - few) * (simulated(few + pp) - start) / pp
+
+    def _plans(self, number: int) -> Sequence[Sequence[Item]]:
+        """The plans of all ranks for so many micro-batches, without units. They are made once."""
+        parallel = self.config.parallel
+        key = parallel.schedule, parallel.schedule_costs, parallel.pp, parallel.vpp, number
+        if key not in self.works.plans:
+            orders = make(of(parallel), parallel.pp, parallel.vpp, number)
+            self.works.plans[key] = lower(orders, parallel.pp * parallel.vpp)
+        return self.works.plans[key]
 
     def _message_seconds(self) -> float:
         """Seconds of the tensors between two stages, for neighboring pipeline ranks."""

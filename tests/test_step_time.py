@@ -1,0 +1,381 @@
+"""The model of time: recorded work against counts by hand, links against formulas, pipelines against their simulation,
+and what must never be slower."""
+
+import math
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megapar_kernels import backend, dispatch
+from megapar_models.registry import presets, validate
+
+from megapar import context
+from megapar.config.files import load
+from megapar.config.options import Config
+from megapar.errors import ConfigError
+from megapar.grid import Grid
+from megapar.launch.grid import grid_of
+from megapar.pipeline.actions import Action
+from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
+from megapar.pipeline.simulation import simulate
+from megapar.plan import hardware
+from megapar.plan.durations import duration
+from megapar.plan.hardware import Hardware, Link
+from megapar.plan.network import Network
+from megapar.plan.stage_works import Works
+from megapar.plan.step_time import step_time
+from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Waited, planned_batch, record
+from megapar.plan.work import recording as recording_of
+from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+import plan_accuracy
+from planned_model import planned_model
+
+H100 = hardware.load("h100-80g")
+WORKS = Works(planned_model())
+MODEL = planned_model()
+
+
+@pytest.fixture(autouse=True)
+def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (dispatch, backend):
+        monkeypatch.setattr(module, "interpreting", lambda: False)
+
+
+def config(world: int, *flags: str, preset: str = "llama3.2-1b", batch: int = 64) -> Config:
+    """A preset in bf16 with the kernels of a GPU."""
+    fixed = ["--config", preset, "--kernels.backend", "triton", "--train.precision", "bf16"]
+    sizes = ["--train.seq_length", "2048", "--train.global_batch_size", str(batch)]
+    return validate(load([*fixed, *sizes, *flags], presets()).config, world)
+
+
+def layer_work(of: Config, *, halves: bool = False):  # type: ignore[no-untyped-def]
+    ctx, tape = recording_of(context.planned(grid_of(of), 0, device=META))
+    stage = MODEL.maker(of, ctx)(range(1, 2), first=False, last=False)
+    return stage, record(stage, planned_batch(of), tape, halves=halves)
+
+
+def product_flops(operations: Operations) -> float:
+    return sum(2 * x.m * x.n * x.k * x.number for x in operations if isinstance(x, Product))
+
+
+# Machines
+
+
+def test_a_machine_is_written_and_read_again(tmp_path: Path) -> None:
+    for name in hardware.names():
+        machine = hardware.load(name)
+        hardware.write(machine, tmp_path / "machine.toml", {"watts": "assumed"})
+        assert hardware.load(str(tmp_path / "machine.toml")) == machine
+        assert machine.usable_bytes < machine.memory_gib * 2**30
+
+
+def test_each_figure_of_a_machine_has_a_source() -> None:
+    for path in hardware.FOLDER.glob("*.toml"):
+        for line in path.read_text().splitlines():
+            if " = " in line and not line.startswith("name"):
+                assert "  # " in line, f"{path.name}: {line}"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("watts = ", "what = "), "unknown key what"),
+        (("watts = 700.0", ""), "missing key watts"),
+        (("memory_share = 0.87", "memory_share = 0.0"), "memory_share=0 must be above 0"),
+        (("reserve_gib = 4.0", "reserve_gib = 90.0"), "leaves nothing"),
+        (("price_per_hour = 2.8", 'price_per_hour = "much"'), "price_per_hour='much' is not what the key takes"),
+        (("[node]", "[node"), "no TOML file"),
+    ],
+)
+def test_a_wrong_machine_is_refused_in_one_line(change: tuple[str, str], words: str, tmp_path: Path) -> None:
+    text = (hardware.FOLDER / "h100-80g.toml").read_text()
+    assert change[0] in text
+    (tmp_path / "wrong.toml").write_text(text.replace(*change, 1))
+    with pytest.raises(ConfigError, match=words) as caught:
+        hardware.load(str(tmp_path / "wrong.toml"))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_machine_is_refused_with_near_ones() -> None:
+    with pytest.raises(ConfigError, match="did you mean h100-80g"):
+        hardware.load("h100")
+
+
+# Recorded work
+
+
+@needs_triton
+def test_a_layer_multiplies_its_matrices_three_times() -> None:
+    """Forward, input gradient and weight gradient: 2 FLOPs a weight and token each, on each rank a part of them."""
+    for tp in (1, 2, 4):
+        of = config(tp, "--parallel.tp", str(tp), "--parallel.sequence_parallel")
+        stage, work = layer_work(of, halves=True)
+        matrices = sum(p.numel() for p in stage.parameters() if p.dim() == 2)
+        one = 2.0 * 2048 * matrices
+        assert product_flops(work.forward) == one
+        assert product_flops(work.backward) == 2 * one
+        assert product_flops(work.inputs) == product_flops(work.weights) == one
+        assert {x.precision for x in work.backward if isinstance(x, Product)} == {"bf16"}
+
+
+@needs_triton
+def test_attention_counts_what_its_mask_leaves() -> None:
+    _, work = layer_work(config(1))
+    _, in_ring = layer_work(config(2, "--parallel.cp", "2", "--parallel.cp_attention", "ring"))
+    causal = 2 * 2048**2 * 2048  # half of 4 s^2 n d
+    found = [x for x in work.forward if isinstance(x, Attention)]
+    assert [x.flops for x in found] == [causal]
+    # Each of two ranks has half of the scores, but for the halves of the blocks on the diagonal.
+    split = sum(x.flops for x in in_ring.forward if isinstance(x, Attention))
+    assert split == pytest.approx(causal / 2, rel=0.01)
+    assert [x.backward for x in work.backward if isinstance(x, Attention)] == [True]
+
+
+@needs_triton
+def test_kernels_move_what_they_read_and_write() -> None:
+    """Forward, the norm with the residual's addition reads two tensors and writes two; the activation moves 3."""
+    of = config(1)
+    _, work = layer_work(of)
+    hidden = 2048 * of.model.hidden_size * 2
+    wide = 2048 * of.model.intermediate_size * 2
+    moved = [x.moved_bytes for x in work.forward if isinstance(x, Kernel)]
+    assert any(4 * hidden <= x < 4 * hidden * 1.01 for x in moved)
+    assert 3 * wide in moved
+
+
+@needs_triton
+def test_collectives_are_recorded_with_what_runs_under_them() -> None:
+    """Sequence parallelism: two gathers and two reduce-scatters forward. In backward the gathers for weight gradients
+    and the reduce-scatters run under a product."""
+    _, work = layer_work(config(2, "--parallel.tp", "2", "--parallel.sequence_parallel"))
+    whole = 2048 * 2048 * 2
+    started = [x for x in work.forward if isinstance(x, Started)]
+    assert Counter((x.axis, x.operation, x.nbytes) for x in started) == {
+        ("tp", "all_gather", whole): 2,
+        ("tp", "reduce_scatter", whole): 2,
+    }
+    under: dict[int, float] = {}
+    for operation in work.backward:
+        if isinstance(operation, Started):
+            under[operation.number] = 0.0
+        elif isinstance(operation, Waited):
+            under[operation.number] = -under[operation.number] - 1
+        else:
+            under = {n: x + 1 if x >= 0 else x for n, x in under.items()}
+    hidden = sum(x < -1 for x in under.values())
+    assert (len(under), hidden) == (6, 4)
+
+
+@needs_triton
+def test_experts_are_counted_as_products_of_groups() -> None:
+    of = config(4, "--parallel.ep", "4", "--parallel.etp", "1", preset="mixtral-8x7b")
+    _, work = layer_work(of)
+    grouped = [x for x in work.forward if isinstance(x, Product) and x.grouped]
+    assert [x.number for x in grouped] == [2, 2]  # gate with up, and down, of 8 / 4 experts
+    assert grouped[0].m == 4 * 2048 * 2 / 8  # even load: the rows of 4 ranks' tokens, 2 of 8 experts each
+    sent = [x for x in work.forward if isinstance(x, Started)]
+    assert [(x.axis, x.operation, x.nbytes) for x in sent if x.operation == "all_to_all"] == [
+        ("ep", "all_to_all", 2048 * 2 * 4096 * 2)
+    ] * 2
+
+
+def test_what_is_waited_for_at_once_is_exposed() -> None:
+    network = Network(Grid(tp=8), H100)
+    seconds = network.seconds("all_gather", "tp", 1e8)
+    product = Product(8192, 8192, 8192, 1, "bf16", 0)
+    exposed = duration((Started(1, "tp", "all_gather", 10**8), Waited(1), product), H100, network)
+    hidden = duration((Started(1, "tp", "all_gather", 10**8), product, Waited(1)), H100, network)
+    alone = duration((product,), H100, network)
+    assert exposed.seconds == pytest.approx(alone.seconds + seconds)
+    assert exposed.exposed == {"tp": pytest.approx(seconds)}
+    assert hidden.seconds == pytest.approx(alone.seconds + H100.interference * seconds)
+    assert hidden.exposed == {"tp": 0.0}
+
+
+# The network
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_spans_are_those_of_the_groups(data: st.DataObject) -> None:
+    """Of all groups of `Grid.groups`, the one on the most nodes; sizes that divide nothing too."""
+    draw = data.draw
+    sizes = {name: draw(st.integers(1, 4), name) for name in ("tp", "cp", "dp", "pp")}
+    stage = sizes["tp"] * sizes["cp"] * sizes["dp"]
+    divisors = [ep for ep in range(1, stage + 1) if stage % ep == 0]
+    grid = Grid(
+        **sizes,
+        ep=draw(st.sampled_from(divisors), "ep"),
+        order=draw(st.sampled_from(["tp-cp-dp-pp", "dp-tp-cp-pp", "tp-cp-pp-dp"]), "order"),
+        shard_ranks=draw(st.integers(0, 2), "shard_ranks"),
+    )
+    per_node = draw(st.sampled_from([4, 8]), "per_node")
+    network = Network(grid, replace(H100, gpus_per_node=per_node))
+    for axis, groups in grid.groups().items():
+        if not groups:
+            continue
+        span = network.span(axis)
+        assert span.ranks == len(groups[0])
+        nodes = max(len({rank // per_node for rank in group}) for group in groups)
+        aligned = all(per_node % size == 0 or size == 1 for size in sizes.values())
+        if aligned:
+            assert span.nodes == nodes, axis
+        else:
+            assert span.nodes <= nodes, axis
+
+
+def test_a_ring_over_nodes_has_a_link_for_each_of_its_ranks_there() -> None:
+    """64 ranks on 8 nodes: with 8 of a ring on each node all 8 links of a node carry it, else one of them."""
+    quiet = replace(H100, node=Link(370.0, 0.0), network=Link(45.0, 0.0))
+    whole = Network(Grid(dp=64), quiet).seconds("all_gather", "grad", 64e9)
+    one_each = Network(Grid(tp=8, dp=8), quiet).seconds("all_gather", "grad", 8e9)
+    assert whole == pytest.approx(63e9 / (8 * 45e9))
+    assert one_each == pytest.approx(7e9 / 45e9)
+    inside = Network(Grid(tp=8, dp=8), quiet)
+    assert inside.seconds("all_reduce", "tp", 8e9) == pytest.approx(2 * 7e9 / 370e9)
+    assert (inside.level("tp"), inside.level("grad")) == ("node", "network")
+
+
+# The pipeline
+
+SCHEDULES = [
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    "zb-h1",
+    "zb-2p",
+    "zb-interleaved",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "dualpipe-v",
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_formulas_are_near_the_simulation(schedule: str) -> None:
+    """Within 5 % of a step, for few and for many micro-batches."""
+    for pp, batch in ((4, 8), (4, 32), (2, 16)):
+        of = config(
+            2 * pp, "--parallel.pp", str(pp), "--parallel.tp", "2", "--parallel.schedule", schedule,
+            preset="llama3-8b", batch=batch,
+        )  # fmt: skip
+        simulated = step_time(of, WORKS, H100, simulated=True)
+        assert step_time(of, WORKS, H100).seconds == pytest.approx(simulated.seconds, rel=0.05), (pp, batch)
+        assert simulated.events
+        assert max(event.end for event in simulated.events) < simulated.seconds
+
+
+@needs_triton
+@pytest.mark.parametrize("flags", [(), ("--parallel.pp", "2"), ("--parallel.schedule", "breadth")], ids=str)
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+def test_zero_by_formula_is_near_its_simulation(stage: str, flags: tuple[str, ...]) -> None:
+    of = config(16, "--optimizer.zero_stage", stage, *flags, preset="llama3-8b", batch=64)
+    slow = replace(H100, network=Link(10.0, 12.0))  # so that gathers and reductions are not hidden
+    for machine in (H100, slow):
+        simulated = step_time(of, WORKS, machine, simulated=True)
+        assert step_time(of, WORKS, machine).seconds == pytest.approx(simulated.seconds, rel=0.1)
+
+
+def test_units_wait_for_their_collectives() -> None:
+    """Two parts of 1 s, gathers of 3 s: the first waits 3 s, and each later use for what its gather takes longer than
+    the part before it."""
+    plan: list[Item] = [Action("F", 0, 0), Action("F", 1, 0)]
+    units = Units({0: [0], 1: [1]}, lambda action: None, gathers=True)
+    plan = insert_unit_actions(plan, units)
+
+    def cost(rank: int, action: UnitAction) -> float:
+        return 3.0 if action.kind == "gather" else 0.0
+
+    timeline = simulate([plan], [1.0, 1.0], 2.0, units=cost)
+    assert [event.start for event in timeline.events] == [3.0, 6.0]
+    assert timeline.unit_waits == [5.0]
+    assert timeline.ends == [7.0]
+
+
+# What must never be slower
+
+
+LAYOUTS = [
+    ("llama3-8b", 16, ("--parallel.tp", "2", "--parallel.sequence_parallel", "--parallel.pp", "2")),
+    ("llama3-8b", 16, ("--optimizer.zero_stage", "3")),
+    ("llama3-8b", 16, ("--parallel.cp", "2", "--parallel.pp", "2", "--parallel.schedule", "zb-h1")),
+    ("mixtral-8x7b", 16, ("--parallel.ep", "8", "--parallel.pp", "2", "--parallel.schedule", "interleaved")),
+    ("qwen3-30b-a3b", 16, ("--parallel.ep", "16", "--optimizer.zero_stage", "2")),
+]
+
+
+@needs_triton
+@settings(deadline=None, max_examples=30)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    speed=st.sampled_from(["peak", "memory", "node", "network", "attention"]),
+    factor=st.floats(1.01, 20),
+    slow=st.floats(0.02, 1),
+)
+def test_a_faster_machine_is_never_slower(
+    layout: tuple[str, int, tuple[str, ...]], speed: str, factor: float, slow: float
+) -> None:
+    preset, world, flags = layout
+    of = config(world, *flags, preset=preset)
+    machine = replace(H100, network=Link(45.0 * slow, 12.0), node=Link(370.0 * slow, 5.0))
+    before = step_time(of, WORKS, machine).seconds
+    assert step_time(of, WORKS, faster(machine, speed, factor)).seconds <= before * (1 + 1e-12)
+
+
+def faster(machine: Hardware, speed: str, factor: float) -> Hardware:
+    match speed:
+        case "peak":
+            return replace(machine, peak_tflops={name: x * factor for name, x in machine.peak_tflops.items()})
+        case "memory":
+            return replace(machine, memory_gb_per_second=machine.memory_gb_per_second * factor)
+        case "node":
+            return replace(machine, node=Link(machine.node.gb_per_second * factor, machine.node.latency_us))
+        case "network":
+            return replace(machine, network=Link(machine.network.gb_per_second * factor, machine.network.latency_us))
+    rates = {
+        width: replace(rate, forward=rate.forward * factor, backward=rate.backward * factor)
+        for width, rate in machine.attention.items()
+    }
+    return replace(machine, attention=rates)
+
+
+@needs_triton
+def test_a_larger_batch_never_takes_less_time() -> None:
+    for preset, world, flags in LAYOUTS:
+        seconds = [
+            step_time(config(world, *flags, preset=preset, batch=batch), WORKS, H100).seconds
+            for batch in (16, 32, 64, 128)
+        ]
+        assert seconds == sorted(seconds)
+        assert math.isclose(seconds[3] - seconds[2], 2 * (seconds[2] - seconds[1]), rel_tol=1e-6)
+
+
+# Published runs
+
+
+@needs_triton
+def test_published_runs_are_predicted() -> None:
+    """By formula. tests -m slow compare the page with the simulation."""
+    runs = [run for run in plan_accuracy.published_runs(WORKS) if run.role in ("fitted", "judged")]
+    errors = [
+        abs(step_time(run.config, WORKS, hardware.load(run.machine)).tokens_per_second_per_gpu / run.published - 1)
+        for run in runs
+        if run.role == "judged"
+    ]
+    assert len(errors) >= 9
+    assert sum(errors) / len(errors) < 0.08
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_page_has_todays_predictions() -> None:
+    made = plan_accuracy.tables(plan_accuracy.rows(plan_accuracy.published_runs(WORKS), WORKS))
+    assert plan_accuracy.PAGE.read_text() == plan_accuracy.page_with(made)
