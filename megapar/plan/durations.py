@@ -1,4 +1,4 @@
-"""The time of recorded work (`megapar.plan.work`) on a machine: busy by kind, and communication that nothing hides."""
+"""The time of recorded work (`megapar.plan.work`) on a machine: busy by kind, and exposed communication."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,10 +34,10 @@ def scaled(seconds: Seconds, factor: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Duration:
-    """The time of one action, in seconds. `busy` is that of kernels by kind.
+    """The time of one action, in seconds. `busy` counts kernels by kind.
 
-    `communicating` and `exposed` are those of communication by axis: all of it, and the part in which nothing is
-    computed. `host` is what the host needs to issue all of it.
+    `communicating` counts communication by axis, and `exposed` the part without computing under it. `host` is the time
+    of the host to issue all operations.
     """
 
     seconds: float = 0.0
@@ -91,7 +91,7 @@ def kernel_seconds(operation: Product | Attention | Kernel, hardware: Hardware) 
 def duration(operations: Operations, hardware: Hardware, network: Network) -> Duration:
     """The time of `operations`, issued in their order.
 
-    A device computes them one after the other. Communication over axes that use the same kind of link runs one after
+    A device computes them one after the other. Communication over the same kind of link runs one after
     the other too, beside what is computed, from its start to its wait.
     """
     clock = 0.0

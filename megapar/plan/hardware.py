@@ -1,4 +1,4 @@
-"""What a machine reaches: the rates, links, memory and price from which `megapar.plan.step_time` predicts a step.
+"""What a machine reaches: rates, links, memory and price. `megapar.plan.step_time` predicts a step from them.
 
 A machine is a TOML file. Those of common GPUs are in the folder `machines` beside this module, each figure with its
 source. `tools/calibrate.py` writes one from the machine at hand.
@@ -28,14 +28,14 @@ class Link:
 
 @dataclass(frozen=True)
 class MatrixRates:
-    """What products of matrices reach: a share of the peak, less where a matrix is small.
+    """The speed of matrix products: a share of the peak, and less for small matrices.
 
     A product [m, k] x [k, n] takes 2 (m + half) (n + half) (k + half_depth) / (share * peak) seconds. So m = half
     reaches half of what large products reach. The time grows with each size.
     """
 
     share: float
-    """Of the peak, reached by large products in training, at the clock that the power limit allows then."""
+    """Of the peak, reached by large products in training, at the clock allowed by the power limit."""
     half: float
     """Rows or columns of a result."""
     half_depth: float
@@ -58,38 +58,38 @@ class Hardware:
 
     name: str
     gpus_per_node: int
-    """Ranks whose link is `node`. All others reach each other over `network`."""
+    """Ranks of a node reach each other over `node`, all others over `network`."""
     memory_gib: float
     """Memory of one device, as its driver reports it."""
     reserve_gib: float
-    """Memory that no plan may use: the CUDA context, communicators, workspaces, and fragments of the allocator."""
+    """Memory kept free by plans: for the CUDA context, communicators, workspaces, and fragments of the allocator."""
     peak_tflops: Mapping[str, float]
-    """Dense peak of one device, by precision: bf16, fp16, tf32, fp32, fp8. Those that it lacks are left out."""
+    """Dense peak of one device, by precision: bf16, fp16, tf32, fp32, fp8. The others are left out."""
     matrix: MatrixRates
     attention: Mapping[int, AttentionRate]
     """By the width of a head. Another width takes the rates of the next wider one."""
     memory_gb_per_second: float
     memory_share: float
-    """Of `memory_gb_per_second`, reached by kernels that read and write whole tensors."""
+    """Of `memory_gb_per_second`, reached by kernels on whole tensors."""
     node: Link
     network: Link
     all_to_all_share: float
     """Of a link's bandwidth, reached by an all-to-all of rows over experts."""
     interference: float
-    """Seconds that computing loses to each second of communication under it. They share cores and memory."""
+    """Seconds lost by computing to each second of communication under it. They share cores and memory."""
     kernel_us: float
     """Time of a kernel beside its work: its start and its last, partly filled wave."""
     launch_us: float
-    """Time of the host for one operation. The device waits where its work is shorter than that of the host."""
+    """Time of the host for one operation. A device waits for a slower host."""
     step_overhead_ms: float
-    """Time of a step that nothing else accounts for: reading the clock, counting targets, handing out batches."""
+    """Further time of a step: reading the clock, counting targets, handing out batches."""
     price_per_hour: float
     """US dollars for one device."""
     watts: float
     """Of one device under load."""
 
     def peak(self, precision: str) -> float:
-        """Dense peak in FLOP/s. Raises ConfigError for a precision that the device lacks."""
+        """Dense peak in FLOP/s. Raises ConfigError for a precision without a peak."""
         if precision not in self.peak_tflops:
             raise ConfigError(
                 f"hardware {self.name}: has no peak for {precision}; it has {', '.join(sorted(self.peak_tflops))}"
@@ -103,7 +103,7 @@ class Hardware:
         return work / (rates.share * self.peak(precision))
 
     def attention_rate(self, width: int) -> AttentionRate:
-        """The rates of the narrowest listed head that is at least `width` wide, else those of the widest."""
+        """The rates of the narrowest listed head of at least this width, else those of the widest."""
         wide_enough = [listed for listed in self.attention if listed >= width]
         return self.attention[min(wide_enough, default=max(self.attention))]
 
@@ -113,19 +113,19 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of one device that a plan may use."""
+        """Bytes of one device without the reserve."""
         return int((self.memory_gib - self.reserve_gib) * 2**30)
 
 
 def names() -> list[str]:
-    """The machines that `load` knows by name."""
+    """The machines known to `load` by name."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def load(name: str, gpus_per_node: int = 0) -> Hardware:
     """The machine called `name`, or of the TOML file of that path. `gpus_per_node` replaces that of the file, if given.
 
-    Raises ConfigError for an unknown name, a file that is no TOML, and a key or a number that does not fit.
+    Raises ConfigError for an unknown name, a file of another format, and a wrong key or number.
     """
     path = Path(name)
     if path.suffix != ".toml":
@@ -170,8 +170,9 @@ def _table(name: str, values: Mapping[Any, Any], notes: Mapping[str, str]) -> li
 
 def _line(key: str, value: object, note: str) -> str:
     written = f'"{value}"' if isinstance(value, str) else f"{value}"
-    comment = f"  # {note}" if note else ""
-    return f"{key} = {written}{comment}"
+    if not note:
+        return f"{key} = {written}"
+    return f"{key} = {written}  # {note}"
 
 
 def _build(kind: type[Any], values: Mapping[str, Any], file: str, prefix: str = "") -> Any:
@@ -190,8 +191,8 @@ def _build(kind: type[Any], values: Mapping[str, Any], file: str, prefix: str = 
 
 
 def _value(wanted: Any, value: Any, file: str, key: str) -> Any:
-    if wanted in (Link, MatrixRates, AttentionRate):
-        return _build(wanted, value if isinstance(value, dict) else {}, file, f"{key}.")
+    if wanted in (Link, MatrixRates, AttentionRate) and isinstance(value, dict):
+        return _build(wanted, dict(value), file, f"{key}.")
     if wanted == Mapping[int, AttentionRate] and isinstance(value, dict):
         rates = {}
         for width, rate in value.items():
@@ -207,7 +208,7 @@ def _value(wanted: Any, value: Any, file: str, key: str) -> Any:
 
 
 def _check(hardware: Hardware, file: str) -> None:
-    """Raise ConfigError for numbers with which no time can be computed."""
+    """Raise ConfigError for impossible numbers."""
     positive = {
         "gpus_per_node": hardware.gpus_per_node,
         "memory_gib": hardware.memory_gib,

@@ -1,8 +1,8 @@
 """The time of communication over each axis of a rank grid, on a machine with two kinds of links.
 
 Ring algorithms: each of n ranks sends (n - 1) / n of the tensor to its neighbor, once for an all-gather or a
-reduce-scatter and twice for an all-reduce (Thakur et al., doi 10.1177/1094342005051521). Where several ranks of a node
-are in a ring over nodes, each has a link of the network of its own, and a part of the data takes each of them.
+reduce-scatter and twice for an all-reduce (Thakur et al., doi 10.1177/1094342005051521). In a ring over nodes
+each rank of a node has a link of its own to the network, and each link carries a part of the data.
 """
 
 import math
@@ -16,7 +16,7 @@ from megapar.plan.hardware import Hardware
 
 @dataclass(frozen=True)
 class Span:
-    """The ranks of an axis on the nodes of a machine, for the group that is spread the most."""
+    """The ranks of an axis on the nodes of a machine, for its most scattered group."""
 
     ranks: int
     nodes: int
@@ -42,7 +42,7 @@ class Network:
         return self._spans[axis]
 
     def level(self, axis: str) -> str:
-        """The slowest link that an axis uses: node or network."""
+        """The slowest link of an axis: node or network."""
         return "node" if self.span(axis).nodes == 1 else "network"
 
     def seconds(self, operation: str, axis: str, nbytes: float) -> float:
@@ -68,19 +68,19 @@ class Network:
         return link.latency_us * 1e-6 + nbytes / (link.gb_per_second * 1e9)
 
     def _bandwidth(self, span: Span) -> float:
-        """Bytes a second that each rank of a ring sends to its neighbor."""
+        """Bytes a second from each rank of a ring to its neighbor."""
         node = self.hardware.node.gb_per_second * 1e9
         if span.nodes == 1:
             return node
         return min(node, self.hardware.network.gb_per_second * 1e9 * span.in_node)
 
     def _ring_latency(self, span: Span) -> float:
-        between = span.nodes if span.nodes > 1 else 0
-        inside = span.ranks - 1 - between
-        return self._latency(max(inside, 0), between)
+        if span.nodes == 1:
+            return self._latency(span.ranks - 1, 0)
+        return self._latency(max(span.ranks - 1 - span.nodes, 0), span.nodes)
 
     def _tree_latency(self, span: Span) -> float:
-        """Of one direction. For all-reduces of few bytes NCCL has trees, and uses them where they are faster."""
+        """Of one direction. For all-reduces of few bytes NCCL has trees beside rings."""
         tree = self._latency(math.log2(max(span.in_node, 1)), math.log2(span.nodes))
         return min(tree, self._ring_latency(span))
 
@@ -92,7 +92,7 @@ class Network:
         hardware = self.hardware
         inside = nbytes * (span.in_node - 1) / span.ranks / (hardware.node.gb_per_second * 1e9)
         outside = nbytes * (span.ranks - span.in_node) / span.ranks / (hardware.network.gb_per_second * 1e9)
-        latency = self._latency(1, 0 if span.nodes == 1 else 1)
+        latency = self._latency(1, int(span.nodes > 1))
         return latency + max(inside, outside) / hardware.all_to_all_share
 
     def _span(self, ranks: list[int]) -> Span:
@@ -110,7 +110,7 @@ class Network:
 
     @cached_property
     def _samples(self) -> list[int]:
-        """Ranks whose groups stand for all: the first and the last of the first nodes, and the last rank."""
+        """Their groups stand for all: the first and the last of the first nodes, and the last rank."""
         world = self.grid.world_size
         size = self.hardware.gpus_per_node
         ends = [rank for node in range(4) for rank in (node * size, (node + 1) * size - 1)]
@@ -137,7 +137,7 @@ class Network:
         return list(self._line(place, axes))
 
     def _line(self, place: Mapping[str, int], axes: tuple[str, ...]) -> Iterator[int]:
-        """The ranks that differ from `place` on `axes` alone, ascending in their positions there."""
+        """The ranks different from `place` on `axes` alone, ascending in their positions there."""
         lines = [0]
         stride = 1
         first = 0

@@ -34,8 +34,8 @@ class Model:
 class Part:
     """A part of a model on one rank: what it does with a micro-batch, and the elements of its parameters.
 
-    `elements` are those of this rank by the axis that its gradients are summed over; `tied` are those of them that
-    another part may share. `itemsize` is that of a weight.
+    `elements` counts them on this rank, by the axis of their gradients' sum. `tied` are those of a tied embedding.
+    `itemsize` is of a weight.
     """
 
     work: Work
@@ -56,7 +56,7 @@ class Works:
     _parts: dict[tuple[Hashable, ...], Part] = field(default_factory=dict)
     _layers: dict[tuple[Hashable, ...], Sequence[range]] = field(default_factory=dict)
     plans: dict[Hashable, Sequence[Sequence[Item]]] = field(default_factory=dict)
-    """The plans of pipelines that `megapar.plan.step_time` has made before, by what decides them."""
+    """The plans of pipelines made before by `megapar.plan.step_time`."""
     _flops: dict[tuple[Hashable, ...], int] = field(default_factory=dict)
     _kinds: dict[ModelConfig, Sequence[Hashable]] = field(default_factory=dict)
     _makers: dict[tuple[Hashable, ...], tuple[Callable[..., PipelineStage], Tape]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Works:
     def of(self, config: Config, *, halves: bool = False) -> list[Stage]:
         """The parts of each of the pp * vpp stages. With `halves` they have I and W too.
 
-        `config` is validated, and its kernels are those of the machine that is planned for.
+        `config` is validated, and its kernels are those of the planned machine.
         """
         stages = self._stage_layers(config)
         recorded: dict[Hashable, Part] = {}
@@ -140,7 +140,7 @@ class Works:
 
 
 def _decides(config: Config) -> tuple[Hashable, ...]:
-    """The options on which the work of a part depends."""
+    """The options deciding the work of a part."""
     parallel = config.parallel
     train = config.train
     return (

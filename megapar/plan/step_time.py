@@ -1,9 +1,9 @@
 """Predicts the time of a training step of any layout on any machine, before anything is rented.
 
-The work of each part of the model is recorded from the program itself (`megapar.plan.work`), and takes the time that
-the machine needs (`megapar.plan.durations`). The pipeline runs by the plan that the runtime executes
-(`megapar.pipeline.simulation`), or by a formula that is a hundred times as fast, to rank many layouts. After it come
-the reductions of gradients that no backward pass hides, the optimizer, and the gathers of new weights.
+The work of each part of the model is recorded from the program itself (`megapar.plan.work`), and timed for the machine
+(`megapar.plan.durations`). The pipeline runs by the plan of the runtime (`megapar.pipeline.simulation`). To rank many
+layouts, a formula takes its place. Both differ by at most a tenth. After the pipeline come the exposed reductions of
+gradients, the optimizer, and the gathers of new weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,10 +38,10 @@ StageSeconds = tuple[Duration, float, float]
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted time of a step, on the mean pipeline rank where ranks differ.
+    """The predicted time of a step. If pipeline ranks differ, their mean.
 
-    `busy` has the seconds of kernels by kind, `exposed` those of communication under which nothing is computed, by
-    axis. `idle_share` is the share of the step in which a rank waits for other stages of the pipeline. `mfu` is the
+    `busy` has the seconds of kernels by kind, `exposed` those of communication with nothing computed under it, by axis.
+    `idle_share` is the share of the step spent waiting for other stages of the pipeline. `mfu` is the
     model's FLOPs by the peak of `precision`. `events` is the timeline of the pipeline, empty if it was not simulated.
     """
 
@@ -55,15 +55,15 @@ class StepTime:
 
     @property
     def exposed_share(self) -> float:
-        """The share of the step in which a rank waits for communication within its own stages."""
+        """The share of the step spent waiting for communication within a rank's own stages."""
         return sum(self.exposed.values()) / self.seconds
 
 
 def step_time(config: Config, works: Works, hardware: Hardware, *, simulated: bool = False) -> StepTime:
     """The time of a step of `config`, a validated configuration for a whole world.
 
-    With `simulated` the plan of the runtime is simulated, which takes a second for large pipelines and brings the
-    timeline. Raises ConfigError if the machine lacks the precision.
+    With `simulated` the plan of the runtime is simulated. This brings the timeline, and takes a second for large
+    pipelines. Raises ConfigError if the machine lacks the precision.
     """
     return _Step(config, works, hardware).time(simulated)
 
@@ -101,7 +101,7 @@ class _Ends:
 
 
 class _Step:
-    """The computation of `step_time`, which needs the same facts at many places."""
+    """The computation of `step_time`."""
 
     def __init__(self, config: Config, works: Works, hardware: Hardware):
         self.config = config
@@ -199,7 +199,9 @@ class _Step:
         backward_seconds = backward.seconds
         exposed: dict[str, float] = {}
         if self.zero_stage >= 2:
-            runs = self.microbatches if self._breadth_first else 1
+            runs = 1
+            if self._breadth_first:
+                runs = self.microbatches
             waits_forward = _unit_waits([(f.forward.seconds * runs, f.gather, f.number) for f in stage]) / runs
             of_backward = [(self._backward_of(f) * runs, f.gather + f.reduce, f.number) for f in reversed(stage)]
             adds = sum(fine.add * fine.number for fine in stage)
@@ -222,7 +224,7 @@ class _Step:
         """The time of the pipeline, and the end of each rank's last backward.
 
         Formulas: Narayanan et al., arXiv 2104.04473, section 2.2. With unequal stages the slowest one sets the pace,
-        and micro-batches still pass all. Other schedules have no formula that holds for unequal times of F, I and W.
+        and micro-batches still pass all. Other schedules have no formula for unequal times of F, I and W.
         """
         parallel = self.config.parallel
         pp = parallel.pp
@@ -286,7 +288,7 @@ class _Step:
         return self.network.message(self.network.span("pp").nodes > 1, boundary)
 
     def _simulated(self) -> tuple[float, list[float], list[Event], list[float]]:
-        """As `_by_formula`, then the timeline, and the time that each rank waits for units."""
+        """As `_by_formula`, then the timeline, and the time of each rank's waits for units."""
         parallel = self.config.parallel
         orders = make(of(parallel), parallel.pp, parallel.vpp, self.microbatches)
         splits = self.zero_stage >= 2
@@ -296,8 +298,11 @@ class _Step:
         slowed: list[float] = []
         for stage in self.stages:
             single = [replace(fine, number=1) for fine in stage for _ in range(fine.number)]
-            counts.append(len(single) if splits else 1)
-            parts += [[fine] for fine in single] if splits else [single]
+            groups = [single]
+            if splits:
+                groups = [[fine] for fine in single]
+            counts.append(len(groups))
+            parts += groups
             plain = sum(fine.forward.seconds + self._backward_of(fine) for fine in single)
             slow = max(self._stage(stage)[0].host / plain, 1.0)
             slowed += [slow] * counts[-1]
@@ -349,7 +354,7 @@ class _Step:
     # After the pipeline
 
     def _after(self, rank: int) -> _Ends:
-        """What a pipeline rank does after its last backward that nothing hides."""
+        """What a pipeline rank does after its last backward."""
         ends = _Ends()
         own = [stage for stage, home in zip(self.stages, self.rank_of, strict=True) if home == rank]
         fine = [part for stage in own for part in stage]
@@ -357,7 +362,9 @@ class _Step:
         itemsize = max((part.part.itemsize for part in fine), default=2)
         options = self.config.optimizer
         for axis, number in elements.items():
-            shard = number / self._shard_ranks(axis) if options.zero_stage else number
+            shard = float(number)
+            if options.zero_stage:
+                shard /= self._shard_ranks(axis)
             if options.zero_stage < 2:
                 ends.expose(axis, self._reduction_wait(axis, number, own))
                 if self._is_split(axis):
@@ -371,9 +378,7 @@ class _Step:
                     gather = max(gather - under, gather / max(sum(part.number for part in fine), 1))
                 ends.expose(axis, gather)
             ends.optimizer += self.hardware.memory_seconds(_OPTIMIZER_BYTES * shard)
-        ends.expose(
-            "world", self.network.seconds("all_reduce", "world", 8.0) if self.network.grid.world_size > 1 else 0
-        )
+        ends.expose("world", self.network.seconds("all_reduce", "world", 8.0))
         if self.config.model.tie_word_embeddings and rank in self.network.grid.with_embedding:
             tied = max((part.part.tied for part in fine), default=0)
             ends.expose(TIED_AXIS, self.network.seconds("all_reduce", TIED_AXIS, 4 * tied))
@@ -391,7 +396,7 @@ class _Step:
         return elements
 
     def _reduction_wait(self, axis: str, elements: int, own: Sequence[Sequence[_Fine]]) -> float:
-        """Seconds that the reduction of gradients takes beyond the last backward (ZeRO stages 0 and 1)."""
+        """Seconds of the reduction of gradients after the last backward (ZeRO stages 0 and 1)."""
         options = self.config.optimizer
         operation = "all_reduce" if options.zero_stage == 0 else "reduce_scatter"
         nbytes = elements * self._grad_itemsize
@@ -422,9 +427,9 @@ class _Step:
 
 
 def _unit_waits(parts: Sequence[tuple[float, float, int]]) -> float:
-    """Seconds of waiting if what a part moves runs under the part before it. All parts follow each other for ever.
+    """Seconds of waiting for units. The collectives of a part run under the part before it. Parts repeat for ever.
 
-    A part has the seconds that it computes, those that its units move, and a number: how often it follows itself.
+    A part has its seconds of computing, those of its units' collectives, and a number: how often it follows itself.
     """
     waits = 0.0
     computed_before = parts[-1][0]

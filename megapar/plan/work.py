@@ -2,8 +2,8 @@
 
 A part is a pipeline stage, such as the embedding, one layer, or norm with head. Its own forward and backward run on the
 meta device, so nothing here knows a family of models. A dispatch mode sees the operations of torch and the kernels of
-`megapar_kernels` (`dispatch.launches`). The axes of a context made by `recording` have a transport that notes what is
-communicated, and when the program waits for it.
+`megapar_kernels` (`dispatch.launches`). The axes of a context made by `recording` note all
+communication, and when the program waits for it.
 """
 
 import math
@@ -43,7 +43,7 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Fused attention. `flops` are those that its mask leaves, of one forward pass."""
+    """Fused attention. `flops` are those of one forward pass, without masked scores."""
 
     flops: float
     width: int
@@ -52,7 +52,7 @@ class Attention(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Any other operation. Its time is that of the bytes that it reads and writes."""
+    """Any other operation. It takes the time of the bytes read and written."""
 
     moved_bytes: int
 
@@ -60,7 +60,7 @@ class Kernel(NamedTuple):
 class Started(NamedTuple):
     """A communication starts. `nbytes` are those of the whole tensor, as `megapar.comm.collectives` counts them.
 
-    For an all-to-all they are those that leave a rank, its own rows among them; for an exchange those that it sends.
+    For an all-to-all they are all rows of a rank, its own among them; for an exchange the bytes sent.
     """
 
     number: int
@@ -84,7 +84,7 @@ class Work:
     """What one micro-batch does in a part: its forward, its backward, and its backward in halves.
 
     `inputs` and `weights` are the I and the W of `megapar.pipeline.actions`, empty unless they were asked for.
-    `boundary_bytes` are those that the part before sends to it.
+    `boundary_bytes` come from the part before.
     """
 
     forward: Operations
@@ -162,7 +162,7 @@ class _Recorder(Meta):
 
 
 def recording(ctx: ParallelContext) -> tuple[ParallelContext, Tape]:
-    """`ctx`, a planned context, with axes that note their communication, and the tape that collects it."""
+    """`ctx`, a planned context, with axes noting their communication, and the tape with the notes."""
     tape = Tape()
 
     def noting(axis: Axis) -> Axis:
@@ -281,8 +281,8 @@ def _product(name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[T
 
 def _attention(name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Attention:
     backward = "backward" in name
-    first = 1 if backward else 0
-    q, k, v = args[first : first + 3]
+    # The backward has the gradient of the output before them.
+    q, k, v = args[int(backward) : int(backward) + 3]
     causal = any(value is True for value in args)
     samples, heads, queries, width = q.shape
     flops = 2.0 * samples * heads * queries * k.shape[2] * (width + v.shape[3])
@@ -324,7 +324,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _nbytes(x: Tensor) -> int:
-    """Bytes of the elements that lie apart in memory: an expanded dimension counts once."""
+    """Bytes of the elements in memory: an expanded dimension counts once."""
     sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride != 0]
     return math.prod(sizes) * x.element_size()
 
@@ -341,7 +341,7 @@ def planned_batch(config: Config, num_targets: int = 1) -> MicroBatch:
 
 
 def record(stage: PipelineStage, batch: MicroBatch, tape: Tape, *, halves: bool = False) -> Work:
-    """What `stage` does with `batch`. `tape` is that of the context (`recording`) with which the stage was built.
+    """What `stage` does with `batch`. `stage` was built with a context of `recording`, and `tape` is the context's.
 
     The stage is on the meta device. Parameters without a main gradient get one. With `halves` I and W are recorded too.
     """
@@ -354,9 +354,13 @@ def record(stage: PipelineStage, batch: MicroBatch, tape: Tape, *, halves: bool 
     def run_forward() -> tuple[Tensor, Operations]:
         received = [torch.empty(s.shape, dtype=s.dtype, device=META) for s in specs]
         inputs = [x.requires_grad_(x.is_floating_point()) for x in received]
-        given: Any = None if not inputs else inputs[0] if len(inputs) == 1 else tuple(inputs)
+        given: Any = tuple(inputs)
+        if len(inputs) < 2:
+            given = next(iter(inputs), None)
         output, operations = _collect(tape, lambda: stage(given, batch))
-        return output if isinstance(output, Tensor) else output[0], operations
+        if not isinstance(output, Tensor):
+            output = output[0]
+        return output, operations
 
     output, forward = run_forward()
     _, backward = _collect(tape, lambda: _run_backward(output))
