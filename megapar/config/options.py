@@ -434,12 +434,13 @@ class Config:
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """The value of every option, by dotted path, in the order of the fields."""
     values: dict[str, Any] = {}
-    for f in fields(config):
-        value = getattr(config, f.name)
+    # A search for layouts validates thousands of configs, and each time reads all values several times. `fields` would
+    # take four times as long as `vars`, which has them in the same order.
+    for name, value in vars(config).items():
         if is_dataclass(value):
-            values |= flatten(value, f"{prefix}{f.name}.")
+            values |= flatten(value, f"{prefix}{name}.")
         else:
-            values[prefix + f.name] = value
+            values[prefix + name] = value
     return values
 
 

@@ -7,6 +7,9 @@ from megapar.config.messages import around, counted, divisors, listed, problem, 
 from megapar.config.model_rules import MOE, ModelRules
 from megapar.config.options import Config, MoEConfig, flatten
 
+_DEFAULTS = flatten(Config())
+_OF_EXPERTS = {*MOE, "parallel.ep", "parallel.etp"}
+
 
 def problems(config: Config, rules: ModelRules) -> Iterator[str]:
     """Problems of a mixture of experts, and its options in a model without experts."""
@@ -26,10 +29,9 @@ def problems(config: Config, rules: ModelRules) -> Iterator[str]:
 
 def _without_experts(config: Config, text: str) -> Iterator[str]:
     """A line for each option of experts set in a model without them. `text` is its beginning."""
-    defaults = flatten(Config())
     for path, value in flatten(config).items():
-        if path in (*MOE, "parallel.ep", "parallel.etp") and value != defaults[path]:
-            yield problem(config, path, f"{text} at {shown(defaults[path])}")
+        if path in _OF_EXPERTS and value != _DEFAULTS[path]:
+            yield problem(config, path, f"{text} at {shown(_DEFAULTS[path])}")
 
 
 def grid_problems(config: Config) -> Iterator[str]:

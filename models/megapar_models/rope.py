@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megapar.config.messages import problem, shown
-from megapar.config.model_rules import ROPE_SCALING
 from megapar.config.options import Config, ModelConfig, RopeScaling, flatten
 from megapar_models.family import Raw, typed, wrong_types
 
@@ -31,14 +30,14 @@ def _fields(rope_type: str) -> tuple[str, ...]:
 
 def scaling_problems(config: Config) -> Iterator[str]:
     """Yield the problems of model.rope_scaling: options unused by its type, and contradictory values."""
-    defaults = flatten(Config())
-    values = flatten(config)
+    defaults = RopeScaling()
     scaling = config.model.rope_scaling
-    read = {f"model.rope_scaling.{name}" for name in ("rope_type", *_fields(scaling.rope_type))}
-    for path in ROPE_SCALING:
-        if path not in read and values[path] != defaults[path]:
-            text = f"rope_type {scaling.rope_type} does not use it; leave it at {shown(defaults[path])}"
-            yield problem(config, path, f"{text}, or set model.rope_scaling.rope_type")
+    read = ("rope_type", *_fields(scaling.rope_type))
+    for name, value in flatten(scaling).items():
+        default = getattr(defaults, name)
+        if name not in read and value != default:
+            text = f"rope_type {scaling.rope_type} does not use it; leave it at {shown(default)}"
+            yield problem(config, f"model.rope_scaling.{name}", f"{text}, or set model.rope_scaling.rope_type")
     if scaling.rope_type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
         options = "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor"
         yield problem(
