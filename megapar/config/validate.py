@@ -55,26 +55,50 @@ def validate(config: Config, world_size: int, rules: ModelRules, stages: Virtual
     problems = [*size_problems, *_amounts(config), *_launch(config, world_size)]
     # The other checks divide by sizes. With sizes below their least values they would fail or report nonsense.
     if not size_problems:
-        grid_problems = list(_grid(config, world_size))
         derived = derive(config, world_size, rules, stages)
-        checks = (_layout, _train, _optimizer, data_problems, _checkpoint)
         problems += [
-            *grid_problems,
             *_heads(config, rules),
             *_model(derived, rules),
-            *validate_experts.problems(derived, rules),
+            *_layout_problems(config, derived, world_size, rules, stages),
+            *data_problems(derived),
+            *_checkpoint(derived),
         ]
-        if not rules.has_experts:
-            # Its experts are refused. Nothing follows from their numbers.
-            derived = replace(derived, model=replace(derived.model, moe=MoEConfig()))
-        problems += [*_cut_by_tp(derived, world_size), *_pipeline(derived, world_size, stages)]
-        problems += chain.from_iterable(check(derived) for check in checks)
-        # While the grid does not fit, dp is unknown, and nothing can be said about what it divides.
-        if not grid_problems:
-            problems += [*validate_experts.grid_problems(derived), *_shard_ranks(derived), *_batch(derived)]
     if problems:
         raise ConfigError("\n".join(problems))
     return derived
+
+
+def validate_layout(config: Config, world_size: int, rules: ModelRules, stages: VirtualStages) -> Config:
+    """`validate` for a search, in a sixth of the time. `config` must be a valid config with another layout.
+
+    So everything else in it is not checked again.
+    """
+    derived = derive(config, world_size, rules, stages)
+    problems = list(_layout_problems(config, derived, world_size, rules, stages))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return derived
+
+
+def _layout_problems(
+    config: Config, derived: Config, world_size: int, rules: ModelRules, stages: VirtualStages
+) -> Iterator[str]:
+    """Problems of the axes, and of all options that meet them. `derived` is `config` with derived values."""
+    grid_problems = list(_grid(config, world_size))
+    yield from grid_problems
+    yield from rules.problems(derived)
+    yield from validate_experts.problems(derived, rules)
+    if not rules.has_experts:
+        # Its experts are refused. Nothing follows from their numbers.
+        derived = replace(derived, model=replace(derived.model, moe=MoEConfig()))
+    yield from _cut_by_tp(derived, world_size)
+    yield from _pipeline(derived, world_size, stages)
+    yield from chain.from_iterable(check(derived) for check in (_layout, _train, _optimizer))
+    # While the grid does not fit, dp is unknown, and nothing can be said about what it divides.
+    if not grid_problems:
+        yield from validate_experts.grid_problems(derived)
+        yield from _shard_ranks(derived)
+        yield from _batch(derived)
 
 
 # Ranges of single values
@@ -213,7 +237,6 @@ def _model(config: Config, rules: ModelRules) -> Iterator[str]:
     if config.model.hidden_act not in rules.activations:
         text = f"family {rules.name} has no such activation; use {' or '.join(rules.activations)}"
         yield problem(config, "model.hidden_act", text)
-    yield from rules.problems(config)
 
 
 def _layout(config: Config) -> Iterator[str]:

@@ -4,11 +4,10 @@ import math
 from collections.abc import Iterator
 
 from megapar.config.messages import around, counted, divisors, listed, problem, shown
-from megapar.config.model_rules import MOE, ModelRules
+from megapar.config.model_rules import ModelRules
 from megapar.config.options import Config, MoEConfig, flatten
 
 _DEFAULTS = flatten(Config())
-_OF_EXPERTS = {*MOE, "parallel.ep", "parallel.etp"}
 
 
 def problems(config: Config, rules: ModelRules) -> Iterator[str]:
@@ -29,8 +28,10 @@ def problems(config: Config, rules: ModelRules) -> Iterator[str]:
 
 def _without_experts(config: Config, text: str) -> Iterator[str]:
     """A line for each option of experts set in a model without them. `text` is its beginning."""
-    for path, value in flatten(config).items():
-        if path in _OF_EXPERTS and value != _DEFAULTS[path]:
+    values = flatten(config.model.moe, "model.moe.")
+    values |= {"parallel.ep": config.parallel.ep, "parallel.etp": config.parallel.etp}
+    for path, value in values.items():
+        if value != _DEFAULTS[path]:
             yield problem(config, path, f"{text} at {shown(_DEFAULTS[path])}")
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from megapar.config import compatible
 from megapar.config import validate as checks
 from megapar.config.messages import listed, problem
-from megapar.config.model_rules import Families
+from megapar.config.model_rules import Families, ModelRules
 from megapar.config.options import Config
 from megapar.config.plugins import named
+from megapar.config.virtual_stages import VirtualStages
 from megapar.pipeline.schedules import virtual_stages
 from megapar_models.family import Family
 from megapar_models.gpt.family import GPT
@@ -48,28 +49,38 @@ def named_configs(folder: Path) -> dict[str, Path]:
 
 def validate(config: Config, world_size: int) -> Config:
     """Call `megapar.config.validate.validate` with what the family, its layers and the schedule say of themselves."""
+    return checks.validate(config, world_size, *_rules(config))
+
+
+def validate_layout(config: Config, world_size: int) -> Config:
+    """Call `megapar.config.validate.validate_layout` alike."""
+    return checks.validate_layout(config, world_size, *_rules(config))
+
+
+def _rules(config: Config) -> tuple[ModelRules, VirtualStages]:
+    """The rules of the family and its layers, and the schedule's."""
     family = find(config.model.family)
 
     def problems(config: Config) -> Iterator[str]:
         yield from family.problems(config)
         yield from _window_problems(config, family.stage)
 
-    stages = virtual_stages(config.parallel.schedule)
-    return checks.validate(config, world_size, replace(family, problems=problems), stages)
+    return replace(family, problems=problems), virtual_stages(config.parallel.schedule)
 
 
 def _window_problems(config: Config, stage: type[Stage]) -> Iterator[str]:
     """What attention with a window does not do. Its scores are those of whole samples, with a mask."""
     model = config.model
+    parallel = config.parallel
+    gathers = parallel.cp > 1 and parallel.cp_attention != "ulysses"
     # Of a number of layers that somebody has mistyped, the first few are enough.
     numbers = range(min(model.num_hidden_layers, 10_000))
     kinds = {stage.layer_kind(model, number) for number in numbers}
     windows = {kind.window for kind in kinds} - {0}
     if not windows:
         return
-    parallel = config.parallel
     text = f"the family has layers that read {listed(sorted(windows))} keys; "
-    if parallel.cp > 1 and parallel.cp_attention != "ulysses":
+    if gathers:
         yield problem(config, "parallel.cp parallel.cp_attention", f"{text}use cp_attention ulysses, or cp 1")
     if any(kind.attention_dropout for kind in kinds if kind.window):
         yield problem(config, "model.attention_dropout", f"{text}such attention takes no dropout; use 0.0")
