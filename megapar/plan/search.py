@@ -1,0 +1,250 @@
+"""Ranks the layouts of a model on a number of GPUs by predicted step time, within their memory."""
+
+import math
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from megapar.config.derive import num_microbatches
+from megapar.config.options import Config
+from megapar.errors import ConfigError
+from megapar.plan.estimate import Best, Estimator
+from megapar.plan.hardware import Hardware
+from megapar.plan.memory import RankReport
+from megapar.plan.space import Layout, Space, layout_of
+from megapar.plan.step_time import StepTime
+
+_ALL = 600
+"""Up to so many layouts each is planned exactly. More are estimated first."""
+_SHORTLIST = 300
+"""How many of the layouts with the shortest estimated steps are planned, if so many do not fit."""
+_ENOUGH = 60
+"""How many of them need fit."""
+_OF_A_GRID = 6
+"""How many of them may be of one grid with one recomputation, so that an error of the estimate hides no other grid."""
+_WITHIN = 1.6
+"""Layouts with longer estimated steps than the shortest, times this, are looked at only if too few others fit."""
+_SLACK = 1.05
+"""Estimated bytes may be so many times those that fit."""
+_ROUNDS = 4
+"""Rounds of a pipeline that show what its ranks keep at most. In longer steps the same repeats."""
+
+
+class Planner(Protocol):
+    """Plans one layout. `config` is validated."""
+
+    def memory(self, config: Config) -> RankReport:
+        """The memory of the fullest rank. Raises ConfigError if the schedule cannot be made."""
+
+    def time(self, config: Config) -> StepTime:
+        """The time of a step."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A planned layout. `time` is None if it does not fit, unless it is the given one.
+
+    `config` has derived values, `options_from` has the options as they would be given.
+    """
+
+    layout: Layout
+    options_from: Config
+    config: Config
+    report: RankReport
+    time: StepTime | None
+    fits: bool
+    given: bool = False
+
+    @property
+    def memory_bytes(self) -> int:
+        """Those of the fullest rank."""
+        return self.report.total
+
+    @property
+    def seconds(self) -> float:
+        """Those of a step. Raises ValueError if no time was planned."""
+        if self.time is None:
+            raise ValueError("the time of a layout that does not fit is not planned")
+        return self.time.seconds
+
+
+@dataclass
+class Found:
+    """What a search has found. `rows` are those that fit, the fastest first."""
+
+    rows: list[Row] = field(default_factory=list)
+    given: Row | None = None
+    given_problem: str = ""
+    """Why the given config cannot run on the searched number of GPUs, else ""."""
+    too_large: list[Row] = field(default_factory=list)
+    """The planned layouts that do not fit, the smallest first."""
+    estimated_too_large: int = 0
+    """The layouts that do not fit by an estimate, and were not planned."""
+    slower: int = 0
+    """The layouts that were not planned because others take less time by an estimate."""
+
+
+Progress = Callable[[Iterable[Layout], int, str], Iterable[Layout]]
+"""Shows how far a loop has come: called with what it runs over, how many they are, and what happens to them."""
+
+
+def without_progress(items: Iterable[Layout], _count: int, _text: str) -> Iterable[Layout]:
+    return items
+
+
+def search(
+    space: Space,
+    estimator: Estimator,
+    planner: Planner,
+    hardware: Hardware,
+    given: tuple[Config, Config] | None,
+    top: int,
+    progress: Progress = without_progress,
+) -> Found:
+    """Plan the layouts of `space` that may be among the `top` fastest, and the config `given`.
+
+    `given` is the user's config, and the same with derived values.
+
+    The result does not depend on the order of enumeration: equally fast layouts are ordered by `Layout`.
+    """
+    run = _Search(space, estimator, planner, hardware, top)
+    found = run.found
+    if given is not None:
+        found.given = run.given(*given)
+    run.plan_shortlist(progress)
+    run.plan_neighbors(progress)
+    run.confirm(progress)
+    found.too_large.sort(key=lambda row: (row.memory_bytes, row.layout))
+    planned = len(found.rows) + len(found.too_large)
+    found.slower = max(len(space) - planned - found.estimated_too_large, 0)
+    return found
+
+
+class _Search:
+    """The state of `search`."""
+
+    def __init__(self, space: Space, estimator: Estimator, planner: Planner, hardware: Hardware, top: int):
+        self.space = space
+        self.estimator = estimator
+        self.planner = planner
+        self.limit = hardware.usable_bytes
+        self.top = top
+        self.found = Found()
+        self.seen: set[Layout] = set()
+
+    def plan_shortlist(self, progress: Progress) -> None:
+        """Plan all layouts if they are few, else those with the shortest estimated steps."""
+        if len(self.space) <= max(_ALL, self.top):
+            layouts = sorted(layout for grid in self.space.grids for layout in grid.layouts())
+            for layout in progress(layouts, len(layouts), "planning all layouts"):
+                self.add(layout)
+            return
+        for within in (_WITHIN, math.inf):
+            layouts = self.shortlist(within)
+            for layout in progress(layouts, len(layouts), "planning layouts"):
+                self.add(layout)
+                if len(self.found.rows) >= max(_ENOUGH, 3 * self.top):
+                    break
+            if len(self.found.rows) >= self.top:
+                return
+
+    def shortlist(self, within: float) -> list[Layout]:
+        """The layouts with the shortest estimated steps."""
+        best = Best(max(_OF_A_GRID, self.top // 2), within)
+        grids = self.space.grids
+        self.found.estimated_too_large = sum(self.estimator.of_grid(grid, _SLACK * self.limit, best) for grid in grids)
+        layouts = [estimate.layout for estimate in best.sorted() if estimate.layout not in self.seen]
+        return layouts[: max(_SHORTLIST, 6 * self.top)]
+
+    def plan_neighbors(self, progress: Progress) -> None:
+        """Plan what differs from the fastest layout in one part, for the estimate may have missed something."""
+        best: Row | None = None
+        while self.found.rows and self.found.rows[0] is not best:
+            best = self.found.rows[0]
+            layouts = sorted(set(_neighbors(best.layout, self.space)) - self.seen)
+            for layout in progress(layouts, len(layouts), "planning neighbors of the fastest"):
+                self.add(layout)
+
+    def confirm(self, progress: Progress) -> None:
+        """Plan the memory of the first rows for the whole step. Until here it is that of `_ROUNDS` of the pipeline."""
+        confirmed: list[Row] = []
+        waiting = list(self.found.rows)
+        layouts = [row.layout for row in waiting[: self.top]]
+        for _ in progress(layouts, len(layouts), "planning whole steps"):
+            while waiting:
+                row = waiting.pop(0)
+                row = replace(row, report=self.planner.memory(row.config))
+                if row.memory_bytes <= self.limit:
+                    confirmed.append(row)
+                    break
+                self.found.too_large.append(replace(row, fits=False))
+        self.found.rows = [*confirmed, *waiting]
+
+    def add(self, layout: Layout) -> None:
+        """Plan a layout, and put it into its place among the others."""
+        self.seen.add(layout)
+        try:
+            config = self.space.check(layout)
+            report = self.planner.memory(_shortened(config))
+            fits = report.total <= self.limit
+            time = self.planner.time(config) if fits else None
+        except ConfigError as error:
+            self.space.reject(error, 1)
+            return
+        row = Row(layout, layout.of(self.space.base), config, report, time, fits)
+        if fits:
+            insort(self.found.rows, row, key=lambda row: (row.seconds, row.layout))
+        else:
+            self.found.too_large.append(row)
+
+    def given(self, options: Config, config: Config) -> Row:
+        """The row of the given config. It has a time even if it does not fit."""
+        report = self.planner.memory(config)
+        fits = report.total <= self.limit
+        return Row(layout_of(config), options, config, report, self.planner.time(config), fits, given=True)
+
+
+def _shortened(config: Config) -> Config:
+    """`config` with a step of fewer micro-batches, if it has many: orders of schedules take long to make."""
+    parallel = config.parallel
+    enough = _ROUNDS * parallel.pp
+    if parallel.pp == 1 or num_microbatches(config) <= 2 * enough:
+        return config
+    # As many more as the whole step has beyond full rounds.
+    micro_batches = enough + num_microbatches(config) % parallel.pp
+    samples = micro_batches * config.train.micro_batch_size * parallel.dp
+    return replace(config, train=replace(config.train, global_batch_size=samples, batch_ramp=()))
+
+
+def _neighbors(layout: Layout, space: Space) -> Iterator[Layout]:
+    """Yield the layouts of a grid that differ from `layout` in one part."""
+    for grid in space.grids:
+        if _grid_of(grid.mildest) != _grid_of(layout):
+            continue
+        for schedule, vpp in grid.pipelines:
+            if schedule != "breadth" or layout.zero_stage >= 2:
+                yield layout._replace(schedule=schedule, vpp=vpp)
+        for zero_stage, shard_ranks in grid.states:
+            if layout.schedule != "breadth" or zero_stage >= 2:
+                yield layout._replace(zero_stage=zero_stage, shard_ranks=shard_ranks)
+        for sequence_parallel, cp_attention in grid.sequences:
+            yield layout._replace(sequence_parallel=sequence_parallel, cp_attention=cp_attention)
+        for size in grid.micro_batch_sizes:
+            yield layout._replace(micro_batch_size=size)
+        for recompute, every in grid.recomputes:
+            yield layout._replace(recompute=recompute, recompute_every=every)
+
+
+def _grid_of(layout: Layout) -> tuple[int, ...]:
+    return layout.pp, layout.tp, layout.cp, layout.ep, layout.etp
+
+
+def nearest(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The row with the fewest other options than `row`, the fastest of them. None if there are no rows."""
+
+    def distance(other: Row) -> tuple[int, float, Layout]:
+        changed = sum(a != b for a, b in zip(row.layout, other.layout, strict=True))
+        return changed, other.seconds, other.layout
+
+    return min(rows, key=distance, default=None)
