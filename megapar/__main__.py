@@ -31,6 +31,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "pretrain": Command("pretrain_scripts.pretrain", "Train a model, on this machine or as a rank of a job."),
     "presets": Command("tools.presets", "List the models that --config knows by name, or print one."),
+    "plan": Command("tools.plan", "Rank the layouts of a model on a number of GPUs, before renting them."),
     "build_corpus": Command("tools.build_corpus", "Make a corpus of Python's own sources, without a download."),
     "train_tokenizer": Command("tools.train_tokenizer", "Train a sentencepiece tokenizer on documents."),
     "preprocess": Command("tools.preprocess_data", "Turn text into tokens; merge, split and verify the results."),

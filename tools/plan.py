@@ -1,0 +1,343 @@
+"""Ranks the layouts of a model on a number of GPUs by predicted step time, before anything is rented.
+
+    python tools/plan.py --config llama3-70b --gpus 64 --gpu h100-80g [pretrain.py's flags] [the flags below]
+
+The flags and files of pretrain.py describe the model, the batch and the given layout. Every other layout that can run
+is tried too. Only --fix pins an option.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from megapar_models.build import StageBuilder
+from megapar_models.counts import WholeModel
+from megapar_models.registry import named_configs, validate, validate_layout
+from rich.console import Console
+from rich.progress import track
+
+from megapar.config.derive import with_vocabulary
+from megapar.config.files import ASKS_FOR_COMPLETION, Resolved, load, to_toml
+from megapar.config.messages import counted, first_few, layout_in_words
+from megapar.config.options import Config, ModelConfig, flatten, option_types, unflatten
+from megapar.data.tokenizer import load_tokenizer
+from megapar.errors import ConfigError, MegaparError, storing
+from megapar.launch.reporting import open_streams, reported
+from megapar.plan import explain, hardware, memory
+from megapar.plan.choose_schedule import check_schedule
+from megapar.plan.estimate import Estimator, Sizes
+from megapar.plan.memory import RankReport, fullest_rank
+from megapar.plan.parts import Parts
+from megapar.plan.plan_report import Run, as_json, given_options, rejections, shown_rows, table, write
+from megapar.plan.questions import Questions, gib, why_first
+from megapar.plan.search import Found, Row, search
+from megapar.plan.space import Layout, Space, layout_of, searchable
+from megapar.plan.stage_works import Model, Works
+from megapar.plan.step_time import StepTime, step_time
+from megapar.system.atomic_files import write_json
+
+CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
+_SIZES = ("model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads")
+
+
+@dataclass
+class Arguments:
+    """Rank the layouts of a model. All other flags are those of pretrain.py, such as --config."""
+
+    gpus: int = 8
+    """Number of GPUs."""
+    gpu: str = "h100-80g"
+    """The machine: a name such as a100-80g, or a TOML file as tools/calibrate.py writes it."""
+    gpus_per_node: int = 0
+    """GPUs of a node; 0 means what the machine's file says."""
+    fix: tuple[str, ...] = ()
+    """Options that every layout must have, such as parallel.tp=4 train.recompute=full."""
+    top: int = 10
+    """Number of rows."""
+    explain: int = 0
+    """Number of a row to explain: the bytes of each rank, its timeline, and what each axis sends."""
+    write: Path | None = None
+    """TOML file to write, with the first row's layout, for pretrain.py's --config."""
+    json: Path | None = None
+    """JSON file to write, with all that is printed and more."""
+    tokens: int = 0
+    """Tokens to train for; 0 means those of train.steps."""
+
+
+def split(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
+    """The flags of this tool, and the words that are pretrain.py's."""
+    own_names = {f.name for f in fields(Arguments)}
+    own: list[str] = []
+    others: list[str] = []
+    current = others
+    for word in argv:
+        if word.startswith("--") or word == "-h":
+            name = word[2:].partition("=")[0].replace("-", "_")
+            current = own if name in own_names or word in ("-h", "--help", ASKS_FOR_COMPLETION) else others
+        current.append(word)
+    return tyro.cli(Arguments, args=own, description=__doc__, use_underscores=True), others
+
+
+def fixed_values(words: Iterable[str]) -> dict[str, Any]:
+    """The values of --fix by dotted path. Raises ConfigError for an unknown option, or a value of another type."""
+    types = option_types()
+    paths: list[str] = []
+    flags: list[str] = []
+    for word in words:
+        path, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"--fix {word}: expected an option and a value, such as parallel.tp=4")
+        section, _, name = path.rpartition(".")
+        if types.get(path) is bool and value.lower() in ("true", "false"):
+            flags.append(f"--{path}" if value.lower() == "true" else f"--{section}.no_{name}")
+        else:
+            flags += [f"--{path}", *value.replace(",", " ").split()]
+        paths.append(path)
+    values = flatten(load(flags).config)  # --fix parallel.tp=x is refused as --parallel.tp x is
+    return {path: values[path] for path in paths}
+
+
+def with_sizes(resolved: Resolved) -> Config:
+    """The config with a size of the vocabulary. Raises ConfigError if no file and no flag names the model's sizes."""
+    if all(resolved.sources[path] == "default" for path in _SIZES):
+        raise ConfigError(
+            f"{first_few(_SIZES)}: not given, so there is no model to plan; name one by --config, such as llama3-8b "
+            "(tools/presets.py lists them), or set them"
+        )
+    config = resolved.config
+    if config.model.vocab_size:
+        return config
+    try:
+        return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
+    except MegaparError as error:
+        raise ConfigError(
+            f"model.vocab_size=0, data.tokenizer={config.data.tokenizer}: the size of the vocabulary is the "
+            f"tokenizer's, which cannot be read ({error}); set model.vocab_size"
+        ) from error
+
+
+class ModelPlanner:
+    """Plans layouts of the models of megapar_models. What layouts share is built once."""
+
+    def __init__(self, machine: hardware.Hardware):
+        self._machine = machine
+        builder = StageBuilder()
+        self.parts = Parts(builder)
+        model = Model(
+            maker=builder.maker,
+            layer_kinds=builder.layer_kinds,
+            stage_layers=builder.stage_layers,
+            declared=builder.declared,
+            flops_per_token=lambda config: WholeModel(config.model).flops_per_token(config.train.seq_length),
+        )
+        self.works = Works(model)
+
+    def memory(self, config: Config) -> RankReport:
+        return fullest_rank(config, self.parts)
+
+    def time(self, config: Config) -> StepTime:
+        return step_time(with_kernels(config), self.works, self._machine)
+
+    def simulated(self, config: Config) -> StepTime:
+        """The time with the timeline of the step."""
+        return step_time(with_kernels(config), self.works, self._machine, simulated=True)
+
+
+def with_kernels(config: Config) -> Config:
+    """The kernels that `auto` means on a GPU."""
+    if config.kernels.backend != "auto":
+        return config
+    return replace(config, kernels=replace(config.kernels, backend="triton"))
+
+
+def sizes_of(model: ModelConfig) -> tuple[Sizes, str, float]:
+    """What an estimate must know of a model; its size in words; the share of its parameters in experts."""
+    whole = WholeModel(model)
+    layers = 0.0
+    experts = 0.0
+    token_share = 0.0
+    for name, (piece, spec) in whole.declarations.items():
+        if not name.startswith("layers."):
+            continue
+        count = torch.Size(piece.shape).numel()
+        if spec.token_share == 1:
+            layers += count
+        else:
+            experts += count
+            token_share = float(spec.token_share)
+    number = model.num_hidden_layers
+    end = float(model.vocab_size * model.hidden_size)
+    sizes = Sizes(layers / number, experts / number, token_share, end, model.tie_word_embeddings)
+    return sizes, whole.size_in_words(), experts / whole.parameters()
+
+
+def own_layout(config: Config, world_size: int, parts: Parts) -> tuple[tuple[Config, Config] | None, str]:
+    """The given config for `world_size` ranks, and the same with derived values; or why it cannot run."""
+    config = replace(config, launch=replace(config.launch, nproc=0, device="cuda"), dry_run=True)
+    other_dp = replace(config, parallel=replace(config.parallel, dp=0))
+    problem = ""
+    # A config for another number of GPUs is taken with as many replicas as there are.
+    for candidate in (config, other_dp):
+        try:
+            derived = validate(candidate, world_size)
+            return (candidate, check_schedule(candidate, derived, parts)), problem
+        except ConfigError as error:
+            problem = str(error).splitlines()[0]
+    return None, problem
+
+
+def make_space(
+    config: Config, args: Arguments, machine: hardware.Hardware, fixed: Mapping[str, Any], given: Layout
+) -> Space:
+    """The layouts to search. Raises ConfigError if none can run."""
+    base = searchable(config, fixed, "cuda")
+    space = Space(base, args.gpus, machine.gpus_per_node, validate_layout, fixed, given)
+    if space.grids:
+        return space
+    problem = next(iter(space.first_problems.values()), f"{args.gpus} GPUs have no grid of ranks with these values")
+    if fixed:
+        free = Space(searchable(config, {}, "cuda"), args.gpus, machine.gpus_per_node, validate_layout, {}, given)
+        problem += f"; {_what_works(fixed, free)}"
+    raise ConfigError(f"--gpus {args.gpus}{_fix_in_words(args.fix)}: no layout can run: {problem}")
+
+
+def _fix_in_words(fix: Sequence[str]) -> str:
+    if not fix:
+        return ""
+    return f" --fix {' '.join(fix)}"
+
+
+def _what_works(fixed: Mapping[str, Any], free: Space) -> str:
+    """The values of the fixed options that some layout without them has."""
+    legal: dict[str, set[Any]] = {path: set() for path in fixed}
+    for grid in free.grids:
+        for path, value in grid.mildest.options().items():
+            if path in legal:
+                legal[path].add(value)
+    words = [f"{path} may be {first_few(map(str, sorted(values)))}" for path, values in legal.items() if values]
+    return ", ".join(words) or "leave --fix out"
+
+
+def nothing_fits(found: Found, args: Arguments, machine: hardware.Hardware) -> ConfigError:
+    """The error if no layout fits."""
+    smallest = ""
+    if found.too_large:
+        row = found.too_large[0]
+        smallest = f"; the smallest that was planned, {layout_in_flags(row)}, needs {gib(row.memory_bytes)}"
+    return ConfigError(
+        f"--gpus {args.gpus} --gpu {args.gpu}{_fix_in_words(args.fix)}: no layout fits into the "
+        f"{gib(machine.usable_bytes)} that a plan may use of a {machine.name}{smallest}; use more GPUs, a GPU with "
+        "more memory, or a shorter train.seq_length"
+    )
+
+
+def layout_in_flags(row: Row) -> str:
+    """The options of a row that differ from the defaults."""
+    defaults = flatten(Config())
+    changed = {path: value for path, value in row.layout.options().items() if value != defaults[path]}
+    return " ".join(f"{path}={value}" for path, value in changed.items())
+
+
+def write_config(resolved: Resolved, row: Row, config: Config, path: Path) -> None:
+    """Write the layout of a row, with all other options as they were given."""
+    options = given_options(row, resolved.config)
+    given = flatten(resolved.config)
+    values = given | options
+    chosen = [option for option, value in options.items() if value != given[option]]
+    sources = dict(resolved.sources) | dict.fromkeys(chosen, "tools/plan.py")
+    with storing(path):
+        path.write_text(to_toml(Resolved(unflatten(values), sources), config))
+
+
+def main() -> int:
+    open_streams()
+    with reported():
+        args, others = split(sys.argv[1:])
+        resolved = load(others, named_configs(CONFIGS))
+        plan(args, resolved)
+    return 0
+
+
+def plan(args: Arguments, resolved: Resolved) -> None:
+    """Search, print and write what the flags ask for."""
+    if args.gpus < 1 or args.top < 1:
+        raise ConfigError(f"--gpus {args.gpus} --top {args.top}: must be at least 1")
+    machine = hardware.load(args.gpu, args.gpus_per_node)
+    fixed = fixed_values(args.fix)
+    config = with_sizes(resolved)
+    validate(searchable(config, fixed, "cuda"), 1)
+    planner = ModelPlanner(machine)
+    given, given_problem = own_layout(config, args.gpus, planner.parts)
+    space = make_space(config, args, machine, fixed, layout_of(given[1] if given else config))
+    sizes, in_words, expert_share = sizes_of(space.check(space.grids[0].mildest).model)
+    console = Console(width=160)
+    quiet = not sys.stderr.isatty()
+    progress = partial(_progress, console=Console(stderr=True), quiet=quiet)
+    found = search(
+        space,
+        Estimator(space.check(space.grids[0].mildest), sizes, machine),
+        planner,
+        machine,
+        given,
+        args.top,
+        progress,
+    )
+    found.given_problem = given_problem
+    if not found.rows:
+        raise nothing_fits(found, args, machine)
+    rows = shown_rows(found, args.top)
+    answers = Questions(space.base, args.gpus, machine, planner, validate_layout).answers(in_words, expert_share, rows)
+    why = why_first(found.rows)
+    run = Run(args.tokens or config.train.samples() * config.train.seq_length, args.gpus, machine)
+    report = as_json(found, rows, space, config, run, answers, why)
+    with console.capture() as text:
+        write(console, [f"{in_words} on {args.gpus:,} x {machine.name}, {machine.gpus_per_node} a node", ""])
+        write(console, [f"{answer.question}: {answer.answer}." for answer in answers])
+        console.print()
+        console.print(table(rows, found))
+        write(console, ["", why, run.in_words(found.rows[0]), *rejections(found, space, machine)])
+        if given is None:
+            write(console, [f"the given layout cannot run on {counted(args.gpus, 'GPU')}: {given_problem}"])
+        if args.explain:
+            report["explained"] = explained(args.explain, rows, planner, machine, console)
+    print(text.get(), end="")
+    if args.json:
+        write_json(args.json, report)
+    if args.write:
+        write_config(resolved, found.rows[0], found.rows[0].config, args.write)
+        print(f"{args.write}: the first row, for --config")
+
+
+def explained(
+    number: int, rows: Sequence[Row], planner: ModelPlanner, machine: hardware.Hardware, console: Console
+) -> dict[str, Any]:
+    """Print the explanation of a row, and write its timeline. Returns what --json writes of it."""
+    if not 1 <= number <= len(rows):
+        raise ConfigError(f"--explain {number}: there are rows 1 to {len(rows)}")
+    row = rows[number - 1]
+    assert row.time is not None
+    config = with_kernels(row.config)
+    simulated = planner.simulated(row.config)
+    reports = memory.reports(row.config, planner.parts)
+    traffic = explain.traffic(config, planner.works, machine, row.time)
+    title = f"row {number}: {layout_in_words(config.parallel)}, {config.parallel.schedule}, seconds"
+    files = explain.draw(simulated, number, title, Path())
+    write(console, ["", f"row {number}: {layout_in_flags(row)}"])
+    write(console, explain.seconds_in_words(row.time, simulated))
+    console.print(explain.bytes_by_rank(reports))
+    console.print(explain.traffic_table(traffic))
+    write(console, [str(path) for path in files])
+    return explain.as_json(reports, traffic, simulated, files)
+
+
+def _progress(layouts: Iterable[Layout], count: int, text: str, *, console: Console, quiet: bool) -> Iterable[Layout]:
+    return track(layouts, description=text, total=count, console=console, transient=True, disable=quiet)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
