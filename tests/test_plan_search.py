@@ -1,0 +1,288 @@
+"""tools/plan.py and the search behind it: which layouts are tried, how they are ranked, and what is said of them."""
+
+import itertools
+import json
+import random
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import matplotlib.image
+import pytest
+from megapar_models.registry import validate, validate_layout
+
+from megapar.config.files import load
+from megapar.config.messages import divisors
+from megapar.config.options import Config, option_types
+from megapar.errors import ConfigError
+from megapar.plan import hardware
+from megapar.plan.estimate import Estimator
+from megapar.plan.hardware import Hardware, Link
+from megapar.plan.memory import reports
+from megapar.plan.plan_report import rejections
+from megapar.plan.search import Found, nearest, search
+from megapar.plan.space import Layout, Space, layout_of, searchable
+from tests.support.built_plan import built_report
+from tests.support.plans import PARTS
+from tools import plan
+
+TINY = str(Path(__file__).parents[1] / "pretrain_scripts/configs/tiny.toml")
+H100 = hardware.load("h100-80g")
+WORKS = plan.ModelPlanner(H100).works  # what is recorded depends on no machine
+# What keeps a search small: a few grids, stages of ZeRO and sizes are left.
+FEW = ("train.recompute=none", "parallel.schedule=1f1b", "optimizer.shard_ranks=0", "train.micro_batch_size=2")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *flags: object) -> int:
+    """The exit code of the tool with these flags."""
+    monkeypatch.setattr(sys, "argv", ["plan.py", *map(str, flags)])
+    try:
+        return plan.main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
+
+
+def config_of(*flags: str) -> Config:
+    return load(["--config", TINY, "--launch.device", "cuda", *flags]).config
+
+
+def space_of(config: Config, world_size: int, *fix: str, gpus_per_node: int = 8) -> Space:
+    fixed = plan.fixed_values(fix)
+    return Space(
+        searchable(config, fixed, "cuda"), world_size, gpus_per_node, validate_layout, fixed, layout_of(config)
+    )
+
+
+def found(config: Config, world_size: int, machine: Hardware, *fix: str, reverse: bool = False) -> Found:
+    space = space_of(config, world_size, *fix)
+    if reverse:
+        space.grids.reverse()
+        # `GridPart.layouts` begins with the last values then.
+        space.grids = [
+            replace(grid, states=grid.states[::-1], pipelines=grid.pipelines[::-1], sequences=grid.sequences[::-1])
+            for grid in space.grids
+        ]
+    sizes, _, _ = plan.sizes_of(config.model)
+    planned = space.check(space.grids[0].mildest)
+    given = replace(config, parallel=replace(config.parallel, dp=0))
+    planner = plan.ModelPlanner(machine)
+    planner.parts = PARTS
+    planner.works = WORKS
+    return search(
+        space,
+        Estimator(planned, sizes, machine),
+        planner,
+        machine,
+        (given, validate(given, world_size)),
+        20,
+    )
+
+
+def all_layouts(world_size: int, batch: int) -> Iterable[Layout]:
+    """Layouts of the tiny model that name each thing in one way only. Many of them cannot run."""
+    stages = get_args(option_types()["optimizer.zero_stage"])
+    forms = get_args(option_types()["parallel.cp_attention"])
+    recomputes = get_args(option_types()["train.recompute"])
+    several = {1: (), 2: (2,), 4: (2,)}  # numbers of stages on a rank, of which each has layers of equal number
+    for tp, cp, pp in itertools.product(divisors(world_size), repeat=3):
+        dp = world_size // (tp * cp * pp)
+        if tp * cp * pp * dp != world_size:
+            continue
+        pipelines = [("1f1b", 1), ("breadth", 1)]
+        if pp > 1:
+            pipelines += [(name, 1) for name in ("zb-h1", "zb-2p")]
+            pipelines += [(name, 2) for name in ("zb-v", "v-half", "v-min", "dualpipe-v")]
+            pipelines += itertools.product(("interleaved", "zb-interleaved"), several[pp])
+        states = [(1, 0)] if dp * cp == 1 else list(itertools.product(stages, [0, *divisors(dp * cp)[1:-1]]))
+        parts = itertools.product(pipelines, states, (False, True), forms, recomputes, (1, 2), (1, 2, 4, 8, 16))
+        for (name, vpp), (stage, ranks), in_parts, form, recompute, every, size in parts:
+            if (in_parts and tp == 1) or (form != "gather" and cp == 1) or (every > 1 and recompute != "full"):
+                continue
+            if (name == "breadth" and stage < 2) or (ranks and not stage) or size > -(-batch // dp):
+                continue
+            yield Layout(pp, tp, cp, dp, 1, 0, name, vpp, stage, ranks, in_parts, form, recompute, every, size)
+
+
+def can_run(layout: Layout, base: Config, world_size: int) -> bool:
+    try:
+        validate_layout(layout.of(base), world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_all_layouts_that_can_run_are_tried_and_no_others() -> None:
+    space = space_of(config_of("--train.seq_length", "24"), 4)
+    tried = {layout for grid in space.grids for layout in grid.layouts()}
+    assert len(tried) == len(space) > 2000
+    assert tried == {layout for layout in all_layouts(4, 24) if can_run(layout, space.base, 4)}
+
+
+def test_what_a_search_checks_is_what_a_run_refuses() -> None:
+    base = space_of(config_of("--train.seq_length", "24"), 4).base
+    layouts = list(all_layouts(4, 24))
+    agreed = {True: 0, False: 0}
+    for layout in random.Random(3).sample(layouts, 300):
+        try:
+            validate(layout.of(base), 4)
+            legal = True
+        except ConfigError:
+            legal = False
+        assert can_run(layout, base, 4) == legal
+        agreed[legal] += 1
+    assert min(agreed.values()) > 50
+
+
+def test_only_fixed_options_are_pinned() -> None:
+    config = config_of("--parallel.pp", "2", "--train.recompute", "full", "--parallel.partition", "1", "3")
+    free = space_of(config, 4)
+    tried = {layout for grid in free.grids for layout in grid.layouts()}
+    assert {layout.pp for layout in tried} == {1, 2, 4}
+    assert {layout.recompute for layout in tried} == {"none", "selective", "full"}
+    pinned = space_of(config, 4, "parallel.pp=2", "train.recompute=selective", "train.micro_batch_size=2")
+    some = {layout for grid in pinned.grids for layout in grid.layouts()}
+    assert some == {
+        layout for layout in tried if (layout.pp, layout.recompute, layout.micro_batch_size) == (2, "selective", 2)
+    }
+
+
+def test_tensor_ranks_stay_within_a_node_unless_they_are_fixed() -> None:
+    config = config_of()
+    assert {grid.mildest.tp for grid in space_of(config, 6, gpus_per_node=2).grids} == {1, 2}
+    assert {grid.mildest.tp for grid in space_of(config, 6, "parallel.tp=6", gpus_per_node=2).grids} == {6}
+
+
+def first_rows(result: Found) -> list[tuple[Layout, float, int]]:
+    return [(row.layout, row.seconds, row.memory_bytes) for row in result.rows]
+
+
+def test_memory_of_a_row_is_that_of_the_fullest_rank_when_it_is_built() -> None:
+    result = found(config_of(), 2, H100, *FEW[:1], *FEW[2:])
+    assert len({row.layout.schedule for row in result.rows}) > 5
+    for row in result.rows:
+        listed = [rank for ranks in reports(row.config, PARTS).values() for rank in ranks]
+        built = replace(row.config, kernels=replace(row.config.kernels, backend="triton"))
+        assert row.memory_bytes == max(built_report(built, rank).total for rank in listed)
+
+
+def test_order_of_enumeration_and_estimates_change_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = (*FEW[1:], "train.recompute_every=1")
+    result = found(config_of(), 2, H100, *few)
+    rows = first_rows(result)
+    assert len(rows) > 10
+    assert first_rows(found(config_of(), 2, H100, *few, reverse=True)) == rows
+    # As in a large space, where only layouts with short estimated steps are planned.
+    monkeypatch.setattr("megapar.plan.search._ALL", 0)
+    estimated = first_rows(found(config_of(), 2, H100, *few))
+    assert first_rows(found(config_of(), 2, H100, *few, reverse=True)) == estimated
+    assert estimated[0] == rows[0]
+
+
+def test_more_memory_brings_more_rows_and_more_bandwidth_no_slower_first_one() -> None:
+    few = ("parallel.schedule=1f1b", "train.micro_batch_size=2", "optimizer.shard_ranks=0")
+    config = config_of("--train.global_batch_size", "24")
+    all_bytes = [row.memory_bytes for row in found(config, 2, H100, *few).rows]
+    counts = []
+    for limit in (min(all_bytes), sorted(all_bytes)[len(all_bytes) // 2], max(all_bytes)):
+        machine = replace(H100, memory_gib=limit / 2**30, reserve_gib=0.0)
+        counts.append(len(found(config, 2, machine, *few).rows))
+    assert 0 < counts[0] < counts[1] < counts[2] == len(all_bytes)
+    seconds = []
+    for gb_per_second in (0.01, 1.0, 100.0):
+        machine = replace(H100, node=Link(gb_per_second, 5.0), network=Link(gb_per_second / 10, 5.0))
+        seconds.append(found(config, 2, machine, *few).rows[0].seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1]
+
+
+def test_what_it_writes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ("--config", TINY, "--gpus", 2, "--fix", *FEW[:1], *FEW[2:], "--explain", 1, "--tokens", 10**9)
+    assert run(monkeypatch, *flags, "--parallel.pp", 2, "--json", "plan.json", "--write", "best.toml") == 0
+    out = capsys.readouterr().out
+    written = json.loads((tmp_path / "plan.json").read_text())
+    first = written["rows"][0]
+    # The rows are in order, and one of them is the given layout.
+    given = [row for row in written["rows"] if row["given"]]
+    assert [row["layout"]["parallel.pp"] for row in given] == [2]
+    seconds = [row["step_seconds"] for row in written["rows"] if not row["given"]]
+    assert seconds == sorted(seconds)
+    assert written["why_first"] in " ".join(out.split())
+    for answer in written["questions"]:
+        assert f"{answer['question']}: {answer['answer']}" in " ".join(out.split())
+    # The rates of a row agree with each other.
+    assert first["tokens_per_second"] == pytest.approx(24 * 30 / first["step_seconds"])
+    assert first["gpu_hours"] == pytest.approx(10**9 / first["tokens_per_second_per_gpu"] / 3600)
+    assert first["dollars"] == pytest.approx(first["gpu_hours"] * H100.price_per_hour)
+    assert first["days"] == pytest.approx(first["gpu_hours"] / 48)
+    # The written file is the first row, and plans to its bytes.
+    config = load(["--config", "best.toml", "--launch.device", "cuda"]).config
+    assert layout_of(config).options() == {path: first["layout"][path] for path in layout_of(config).options()}
+    fullest = max(report.total for report in reports(validate(config, 2), PARTS))
+    assert first["memory_bytes"] == fullest == max(rank["memory_bytes"] for rank in written["explained"]["ranks"])
+    assert sum(first["bytes_by_kind"].values()) == fullest
+    picture = matplotlib.image.imread(tmp_path / "plan_1.png")
+    assert picture.std() > 0.1
+    events = json.loads((tmp_path / "plan_1.trace.json").read_text())["traceEvents"]
+    assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") <= 1e6 * first["step_seconds"] * 2
+
+
+def test_a_given_layout_that_does_not_fit_is_marked_with_the_nearest_that_does() -> None:
+    config = config_of("--train.micro_batch_size", "24", "--train.recompute", "none")
+    few = ("parallel.schedule=1f1b", "optimizer.zero_stage=1", "train.recompute_every=1", "optimizer.shard_ranks=0")
+    given = found(config, 1, H100, *few).given
+    assert given is not None
+    machine = replace(H100, memory_gib=(given.memory_bytes - 1) / 2**30, reserve_gib=0.0)
+    result = found(config, 1, machine, *few)
+    assert result.given is not None
+    assert not result.given.fits
+    assert result.given.seconds > 0
+    assert result.given not in result.rows
+    other = nearest(result.given, result.rows)
+    assert other is not None
+    changed = [name for name, a, b in zip(Layout._fields, given.layout, other.layout, strict=True) if a != b]
+    assert changed in (["micro_batch_size"], ["recompute"])
+    space = space_of(config, 1, *few)
+    lines = list(rejections(result, space, machine))
+    assert any("the given layout does not fit" in line and "in place of" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--config", TINY, "--gpu", "h1000"), "hardware h1000: unknown"),
+        (("--gpus", "2"), "there is no model to plan; name one by --config, such as llama3-8b"),
+        (("--config", TINY, "--gpus", "0"), "--gpus 0 --top 10: must be at least 1"),
+        (("--config", TINY, "--gpus", "2", "--explain", "99"), "--explain 99: there are rows 1 to"),
+        (("--config", TINY, "--fix", "parallel.tp"), "--fix parallel.tp: expected an option and a value"),
+        (("--config", TINY, "--fix", "parallel.pt=2"), "--fix parallel.pt: no such flag"),
+        (("--config", TINY, "--fix", "parallel.tp=x"), "--fix parallel.tp x: expected a whole number"),
+        (
+            ("--config", TINY, "--gpus", "4", "--fix", "parallel.tp=4"),
+            "--gpus 4 --fix parallel.tp=4: no layout can run: model.num_attention_heads=6, parallel.tp=4: heads must "
+            "divide by tp; tp may be 1 or 2; parallel.tp may be 1, 2",
+        ),
+        (
+            ("--config", TINY, "--gpus", "7", "--fix", "parallel.pp=2"),
+            "tp(1)*pp(2)=2 does not divide world size 7; tp*pp may be 1 or 7",
+        ),
+        (
+            ("--config", "llama3-70b", "--gpus", "2", "--gpu", "rtx4090-24g", "--train.precision", "bf16"),
+            "no layout fits into the 22.",
+        ),
+        (
+            ("--config", "llama3-70b", "--model.vocab_size", "0", "--data.tokenizer", "spm:none.model"),
+            "set model.vocab",
+        ),
+    ],
+)
+def test_what_it_refuses(
+    flags: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = () if "--fix" in flags else ("--fix", *FEW)
+    assert run(monkeypatch, *flags, *few) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
