@@ -39,6 +39,7 @@ COMMANDS = {
     "convert": Command("tools.convert_checkpoint", "Convert from and to Hugging Face, from Megatron-LM, to torch."),
     "generate": Command("tools.generate", "Continue a text with a trained model."),
     "plot": Command("tools.plot", "Draw the loss, the load of experts and the timeline of a run."),
+    "profile": Command("tools.profile", "Show where the time of recorded steps went, on every rank."),
     "plot_schedule": Command("tools.plot_schedule", "Print, simulate and draw a pipeline schedule."),
     "entropy": Command("tools.entropy", "Compute entropies of held-out tokens, which a model should get below."),
     "completion": Command("tools.completion", "Print a script that completes commands and flags in bash or zsh."),

@@ -9,8 +9,9 @@ import os
 import re
 import resource
 import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -465,6 +466,46 @@ class HostCopy:
         return self._copy
 
 
+Moment = float | torch.cuda.Event
+"""A moment in the work of a device: seconds of time.perf_counter, or an event that a GPU has yet to reach."""
+
+
+class DeviceClock:
+    """Tells when a device reached moments in its work, in seconds of time.perf_counter.
+
+    A GPU reaches a moment when its current stream has computed what was queued before. Marking one does not wait.
+    """
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._origin: Moment = time.perf_counter()
+        if self._on_gpu:
+            synchronize(device)
+            self._origin = self.moment()
+            synchronize(device)
+        self._origin_seconds = time.perf_counter()
+
+    def moment(self) -> Moment:
+        """The moment now."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, moments: Sequence[Moment]) -> list[float]:
+        """The seconds of `moments`, the newest of which is the last. Waits until the device has reached it."""
+        newest = moments[-1]
+        if isinstance(newest, float):
+            return [moment for moment in moments if isinstance(moment, float)]
+        newest.synchronize()
+        seconds = [self._origin_seconds + self._origin.elapsed_time(moment) / 1000 for moment in moments]  # type: ignore[union-attr, arg-type]
+        # CUDA counts in fp32: far from its origin a microsecond would be lost.
+        self._origin = newest
+        self._origin_seconds = seconds[-1]
+        return seconds
+
+
 def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate uninitialized host memory, 1-D uint8, for copies from the device at full speed.
 
@@ -527,6 +568,14 @@ def peak_tflops(device: torch.device, precision: Literal["fp32", "bf16", "fp16"]
     if uses_tf32:
         return peak.tf32
     return peak.fp32
+
+
+def boot_id() -> str:
+    """A random id that the kernel made when it started, or "". Processes with one id share their clock."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    if path.is_file():
+        return path.read_text().strip()
+    return ""
 
 
 def describe(device: torch.device) -> str:

@@ -199,7 +199,7 @@ def test_an_installation_serves_from_text_to_an_exported_model(installed: Path, 
     succeed(
         installed,
         "megapar pretrain --config tiny --model.vocab_size 257 --data.train data/train"
-        " --data.validation data/validation --launch.nproc 2 --parallel.tp 2 --log.timeline --run_dir run",
+        " --data.validation data/validation --launch.nproc 2 --parallel.tp 2 --log.profile 1-1 --run_dir run",
         tmp_path,
     )
     checkpoint = "run/checkpoints/step_00000005"

@@ -719,7 +719,7 @@ optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay cl
     grad_reduce_dtype overlap_grad_reduce overlap_param_gather
 data: train stages split validation documents fim_rate fim_tokens workers tokenizer accept_changed
 checkpoint: every save_last resume init_from strict async_save keep_last keep_every
-log: every tensorboard timeline peak_tflops
+log: every tensorboard profile peak_tflops
 kernels: backend loss_chunk
 launch: nproc device timeout_seconds time_limit threads cpu_exchange
 top: run_dir dry_run

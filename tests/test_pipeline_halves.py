@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,13 +18,15 @@ from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.config.options import Config
 from megapar.context import ParallelContext
+from megapar.device import DeviceClock
 from megapar.errors import ConfigError
 from megapar.grid import Grid
 from megapar.params import ONES, Init, spec_of
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.pipeline.schedules import Action, Event, Schedule, interleaved, one_f_one_b, placement
+from megapar.pipeline.schedules import Action, Schedule, interleaved, one_f_one_b, placement
 from megapar.plan.memory import report_rank
 from megapar.random import initialize
+from megapar.recorder import Recorder
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -382,17 +385,19 @@ def test_steps_of_the_runtime_accumulate(schedule: str) -> None:
 # What is kept and what is communicated
 
 
-class Actions(list[Event]):
-    """A trace calling `measure` after each action and keeping the results."""
+class Actions(Recorder):
+    """A recorder calling `measure` after each action and keeping the results."""
 
     def __init__(self, measure: Callable[[], Any]):
-        super().__init__()
+        super().__init__(DeviceClock(torch.device("cpu")), 1)
         self.measure = measure
         self.measured: list[tuple[str, Any]] = []
 
-    def append(self, event: Event) -> None:
-        super().append(event)
-        self.measured.append((str(event.action), self.measure()))
+    @contextmanager
+    def span(self, name: str, numbers: tuple[int, int]) -> Iterator[None]:
+        with super().span(name, numbers):
+            yield
+        self.measured.append((str(Action(name, *numbers)), self.measure()))
 
 
 class Allocations(TorchDispatchMode):
@@ -439,10 +444,10 @@ def test_only_what_weight_gradients_need_is_kept_until_then(recompute: str) -> N
     batches = micro_batches(state.config, state.ctx, 0)
     inputs = [x for batch in batches for x in (batch.tokens_bs, batch.targets_bs, batch.weights_bs)]
     allocations = Allocations([state.weights.flat, state.grads.flat, *inputs])
-    trace = Actions(allocations.alive)
+    trace = state.ctx.flight.recorder = Actions(allocations.alive)
     state.grads.zero()
     with allocations:
-        state.pipeline.step(batches, 1.0, trace=trace)
+        state.pipeline.step(batches, 1.0)
     kept = dict(trace.measured)
     left = left_to_weight_gradients(layout)
     scale = loss = 4
@@ -470,9 +475,11 @@ def test_gradients_are_added_in_the_second_half(layout: Layout, in_first_half: s
     state = make_state(layout.config())
     params = [param for stage in state.stages.values() for param in stage.parameters()]
     names = {spec_of(param).name: param.main_grad for param in params}  # type: ignore[attr-defined]
-    trace = Actions(lambda: {key for key, main_grad in names.items() if not main_grad.is_stale})
+    trace = state.ctx.flight.recorder = Actions(
+        lambda: {key for key, main_grad in names.items() if not main_grad.is_stale}
+    )
     state.grads.zero()
-    state.pipeline.step(micro_batches(state.config, state.ctx, 0), 1.0, trace=trace)
+    state.pipeline.step(micro_batches(state.config, state.ctx, 0), 1.0)
     added = dict(trace.measured)
     assert added["0I0"] == set(in_first_half.split())
     assert [stage.adds_gradients_in_i for stage in state.stages.values()] == [bool(in_first_half)]
@@ -489,9 +496,9 @@ def collectives_of_actions(config: Config) -> dict[str, Counter[tuple[str, str]]
         )
 
     before = calls()
-    trace = Actions(calls)
+    trace = state.ctx.flight.recorder = Actions(calls)
     state.grads.zero()
-    state.pipeline.step(micro_batches(config, state.ctx, 0), 1.0, trace=trace)
+    state.pipeline.step(micro_batches(config, state.ctx, 0), 1.0)
     found = {}
     for action, after in trace.measured:
         found[action] = after - before

@@ -12,10 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megapar import context
 from megapar.batch import MicroBatch, TensorSpec
+from megapar.device import DeviceClock
 from megapar.errors import ConfigError
 from megapar.grid import Grid
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.pipeline.schedules import make, placement
+from megapar.pipeline.schedules import Action, make, placement
+from megapar.recorder import Recorder
 from tests.support.distributed import run_ranks
 from tests.support.sweeps import slow_but
 
@@ -274,19 +276,21 @@ def last_backwards() -> None:
     ctx = context.create(Grid(pp=2))
     for schedule, vpp in LAYOUTS:
         runtime, _ = build(ctx, schedule, vpp)
-        events, calls = [], []
+        recorder = ctx.flight.recorder = Recorder(DeviceClock(ctx.device), 1)
+        calls = []
 
-        def begin(last, runtime=runtime, events=events, calls=calls):
-            backwards = sum(event.action.kind == "B" for event in events)
+        def begin(last, runtime=runtime, calls=calls):
+            backwards = sum(span.name == "B" for span in ctx.flight.recorder.finish().spans)
             calls.append((last, backwards, {s: gradients(stage) for s, stage in runtime.stages.items()}))
 
-        runtime.step(make_batches(4, seed=0), 1.0, begin, events)
+        runtime.step(make_batches(4, seed=0), 1.0, begin)
         ((last, backwards, grads),) = calls
-        assert last == ("B", events[-1].action.stage)
+        stage_of_last = [span.numbers[0] for span in recorder.finish().spans if span.name == "B"][-1]
+        assert last == ("B", stage_of_last)
         assert backwards == 4 * vpp - 1
         for s, stage in runtime.stages.items():
             final = [torch.equal(then, now) for then, now in zip(grads[s], gradients(stage), strict=True)]
-            assert all(final) == (s != events[-1].action.stage), (schedule, vpp, s)
+            assert all(final) == (s != stage_of_last), (schedule, vpp, s)
 
 
 def test_on_last_backward_runs_when_one_backward_is_left():
@@ -305,24 +309,25 @@ def test_a_stage_without_trainable_weights_is_no_trouble():
     run_ranks(2, frozen_first_stage)
 
 
-def traces() -> list:
+def recorded() -> list:
     ctx = context.create(Grid(pp=2))
     runtime, _ = build(ctx, "interleaved", 2)
-    events = []
-    runtime.step(make_batches(3, seed=0), trace=events)
-    return [tuple(event) for event in events]
+    recorder = Recorder(DeviceClock(ctx.device), 1)
+    ctx.flight.recorder = recorder
+    runtime.step(make_batches(3, seed=0))
+    spans = [span for span in recorder.finish().spans if not span.axis]
+    return [(Action(span.name, *span.numbers), span.start, span.end) for span in spans]
 
 
-def test_a_trace_holds_every_action_in_order_and_inputs_before_their_use():
+def test_every_action_is_recorded_in_order_and_inputs_before_their_use():
     ends = {}
-    ranks = run_ranks(2, traces)
-    for rank, (events, order) in enumerate(zip(ranks, make("interleaved", 2, 2, 3), strict=True)):
-        assert [action for _, action, _, _ in events] == order
-        assert all(r == rank for r, _, _, _ in events)
-        times = [t for _, _, start, end in events for t in (start, end)]
+    ranks = run_ranks(2, recorded)
+    for spans, order in zip(ranks, make("interleaved", 2, 2, 3), strict=True):
+        assert [action for action, _, _ in spans] == order
+        times = [t for _, start, end in spans for t in (start, end)]
         assert times == sorted(times)
-        ends.update({action: end for _, action, _, end in events})
-    for _, action, start, _ in ranks[0] + ranks[1]:
+        ends.update({action: end for action, _, end in spans})
+    for action, start, _ in ranks[0] + ranks[1]:
         if action.kind == "F" and action.stage > 0:
             assert ends[action._replace(stage=action.stage - 1)] <= start
 

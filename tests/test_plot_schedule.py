@@ -15,6 +15,7 @@ from megapar.pipeline.schedules import ZERO_BUBBLE, make
 from megapar.pipeline.simulation import simulate
 from megapar.pipeline.zero_bubble import Durations
 from megapar.plan import timeline
+from tests.support.profiles import write_profile
 from tools import plot_schedule
 
 
@@ -75,11 +76,11 @@ def test_what_it_cannot_draw_ends_with_2(
     assert said in capsys.readouterr().err
 
 
-def test_a_run_without_a_timeline_ends_with_3(
+def test_a_run_without_a_profile_ends_with_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "--run", tmp_path) == 3
-    assert "--log.timeline" in capsys.readouterr().err
+    assert "--log.profile" in capsys.readouterr().err
 
 
 def test_traces_and_pictures_hold_every_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +125,7 @@ def test_a_run_is_simulated_with_its_own_times(
     later = [e for e in exact.events if e.start > 9]
     paused = [e for e in exact.events if e not in later]
     paused += [Event(e.rank, e.action, e.start + 5, e.end + 5) for e in later]
-    (tmp_path / "timeline.json").write_text(json.dumps([[e.rank, *e.action, e.start, e.end] for e in paused]))
+    write_profile(tmp_path, paused)
     assert run(monkeypatch, "--run", tmp_path, "--out", tmp_path / "both.json", tmp_path / "both.png") == 0
     out = capsys.readouterr().out
     assert f"measured: {1 - 3 * sum(forward) * 4 / (2 * (exact.makespan + 5)):.1%} idle" in out

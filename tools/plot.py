@@ -1,4 +1,4 @@
-"""Draws the loss curve of a run, the load of its experts, and the timeline of its pipeline (log.timeline)."""
+"""Draws the loss curve of a run, the load of its experts, and the timeline of its pipeline (log.profile)."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from megapar.errors import DataError
 from megapar.launch.reporting import reported
-from megapar.pipeline.schedules import Action, Event
+from megapar.plan import profile
 from megapar.plan.timeline import draw
 
 MOST_NAMES = 8  # of layers beside each other that can be read
@@ -26,7 +26,7 @@ MOST_NAMES = 8  # of layers beside each other that can be read
 
 @dataclass
 class Arguments:
-    """Write pictures into a run folder: loss.png, load.png of a mixture of experts, timeline.png with log.timeline."""
+    """Write pictures into a run folder: loss.png, load.png of a mixture of experts, timeline.png with log.profile."""
 
     run_dir: tyro.conf.Positional[Path]
     """Folder of a training run."""
@@ -134,15 +134,14 @@ def draw_load(run_dir: Path, lines: list[dict[str, Any]]) -> Path | None:
 
 
 def draw_timeline(run_dir: Path) -> Path | None:
-    """Draw the timeline recorded by the run; returns the file, or None if the run recorded none."""
-    source = run_dir / "timeline.json"
-    if not source.is_file():
+    """Draw the pipeline in the last step that the run recorded; returns the file, or None if it recorded none."""
+    if not (run_dir / "profile").is_dir():
         return None
-    rows = json.loads(source.read_text())
-    events = [Event(rank, Action(kind, stage, mb), start, end) for rank, kind, stage, mb, start, end in rows]
+    records = profile.read(run_dir)
     path = run_dir / "timeline.png"
     with plt.rc_context({"font.size": 14}):  # the picture is wide, and mostly seen at half its size
-        draw(events, path, f"{run_dir.name}: pipeline ranks of the first replica, last step")
+        title = f"{run_dir.name}: pipeline ranks of the first replica, step {max(records[0].steps)}"
+        draw(profile.events(records), path, title)
     return path
 
 

@@ -9,14 +9,15 @@ from statistics import median
 import tyro
 
 from megapar.config.messages import counted
-from megapar.errors import ConfigError, DataError, storing
+from megapar.errors import ConfigError, storing
 from megapar.launch.reporting import reported
 from megapar.pipeline.actions import Event, Kind, Orders, show
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import ZERO_BUBBLE, find, make
 from megapar.pipeline.simulation import Timeline, simulate
 from megapar.pipeline.zero_bubble import Durations, counted_by_stage
-from megapar.plan.timeline import draw_over_each_other, read_events, write_chrome_trace
+from megapar.plan import profile
+from megapar.plan.timeline import draw_over_each_other, write_chrome_trace
 
 FORMATS = (".png", ".svg", ".json")
 
@@ -47,7 +48,7 @@ class Arguments:
     memory: float = 0.0
     """Micro-batches that a rank of a zero-bubble schedule may keep; 0 means the schedule's own limit."""
     run: Path | None = None
-    """Folder of a run with log.timeline: its orders are simulated with its median times, and drawn above its own."""
+    """Folder of a run with log.profile: its orders are simulated with its median times, and drawn above its own."""
     out: tuple[Path, ...] = ()
     """Files to write: .png and .svg are pictures, .json is a trace for chrome://tracing or ui.perfetto.dev."""
 
@@ -96,14 +97,6 @@ def simulated(args: Arguments, orders: Orders, num_stages: int) -> Timeline:
     )
 
 
-def measured_in(run: Path) -> list[Event]:
-    """The timeline of a run. Raises DataError if it has recorded none."""
-    path = run / "timeline.json"
-    if not path.is_file():
-        raise DataError(f"{path} is not there: give the folder of a run that has trained with --log.timeline")
-    return read_events(path)
-
-
 def as_measured(events: Sequence[Event]) -> tuple[Orders, Timeline]:
     """The orders of a run's ranks, and a simulation with the median times of each kind and stage."""
     num_stages = 1 + max(event.action.stage for event in events)
@@ -142,7 +135,7 @@ def main() -> None:
         seconds = 1.0
         unit = "s"
         if args.run:
-            measured = measured_in(args.run)
+            measured = profile.events(profile.read(args.run))
             orders, timeline = as_measured(measured)
             timelines = {"simulated with its median times": timeline.events, f"{args.run.name}, measured": measured}
         else:

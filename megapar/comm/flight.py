@@ -17,9 +17,12 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
+
+from megapar.recorder import Recorder
 
 Phase = Literal["start", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluate", "end"]
 PHASES: tuple[Phase, ...] = ("start", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluate", "end")
@@ -57,13 +60,15 @@ _AXIS_BYTES = 64 + RING * _RECORD.size  # 64: _AXIS and _COUNTS
 BYTES = -(-(_AT_AXES + AXES * _AXIS_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 Memory = mmap.mmap | memoryview
+_UNRECORDED: AbstractContextManager[None] = nullcontext()  # has no state, so all may share it
 
 
 class AxisLog:
     """The operations of one rank on one axis. Only the thread starting operations may call its methods."""
 
-    def __init__(self, flight: "Flight", index: int):
+    def __init__(self, flight: "Flight", index: int, name: str):
         self._flight = flight
+        self._name = name
         self._index = index
         self._at = _AT_AXES + index * _AXIS_BYTES
         self._count = self._collectives = 0
@@ -97,14 +102,25 @@ class AxisLog:
         # The counts are written last, so that a reader finds each record that they count complete.
         self._count = position + 1
         _COUNTS.pack_into(flight.memory, self._at + _AT_COUNTS, self._collectives, self._count)
+        if flight.recorder is not None:
+            flight.recorder.begin(self._name, position, operation, number, peer, sent)
         return position
+
+    def started(self, first: int, last: int) -> None:
+        """Note that the newest operations, `first` to `last`, have been handed to their transport."""
+        if self._flight.recorder is not None:
+            self._flight.recorder.started(self._name, first, last)
 
     def wait(self, first: int, last: int) -> None:
         """Log the start of the wait for the operations `first` to `last`."""
         _WAIT.pack_into(self._flight.memory, _AT_WAIT, self._index + 1, first, last, time.time())
+        if self._flight.recorder is not None:
+            self._flight.recorder.wait(self._name, first, last)
 
     def end(self, first: int, last: int) -> None:
         """Log the end of the operations `first` to `last`."""
+        if self._flight.recorder is not None:
+            self._flight.recorder.end()
         memory = self._flight.memory
         now = time.time()
         for position in range(first, last + 1):
@@ -130,6 +146,7 @@ class Flight:
         # ranks replaces it.
         self.explain: Callable[[str], str] = lambda reason: reason
         self.phase: Phase = "start"
+        self.recorder: Recorder | None = None  # while a step is recorded for log.profile
         self._axes = 0
         self.dtypes: dict[object, int] = {}
         # Keyed by the id of the code object, whose hash takes microseconds. The value holds the code object, because an
@@ -144,6 +161,12 @@ class Flight:
         """Log the start of `phase` in the current step."""
         self.phase = phase
         _BEAT.pack_into(self.memory, _AT_BEAT, self.step, self._code[phase], time.time())
+
+    def span(self, name: str, stage: int = -1, microbatch: int = -1) -> AbstractContextManager[None]:
+        """A context whose time is recorded, if there is a recorder (`megapar.recorder.Span`)."""
+        if self.recorder is None:
+            return _UNRECORDED
+        return self.recorder.span(name, (stage, microbatch))
 
     def checkpoint(self, step: int) -> None:
         """Log the checkpoint of `step` as complete."""
@@ -176,7 +199,7 @@ class Flight:
 
     def axis(self, name: str, first: int, size: int, position: int) -> AxisLog:
         """Make the log of an axis. `first` is its lowest rank, `position` is this rank's position on it."""
-        log = AxisLog(self, self._axes)
+        log = AxisLog(self, self._axes, name)
         _AXIS.pack_into(self.memory, _AT_AXES + self._axes * _AXIS_BYTES, name.encode(), first, size, position)
         self._axes += 1
         return log

@@ -59,16 +59,21 @@ class Pending:
             with as_communication_errors(log):
                 for work in works:
                     work.wait()
+            self._continue()
             log.end(first, last)
         else:
             with as_communication_errors():
                 for work in works:
                     work.wait()
+            self._continue()
+        self._tensors = []
+
+    def _continue(self) -> None:
+        """Call the function given to `followed_by`. It is a part of the operation, such as the sum of what arrived."""
         then = self._then
         self._then = None
         if then is not None:
             then()
-        self._tensors = []
 
     def followed_by(self, then: Callable[[], None]) -> "Pending":
         """Call `then` once, after the works have ended. Returns this object."""
@@ -77,5 +82,7 @@ class Pending:
 
     def logged(self, log: AxisLog | None, first: int, last: int) -> "Pending":
         """Mark the works as the operations `first` to `last` of an axis's log. Returns this object."""
-        self._logged = None if log is None else (log, first, last)
+        if log is not None:
+            self._logged = log, first, last
+            log.started(first, last)
         return self

@@ -1,5 +1,6 @@
 """Computes what follows from the options of a run: options left to be derived, and numbers."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -69,3 +70,14 @@ def num_microbatches(config: Config, batch_size: int = 0) -> int:
     """
     samples = config.train.micro_batch_size * config.parallel.dp
     return -(-(batch_size or config.train.global_batch_size) // samples)
+
+
+def profiled_steps(profile: str) -> range:
+    """The steps that log.profile names, counted from 1. Raises ValueError for a text other than A-B and none."""
+    if profile == "none":
+        return range(0)
+    # Up to nine digits: Python refuses to read thousands of them.
+    match = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", profile)
+    if match is None:
+        raise ValueError(f"{profile} is not A-B")
+    return range(int(match[1]), int(match[2]) + 1)

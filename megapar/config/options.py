@@ -371,8 +371,9 @@ class LogConfig:
     """Steps between lines on the console."""
     tensorboard: bool = True
     """Write the numbers of metrics.jsonl to run_dir/tensorboard too."""
-    timeline: bool = False
-    """Time the last step's forwards and backwards into run_dir/timeline.json, which tools/plot.py draws."""
+    profile: str = "none"
+    """Steps A-B, such as 10-12: every rank writes what it did in them to run_dir/profile. tools/profile.py shows where
+    their time went. none: no steps."""
     peak_tflops: float = 0.0
     """Peak TFLOP/s of one device at train.precision, for MFU; 0: that of the GPU's data sheet. Where that is not known,
     MFU is left out."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from megapar.config import validate_experts
 from megapar.config.data_spec import data_problems
-from megapar.config.derive import derive
+from megapar.config.derive import derive, profiled_steps
 from megapar.config.messages import around, counted, divisors, listed, problem, shown
 from megapar.config.model_rules import MOE, ModelRules
 from megapar.config.options import Config, MoEConfig, ParallelConfig, default_config, flatten
@@ -62,6 +62,7 @@ def validate(config: Config, world_size: int, rules: ModelRules, stages: Virtual
             *_layout_problems(config, derived, world_size, rules, stages),
             *data_problems(derived),
             *_checkpoint(derived),
+            *_log(derived),
         ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -519,6 +520,23 @@ def _checkpoint(config: Config) -> Iterator[str]:
     if options.keep_every and not options.keep_last:
         text = "all checkpoints are kept; set checkpoint.keep_last 1, or leave keep_every at 0"
         yield problem(config, "checkpoint.keep_every checkpoint.keep_last", text)
+
+
+def _log(config: Config) -> Iterator[str]:
+    """Steps of log.profile that a run never comes to."""
+    steps = config.train.steps
+    try:
+        profiled = profiled_steps(config.log.profile)
+    except ValueError:
+        yield problem(config, "log.profile", "must be the first and the last step, such as 10-12, or none")
+        return
+    if config.log.profile == "none":
+        return
+    if not profiled or profiled.start < 1:
+        yield problem(config, "log.profile", "must be A-B with A at least 1 and B at least A, such as 10-12")
+    elif profiled.stop - 1 > steps:
+        text = f"the run ends after step {steps}; name steps from 1 to {steps}"
+        yield problem(config, "log.profile train.steps", text)
 
 
 def _launch(config: Config, world_size: int) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Executes the plan of one rank over its stages. This module knows no schedule by name, no model and no optimizer."""
 
 import importlib
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from megapar.errors import ConfigError
 from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.pipeline.lowering import MessageBatch, lower_one
 from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
-from megapar.pipeline.schedules import Action, Event, Kind, Schedule, find, make, placement
+from megapar.pipeline.schedules import Action, Kind, Schedule, find, make, placement
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, first_microbatches, insert_unit_actions
 
 
@@ -80,7 +79,6 @@ class PipelineRuntime:
         batches: Sequence[MicroBatch],
         scale: Tensor | float = 1.0,
         on_last_backward: Callable[[tuple[Kind, int] | None], None] = lambda last: None,
-        trace: list[Event] | None = None,
         max_microbatches: int = 0,
     ) -> list[Tensor]:
         """Run forward and backward of every micro-batch.
@@ -94,16 +92,13 @@ class PipelineRuntime:
         `on_last_backward` is called once, right before the last action that adds gradients of matrices: a B or a W. Its
         argument is the action's kind and stage, or None if there are no micro-batches. By then all other stages of this
         rank have their final gradients. Those of the last one become final while it runs.
-
-        `trace` collects an Event for each action, in seconds of this machine's monotonic clock. An event starts when
-        the inputs of its action have arrived. On an accelerator, tracing waits for each action and so slows the step.
         """
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
         # A stage before the last may add a loss of its own (megapar.batch.add_loss). It scales the gradient itself.
         batches = [replace(batch, grad_scale=scale) for batch in batches]
         plan = self.plan(len(batches), max_microbatches, backward=True)
         adding = [(i, item) for i, item in enumerate(plan) if isinstance(item, Action) and item.kind in ("B", "W")]
-        run = _Execution(self, plan, batches, scale, trace)
+        run = _Execution(self, plan, batches, scale)
         if not adding:  # no micro-batches; of units it still gathers and reduces what other replicas use
             run.execute(plan)
             on_last_backward(None)
@@ -125,7 +120,7 @@ class PipelineRuntime:
     def evaluate(self, batches: Sequence[MicroBatch], max_microbatches: int = 0) -> list[Tensor]:
         """Run the forwards alone. Returns the losses as `step` does. Modules stay in their mode, train or eval."""
         plan = self.plan(len(batches), max_microbatches, backward=False)
-        run = _Execution(self, plan, batches, torch.zeros((), device=self.device), None)
+        run = _Execution(self, plan, batches, torch.zeros((), device=self.device))
         run.execute(plan)
         return run.finish()
 
@@ -184,13 +179,11 @@ class _Execution:
         plan: Sequence[Item],
         batches: Sequence[MicroBatch],
         scale: Tensor,
-        trace: list[Event] | None,
     ):
         self._runtime = runtime
         self._takers = _takers(plan)
         self._batches = batches
         self._scale = scale
-        self._trace = trace
         self._arrived: dict[Action, tuple[tuple[Tensor, ...], Pending]] = {}
         self._departing: dict[Action, tuple[Tensor, ...]] = {}
         self._saved: dict[tuple[int, int], _Saved] = {}
@@ -218,9 +211,10 @@ class _Execution:
         if torch.is_grad_enabled():  # else the phase stays "evaluate"
             phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
             self._runtime.flight.enter(phase)
-        start = 0.0
-        if self._trace is not None:
-            start = _clock(self._runtime.device)
+        with self._runtime.flight.span(*action):
+            self._run_action(action, received)
+
+    def _run_action(self, action: Action, received: tuple[Tensor, ...]) -> None:
         key = action.stage, action.microbatch
         match action.kind:
             case "F":
@@ -234,8 +228,6 @@ class _Execution:
                     self._backward(action, received)
             case "W":
                 self._queues.pop(key).run()
-        if self._trace is not None:
-            self._trace.append(Event(self._runtime.axis.rank, action, start, _clock(self._runtime.device)))
 
     def finish(self) -> list[Tensor]:
         """Wait for the last sends. Returns the losses in the order of micro-batches.
@@ -360,10 +352,3 @@ def _gradient(x: Tensor) -> Tensor:
     if x.grad is None:
         return torch.zeros_like(x)
     return x.grad
-
-
-def _clock(device: torch.device) -> float:
-    """Seconds, after waiting for the current stream. Does not wait for the streams of transfers."""
-    if device.type != "cpu":
-        torch.accelerator.current_stream(device).synchronize()
-    return time.perf_counter()

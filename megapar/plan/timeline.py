@@ -78,12 +78,6 @@ def write_chrome_trace(timelines: Mapping[str, Sequence[Event]], path: str | Pat
     Path(path).write_text(json.dumps({"traceEvents": rows}))
 
 
-def read_events(path: Path) -> list[Event]:
-    """The events in timeline.json, written by a run with log.timeline."""
-    rows = json.loads(path.read_text())
-    return [Event(rank, Action(kind, stage, mb), start, end) for rank, kind, stage, mb, start, end in rows]
-
-
 def _span(events: Sequence[Event]) -> float:
     return max(event.end for event in events) - min(event.start for event in events)
 

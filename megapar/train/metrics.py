@@ -36,7 +36,7 @@ from megapar.system.atomic_files import replace_file
 from megapar.system.regular_files import open_regular, read_regular
 from megapar.train.state import StepResult
 
-_PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines are written
+PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines are written
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ class Reporter:
             return
         if self._progress:
             self._progress.stop()
-        self._lines.close(None if error is None else _PATIENCE_SECONDS)
+        self._lines.close(None if error is None else PATIENCE_SECONDS)
         if self._tensorboard:
             with suppress(OSError):  # `_thread_failed` has told it
                 self._tensorboard.close()

@@ -14,7 +14,6 @@ from megapar.context import ParallelContext
 from megapar.errors import NumericError
 from megapar.optimizer.clip import clip_coefficient, reduce_norm
 from megapar.optimizer.schedule import learning_rate
-from megapar.pipeline.schedules import Event
 from megapar.tally import counting_modules, end_step, tables
 from megapar.train.state import Position, QueuedStep, StepResult, TrainState
 
@@ -58,14 +57,12 @@ def parts_of_losses(state: TrainState, loss_sums: Mapping[str, Tensor]) -> Tenso
     return torch.zeros(0, dtype=torch.float64, device=state.ctx.device)
 
 
-def queue_step(
-    state: TrainState, batches: Sequence[MicroBatch], trace: list[Event] | None = None, *, asked_to_stop: bool = False
-) -> QueuedStep:
+def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_stop: bool = False) -> QueuedStep:
     """Queue forward and backward over this rank's micro-batches, then one update if loss and norm are finite.
 
     `batches` may be on the host. The counts of `state` are advanced at once. With a dynamic loss scale, finish the
-    step before the next one is queued. `trace` collects the time of each forward and backward. If `asked_to_stop` is
-    True on any rank, `stop` of the result is True on every rank.
+    step before the next one is queued. If `asked_to_stop` is True on any rank, `stop` of the result is True on every
+    rank.
     """
     ctx = state.ctx
     options = state.config.optimizer
@@ -78,13 +75,14 @@ def queue_step(
     max_microbatches = num_microbatches(state.config, state.config.train.batch_size(state.consumed_samples))
     state.grads.zero()
     # The divisor is known before the first backward, so no gradient needs to be rescaled after it was summed.
-    main_losses = state.pipeline.step(batches, scale / tokens, state.grads.begin, trace, max_microbatches)
+    main_losses = state.pipeline.step(batches, scale / tokens, state.grads.begin, max_microbatches)
     ctx.flight.enter("reduce")
     state.grads.finish()
     # The vote to stop and the losses besides the main one travel with the gradient norm: no message of their own.
     wants_to_stop = torch.full((1,), float(asked_to_stop), dtype=torch.float64, device=ctx.device)
     others = torch.cat([wants_to_stop, parts_of_losses(state, loss_sums)])
-    norm, (stop_votes, *losses) = reduce_norm(state.grads, ctx, others)
+    with ctx.flight.span("optimizer"):
+        norm, (stop_votes, *losses) = reduce_norm(state.grads, ctx, others)
     norm = norm / scale
     loss = mean_loss(main_losses, tokens, ctx)
     # Copied before the update: the device still has the update to compute when the host has the numbers.
@@ -103,7 +101,8 @@ def queue_step(
         # one must not update either.
         state.failed |= ~finite
         skip_update = state.failed
-    state.optimizer.step(lr, clip, skip_update)
+    with ctx.flight.span("optimizer"):
+        state.optimizer.step(lr, clip, skip_update)
     counts = end_step(counting_modules(state.stages.values()), skip_update)
     tallies = tables(state.stages.declared.tallies, counts, ctx.pp, ctx.device)
     on_host = {name: device.HostCopy(table) for name, table in tallies.items()}
@@ -112,15 +111,13 @@ def queue_step(
     return QueuedStep(state, batches, lr, replace(state.loss_scale), before, numbers, on_host)
 
 
-def train_step(
-    state: TrainState, batches: Sequence[MicroBatch], trace: list[Event] | None = None, *, asked_to_stop: bool = False
-) -> StepResult:
+def train_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_stop: bool = False) -> StepResult:
     """`queue_step`, then `finish`: the step is complete when this returns.
 
     Raises NumericError if the loss or the norm is not finite. The step has then changed nothing. After an fp16 overflow
     it returns if a smaller loss scale may avoid the overflow: see `StepResult.overflowed`.
     """
-    result = queue_step(state, batches, trace, asked_to_stop=asked_to_stop).finish()
+    result = queue_step(state, batches, asked_to_stop=asked_to_stop).finish()
     if result.failed:
         raise NumericError(
             f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}. No weight was changed: a lower "

@@ -1,6 +1,5 @@
 """The trainer: builds a training state around a model, and runs its steps."""
 
-import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -25,21 +24,21 @@ from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
-from megapar.errors import NumericError, StorageError, storing
+from megapar.errors import NumericError, StorageError
 from megapar.optimizer import table
 from megapar.optimizer.optimizers import Optimizers
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.pipeline.schedules import Event, of
+from megapar.pipeline.schedules import of
 from megapar.pipeline.sharding_plan import UnitAction, Units
 from megapar.pipeline.zero_bubble import Memory
 from megapar.precision import LossScale, model_dtype
 from megapar.random import initialize
 from megapar.stage_set import StageSet
-from megapar.system.atomic_files import replace_file
 from megapar.train import checkpoints, not_finite
 from megapar.train.data import TEST
 from megapar.train.memory_report import MemoryReport
 from megapar.train.metrics import Measured, Meter, Reporter
+from megapar.train.profiler import Profiler
 from megapar.train.state import QueuedStep, StepResult, TrainState
 from megapar.train.step import evaluate, queue_step
 from megapar.train.trainable import freeze_others
@@ -224,16 +223,17 @@ class _Steps:
         runs_behind = device.is_asynchronous(ctx.device) and not run.state.loss_scale.dynamic
         self._behind = 1 if runs_behind else 0
 
-    def queue(self, trace: list[Event] | None, around: AbstractContextManager[None]) -> None:
-        """Queue the next step. `trace` collects the time of each forward and backward. `around` is a context for it."""
+    def queue(self, around: AbstractContextManager[None]) -> None:
+        """Queue the next step. `around` is a context for it."""
         state = self._state
         state.ctx.flight.step = state.step + 1
         state.ctx.flight.enter("data")
         self._meter.start()
-        batches = self._meter.waited(self._data.next_step)
+        with state.ctx.flight.span("data"):
+            batches = self._meter.waited(self._data.next_step)
         asked = self._run.asked_to_stop() != ""
         with around:
-            step = queue_step(state, batches, trace, asked_to_stop=asked)
+            step = queue_step(state, batches, asked_to_stop=asked)
         self._queued.append((step, self._meter.queued()))
 
     def report(self, *, everything: bool) -> bool:
@@ -271,28 +271,27 @@ def train(run: Run) -> str:
     with (
         checkpoints.Saver(state, run.run_dir) as saver,
         _reporter(run) as reporter,
+        Profiler(state, run.run_dir) as profiler,
         closing(run.train_data) as data,
     ):
         steps = _Steps(run, data, reporter)
+        if profiler.missed:
+            reporter.say(profiler.missed)
         # The second step, because the first one allocates what later ones use again.
         reported = min(state.step + 2, total)
         if state.step >= total:
             reporter.say(f"nothing to do: train.steps={total}, and step {state.step} is done")
         while state.step < total and not stop:
-            trace: list[Event] | None = None
-            if options.log.timeline and state.step == total - 1:
-                trace = []
             memory_report = run.memory_report if state.step + 1 == reported else None
-            steps.queue(trace, memory_report.measuring(state) if memory_report else nullcontext())
-            last = state.step == total
-            evaluates = last or _due(state.step, options.train.eval_every)
-            # An evaluation and a checkpoint come after the lines of all steps before, and need a step that is finite.
-            asked = steps.report(everything=evaluates or saver.due(state.step, last))
+            with profiler.step(state.step + 1):
+                steps.queue(memory_report.measuring(state) if memory_report else nullcontext())
+                last = state.step == total
+                evaluates = last or _due(state.step, options.train.eval_every)
+                # An evaluation and a checkpoint come after the lines of all steps before, and need a finite step.
+                asked = steps.report(everything=evaluates or saver.due(state.step, last))
             stop = asked and not last
             if memory_report:
                 reporter.say(memory_report.write(state, run.run_dir))
-            if trace is not None:
-                write_timeline(trace, state.ctx, run.run_dir)
             for line in data.started_over():
                 reporter.say(f"step {state.step}/{total} | {line}")
             if evaluates:
@@ -356,18 +355,6 @@ def _explain_not_finite(
         f"step {result.step}: no update, gradients overflowed fp16 (first in the backward pass: {first}); "
         f"loss scale {result.loss_scale.scale:,.0f} -> {state.loss_scale.scale:,.0f}"
     )
-
-
-def write_timeline(trace: Sequence[Event], ctx: ParallelContext, run_dir: Path) -> None:
-    """Write the events of the first replica's pipeline to run_dir/timeline.json. A collective over `ctx.pp`.
-
-    Ranks on other machines have other clocks. They are not aligned.
-    """
-    rows = collectives.gather_json([[e.rank, *e.action, e.start, e.end] for e in trace], ctx.pp, ctx.device)
-    if ctx.world.first:
-        path = run_dir / "timeline.json"
-        with storing(path):
-            replace_file(path, json.dumps([event for row in rows for event in row]).encode())
 
 
 def report_validation(state: TrainState, sets: Mapping[str, Loader], reporter: Reporter, last: bool) -> None:

@@ -106,7 +106,7 @@ FLAGS = (
     lacking("checkpoint.use_node_local_storage", "all ranks write to run_dir"),
     # Logs
     same("steps_per_print", "log.every"),
-    computed("wall_clock_breakdown", "log.timeline", "true times forwards and backwards of the last step"),
+    computed("wall_clock_breakdown", "log.profile", "true profiles the last step; tools/profile.py shows all parts"),
     computed("memory_breakdown", "train.memory_report", "true counts bytes by kind"),
     sets("tensorboard.enabled", "log.tensorboard", "true", "the default"),
     computed("tensorboard.output_path", "run_dir", "the folder is run_dir/tensorboard"),
