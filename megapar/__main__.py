@@ -36,6 +36,9 @@ COMMANDS = {
     "train_tokenizer": Command("tools.train_tokenizer", "Train a sentencepiece tokenizer on documents."),
     "preprocess": Command("tools.preprocess_data", "Turn text into tokens; merge, split and verify the results."),
     "inspect": Command("tools.inspect_checkpoint", "Show what a checkpoint holds, check it, compare it with another."),
+    "inspect_gradients": Command(
+        "tools.inspect_gradients", "Show the gradients of replicas before and after their sum."
+    ),
     "convert": Command("tools.convert_checkpoint", "Convert from and to Hugging Face, from Megatron-LM, to torch."),
     "generate": Command("tools.generate", "Continue a text with a trained model."),
     "plot": Command("tools.plot", "Draw the loss, the load of experts and the timeline of a run."),
