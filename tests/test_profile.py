@@ -6,11 +6,13 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from megapar.plan import profile, profile_report
 from megapar.plan.profile import RankAxis, RankRecord
 from megapar.recorder import Recorder
 from megapar.train import metrics, trainer
+from megapar.train.prediction import Prediction
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.source_tree import ROOT
@@ -119,8 +122,9 @@ def test_the_sleeping_rank_is_the_slowest_and_its_pipeline_idles(
     assert slowest.rank == SLOW_RANK
     assert slowest.busy >= MICROBATCHES * FORWARD
     assert slowest.waited == sum(found.waited_for[SLOW_RANK] for found in accounts) > 0
-    assert accounts[0].parts["slowest"] > FORWARD, "its replica waits for its gradients"
-    assert accounts[3].parts["idle"] > FORWARD, "the next stage waits for its outputs"
+    assert accounts[0].parts["slowest"] > accounts[SLOW_RANK].parts["slowest"], "its replica waits for its gradients"
+    assert accounts[0].waited_for == {SLOW_RANK: pytest.approx(accounts[0].parts["slowest"])}
+    assert accounts[3].parts["idle"] > accounts[2].parts["idle"], "the next stage waits for its outputs"
     monkeypatch.setattr(sys, "argv", ["profile.py", str(run_dir), "--json", str(run_dir / "profile.json")])
     profile_report.main()
     out = capsys.readouterr().out
@@ -151,6 +155,41 @@ def test_the_timeline_of_the_pipeline_comes_from_it(run_dir: Path) -> None:
     assert {event.rank for event in events} == {0, 1}
     actions = [event.action for event in events]
     assert len(set(actions)) == len(actions) == 2 * MICROBATCHES * 3, "F, I and W of each"
+
+
+# Predicted beside measured
+
+
+def predicting() -> None:
+    """A plant: a model of time has told 0.25 s a step, 12% of it idle."""
+    whole = trainer.Run
+
+    def run(*args: Any) -> Any:
+        return replace(whole(*args), prediction=Prediction("a laptop", 0.25, 0.12))
+
+    trainer.Run = run  # type: ignore[assignment, misc]
+
+
+def test_a_prediction_is_beside_the_measured_step_once_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--train.global_batch_size", "4", "--train.steps", "8", "--log.profile", "7-8")
+    ended = program.run(*flags, cwd=tmp_path, plant=predicting)
+    assert ended.code == 0, ended.err
+    (said,) = [line for line in ended.out.splitlines() if "predicted" in line]
+    assert said.startswith("step 6/8 | predicted for a laptop: 0.25 s a step, 12% of it idle; measured: ")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    (compared,) = [line for line in lines if "predicted_step_seconds" in line]
+    times = [line["step_seconds"] for line in lines if line.get("step_seconds") and 2 <= line["step"] <= 6]
+    assert compared["measured_step_seconds"] == statistics.median(times)
+    assert len(times) == 5
+    monkeypatch.setattr(sys, "argv", ["profile.py", str(tmp_path / "run")])
+    profile_report.main()
+    assert "predicted for a laptop: 250.0 ms a step, 12% of it idle; recorded: " in capsys.readouterr().out
+
+
+def test_without_a_prediction_nothing_is_compared(run_dir: Path) -> None:
+    assert "predicted" not in (run_dir / "metrics.jsonl").read_text()
 
 
 # Exposed and hidden

@@ -93,6 +93,19 @@ def in_words(records: Sequence[RankRecord], accounts: Sequence[Account]) -> list
     return lines
 
 
+def predicted(run_dir: Path, records: Sequence[RankRecord], accounts: Sequence[Account]) -> dict[str, Any] | None:
+    """What the run's log says of a predicted step, beside what was recorded. None if it says nothing."""
+    metrics = run_dir / "metrics.jsonl"
+    if not metrics.is_file():
+        return None
+    lines = [json.loads(text) for text in metrics.read_text().splitlines() if "predicted_step_seconds" in text]
+    if not lines:
+        return None
+    seconds = sum(found.step_seconds for found in accounts) / len(accounts)
+    idle = sum(found.parts["idle"] for found in accounts) / len(accounts) / seconds
+    return lines[-1] | {"recorded_step_seconds": seconds, "recorded_idle_share": idle}
+
+
 def as_json(records: Sequence[RankRecord], accounts: Sequence[Account]) -> dict[str, Any]:
     """The accounts as JSON types, in seconds a step."""
     rows = []
@@ -129,6 +142,14 @@ def main() -> None:
             )
         for line in in_words(records, accounts):
             print(line)
+        prediction = predicted(args.run_dir, records, accounts)
+        if prediction:
+            ms = {key: f"{1e3 * prediction[f'{key}_step_seconds']:.1f} ms" for key in ("predicted", "recorded")}
+            idle = {key: f"{prediction[f'{key}_idle_share']:.0%}" for key in ("predicted", "recorded")}
+            print(
+                f"predicted for {prediction['predicted_machine']}: {ms['predicted']} a step, {idle['predicted']} of it "
+                f"idle; recorded: {ms['recorded']}, {idle['recorded']} idle"
+            )
         folder = args.run_dir / "profile"
         with storing(folder):
             picture = folder / "profile.png"
@@ -139,5 +160,5 @@ def main() -> None:
             print(path)
         if args.json:
             with storing(args.json):
-                args.json.write_text(json.dumps(as_json(records, accounts), indent=1))
+                args.json.write_text(json.dumps(as_json(records, accounts) | {"prediction": prediction}, indent=1))
             print(args.json)

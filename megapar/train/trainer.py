@@ -34,10 +34,11 @@ from megapar.pipeline.zero_bubble import Memory
 from megapar.precision import LossScale, model_dtype
 from megapar.random import initialize
 from megapar.stage_set import StageSet
-from megapar.train import checkpoints, not_finite
+from megapar.train import checkpoints, not_finite, prediction
 from megapar.train.data import TEST
 from megapar.train.memory_report import MemoryReport
 from megapar.train.metrics import Measured, Meter, Reporter
+from megapar.train.prediction import Comparison, Prediction
 from megapar.train.profiler import Profiler
 from megapar.train.state import QueuedStep, StepResult, TrainState
 from megapar.train.step import evaluate, queue_step
@@ -140,7 +141,8 @@ class Run:
     """A training run: its state, its data and its folder.
 
     `flops_per_token` counts forward and backward, for MFU. `asked_to_stop` returns what asks this rank to end the run,
-    and "" as long as nothing does. `memory_report` is None unless train.memory_report asks for it.
+    and "" as long as nothing does. `memory_report` is None unless train.memory_report asks for it. `prediction` is None
+    if there is no model of this machine's time.
     """
 
     state: TrainState
@@ -150,6 +152,7 @@ class Run:
     flops_per_token: int
     asked_to_stop: Callable[[], str] = str  # str() is ""
     memory_report: MemoryReport | None = None
+    prediction: Prediction | None = None
 
 
 def start(
@@ -222,6 +225,7 @@ class _Steps:
         # meanwhile, so even then it rarely waits for the host.
         runs_behind = device.is_asynchronous(ctx.device) and not run.state.loss_scale.dynamic
         self._behind = 1 if runs_behind else 0
+        self._comparison = None if run.prediction is None else Comparison(run.prediction)
 
     def queue(self, around: AbstractContextManager[None]) -> None:
         """Queue the next step. `around` is a context for it."""
@@ -246,7 +250,13 @@ class _Steps:
         while len(self._queued) > (0 if everything or stop else self._behind):
             step, measured = self._queued.popleft()
             result = step.finish()
-            self._reporter.step(self._meter.line(result, measured))
+            line = self._meter.line(result, measured)
+            self._reporter.step(line)
+            compared = self._comparison and self._comparison.add(result.step, line["step_seconds"])
+            if compared:
+                self._reporter.write(compared)
+                total = self._state.config.train.steps
+                self._reporter.say(f"step {result.step}/{total} | {prediction.in_words(compared)}")
             if result.failed:
                 self._state.ctx.flight.step = result.step
             if not result.finite:
