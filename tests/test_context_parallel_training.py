@@ -27,9 +27,11 @@ from megapar.sharding import Sharding
 from megapar.stage_set import AddedLoss, Declared
 from megapar.train.metrics import attention_load
 from megapar.train.step import train_step
-from tests.support import layouts
+from megapar.verify import logical
+from megapar.verify.logical import held_gradients
+from tests.support import close
 from tests.support.distributed import run_ranks
-from tests.support.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, Layout, held_gradients, make_state, micro_batches
+from tests.support.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, Layout, make_state, micro_batches
 from tests.support.plans import PARTS
 
 FOUR_KV_HEADS = replace(LLAMA, num_key_value_heads=4)
@@ -196,7 +198,7 @@ def without_clipping(config: Config) -> Config:
     return replace(config, optimizer=replace(config.optimizer, clip_grad=0.0))
 
 
-def gradients_of_a_step(config: Config, change: Change) -> tuple[float, list[layouts.Held]]:
+def gradients_of_a_step(config: Config, change: Change) -> tuple[float, list[logical.Held]]:
     state = make_state(without_clipping(config))
     result = train_step(state, [change(batch) for batch in micro_batches(config, state.ctx, 0)])
     return result.loss, held_gradients(state)
@@ -206,11 +208,11 @@ def same_as_one_process(layout: Layout, change: Change) -> dict[str, Tensor]:
     """Compare loss and gradients of the layout with those of one process; returns the latter."""
     alone = replace(layout, cp=1, tp=1, cp_attention="gather", micro_batch_size=12)
     loss, gradients = gradients_of_a_step(alone.config(), change)
-    expected = layouts.assemble([gradients])
+    expected = logical.assemble([gradients])
     ranks = run_ranks(layout.world, gradients_of_a_step, layout.config(), change)
     for found, _ in ranks:
         assert found == pytest.approx(loss, rel=1e-5)
-    layouts.assert_close(layouts.assemble([gradients for _, gradients in ranks]), expected)
+    close.assert_close(logical.assemble([gradients for _, gradients in ranks]), expected)
     assert all(tensor.isfinite().all() for tensor in expected.values())
     return expected
 
@@ -268,7 +270,7 @@ class OwnLossStage(LlamaStage):
 OWN_LOSS = replace(LLAMA_FAMILY, name="own loss", stage=OwnLossStage)
 
 
-def gradients_of_own_loss(config: Config) -> list[layouts.Held]:
+def gradients_of_own_loss(config: Config) -> list[logical.Held]:
     """Gradients of a loss of the third layer alone: no token has a weight in the cross entropy."""
     state = make_state(without_clipping(config))
     train_step(state, [nothing(batch) for batch in micro_batches(config, state.ctx, 0)])
@@ -282,8 +284,8 @@ def test_a_loss_beside_the_cross_entropy_has_the_same_weight(cp: int) -> None:
     layout = Layout(model, cp=cp, micro_batch_size=6)
     alone = gradients_of_own_loss(Layout(model, micro_batch_size=12).config())
     ranks = run_ranks(cp, gradients_of_own_loss, layout.config())
-    expected = layouts.assemble([alone])
-    layouts.assert_close(layouts.assemble(ranks), expected)
+    expected = logical.assemble([alone])
+    close.assert_close(logical.assemble(ranks), expected)
     assert expected["layers.0.attention.q.weight"].any()
 
 
@@ -294,13 +296,13 @@ def test_z_loss_has_the_same_weight() -> None:
     for z_loss in (0.0, 0.1):
         configs = [one.config() for one in (Layout(LLAMA, micro_batch_size=12), layout)]
         alone, split = (replace(config, train=replace(config.train, z_loss=z_loss)) for config in configs)
-        expected = layouts.assemble([gradients_of_a_step(alone, lambda batch: batch)[1]])
+        expected = logical.assemble([gradients_of_a_step(alone, lambda batch: batch)[1]])
         ranks = run_ranks(2, gradients_of_a_step, split, lambda batch: batch)
-        found[z_loss] = expected, layouts.assemble([gradients for _, gradients in ranks])
+        found[z_loss] = expected, logical.assemble([gradients for _, gradients in ranks])
     alone_difference, split_difference = (
         {name: found[0.1][number][name] - found[0.0][number][name] for name in found[0.0][0]} for number in (0, 1)
     )
-    layouts.assert_close(split_difference, alone_difference, rtol=1e-4)
+    close.assert_close(split_difference, alone_difference, rtol=1e-4)
 
 
 def recompute_in_every_way(form: Any) -> list[tuple[float, Tensor]]:
@@ -331,7 +333,7 @@ def test_recomputation_changes_no_bit(form: Any) -> None:
 LONG = 50
 
 
-def train_long(layout: Layout) -> tuple[list[float], list[layouts.Held]]:
+def train_long(layout: Layout) -> tuple[list[float], list[logical.Held]]:
     """The loss of each of 50 steps over three batches in turns, and the weights after them."""
     config = layout.config()
     optimizer = replace(config.optimizer, lr=2e-3, eps=1e-8)
@@ -340,7 +342,7 @@ def train_long(layout: Layout) -> tuple[list[float], list[layouts.Held]]:
     losses = []
     for step in range(LONG):
         losses.append(train_step(state, micro_batches(config, state.ctx, step % 3, layout.packed)).loss)
-    return losses, layouts.held(state.stages.values(), state.ctx)
+    return losses, logical.held(state.stages.values(), state.ctx)
 
 
 @pytest.mark.slow
@@ -353,4 +355,4 @@ def test_fifty_steps_of_four_ranks_are_those_of_one() -> None:
         ranks = run_ranks(4, train_long, replace(base, cp=4, cp_attention=form))
         for found, _ in ranks:
             assert found == pytest.approx(losses, rel=1e-5)
-        layouts.assert_close(layouts.assemble([held for _, held in ranks]), layouts.assemble([weights]), 5e-5)
+        close.assert_close(logical.assemble([held for _, held in ranks]), logical.assemble([weights]), 5e-5)

@@ -26,7 +26,7 @@ from megapar.params import Init, StateSlice, selected, spec_of
 from megapar.products import MatrixProducts
 from megapar.random import initialize
 from megapar.sharding import Sharding
-from tests.support import layouts
+from megapar.verify import logical
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.flat import flatten
 from tests.support.mixtures import HIDDEN, Case, Mixture, plain_mixture, small_mixture
@@ -70,7 +70,7 @@ def train(case: Case, ctx: ParallelContext, micro_batches: int) -> dict[str, Any
     return {
         "outputs": outputs,
         "inputs": input_gradients,
-        "weights": layouts.held([mixture], ctx, layouts.main_gradients),
+        "weights": logical.held([mixture], ctx, logical.main_gradients),
     }
 
 
@@ -108,7 +108,7 @@ def check_against_one_process(found: list[dict[str, Any]], case: Case, where: st
     for rank, kind, micro_batch in itertools.product(range(world), ("outputs", "inputs"), range(2)):
         what = f"{where} {case} {kind} of rank {rank}, micro-batch {micro_batch}"
         assert_close(found[rank][kind][micro_batch], expected[kind][rank][micro_batch], what)
-    weights = layouts.assemble([rank["weights"] for rank in found])
+    weights = logical.assemble([rank["weights"] for rank in found])
     assert weights.keys() == expected["weights"].keys()
     for name, gradient in weights.items():
         assert_close(gradient, expected["weights"][name], f"{where} {case} gradient of {name}")
@@ -485,8 +485,8 @@ def test_initial_weights_are_the_same_in_every_layout() -> None:
             ctx = planned(rank, split)
             mixture = Mixture(Case(), ctx)
             initialize([mixture], seed=3)
-            parts.append(layouts.held([mixture], ctx))
-        found.append(layouts.assemble(parts))
+            parts.append(logical.held([mixture], ctx))
+        found.append(logical.assemble(parts))
     for tensors in found[1:]:
         assert tensors.keys() == found[0].keys()
         assert all(torch.equal(tensor, found[0][name]) for name, tensor in tensors.items())
@@ -575,6 +575,6 @@ def test_experts_in_16_bits_sum_gradients_in_fp32() -> None:
     out.sum().backward()
     expected.sum().backward()
     assert (out - expected).norm() < 0.01 * expected.norm()
-    for name, gradient in layouts.assemble([layouts.held([mixture], single(), layouts.main_gradients)]).items():
+    for name, gradient in logical.assemble([logical.held([mixture], single(), logical.main_gradients)]).items():
         assert gradient.dtype == torch.float32
         assert (gradient - weights[name].grad).norm() < 0.02 * weights[name].grad.norm(), name

@@ -18,7 +18,8 @@ from megapar.grid import Grid
 from megapar.params import Init
 from megapar.sharding import Sharding
 from megapar.tally import end_step
-from tests.support import layouts
+from megapar.verify import logical
+from tests.support import close
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.flat import flatten
 
@@ -123,7 +124,7 @@ def make_router(ctx: ParallelContext, rule: RouterRule, kind: BalanceRule) -> Ro
         Sharding.of(ctx, torch.float32),
         init=Init("normal", 1.0),
     )
-    layouts.fill([router], {f"{NAME}.weight": router_weight()})
+    logical.fill([router], {f"{NAME}.weight": router_weight()})
     return router
 
 
@@ -183,7 +184,7 @@ def losses_alone(layout: Layout, ctx: ParallelContext, rule: RouterRule, kind: B
         losses.append(loss.item())
         gradients.append(x.grad)
     flat.gradients.finish()
-    weights = layouts.held([router], ctx, layouts.main_gradients)
+    weights = logical.held([router], ctx, logical.main_gradients)
     return {"loss": sum(losses), "inputs": torch.cat(gradients, dim=1), "weights": weights}
 
 
@@ -201,13 +202,13 @@ def test_losses_alone_are_the_same_in_every_layout() -> None:
     small = [losses_alone(Layout(samples=1), single(), rule, kind) for rule in (SOFTMAX, SIGMOID) for kind in KINDS]
     ranks = run_ranks(4, losses_on_ranks, LAYOUTS_OF_4)
     for number, expected in enumerate(alone):
-        whole = layouts.assemble([expected["weights"]])
+        whole = logical.assemble([expected["weights"]])
         assert whole[f"{NAME}.weight"].norm() > 0.01
-        layouts.assert_close(layouts.assemble([small[number]["weights"]]), whole)
+        close.assert_close(logical.assemble([small[number]["weights"]]), whole)
         for place, layout in enumerate(LAYOUTS_OF_4):
             found = [rank[place][number] for rank in ranks]
             assert sum(part["loss"] for part in found) == pytest.approx(expected["loss"], rel=1e-5)
-            layouts.assert_close(layouts.assemble([part["weights"] for part in found]), whole)
+            close.assert_close(logical.assemble([part["weights"] for part in found]), whole)
             for rank, part in enumerate(found):
                 ctx = context.planned(Grid(dp=layout.dp, tp=layout.tp, cp=layout.cp), rank, device=torch.device("cpu"))
                 mine = torch.cat(layout.micro_batches(expected["inputs"], ctx), dim=1)

@@ -10,22 +10,11 @@ from torch import Tensor
 from megapar.comm import collectives
 from megapar.context import Axis
 from megapar.train.step import train_step
-from tests.support import layouts
+from megapar.verify import logical
+from megapar.verify.logical import held_gradients, held_weights
+from tests.support import close
 from tests.support.distributed import run_ranks
-from tests.support.grid import (
-    GPT,
-    LLAMA,
-    MIXTRAL,
-    STEPS,
-    Layout,
-    bitwise,
-    held_gradients,
-    held_weights,
-    make_state,
-    micro_batches,
-    name,
-    reference,
-)
+from tests.support.grid import GPT, LLAMA, MIXTRAL, STEPS, Layout, bitwise, make_state, micro_batches, name, reference
 from tests.support.sweeps import slow_but
 
 Reduce = Callable[[Tensor, Axis], collectives.Pending]
@@ -79,13 +68,13 @@ def test_each_part_is_rounded_once_and_the_sum_is_fp32(layout: Layout) -> None:
     for step in range(STEPS):
         for kind in (1, 2):  # gradients, weights
             found, expected, in_fp32 = (
-                layouts.assemble([rank[way]["steps"][step][kind] for rank in ranks]) for way in range(3)
+                logical.assemble([rank[way]["steps"][step][kind] for rank in ranks]) for way in range(3)
             )
             assert bitwise(found, expected), f"step {step}"
             assert not bitwise(found, in_fp32), "nothing was rounded"
     # One process rounds nothing. Each part is off by 2^-9 at most, and parts that cancel are larger than their sum.
-    first = layouts.assemble([rank[0]["steps"][0][1] for rank in ranks])
+    first = logical.assemble([rank[0]["steps"][0][1] for rank in ranks])
     _, _, gradients, *_ = reference(layout.model, False)["steps"][0]
-    layouts.assert_close(first, layouts.assemble([gradients]), 2**-7)
+    close.assert_close(first, logical.assemble([gradients]), 2**-7)
     for found, _, in_fp32 in ranks:
         assert found["sent"] * 2 == in_fp32["sent"] > 0

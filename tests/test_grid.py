@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from megapar.config.options import Config, ModelConfig
 from megapar.pipeline.schedules import SCHEDULES
 from megapar.train.step import train_step
-from tests.support import cover, layouts
+from megapar.verify import logical
+from megapar.verify.logical import held_gradients
+from tests.support import close, cover
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.factors import COVER, SPACE, layout_of
 from tests.support.grid import (
@@ -31,7 +33,6 @@ from tests.support.grid import (
     Layout,
     bitwise,
     check_on_ranks,
-    held_gradients,
     make_state,
     micro_batches,
     name,
@@ -74,8 +75,8 @@ def test_shared_memory_and_gloo_give_the_same_bits(layout: Layout) -> None:
             expected = [rank["steps"][step] for rank in shared]
             assert [row[:2] for row in found] == [row[:2] for row in expected]
             for kind in (2, 3):  # gradients, weights
-                one = layouts.assemble([row[kind] for row in found])
-                assert bitwise(one, layouts.assemble([row[kind] for row in expected]))
+                one = logical.assemble([row[kind] for row in found])
+                assert bitwise(one, logical.assemble([row[kind] for row in expected]))
 
 
 def train_while_gathers_run(config: Config) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def train_while_gathers_run(config: Config) -> dict[str, Any]:
         in_flight.append(len(state.weights._arriving))
         shown["steps"].append((result.loss, result.grad_norm))
     state.weights.wait()
-    shown["weights"] = layouts.held(stages, state.ctx)
+    shown["weights"] = logical.held(stages, state.ctx)
     return shown
 
 
@@ -119,7 +120,7 @@ def test_gathers_under_the_forward_change_no_bit(layout: Layout) -> None:
         under_forward = rank["in_flight"][after_first_step + 1]
         assert 0 < under_forward < max(rank["in_flight"]), "some have arrived for the first layer, others not yet"
     assert bitwise(
-        layouts.assemble([rank["weights"] for rank in found]), layouts.assemble([rank["weights"] for rank in expected])
+        logical.assemble([rank["weights"] for rank in found]), logical.assemble([rank["weights"] for rank in expected])
     )
 
 
@@ -334,7 +335,7 @@ def test_layouts_by_hand_change_nothing(layout: Layout) -> None:
     check_on_ranks(layout)
 
 
-def gradients_of_schedules(layouts_of_schedules: list[Layout]) -> list[tuple[float, list[layouts.Held]]]:
+def gradients_of_schedules(layouts_of_schedules: list[Layout]) -> list[tuple[float, list[logical.Held]]]:
     """For each layout the loss and this rank's reduced gradients after one step."""
     shown = []
     for layout in layouts_of_schedules:
@@ -358,12 +359,12 @@ def test_every_schedule_has_the_bits_of_1f1b(model: ModelConfig, rtol: float, mi
     cases = [base, *(replace(base, schedule=name, vpp=vpp) for name, vpp in STAGES.items())]
     by_rank = run_ranks(2, gradients_of_schedules, cases)
     expected_loss = by_rank[0][0][0]
-    expected = layouts.assemble([rank[0][1] for rank in by_rank])
+    expected = logical.assemble([rank[0][1] for rank in by_rank])
     for number, case in enumerate(cases):
         assert by_rank[0][number][0] == pytest.approx(expected_loss, rel=1e-6), case.schedule
-        found = layouts.assemble([rank[number][1] for rank in by_rank])
+        found = logical.assemble([rank[number][1] for rank in by_rank])
         if rtol:
-            layouts.assert_close(found, expected, rtol)
+            close.assert_close(found, expected, rtol)
         else:
             assert bitwise(found, expected), case.schedule
 

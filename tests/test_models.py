@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config.options import Config, ModelConfig, MoEConfig, RopeScaling
-from tests.support import layouts, reference_models, tiny_models
+from megapar.verify import logical
+from tests.support import close, reference_models, tiny_models
 from tests.support.flat import flatten
 
 # Wavelengths of head_dim 12 and theta 1e4 are 6, 29, 135, ... positions: kept, blended and stretched ones.
@@ -74,7 +75,7 @@ def test_loss_and_gradients_equal_plain_pytorch(name: str) -> None:
         config.model, tiny_models.random_tensors(config.model), batches, scale=1 / 100
     )
     assert sum(losses).item() / 100 == pytest.approx(loss, rel=1e-6)
-    layouts.assert_close(layouts.assemble([layouts.held([stage], ctx, layouts.gradients, unsummed=True)]), expected)
+    close.assert_close(logical.assemble([logical.held([stage], ctx, logical.gradients, unsummed=True)]), expected)
 
 
 @pytest.mark.parametrize("name", ["grouped", "q/k norm and biases", "gpt tied"])
@@ -96,7 +97,7 @@ def test_packed_documents_train_as_if_each_were_alone(name: str) -> None:
     tensors = tiny_models.random_tensors(config.model)
     expected, gradients = reference_models.loss_and_gradients(config.model, tensors, alone)
     assert loss.item() == pytest.approx(expected, rel=1e-6)
-    layouts.assert_close(layouts.assemble([layouts.held([stage], ctx, layouts.gradients, unsummed=True)]), gradients)
+    close.assert_close(logical.assemble([logical.held([stage], ctx, logical.gradients, unsummed=True)]), gradients)
 
 
 def test_z_loss_is_part_of_the_training_loss_alone() -> None:
@@ -109,7 +110,7 @@ def test_z_loss_is_part_of_the_training_loss_alone() -> None:
     expected, gradients = reference_models.loss_and_gradients(config.model, tensors, [batch], z_loss=0.1)
     plain, _ = reference_models.loss_and_gradients(config.model, tensors, [batch])
     assert loss.item() == pytest.approx(expected, rel=1e-6)
-    layouts.assert_close(layouts.assemble([layouts.held([stage], ctx, layouts.gradients, unsummed=True)]), gradients)
+    close.assert_close(logical.assemble([logical.held([stage], ctx, logical.gradients, unsummed=True)]), gradients)
     assert plain < 0.9 * expected
     assert stage.eval()(None, batch).item() == pytest.approx(plain, rel=1e-6)
 
@@ -128,13 +129,13 @@ def test_bf16_gradients_equal_plain_pytorch_to_bf16_rounding(name: str) -> None:
     buffer.gradients.finish()
     rounded = {n: t.bfloat16() for n, t in tiny_models.random_tensors(config.model).items()}
     _, expected = reference_models.loss_and_gradients(config.model, rounded, [batch])
-    found = layouts.assemble([layouts.held([stage], ctx, layouts.main_gradients)])
+    found = logical.assemble([logical.held([stage], ctx, logical.main_gradients)])
     if "positions.weight" in expected:
         # Without a rotation, a key bias adds one number to all scores of a query. Softmax does not see it, so that the
         # gradient is zero but for rounding.
         for key_bias in [n for n in expected if n.endswith(".k.bias")]:
             del found[key_bias], expected[key_bias]
-    layouts.assert_close(found, expected, rtol=2**-4)
+    close.assert_close(found, expected, rtol=2**-4)
     for projection in [n for n in found if n.startswith("layers.") and found[n].dim() == 2]:
         exact = found[projection]
         assert not torch.equal(exact, exact.bfloat16().float()), f"{projection}: rounded to bf16 before it was added"
@@ -233,11 +234,11 @@ def test_tied_embedding_on_one_rank_is_one_parameter(vpp: int) -> None:
     config = tiny_models.config(MODELS["gpt tied"])
     config = replace(config, parallel=replace(config.parallel, vpp=vpp))
     stages = build_stages(config, context.single())
-    layouts.fill(stages.values(), tiny_models.random_tensors(config.model))
+    logical.fill(stages.values(), tiny_models.random_tensors(config.model))
     assert stages[vpp - 1].head is stages[0].embedding_weight()
     buffer = flatten(list(stages.values()), context.single(), zero_stage=1, bucket_mb=1.0, overlap=True)
     assert [slot.name for slot in buffer.slots].count("embedding.weight") == 1
-    assert sum(p.numel() for p in layouts.unique_parameters(stages.values())) == (
+    assert sum(p.numel() for p in logical.unique_parameters(stages.values())) == (
         WholeModel(config.model).parameters() + (256 - 131) * 48
     )
     batch = tiny_models.batch(config.model)
@@ -247,8 +248,8 @@ def test_tied_embedding_on_one_rank_is_one_parameter(vpp: int) -> None:
     x.backward()
     buffer.gradients.finish()
     _, expected = reference_models.loss_and_gradients(config.model, tiny_models.random_tensors(config.model), [batch])
-    found = layouts.held(stages.values(), context.single(), layouts.main_gradients)
-    layouts.assert_close(layouts.assemble([found]), expected)
+    found = logical.held(stages.values(), context.single(), logical.main_gradients)
+    close.assert_close(logical.assemble([found]), expected)
     norm = sum(t.double().pow(2).sum() for t in expected.values()).sqrt()
     owned = torch.cat([buffer.grads[start:stop] for start, stop in buffer.layout.norm_ranges()])
     assert owned.double().norm().item() == pytest.approx(norm.item(), rel=1e-6)

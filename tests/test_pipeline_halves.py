@@ -37,7 +37,8 @@ from megapar.tensor_parallel.layers import (
 )
 from megapar.train.data import open_loaders
 from megapar.train.step import train_step
-from tests.support import layouts
+from megapar.verify import logical
+from tests.support import close
 from tests.support.distributed import run_ranks
 from tests.support.flat import flatten
 from tests.support.grid import (
@@ -144,7 +145,7 @@ def same_bits(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) 
         other = [rank["steps"][step] for rank in theirs]
         assert [rank[:2] for rank in mine] == [rank[:2] for rank in other]
         for kind in (2, 3):  # gradients, weights
-            one, two = (layouts.assemble([rank[kind] for rank in ranks]) for ranks in (mine, other))
+            one, two = (logical.assemble([rank[kind] for rank in ranks]) for ranks in (mine, other))
             assert bitwise(one, two), [key for key in two if not torch.equal(one[key], two[key])]
 
 
@@ -216,8 +217,8 @@ def test_a_tied_matrix_of_two_stages_on_a_rank() -> None:
     check(TIED_ON_A_RANK, ours)
     theirs = run_ranks(2, train_two_steps, whole(TIED_ON_A_RANK).config())
     for step in range(STEPS):
-        one, two = (layouts.assemble([rank["steps"][step][2] for rank in ranks]) for ranks in (ours, theirs))
-        layouts.assert_close(one, two, rtol=1e-6)
+        one, two = (logical.assemble([rank["steps"][step][2] for rank in ranks]) for ranks in (ours, theirs))
+        close.assert_close(one, two, rtol=1e-6)
 
 
 def loss_of_delivered_batches(config: Config) -> tuple[bool, float]:

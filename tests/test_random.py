@@ -22,7 +22,8 @@ from megapar.context_parallel.dropout import AttentionDropout
 from megapar.grid import Grid
 from megapar.params import Box, Piece
 from megapar.random import initialize, keep_mask, row_keys
-from tests.support import layouts, tiny_models
+from megapar.verify import logical
+from tests.support import tiny_models
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
 from tests.support.flat import flatten
 from tests.support.sweeps import slow_but
@@ -38,14 +39,14 @@ DROPPING = replace(TIED_GPT, hidden_dropout=0.5, attention_dropout=0.5)
 # Initial weights
 
 
-def initial(model: ModelConfig, tp: int, seed: int = 7) -> list[layouts.Held]:
+def initial(model: ModelConfig, tp: int, seed: int = 7) -> list[logical.Held]:
     ctx = context.create(Grid(tp=tp))
     stages = build_stages(tiny_models.config(model, tp), ctx).values()
     initialize(stages, seed)
-    return layouts.held(stages, ctx)
+    return logical.held(stages, ctx)
 
 
-def initial_of_both(tp: int) -> list[list[layouts.Held]]:
+def initial_of_both(tp: int) -> list[list[logical.Held]]:
     return [initial(model, tp) for model in (STRADDLING, TIED_GPT)]
 
 
@@ -59,7 +60,7 @@ def test_initial_weights_are_bitwise_the_same_for_every_tp(tp: int) -> None:
     ranks = run_ranks(tp, initial_of_both, tp)
     for number, model in enumerate((STRADDLING, TIED_GPT)):
         parts = [rank[number] for rank in ranks]
-        found, expected = layouts.assemble(parts), layouts.assemble([initial(model, 1)])
+        found, expected = logical.assemble(parts), logical.assemble([initial(model, 1)])
         assert set(found) == set(expected)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         for copies in zip(*parts, strict=True):
@@ -74,7 +75,7 @@ def test_initial_weights_follow_the_law_of_their_kind(model: ModelConfig) -> Non
     """Projections into the residual stream are smaller by sqrt(2 layers), norms are one, biases zero (fault
     initial-weights-same)."""
     model = replace(model, initializer_range=0.3, hidden_size=96, num_hidden_layers=3)
-    for name, tensor in layouts.assemble([initial(model, 1)]).items():
+    for name, tensor in logical.assemble([initial(model, 1)]).items():
         if name.endswith("bias"):
             assert not tensor.any(), name
         elif name.endswith("norm.weight"):
@@ -91,7 +92,7 @@ def test_initial_weights_follow_the_law_of_their_kind(model: ModelConfig) -> Non
 
 def test_no_two_rows_start_alike() -> None:
     """Neither within a tensor, nor in two tensors, nor under two seeds."""
-    tensors = [layouts.assemble([initial(TIED_GPT, 1, seed)]) for seed in (7, 8)]
+    tensors = [logical.assemble([initial(TIED_GPT, 1, seed)]) for seed in (7, 8)]
     rows = [
         row[:48] for seed in tensors for tensor in seed.values() if tensor.dim() == 2 for row in tensor if row.any()
     ]

@@ -31,7 +31,8 @@ from megapar.tensor_parallel.regions import (
     reduce_from_tp,
     scatter_sum,
 )
-from tests.support import layouts, reference_models, tiny_models
+from megapar.verify import logical
+from tests.support import close, reference_models, tiny_models
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.flat import flatten
 from tests.support.sweeps import slow_but
@@ -185,7 +186,7 @@ def examine_layers(ctx: ParallelContext, sequence_parallel: bool) -> dict[str, A
     tp, size = ctx.tp, ctx.tp.size
     layers = make_layers(Sharding(tp, ctx.grad, sequence_parallel, torch.float64, ctx.device))
     column, row, embedding = layers
-    layouts.fill(layers, tensors_of_layers())
+    logical.fill(layers, tensors_of_layers())
     rows = slice(8 * tp.rank // size, 8 * (tp.rank + 1) // size) if sequence_parallel else slice(0, 8)
     wide = draw(8, 2, 8, seed=2, device=ctx.device).chunk(size, -1)[tp.rank].contiguous()
     x = draw(8, 2, 6, seed=1, device=ctx.device)[rows].clone().requires_grad_()
@@ -205,7 +206,7 @@ def examine_layers(ctx: ParallelContext, sequence_parallel: bool) -> dict[str, A
         "outputs": [y.detach() for y in outputs],
         "inputs": [x.grad, x_row.grad],
         "frozen input": torch.equal(frozen, column.weight.grad),
-        "held": layouts.held(layers, ctx, layouts.gradients, unsummed=True),
+        "held": logical.held(layers, ctx, logical.gradients, unsummed=True),
         "strided": strided_equals_contiguous(column, x.detach(), 1e-12) and strided_equals_contiguous(row, wide, 1e-12),
     }
 
@@ -253,7 +254,7 @@ def test_layers_equal_plain_linear_and_embedding(tp: int) -> None:
             for found, right in zip([*rank["outputs"], *rank["inputs"]], expected, strict=True):
                 torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
         held = [both[sequence_parallel]["held"] for both in ranks]
-        layouts.assert_close(layouts.assemble(held), gradients, rtol=1e-12)
+        close.assert_close(logical.assemble(held), gradients, rtol=1e-12)
 
 
 def axis_of(rank: int, size: int) -> Axis:
@@ -355,7 +356,7 @@ DROPPING = tiny_models.model("gpt", hidden_dropout=0.3, attention_dropout=0.3)
 def set_padding(stage: nn.Module, value: float) -> None:
     """Fill the vocabulary's padding rows: nothing may read them."""
     with torch.no_grad():
-        for param in layouts.unique_parameters([stage]):
+        for param in logical.unique_parameters([stage]):
             *_, (_, _, last) = param.spec.segments()  # type: ignore[attr-defined]
             param.view(-1)[last:] = value
 
@@ -370,13 +371,13 @@ def train_model(model: ModelConfig, tp: int, sequence_parallel: bool) -> dict[st
     loss = stage(None, tiny_models.joined(batches))
     loss.backward()
     found: dict[str, Any] = {"loss": loss.item()}
-    found["unsummed"] = layouts.held([stage], ctx, layouts.gradients, unsummed=True)
+    found["unsummed"] = logical.held([stage], ctx, logical.gradients, unsummed=True)
     stage.zero_grad()
     buffer = flatten([stage], ctx, zero_stage=0, bucket_mb=0.05, overlap=True)
     for batch in batches:
         stage(None, batch).backward()
     buffer.gradients.finish()
-    found["summed"] = layouts.held([stage], ctx, layouts.main_gradients)
+    found["summed"] = logical.held([stage], ctx, logical.main_gradients)
     return found
 
 
@@ -389,7 +390,7 @@ def expected_of(model: ModelConfig) -> tuple[float, dict[str, Tensor]]:
     """By plain PyTorch in fp64, or if it would need a mask by the model on one rank."""
     if model.hidden_dropout:
         alone = train_model(model, 1, False)
-        return alone["loss"], layouts.assemble([alone["unsummed"]])
+        return alone["loss"], logical.assemble([alone["unsummed"]])
     full = tiny_models.config(model).model
     batches = [tiny_models.batch(full, seed) for seed in (0, 1)]
     return reference_models.loss_and_gradients(full, tiny_models.random_tensors(full), batches)
@@ -409,7 +410,7 @@ def test_tensor_parallel_models_equal_one_process(tp: int) -> None:
             assert len({f["loss"] for f in found}) == 1, "the loss differs by rank"
             assert found[0]["loss"] == pytest.approx(loss, rel=1e-6)
             for way in ("unsummed", "summed"):
-                layouts.assert_close(layouts.assemble([f[way] for f in found]), gradients)
+                close.assert_close(logical.assemble([f[way] for f in found]), gradients)
 
 
 def scatter_ten_rows() -> str:

@@ -29,9 +29,11 @@ from megapar.train.checkpoints import Saver
 from megapar.train.step import train_step
 from megapar.train.trainable import freeze, freeze_others
 from megapar.train.trainer import start
-from tests.support import layouts, program
+from megapar.verify import logical
+from megapar.verify.logical import held_weights
+from tests.support import close, program
 from tests.support.distributed import run_ranks
-from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, held_weights, make_context, make_state, micro_batches
+from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, make_context, make_state, micro_batches
 from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 
@@ -75,10 +77,10 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_in_one_process(
     alone = train_a_part(single, patterns, tmp_path / "one")
     ranks = run_ranks(4, train_a_part, layout, patterns, tmp_path / "many")
     initial = make_state(single.config()).stages.values()
-    before = layouts.assemble([layouts.held(initial, context.single())])
-    found = layouts.assemble([rank["weights"] for rank in ranks])
+    before = logical.assemble([logical.held(initial, context.single())])
+    found = logical.assemble([rank["weights"] for rank in ranks])
     rtol = 1e-5 if layout.model is LLAMA else 1e-2
-    layouts.assert_close(found, layouts.assemble([alone["weights"]]), rtol)
+    close.assert_close(found, logical.assemble([alone["weights"]]), rtol)
     for name, tensor in found.items():
         is_trained = any(fnmatchcase(name, pattern) for pattern in patterns)
         assert torch.equal(tensor.float(), before[name].to(tensor.dtype).float()) != is_trained, name
@@ -88,7 +90,7 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_in_one_process(
     again = train_a_part(single, patterns, tmp_path / "many", resume=True)
     on = train_a_part(single, patterns, tmp_path / "one", resume=True)
     assert again["loss"] == pytest.approx(on["loss"], rel=rtol)
-    layouts.assert_close(layouts.assemble([again["weights"]]), layouts.assemble([on["weights"]]), rtol)
+    close.assert_close(logical.assemble([again["weights"]]), logical.assemble([on["weights"]]), rtol)
 
 
 def test_a_resumption_that_trains_other_parameters_is_refused_with_both_values(tmp_path: Path) -> None:

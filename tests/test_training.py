@@ -32,19 +32,11 @@ from megapar.train.metrics import Reporter
 from megapar.train.state import TrainState
 from megapar.train.step import count_targets, mean_loss, train_step
 from megapar.train.trainer import Run, start, train
-from tests.support import layouts
+from megapar.verify import logical
+from megapar.verify.logical import held_gradients
+from tests.support import close
 from tests.support.distributed import rank_device, run_ranks
-from tests.support.grid import (
-    GPT,
-    LENGTH,
-    LLAMA,
-    ONE_KV_HEAD,
-    SAMPLES,
-    Layout,
-    held_gradients,
-    make_state,
-    micro_batches,
-)
+from tests.support.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, SAMPLES, Layout, make_state, micro_batches
 from tests.support.runs import Bits, assert_bitwise, bits, metrics, stored
 from tests.support.sweeps import slow_but
 
@@ -230,11 +222,11 @@ def test_a_run_resumes_in_another_layout(finished: tuple[list[Path], list[Any]],
 # Copies of a parameter
 
 
-def held_weights(state: TrainState) -> list[layouts.Held]:
-    return layouts.held(state.stages.values(), state.ctx)
+def held_weights(state: TrainState) -> list[logical.Held]:
+    return logical.held(state.stages.values(), state.ctx)
 
 
-def run_long(case: Case, steps: int, every: int, folder: Path) -> tuple[list[list[layouts.Held]], Bits]:
+def run_long(case: Case, steps: int, every: int, folder: Path) -> tuple[list[list[logical.Held]], Bits]:
     """The weights of this rank at every `every`-th of `steps`, right after a save and a resume, and `every` later."""
     config = replace(case.layout.config(case.precision), run_dir=str(folder))
     config = replace(config, train=replace(config.train, steps=steps + every))
@@ -261,7 +253,7 @@ def assert_copies_agree(cases: Sequence[Case], ranks: Sequence[Any]) -> None:
     """`assemble` compares every copy of every element bitwise, over tp, tied ends and replicas."""
     for number, case in enumerate(cases):
         moments = zip(*(rank[number][0] for rank in ranks), strict=True)
-        weights = [layouts.assemble(parts) for parts in moments]
+        weights = [logical.assemble(parts) for parts in moments]
         assert not torch.equal(weights[0]["norm.weight"], weights[-1]["norm.weight"]), f"{case}: nothing was trained"
 
 
@@ -296,7 +288,7 @@ def test_tied_copies_never_drift(tmp_path: Path) -> None:
 # Gradients of one batch
 
 
-def gradients(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, list[layouts.Held]]:
+def gradients(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, list[logical.Held]]:
     """Loss and reduced gradients of a step, without its update."""
     tokens = count_targets(batches, state.ctx)
     scale = 1024.0 if state.loss_scale.dynamic else 1.0
@@ -307,7 +299,7 @@ def gradients(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, 
     return mean_loss(losses, tokens, state.ctx).item(), held_gradients(state)
 
 
-def only_one_counts(cases: Sequence[Case], chosen: Sequence[int]) -> list[list[list[layouts.Held]]]:
+def only_one_counts(cases: Sequence[Case], chosen: Sequence[int]) -> list[list[list[logical.Held]]]:
     """Gradients of a batch of 12 equal samples with only number i counted, for each i of `chosen`."""
     shown = []
     for case in cases:
@@ -339,10 +331,10 @@ def test_each_micro_batch_has_the_same_weight() -> None:
     ]
     ranks = run_ranks(2, only_one_counts, cases, (0, 5, 11))
     for number, case in enumerate(cases):
-        found = [layouts.assemble(parts) for parts in zip(*(rank[number] for rank in ranks), strict=True)]
+        found = [logical.assemble(parts) for parts in zip(*(rank[number] for rank in ranks), strict=True)]
         assert all(grad.any() for grad in found[0].values()), case
         for other in found[1:]:
-            layouts.assert_close(other, found[0], rtol=1e-6)
+            close.assert_close(other, found[0], rtol=1e-6)
 
 
 # bf16 and fp16
@@ -383,7 +375,7 @@ def half_and_fp32_gradients(cases: Sequence[Case], starts: Sequence[Mapping[str,
     shown = []
     for case, weights in zip(cases, starts, strict=True):
         state = make_state(case.layout.config(case.precision))
-        layouts.fill(state.stages.values(), weights)
+        logical.fill(state.stages.values(), weights)
         shown.append(gradients(state, micro_batches(state.config, state.ctx, 0)))
     return shown
 
@@ -411,7 +403,7 @@ def test_half_precision_gradients_err_as_derived(precision: Precision) -> None:
     for model, in_layouts in by_model.items():
         alone = Layout(model, micro_batch_size=SAMPLES)
         initial = make_state(alone.config(precision))
-        weights = layouts.assemble([held_weights(initial)])
+        weights = logical.assemble([held_weights(initial)])
         single = half_and_fp32_gradients([Case(alone, precision), Case(alone)], [weights, weights])
         for layout in in_layouts:
             cases.append(Case(layout, precision))
@@ -420,9 +412,9 @@ def test_half_precision_gradients_err_as_derived(precision: Precision) -> None:
     ranks = run_ranks(4, half_and_fp32_gradients, cases, starts)
     for number, (case, (half, fp32)) in enumerate(zip(cases, singles, strict=True)):
         unit = rounding_unit(case.layout.config()) * (1 if precision == "bf16" else 2**-3)
-        exact = layouts.assemble([fp32[1]])
-        alone = layouts.assemble([half[1]])
-        found = layouts.assemble([rank[number][1] for rank in ranks])
+        exact = logical.assemble([fp32[1]])
+        alone = logical.assemble([half[1]])
+        found = logical.assemble([rank[number][1] for rank in ranks])
         for loss in (half[0], *(rank[number][0] for rank in ranks)):
             assert loss == pytest.approx(fp32[0], rel=2**-9), case
         for what, a, b in (("alone", alone, exact), ("layout", found, exact), ("layout to alone", found, alone)):

@@ -30,9 +30,10 @@ from megapar.launch.grid import grid_of
 from megapar.params import ZEROS, Init, shared_piece
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import Columns
+from megapar.verify.batches import four_documents
 from tests.support import tiny_models
 from tests.support.distributed import run_ranks
-from tests.support.grid import LENGTH, LLAMA, Layout, four_documents
+from tests.support.grid import LENGTH, LLAMA, Layout
 from tests.support.width import in_each_layout, trains_as_one_process
 
 WINDOW = 5
@@ -145,7 +146,7 @@ def test_positions_inside_documents_begin_again_and_change_no_attention() -> Non
     """A table has a row for each position of each sample; distances are those of positions running on."""
     config = tiny_models.config(FOUR_KINDS_MODEL)
     batch = tiny_models.batch(config.model, length=24)
-    batch = replace(batch, starts=four_documents(torch.arange(batch.size)))
+    batch = replace(batch, starts=four_documents(torch.arange(batch.size), LENGTH))
     stage = tiny_models.build(config, context.single()).double()
     found = stage(None, batch)
     attention = stage.layers["1"].attention

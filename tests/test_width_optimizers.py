@@ -31,10 +31,11 @@ from megapar.params import StateTensor
 from megapar.plan.memory import report_rank, reports
 from megapar.train.checkpoints import FOLDER, Saver, resume
 from megapar.train.step import TrainState, train_step
+from megapar.verify.logical import assemble, held_weights
 from tests.support import program
+from tests.support.close import assert_close
 from tests.support.distributed import run_ranks
-from tests.support.grid import LLAMA, MIXTRAL, Layout, check_on_ranks, held_weights, make_state, micro_batches
-from tests.support.layouts import assemble, assert_close
+from tests.support.grid import LLAMA, MIXTRAL, Layout, check_on_ranks, make_state, micro_batches
 from tests.support.plans import PARTS
 from tests.support.width import in_each_layout, trains_as_one_process
 

@@ -19,7 +19,9 @@ from megapar.pipeline.sharding_plan import UnitAction
 from megapar.plan.memory import report_rank
 from megapar.train.kept import KeptBytes
 from megapar.train.step import evaluate, train_step
-from tests.support import layouts
+from megapar.verify import logical
+from megapar.verify.logical import held_weights
+from tests.support import close
 from tests.support.distributed import run_ranks
 from tests.support.grid import (
     DENSE_BETWEEN,
@@ -33,7 +35,6 @@ from tests.support.grid import (
     Layout,
     bitwise,
     check,
-    held_weights,
     make_state,
     micro_batches,
     name,
@@ -112,12 +113,12 @@ def check_stages(layout: Layout, *, same_sums: bool) -> None:
     for stage in (2, 3):
         for step in range(STEPS):
             for kind in (2, 3):  # gradients, weights
-                first = layouts.assemble([rank[1]["steps"][step][kind] for rank in ranks])
-                found = layouts.assemble([rank[stage]["steps"][step][kind] for rank in ranks])
+                first = logical.assemble([rank[1]["steps"][step][kind] for rank in ranks])
+                found = logical.assemble([rank[stage]["steps"][step][kind] for rank in ranks])
                 if same_sums:
                     assert bitwise(found, first), f"stage {stage}, step {step}"
                 else:
-                    layouts.assert_close(found, first, 1e-6 if (step, kind) == (0, 2) else 1e-5)
+                    close.assert_close(found, first, 1e-6 if (step, kind) == (0, 2) else 1e-5)
 
 
 @pytest.mark.parametrize("layout", slow_but([0, 1, 2, 5], SAME_SUMS), ids=name)

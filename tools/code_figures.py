@@ -33,7 +33,7 @@ PACKAGES = {
         f"megapar/{room}": room
         for room in (
             *("config", "comm", "system", "launch", "plan", "train", "pipeline", "tensor_parallel", "context_parallel"),
-            *("expert_parallel", "data_parallel", "optimizer", "data", "checkpoint"),
+            *("expert_parallel", "data_parallel", "optimizer", "data", "checkpoint", "verify"),
         )
     },
     "models": "models",

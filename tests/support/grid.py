@@ -14,8 +14,7 @@ from megapar_models.registry import num_targets, validate
 from torch import Tensor
 
 from megapar import context
-from megapar.batch import MicroBatch, Targets
-from megapar.comm import collectives
+from megapar.batch import MicroBatch
 from megapar.config.options import (
     Config,
     KernelsConfig,
@@ -26,9 +25,6 @@ from megapar.config.options import (
     TrainConfig,
 )
 from megapar.context import ParallelContext
-from megapar.context_parallel import deal
-from megapar.data.order import micro_batch_positions
-from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.launch.grid import grid_of
 from megapar.optimizer.clip import clip_coefficient
 from megapar.random import initialize
@@ -36,7 +32,9 @@ from megapar.train.state import StepResult, TrainState
 from megapar.train.step import evaluate, train_step
 from megapar.train.trainable import freeze_others
 from megapar.train.trainer import assemble
-from tests.support import layouts, tiny_models
+from megapar.verify import batches, logical
+from megapar.verify.logical import held_gradients, held_weights
+from tests.support import close, tiny_models
 from tests.support.distributed import rank_device, run_ranks
 
 SAMPLES = 12
@@ -202,43 +200,8 @@ class Layout:
 
 
 def micro_batches(config: Config, ctx: ParallelContext, step: int, packed: bool = False) -> list[MicroBatch]:
-    """Random tokens, a distinct weight for each of them, and one sample masked whole; `packed` samples are four
-    documents each. A rank gets its part of their positions."""
-    generator = torch.Generator().manual_seed(step)
-    targets = num_targets(config)
-    tokens = torch.randint(config.model.vocab_size, (SAMPLES, LENGTH + targets), generator=generator)
-    weights = 0.1 + torch.rand(SAMPLES, LENGTH, generator=generator)
-    weights[3] = 0.0
-    later = [
-        Targets(tokens[:, n : n + LENGTH], torch.rand(SAMPLES, LENGTH, generator=generator))
-        for n in range(2, targets + 1)
-    ]
-    ids = torch.arange(SAMPLES) + step * SAMPLES
-    positions = micro_batch_positions(0, SAMPLES, config.train.micro_batch_size, ctx.dp.rank, ctx.dp.size)
-    rows = [torch.from_numpy(row) for row in positions]
-    batches = [
-        MicroBatch.of_samples(
-            tokens[r, :LENGTH],
-            tokens[r, 1 : LENGTH + 1],
-            weights[r],
-            ids[r],
-            later_targets=[Targets(*(x[r] for x in targets)) for targets in later],
-        )
-        for r in rows
-    ]
-    if packed:
-        batches = [replace(batch, starts=four_documents(row)) for batch, row in zip(batches, rows, strict=True)]
-    held = torch.tensor(deal.positions(LENGTH, ctx.cp.size, ctx.cp.rank))
-    # Positions of their own, as the batches of a loader have.
-    return [batch.columns(held.clone()).to(ctx.device) for batch in batches]
-
-
-def four_documents(samples: Tensor) -> Tensor:
-    """`MicroBatch.starts` of samples with documents of 1 + the sample's number, 3, 7, and all other tokens."""
-    firsts = torch.arange(len(samples)) * LENGTH
-    second = firsts + 1 + samples
-    inner = torch.stack((firsts, second, second + 3, second + 10), dim=1).flatten()
-    return torch.cat((inner, torch.tensor([len(samples) * LENGTH]))).int()
+    """`verify.batches.micro_batches` with as many targets as the model asks for."""
+    return batches.micro_batches(config, ctx, step, num_targets(config), packed=packed)
 
 
 def make_context(config: Config) -> ParallelContext:
@@ -258,48 +221,6 @@ def make_state(config: Config) -> TrainState:
     initialize(stages.values(), config.train.seed)
     freeze_others(stages.values(), config.train.trainable, ctx)
     return assemble(config, ctx, stages)
-
-
-def held_weights(state: TrainState) -> list[layouts.Held]:
-    """This rank's part of every weight; with ZeRO-3 every rank holds only its shards of them, so they are gathered."""
-    weights = state.weights
-    gathered = range(len(weights.layout.buckets)) if isinstance(weights, UnitWeights) else ()
-    for unit in gathered:
-        weights.gather_unit(unit)
-        weights.wait_for(unit)
-    held = layouts.held(state.stages.values(), state.ctx)
-    for unit in gathered:
-        weights.release(unit)
-    return held
-
-
-def held_gradients(state: TrainState) -> list[layouts.Held]:
-    """Reduced gradients; with ZeRO every rank holds only its shards of them, so they are gathered first."""
-    if isinstance(state.grads, UnitGradients):
-        whole = _whole_gradients(state)
-        return layouts.held(
-            state.stages.values(), state.ctx, lambda param: whole[param] if param.requires_grad else None
-        )
-    if state.grads.layout.sharded:
-        for bucket in state.grads.layout.buckets:
-            axis = state.grads.layout.axis(bucket)
-            collectives.all_gather_shard_async(state.grads.flat[bucket.start : bucket.stop], axis).wait()
-    return layouts.held(state.pipeline.stages.values(), state.ctx, layouts.main_gradients)
-
-
-def _whole_gradients(state: TrainState) -> dict[torch.nn.Parameter, Tensor]:
-    """The gradients of whole parameters, out of this rank's shards in `state.grads`."""
-    found = {}
-    grads = state.grads
-    layout = state.grads.layout
-    for bucket in layout.buckets:
-        axis, (start, stop) = layout.axis(bucket), layout.shard(bucket)
-        whole = torch.zeros(bucket.stop - bucket.start, device=grads.flat.device)
-        whole[start - bucket.start : stop - bucket.start] = grads.part(start, stop)
-        collectives.all_gather_shard_async(whole, axis).wait()
-        for slot in layout.slots[bucket.first_param : bucket.end_param]:
-            found[slot.param] = whole[slot.start - bucket.start : slot.stop - bucket.start].view(slot.param.shape)
-    return found
 
 
 # How every layout trains as one process does
@@ -324,7 +245,7 @@ def train_two_steps(
             state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
         shown["steps"].append(shown_of_step(state, result))
         for weights in go_on_with[step : step + 1]:
-            layouts.fill(state.stages.values(), weights)
+            logical.fill(state.stages.values(), weights)
     if evaluation:
         shown["evaluation"] = evaluate(state, micro_batches(config, state.ctx, STEPS, packed))
     return shown
@@ -347,13 +268,13 @@ def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
     """What ranks show, see `train_two_steps`, is what one process shows."""
     if layout.follows:
-        held = [layouts.assemble([rank["steps"][step][3] for rank in ranks]) for step in range(STEPS)]
+        held = [logical.assemble([rank["steps"][step][3] for rank in ranks]) for step in range(STEPS)]
         config = in_one_process(layout.model, layout.trainable)
         expected = train_two_steps(config, layout.packed, go_on_with=held)
     else:
         expected = reference(layout.model, layout.packed, layout.trainable)
-    initial = layouts.assemble([rank["initial"] for rank in ranks])
-    assert bitwise(initial, layouts.assemble([expected["initial"]])), "initial weights depend on the layout"
+    initial = logical.assemble([rank["initial"] for rank in ranks])
+    assert bitwise(initial, logical.assemble([expected["initial"]])), "initial weights depend on the layout"
     for step in range(STEPS):
         loss, norm, gradients, weights, (losses, tables) = expected["steps"][step]
         for rank in ranks:
@@ -362,8 +283,8 @@ def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
             assert rank["steps"][step][4][0] == pytest.approx(losses, rel=1e-5)
             assert rank["steps"][step][4][1] == tables
         found = [rank["steps"][step] for rank in ranks]
-        layouts.assert_close(layouts.assemble([f[2] for f in found]), layouts.assemble([gradients]))
-        layouts.assert_close(layouts.assemble([f[3] for f in found]), layouts.assemble([weights]))
+        close.assert_close(logical.assemble([f[2] for f in found]), logical.assemble([gradients]))
+        close.assert_close(logical.assemble([f[3] for f in found]), logical.assemble([weights]))
     for rank in ranks:
         assert rank.get("evaluation", expected["evaluation"]) == pytest.approx(expected["evaluation"], rel=1e-5)
 

@@ -16,7 +16,7 @@ from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
 from megapar.params import Init
 from megapar.sharding import Sharding
-from tests.support import layouts
+from megapar.verify import logical
 
 HIDDEN = 6
 NAME = "layers.3.mlp"
@@ -121,7 +121,7 @@ class Mixture(nn.Module):
 
 def small_mixture(case: Case, dtype: torch.dtype = torch.float32, ctx: ParallelContext | None = None) -> Mixture:
     mixture = Mixture(case, ctx or single(), dtype)
-    layouts.fill([mixture], case.weights())
+    logical.fill([mixture], case.weights())
     return mixture
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megapar.batch import MicroBatch
 from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
-from tests.support import layouts
+from megapar.verify import logical
 
 LENGTH = 48  # beyond what rope_scaling calls the original context in some tests
 
@@ -71,5 +71,5 @@ def random_tensors(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
 def build(config: Config, ctx: ParallelContext, seed: int = 0) -> Stage:
     """The whole model in one stage, with `random_tensors` as weights."""
     (stage,) = build_stages(config, ctx).values()
-    layouts.fill([stage], random_tensors(config.model, seed))
+    logical.fill([stage], random_tensors(config.model, seed))
     return stage
